@@ -1,0 +1,60 @@
+"""ROUGE scores of generated text, computed where no hub can be reached.
+
+`evaluate.load("rouge")` downloads the metric's script, so this module holds the metric itself: an
+`evaluate.Metric` over the `rouge_score` package with the settings of evaluate's own `metrics/rouge/rouge.py`
+(no stemmer, one reference per prediction, bootstrap aggregation). It keeps two invariants: the same texts
+always give the same numbers, and nothing is left on disk, so any number of processes may score at once.
+"""
+
+from collections.abc import Sequence
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from runtime.errors import SpecDecError
+
+ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+
+def rouge_scores(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """F-measures x 100 of `ROUGE_TYPES`, prediction i against reference i.
+
+    A score is the median of 1,000 bootstrap means, not the mean of the samples: that is what evaluate's
+    metric returns and TensorRT-LLM's `examples/summarize.py` prints. The draws are seeded with 0 as there;
+    the global state of `np.random` is put back afterwards. `rougeLsum` takes each line as a sentence.
+
+    Raises SpecDecError where there is nothing to score.
+    """
+    assert len(predictions) == len(references), (len(predictions), len(references))
+    if not predictions:
+        raise SpecDecError("no text to score with ROUGE", hint="generate at least one output")
+    with TemporaryDirectory(prefix="specdec-rouge-") as directory:
+        # Metric makes its cache directory even when it keeps the samples in memory.
+        metric = _metric_class()(keep_in_memory=True, cache_dir=directory, seed=0)
+        fmeasures = metric.compute(predictions=list(predictions), references=list(references))
+    return {rouge_type: 100 * float(fmeasures[rouge_type]) for rouge_type in ROUGE_TYPES}
+
+
+def _metric_class() -> Any:
+    """The metric's class. Made on demand: its base takes seconds to import, and `--help` must not wait."""
+    import datasets
+    import evaluate
+    from rouge_score import rouge_scorer, scoring
+
+    class Rouge(evaluate.Metric):  # type: ignore[misc]  # evaluate ships no types
+        def _info(self) -> Any:
+            text = datasets.Value("string")
+            return evaluate.MetricInfo(
+                description="ROUGE F-measures, as evaluate's own metric computes them.",
+                citation="Lin 2004, ROUGE: A Package for Automatic Evaluation of Summaries",
+                inputs_description="One reference text for each prediction.",
+                features=datasets.Features({"predictions": text, "references": text}),
+            )
+
+        def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+            scorer = rouge_scorer.RougeScorer(ROUGE_TYPES, use_stemmer=False)
+            aggregator = scoring.BootstrapAggregator()
+            for prediction, reference in zip(predictions, references, strict=True):
+                aggregator.add_scores(scorer.score(reference, prediction))
+            return {key: score.mid.fmeasure for key, score in aggregator.aggregate().items()}
+
+    return Rouge

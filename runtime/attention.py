@@ -1,0 +1,114 @@
+"""Attention over a paged K/V cache, registered with transformers under the name `specdec_paged`.
+
+The model sees one row of B x Q tokens; only attention knows that they are B sequences of Q tokens each. Whether
+a query may see a key is computed from positions alone: no mask function is registered, so transformers hands
+over `attention_mask=None`, and nothing here may rely on it.
+
+A second function, `specdec_probe`, computes nothing and records what each layer asks for. A model is supported
+when every one of its layers was recorded (Falcon and BLOOM never call a registered function and would
+run silently wrong).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from runtime.config import LayerShape
+from runtime.errors import SpecDecError
+
+PAGED, PROBE = "specdec_paged", "specdec_probe"
+
+
+@dataclass
+class PagedInputs:
+    """What attention needs beside the model's own tensors; travels as the forward keyword `paged`."""
+
+    key_pools: list[Tensor]  # per layer (num_blocks, block_size, num_kv_heads, head_dim)
+    value_pools: list[Tensor]
+    positions: Tensor  # (B, Q) int64
+    slot_mapping: Tensor  # (B, Q) int64
+    block_tables: Tensor  # (B, N) int64
+    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+
+    def mask(self, sliding_window: int | None, num_groups: int) -> Tensor:
+        """(B, 1, G x Q, N x block_size) bool, True where the query may see the key; made once per kind of layer.
+
+        Key j of a row stands at position j: query position 5 sees keys 0..5, with a window of 3 keys 3..5.
+        """
+        if (sliding_window, num_groups) not in self.masks:
+            block_size = self.key_pools[0].shape[1]
+            key_positions = torch.arange(self.block_tables.shape[1] * block_size, device=self.positions.device)
+            query_positions = self.positions[:, None, :, None]
+            visible = key_positions <= query_positions
+            if sliding_window is not None:
+                visible = visible & (key_positions > query_positions - sliding_window)
+            self.masks[sliding_window, num_groups] = visible.repeat(1, 1, num_groups, 1)
+        return self.masks[sliding_window, num_groups]
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,  # (1, H, B x Q, D)
+    key: Tensor,  # (1, Hk, B x Q, D)
+    value: Tensor,  # (1, Hk, B x Q, Dv)
+    attention_mask: Tensor | None,
+    *,
+    paged: PagedInputs,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Write this step's K/V into the pool, then attend over each row's blocks. Returns (1, B x Q, H, Dv)."""
+    _refuse_unsupported(module, kwargs)
+    B, Q = paged.slot_mapping.shape
+    H, Hk = query.shape[1], key.shape[1]
+    slots = paged.slot_mapping.view(-1)
+    pages = []
+    for pool, new in ((paged.key_pools[module.layer_idx], key), (paged.value_pools[module.layer_idx], value)):
+        pool.view(-1, Hk, new.shape[-1]).index_copy_(0, slots, new[0].transpose(0, 1))
+        pages.append(pool[paged.block_tables].view(B, -1, Hk, new.shape[-1]).transpose(1, 2))
+    # The query heads of one KV head are folded into the query length: for Q = 1 in bfloat16 SDPA is then ten
+    # times faster than with enable_gqa. Row g * Q + i of a KV head is query i of its head g.
+    rows = query[0].unflatten(1, (B, Q)).transpose(0, 1).reshape(B, Hk, H // Hk * Q, -1)
+    mask = paged.mask(sliding_window, H // Hk)
+    output = F.scaled_dot_product_attention(rows, pages[0], pages[1], attn_mask=mask, scale=scaling)
+    return output.reshape(B, H, Q, -1).transpose(1, 2).reshape(1, B * Q, H, -1), None
+
+
+def probe_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged: dict[int, LayerShape],
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Record the layer's K/V shape in `paged` and return zeros of attention's shape."""
+    _refuse_unsupported(module, kwargs)
+    shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
+    if paged.setdefault(module.layer_idx, shape) is not shape:
+        raise SpecDecError(f"layer calls attention twice, which a K/V cache of one entry cannot serve: {module.layer_idx}")
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    name = type(module).__name__
+    if kwargs.get("softcap") is not None:
+        raise SpecDecError(f"soft-capped attention is not supported: {name}")
+    if kwargs.get("s_aux") is not None:
+        raise SpecDecError(f"attention sinks are not supported: {name}")
+    if kwargs.get("position_bias") is not None:
+        raise SpecDecError(f"attention with a position bias is not supported: {name}")
+    if not getattr(module, "is_causal", True):
+        raise SpecDecError(f"attention that is not causal is not supported: {name}")
+
+
+AttentionInterface.register(PAGED, paged_attention)
+AttentionInterface.register(PROBE, probe_attention)

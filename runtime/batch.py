@@ -1,0 +1,75 @@
+"""All index arithmetic of a step: sequences and drafts in, the tensors the compiled step takes out."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.kv_cache import NULL_BLOCK
+from runtime.request import Sequence
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence's part of a step: tokens to compute, the position of the first, and how many logits to return."""
+
+    tokens: list[int]
+    start: int
+    block_table: list[int]
+    num_logits: int  # of the last tokens; at least 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the compiled step takes, and nothing else. B rows, padded to the longest: Q tokens, N blocks.
+
+    Example, block_size 4: a row of tokens at positions 5, 6 with blocks [7, 2] in a batch with Q = 3:
+    positions [5, 6, 0], slot_mapping [9, 10, 0] (block 2, offsets 1 and 2; padding goes to the null block).
+    """
+
+    input_ids: Tensor  # (B, Q) int64
+    positions: Tensor  # (B, Q) int64
+    slot_mapping: Tensor  # (B, Q) int64
+    block_tables: Tensor  # (B, N) int64
+    logit_indices: Tensor  # (T,) int64 into the flattened (B, Q)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.input_ids, self.positions, self.slot_mapping, self.block_tables, self.logit_indices
+
+
+def generation_row(sequence: Sequence, draft_tokens: Seq[int]) -> Row:
+    """The uncomputed tail and the draft; logits of the last committed token and of every draft token."""
+    tokens = [*sequence.tokens[sequence.num_computed :], *draft_tokens]
+    return Row(tokens, sequence.num_computed, sequence.block_table, len(draft_tokens) + 1)
+
+
+def context_row(sequence: Sequence, num_tokens: int) -> Row:
+    """The next `num_tokens` of a long uncomputed tail. One logit, because a step returns at least one."""
+    start = sequence.num_computed
+    return Row(sequence.tokens[start : start + num_tokens], start, sequence.block_table, 1)
+
+
+def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
+    Q = max(len(row.tokens) for row in rows)
+    N = max(-(-(row.start + len(row.tokens)) // block_size) for row in rows)
+    block_tables = torch.tensor([_padded(row.block_table[:N], N, NULL_BLOCK) for row in rows])
+    lengths = torch.tensor([len(row.tokens) for row in rows])
+    columns = torch.arange(Q)
+    is_padding = columns >= lengths[:, None]
+    positions = torch.tensor([row.start for row in rows])[:, None] + columns
+    positions.masked_fill_(is_padding, 0)
+    slots = block_tables.gather(1, positions // block_size) * block_size + positions % block_size
+    slots.masked_fill_(is_padding, NULL_BLOCK * block_size)
+    logit_indices = [
+        b * Q + i for b, row in enumerate(rows) for i in range(len(row.tokens) - row.num_logits, len(row.tokens))
+    ]
+    input_ids = torch.tensor([_padded(row.tokens, Q, 0) for row in rows])
+    batch = Batch(input_ids, positions, slots, block_tables, torch.tensor(logit_indices))
+    if device.type == "cpu":
+        return batch
+    return Batch(*(tensor.to(device) for tensor in batch.tensors()))
+
+
+def _padded(values: list[int], length: int, padding: int) -> list[int]:
+    return values + [padding] * (length - len(values))

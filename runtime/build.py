@@ -1,0 +1,194 @@
+"""Make an engine directory from a checkpoint: load, compile, compare with transformers, write.
+
+The compiled step is opened again and compared before anything is written, so an engine that exists gave the same
+logits as transformers' own eager attention on the machine that built it.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from runtime.attention import PAGED
+from runtime.batch import Row, pack
+from runtime.bundle import current_environment, open_step
+from runtime.checkpoint import copy_tokenizer_files, open_checkpoint
+from runtime.compilation import StepFunction, compile_aot, save_compile_cache, torch_compile
+from runtime.config import BuildConfig, EngineConfig, LayerShape, LogitsCheck, as_json
+from runtime.errors import SpecDecError
+from runtime.files import check_output_directory, new_directory, write_json
+from runtime.kv_cache import KVPool
+from runtime.model import Step, load_model, parse_pretrained_config, probe_config
+
+# Largest norm of the difference between two rows of logits, over the norm of the row.
+_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+Phase = Callable[[str], None]
+"""Called with the name of the phase that begins."""
+
+
+def build_engine(
+    checkpoint_dir: Path, output_dir: Path, build: BuildConfig, device: torch.device, *, replace: bool, phase: Phase
+) -> EngineConfig:
+    """Write the engine directory of a checkpoint.
+
+    Raises SpecDecError if the settings do not fit the model, or the compiled step's logits differ from transformers';
+    then nothing is written. A model that cannot be exported is compiled with `torch-compile` instead, and
+    `compiler_note` says why.
+    """
+    check_output_directory(output_dir, replace=replace)
+    checkpoint = open_checkpoint(checkpoint_dir)
+    pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
+    _check_lengths(build, getattr(pretrained, "max_position_embeddings", None))
+    layers = probe_config(pretrained)
+    phase("loading the checkpoint")
+    weights = checkpoint_dir / "rank0.safetensors"
+    model = load_model(pretrained, weights, getattr(torch, checkpoint.dtype), PAGED).to(device)
+    if device.type == "cpu":
+        torch.set_flush_denormal(True)
+    with new_directory(output_dir, replace=replace) as directory:
+        phase("compiling the step")
+        build, note = _compile(model, layers, build, directory)
+        if build.compiler != "aot":
+            shutil.copyfile(weights, directory / "rank0.safetensors")
+        phase("checking the logits")
+        if build.compiler == "aot":
+            step = open_step("aot", checkpoint.pretrained_config, checkpoint.dtype, directory, device)
+        else:
+            step = torch_compile(Step(model)) if build.compiler == "torch-compile" else Step(model)
+        logits_check = check_logits(step, model, layers, build, _TOLERANCE[checkpoint.dtype])
+        if build.compiler == "torch-compile":
+            _warm_up(step, model, layers, build)
+            save_compile_cache(directory / "rank0.cache")
+        phase("writing the engine")
+        config = EngineConfig(
+            pretrained_config=checkpoint.pretrained_config,
+            dtype=checkpoint.dtype,
+            build_config=build,
+            layers=layers,
+            vocab_size=pretrained.vocab_size,
+            environment=current_environment(device),
+            logits_check=logits_check,
+            compiler_note=note,
+        )
+        copy_tokenizer_files(checkpoint_dir, directory)
+        write_json(directory / "config.json", as_json(config))
+    return config
+
+
+def _check_lengths(build: BuildConfig, max_position_embeddings: int | None) -> None:
+    if build.max_input_len >= build.max_request_len:
+        raise SpecDecError(
+            f"max_input_len leaves no room for output within max_seq_len {build.max_request_len}: {build.max_input_len}",
+            hint="raise `--max-seq-len` or lower `--max-input-len`",
+        )
+    if max_position_embeddings is not None and build.max_request_len > max_position_embeddings:
+        raise SpecDecError(
+            f"max_seq_len exceeds the {max_position_embeddings} positions the model has: {build.max_request_len}",
+            hint=f"`--max-seq-len {max_position_embeddings}`",
+        )
+
+
+def _compile(
+    model: PreTrainedModel, layers: tuple[LayerShape, ...], build: BuildConfig, directory: Path
+) -> tuple[BuildConfig, str | None]:
+    """Compile ahead of time if asked; returns the settings as they came out, and why if not as asked."""
+    if build.compiler != "aot":
+        return build, None
+    try:
+        compile_aot(Step(model), layers, build, directory / "rank0.pt2")
+    except Exception as error:  # export and Inductor raise many kinds; each means: not this model
+        (directory / "rank0.pt2").unlink(missing_ok=True)
+        note = f"cannot be compiled ahead of time: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return dataclasses.replace(build, compiler="torch-compile"), note
+    return build, None
+
+
+def check_logits(
+    step: StepFunction, model: PreTrainedModel, layers: tuple[LayerShape, ...], build: BuildConfig, tolerance: float
+) -> LogitsCheck:
+    """Compare a ragged batch's context step and draft-length step with eager attention over the whole sequences.
+
+    Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`.
+    """
+    num_context = _check_context_len(layers, build)
+    lengths = [(num_context, 1 + build.max_draft_len), (-(-num_context // 2), 1 + build.max_draft_len // 2)]
+    lengths = lengths[: build.max_batch_size]
+    generator = torch.Generator().manual_seed(0)
+    rows_tokens = [
+        torch.randint(0, model.config.vocab_size, (context + draft,), generator=generator).tolist()
+        for context, draft in lengths
+    ]
+    parameter = next(model.parameters())
+    block_size = build.tokens_per_block
+    num_blocks = -(-(num_context + 1 + build.max_draft_len) // block_size)
+    tables = [list(range(1 + i * num_blocks, 1 + (i + 1) * num_blocks)) for i in range(len(lengths))]
+    pool = KVPool(layers, 1 + len(lengths) * num_blocks, block_size, parameter.dtype, parameter.device)
+
+    def run(rows: list[Row]) -> Tensor:
+        batch = pack(rows, block_size, parameter.device)
+        return step(*batch.tensors(), pool.keys, pool.values).float()
+
+    with torch.no_grad():
+        zipped = list(zip(rows_tokens, tables, lengths, strict=True))
+        ours = [
+            run([Row(tokens[:context], 0, table, 1) for tokens, table, (context, _) in zipped]),
+            run([Row(tokens[context:], context, table, draft) for tokens, table, (context, draft) in zipped]),
+        ]
+        with _eager_attention(model):
+            reference = [
+                model(input_ids=torch.tensor([tokens], device=parameter.device), use_cache=False).logits[0].float()
+                for tokens in rows_tokens
+            ]
+    theirs = [
+        torch.stack([logits[context - 1] for logits, (context, _) in zip(reference, lengths, strict=True)]),
+        torch.cat([logits[context:] for logits, (context, _) in zip(reference, lengths, strict=True)]),
+    ]
+    difference, scale = torch.cat(ours) - torch.cat(theirs), torch.cat(theirs)
+    check = LogitsCheck(
+        max_abs_difference=difference.abs().max().item(),
+        relative_difference=(difference.norm(dim=-1) / scale.norm(dim=-1)).max().item(),
+        tolerance=tolerance,
+    )
+    if not check.relative_difference <= tolerance:
+        raise SpecDecError(
+            f"the engine's logits differ from transformers' by more than {tolerance:g} of their norm: "
+            f"{check.relative_difference:.2e} (largest difference {check.max_abs_difference:.2e})",
+            hint="the model is not computed correctly and no engine was written; please report it",
+        )
+    return check
+
+
+def _check_context_len(layers: tuple[LayerShape, ...], build: BuildConfig) -> int:
+    """Long enough for several blocks, and to pass a sliding window where that is affordable."""
+    windows = [layer.sliding_window for layer in layers if layer.sliding_window is not None]
+    wanted = max([2 * build.tokens_per_block + 7] + [window + 9 for window in windows if window <= 1024])
+    return min(wanted, build.max_input_len)
+
+
+@contextmanager
+def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(PAGED)
+
+
+def _warm_up(step: StepFunction, model: PreTrainedModel, layers: tuple[LayerShape, ...], build: BuildConfig) -> None:
+    """Run the kinds of step that the compiler treats apart (one row or several, one token or several)."""
+    parameter = next(model.parameters())
+    block_size = build.tokens_per_block
+    pool = KVPool(layers, 7, block_size, parameter.dtype, parameter.device)
+    tables = [[1, 2, 3], [4, 5, 6]]
+    with torch.no_grad():
+        for num_rows in range(1, 1 + len(tables[: build.max_batch_size])):
+            for start in (0, block_size + 1):
+                for num_tokens in (1, 2):
+                    rows = [Row([1] * num_tokens, start, table, num_tokens) for table in tables[:num_rows]]
+                    step(*pack(rows, block_size, parameter.device).tensors(), pool.keys, pool.values)

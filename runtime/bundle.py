@@ -1,0 +1,103 @@
+"""Engine directories: `config.json`, the compiled step of each rank and the tokenizer's files.
+
+What stands for the step depends on the compiler: `rank0.pt2` (aot), or `rank0.safetensors`, the weights, with
+`rank0.cache`, the compiler's cache (torch-compile), or the weights alone (none). A compiled step is machine code: open
+only bundles you would run as a program.
+"""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from runtime.compilation import StepFunction, load_compile_cache, open_aot, torch_compile
+from runtime.config import Compiler, Dtype, EngineConfig, Environment, parse
+from runtime.errors import SpecDecError
+from runtime.files import read_json
+
+
+def current_environment(device: torch.device) -> Environment:
+    """What a step compiled here, for `device`, depends on."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = f"{torch.cuda.get_device_name(device)} sm_{major}{minor}"
+    else:
+        capability = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return Environment(
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        device="cuda" if device.type == "cuda" else "cpu",
+        capability=capability,
+    )
+
+
+def step_files(config: EngineConfig) -> list[str]:
+    match config.build_config.compiler:
+        case "aot":
+            return ["rank0.pt2"]
+        case "torch-compile":
+            return ["rank0.safetensors", "rank0.cache"]
+        case "none":
+            return ["rank0.safetensors"]
+
+
+def read_engine_config(engine_dir: Path) -> EngineConfig:
+    """Parse and check an engine directory; SpecDecError names what is missing or wrong."""
+    if not engine_dir.is_dir():
+        raise SpecDecError(f"engine directory does not exist: {engine_dir}", hint="make it with `specdec build`")
+    data = read_json(engine_dir / "config.json")
+    if "build_config" not in data:
+        raise SpecDecError(f"this is not an engine directory: {engine_dir}", hint="make one with `specdec build`")
+    config = parse(EngineConfig, data, str(engine_dir / "config.json"))
+    for name in step_files(config):
+        if not (engine_dir / name).is_file():
+            raise SpecDecError(f"file is missing: {engine_dir / name}", hint="run `specdec build` again")
+    return config
+
+
+def check_environment(config: EngineConfig, engine_dir: Path, device: torch.device) -> None:
+    """SpecDecError if the engine was built for another torch, transformers or device."""
+    here = current_environment(device)
+    for name in ("device", "capability", "torch", "transformers"):
+        built, now = getattr(config.environment, name), getattr(here, name)
+        if built != now:
+            build = config.build_config
+            raise SpecDecError(
+                f"`{engine_dir}` was built for another {name}: it needs {built}, here is {now}",
+                hint=f"rebuild it here: specdec build --checkpoint-dir CKPT --output-dir {engine_dir} --force "
+                f"--max-batch-size {build.max_batch_size} --max-input-len {build.max_input_len} "
+                f"--max-seq-len {build.max_request_len} --max-draft-len {build.max_draft_len} "
+                f"--tokens-per-block {build.tokens_per_block} --compiler {build.compiler}"
+                + (
+                    f" --speculative-decoding-mode {build.speculative_decoding_mode} --use-paged-context-fmha enable"
+                    if build.max_draft_len
+                    else ""
+                ),
+            )
+
+
+def open_step(
+    compiler: Compiler, pretrained_config: dict[str, Any], dtype: Dtype, engine_dir: Path, device: torch.device
+) -> StepFunction:
+    """The compiled step of an engine directory, ready to be called on `device`."""
+    if compiler == "aot":
+        try:
+            return open_aot(engine_dir / "rank0.pt2")
+        except Exception as error:  # torch raises RuntimeError, OSError or zip errors; all mean the same
+            raise SpecDecError(
+                f"`{engine_dir / 'rank0.pt2'}` cannot be opened: {str(error).splitlines()[0]}",
+                hint="run `specdec build` again",
+            ) from error
+    # Only here does an engine need model code.
+    from runtime.attention import PAGED
+    from runtime.model import Step, load_model, parse_pretrained_config
+
+    pretrained = parse_pretrained_config(pretrained_config, str(engine_dir / "config.json"))
+    weights = engine_dir / "rank0.safetensors"
+    step = Step(load_model(pretrained, weights, getattr(torch, dtype), PAGED).to(device))
+    if compiler == "none":
+        return step
+    load_compile_cache(engine_dir / "rank0.cache")
+    return torch_compile(step)

@@ -1,0 +1,180 @@
+"""Checkpoint directories: `config.json`, `rank{N}.safetensors` and the tokenizer's files.
+
+A checkpoint holds a Hugging Face model's tensors under their own names, cast to one dtype. They are copied one at a
+time, so memory does not grow with the model.
+"""
+
+import json
+import math
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from runtime.config import CheckpointConfig, Dtype, as_json, parse
+from runtime.errors import SpecDecError
+from runtime.files import new_directory, read_json, write_json
+from runtime.model import parse_pretrained_config, probe_config
+
+# What a tokenizer or generation needs beside the weights.
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+_DTYPES = {  # safetensors' names
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes written, bytes in all)."""
+
+
+@dataclass(frozen=True)
+class _TensorEntry:
+    """A tensor of the source model, and the dtype it was saved in."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def num_bytes(self, float_dtype: torch.dtype) -> int:
+        return math.prod(self.shape) * self.written_dtype(float_dtype).itemsize
+
+    def written_dtype(self, float_dtype: torch.dtype) -> torch.dtype:
+        return float_dtype if self.dtype.is_floating_point else self.dtype
+
+
+def convert(
+    model_dir: Path, output_dir: Path, dtype: Dtype | None, *, replace: bool, progress: Progress
+) -> CheckpointConfig:
+    """Write the checkpoint of a Hugging Face model directory. `dtype` None keeps the one the model was saved in.
+
+    Raises SpecDecError for a model that is unsupported, incomplete or damaged; then nothing is written.
+    """
+    if not model_dir.is_dir():
+        raise SpecDecError(f"model directory does not exist: {model_dir}")
+    pretrained_config = read_json(model_dir / "config.json")
+    probe_config(parse_pretrained_config(pretrained_config, str(model_dir / "config.json")))
+    entries = _read_entries(model_dir)
+    dtype = dtype or _saved_dtype(entries)
+    checkpoint = CheckpointConfig(pretrained_config=pretrained_config, dtype=dtype)
+    with new_directory(output_dir, replace=replace) as directory:
+        _write_safetensors(directory / "rank0.safetensors", entries, getattr(torch, dtype), progress)
+        copy_tokenizer_files(model_dir, directory)
+        write_json(directory / "config.json", as_json(checkpoint))
+    return checkpoint
+
+
+def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
+    """Parse and check a checkpoint directory; SpecDecError names what is missing or wrong."""
+    if not checkpoint_dir.is_dir():
+        raise SpecDecError(f"checkpoint directory does not exist: {checkpoint_dir}", hint="make it with `specdec convert`")
+    data = read_json(checkpoint_dir / "config.json")
+    if "build_config" in data:
+        raise SpecDecError(f"this is an engine directory, not a checkpoint: {checkpoint_dir}")
+    if "model_type" in data:
+        raise SpecDecError(
+            f"this is a Hugging Face model, not a checkpoint: {checkpoint_dir}",
+            hint=f"`specdec convert --model-dir {checkpoint_dir}` makes a checkpoint of it",
+        )
+    config = parse(CheckpointConfig, data, str(checkpoint_dir / "config.json"))
+    if not (checkpoint_dir / "rank0.safetensors").is_file():
+        raise SpecDecError(f"file is missing: {checkpoint_dir / 'rank0.safetensors'}", hint="run `specdec convert` again")
+    return config
+
+
+def copy_tokenizer_files(source: Path, destination: Path) -> None:
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)
+
+
+def _read_entries(model_dir: Path) -> list[_TensorEntry]:
+    """Every tensor of the model, shard by shard; SpecDecError if a shard or tensor is missing or damaged."""
+    index = model_dir / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise SpecDecError(f"`{index}` has no `weight_map`")
+        files = [model_dir / name for name in sorted(set(weight_map.values()))]
+    elif (model_dir / "model.safetensors").is_file():
+        weight_map, files = None, [model_dir / "model.safetensors"]
+    else:
+        _refuse_pickle(model_dir)
+        raise SpecDecError(f"file is missing: {model_dir / 'model.safetensors'}")
+    entries = [entry for file in files for entry in _read_header(file)]
+    missing = sorted(set(weight_map or {}) - {entry.name for entry in entries})
+    if missing:
+        raise SpecDecError(f"`{index}` names a tensor that no shard holds: {missing[0]}")
+    return entries
+
+
+def _refuse_pickle(model_dir: Path) -> None:
+    pickled = sorted(model_dir.glob("*.bin")) + sorted(model_dir.glob("*.pt")) + sorted(model_dir.glob("*.pth"))
+    if pickled:
+        raise SpecDecError(
+            f"weights are pickled, which can run code when opened: {pickled[0]}",
+            hint="if you trust them, re-save as safetensors: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)",
+        )
+
+
+def _read_header(file: Path) -> list[_TensorEntry]:
+    if not file.is_file():
+        raise SpecDecError(f"file is missing: {file}")
+    entries = []
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                tensor = tensors.get_slice(name)
+                if tensor.get_dtype() not in _DTYPES:
+                    raise SpecDecError(f"`{file}` holds a tensor of a dtype that is not supported: {tensor.get_dtype()}")
+                entries.append(_TensorEntry(name, file, tuple(tensor.get_shape()), _DTYPES[tensor.get_dtype()]))
+    except SafetensorError as error:
+        raise SpecDecError(f"`{file}` is damaged: {error}", hint="download or save the model again") from None
+    return entries
+
+
+def _saved_dtype(entries: list[_TensorEntry]) -> Dtype:
+    """The dtype most of the weights have."""
+    num_bytes = {"float32": 0, "float16": 0, "bfloat16": 0}
+    for entry in entries:
+        name = str(entry.dtype).removeprefix("torch.")
+        if name in num_bytes:
+            num_bytes[name] += math.prod(entry.shape) * entry.dtype.itemsize
+    return max(num_bytes, key=lambda name: num_bytes[name])  # type: ignore[return-value]  # its keys are Dtype
+
+
+def _write_safetensors(path: Path, entries: list[_TensorEntry], float_dtype: torch.dtype, progress: Progress) -> None:
+    """Write the tensors one by one: the format is a length (8 bytes, little endian), a JSON header, then the data."""
+    header, offset = {}, 0
+    for entry in entries:
+        end = offset + entry.num_bytes(float_dtype)
+        dtype = _NAMES[entry.written_dtype(float_dtype)]
+        header[entry.name] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # tensors start at a multiple of 8
+    done = 0
+    with open(path, "wb") as output:
+        output.write(struct.pack("<Q", len(encoded)) + encoded)
+        for file in dict.fromkeys(entry.file for entry in entries):
+            with safe_open(file, framework="pt") as tensors:
+                for entry in entries:
+                    if entry.file == file:
+                        tensor = tensors.get_tensor(entry.name).to(entry.written_dtype(float_dtype))
+                        output.write(_bytes_of(tensor))
+                        done += entry.num_bytes(float_dtype)
+                        progress(done, offset)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())

@@ -1,0 +1,96 @@
+"""Export and compile the target's step.
+
+`aot` makes an AOTInductor package: the step with its weights, opened without Python model code or compilation.
+`torch-compile` serves models that cannot be exported: the compiler's cache is kept, and opening finds it there.
+`none` runs the model as it is, for debugging.
+"""
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from runtime.batch import Row, pack
+from runtime.config import BuildConfig, LayerShape
+from runtime.kv_cache import KVPool
+
+if TYPE_CHECKING:
+    from runtime.model import Step  # opening an engine must not import model code
+
+StepFunction = Callable[..., Tensor]
+"""Signature of `Step.forward`."""
+
+
+def example_pool(layers: tuple[LayerShape, ...], num_tokens: int, block_size: int, like: Tensor) -> KVPool:
+    """A pool that just holds two rows of `num_tokens`."""
+    num_blocks = 2 * math.ceil(num_tokens / block_size) + 1
+    return KVPool(layers, num_blocks, block_size, like.dtype, like.device)
+
+
+def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size: int, num_logits: int) -> list[Row]:
+    """Rows at position `start` of sequences that own `num_tokens` slots each."""
+    num_blocks = math.ceil(num_tokens / block_size)
+    return [
+        Row([1] * length, start, list(range(1 + i * num_blocks, 1 + (i + 1) * num_blocks)), num_logits)
+        for i, length in enumerate(row_lengths)
+    ]
+
+
+def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig, path: Path) -> None:
+    """Write the step as an AOTInductor package. Whatever keeps a model from being exported is raised as it comes."""
+    parameter = next(step.parameters())
+    num_tokens = 3 * build.tokens_per_block
+    pool = example_pool(layers, num_tokens, build.tokens_per_block, parameter)
+    rows = example_rows([5, 3], 2 * build.tokens_per_block + 1, num_tokens, build.tokens_per_block, 2)
+    batch = pack(rows, build.tokens_per_block, parameter.device)
+    free = torch.export.Dim.DYNAMIC
+    dynamic = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: free}] * len(layers)] * 2
+    with _quiet(), torch.no_grad():
+        program = torch.export.export(
+            step, (*batch.tensors(), pool.keys, pool.values), strict=False, dynamic_shapes=tuple(dynamic)
+        )
+        # Freezing prepacks the weights for the CPU's matrix kernels: steps are two to three times faster.
+        options = {"freezing": True} if parameter.device.type == "cpu" else {}
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+
+
+def open_aot(path: Path) -> StepFunction:
+    return torch._inductor.aoti_load_package(str(path))  # type: ignore[no-any-return]
+
+
+def torch_compile(step: "Step") -> StepFunction:
+    return torch.compile(step, dynamic=True)  # type: ignore[no-any-return]
+
+
+def save_compile_cache(path: Path) -> None:
+    """Write what `torch.compile` has compiled in this process so far."""
+    artifacts = torch.compiler.save_cache_artifacts()
+    path.write_bytes(artifacts[0] if artifacts else b"")
+
+
+def load_compile_cache(path: Path) -> None:
+    data = path.read_bytes()
+    if data:
+        torch.compiler.load_cache_artifacts(data)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The compiler's warnings concern its developers; what matters to users is raised."""
+    loggers: list[Any] = [logging.getLogger(name) for name in ("torch._inductor", "torch.export", "torch._dynamo")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,206 @@
+"""An opened engine: sequences are admitted, stepped and released; the K/V cache is behind it.
+
+Between `admit` and `release` a sequence owns blocks. `step` computes what each sequence has not computed yet and its
+draft, and says what the target made of it; committing the verdict is the caller's, so that both loops share one engine.
+"""
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from runtime.batch import Row, context_row, generation_row, pack
+from runtime.bundle import check_environment, open_step, read_engine_config
+from runtime.compilation import StepFunction
+from runtime.config import EngineConfig
+from runtime.errors import SpecDecError, UsageError
+from runtime.kv_cache import BlockManager, KVPool, bytes_per_block
+from runtime.request import Draft, Request, Sequence, Verdict
+from runtime.verify import verify_greedy
+
+# A longer tail is computed in pieces: attention's memory stays bounded, and a piece does not look at blocks after it.
+_CONTEXT_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """How large the K/V cache is, and whether released blocks are found again.
+
+    `max_tokens` bounds it on any device. Without it a CPU gets what max_batch_size sequences of max_seq_len tokens
+    need, and a GPU `free_gpu_memory_fraction` of the memory that is free once the engine is open.
+    """
+
+    block_reuse: bool = True
+    max_tokens: int | None = None
+    free_gpu_memory_fraction: float = 0.9
+
+
+class Engine:
+    """Open one with `Engine.open`; use it as a context manager or `close` it."""
+
+    def __init__(self, config: EngineConfig, step: StepFunction, device: torch.device, kv_cache: KVCacheConfig) -> None:
+        self.config = config
+        self.device = device
+        self.block_reuse = kv_cache.block_reuse
+        self.target_time_s = 0.0
+        self._step = step
+        dtype = getattr(torch, config.dtype)
+        num_blocks = _num_blocks(config, kv_cache, device, dtype)
+        block_size = config.build_config.tokens_per_block
+        self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
+        self._pool = KVPool(config.layers, num_blocks, block_size, dtype, device)
+
+    @classmethod
+    def open(cls, engine_dir: Path, device_id: int = 0, kv_cache: KVCacheConfig | None = None) -> "Engine":
+        """Open an engine directory on a device; on a machine without a GPU device 0 is the CPU.
+
+        Raises SpecDecError if the directory is damaged or was built for another environment, or the cache does not fit.
+        """
+        config = read_engine_config(engine_dir)
+        device = resolve_device(config.environment.device, device_id)
+        check_environment(config, engine_dir, device)
+        if device.type == "cpu":
+            # Denormals make single steps 50 to 100 times slower.
+            torch.set_flush_denormal(True)
+        compiler = config.build_config.compiler
+        step = open_step(compiler, config.pretrained_config, config.dtype, engine_dir, device)
+        return cls(config, step, device, kv_cache or KVCacheConfig())
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back the memory of the K/V cache and the compiled step."""
+        del self._step, self._pool
+
+    @property
+    def max_draft_len(self) -> int:
+        return self.config.build_config.max_draft_len
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.config.build_config.max_batch_size
+
+    def check_request(self, request: Request) -> None:
+        """SpecDecError if the engine cannot serve the request whatever else runs."""
+        build, num_prompt = self.config.build_config, len(request.prompt_tokens)
+        if num_prompt == 0:
+            raise SpecDecError(f"prompt is empty: request {request.id}")
+        if num_prompt > build.max_input_len:
+            raise SpecDecError(
+                f"prompt of request {request.id} is longer than the engine's max_input_len {build.max_input_len}: "
+                f"{num_prompt} tokens",
+                hint="`--max-input-length` keeps the last tokens, or build with a larger `--max-input-len`",
+            )
+        if request.max_new_tokens < 1:
+            raise SpecDecError(f"number of tokens to generate must be at least 1: {request.max_new_tokens}")
+        if num_prompt + request.max_new_tokens > build.max_request_len:
+            raise SpecDecError(
+                f"prompt and output of request {request.id} exceed the engine's {build.max_request_len} tokens: "
+                f"{num_prompt} + {request.max_new_tokens}",
+                hint="lower `--max-output-len`, or build with a larger `--max-seq-len`",
+            )
+        foreign = [token for token in request.prompt_tokens if not 0 <= token < self.config.vocab_size]
+        if foreign:
+            raise SpecDecError(
+                f"prompt of request {request.id} has a token id outside the vocabulary of {self.config.vocab_size}: "
+                f"{foreign[0]}"
+            )
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Give the sequence blocks for its tokens and a draft, finding K/V that is already known.
+
+        False: no room now, nothing changed. SpecDecError: it would not fit an empty cache either.
+        """
+        num_tokens = len(sequence.tokens) + min(self.max_draft_len, max(sequence.num_remaining - 1, 0))
+        copies = self._blocks.admit(sequence, num_tokens)
+        if copies is None:
+            if self._blocks.num_blocks_for(num_tokens) > self._blocks.num_blocks - 1:
+                raise SpecDecError(
+                    f"K/V cache of {(self._blocks.num_blocks - 1) * self._blocks.block_size} tokens is too small for "
+                    f"request {sequence.request.id}: it needs {num_tokens}",
+                    hint="raise `--max-tokens-in-paged-kv-cache` or `--kv-cache-free-gpu-memory-fraction`",
+                )
+            return False
+        sequence.stats.num_reused_tokens += sequence.num_computed
+        for copy in copies:
+            self._pool.copy_block(copy)
+        return True
+
+    def step(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[Verdict]:
+        """One target forward for admitted sequences, each with a draft of at most max_draft_len tokens (or empty).
+
+        Leaves every sequence's tokens as they are and `num_computed` at what the verdict makes valid.
+        """
+        self._compute_context(sequences)
+        rows = [generation_row(s, draft.tokens) for s, draft in zip(sequences, drafts, strict=True)]
+        target_tokens = self._forward(rows).argmax(dim=-1).tolist()
+        verdicts, first = [], 0
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            last = first + len(draft.tokens) + 1
+            verdict = verify_greedy(draft.tokens, target_tokens[first:last])
+            sequence.num_computed = len(sequence.tokens) + verdict.num_accepted
+            verdicts.append(verdict)
+            first = last
+        return verdicts
+
+    def release(self, sequence: Sequence) -> None:
+        """Take the sequence's blocks back; with block reuse its K/V can be found until they are needed."""
+        self._blocks.release(sequence)
+
+    def _compute_context(self, sequences: Seq[Sequence]) -> None:
+        """Compute long uncomputed tails up to their last chunk."""
+        while long := [s for s in sequences if len(s.tokens) - s.num_computed > _CONTEXT_CHUNK]:
+            self._forward([context_row(s, _CONTEXT_CHUNK) for s in long])
+            for sequence in long:
+                sequence.num_computed += _CONTEXT_CHUNK
+
+    def _forward(self, rows: list[Row]) -> Tensor:
+        """(T, vocab) logits of the rows' last positions."""
+        batch = pack(rows, self._blocks.block_size, self.device)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            logits = self._step(*batch.tensors(), self._pool.keys, self._pool.values)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.target_time_s += time.perf_counter() - start
+        return logits
+
+
+def resolve_device(kind: str, device_id: int) -> torch.device:
+    """The device an id names; UsageError if this machine has none of that id."""
+    if kind == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise SpecDecError("the engine was built for a GPU, and this machine has none", hint="build with `--device cpu`")
+        if device_id >= count:
+            raise UsageError(f"there is no such GPU (this machine has {count}): {device_id}")
+        return torch.device("cuda", device_id)
+    if device_id != 0:
+        raise UsageError(f"there is no such device (the engine runs on the CPU, device 0): {device_id}")
+    return torch.device("cpu")
+
+
+def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """Blocks in the pool, the null block included."""
+    build = config.build_config
+    per_sequence = -(-build.max_seq_len // build.tokens_per_block)
+    num_blocks = build.max_batch_size * per_sequence
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] * kv_cache.free_gpu_memory_fraction
+        num_blocks = int(free) // bytes_per_block(config.layers, build.tokens_per_block, dtype)
+    if kv_cache.max_tokens is not None:
+        wanted = -(-kv_cache.max_tokens // build.tokens_per_block)
+        num_blocks = min(num_blocks, wanted) if device.type == "cuda" else wanted
+    if num_blocks < 1:
+        raise SpecDecError(
+            f"no memory is left for the K/V cache: {num_blocks} blocks",
+            hint="raise `--kv-cache-free-gpu-memory-fraction` or free memory on the device",
+        )
+    return num_blocks + 1

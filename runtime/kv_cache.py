@@ -1,0 +1,220 @@
+"""The paged K/V cache: which block holds which tokens, and who may use it.
+
+`BlockManager` does the bookkeeping and never touches a tensor; `KVPool` is the memory. Blocks are found again by
+content: a trie keyed by (parent node, tokens of the block). Keys are the tokens themselves, so there are no hash
+collisions, and node ids are never used twice, so a block whose parent was overwritten can't be found by mistake.
+
+Only computed tokens are ever published. A freed block keeps its content until it is needed for something else: being
+free and being cached are the same list, oldest first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.config import LayerShape
+from runtime.request import Sequence
+
+NULL_BLOCK = 0
+_ROOT = 0
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A published block: where it hangs in the trie, and the tokens whose K/V it holds."""
+
+    id: int
+    parent: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """Copy this block's K/V before the step that follows an admission."""
+
+    source: int
+    destination: int
+
+
+class BlockManager:
+    """Hands out, shares and frees blocks of `block_size` tokens. Block 0, the null block, is never handed out."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, reuse: bool) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self._reuse = reuse
+        self._num_holders = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
+        self._nodes: dict[int, _Node] = {}  # block -> what it is published as
+        self._children: dict[int, dict[tuple[int, ...], int]] = {}  # node -> tokens -> block
+        self._next_node_id = _ROOT + 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def admit(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
+        """Give `sequence` blocks for `num_tokens` tokens, those whose K/V are known first.
+
+        Sets its block table and `num_computed`, which stays below the number of its tokens, because the last one
+        must be computed for its logits. Returns the copies to make, or None (and changes nothing) if there are too few
+        free blocks.
+        """
+        shared, parent = self._find_full_blocks(sequence.tokens)
+        start = len(shared) * self.block_size
+        end = min(start + self.block_size, len(sequence.tokens) - 1)
+        partial = self._find_partial_block(parent, sequence.tokens[start:end])
+        num_new = self.num_blocks_for(num_tokens) - len(shared)
+        num_revived = sum(self._num_holders[block] == 0 for block in shared)
+        if num_new + num_revived > len(self._free):
+            return None
+        for block in shared:
+            self._hold(block)
+        sequence.block_table = shared
+        sequence.num_computed = start
+        copies = []
+        if partial is not None:
+            source, num_matched = partial
+            sequence.num_computed += num_matched
+            sequence.block_table.append(self._take_over(source, num_matched))
+            if sequence.block_table[-1] != source:
+                copies.append(BlockCopy(source, sequence.block_table[-1]))
+        while len(sequence.block_table) < self.num_blocks_for(num_tokens):
+            sequence.block_table.append(self._allocate())
+        return copies
+
+    def release(self, sequence: Sequence) -> None:
+        """Publish the sequence's computed tokens and free its blocks; the last ones are forgotten first."""
+        if self._reuse:
+            self._publish(sequence)
+        for block in reversed(sequence.block_table):
+            self._num_holders[block] -= 1
+            if self._num_holders[block] == 0:
+                self._free[block] = None
+                if block not in self._nodes:
+                    self._free.move_to_end(block, last=False)
+        sequence.block_table = []
+        sequence.num_computed = 0
+
+    def check_integrity(self) -> None:
+        """Assert what must always hold; for tests and debugging."""
+        assert NULL_BLOCK not in self._free and self._num_holders[NULL_BLOCK] == 0
+        for block in range(1, self.num_blocks):
+            assert self._num_holders[block] >= 0
+            assert (block in self._free) == (self._num_holders[block] == 0), f"block {block} is neither free nor held"
+        published = {block for children in self._children.values() for block in children.values()}
+        assert published == set(self._nodes), "the trie and the blocks disagree"
+        for block, node in self._nodes.items():
+            assert self._children[node.parent][node.tokens] == block
+            assert 0 < len(node.tokens) <= self.block_size
+        assert all(self._children.values()), "an empty level of the trie was kept"
+
+    def _find_full_blocks(self, tokens: list[int]) -> tuple[list[int], int]:
+        """Published blocks that hold the sequence's first tokens, and the node of the last one."""
+        blocks: list[int] = []
+        node = _ROOT
+        for start in range(0, len(tokens) - self.block_size, self.block_size):
+            block = self._children.get(node, {}).get(tuple(tokens[start : start + self.block_size]))
+            if block is None:
+                break
+            blocks.append(block)
+            node = self._nodes[block].id
+        return blocks, node
+
+    def _find_partial_block(self, parent: int, tokens: Seq[int]) -> tuple[int, int] | None:
+        """(block, n): of the blocks below `parent` one that shares most first tokens with `tokens`, and how many."""
+        best = None
+        for candidate, block in self._children.get(parent, {}).items():
+            num_matched = _common_prefix_len(candidate, tokens)
+            if num_matched > (best[1] if best else 0):
+                best = (block, num_matched)
+        return best
+
+    def _take_over(self, source: int, num_matched: int) -> int:
+        """A block of our own that starts with the first `num_matched` tokens of `source`: itself, or one to copy to.
+
+        The source itself if nobody holds it and nothing is lost (all its tokens match), or nothing else is free.
+        """
+        unheld = self._num_holders[source] == 0
+        if unheld and (num_matched == len(self._nodes[source].tokens) or len(self._free) == 1):
+            self._forget(source)
+            self._hold(source)
+            return source
+        if unheld:
+            self._free.move_to_end(source)  # or the allocation could hand out what it is to be copied from
+        return self._allocate()
+
+    def _publish(self, sequence: Sequence) -> None:
+        parent = _ROOT
+        for i, block in enumerate(sequence.block_table):
+            end = min((i + 1) * self.block_size, sequence.num_computed)
+            tokens = tuple(sequence.tokens[i * self.block_size : end])
+            if not tokens:
+                return
+            existing = self._children.get(parent, {}).get(tokens)
+            if existing is None:
+                self._forget(block)
+                self._nodes[block] = _Node(self._next_node_id, parent, tokens)
+                self._children.setdefault(parent, {})[tokens] = block
+                self._next_node_id += 1
+                existing = block
+            parent = self._nodes[existing].id
+
+    def _forget(self, block: int) -> None:
+        """Make the block's content findable by nobody."""
+        node = self._nodes.pop(block, None)
+        if node is not None:
+            del self._children[node.parent][node.tokens]
+            if not self._children[node.parent]:
+                del self._children[node.parent]
+
+    def _allocate(self) -> int:
+        block = next(iter(self._free))
+        self._forget(block)
+        self._hold(block)
+        return block
+
+    def _hold(self, block: int) -> None:
+        self._free.pop(block, None)
+        self._num_holders[block] += 1
+
+
+def _common_prefix_len(a: Seq[int], b: Seq[int]) -> int:
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+class KVPool:
+    """The memory of the cache: per layer one tensor for keys and one for values.
+
+    Shapes (num_blocks, block_size, num_kv_heads, head_dim). Zeroed, not empty: what a mask hides is multiplied by
+    zero, and zero times NaN is NaN.
+    """
+
+    def __init__(
+        self, layers: Seq[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def pool(num_kv_heads: int, head_dim: int) -> Tensor:
+            return torch.zeros(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+
+        self.keys = [pool(layer.num_kv_heads, layer.key_head_dim) for layer in layers]
+        self.values = [pool(layer.num_kv_heads, layer.value_head_dim) for layer in layers]
+
+    def copy_block(self, copy: BlockCopy) -> None:
+        for pool in (*self.keys, *self.values):
+            pool[copy.destination] = pool[copy.source]
+
+
+def bytes_per_block(layers: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    elements = sum(layer.num_kv_heads * (layer.key_head_dim + layer.value_head_dim) for layer in layers)
+    return elements * block_size * dtype.itemsize

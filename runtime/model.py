@@ -1,0 +1,146 @@
+"""The transformers model behind an engine: from a config without weights (probe), or from a checkpoint.
+
+Model code is transformers' own. Ours is only the check that a model is one we run correctly, and `Step`, which
+gives the compiled function its signature.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from runtime.attention import PROBE, PagedInputs
+from runtime.config import LayerShape
+from runtime.errors import SpecDecError
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
+    """A Hugging Face config from its JSON; SpecDecError where transformers has no decoder-only model for it."""
+    model_type = data.get("model_type")
+    if model_type is None:
+        raise SpecDecError(f"`{where}` names no `model_type`", hint="it should be a Hugging Face model's config.json")
+    if model_type not in CONFIG_MAPPING:
+        hint = "models with code of their own (`trust_remote_code`) are not supported" if "auto_map" in data else None
+        raise SpecDecError(f"transformers does not know this model type: {model_type}", hint=hint)
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(data)
+    except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
+        raise SpecDecError(f"`{where}` is not a valid {model_type} config: {error}") from error
+    _refuse_unsupported(config)
+    return config
+
+
+def _refuse_unsupported(config: PreTrainedConfig) -> None:
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise SpecDecError(f"encoder-decoder models are not supported: {kind}")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SpecDecError(f"transformers has no causal language model for this model type: {kind}")
+    if getattr(config, "quantization_config", None):
+        raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise SpecDecError(f"soft-capped attention is not supported: {kind}")
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise SpecDecError(f"chunked attention is not supported: {kind}")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise SpecDecError(f"bidirectional attention is not supported: {kind}")
+    foreign = sorted(set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES)
+    if foreign:
+        raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}")
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if model_class._is_stateful:
+        raise SpecDecError(f"state-space models are not supported: {kind}")
+    if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
+        raise SpecDecError(f"the model cannot compute logits of chosen positions (`logits_to_keep`): {kind}")
+
+
+def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
+    """The K/V shape of every layer, found by a forward without weights or memory (`meta` device)."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE)
+    if hasattr(model, "set_experts_implementation"):
+        # The default mixture of experts looks at values, which a meta tensor has none of.
+        model.set_experts_implementation("batched_mm")
+    recorded: dict[int, LayerShape] = {}
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, position_ids=tokens, use_cache=False, paged=recorded)
+    except SpecDecError:
+        raise
+    except Exception as error:  # any failure means the same to the user: not a model that can be served
+        raise SpecDecError(
+            f"the model does not run with attention from outside: {config.model_type}",
+            hint=f"transformers said: {error}",
+        ) from error
+    num_layers = config.num_hidden_layers
+    if sorted(recorded) != list(range(num_layers)):
+        raise SpecDecError(
+            f"only {len(recorded)} of {num_layers} layers hand their attention over, so the output would be wrong: "
+            f"{config.model_type}",
+            hint="its attention does not go through transformers' AttentionInterface",
+        )
+    return tuple(recorded[i] for i in range(num_layers))
+
+
+def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights, fills buffers."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    try:
+        state_dict = load_file(weights)
+    except FileNotFoundError:
+        raise SpecDecError(f"file is missing: {weights}") from None
+    except SafetensorError as error:
+        raise SpecDecError(f"`{weights}` is damaged: {error}", hint="run `specdec convert` again") from None
+    model, report = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=state_dict,
+        dtype=dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    for problem, names in (("lacks", report["missing_keys"]), ("has the wrong shape of", report["mismatched_keys"])):
+        if names:
+            raise SpecDecError(f"`{weights}` {problem} {len(names)} of the model's weights, such as: {sorted(names)[0]}")
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+class Step(nn.Module):
+    """The function that is compiled: one step's tokens in, the logits that are needed out; K/V pools in place."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: Tensor,  # (B, Q) int64
+        positions: Tensor,  # (B, Q) int64
+        slot_mapping: Tensor,  # (B, Q) int64
+        block_tables: Tensor,  # (B, N) int64
+        logit_indices: Tensor,  # (T,) int64 into the flattened (B x Q)
+        key_pools: list[Tensor],  # per layer (num_blocks, block_size, num_kv_heads, head_dim)
+        value_pools: list[Tensor],
+    ) -> Tensor:  # (T, vocab)
+        paged = PagedInputs(key_pools, value_pools, positions, slot_mapping, block_tables)
+        # One row of B x Q tokens, so that the model's own `logits_to_keep` picks positions across rows.
+        output = self.model(
+            input_ids=input_ids.reshape(1, -1),
+            position_ids=positions.reshape(1, -1),
+            use_cache=False,
+            logits_to_keep=logit_indices,
+            paged=paged,
+        )
+        logits: Tensor = output.logits[0]
+        return logits

@@ -1,0 +1,79 @@
+"""Orchestrator mode (V1): the loop drafts, and calls the target as a stateless request once per step.
+
+Between steps no sequence owns blocks; block reuse gives its K/V back. That is what makes this loop easy to change and a
+little slower than one that keeps them.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+from runtime.drafters.protocol import Drafter
+from runtime.engine import Engine
+from runtime.errors import SpecDecError, UsageError
+from runtime.request import Draft, Request, Sequence
+from runtime.stats import LoopTimes
+
+
+def generate(
+    engine: Engine,
+    requests: Seq[Request],
+    drafter: Drafter | None,
+    max_draft_len: int,
+    times: LoopTimes | None = None,
+) -> Iterator[tuple[Sequence, list[int]]]:
+    """Yield (sequence, new tokens) after every step of every request, in groups of the engine's max_batch_size.
+
+    A sequence whose `finish_reason` is set is done. All requests are checked before the first step. `times` is added to
+    as the loop goes.
+    """
+    if not engine.block_reuse:
+        raise UsageError("orchestrator mode needs block reuse", hint="leave `--kv-cache-enable-block-reuse` on")
+    if drafter is not None and max_draft_len > engine.max_draft_len:
+        raise SpecDecError(
+            f"draft length exceeds the engine's max_draft_len {engine.max_draft_len}: {max_draft_len}",
+            hint="lower it, or build with `--speculative-decoding-mode draft_tokens_external "
+            f"--use-paged-context-fmha enable --max-draft-len {max_draft_len}`",
+        )
+    for request in requests:
+        engine.check_request(request)
+    times = times if times is not None else LoopTimes()
+    for start in range(0, len(requests), engine.max_batch_size):
+        group = requests[start : start + engine.max_batch_size]
+        yield from _generate_group(engine, group, drafter, max_draft_len, times)
+
+
+def _generate_group(
+    engine: Engine, requests: Seq[Request], drafter: Drafter | None, max_draft_len: int, times: LoopTimes
+) -> Iterator[tuple[Sequence, list[int]]]:
+    running = deque(Sequence.start(request) for request in requests)
+    while running:
+        start, target_time_s = time.perf_counter(), engine.target_time_s
+        admitted = _admit(engine, running)
+        try:
+            drafts_start = time.perf_counter()
+            drafts = drafter.propose(admitted, max_draft_len) if drafter else [Draft([])] * len(admitted)
+            times.draft_time_s += time.perf_counter() - drafts_start
+            verdicts = engine.step(admitted, drafts)
+            news = [s.commit(*dv) for s, *dv in zip(admitted, drafts, verdicts, strict=True)]
+        finally:
+            for sequence in admitted:
+                engine.release(sequence)
+        times.target_time_s += engine.target_time_s - target_time_s
+        times.num_iterations += 1
+        running.extend(s for s in admitted if s.finish_reason is None)
+        if drafter:
+            for sequence in admitted:
+                if sequence.finish_reason is not None:
+                    drafter.forget(sequence.request.id)
+        times.wall_s += time.perf_counter() - start
+        yield from zip(admitted, news, strict=True)
+
+
+def _admit(engine: Engine, running: deque[Sequence]) -> list[Sequence]:
+    """Take from the front what fits. Who stays behind is first in the next step, so nobody waits for long."""
+    admitted = []
+    while running and engine.admit(running[0]):
+        admitted.append(running.popleft())
+    return admitted

@@ -1,0 +1,110 @@
+"""The nouns of generation: what was asked, the sequence that answers it, drafts and verdicts.
+
+A sequence is its tokens plus one number, `num_computed`: tokens below it have valid K/V. Everything a step
+does is to shrink the tail beyond it, and rejecting a draft is to leave `num_computed` where it was.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from runtime.stats import RequestStats
+
+FinishReason = Literal["end_id", "stop", "length"]
+
+
+class StopCheck(Protocol):
+    """Finds stop words in generated tokens; owned by whoever knows the tokenizer."""
+
+    def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
+        """Whether a stop word was completed by the last of `tokens`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked. Generation ends at one of `end_ids`, at a stop word, or after `max_new_tokens`."""
+
+    id: int
+    prompt_tokens: tuple[int, ...]
+    max_new_tokens: int
+    end_ids: frozenset[int] = frozenset()
+    stop_check: StopCheck | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One proposal for one sequence in one step."""
+
+    tokens: list[int]
+    probs: Tensor | None = None
+    """(draft_len, vocab) the law the tokens were drawn from; None: a lookup, one-hot."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target made of a draft: so many tokens kept, then a token of its own.
+
+    `next_token` is the recovered token after a rejection, the bonus token after a draft accepted whole.
+    """
+
+    num_accepted: int
+    next_token: int
+
+
+@dataclass
+class Sequence:
+    """A request in flight; finished, it is the result."""
+
+    request: Request
+    tokens: list[int]
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    stats: RequestStats = field(default_factory=RequestStats)
+    finish_reason: FinishReason | None = None
+
+    @classmethod
+    def start(cls, request: Request) -> "Sequence":
+        sequence = cls(request, list(request.prompt_tokens))
+        sequence.stats.start()
+        return sequence
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_tokens)
+
+    @property
+    def num_remaining(self) -> int:
+        return self.request.max_new_tokens - self.num_generated
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return self.tokens[len(self.request.prompt_tokens) :]
+
+    def commit(self, draft: Draft, verdict: Verdict) -> list[int]:
+        """Append the accepted tokens and the target's own, cut where generation ends, and count.
+
+        The cut is looked for token by token (end id, then stop word, then budget), so that tokens, K/V and
+        counters end at the same place. Returns the tokens that were kept.
+        """
+        start = len(self.tokens)
+        for token in [*draft.tokens[: verdict.num_accepted], verdict.next_token]:
+            self.tokens.append(token)
+            self.finish_reason = self._finish_reason()
+            if self.finish_reason is not None:
+                break
+        new_tokens = self.tokens[start:]
+        self.num_computed = min(self.num_computed, len(self.tokens))
+        self.stats.record_step(len(draft.tokens), min(verdict.num_accepted, len(new_tokens)), len(new_tokens))
+        if self.finish_reason is not None:
+            self.stats.finish()
+        return new_tokens
+
+    def _finish_reason(self) -> FinishReason | None:
+        if self.tokens[-1] in self.request.end_ids:
+            return "end_id"
+        stop_check = self.request.stop_check
+        if stop_check is not None and stop_check(self.tokens, len(self.request.prompt_tokens)):
+            return "stop"
+        return "length" if self.num_remaining <= 0 else None

@@ -1,0 +1,147 @@
+"""Integers and clock readings taken once per step; every rate is derived from them.
+
+The keys are those of vLLM's per-request speculative decoding record, so that tools which read it read ours.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def _add_at(counts: list[int], index: int) -> None:
+    counts.extend([0] * (index + 1 - len(counts)))
+    counts[index] += 1
+
+
+def _sum_lists(lists: Iterable[list[int]]) -> list[int]:
+    total: list[int] = []
+    for counts in lists:
+        total.extend([0] * (len(counts) - len(total)))
+        for i, count in enumerate(counts):
+            total[i] += count
+    return total
+
+
+@dataclass
+class RequestStats:
+    """Counts of one request (or, summed, of many); times in seconds."""
+
+    num_steps: int = 0
+    num_spec_steps: int = 0
+    num_generated_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_reused_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    per_step_drafted: list[int] = field(default_factory=list)
+    per_step_accepted: list[int] = field(default_factory=list)
+    start_s: float = 0.0
+    first_token_s: float | None = None
+    end_s: float | None = None
+
+    def start(self) -> None:
+        self.start_s = time.perf_counter()
+
+    def record_step(self, num_drafted: int, num_accepted: int, num_new_tokens: int) -> None:
+        """Count one step of this request, after the cut."""
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter()
+        self.num_steps += 1
+        self.num_generated_tokens += num_new_tokens
+        self.per_step_drafted.append(num_drafted)
+        self.per_step_accepted.append(num_accepted)
+        if num_drafted == 0:
+            return
+        self.num_spec_steps += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_draft_tokens += num_accepted
+        _add_at(self.acceptance_histogram, num_accepted)
+        for i in range(num_drafted):
+            _add_at(self.drafted_per_position, i)
+        for i in range(num_accepted):
+            _add_at(self.accepted_per_position, i)
+
+    def finish(self) -> None:
+        self.end_s = time.perf_counter()
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.start_s
+
+    @property
+    def latency_s(self) -> float | None:
+        return None if self.end_s is None else self.end_s - self.start_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        if self.end_s is None or self.first_token_s is None:
+            return None
+        return _ratio(self.end_s - self.first_token_s, self.num_generated_tokens - 1)
+
+    def counts(self, max_draft_len: int) -> dict[str, object]:
+        """Counts and the rates derived from them; a rate with nothing to divide by is None.
+
+        `acceptance_histogram` has max_draft_len + 1 entries, `acceptance_rate_per_position` max_draft_len.
+        """
+        histogram = self.acceptance_histogram + [0] * (max_draft_len + 1 - len(self.acceptance_histogram))
+        drafted = self.drafted_per_position + [0] * (max_draft_len - len(self.drafted_per_position))
+        accepted = self.accepted_per_position + [0] * (len(drafted) - len(self.accepted_per_position))
+        per_spec_step = _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
+        return {
+            "num_generated_tokens": self.num_generated_tokens,
+            "num_steps": self.num_steps,
+            "num_spec_steps": self.num_spec_steps,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "draft_acceptance_rate": _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens),
+            "mean_acceptance_length": None if per_spec_step is None else 1 + per_spec_step,
+            "tokens_per_step": _ratio(self.num_generated_tokens, self.num_steps),
+            "acceptance_histogram": histogram,
+            "num_drafts_per_position": drafted,
+            "acceptance_rate_per_position": [_ratio(a, d) for a, d in zip(accepted, drafted, strict=True)],
+            "num_reused_tokens": self.num_reused_tokens,
+        }
+
+    def as_dict(self, max_draft_len: int, *, detailed: bool = False) -> dict[str, object]:
+        """One request's record: counts, rates and times."""
+        record = self.counts(max_draft_len)
+        record |= {"ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "latency_s": self.latency_s}
+        if detailed:
+            record |= {"per_step_drafted": self.per_step_drafted, "per_step_accepted": self.per_step_accepted}
+        return record
+
+
+def sum_stats(all_stats: Iterable[RequestStats]) -> RequestStats:
+    """Counts added up over requests; times are left out, because they overlap."""
+    stats = list(all_stats)
+    return RequestStats(
+        num_steps=sum(s.num_steps for s in stats),
+        num_spec_steps=sum(s.num_spec_steps for s in stats),
+        num_generated_tokens=sum(s.num_generated_tokens for s in stats),
+        num_draft_tokens=sum(s.num_draft_tokens for s in stats),
+        num_accepted_draft_tokens=sum(s.num_accepted_draft_tokens for s in stats),
+        num_reused_tokens=sum(s.num_reused_tokens for s in stats),
+        acceptance_histogram=_sum_lists(s.acceptance_histogram for s in stats),
+        drafted_per_position=_sum_lists(s.drafted_per_position for s in stats),
+        accepted_per_position=_sum_lists(s.accepted_per_position for s in stats),
+    )
+
+
+@dataclass
+class LoopTimes:
+    """Where a loop's wall time went: proposing, in the compiled step, and in everything else."""
+
+    wall_s: float = 0.0
+    draft_time_s: float = 0.0
+    target_time_s: float = 0.0
+    num_iterations: int = 0
+
+    @property
+    def host_time_s(self) -> float:
+        return self.wall_s - self.draft_time_s - self.target_time_s

