@@ -81,6 +81,15 @@ def build_engine(
     return config
 
 
+def default_max_seq_len(checkpoint_dir: Path) -> int:
+    """The number of positions the checkpoint's model has."""
+    config = open_checkpoint(checkpoint_dir).pretrained_config
+    for name in ("max_position_embeddings", "n_positions"):
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    raise SpecDecError("the model's config does not say how many positions it has", hint="give `--max-seq-len`")
+
+
 def _check_lengths(build: BuildConfig, max_position_embeddings: int | None) -> None:
     if build.max_input_len >= build.max_request_len:
         raise SpecDecError(

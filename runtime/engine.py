@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -74,6 +75,10 @@ class Engine:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def clear_cache(self) -> None:
+        """Forget all K/V of released sequences, so that what comes next starts cold."""
+        self._blocks.clear()
 
     def close(self) -> None:
         """Give back the memory of the K/V cache and the compiled step."""
@@ -173,12 +178,12 @@ class Engine:
         return logits
 
 
-def resolve_device(kind: str, device_id: int) -> torch.device:
-    """The device an id names; UsageError if this machine has none of that id."""
-    if kind == "cuda":
+def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torch.device:
+    """The device an id names (`auto`: a GPU where there is one); UsageError if this machine has none of that id."""
+    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         count = torch.cuda.device_count()
         if count == 0:
-            raise SpecDecError("the engine was built for a GPU, and this machine has none", hint="build with `--device cpu`")
+            raise SpecDecError("this machine has no GPU to run on", hint="build with `--device cpu`")
         if device_id >= count:
             raise UsageError(f"there is no such GPU (this machine has {count}): {device_id}")
         return torch.device("cuda", device_id)

@@ -102,6 +102,11 @@ class BlockManager:
         sequence.block_table = []
         sequence.num_computed = 0
 
+    def clear(self) -> None:
+        """Forget the content of every free block."""
+        for block in self._free:
+            self._forget(block)
+
     def check_integrity(self) -> None:
         """Assert what must always hold; for tests and debugging."""
         assert NULL_BLOCK not in self._free and self._num_holders[NULL_BLOCK] == 0

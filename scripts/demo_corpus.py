@@ -1,12 +1,14 @@
 """The text of the demo: documented Python items, split by module, and the article pairs drawn from them.
 
-Everything here is a function of the pinned packages and a seed: files are visited in sorted order, no path of the
-machine enters, and a held-out item never stands in training, whatever module it was copied to.
+Everything here is a function of the pinned packages and a seed: files are visited in sorted order, no path of
+the machine enters, and a held-out item never stands in training, whatever module it was copied to.
 """
 
 import ast
+import platform
 import random
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,11 +17,14 @@ from pathlib import Path
 from typing import Literal
 
 Category = Literal["digest", "describe"]
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
-SKIPPED_PARTS = {"test", "tests", "testing", "_vendor", "vendored", "vendor", "extern", "externals", "site-packages"}
+SKIPPED_PARTS = set("test tests testing _vendor vendored vendor extern externals site-packages".split())
 NUM_HELD_OUT_MODULES = 170
-SHORT_CUT, LONG_CUT, LONG_SHARE = 320, 900, 0.3  # characters of a docstring shown; share of pairs with the long cut
+SHORT_CUT, LONG_CUT = 320, 900  # characters of a docstring that an article shows
+LONG_SHARE = 0.3  # of the pairs have the long cut
+DULL_WORDS = {"See", "Deprecated", "Internal", "Alias", "Same", "Like"}
 
 
 @dataclass(frozen=True)
@@ -65,9 +70,8 @@ class Package:
 
 def read_packages(path: Path) -> list[Package]:
     """Packages of the pinned list, whose lines read `name==version  # licence`."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    matches = [re.fullmatch(r"(\S+)==(\S+)  # (.+)", line) for line in lines]
-    return sorted((Package(*match.groups()) for match in matches if match), key=lambda package: package.name)
+    matches = re.finditer(r"^(\S+)==(\S+)  # (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return sorted((Package(*match.groups()) for match in matches), key=lambda package: package.name)
 
 
 def corpus_files(corpus_dir: Path, packages: list[Package]) -> Iterator[tuple[str, str, Path]]:
@@ -110,7 +114,7 @@ def without_sentence(docstring: str, sentence: str) -> str:
 
 
 def module_items(source: str, path: Path) -> Iterator[Item]:
-    """Each public item of a file whose first sentence has 20 to 140 characters; none of a file under the GPL."""
+    """Each public item whose first sentence has 20 to 140 characters; none of a file under the GPL."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
@@ -119,7 +123,7 @@ def module_items(source: str, path: Path) -> Iterator[Item]:
     if "General Public License" in text or any(token in text for token in SPECIAL_TOKENS):
         return
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+        if isinstance(node, Definition) and not node.name.startswith("_"):
             docstring = (ast.get_docstring(node) or "").strip()
             sentence = first_sentence(docstring)
             if len(docstring) >= 30 and 20 <= len(sentence) <= 140:
@@ -127,7 +131,7 @@ def module_items(source: str, path: Path) -> Iterator[Item]:
                 yield Item(source, node.name, signature_of(node), docstring, sentence, rest, code_of(node))
 
 
-def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
+def signature_of(node: Definition) -> str:
     """`def name(first six arguments):` or `class Name:`."""
     if isinstance(node, ast.ClassDef):
         return f"class {node.name}:"
@@ -135,7 +139,7 @@ def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) ->
     return f"{keyword} {node.name}({', '.join(argument.arg for argument in node.args.args[:6])}):"
 
 
-def code_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
+def code_of(node: Definition) -> str:
     """A function's code without decorators, comments and docstring; empty for classes and stubs."""
     if isinstance(node, ast.ClassDef) or len(node.body) < 2:
         return ""
@@ -148,8 +152,9 @@ def code_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
 
 def item_keys(item: Item) -> list[str]:
     """What makes two items the same: name with first sentence, docstring, or code, each normalised."""
-    texts = [f"name {item.name} {item.sentence}", f"doc {item.docstring}", f"code {item.code}" if item.code else ""]
-    return [" ".join(re.findall(r"\w+", text.lower())) for text in texts if text]
+    texts = [f"name {item.name} {item.sentence}", f"doc {item.docstring}"]
+    texts += [f"code {item.code}"] if item.code else []
+    return [" ".join(re.findall(r"\w+", text.lower())) for text in texts]
 
 
 def load_split(corpus_dir: Path, packages: list[Package], seed: int) -> Split:
@@ -203,7 +208,8 @@ def make_digest(items: list[Item], rng: random.Random, min_items: int) -> Pair:
     """`min_items` to 5 items of one module; the reference names each with its first sentence."""
     chosen = rng.sample(items, min(rng.randint(min_items, 5), len(items)))
     max_characters = draw_cut(rng)
-    article = "\n\n".join(f'{item.signature}\n    """{cut(item.docstring, max_characters)}"""' for item in chosen)
+    blocks = [f'{item.signature}\n    """{cut(item.docstring, max_characters)}"""' for item in chosen]
+    article = "\n\n".join(blocks)
     highlights = "\n".join(f"{item.name}: {item.sentence}" for item in chosen)
     return Pair("digest", article, highlights, chosen[0].source)
 
@@ -213,7 +219,7 @@ def describable(item: Item) -> bool:
     words = item.sentence.split()
     plain = re.fullmatch(r"[A-Z][A-Za-z0-9 ,.()'/=-]+\.", item.sentence) is not None
     letters = sum(character.isalpha() or character == " " for character in item.sentence)
-    dull = words[0] in {"See", "Deprecated", "Internal", "Alias", "Same", "Like"} or "docstring" in item.sentence
+    dull = words[0] in DULL_WORDS or "docstring" in item.sentence
     enough = len(item.rest.split()) >= 12 or len(item.code) >= 80
     return plain and not dull and len(words) >= 4 and letters >= 0.9 * len(item.sentence) and enough
 
@@ -240,6 +246,36 @@ def article_rows(held_out: list[list[Item]], seed: int) -> Iterator[tuple[Pair, 
 def prompt_text(article: str) -> str:
     """The prompt that `summarize` feeds for an article (TensorRT-LLM's `summarize.py`)."""
     return (article + " TL;DR: ").strip().replace(" n't", "n't")
+
+
+NOTICE = """\
+The demo models were trained on, and `articles.jsonl` quotes, documentation and code of the packages below. Each
+is named with the version read, its licence, and the first copyright lines of its licence file where it has any.
+
+"""
+
+
+def notice(packages: list[Package], corpus_dir: Path) -> str:
+    """Name, version, licence and copyright lines of each package and of the standard library."""
+    found = {normalised_name(dist): dist for dist in distributions(path=[str(corpus_dir)])}
+    python = f"python {platform.python_version()} (standard library): PSF-2.0"
+    entries = [[python, sys.copyright.split("\n")[0]]]
+    for package in packages:
+        lines = copyright_lines(found[package.name])
+        entries.append([f"{package.name} {package.version}: {package.licence}", *lines])
+    return NOTICE + "\n".join("\n    ".join(lines) for lines in entries) + "\n"
+
+
+def copyright_lines(dist: Distribution) -> list[str]:
+    """Copyright lines at the head of the package's own licence file: further down are those of bundled works."""
+    names = re.compile(r"[^/]+\.dist-info/(licenses/)?(LICEN[CS]E|COPYING)[^/]*", re.IGNORECASE)
+    files = [file for file in dist.files or [] if names.fullmatch(file.as_posix())]
+    for file in sorted(files, key=lambda file: (len(file.as_posix()), file.as_posix())):
+        head = Path(str(file.locate())).read_text(encoding="utf-8", errors="replace")[:1200]
+        lines = re.findall(r"^[\s*#-]*(Copyright.*(?:\d{4}|\([cC]\)|©).*?)[\s,]*$", head, re.MULTILINE)
+        if lines:
+            return list(dict.fromkeys(lines))
+    return []
 
 
 def to_json(split: Split) -> dict[str, object]:

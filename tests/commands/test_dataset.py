@@ -16,7 +16,12 @@ from runtime.errors import SpecDecError, UsageError
 
 ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = [
-    {"id": f"a{i}", "category": "news" if i % 2 else "code", "article": f"Text {i}.", "highlights": f"Sum {i}."}
+    {
+        "id": f"a{i}",
+        "category": "news" if i % 2 else "code",
+        "article": f"Text {i}.",
+        "highlights": f"Sum {i}.",
+    }
     for i in range(12)
 ]
 
@@ -156,7 +161,10 @@ def test_text_that_looks_like_another_type_stays_text(tmp_path: Path) -> None:
 
 
 def test_missing_ids_and_categories_become_row_numbers_and_none(tmp_path: Path) -> None:
-    rows = [{"article": "A", "highlights": "R", "category": ""}, {"article": "B", "highlights": "R", "id": 7}]
+    rows: list[dict[str, Any]] = [
+        {"article": "A", "highlights": "R", "category": ""},
+        {"article": "B", "highlights": "R", "id": 7},
+    ]
     samples = load(write(tmp_path / "d.jsonl", json_lines(rows)))
     assert sorted(samples, key=lambda sample: sample.id) == [
         Sample("1", None, "A", "R"),
@@ -171,22 +179,24 @@ def test_csv_cells_may_hold_line_ends_and_long_articles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", [write_jsonl, write_parquet])
-def test_changed_file_is_read_anew(tmp_path: Path, writer: Callable[[Path], Path]) -> None:
+def test_changed_file_of_the_same_size_and_time_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Callable[[Path], Path]
+) -> None:
     path = writer(tmp_path)
+    assert by_number(load(path))[0].text == "Text 0."
     before = path.stat()
-    ROWS[0]["article"], original = "Text X.", ROWS[0]["article"]
-    try:
-        load(path)
-        writer(tmp_path)
-    finally:
-        ROWS[0]["article"] = original
+    monkeypatch.setitem(ROWS[0], "article", "Text X.")
+    writer(tmp_path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
     assert by_number(load(path))[0].text == "Text X."
 
 
 @pytest.mark.parametrize("column", ["article", "highlights"])
 @pytest.mark.parametrize("value", ["", " \n", None, 5])
-def test_row_without_text_is_named_by_its_place_in_the_file(tmp_path: Path, column: str, value: object) -> None:
+def test_row_without_text_is_named_by_its_place_in_the_file(
+    tmp_path: Path, column: str, value: object
+) -> None:
     rows = [dict(row) for row in ROWS]
     rows[8][column] = value
     reason = "is not text" if value is None or value == 5 else "is empty"
@@ -211,7 +221,9 @@ def test_null_parquet_cell_is_named_by_its_row(tmp_path: Path) -> None:
 
 def test_missing_columns_name_those_found_and_those_wanted(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", json_lines([{"id": "1", "body": "A", "highlights": "R"}]))
-    with pytest.raises(SpecDecError, match="no text column, the columns are `id`, `body`, `highlights`") as raised:
+    with pytest.raises(
+        SpecDecError, match="no text column, the columns are `id`, `body`, `highlights`"
+    ) as raised:
         load(path)
     assert "`article` or `prompt` or `text`" in str(raised.value.hint)
     path = write(tmp_path / "d.jsonl", json_lines([{"prompt": "A", "highlights": "R"}]))
@@ -308,7 +320,9 @@ def test_hub_dataset_is_read_in_its_configuration_and_test_split(monkeypatch: py
     assert hub.calls == [(("ccdv/cnn_dailymail", "3.0.0"), {"split": "test"})]
 
 
-def test_hub_dataset_that_is_a_script_is_read_from_its_parquet_export(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_dataset_that_is_a_script_is_read_from_its_parquet_export(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import datasets
 
     script = RuntimeError("Dataset scripts are no longer supported, but found cnn_dailymail.py")

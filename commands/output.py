@@ -1,0 +1,120 @@
+"""Where output goes: results on stdout, everything else on stderr.
+
+With `--json` stdout gets one document and nothing more; with `--quiet` only the bare result. Progress is shown on a
+terminal only.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+
+@dataclass(frozen=True)
+class Output:
+    """How one command talks."""
+
+    json: bool = False
+    quiet: bool = False
+
+    @property
+    def human(self) -> bool:
+        return not (self.json or self.quiet)
+
+    def result(self, renderable: object) -> None:
+        """Something people asked for, on stdout; nothing with `--json` or `--quiet`."""
+        if self.human:
+            stdout().print(renderable)
+
+    def text(self, text: str, end: str = "\n") -> None:
+        """Generated text, on stdout, to the letter."""
+        if not self.json:
+            sys.stdout.write(text + end)
+            sys.stdout.flush()
+
+    def document(self, data: dict[str, Any]) -> None:
+        if self.json:
+            sys.stdout.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+    def note(self, message: str) -> None:
+        if self.human:
+            stderr().print(message, style="dim")
+
+    def warning(self, message: str) -> None:
+        warn(message)
+
+    @contextmanager
+    def phases(self) -> Iterator[Callable[[str], None]]:
+        """A spinner that names the current phase; without a terminal a line for each. Ends with the times."""
+        console = stderr()
+        started = time.perf_counter()
+        if not self.human:
+            yield lambda name: None
+            return
+        if not console.is_terminal:
+            yield lambda name: console.print(f"{time.perf_counter() - started:6.1f} s  {name}")
+            return
+        with console.status("starting") as status:
+            yield lambda name: status.update(name)
+
+    @contextmanager
+    def byte_progress(self, description: str) -> Iterator[Callable[[int, int], None]]:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=stderr(), transient=True, disable=not self._shows_progress()) as progress:
+            task = progress.add_task(description, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+
+    @contextmanager
+    def progress(self, description: str, total: int) -> Iterator[Callable[[], None]]:
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+        with Progress(*columns, console=stderr(), transient=True, disable=not self._shows_progress()) as progress:
+            task = progress.add_task(description, total=total)
+            yield lambda: progress.advance(task)
+
+    def _shows_progress(self) -> bool:
+        return self.human and stderr().is_terminal
+
+
+def stdout() -> Console:
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def stderr() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def warn(message: str) -> None:
+    stderr().print(f"[yellow]warning:[/yellow] {_escape(message)}", soft_wrap=True)
+
+
+def fail(message: str, hint: str | None) -> None:
+    stderr().print(f"[red]error:[/red] {_escape(message)}", soft_wrap=True)
+    if hint:
+        stderr().print(f"[cyan]hint:[/cyan] {_escape(hint)}", soft_wrap=True)
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """For tables; a dash where there was nothing to measure."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.1f} ms"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share * 100:.1f} %"
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
