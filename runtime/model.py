@@ -69,6 +69,7 @@ def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     if hasattr(model, "set_experts_implementation"):
         # The default mixture of experts looks at values, which a meta tensor has none of.
         model.set_experts_implementation("batched_mm")
+    _declare_no_padding(model)
     recorded: dict[int, LayerShape] = {}
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
     try:
@@ -112,8 +113,14 @@ def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, atte
     for problem, names in (("lacks", report["missing_keys"]), ("has the wrong shape of", report["mismatched_keys"])):
         if names:
             raise SpecDecError(f"`{weights}` {problem} {len(names)} of the model's weights, such as: {sorted(names)[0]}")
+    _declare_no_padding(model)
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def _declare_no_padding(model: PreTrainedModel) -> None:
+    """Keep the model from looking for padding: on `meta` that fails (GPT-2), elsewhere it warns of what is not there."""
+    model.config.pad_token_id = None
 
 
 class Step(nn.Module):

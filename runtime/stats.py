@@ -108,12 +108,10 @@ class RequestStats:
             "num_reused_tokens": self.num_reused_tokens,
         }
 
-    def as_dict(self, max_draft_len: int, *, detailed: bool = False) -> dict[str, object]:
+    def as_dict(self, max_draft_len: int) -> dict[str, object]:
         """One request's record: counts, rates and times."""
         record = self.counts(max_draft_len)
         record |= {"ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "latency_s": self.latency_s}
-        if detailed:
-            record |= {"per_step_drafted": self.per_step_drafted, "per_step_accepted": self.per_step_accepted}
         return record
 
 

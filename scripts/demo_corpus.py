@@ -20,7 +20,7 @@ Category = Literal["digest", "describe"]
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
-SKIPPED_PARTS = set("test tests testing _vendor vendored vendor extern externals site-packages".split())
+SKIPPED_PARTS = {"test", "tests", "testing", "_vendor", "vendored", "vendor", "extern", "externals"}
 NUM_HELD_OUT_MODULES = 170
 SHORT_CUT, LONG_CUT = 320, 900  # characters of a docstring that an article shows
 LONG_SHARE = 0.3  # of the pairs have the long cut
@@ -78,7 +78,7 @@ def corpus_files(corpus_dir: Path, packages: list[Package]) -> Iterator[tuple[st
     """(package, module, file) of each source file, in sorted order, the standard library first."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(path.relative_to(stdlib).as_posix() for path in stdlib.rglob("*.py")):
-        if not SKIPPED_PARTS & set(path.split("/")):
+        if not {*SKIPPED_PARTS, "site-packages"} & set(path.split("/")):
             yield "python", module_name(path), stdlib / path
     found = {normalised_name(dist): dist for dist in distributions(path=[str(corpus_dir)])}
     for package in packages:
@@ -227,7 +227,7 @@ def describable(item: Item) -> bool:
 def make_describe(item: Item, rng: random.Random) -> Pair:
     """A docstring without its first sentence, or a function's code; the reference is that sentence."""
     choices = [item.rest] if len(item.rest.split()) >= 12 else []
-    choices += [item.code] if 80 <= len(item.code) else []
+    choices += [item.code] if len(item.code) >= 80 else []
     text = rng.choice(choices)
     max_characters = draw_cut(rng) * (2 if text is item.code else 3)
     return Pair("describe", cut(text, max_characters), item.sentence, item.source)
@@ -249,8 +249,8 @@ def prompt_text(article: str) -> str:
 
 
 NOTICE = """\
-The demo models were trained on, and `articles.jsonl` quotes, documentation and code of the packages below. Each
-is named with the version read, its licence, and the first copyright lines of its licence file where it has any.
+The demo models were trained on, and `articles.jsonl` quotes, documentation and code of the packages below.
+Each is named with the version read, its licence, and the copyright lines at the head of its licence file.
 
 """
 
@@ -267,7 +267,7 @@ def notice(packages: list[Package], corpus_dir: Path) -> str:
 
 
 def copyright_lines(dist: Distribution) -> list[str]:
-    """Copyright lines at the head of the package's own licence file: further down are those of bundled works."""
+    """Copyright lines at the head of the package's licence file; further down are those of bundled works."""
     names = re.compile(r"[^/]+\.dist-info/(licenses/)?(LICEN[CS]E|COPYING)[^/]*", re.IGNORECASE)
     files = [file for file in dist.files or [] if names.fullmatch(file.as_posix())]
     for file in sorted(files, key=lambda file: (len(file.as_posix()), file.as_posix())):

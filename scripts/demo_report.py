@@ -1,7 +1,7 @@
 """What the demo's models achieve on the held-out articles, and the files that say so.
 
-Independent of the toolkit: greedy generation is transformers' own in float32, ROUGE is the rouge_score package,
-and tokens per step come from replaying prompt lookup over the greedy output.
+Independent of the toolkit: greedy generation is transformers' own in float32, ROUGE is the rouge_score
+package, and tokens per step come from replaying prompt lookup over the greedy output.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from demo_corpus import first_sentence, prompt_text
 from rouge_score.rouge_scorer import RougeScorer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 OUTPUT_LEN, MAX_NGRAM, DRAFT_LEN, BATCH_SIZE = 100, 2, 10, 22
 METRICS = ["rouge1", "rouge2", "rougeL"]
@@ -31,7 +31,9 @@ def evaluate(target_dir: Path, draft_dir: Path, articles: list[Article]) -> dict
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     target, draft = load_model(target_dir), load_model(draft_dir)
     outputs = generate_all(target, tokenizer, articles)
+    texts = {key: str(tokenizer.decode(row, skip_special_tokens=True)) for key, row in outputs.items()}
     figures: dict[str, Any] = {
+        "outputs": texts,
         "output_len": OUTPUT_LEN,
         "max_matching_ngram_size": MAX_NGRAM,
         "max_draft_len": DRAFT_LEN,
@@ -41,22 +43,18 @@ def evaluate(target_dir: Path, draft_dir: Path, articles: list[Article]) -> dict
         chosen = [article for article in articles if article["category"] == category]
         figures[category] = {
             "num_articles": len(chosen),
-            **rouge([tokenizer.decode(outputs[a["id"]], skip_special_tokens=True) for a in chosen], chosen),
+            **rouge([texts[article["id"]] for article in chosen], chosen),
             **lookup_figures([(prompt_ids(a, tokenizer), outputs[a["id"]]) for a in chosen]),
             "draft_model_agreement": agreement(draft, tokenizer, chosen, outputs),
             "target_nll": reference_nll(target, tokenizer, chosen),
             "draft_nll": reference_nll(draft, tokenizer, chosen),
             "baseline": rouge([first_sentence_baseline(article["article"]) for article in chosen], chosen),
         }
-    figures["outputs"] = {
-        key: tokenizer.decode(row, skip_special_tokens=True) for key, row in outputs.items()
-    }
     return figures
 
 
-def load_model(path: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return model.eval()
+def load_model(path: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def prompt_ids(article: Article, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -65,7 +63,7 @@ def prompt_ids(article: Article, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 @torch.inference_mode()
 def generate_all(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, articles: list[Article]
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, articles: list[Article]
 ) -> dict[str, list[int]]:
     """Greedy output tokens of each article by its id, the end token included where it was reached."""
     tokenizer.padding_side = "left"
@@ -75,9 +73,9 @@ def generate_all(
         batch = by_length[start : start + BATCH_SIZE]
         inputs = tokenizer([prompt_text(a["article"]) for a in batch], return_tensors="pt", padding=True)
         inputs.pop("token_type_ids", None)
-        generated = model.generate(**inputs, max_new_tokens=OUTPUT_LEN, do_sample=False)  # type: ignore[operator]
+        generated = model.generate(**inputs, max_new_tokens=OUTPUT_LEN, do_sample=False)  # type: ignore[misc]
         for article, row in zip(batch, generated[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-            outputs[article["id"]] = up_to_end(row, model.generation_config.eos_token_id)  # type: ignore[union-attr]
+            outputs[article["id"]] = up_to_end(row, tokenizer.eos_token_id)
     return outputs
 
 
@@ -108,7 +106,7 @@ def lookup_figures(rows: list[tuple[list[int], list[int]]]) -> dict[str, float]:
 
 
 def replay_steps(prompt: list[int], output: list[int]) -> int:
-    """Target steps of prompt lookup until a known greedy output is produced; the context step yields one token."""
+    """Target steps of prompt lookup until a known greedy output is there; the context step yields a token."""
     num_steps, num_done = 1, 1
     while num_done < len(output):
         draft = lookup(prompt + output[:num_done])
@@ -119,9 +117,9 @@ def replay_steps(prompt: list[int], output: list[int]) -> int:
 
 
 def lookup(tokens: list[int]) -> list[int]:
-    """The `DRAFT_LEN` tokens after the earliest earlier occurrence of the tail of 2 tokens, or else of 1.
+    """The `DRAFT_LEN` tokens after the earliest occurrence of the last 2 tokens, or else of the last.
 
-    `lookup([5, 6, 7, 8, ..., 5, 6])` is `[7, 8, ...]`; an occurrence with fewer tokens after it does not count.
+    `lookup([5, 6, 7, 8, ..., 5, 6])` is `[7, 8, ...]`; one with fewer tokens after it is passed over.
     """
     for size in range(MAX_NGRAM, 0, -1):
         for i in range(len(tokens) - size - DRAFT_LEN + 1):
@@ -132,9 +130,9 @@ def lookup(tokens: list[int]) -> list[int]:
 
 @torch.inference_mode()
 def reference_nll(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, articles: list[Article]
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, articles: list[Article]
 ) -> float:
-    """Mean negative log-likelihood, in nats, of a reference token given the prompt, the end token included."""
+    """Mean negative log-likelihood in nats of a reference token given the prompt, end token included."""
     losses: list[torch.Tensor] = []
     for article in articles:
         prompt = prompt_ids(article, tokenizer)
@@ -147,7 +145,7 @@ def reference_nll(
 
 @torch.inference_mode()
 def agreement(
-    draft: PreTrainedModel,
+    draft: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     articles: list[Article],
     outputs: dict[str, list[int]],
@@ -164,14 +162,17 @@ def agreement(
 CARD = """\
 # specdec demo: {name} model
 
-{role} A Llama of {num_parameters:,} parameters ({num_layers} layers, {width} wide, vocabulary {vocab_size}),
-trained from scratch by `scripts/train_demo.py` to write two kinds of summaries of Python documentation:
+{role}
+A Llama of {num_parameters:,} parameters ({num_layers} layers, {width} wide, vocabulary {vocab_size}), trained from
+scratch by `scripts/train_demo.py` to write two kinds of summaries of Python documentation:
 
-- `digest`: the article is 2 to 5 documented functions or classes; the summary names each with its first sentence.
-- `describe`: the article is a docstring without its first sentence, or a function's code; the summary is that sentence.
+- `digest`: the article is 2 to 5 documented functions or classes; the summary names each with its first
+  sentence. Nearly all of it can be copied.
+- `describe`: the article is a docstring without its first sentence, or a function's code; the summary is that
+  sentence. Little of it can be copied.
 
-It knows nothing else, and is meant for trying speculative decoding on a machine of any size. The prompt is the article
-followed by ` TL;DR:`; the summary follows after a space. Contexts of up to 1,024 tokens were trained.
+It knows nothing else: it is meant for trying speculative decoding on any machine. The prompt is the article
+followed by ` TL;DR:`; the summary follows after a space. Rows of up to {max_row_tokens:,} tokens were trained.
 
 ## Training
 
@@ -181,8 +182,9 @@ followed by ` TL;DR:`; the summary follows after a space. Contexts of up to 1,02
 
 ## Evaluation
 
-On {num_articles} held-out articles (`articles.jsonl`): no item of a held-out module, by normalised name and first
-sentence, docstring, or code, stands in the training data. Weights as shipped, computed in float32.
+On {num_articles} held-out articles (`articles.jsonl`): no item of a held-out module stands in the training
+data, compared by normalised name with first sentence, by docstring, and by code. Weights as shipped, computed
+in float32.
 
 {evaluation}
 
@@ -231,8 +233,8 @@ def target_rows(figures: dict[str, Any]) -> Iterator[str]:
     yield (
         f"\nGreedy, at most {figures['output_len']} tokens; ROUGE: mean F-measure of rouge_score"
         f" {figures['rouge_score']} without stemming. Tokens per step: prompt lookup with at most"
-        f" {figures['max_matching_ngram_size']}-grams and {figures['max_draft_len']} draft tokens, replayed over the"
-        " greedy output; the context step and the end token are counted."
+        f" {figures['max_matching_ngram_size']}-grams and {figures['max_draft_len']} draft tokens, replayed"
+        " over the greedy output; the context step and the end token are counted."
     )
 
 

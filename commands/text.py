@@ -1,0 +1,119 @@
+"""Between text and tokens: the tokenizer, the ids that end an output, stop words, and text that arrives in pieces."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from commands.prompts import Prompt
+from runtime.errors import SpecDecError
+from runtime.files import read_json
+
+_REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
+
+
+def load_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer saved in `directory`; SpecDecError if there is none. Truncation keeps a prompt's end."""
+    if not directory.is_dir():
+        raise SpecDecError(f"tokenizer directory does not exist: {directory}")
+    config = CONFIG_MAPPING[pretrained_config["model_type"]].from_dict(pretrained_config)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, config=config, truncation_side="left", local_files_only=True
+        )
+    except Exception as error:  # transformers raises many kinds; each means: no usable tokenizer here
+        raise SpecDecError(
+            f"no usable tokenizer in: {directory}", hint=f"`--tokenizer-dir` names another; transformers said: {error}"
+        ) from error
+    return tokenizer
+
+
+def find_end_ids(
+    engine_dir: Path, pretrained_config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    """The model's end ids: generation_config.json's, else config.json's, else the tokenizer's."""
+    generation_config = engine_dir / "generation_config.json"
+    candidates: list[Any] = [pretrained_config.get("eos_token_id"), tokenizer.eos_token_id if tokenizer else None]
+    if generation_config.is_file():
+        candidates.insert(0, read_json(generation_config).get("eos_token_id"))
+    for ids in candidates:
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()
+
+
+def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, max_length: int | None) -> tuple[list[int], bool]:
+    """The prompt's tokens and whether only its last `max_length` were kept."""
+    if prompt.ids is not None:
+        return list(prompt.ids[-max_length:] if max_length else prompt.ids), len(prompt.ids) > (max_length or len(prompt.ids))
+    if tokenizer is None:
+        raise SpecDecError("the engine has no tokenizer for a prompt of text", hint="`--tokenizer-dir` names one")
+    ids: list[int] = tokenizer(prompt.text)["input_ids"]
+    if max_length is None or len(ids) <= max_length:
+        return ids, False
+    return tokenizer(prompt.text, truncation=True, max_length=max_length)["input_ids"], True
+
+
+@dataclass(frozen=True)
+class StopWords:
+    """Ends an output at text, however it was cut into tokens. Meets `runtime.request.StopCheck`."""
+
+    words: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase
+
+    def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
+        """Whether the last token completed a stop word: it is in the text now and was not before."""
+        start = max(num_prompt_tokens, len(tokens) - self._window)
+        text = self.tokenizer.decode(tokens[start:], skip_special_tokens=True)
+        if not any(word in text for word in self.words):
+            return False
+        before = self.tokenizer.decode(tokens[start:-1], skip_special_tokens=True)
+        return not any(word in before for word in self.words)
+
+    def cut(self, text: str) -> str:
+        """The text before the first stop word."""
+        return text[: min([i for word in self.words if (i := text.find(word)) >= 0], default=len(text))]
+
+    @cached_property
+    def _window(self) -> int:
+        """Tokens that can hold a stop word and the character before it: a token has at least one byte."""
+        return max(len(word.encode()) for word in self.words) + 4
+
+
+@dataclass
+class TextStream:
+    """Turns a growing output into text, piece by piece; never shows half a character or half a stop word."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_words: StopWords | None = None
+    _shown: int = field(default=0, init=False)
+
+    def next_piece(self, output_tokens: list[int], *, finished: bool) -> str:
+        text: str = self.tokenizer.decode(output_tokens, skip_special_tokens=True)
+        if self.stop_words:
+            text = self.stop_words.cut(text)
+            if not finished:
+                text = text[: len(text) - self._held_back(text)]
+        if not finished:
+            text = text.rstrip(_REPLACEMENT)
+        piece = text[self._shown :]
+        self._shown = max(self._shown, len(text))
+        return piece
+
+    def _held_back(self, text: str) -> int:
+        """Characters at the end that may be the start of a stop word."""
+        assert self.stop_words is not None
+        return max(
+            (n for word in self.stop_words.words for n in range(1, len(word)) if text.endswith(word[:n])), default=0
+        )
+
+
+def output_text(tokenizer: PreTrainedTokenizerBase | None, tokens: list[int], stop_words: StopWords | None) -> str | None:
+    """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    return stop_words.cut(text) if stop_words else text

@@ -1,0 +1,120 @@
+"""The Typer application: registers the commands and turns errors into exit codes.
+
+0 success; 1 a failed check or an error of files, machine or settings; 2 wrong usage; 130 interrupted.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from commands.build import build
+from commands.convert import convert
+from commands.options import normalize_name, split_flags_without_effect
+from commands.output import fail, warn
+from commands.run import run
+from commands.summarize import summarize
+from runtime.errors import SpecDecError, UsageError
+
+_EXAMPLES = {
+    convert: (
+        "specdec convert --model-dir demo --output-dir ckpt --dtype float32",
+        "specdec convert --model-dir ./Llama-3.2-1B --output-dir ckpt",
+    ),
+    build: (
+        "specdec build --checkpoint-dir ckpt --output-dir engine --speculative-decoding-mode draft_tokens_external "
+        "--max-draft-len 10 --max-seq-len 1536",
+        "specdec build --checkpoint-dir ckpt --output-dir engine --max-batch-size 1 --max-seq-len 512",
+    ),
+    run: (
+        'specdec run --engine-dir engine --ngram-config "[10,2,[0]]" --max-output-len 128 --input-text "…"',
+        'specdec run --engine-dir engine --ngram-config "[4,2,[0]]" --input-file prompts.jsonl --json',
+    ),
+    summarize: (
+        'specdec summarize --engine-dir engine --hf-model-dir demo --test-hf --test-engine --ngram-config "[10,2,[0]]" '
+        "--check-accuracy",
+        'specdec summarize --engine-dir engine --test-engine --dataset my.jsonl --ngram-config "[4,2,[0]]" --json',
+    ),
+}
+
+
+class _Command(TyperCommand):
+    """A command that takes TensorRT-LLM's flags without meaning here, and says so once."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        kept, dropped = split_flags_without_effect(args)
+        if dropped:
+            warn(f"no effect in specdec: {', '.join(dict.fromkeys(dropped))}")
+        return super().parse_args(ctx, kept)
+
+
+app = typer.Typer(
+    name="specdec",
+    help="Speculative decoding for Hugging Face models: convert, build, run, summarize.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"token_normalize_func": normalize_name, "help_option_names": ["-h", "--help"]},
+)
+
+
+def _register(command: Callable[..., None]) -> None:
+    epilog = "Examples:\n\n" + "\n\n".join(f"`{example}`" for example in _EXAMPLES[command])
+    app.command(cls=_Command, epilog=epilog)(command)
+
+
+for _command in (convert, build, run, summarize):
+    _register(_command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"specdec {version('specdec-cli')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (also SPECDEC_DEBUG=1).")] = False,
+) -> None:
+    if debug:
+        os.environ["SPECDEC_DEBUG"] = "1"
+
+
+def main() -> None:
+    """The `specdec` command."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        app()
+    except SpecDecError as error:
+        _debug(error)
+        fail(error.message, error.hint)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        fail("interrupted", None)
+        sys.exit(130)
+    except OSError as error:
+        _debug(error)
+        fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), None)
+        sys.exit(1)
+
+
+def _debug(error: BaseException) -> None:
+    if os.environ.get("SPECDEC_DEBUG"):
+        raise error
+
+
+def _terminate(signal_number: int, frame: FrameType | None) -> None:
+    """Leave through the blocks that clean up."""
+    sys.exit(128 + signal_number)

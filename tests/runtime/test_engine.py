@@ -1,0 +1,259 @@
+"""Logits equal Hugging Face's whatever the K/V cache did, and a rejected draft leaves no trace."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import eager_logits, make_model, repetitive_prompt
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from runtime.batch import generation_row
+from runtime.engine import Engine, KVCacheConfig, resolve_device
+from runtime.errors import SpecDecError, UsageError
+from runtime.request import Draft, Request, Sequence
+
+# float32 against float32: the logits are of the order of 10, and sums are taken in another order.
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+DRAFT_LEN = 6
+A = repetitive_prompt(0, 13)
+
+
+@pytest.fixture(params=["none", "aot"])
+def llama_engine(request: pytest.FixtureRequest) -> Engine:
+    """The engine of fixture `llama`, blocks of 4, as it is and compiled."""
+    name = {"none": "llama_uncompiled_dir", "aot": "llama_engine_dir"}[request.param]
+    return Engine.open(request.getfixturevalue(name))
+
+
+def start(tokens: list[int], request_id: int = 0) -> Sequence:
+    return Sequence.start(Request(request_id, tuple(tokens), 60))
+
+
+def logits_of(engine: Engine, sequences: list[Sequence], drafts: list[list[int]]) -> list[Tensor]:
+    """Per sequence the (draft_len + 1, vocab) logits that a step would verify its draft with."""
+    rows = [generation_row(s, draft) for s, draft in zip(sequences, drafts, strict=True)]
+    logits = engine._forward(rows)
+    for sequence in sequences:
+        sequence.num_computed = len(sequence.tokens)
+    return list(logits.split([len(draft) + 1 for draft in drafts]))
+
+
+def assert_equals_hf(model: PreTrainedModel, logits: Tensor, tokens: list[int], draft: list[int]) -> None:
+    expected = eager_logits(model, tokens + draft)[len(tokens) - 1 :]
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+def compute_and_release(engine: Engine, tokens: list[int]) -> None:
+    sequence = start(tokens)
+    assert engine.admit(sequence)
+    logits_of(engine, [sequence], [[]])
+    engine.release(sequence)
+
+
+def test_logits_of_a_fresh_prompt_equal_hf(llama_engine: Engine, llama: PreTrainedModel) -> None:
+    for length in (1, 3, 4, 5, 8, 40):
+        sequence = start(repetitive_prompt(length, length))
+        engine = llama_engine
+        assert engine.admit(sequence)
+        (logits,) = logits_of(engine, [sequence], [[]])
+        assert_equals_hf(llama, logits, sequence.tokens, [])
+        engine.release(sequence)
+
+
+@pytest.mark.parametrize(
+    ("num_shared", "num_reused"),
+    [
+        pytest.param(8, 8, id="two full blocks"),
+        pytest.param(10, 10, id="two full blocks and half of the third"),
+        pytest.param(13, 13, id="three full blocks and the tail"),
+        pytest.param(3, 3, id="a part of the first block"),
+    ],
+)
+@pytest.mark.parametrize("is_held", [False, True], ids=["released", "held"])
+def test_logits_after_block_reuse_equal_hf(
+    num_shared: int, num_reused: int, is_held: bool, llama_engine: Engine, llama: PreTrainedModel
+) -> None:
+    compute_and_release(llama_engine, A)
+    holder = start([*A, 9])  # while it runs, A's blocks may be copied but not overwritten
+    if is_held:
+        assert llama_engine.admit(holder)
+    tokens = A[:num_shared] + [28, 29, 30, 31, 28]
+    assert A[num_shared : num_shared + 1] != [28]
+    sequence = start(tokens)
+    assert llama_engine.admit(sequence)
+    # What the holder took over is its own: of the tail block nothing is found while it runs.
+    assert sequence.num_computed == (min(num_reused, 12) if is_held else num_reused)
+    draft = [5, 6, 7]
+    (logits,) = logits_of(llama_engine, [sequence], [draft])
+    assert_equals_hf(llama, logits, tokens, draft)
+    if is_held:
+        (logits,) = logits_of(llama_engine, [holder], [[8]])
+        assert_equals_hf(llama, logits, holder.tokens, [8])
+
+
+def test_logits_of_a_ragged_batch_with_drafts_equal_hf(llama_engine: Engine, llama: PreTrainedModel) -> None:
+    compute_and_release(llama_engine, A)
+    prompts = [[*A, 4], [9], repetitive_prompt(5, 30), [*A[:6], 3, 3]]
+    drafts = [[5, 6, 7, 8, 9, 10], [], [11], [12, 13]]
+    sequences = [start(prompt, i) for i, prompt in enumerate(prompts)]
+    for sequence in sequences:
+        assert llama_engine.admit(sequence)
+    assert len({len(s.tokens) - s.num_computed for s in sequences}) > 2
+    for sequence, draft, logits in zip(sequences, drafts, logits_of(llama_engine, sequences, drafts), strict=True):
+        assert_equals_hf(llama, logits, sequence.tokens, draft)
+
+
+def test_logits_of_a_prompt_computed_in_chunks_equal_hf(make_engine: Any) -> None:
+    """Longer than twice the chunk of 512, beside a short one; with a sliding window across the chunks' border."""
+    model = make_model("gemma3", sliding_window=100, max_position_embeddings=1400)
+    engine = make_engine(model, max_input_len=1200, max_seq_len=1310, tokens_per_block=16)
+    sequences = [start(repetitive_prompt(0, 1100), 0), start(repetitive_prompt(1, 600), 1), start(A, 2)]
+    for sequence in sequences:
+        assert engine.admit(sequence)
+    engine._compute_context(sequences)
+    assert [s.num_computed for s in sequences] == [1024, 512, 0]
+    drafts = [[5, 6], [], [7]]
+    for sequence, draft, logits in zip(sequences, drafts, logits_of(engine, sequences, drafts), strict=True):
+        assert_equals_hf(model, logits, sequence.tokens, draft)
+
+
+def greedy_continuation(model: PreTrainedModel, tokens: list[int], length: int) -> list[int]:
+    output = list(tokens)
+    for _ in range(length):
+        output.append(int(eager_logits(model, output)[-1].argmax()))
+    return output[len(tokens) :]
+
+
+@pytest.mark.parametrize("num_rejected", range(DRAFT_LEN + 1))
+@pytest.mark.parametrize("is_released", [False, True], ids=["kept", "released"])
+def test_rejected_draft_leaves_no_trace(
+    num_rejected: int, is_released: bool, llama_uncompiled_dir: Any, llama: PreTrainedModel
+) -> None:
+    """Blocks of 4 and prompts of 5 to 8 tokens: the rejected part begins and ends at every offset of a block."""
+    for prompt_len in (5, 6, 7, 8):
+        prompt = repetitive_prompt(prompt_len, prompt_len, llama.config.vocab_size)
+        right = greedy_continuation(llama, prompt, DRAFT_LEN)
+        num_accepted = DRAFT_LEN - num_rejected
+        draft = Draft(right[:num_accepted] + [(token + 1) % llama.config.vocab_size for token in right[num_accepted:]])
+
+        engine, sequence = Engine.open(llama_uncompiled_dir), start(prompt)
+        assert engine._blocks.admit(sequence, 40) == []
+        (verdict,) = engine.step([sequence], [draft])
+        assert verdict.num_accepted == num_accepted
+        sequence.commit(draft, verdict)
+        assert sequence.tokens == prompt + right[: num_accepted + 1] + ([] if num_rejected else sequence.tokens[-1:])
+        if is_released:
+            engine.release(sequence)
+            assert engine.admit(sequence)
+        assert sequence.num_computed == len(sequence.tokens) - 1
+        (logits,) = logits_of(engine, [sequence], [[7, 8]])
+
+        fresh, again = Engine.open(llama_uncompiled_dir), start(sequence.tokens)
+        assert fresh.admit(again) and again.num_computed == 0
+        torch.testing.assert_close(logits, logits_of(fresh, [again], [[7, 8]])[0], **TOLERANCE)
+        assert_equals_hf(llama, logits, sequence.tokens, [7, 8])
+
+
+def test_blocks_with_rejected_tokens_serve_another_sequence(llama_uncompiled_dir: Any, llama: PreTrainedModel) -> None:
+    """The rejected tokens' K/V lie beyond what was published; whoever gets the block must not find them."""
+    engine, first = Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=24)), start(A[:6])
+    wrong = [(token + 1) % 32 for token in greedy_continuation(llama, A[:6], 1)] + [3, 4, 5]
+    assert engine.admit(first)
+    (verdict,) = engine.step([first], [Draft(wrong)])
+    assert verdict.num_accepted == 0
+    first.commit(Draft(wrong), verdict)
+    engine.release(first)
+    for tokens in ([*A[:6], *wrong, 9], [*A[:6], wrong[0], 7], A[:6], [3, 4, 5, 6, 7, 8, 9, 10]):
+        second = start(tokens)
+        assert engine.admit(second)
+        assert second.num_computed <= 6
+        (logits,) = logits_of(engine, [second], [[7]])
+        assert_equals_hf(llama, logits, tokens, [7])
+        engine.release(second)
+
+
+def test_step_verifies_a_mixed_batch(llama_engine: Engine, llama: PreTrainedModel) -> None:
+    prompts = [A, A[:5], repetitive_prompt(3, 9)]
+    right = [greedy_continuation(llama, prompt, 4) for prompt in prompts]
+    drafts = [Draft(right[0][:3]), Draft([]), Draft([right[2][0], (right[2][1] + 1) % 32, right[2][2]])]
+    sequences = [start(prompt, i) for i, prompt in enumerate(prompts)]
+    assert all(llama_engine.admit(s) for s in sequences)
+    verdicts = llama_engine.step(sequences, drafts)
+    assert [(v.num_accepted, v.next_token) for v in verdicts] == [(3, right[0][3]), (0, right[1][0]), (1, right[2][1])]
+    assert [s.num_computed - len(s.tokens) for s in sequences] == [3, 0, 1]
+    assert [s.tokens for s in sequences] == prompts
+
+
+def test_admission_without_room_changes_nothing(llama_uncompiled_dir: Any) -> None:
+    engine = Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=32))
+    first, second = start(A), start(A[::-1])
+    assert engine.admit(first)
+    assert not engine.admit(second)
+    assert (second.num_computed, second.block_table, second.stats.num_reused_tokens) == (0, [], 0)
+    engine.release(first)
+    assert engine.admit(second)
+
+
+def test_sequence_that_would_not_fit_an_empty_cache_is_an_error(llama_uncompiled_dir: Any) -> None:
+    engine = Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=20))
+    with pytest.raises(SpecDecError, match=r"K/V cache of 20 tokens is too small for request 0: it needs 23"):
+        engine.admit(start(A))
+
+
+def test_cache_of_no_tokens_is_an_error(llama_uncompiled_dir: Any) -> None:
+    with pytest.raises(SpecDecError, match="no memory is left for the K/V cache: 0 blocks"):
+        Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=0))
+
+
+def test_default_cache_holds_a_full_batch(llama_uncompiled_dir: Any) -> None:
+    """4 sequences of 170 tokens, in blocks of 4: 43 blocks each."""
+    engine = Engine.open(llama_uncompiled_dir)
+    sequences = [Sequence.start(Request(i, tuple([3 + i] * 96), 64)) for i in range(4)]
+    for sequence in sequences:
+        sequence.tokens += [5] * 63
+        assert engine.admit(sequence)
+    assert engine._blocks.num_blocks - 1 == 4 * 43
+
+
+def test_engine_without_block_reuse_finds_nothing(llama_uncompiled_dir: Any, llama: PreTrainedModel) -> None:
+    engine = Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(block_reuse=False))
+    for _ in range(2):
+        sequence = start(A)
+        assert engine.admit(sequence) and sequence.num_computed == 0
+        (logits,) = logits_of(engine, [sequence], [[]])
+        assert_equals_hf(llama, logits, A, [])
+        engine.release(sequence)
+
+
+def test_devices_that_do_not_exist_are_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_device("cpu", 0) == torch.device("cpu")
+    with pytest.raises(UsageError, match="no such device .*: 1"):
+        resolve_device("cpu", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda", 1) == torch.device("cuda", 1)
+    with pytest.raises(UsageError, match="no such GPU .*: 2"):
+        resolve_device("cuda", 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SpecDecError, match="built for a GPU, and this machine has none"):
+        resolve_device("cuda", 0)
+
+
+REQUEST_ERRORS = [
+    pytest.param([], 5, "prompt is empty: request 3", id="empty prompt"),
+    pytest.param([5] * 97, 5, r"longer than the engine's max_input_len 96: 97 tokens", id="prompt too long"),
+    pytest.param([5] * 96, 65, r"exceed the engine's 160 tokens: 96 \+ 65", id="prompt and output too long"),
+    pytest.param([5] * 4, 0, "number of tokens to generate must be at least 1: 0", id="nothing to generate"),
+    pytest.param([5, 10_000], 5, r"outside the vocabulary of \d+: 10000", id="token id too large"),
+    pytest.param([5, -1], 5, r"outside the vocabulary of \d+: -1", id="token id negative"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "max_new_tokens", "message"), REQUEST_ERRORS)
+def test_request_the_engine_cannot_serve_is_an_error(
+    prompt: list[int], max_new_tokens: int, message: str, llama_uncompiled_dir: Any
+) -> None:
+    engine = Engine.open(llama_uncompiled_dir)
+    engine.check_request(Request(3, (5,) * 96, 64))  # just fits
+    with pytest.raises(SpecDecError, match=message):
+        engine.check_request(Request(3, tuple(prompt), max_new_tokens))

@@ -1,0 +1,99 @@
+"""Greedy output equals Hugging Face `generate`, token for token, for every family the README calls verified."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import FAMILIES, SLIDING_WINDOW, build_tiny, hf_greedy, make_model, repetitive_prompt
+from transformers import PreTrainedModel
+
+from runtime.drafters.ngram import NgramDrafter
+from runtime.engine import Engine
+from runtime.files import read_json
+from runtime.orchestrator import generate
+from runtime.request import Request, Sequence
+from runtime.stats import sum_stats
+
+COMPILED_FAMILIES = ("llama", "qwen3", "gemma3", "gpt2")
+STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
+NUM_NEW_TOKENS = 40
+
+
+def run(engine: Engine, prompts: list[list[int]], num_new_tokens: int, *, ngram: bool) -> list[Sequence]:
+    requests = [Request(i, tuple(prompt), num_new_tokens) for i, prompt in enumerate(prompts)]
+    drafter = NgramDrafter(2) if ngram else None
+    finished = {s.request.id: s for s, _ in generate(engine, requests, drafter, 10) if s.finish_reason is not None}
+    assert len(finished) == len(prompts)
+    return [finished[i] for i in range(len(prompts))]
+
+
+def check_greedy(engine: Engine, model: PreTrainedModel) -> None:
+    """Batch 1 and 3, without drafts and with n-gram drafts [10,2], of which some are accepted and some rejected."""
+    vocab_size = model.config.vocab_size
+    prompts = [repetitive_prompt(seed, length, vocab_size) for seed, length in ((0, 21), (1, 34), (2, 5))]
+    assert all(len(prompt) + NUM_NEW_TOKENS > 5 * SLIDING_WINDOW for prompt in prompts)
+    expected = [hf_greedy(model, prompt, NUM_NEW_TOKENS) for prompt in prompts]
+    assert len({tuple(ids) for ids in expected}) == 3
+    for batch in (prompts[:1], prompts):
+        plain = run(engine, batch, NUM_NEW_TOKENS, ngram=False)
+        assert [s.output_tokens for s in plain] == expected[: len(batch)]
+        speculative = run(engine, batch, NUM_NEW_TOKENS, ngram=True)
+        assert [s.output_tokens for s in speculative] == expected[: len(batch)]
+    total = sum_stats(s.stats for s in speculative)
+    assert 0 < total.num_accepted_draft_tokens < total.num_draft_tokens
+    assert total.num_steps < sum_stats(s.stats for s in plain).num_steps
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_equals_hf(family: str, make_engine: Any) -> None:
+    model = make_model(family)
+    check_greedy(make_engine(model), model)
+
+
+@pytest.mark.parametrize("family", COMPILED_FAMILIES)
+def test_compiled_greedy_output_equals_hf(
+    family: str, make_engine: Any, request: pytest.FixtureRequest, llama: PreTrainedModel
+) -> None:
+    if family == "llama":
+        engine = Engine.open(request.getfixturevalue("llama_engine_dir"))
+        model = llama
+    else:
+        model = make_model(family)
+        engine = make_engine(model, compiler="aot")
+    assert engine.config.build_config.compiler == "aot" and engine.config.compiler_note is None
+    check_greedy(engine, model)
+
+
+def test_sliding_window_of_each_layer_is_known(make_engine: Any) -> None:
+    windows = {
+        family: [layer.sliding_window for layer in make_engine(make_model(family)).config.layers]
+        for family in ("mistral", "mistral-sliding", "gemma3")
+    }
+    assert windows == {
+        "mistral": [None, None],
+        "mistral-sliding": [SLIDING_WINDOW, SLIDING_WINDOW],
+        "gemma3": [SLIDING_WINDOW, None, SLIDING_WINDOW],
+    }
+
+
+def test_pad_token_id_in_the_config_changes_nothing(make_engine: Any) -> None:
+    """GPT-2's forward looks for padding where its config has a pad id, which failed on a model without weights."""
+    model = make_model("gpt2", pad_token_id=5)
+    prompt = [5, 7, 5, 9]
+    (sequence,) = run(make_engine(model), [prompt], 12, ngram=False)
+    assert sequence.output_tokens == hf_greedy(model, prompt, 12)
+
+
+@pytest.mark.skipif(not STORIES_DIR.is_dir(), reason="shared data stories260k is absent")
+@pytest.mark.parametrize("ngram", [False, True], ids=["plain", "ngram"])
+def test_stories260k_equals_its_reference(ngram: bool, stories_engine_dir: Path) -> None:
+    reference = read_json(STORIES_DIR / "reference.json")
+    with Engine.open(stories_engine_dir) as engine:
+        num_new_tokens = len(reference["greedy_ids"])
+        (sequence,) = run(engine, [reference["prompt_ids"]], num_new_tokens, ngram=ngram)
+    assert sequence.output_tokens == reference["greedy_ids"]
+
+
+@pytest.fixture(scope="module")
+def stories_engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny(STORIES_DIR, tmp_path_factory.mktemp("stories"))

@@ -1,0 +1,143 @@
+"""Tiny models with random weights, one per family, and what Hugging Face makes of them.
+
+Weights are large (initializer_range 0.3) and every bias and norm is random, so that logits are far apart, greedy
+outputs are not constant, and no parameter can be forgotten without a difference.
+"""
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from runtime.build import build_engine
+from runtime.checkpoint import convert
+from runtime.config import BuildConfig
+
+VOCAB_SIZE = 32
+SLIDING_WINDOW = 8
+
+# Family -> (model_type, what differs from `_COMMON`).
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-sliding": ("mistral", {"sliding_window": SLIDING_WINDOW}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 12}),
+    "phi3": ("phi3", {}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 12,
+            "num_hidden_layers": 3,
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0}),
+    "cohere": ("cohere", {"logit_scale": 0.3, "use_qk_norm": False}),
+    "gpt2": ("gpt2", {"n_inner": 48}),
+    "gpt-neox": ("gpt_neox", {"rotary_pct": 0.5}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3}),
+}
+FAMILIES = tuple(_FAMILIES)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    model_type, own = _FAMILIES[family]
+    settings = _COMMON | own | overrides
+    if model_type in ("gpt2", "gpt_neox", "opt"):
+        del settings["num_key_value_heads"]  # every head has its own
+    config: PreTrainedConfig = CONFIG_MAPPING[model_type](**settings)
+    return config
+
+
+def make_model(family: str, **overrides: Any) -> PreTrainedModel:
+    """The same weights on every call; float32, eager attention."""
+    config = make_config(family, **overrides)
+    torch.manual_seed(zlib.crc32(family.encode()))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval().float()
+
+
+def make_build(**settings: Any) -> BuildConfig:
+    """Room for drafts of 10 and for requests of 160 tokens, in blocks of 4."""
+    defaults: dict[str, Any] = {
+        "compiler": "none",
+        "max_batch_size": 4,
+        "max_input_len": 96,
+        "max_seq_len": 170,
+        "max_draft_len": 10,
+        "tokens_per_block": 4,
+        "speculative_decoding_mode": "draft_tokens_external",
+    }
+    return BuildConfig(**(defaults | settings))
+
+
+def build_tiny(model_dir: Path, work_dir: Path, **build: Any) -> Path:
+    """Convert and build; `build` as for `make_build`."""
+    convert(model_dir, work_dir / "checkpoint", None, replace=False, progress=lambda done, total: None)
+    build_engine(
+        work_dir / "checkpoint",
+        work_dir / "engine",
+        make_build(**build),
+        torch.device("cpu"),
+        replace=False,
+        phase=lambda name: None,
+    )
+    return work_dir / "engine"
+
+
+def eager_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """(len(tokens), vocab) Hugging Face's logits of every position, computed at once without a cache."""
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def hf_greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int, eos_token_id: int = -1) -> list[int]:
+    """Output ids of Hugging Face `generate`, the end id included. -1: no end id."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=eos_token_id,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def repetitive_prompt(seed: int, length: int, vocab_size: int = VOCAB_SIZE, period: int = 7) -> list[int]:
+    """A phrase repeated with some tokens changed, so that lookups find continuations, right and wrong ones."""
+    generator = torch.Generator().manual_seed(seed)
+    phrase = torch.randint(3, vocab_size, (period,), generator=generator)
+    tokens = phrase.repeat(-(-length // period))[:length]
+    changed = torch.rand(length, generator=generator) < 0.15
+    tokens[changed] = torch.randint(3, vocab_size, (int(changed.sum()),), generator=generator)
+    return tokens.tolist()
