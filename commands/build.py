@@ -32,7 +32,9 @@ def build(
     ] = 0,
     speculative_decoding_mode: Annotated[
         SpeculativeDecodingMode,
-        typer.Option(help="How drafts reach the engine.", rich_help_panel=SPECULATION),
+        typer.Option(
+            help="How drafts reach the engine.", rich_help_panel=SPECULATION, metavar="[none|draft_tokens_external]"
+        ),
     ] = "none",
     use_paged_context_fmha: Annotated[
         Literal["enable", "disable"],
@@ -144,9 +146,14 @@ def _summary(config: EngineConfig, output_dir: Path, size: int, elapsed: float, 
     build, check = config.build_config, config.logits_check
     table = Table(title=f"Engine {output_dir}", title_justify="left", show_header=False)
     table.add_row("model", f"{config.pretrained_config['model_type']}, {config.dtype}, {len(config.layers)} layers")
-    table.add_row("runs on", f"{config.environment.device} ({config.environment.capability}), torch {config.environment.torch}")
+    table.add_row(
+        "runs on", f"{config.environment.device} ({config.environment.capability}), torch {config.environment.torch}"
+    )
     table.add_row("compiler", build.compiler)
-    table.add_row("limits", f"batch {build.max_batch_size}, input {build.max_input_len}, input + output {build.max_request_len} tokens")
+    table.add_row(
+        "limits",
+        f"batch {build.max_batch_size}, input {build.max_input_len}, input + output {build.max_request_len} tokens",
+    )
     table.add_row("drafts", f"up to {build.max_draft_len} tokens" if build.max_draft_len else "none")
     table.add_row("K/V cache", f"blocks of {build.tokens_per_block} tokens")
     table.add_row(

@@ -231,9 +231,7 @@ def _read_hub(hub_id: str) -> _Table:
     except datasets.exceptions.DatasetNotFoundError as error:
         raise SpecDecError(f"the Hugging Face hub has no such dataset: {hub_id}", hint=hint) from error
     except ConnectionError as error:
-        raise SpecDecError(
-            f"the Hugging Face hub cannot be reached for the dataset: {hub_id}", hint=hint
-        ) from error
+        raise SpecDecError(f"the Hugging Face hub cannot be reached for the dataset: {hub_id}", hint=hint) from error
     except Exception as error:  # datasets, huggingface_hub, httpx and pyarrow errors have no common base
         raise SpecDecError(
             f"cannot load the dataset from the Hugging Face hub ({_reason(error)}): {hub_id}", hint=hint
@@ -276,9 +274,7 @@ def _shuffled(num_rows: int, seed: int) -> Sequence[int]:
     return order
 
 
-def _sample(
-    row: Mapping[str, object], where: str, number: str, text_column: str, reference_column: str
-) -> Sample:
+def _sample(row: Mapping[str, object], where: str, number: str, text_column: str, reference_column: str) -> Sample:
     row_id = next((row[column] for column in _ID_COLUMNS if row.get(column) not in (None, "")), number)
     category = row.get("category")
     return Sample(

@@ -175,7 +175,12 @@ def _single_device(flag: str, value: Any) -> int:
 
 
 def check_generation_flags(
-    *, ngram_config: str | None, draft_target_model_config: str | None, block_reuse: bool, num_beams: int, py_session: bool
+    *,
+    ngram_config: str | None,
+    draft_target_model_config: str | None,
+    block_reuse: bool,
+    num_beams: int,
+    py_session: bool,
 ) -> None:
     """What no engine can do: UsageError for what contradicts itself, whatever the files hold."""
     if ngram_config is not None and draft_target_model_config is not None:

@@ -65,14 +65,25 @@ class Output:
 
     @contextmanager
     def byte_progress(self, description: str) -> Iterator[Callable[[int, int], None]]:
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=stderr(), transient=True, disable=not self._shows_progress()) as progress:
             task = progress.add_task(description, total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
 
     @contextmanager
     def progress(self, description: str, total: int) -> Iterator[Callable[[], None]]:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=stderr(), transient=True, disable=not self._shows_progress()) as progress:
             task = progress.add_task(description, total=total)
             yield lambda: progress.advance(task)
@@ -82,7 +93,8 @@ class Output:
 
 
 def stdout() -> Console:
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    # A pipe has no width; wide enough for every table of ours.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def stderr() -> Console:

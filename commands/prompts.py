@@ -25,9 +25,7 @@ class Prompt:
     ids: tuple[int, ...] | None
 
 
-def read_prompts(
-    input_text: Sequence[str], input_file: Path | None, *, pad_id: int | None = None
-) -> list[Prompt]:
+def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: int | None = None) -> list[Prompt]:
     """The prompts given as texts or in a file, in order.
 
     The file's suffix says its kind:
@@ -43,14 +41,9 @@ def read_prompts(
     if input_file is None and not input_text:
         raise UsageError("no prompt given", hint="pass `--input-text` or `--input-file`")
     if input_file is None:
-        return [
-            Prompt(check_text(text, f"prompt {i} of `--input-text`"), None)
-            for i, text in enumerate(input_text, 1)
-        ]
+        return [Prompt(check_text(text, f"prompt {i} of `--input-text`"), None) for i, text in enumerate(input_text, 1)]
     if input_text:
-        raise UsageError(
-            f"both `--input-text` and `--input-file` given: {input_file}", hint="pass one of the two"
-        )
+        raise UsageError(f"both `--input-text` and `--input-file` given: {input_file}", hint="pass one of the two")
     suffix = input_file.suffix.lower()
     if suffix == ".npy":
         return list(_npy_prompts(input_file, pad_id))
@@ -126,9 +119,7 @@ def check_text(value: object, where: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # half a surrogate pair: from "\ud800" in JSON, or a raw byte in argv
-        raise SpecDecError(
-            f"{where} cannot be written as UTF-8 at character {error.start}: {shown(value)}"
-        ) from error
+        raise SpecDecError(f"{where} cannot be written as UTF-8 at character {error.start}: {shown(value)}") from error
     return value
 
 

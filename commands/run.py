@@ -71,7 +71,9 @@ def run(
     ] = 5,
     output_csv: Annotated[
         Path | None,
-        typer.Option(help="Write prompt and output ids, padded with the end id.", rich_help_panel=OUTPUT, show_default=False),
+        typer.Option(
+            help="Write prompt and output ids, padded with the end id.", rich_help_panel=OUTPUT, show_default=False
+        ),
     ] = None,
     output_npy: Annotated[
         Path | None, typer.Option(help="The same as int32 array.", rich_help_panel=OUTPUT, show_default=False)
@@ -106,7 +108,9 @@ def run(
         py_session=use_py_session,
     )
     if draft_engine_dir is not None:
-        raise UsageError(f"Draft-Target-Model speculation is not in this version: --draft-engine-dir {draft_engine_dir}")
+        raise UsageError(
+            f"Draft-Target-Model speculation is not in this version: --draft-engine-dir {draft_engine_dir}"
+        )
     if output_generation_logits:
         raise UsageError("generation logits are not in this version: --output-generation-logits")
     if streaming and json:
@@ -155,7 +159,9 @@ class _StreamPrinter:
         from commands.text import TextStream
 
         if session.tokenizer is None:
-            raise SpecDecError("streaming needs a tokenizer, and the engine has none", hint="`--tokenizer-dir` names one")
+            raise SpecDecError(
+                "streaming needs a tokenizer, and the engine has none", hint="`--tokenizer-dir` names one"
+            )
         tokenizer = session.tokenizer
         self._streams = [TextStream(tokenizer, session.stop_words) for _ in range(num_requests)]
         self._output, self._interval = output, interval
@@ -194,8 +200,8 @@ def _show(
 
 def _table(generation: "Generation") -> Table:
     table = Table()
-    for column in ("Request", "Tokens", "Steps", "Tokens/step", "Accepted", "Acceptance", "TTFT", "TPOT", "Ended by"):
-        table.add_column(column, justify="left" if column in ("Request", "Ended by") else "right")
+    for column in ("Request", "Tokens", "Steps", "Tokens/step", "Accepted", "Rate", "TTFT", "TPOT", "End"):
+        table.add_column(column, justify="left" if column in ("Request", "End") else "right", no_wrap=True)
     for sequence in generation.sequences:
         stats, record = sequence.stats, sequence.stats.as_dict(0)
         table.add_row(
@@ -238,7 +244,11 @@ def _write_ids(session: "Session", sequences: list["Sequence"], csv: Path | None
 
 
 def _document(
-    session: "Session", prompts: list[Prompt], generation: "Generation", max_input_length: int | None, max_output_len: int
+    session: "Session",
+    prompts: list[Prompt],
+    generation: "Generation",
+    max_input_length: int | None,
+    max_output_len: int,
 ) -> dict[str, Any]:
     from commands.text import output_text
 

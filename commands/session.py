@@ -29,6 +29,7 @@ class Session:
     """An engine ready to answer requests."""
 
     engine_dir: Path
+    tokenizer_dir: Path
     engine: Engine
     tokenizer: PreTrainedTokenizerBase | None
     end_ids: frozenset[int]
@@ -131,7 +132,9 @@ def open_session(
         tokenizer = load_tokenizer(engine_dir, config.pretrained_config)
     if stop_words and tokenizer is None:
         raise SpecDecError("stop words need a tokenizer, and the engine has none", hint="`--tokenizer-dir` names one")
-    end_ids = frozenset([end_id]) if end_id is not None else find_end_ids(engine_dir, config.pretrained_config, tokenizer)
+    end_ids = (
+        frozenset([end_id]) if end_id is not None else find_end_ids(engine_dir, config.pretrained_config, tokenizer)
+    )
     stops = StopWords(tuple(stop_words), tokenizer) if stop_words and tokenizer else None
     with Engine.open(engine_dir, ngram.device_id if ngram else 0, kv_cache) as engine:
-        yield Session(engine_dir, engine, tokenizer, end_ids, stops, ngram)
+        yield Session(engine_dir, tokenizer_dir or engine_dir, engine, tokenizer, end_ids, stops, ngram)

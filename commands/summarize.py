@@ -1,1 +1,196 @@
-def summarize() -> None: ...
+"""`specdec summarize`: ROUGE, acceptance and speed on a dataset, beside Hugging Face's `generate`.
+
+The engine answers every batch twice, with the drafter and without, one after the other and each with an empty K/V
+cache: `speedup` compares those two.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from commands.dataset import DEMO, EvalTask, Sample, load_samples, summarization_prompt
+from commands.options import (
+    INPUT,
+    OUTPUT,
+    RUNTIME,
+    BlockReuse,
+    DraftEngineDir,
+    DraftTargetModelConfig,
+    EndId,
+    EngineDir,
+    FreeGpuMemoryFraction,
+    Json,
+    MaxTokensInCache,
+    NgramConfig,
+    NumBeams,
+    Quiet,
+    StopWords,
+    TokenizerDir,
+    UsePySession,
+    check_generation_flags,
+    parse_ngram_config,
+)
+from commands.output import Output
+from commands.prompts import Prompt
+from runtime.errors import SpecDecError, UsageError
+
+if TYPE_CHECKING:
+    from commands.evaluation import SystemRun
+    from commands.session import Session
+
+
+def summarize(
+    engine_dir: EngineDir = Path("engine_outputs"),
+    hf_model_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Hugging Face model to compare with: directory, hub id or shipped name.", rich_help_panel=INPUT
+        ),
+    ] = None,
+    tokenizer_dir: TokenizerDir = None,
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="`demo`, a hub id such as ccdv/cnn_dailymail, or a .jsonl, .csv or .parquet file.",
+            rich_help_panel=INPUT,
+        ),
+    ] = DEMO,
+    dataset_dir: Annotated[
+        Path | None,
+        typer.Option(help="Local directory that holds the dataset.", rich_help_panel=INPUT, show_default=False),
+    ] = None,
+    eval_task: Annotated[
+        EvalTask,
+        typer.Option(help="What the dataset asks for.", rich_help_panel=INPUT, metavar="[summarize|code_completion]"),
+    ] = "summarize",
+    max_input_length: Annotated[
+        int, typer.Option(min=1, help="Keep this many last tokens of a prompt.", rich_help_panel=INPUT)
+    ] = 923,
+    test_engine: Annotated[
+        bool, typer.Option("--test-engine", help="Run the engine.", rich_help_panel=RUNTIME)
+    ] = False,
+    test_hf: Annotated[bool, typer.Option("--test-hf", help="Run Hugging Face.", rich_help_panel=RUNTIME)] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples answered together.", rich_help_panel=RUNTIME)] = 1,
+    max_ite: Annotated[int, typer.Option(min=1, help="Batches to run.", rich_help_panel=RUNTIME)] = 20,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 100,
+    random_seed: Annotated[int, typer.Option(help="Order of the dataset.", rich_help_panel=RUNTIME)] = 0,
+    end_id: EndId = None,
+    stop_words: StopWords = None,
+    ngram_config: NgramConfig = None,
+    draft_target_model_config: DraftTargetModelConfig = None,
+    draft_engine_dir: DraftEngineDir = None,
+    kv_cache_enable_block_reuse: BlockReuse = True,
+    kv_cache_free_gpu_memory_fraction: FreeGpuMemoryFraction = 0.9,
+    max_tokens_in_paged_kv_cache: MaxTokensInCache = None,
+    check_accuracy: Annotated[
+        bool,
+        typer.Option(
+            "--check-accuracy", help="Exit 1 if the engine's ROUGE-1 is below the threshold.", rich_help_panel=OUTPUT
+        ),
+    ] = False,
+    rouge1_threshold: Annotated[
+        float, typer.Option(min=0.0, max=100.0, help="ROUGE-1 x 100 to reach.", rich_help_panel=OUTPUT)
+    ] = 15.0,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write outputs (engine.out, hf.out) and summary.json here.", rich_help_panel=OUTPUT, show_default=False
+        ),
+    ] = None,
+    num_beams: NumBeams = 1,
+    use_py_session: UsePySession = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure quality and speed on a dataset: ROUGE, acceptance, latency and throughput, by category.
+
+    The first sample is a warm-up and is run once more. Output is greedy.
+    """
+    check_generation_flags(
+        ngram_config=ngram_config,
+        draft_target_model_config=draft_target_model_config,
+        block_reuse=kv_cache_enable_block_reuse,
+        num_beams=num_beams,
+        py_session=use_py_session,
+    )
+    if draft_engine_dir is not None:
+        raise UsageError(
+            f"Draft-Target-Model speculation is not in this version: --draft-engine-dir {draft_engine_dir}"
+        )
+    if not (test_engine or test_hf):
+        raise UsageError("nothing to test", hint="`--test-engine`, `--test-hf` or both")
+    if test_hf and hf_model_dir is None:
+        raise UsageError("`--test-hf` needs `--hf-model-dir`")
+    if check_accuracy and not test_engine:
+        raise UsageError("`--check-accuracy` checks the engine", hint="`--test-engine`")
+    ngram = parse_ngram_config(ngram_config) if ngram_config is not None else None
+    samples = load_samples(
+        dataset, eval_task=eval_task, dataset_dir=dataset_dir, max_samples=max_ite * batch_size, seed=random_seed
+    )
+    if output_dir is not None and output_dir.exists() and not output_dir.is_dir():
+        raise SpecDecError(f"output directory is not a directory: {output_dir}")
+
+    from commands.evaluation import HuggingFace, evaluate_engine, evaluate_hf
+    from commands.models import resolve_model
+    from commands.report import show_summary, summary_document, write_outputs
+    from commands.session import open_session
+    from runtime.engine import KVCacheConfig
+
+    output = Output(json, quiet)
+    hf_dir = resolve_model(hf_model_dir) if hf_model_dir is not None and test_hf else None
+    kv_cache = KVCacheConfig(
+        kv_cache_enable_block_reuse, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction
+    )
+    with open_session(engine_dir, tokenizer_dir, ngram, kv_cache, end_id, stop_words or []) as session:
+        if batch_size > session.engine.max_batch_size:
+            raise SpecDecError(
+                f"`--batch-size` exceeds the engine's max_batch_size {session.engine.max_batch_size}: {batch_size}"
+            )
+        prompts = _encode(session, samples, eval_task, max_input_length, output)
+        batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+        runs: list[SystemRun] = []
+        if test_engine:
+            with output.progress("engine", len(batches)) as advance:
+                runs += evaluate_engine(session, batches, output_len, advance)
+        if hf_dir is not None:
+            hugging_face = HuggingFace.load(hf_dir, session)
+            with output.progress("Hugging Face", len(batches)) as advance:
+                runs.append(evaluate_hf(hugging_face, batches, output_len, advance))
+        settings = {
+            **session.settings_record(),
+            "dataset": dataset,
+            "eval_task": eval_task,
+            "batch_size": batch_size,
+            "output_len": output_len,
+            "max_input_length": max_input_length,
+            "num_samples": len(samples),
+            "random_seed": random_seed,
+            "hf_model_dir": hf_model_dir,
+        }
+        threshold = rouge1_threshold if check_accuracy else None
+        document = summary_document(session, samples, prompts, runs, settings, threshold)
+        if output_dir is not None:
+            write_outputs(output_dir, session, runs, document)
+        show_summary(document, samples, runs, output)
+        output.document(document)
+    accuracy = document["checks"].get("accuracy")
+    if accuracy is not None and not accuracy["passed"]:
+        raise SpecDecError(f"ROUGE-1 is below the threshold {rouge1_threshold:g}: {accuracy['rouge1']:.2f}")
+
+
+def _encode(
+    session: "Session", samples: list[Sample], eval_task: EvalTask, max_input_length: int, output: Output
+) -> list[list[int]]:
+    """Token ids of each sample's prompt; those cut to their last tokens are counted."""
+    from commands.text import encode
+
+    prompts, num_truncated = [], 0
+    for sample in samples:
+        text = summarization_prompt(sample.text) if eval_task == "summarize" else sample.text
+        tokens, truncated = encode(Prompt(text, None), session.tokenizer, max_input_length)
+        prompts.append(tokens)
+        num_truncated += truncated
+    if num_truncated:
+        output.warning(f"prompts cut to their last {max_input_length} tokens: {num_truncated} of {len(prompts)}")
+    return prompts

@@ -48,13 +48,20 @@ def find_end_ids(
 def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, max_length: int | None) -> tuple[list[int], bool]:
     """The prompt's tokens and whether only its last `max_length` were kept."""
     if prompt.ids is not None:
-        return list(prompt.ids[-max_length:] if max_length else prompt.ids), len(prompt.ids) > (max_length or len(prompt.ids))
+        return list(prompt.ids[-max_length:] if max_length else prompt.ids), len(prompt.ids) > (
+            max_length or len(prompt.ids)
+        )
     if tokenizer is None:
         raise SpecDecError("the engine has no tokenizer for a prompt of text", hint="`--tokenizer-dir` names one")
     ids: list[int] = tokenizer(prompt.text)["input_ids"]
     if max_length is None or len(ids) <= max_length:
         return ids, False
     return tokenizer(prompt.text, truncation=True, max_length=max_length)["input_ids"], True
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    """The text of tokens, to the letter, without end ids and their like."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,10 @@ class StopWords:
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
         """Whether the last token completed a stop word: it is in the text now and was not before."""
         start = max(num_prompt_tokens, len(tokens) - self._window)
-        text = self.tokenizer.decode(tokens[start:], skip_special_tokens=True)
+        text = decode(self.tokenizer, tokens[start:])
         if not any(word in text for word in self.words):
             return False
-        before = self.tokenizer.decode(tokens[start:-1], skip_special_tokens=True)
+        before = decode(self.tokenizer, tokens[start:-1])
         return not any(word in before for word in self.words)
 
     def cut(self, text: str) -> str:
@@ -92,7 +99,7 @@ class TextStream:
     _shown: int = field(default=0, init=False)
 
     def next_piece(self, output_tokens: list[int], *, finished: bool) -> str:
-        text: str = self.tokenizer.decode(output_tokens, skip_special_tokens=True)
+        text = decode(self.tokenizer, output_tokens)
         if self.stop_words:
             text = self.stop_words.cut(text)
             if not finished:
@@ -111,9 +118,11 @@ class TextStream:
         )
 
 
-def output_text(tokenizer: PreTrainedTokenizerBase | None, tokens: list[int], stop_words: StopWords | None) -> str | None:
+def output_text(
+    tokenizer: PreTrainedTokenizerBase | None, tokens: list[int], stop_words: StopWords | None
+) -> str | None:
     """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
     if tokenizer is None:
         return None
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    text = decode(tokenizer, tokens)
     return stop_words.cut(text) if stop_words else text

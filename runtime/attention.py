@@ -67,13 +67,14 @@ def paged_attention(
     B, Q = paged.slot_mapping.shape
     H, Hk = query.shape[1], key.shape[1]
     slots = paged.slot_mapping.view(-1)
+    layer = _layer_index(module)
     pages = []
-    for pool, new in ((paged.key_pools[module.layer_idx], key), (paged.value_pools[module.layer_idx], value)):
+    for pool, new in ((paged.key_pools[layer], key), (paged.value_pools[layer], value)):
         pool.view(-1, Hk, new.shape[-1]).index_copy_(0, slots, new[0].transpose(0, 1))
         pages.append(pool[paged.block_tables].view(B, -1, Hk, new.shape[-1]).transpose(1, 2))
     # The query heads of one KV head are folded into the query length: for Q = 1 in bfloat16 SDPA is then ten
     # times faster than with enable_gqa. Row g * Q + i of a KV head is query i of its head g.
-    rows = query[0].unflatten(1, (B, Q)).transpose(0, 1).reshape(B, Hk, H // Hk * Q, -1)
+    rows = query.view(H, B, Q, -1).transpose(0, 1).reshape(B, Hk, H // Hk * Q, -1)
     mask = paged.mask(sliding_window, H // Hk)
     output = F.scaled_dot_product_attention(rows, pages[0], pages[1], attn_mask=mask, scale=scaling)
     return output.reshape(B, H, Q, -1).transpose(1, 2).reshape(1, B * Q, H, -1), None
@@ -93,9 +94,15 @@ def probe_attention(
     """Record the layer's K/V shape in `paged` and return zeros of attention's shape."""
     _refuse_unsupported(module, kwargs)
     shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
-    if paged.setdefault(module.layer_idx, shape) is not shape:
-        raise SpecDecError(f"layer calls attention twice, which a K/V cache of one entry cannot serve: {module.layer_idx}")
+    layer = _layer_index(module)
+    if layer in paged:
+        raise SpecDecError(f"a layer computes attention twice, which its K/V cache cannot serve: layer {layer}")
+    paged[layer] = shape
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _layer_index(module: nn.Module) -> int:
+    return int(module.layer_idx)  # type: ignore[arg-type]  # what transformers puts on attention modules
 
 
 def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:

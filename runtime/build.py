@@ -48,7 +48,8 @@ def build_engine(
     layers = probe_config(pretrained)
     phase("loading the checkpoint")
     weights = checkpoint_dir / "rank0.safetensors"
-    model = load_model(pretrained, weights, getattr(torch, checkpoint.dtype), PAGED).to(device)
+    model = load_model(pretrained, weights, getattr(torch, checkpoint.dtype), PAGED)
+    Step(model).to(device)
     if device.type == "cpu":
         torch.set_flush_denormal(True)
     with new_directory(output_dir, replace=replace) as directory:

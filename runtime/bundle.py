@@ -96,7 +96,7 @@ def open_step(
 
     pretrained = parse_pretrained_config(pretrained_config, str(engine_dir / "config.json"))
     weights = engine_dir / "rank0.safetensors"
-    step = Step(load_model(pretrained, weights, getattr(torch, dtype), PAGED).to(device))
+    step = Step(load_model(pretrained, weights, getattr(torch, dtype), PAGED)).to(device)
     if compiler == "none":
         return step
     load_compile_cache(engine_dir / "rank0.cache")

@@ -11,7 +11,9 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -76,7 +78,9 @@ def convert(
 def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
     """Parse and check a checkpoint directory; SpecDecError names what is missing or wrong."""
     if not checkpoint_dir.is_dir():
-        raise SpecDecError(f"checkpoint directory does not exist: {checkpoint_dir}", hint="make it with `specdec convert`")
+        raise SpecDecError(
+            f"checkpoint directory does not exist: {checkpoint_dir}", hint="make it with `specdec convert`"
+        )
     data = read_json(checkpoint_dir / "config.json")
     if "build_config" in data:
         raise SpecDecError(f"this is an engine directory, not a checkpoint: {checkpoint_dir}")
@@ -87,7 +91,9 @@ def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
         )
     config = parse(CheckpointConfig, data, str(checkpoint_dir / "config.json"))
     if not (checkpoint_dir / "rank0.safetensors").is_file():
-        raise SpecDecError(f"file is missing: {checkpoint_dir / 'rank0.safetensors'}", hint="run `specdec convert` again")
+        raise SpecDecError(
+            f"file is missing: {checkpoint_dir / 'rank0.safetensors'}", hint="run `specdec convert` again"
+        )
     return config
 
 
@@ -136,7 +142,9 @@ def _read_header(file: Path) -> list[_TensorEntry]:
             for name in tensors.keys():  # noqa: SIM118  (not a mapping)
                 tensor = tensors.get_slice(name)
                 if tensor.get_dtype() not in _DTYPES:
-                    raise SpecDecError(f"`{file}` holds a tensor of a dtype that is not supported: {tensor.get_dtype()}")
+                    raise SpecDecError(
+                        f"`{file}` holds a tensor of a dtype that is not supported: {tensor.get_dtype()}"
+                    )
                 entries.append(_TensorEntry(name, file, tuple(tensor.get_shape()), _DTYPES[tensor.get_dtype()]))
     except SafetensorError as error:
         raise SpecDecError(f"`{file}` is damaged: {error}", hint="download or save the model again") from None
@@ -145,12 +153,12 @@ def _read_header(file: Path) -> list[_TensorEntry]:
 
 def _saved_dtype(entries: list[_TensorEntry]) -> Dtype:
     """The dtype most of the weights have."""
-    num_bytes = {"float32": 0, "float16": 0, "bfloat16": 0}
+    num_elements: dict[Dtype, int] = {"float32": 0, "float16": 0, "bfloat16": 0}
     for entry in entries:
-        name = str(entry.dtype).removeprefix("torch.")
-        if name in num_bytes:
-            num_bytes[name] += math.prod(entry.shape) * entry.dtype.itemsize
-    return max(num_bytes, key=lambda name: num_bytes[name])  # type: ignore[return-value]  # its keys are Dtype
+        for name in num_elements:
+            if entry.dtype == getattr(torch, name):
+                num_elements[name] += math.prod(entry.shape)
+    return max(num_elements, key=lambda name: num_elements[name])
 
 
 def _write_safetensors(path: Path, entries: list[_TensorEntry], float_dtype: torch.dtype, progress: Progress) -> None:
@@ -177,4 +185,5 @@ def _write_safetensors(path: Path, entries: list[_TensorEntry], float_dtype: tor
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    array: np.ndarray[Any, np.dtype[np.uint8]] = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    return array.data

@@ -61,11 +61,11 @@ def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig
 
 
 def open_aot(path: Path) -> StepFunction:
-    return torch._inductor.aoti_load_package(str(path))  # type: ignore[no-any-return]
+    return torch._inductor.aoti_load_package(str(path))
 
 
 def torch_compile(step: "Step") -> StepFunction:
-    return torch.compile(step, dynamic=True)  # type: ignore[no-any-return]
+    return torch.compile(step, dynamic=True)
 
 
 def save_compile_cache(path: Path) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging as transformers_logging
 
 from runtime.attention import PROBE, PagedInputs
 from runtime.config import LayerShape
@@ -55,17 +56,21 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES)
     if foreign:
         raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = _model_class(config)
     if model_class._is_stateful:
         raise SpecDecError(f"state-space models are not supported: {kind}")
     if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
         raise SpecDecError(f"the model cannot compute logits of chosen positions (`logits_to_keep`): {kind}")
 
 
+def _model_class(config: PreTrainedConfig) -> Any:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
 def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     """The K/V shape of every layer, found by a forward without weights or memory (`meta` device)."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE)  # type: ignore[no-untyped-call]
     if hasattr(model, "set_experts_implementation"):
         # The default mixture of experts looks at values, which a meta tensor has none of.
         model.set_experts_implementation("batched_mm")
@@ -94,13 +99,14 @@ def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
 
 def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights, fills buffers."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = _model_class(config)
     try:
         state_dict = load_file(weights)
     except FileNotFoundError:
         raise SpecDecError(f"file is missing: {weights}") from None
     except SafetensorError as error:
         raise SpecDecError(f"`{weights}` is damaged: {error}", hint="run `specdec convert` again") from None
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model, report = model_class.from_pretrained(
         None,
         config=config,
@@ -112,7 +118,9 @@ def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, atte
     )
     for problem, names in (("lacks", report["missing_keys"]), ("has the wrong shape of", report["mismatched_keys"])):
         if names:
-            raise SpecDecError(f"`{weights}` {problem} {len(names)} of the model's weights, such as: {sorted(names)[0]}")
+            raise SpecDecError(
+                f"`{weights}` {problem} {len(names)} of the model's weights, such as: {sorted(names)[0]}"
+            )
     _declare_no_padding(model)
     loaded: PreTrainedModel = model.eval()
     return loaded

@@ -56,7 +56,7 @@ def _generate_group(
             drafts = drafter.propose(admitted, max_draft_len) if drafter else [Draft([])] * len(admitted)
             times.draft_time_s += time.perf_counter() - drafts_start
             verdicts = engine.step(admitted, drafts)
-            news = [s.commit(*dv) for s, *dv in zip(admitted, drafts, verdicts, strict=True)]
+            new_tokens = [s.commit(d, v) for s, d, v in zip(admitted, drafts, verdicts, strict=True)]
         finally:
             for sequence in admitted:
                 engine.release(sequence)
@@ -68,7 +68,7 @@ def _generate_group(
                 if sequence.finish_reason is not None:
                     drafter.forget(sequence.request.id)
         times.wall_s += time.perf_counter() - start
-        yield from zip(admitted, news, strict=True)
+        yield from zip(admitted, new_tokens, strict=True)
 
 
 def _admit(engine: Engine, running: deque[Sequence]) -> list[Sequence]:

@@ -6,6 +6,7 @@ The keys are those of vLLM's per-request speculative decoding record, so that to
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
@@ -84,7 +85,7 @@ class RequestStats:
             return None
         return _ratio(self.end_s - self.first_token_s, self.num_generated_tokens - 1)
 
-    def counts(self, max_draft_len: int) -> dict[str, object]:
+    def counts(self, max_draft_len: int) -> dict[str, Any]:
         """Counts and the rates derived from them; a rate with nothing to divide by is None.
 
         `acceptance_histogram` has max_draft_len + 1 entries, `acceptance_rate_per_position` max_draft_len.
@@ -108,7 +109,7 @@ class RequestStats:
             "num_reused_tokens": self.num_reused_tokens,
         }
 
-    def as_dict(self, max_draft_len: int) -> dict[str, object]:
+    def as_dict(self, max_draft_len: int) -> dict[str, Any]:
         """One request's record: counts, rates and times."""
         record = self.counts(max_draft_len)
         record |= {"ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "latency_s": self.latency_s}
@@ -143,3 +144,9 @@ class LoopTimes:
     @property
     def host_time_s(self) -> float:
         return self.wall_s - self.draft_time_s - self.target_time_s
+
+    def add(self, other: "LoopTimes") -> None:
+        self.wall_s += other.wall_s
+        self.draft_time_s += other.draft_time_s
+        self.target_time_s += other.target_time_s
+        self.num_iterations += other.num_iterations

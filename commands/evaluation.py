@@ -1,0 +1,176 @@
+"""Answer batches of prompts with the engine and with Hugging Face, timed alike.
+
+Each system's first prompt is run once beforehand as a warm-up. Wall time is that of the batches, tokenization left out.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.utils import logging as transformers_logging
+
+from commands.session import Session, total_record
+from commands.text import output_text
+from runtime.errors import SpecDecError
+from runtime.request import Sequence
+from runtime.stats import LoopTimes
+
+SystemName = Literal["hf", "engine", "engine_no_drafter"]
+Batches = list[list[list[int]]]
+"""Token ids of prompts, in batches."""
+
+
+@dataclass
+class SampleRun:
+    """One prompt's answer and its times, from whichever system."""
+
+    output_tokens: list[int]
+    output_text: str
+    ttft_s: float | None
+    tpot_s: float | None
+    wall_s: float  # of its batch, divided by the batch's prompts
+    sequence: Sequence | None = None
+
+
+@dataclass
+class SystemRun:
+    """All answers of one system."""
+
+    name: SystemName
+    samples: list[SampleRun] = field(default_factory=list)
+    times: LoopTimes = field(default_factory=LoopTimes)
+
+    def total(self, max_draft_len: int) -> dict[str, Any]:
+        if self.name == "hf":
+            num_tokens = sum(len(sample.output_tokens) for sample in self.samples)
+            return {
+                "num_requests": len(self.samples),
+                "num_generated_tokens": num_tokens,
+                "wall_s": self.times.wall_s,
+                "output_tokens_per_second": num_tokens / self.times.wall_s,
+            }
+        return total_record([s.sequence for s in self.samples if s.sequence], self.times, max_draft_len)
+
+
+def evaluate_engine(
+    session: Session, batches: Batches, output_len: int, advance: Callable[[], None]
+) -> list[SystemRun]:
+    """The engine with its drafter and without (or, if there is none, only without), batch by batch in turn."""
+    runs = [SystemRun("engine")]
+    if session.ngram is not None:
+        runs.append(SystemRun("engine_no_drafter"))
+    for run in runs:
+        _run_engine_batch(session, batches[0][:1], output_len, SystemRun(run.name))
+    for batch in batches:
+        for run in runs:
+            _run_engine_batch(session, batch, output_len, run)
+        advance()
+    return runs
+
+
+def _run_engine_batch(session: Session, batch: list[list[int]], output_len: int, run: SystemRun) -> None:
+    session.engine.clear_cache()
+    requests = [session.request(len(run.samples) + i, prompt, output_len) for i, prompt in enumerate(batch)]
+    generation = session.run(requests, speculate=run.name == "engine")
+    run.times.add(generation.times)
+    for sequence in generation.sequences:
+        run.samples.append(
+            SampleRun(
+                sequence.output_tokens,
+                output_text(session.tokenizer, sequence.output_tokens, session.stop_words) or "",
+                sequence.stats.ttft_s,
+                sequence.stats.tpot_s,
+                generation.times.wall_s / len(batch),
+                sequence,
+            )
+        )
+
+
+class HuggingFace:
+    """The same model run by transformers' `generate`, greedy, with its default attention and K/V cache."""
+
+    def __init__(self, model: PreTrainedModel, session: Session) -> None:
+        self.model = model
+        self.session = session
+
+    @classmethod
+    def load(cls, model_dir: Path, session: Session) -> "HuggingFace":
+        """Load in the engine's dtype, on the engine's device."""
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        dtype = getattr(torch, session.engine.config.dtype)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+        except Exception as error:  # transformers raises many kinds; the user needs the directory
+            raise SpecDecError(f"transformers cannot load: {model_dir}", hint=str(error)) from error
+        if model.config.vocab_size != session.engine.config.vocab_size:
+            raise SpecDecError(
+                f"`--hf-model-dir` is another model: its vocabulary has {model.config.vocab_size} tokens and the "
+                f"engine's {session.engine.config.vocab_size}"
+            )
+        model.train(False)
+        return cls(model.to(session.engine.device), session)
+
+    def answer(self, batch: list[list[int]], output_len: int, run: SystemRun) -> None:
+        """Left-padded greedy generation of one batch; the times of its tokens are taken as they are chosen."""
+        longest = max(map(len, batch))
+        pad = min(self.session.end_ids, default=0)
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in batch], device=self.model.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in batch], device=self.model.device)
+        clock = _TokenClock()
+        start = time.perf_counter()
+        with torch.inference_mode():
+            output = self.model.generate(  # type: ignore[operator]  # a mixin's method, untyped
+                ids,
+                attention_mask=mask,
+                max_new_tokens=output_len,
+                do_sample=False,
+                num_beams=1,
+                eos_token_id=sorted(self.session.end_ids) or -1,
+                pad_token_id=pad,
+                stopping_criteria=StoppingCriteriaList([clock]),
+            )
+        wall_s = time.perf_counter() - start
+        run.times.wall_s += wall_s
+        for row in output[:, longest:].tolist():
+            tokens = self._cut(row)
+            last = clock.times[len(tokens) - 1]
+            tpot_s = (last - clock.times[0]) / (len(tokens) - 1) if len(tokens) > 1 else None
+            text = output_text(self.session.tokenizer, tokens, self.session.stop_words) or ""
+            run.samples.append(SampleRun(tokens, text, clock.times[0] - start, tpot_s, wall_s / len(batch)))
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        """The tokens up to the first that ends the output: an end id, or one that completes a stop word."""
+        for i, token in enumerate(tokens):
+            ended = token in self.session.end_ids
+            if ended or (self.session.stop_words and self.session.stop_words(tokens[: i + 1], 0)):
+                return tokens[: i + 1]
+        return tokens
+
+
+class _TokenClock(StoppingCriteria):
+    """Never stops anything; notes when each token was chosen."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def evaluate_hf(hugging_face: HuggingFace, batches: Batches, output_len: int, advance: Callable[[], None]) -> SystemRun:
+    run = SystemRun("hf")
+    hugging_face.answer(batches[0][:1], output_len, SystemRun("hf"))
+    for batch in batches:
+        hugging_face.answer(batch, output_len, run)
+        advance()
+    return run

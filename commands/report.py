@@ -1,0 +1,242 @@
+"""The summary of a dataset run: one JSON document, and tables and files that are views of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from commands.dataset import Sample
+from commands.evaluation import SampleRun, SystemRun
+from commands.output import Output, milliseconds, number, percent
+from commands.rouge import ROUGE_TYPES, rouge_scores
+from commands.session import Session, total_record
+from runtime.files import write_json
+from runtime.stats import LoopTimes
+
+_TITLES = {"hf": "Hugging Face", "engine": "engine", "engine_no_drafter": "engine, no drafter"}
+
+
+def summary_document(
+    session: Session,
+    samples: list[Sample],
+    prompts: list[list[int]],
+    runs: list[SystemRun],
+    settings: dict[str, Any],
+    rouge1_threshold: float | None,
+) -> dict[str, Any]:
+    """Everything that was measured. `requests` and `total` are the engine's, as in `run`; `systems` has each one."""
+    by_name = {run.name: run for run in runs}
+    systems = {run.name: _system_record(session, samples, run) for run in runs}
+    engine = by_name.get("engine")
+    document: dict[str, Any] = {
+        "requests": _request_records(session, samples, prompts, runs),
+        "total": systems["engine"]["total"] if engine else None,
+        "rouge": {run.name: systems[run.name]["rouge"] for run in runs},
+        "hf": systems.get("hf"),
+        "systems": systems,
+        "categories": _category_records(session, samples, runs),
+        "speedup": _speedup(by_name.get("engine_no_drafter"), engine),
+        "speedup_over_hf": _speedup(by_name.get("hf"), engine),
+        "checks": _checks(by_name, systems, rouge1_threshold),
+        "settings": settings,
+        "engine": session.engine_record(),
+    }
+    return document
+
+
+def _system_record(session: Session, samples: list[Sample], run: SystemRun) -> dict[str, Any]:
+    return {
+        "total": run.total(session.max_draft_len),
+        "rouge": rouge_scores([s.output_text for s in run.samples], [s.reference for s in samples]),
+        "median_ttft_s": median([s.ttft_s for s in run.samples if s.ttft_s is not None]),
+        "median_tpot_s": _median_or_none([s.tpot_s for s in run.samples if s.tpot_s is not None]),
+        "mean_latency_s": run.times.wall_s / len(run.samples),
+    }
+
+
+def _median_or_none(values: list[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _request_records(
+    session: Session, samples: list[Sample], prompts: list[list[int]], runs: list[SystemRun]
+) -> list[dict[str, Any]]:
+    main = runs[0]
+    records = []
+    for i, (sample, prompt, answer) in enumerate(zip(samples, prompts, main.samples, strict=True)):
+        record: dict[str, Any] = {
+            "id": sample.id,
+            "category": sample.category,
+            "prompt": sample.text,
+            "prompt_ids": prompt,
+            "reference": sample.reference,
+            "output_ids": answer.output_tokens,
+            "output_text": answer.output_text,
+            "outputs": {run.name: run.samples[i].output_tokens for run in runs},
+        }
+        if answer.sequence is not None:
+            record["finish_reason"] = answer.sequence.finish_reason
+            record["stats"] = answer.sequence.stats.as_dict(session.max_draft_len)
+        records.append(record)
+    return records
+
+
+def _category_records(session: Session, samples: list[Sample], runs: list[SystemRun]) -> dict[str, Any]:
+    """ROUGE, acceptance and speedup per category; empty where the data names none."""
+    categories = sorted({sample.category for sample in samples if sample.category is not None})
+    return {category: _category_record(session, samples, runs, category) for category in categories}
+
+
+def _category_record(session: Session, samples: list[Sample], runs: list[SystemRun], category: str) -> dict[str, Any]:
+    chosen = [i for i, sample in enumerate(samples) if sample.category == category]
+    references = [samples[i].reference for i in chosen]
+    record: dict[str, Any] = {"num_samples": len(chosen), "rouge": {}, "wall_s": {}}
+    for run in runs:
+        answers = [run.samples[i] for i in chosen]
+        record["rouge"][run.name] = rouge_scores([answer.output_text for answer in answers], references)
+        record["wall_s"][run.name] = sum(answer.wall_s for answer in answers)
+        if run.name == "engine":
+            sequences = [answer.sequence for answer in answers if answer.sequence]
+            total = total_record(sequences, LoopTimes(wall_s=record["wall_s"]["engine"]), session.max_draft_len)
+            record |= {key: total[key] for key in _CATEGORY_COUNTS}
+    walls = record["wall_s"]
+    record["speedup"] = walls["engine_no_drafter"] / walls["engine"] if "engine_no_drafter" in walls else None
+    return record
+
+
+_CATEGORY_COUNTS = (
+    "num_generated_tokens",
+    "num_steps",
+    "num_draft_tokens",
+    "num_accepted_draft_tokens",
+    "draft_acceptance_rate",
+    "tokens_per_step",
+)
+
+
+def _speedup(base: SystemRun | None, engine: SystemRun | None) -> float | None:
+    return base.times.wall_s / engine.times.wall_s if base and engine else None
+
+
+def _checks(
+    runs: dict[Any, SystemRun], systems: dict[Any, dict[str, Any]], rouge1_threshold: float | None
+) -> dict[str, Any]:
+    checks: dict[str, Any] = {}
+    engine = runs.get("engine")
+    for other, key in (("hf", "identical_to_hf"), ("engine_no_drafter", "identical_to_no_drafter")):
+        if engine and other in runs:
+            checks[key] = {"num_identical": _num_identical(engine, runs[other]), "num_samples": len(engine.samples)}
+    if rouge1_threshold is not None:
+        rouge1 = systems["engine"]["rouge"]["rouge1"]
+        checks["accuracy"] = {"rouge1": rouge1, "threshold": rouge1_threshold, "passed": rouge1 >= rouge1_threshold}
+    return checks
+
+
+def _num_identical(a: SystemRun, b: SystemRun) -> int:
+    return sum(x.output_tokens == y.output_tokens for x, y in zip(a.samples, b.samples, strict=True))
+
+
+def show_summary(document: dict[str, Any], samples: list[Sample], runs: list[SystemRun], output: Output) -> None:
+    """The first sample as TensorRT-LLM prints it, a column per system, the categories, and the checks."""
+    first: SampleRun = runs[0].samples[0]
+    output.result(f"Sample {samples[0].id}")
+    if output.human:
+        output.text(f'Input: "{samples[0].text}"\nReference: "{samples[0].reference}"\nOutput: "{first.output_text}"\n')
+    output.result(_system_table(document, runs))
+    if document["categories"]:
+        output.result(_category_table(document["categories"]))
+    for line in _check_lines(document):
+        output.result(line)
+
+
+def _system_table(document: dict[str, Any], runs: list[SystemRun]) -> Table:
+    settings = document["settings"]
+    table = Table(
+        title=f"{settings['dataset']}: {settings['num_samples']} samples, batch {settings['batch_size']}, "
+        f"{settings['output_len']} tokens of output, {document['engine']['dtype']}",
+        title_justify="left",
+    )
+    table.add_column("")
+    for run in runs:
+        table.add_column(_TITLES[run.name], justify="right")
+    systems = [document["systems"][run.name] for run in runs]
+
+    def row(label: str, cell: Callable[[dict[str, Any]], str]) -> None:
+        table.add_row(label, *(cell(system) for system in systems))
+
+    for name in ROUGE_TYPES:
+        row(name.replace("rouge", "ROUGE-"), lambda s, name=name: number(s["rouge"][name]))  # type: ignore[misc]
+    row("latency, mean", lambda s: milliseconds(s["mean_latency_s"]))
+    row("tokens", lambda s: f"{s['total']['num_generated_tokens']:,}")
+    row("tokens/s", lambda s: number(s["total"]["output_tokens_per_second"], 1))
+    row("TTFT, median", lambda s: milliseconds(s["median_ttft_s"]))
+    row("TPOT, median", lambda s: milliseconds(s["median_tpot_s"]))
+    row("steps", lambda s: f"{s['total']['num_steps']:,}" if "num_steps" in s["total"] else "-")
+    row("tokens per step", lambda s: number(s["total"].get("tokens_per_step")))
+    row("accepted / drafted", _accepted)
+    row("acceptance rate", lambda s: percent(s["total"].get("draft_acceptance_rate")))
+    row("mean acceptance length", lambda s: number(s["total"].get("mean_acceptance_length")))
+    return table
+
+
+def _accepted(system: dict[str, Any]) -> str:
+    total = system["total"]
+    if not total.get("num_draft_tokens"):
+        return "-"
+    return f"{total['num_accepted_draft_tokens']:,} / {total['num_draft_tokens']:,}"
+
+
+def _category_table(categories: dict[str, Any]) -> Table:
+    table = Table(title="By category", title_justify="left")
+    for column in ("category", "samples", "ROUGE-1", "ROUGE-2", "tokens per step", "acceptance rate", "speedup"):
+        table.add_column(column, justify="left" if column == "category" else "right")
+    for name, record in categories.items():
+        rouge = next(iter(record["rouge"].values()))
+        table.add_row(
+            name,
+            str(record["num_samples"]),
+            number(rouge["rouge1"]),
+            number(rouge["rouge2"]),
+            number(record.get("tokens_per_step")),
+            percent(record.get("draft_acceptance_rate")),
+            _times(record["speedup"]),
+        )
+    return table
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def _check_lines(document: dict[str, Any]) -> list[str]:
+    lines = []
+    if document["speedup"] is not None:
+        verdict = "" if document["speedup"] >= 1 else " — slower than no drafter"
+        lines.append(f"speedup over no drafter: {_times(document['speedup'])}{verdict}")
+    if document["speedup_over_hf"] is not None:
+        lines.append(f"speedup over Hugging Face: {_times(document['speedup_over_hf'])}")
+    checks = document["checks"]
+    for key, title in (("identical_to_no_drafter", "the engine without drafter"), ("identical_to_hf", "Hugging Face")):
+        if key in checks:
+            lines.append(
+                f"token for token the same as {title}: {checks[key]['num_identical']} of {checks[key]['num_samples']}"
+            )
+    if "accuracy" in checks:
+        check = checks["accuracy"]
+        result = "passed" if check["passed"] else "FAILED"
+        lines.append(f"accuracy check {result}: ROUGE-1 {check['rouge1']:.2f}, threshold {check['threshold']:g}")
+    return lines
+
+
+def write_outputs(output_dir: Path, session: Session, runs: list[SystemRun], document: dict[str, Any]) -> None:
+    """`engine.out` and `hf.out` with one output per sample, as TensorRT-LLM's summarize.py, and `summary.json`."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        if run.name == "engine_no_drafter":
+            continue
+        lines = [f"Engine path: {session.engine_dir}", f"Tokenizer path: {session.tokenizer_dir}"]
+        lines += [f"[{i}] {sample.output_text}" for i, sample in enumerate(run.samples)]
+        (output_dir / f"{run.name}.out").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_json(output_dir / "summary.json", document)
