@@ -117,7 +117,8 @@ class HuggingFace:
                 f"engine's {session.engine.config.vocab_size}"
             )
         model.train(False)
-        return cls(model.to(session.engine.device), session)
+        torch.nn.Module.to(model, session.engine.device)
+        return cls(model, session)
 
     def answer(self, batch: list[list[int]], output_len: int, run: SystemRun) -> None:
         """Left-padded greedy generation of one batch; the times of its tokens are taken as they are chosen."""

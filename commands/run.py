@@ -221,8 +221,8 @@ def _table(generation: "Generation") -> Table:
 def _time_line(total: dict[str, Any]) -> str:
     wall = total["wall_s"]
     return (
-        f"{total['num_generated_tokens']} tokens in {wall:.2f} s: {number(total['output_tokens_per_second'], 1)} tokens/s "
-        f"(target {percent(total['target_time_s'] / wall)}, drafting {percent(total['draft_time_s'] / wall)}, "
+        f"{total['num_generated_tokens']} tokens in {wall:.2f} s: "
+        f"{number(total['output_tokens_per_second'], 1)} tokens/s (target {percent(total['target_time_s'] / wall)}, drafting {percent(total['draft_time_s'] / wall)}, "
         f"host {percent(total['host_time_s'] / wall)})"
     )
 

@@ -94,7 +94,7 @@ def default_max_seq_len(checkpoint_dir: Path) -> int:
 def _check_lengths(build: BuildConfig, max_position_embeddings: int | None) -> None:
     if build.max_input_len >= build.max_request_len:
         raise SpecDecError(
-            f"max_input_len leaves no room for output within max_seq_len {build.max_request_len}: {build.max_input_len}",
+            f"max_input_len leaves no room for output in max_seq_len {build.max_request_len}: {build.max_input_len}",
             hint="raise `--max-seq-len` or lower `--max-input-len`",
         )
     if max_position_embeddings is not None and build.max_request_len > max_position_embeddings:

@@ -69,16 +69,15 @@ def _model_class(config: PreTrainedConfig) -> Any:
 
 def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     """The K/V shape of every layer, found by a forward without weights or memory (`meta` device)."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE)  # type: ignore[no-untyped-call]
-    if hasattr(model, "set_experts_implementation"):
-        # The default mixture of experts looks at values, which a meta tensor has none of.
-        model.set_experts_implementation("batched_mm")
-    _declare_no_padding(model)
     recorded: dict[int, LayerShape] = {}
-    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
     try:
-        with torch.no_grad():
+        with torch.device("meta"), torch.no_grad():
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE)  # type: ignore[no-untyped-call]
+            if hasattr(model, "set_experts_implementation"):
+                # The default mixture of experts looks at values, which a meta tensor has none of.
+                model.set_experts_implementation("batched_mm")
+            _declare_no_padding(model)
+            tokens = torch.zeros(1, 2, dtype=torch.long)
             model(input_ids=tokens, position_ids=tokens, use_cache=False, paged=recorded)
     except SpecDecError:
         raise
@@ -127,7 +126,7 @@ def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, atte
 
 
 def _declare_no_padding(model: PreTrainedModel) -> None:
-    """Keep the model from looking for padding: on `meta` that fails (GPT-2), elsewhere it warns of what is not there."""
+    """Keep the model from looking for padding: on `meta` that fails (GPT-2), elsewhere it warns without cause."""
     model.config.pad_token_id = None
 
 
@@ -149,10 +148,18 @@ class Step(nn.Module):
         value_pools: list[Tensor],
     ) -> Tensor:  # (T, vocab)
         paged = PagedInputs(key_pools, value_pools, positions, slot_mapping, block_tables)
+        # Said to the compiler, which otherwise computes indices by division in every inner loop.
+        B, Q = input_ids.shape
+        for tensor in (positions, slot_mapping):
+            torch._check(tensor.shape[0] == B)
+            torch._check(tensor.shape[1] == Q)
+        torch._check(block_tables.shape[0] == B)
+        for pool in (*key_pools, *value_pools):
+            torch._check(pool.shape[0] == key_pools[0].shape[0])
         # One row of B x Q tokens, so that the model's own `logits_to_keep` picks positions across rows.
         output = self.model(
-            input_ids=input_ids.reshape(1, -1),
-            position_ids=positions.reshape(1, -1),
+            input_ids=input_ids.reshape(1, B * Q),
+            position_ids=positions.reshape(1, B * Q),
             use_cache=False,
             logits_to_keep=logit_indices,
             paged=paged,

@@ -50,8 +50,9 @@ def _generate_group(
     running = deque(Sequence.start(request) for request in requests)
     while running:
         start, target_time_s = time.perf_counter(), engine.target_time_s
-        admitted = _admit(engine, running)
+        admitted: list[Sequence] = []
         try:
+            _admit(engine, running, admitted)
             drafts_start = time.perf_counter()
             drafts = drafter.propose(admitted, max_draft_len) if drafter else [Draft([])] * len(admitted)
             times.draft_time_s += time.perf_counter() - drafts_start
@@ -71,9 +72,7 @@ def _generate_group(
         yield from zip(admitted, new_tokens, strict=True)
 
 
-def _admit(engine: Engine, running: deque[Sequence]) -> list[Sequence]:
-    """Take from the front what fits. Who stays behind is first in the next step, so nobody waits for long."""
-    admitted = []
+def _admit(engine: Engine, running: deque[Sequence], admitted: list[Sequence]) -> None:
+    """Move from the front of `running` what fits. Who stays behind is first in the next step, so nobody waits long."""
     while running and engine.admit(running[0]):
         admitted.append(running.popleft())
-    return admitted

@@ -16,7 +16,7 @@ from runtime.request import Draft, Request, Sequence
 # float32 against float32: the logits are of the order of 10, and sums are taken in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 DRAFT_LEN = 6
-A = repetitive_prompt(0, 13)
+A = list(range(3, 16))
 
 
 @pytest.fixture(params=["none", "aot"])
@@ -78,8 +78,7 @@ def test_logits_after_block_reuse_equal_hf(
     holder = start([*A, 9])  # while it runs, A's blocks may be copied but not overwritten
     if is_held:
         assert llama_engine.admit(holder)
-    tokens = A[:num_shared] + [28, 29, 30, 31, 28]
-    assert A[num_shared : num_shared + 1] != [28]
+    tokens = [*A[:num_shared], 28, 29, 30, 31, 28]
     sequence = start(tokens)
     assert llama_engine.admit(sequence)
     # What the holder took over is its own: of the tail block nothing is found while it runs.
@@ -164,10 +163,10 @@ def test_blocks_with_rejected_tokens_serve_another_sequence(llama_uncompiled_dir
     assert verdict.num_accepted == 0
     first.commit(Draft(wrong), verdict)
     engine.release(first)
-    for tokens in ([*A[:6], *wrong, 9], [*A[:6], wrong[0], 7], A[:6], [3, 4, 5, 6, 7, 8, 9, 10]):
+    for tokens, num_known in (([*A[:6], *wrong, 9], 6), (A[:6], 5), ([*A[:5], *wrong, 9], 5), ([3, 30, *wrong, 9], 1)):
         second = start(tokens)
         assert engine.admit(second)
-        assert second.num_computed <= 6
+        assert second.num_computed == num_known
         (logits,) = logits_of(engine, [second], [[7]])
         assert_equals_hf(llama, logits, tokens, [7])
         engine.release(second)
@@ -228,14 +227,14 @@ def test_engine_without_block_reuse_finds_nothing(llama_uncompiled_dir: Any, lla
 
 def test_devices_that_do_not_exist_are_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device("cpu", 0) == torch.device("cpu")
-    with pytest.raises(UsageError, match="no such device .*: 1"):
+    with pytest.raises(UsageError, match=r"no such device .*: 1"):
         resolve_device("cpu", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_device("cuda", 1) == torch.device("cuda", 1)
-    with pytest.raises(UsageError, match="no such GPU .*: 2"):
+    with pytest.raises(UsageError, match=r"no such GPU .*: 2"):
         resolve_device("cuda", 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SpecDecError, match="built for a GPU, and this machine has none"):
+    with pytest.raises(SpecDecError, match="this machine has no GPU"):
         resolve_device("cuda", 0)
 
 

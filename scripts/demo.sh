@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The four commands on the shipped demo model, in .venv (made if it is not there). Writes to a directory of its own,
+# or to the one given.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+scripts/install.sh
+work=${1:-$(mktemp -d)}
+article='def greet(name):
+    """Return a greeting for the person of that name. The greeting ends with an exclamation mark."""
+
+def farewell(name):
+    """Return words of goodbye for the person of that name. They are shorter than the greeting."""
+
+class Visitor:
+    """A person who comes and goes. Keeps the time of arrival and the number of visits so far.""" TL;DR:'
+
+show() { printf '\n$ %s\n' "specdec $*"; .venv/bin/specdec "$@"; }
+
+show convert --model-dir demo --output-dir "$work/ckpt" --dtype float32 --force
+show build --checkpoint-dir "$work/ckpt" --output-dir "$work/engine" --force \
+    --speculative-decoding-mode draft_tokens_external --max-draft-len 10 \
+    --max-batch-size 4 --max-input-len 1024 --max-seq-len 1536 --use-paged-context-fmha enable
+show run --engine-dir "$work/engine" --ngram-config "[10,2,[0]]" --max-output-len 128 \
+    --kv-cache-enable-block-reuse --input-text "$article"
+show summarize --engine-dir "$work/engine" --hf-model-dir demo --test-hf --test-engine --batch-size 1 \
+    --ngram-config "[10,2,[0]]" --kv-cache-enable-block-reuse --check-accuracy

@@ -1,0 +1,178 @@
+"""`--json`: one document on stdout that meets its schema, whose rates follow from its counts."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import NGRAM, PROMPT, Specdec
+from jsonschema import Draft202012Validator
+
+METRICS = (
+    "num_spec_steps",
+    "num_steps",
+    "num_draft_tokens",
+    "num_accepted_draft_tokens",
+    "draft_acceptance_rate",
+    "mean_acceptance_length",
+    "tokens_per_step",
+    "acceptance_histogram",
+    "acceptance_rate_per_position",
+    "num_reused_tokens",
+)
+TIMES = ("ttft_s", "tpot_s", "latency_s")
+
+
+def schema(command: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(files("commands").joinpath(f"schemas/{command}.json").read_text())
+    Draft202012Validator.check_schema(data)
+    return data
+
+
+def assert_valid(command: str, document: dict[str, Any]) -> None:
+    errors = [f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema(command)).iter_errors(document)]
+    assert not errors, errors
+
+
+def assert_rates_follow_from_counts(record: dict[str, Any], max_draft_len: int) -> None:
+    """Vocabulary's formulas, written out again; a rate with nothing to divide by is null."""
+    drafted, accepted = record["num_draft_tokens"], record["num_accepted_draft_tokens"]
+    spec_steps, histogram = record["num_spec_steps"], record["acceptance_histogram"]
+    assert record["draft_acceptance_rate"] == (accepted / drafted if drafted else None)
+    assert record["mean_acceptance_length"] == (1 + accepted / spec_steps if spec_steps else None)
+    assert record["tokens_per_step"] == pytest.approx(record["num_generated_tokens"] / record["num_steps"])
+    assert len(histogram) == max_draft_len + 1
+    assert sum(histogram) == spec_steps <= record["num_steps"]
+    assert sum(i * steps for i, steps in enumerate(histogram)) == accepted <= drafted
+    drafts_per_position = record["num_drafts_per_position"]
+    assert len(drafts_per_position) == len(record["acceptance_rate_per_position"]) == max_draft_len
+    assert sum(drafts_per_position) == drafted
+    for i, rate in enumerate(record["acceptance_rate_per_position"]):
+        num_drafts = drafts_per_position[i]
+        assert rate == (pytest.approx(sum(histogram[i + 1 :]) / num_drafts) if num_drafts else None)
+
+
+def assert_total_is_the_sum(total: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    assert total["num_requests"] == len(records)
+    for key in ("num_generated_tokens", "num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
+        assert total[key] == sum(record[key] for record in records), key
+    assert total["num_reused_tokens"] == sum(record["num_reused_tokens"] for record in records)
+    assert total["acceptance_histogram"] == [sum(x) for x in zip(*(r["acceptance_histogram"] for r in records), strict=True)]
+    assert total["output_tokens_per_second"] == pytest.approx(total["num_generated_tokens"] / total["wall_s"])
+    times = total["draft_time_s"] + total["target_time_s"] + total["host_time_s"]
+    assert times == pytest.approx(total["wall_s"])
+    assert min(total["draft_time_s"], total["target_time_s"], total["host_time_s"]) >= 0
+
+
+@pytest.mark.parametrize("command", ["convert", "build", "run", "summarize"])
+def test_schemas_are_valid_and_name_every_object_they_allow(command: str) -> None:
+    def closed(node: Any) -> bool:
+        if isinstance(node, list):
+            return all(map(closed, node))
+        if not isinstance(node, dict):
+            return True
+        return ("properties" not in node or node.get("additionalProperties") is False) and all(map(closed, node.values()))
+
+    assert closed(schema(command))
+
+
+@pytest.mark.parametrize("command", ["run", "summarize"])
+def test_schemas_hold_every_metric_of_the_vocabulary(command: str) -> None:
+    definitions = schema(command)["$defs"]
+    assert set(METRICS + TIMES) <= set(definitions["stats"]["properties"])
+    assert {*METRICS, "output_tokens_per_second", "draft_time_s", "target_time_s", "host_time_s"} <= set(
+        definitions["total"]["properties"]
+    )
+
+
+def test_convert_prints_one_valid_document(specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
+    result = specdec("convert", "--model-dir", llama_dir, "--output-dir", tmp_path / "ckpt", "--json")
+    document = result.document
+    assert_valid("convert", document)
+    assert result.stderr == ""
+    assert document["checkpoint"] == json.loads((tmp_path / "ckpt" / "config.json").read_text())
+    assert document["size_bytes"] == sum(file.stat().st_size for file in (tmp_path / "ckpt").iterdir())
+    assert document["model_dir"] == str(llama_dir) and document["checkpoint_dir"] == str(tmp_path / "ckpt")
+
+
+def test_build_prints_one_valid_document(specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path) -> None:
+    arguments = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine"]
+    result = specdec("build", *arguments, "--compiler", "none", "--max-input-len", 64, "--max-seq-len", 128, "--json")
+    document = result.document
+    assert_valid("build", document)
+    assert result.stderr == ""
+    assert document["engine"] == json.loads((tmp_path / "engine" / "config.json").read_text())
+    assert document["size_bytes"] == sum(file.stat().st_size for file in (tmp_path / "engine").iterdir())
+    assert sum(document["phase_times_s"].values()) <= document["build_time_s"]
+
+
+@pytest.mark.parametrize("ngram", [None, NGRAM])
+def test_run_prints_one_valid_document(specdec: Specdec, llama_engine_dir: Path, ngram: str | None) -> None:
+    drafter = ["--ngram-config", ngram] if ngram else []
+    arguments = ["--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--input-text", "One day", *drafter]
+    result = specdec("run", *arguments, "--max-output-len", 40, "--json")
+    document = result.document
+    assert_valid("run", document)
+    assert result.stderr == ""
+    max_draft_len = 4 if ngram else 0
+    for request in document["requests"]:
+        assert request["stats"]["num_generated_tokens"] == len(request["output_ids"])
+        assert_rates_follow_from_counts(request["stats"], max_draft_len)
+    assert_rates_follow_from_counts(document["total"], max_draft_len)
+    assert_total_is_the_sum(document["total"], [request["stats"] for request in document["requests"]])
+    assert (document["total"]["num_draft_tokens"] > 0) == (ngram is not None)
+    assert document["settings"]["ngram_config"] == (
+        {"max_draft_len": 4, "max_matching_ngram_size": 2, "device_id": 0} if ngram else None
+    )
+    assert document["engine"]["build_config"]["compiler"] == "aot"
+
+
+def test_times_of_a_request_are_in_order(specdec: Specdec, llama_uncompiled_dir: Path) -> None:
+    arguments = ["--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--json"]
+    stats = specdec("run", *arguments, "--max-output-len", 9).document["requests"][0]["stats"]
+    assert 0 < stats["ttft_s"] < stats["latency_s"]
+    generated = stats["num_generated_tokens"]
+    assert stats["tpot_s"] == pytest.approx((stats["latency_s"] - stats["ttft_s"]) / (generated - 1))
+    one = specdec("run", *arguments, "--max-output-len", 1).document["requests"][0]["stats"]
+    assert one["tpot_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("tests", "systems"),
+    [
+        (["--test-engine", "--ngram-config", NGRAM], {"engine", "engine_no_drafter"}),
+        (["--test-engine"], {"engine"}),
+        (["--test-hf"], {"hf"}),
+        (["--test-engine", "--test-hf", "--ngram-config", NGRAM], {"engine", "engine_no_drafter", "hf"}),
+    ],
+)
+def test_summarize_prints_one_valid_document(
+    specdec: Specdec, llama_uncompiled_dir: Path, llama_dir: Path, articles: Path, tests: list[str], systems: set[str]
+) -> None:
+    result = specdec(
+        "summarize", "--engine-dir", llama_uncompiled_dir, "--hf-model-dir", llama_dir, "--dataset", articles, *tests,
+        "--output-len", 12, "--max-ite", 2, "--batch-size", 2, "--json",
+    )  # fmt: skip
+    document = result.document
+    assert_valid("summarize", document)
+    assert result.stderr == ""
+    assert set(document["systems"]) == set(document["rouge"]) == systems
+    assert (document["hf"] is None) == ("hf" not in systems)
+    assert len(document["requests"]) == document["settings"]["num_samples"] == 4
+    max_draft_len = 4 if document["settings"]["ngram_config"] else 0
+    for name in systems - {"hf"}:
+        assert_rates_follow_from_counts(document["systems"][name]["total"], max_draft_len)
+    if "engine" not in systems:
+        assert document["total"] is None and document["speedup"] is None
+        return
+    assert_total_is_the_sum(document["total"], [request["stats"] for request in document["requests"]])
+    for request in document["requests"]:
+        assert request["outputs"]["engine"] == request["output_ids"]
+    if "engine_no_drafter" in systems:
+        walls = {name: document["systems"][name]["total"]["wall_s"] for name in systems}
+        assert document["speedup"] == pytest.approx(walls["engine_no_drafter"] / walls["engine"])
+        by_category = document["categories"].values()
+        assert sum(record["num_samples"] for record in by_category) == 4
+        for key in ("num_generated_tokens", "num_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
+            assert sum(record[key] for record in by_category) == document["total"][key]

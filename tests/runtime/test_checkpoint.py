@@ -1,0 +1,366 @@
+"""Conversion keeps every value, writes whole directories or nothing, and names what is wrong with an input."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import VOCAB_SIZE, make_config, make_model
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    GptOssConfig,
+    MambaConfig,
+    PreTrainedConfig,
+    T5Config,
+)
+
+from runtime.checkpoint import convert, copy_tokenizer_files, open_checkpoint
+from runtime.config import Dtype
+from runtime.errors import SpecDecError
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_convert(model_dir: Path, output_dir: Path, dtype: Dtype | None = None, *, replace: bool = False) -> Any:
+    return convert(model_dir, output_dir, dtype, replace=replace, progress=lambda done, total: None)
+
+
+def saved_tensors(model_dir: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(model_dir.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A tiny Llama in one file."""
+    make_model("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def sharded_dir(tmp_path: Path) -> Path:
+    """A tiny Llama in several files with an index."""
+    make_model("llama").save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    assert len(list((tmp_path / "model").glob("model-*.safetensors"))) >= 3
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("layout", ["model_dir", "sharded_dir"])
+def test_values_are_kept(layout: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    source = request.getfixturevalue(layout)
+    checkpoint = run_convert(source, tmp_path / "out")
+    assert checkpoint.dtype == "float32"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "rank0.safetensors",
+    ]
+    assert_same_bits(load_file(tmp_path / "out" / "rank0.safetensors"), saved_tensors(source))
+    assert open_checkpoint(tmp_path / "out") == checkpoint
+    assert checkpoint.pretrained_config == json.loads((source / "config.json").read_text())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("saved", ["float32", "float16", "bfloat16"])
+def test_dtype_is_the_saved_one_or_the_one_asked_for(saved: Any, dtype: Any, tmp_path: Path) -> None:
+    make_model("llama").to(getattr(torch, saved)).save_pretrained(tmp_path / "model")
+    source = saved_tensors(tmp_path / "model")
+    assert run_convert(tmp_path / "model", tmp_path / "auto").dtype == saved
+    assert_same_bits(load_file(tmp_path / "auto" / "rank0.safetensors"), source)
+    assert run_convert(tmp_path / "model", tmp_path / "out", dtype).dtype == dtype
+    expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in source.items()}
+    assert_same_bits(load_file(tmp_path / "out" / "rank0.safetensors"), expected)
+
+
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    model = make_model("llama", tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path / "model")
+    run_convert(tmp_path / "model", tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "rank0.safetensors")
+    assert "lm_head.weight" not in tensors
+    assert torch.equal(tensors["model.embed_tokens.weight"], model.lm_head.weight)
+
+
+def test_mixed_and_unusual_tensors_survive(model_dir: Path, tmp_path: Path) -> None:
+    """Whole numbers keep their dtype; scalars, empty tensors and float64 are written; auto follows the majority."""
+    tensors = saved_tensors(model_dir)
+    tensors |= {
+        "counts": torch.arange(5),
+        "flags": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4),
+        "double": torch.rand(3, dtype=torch.float64),
+        "half": torch.rand(3).half(),
+    }
+    save_file(tensors, model_dir / "model.safetensors")
+    assert run_convert(model_dir, tmp_path / "out").dtype == "float32"
+    expected = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    assert_same_bits(load_file(tmp_path / "out" / "rank0.safetensors"), expected)
+
+
+def test_progress_reaches_all_the_bytes(sharded_dir: Path, tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    convert(sharded_dir, tmp_path / "out", "float16", replace=False, progress=lambda *call: calls.append(call))
+    num_bytes = sum(tensor.half().nbytes for tensor in saved_tensors(sharded_dir).values())
+    assert {total for _, total in calls} == {num_bytes}
+    done = [done for done, _ in calls]
+    assert done == sorted(done) and done[-1] == num_bytes
+
+
+def test_tokenizer_files_travel_along(
+    llama_dir: Path, llama_checkpoint_dir: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+
+    text = "Once upon a time there was a red ball, and 12 häuser"
+    copied = AutoTokenizer.from_pretrained(llama_checkpoint_dir)
+    assert copied.encode(text) == tokenizer.encode(text)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "secret.txt").write_text("x")
+    (tmp_path / "destination").mkdir()
+    copy_tokenizer_files(tmp_path / "source", tmp_path / "destination")
+    assert list((tmp_path / "destination").iterdir()) == []
+
+
+def truncate(path: Path, num_bytes: int = 100) -> None:
+    path.write_bytes(path.read_bytes()[:-num_bytes])
+
+
+def shard(model_dir: Path) -> Path:
+    return sorted(model_dir.glob("model-*.safetensors"))[1]
+
+
+def edit_index(model_dir: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    path = model_dir / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    edit(index)
+    path.write_text(json.dumps(index))
+
+
+def edit_config(model_dir: Path, **settings: Any) -> None:
+    path = model_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def only_pickled(model_dir: Path) -> None:
+    for path in model_dir.glob("*.safetensors*"):
+        path.unlink()
+    torch.save({}, model_dir / "pytorch_model.bin")
+
+
+DAMAGES = [
+    pytest.param(shutil.rmtree, "model directory does not exist: {dir}", id="no directory"),
+    pytest.param(lambda d: (d / "config.json").unlink(), "file is missing: {dir}/config.json", id="no config"),
+    pytest.param(lambda d: truncate(d / "config.json"), "`{dir}/config.json` is not valid JSON", id="truncated config"),
+    pytest.param(
+        lambda d: (d / "config.json").write_text("{}"), "`{dir}/config.json` names no `model_type`", id="empty config"
+    ),
+    pytest.param(lambda d: shard(d).unlink(), "file is missing: {shard}", id="no shard"),
+    pytest.param(lambda d: truncate(shard(d)), "`{shard}` is damaged", id="truncated shard"),
+    pytest.param(lambda d: shard(d).write_bytes(b"\x05"), "`{shard}` is damaged", id="shard of one byte"),
+    pytest.param(lambda d: shard(d).write_bytes(b"<html>" * 50), "`{shard}` is damaged", id="shard is a web page"),
+    pytest.param(
+        lambda d: edit_index(d, lambda index: index["weight_map"].update(ghost=shard(d).name)),
+        "`{dir}/model.safetensors.index.json` names a tensor that no shard holds: ghost",
+        id="index names a tensor that is not there",
+    ),
+    pytest.param(
+        lambda d: edit_index(d, lambda index: index.pop("weight_map")),
+        "`{dir}/model.safetensors.index.json` has no `weight_map`",
+        id="index without weight_map",
+    ),
+    pytest.param(
+        lambda d: truncate(d / "model.safetensors.index.json"),
+        "`{dir}/model.safetensors.index.json` is not valid JSON",
+        id="truncated index",
+    ),
+    pytest.param(
+        lambda d: [path.unlink() for path in d.glob("*.safetensors*")],
+        "file is missing: {dir}/model.safetensors",
+        id="no weights at all",
+    ),
+    pytest.param(
+        only_pickled, "weights are pickled, which can run code when opened: {dir}/pytorch_model.bin", id="pickle"
+    ),
+    pytest.param(
+        lambda d: edit_config(d, quantization_config={"quant_method": "gptq", "bits": 4}),
+        "quantized weights are not supported: llama",
+        id="quantized",
+    ),
+    pytest.param(
+        lambda d: edit_config(d, model_type="alien"), "transformers does not know this model type: alien", id="unknown"
+    ),
+    pytest.param(
+        lambda d: edit_config(d, hidden_size="wide"), "`{dir}/config.json` is not a valid llama config", id="wrong type"
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_damaged_model_is_named_and_nothing_is_written(
+    damage: Callable[[Path], Any], message: str, sharded_dir: Path, tmp_path: Path
+) -> None:
+    wanted = message.format(dir=sharded_dir, shard=shard(sharded_dir))
+    damage(sharded_dir)
+    with pytest.raises(SpecDecError) as error:
+        run_convert(sharded_dir, tmp_path / "out")
+    assert error.value.message.startswith(wanted)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "model"] == []
+
+
+def test_hints_say_how_to_go_on(sharded_dir: Path, tmp_path: Path) -> None:
+    only_pickled(sharded_dir)
+    with pytest.raises(SpecDecError) as error:
+        run_convert(sharded_dir, tmp_path / "out")
+    assert error.value.hint is not None and "save_pretrained" in error.value.hint
+    edit_config(sharded_dir, model_type="alien", auto_map={"AutoModelForCausalLM": "alien.Alien"})
+    with pytest.raises(SpecDecError) as error:
+        run_convert(sharded_dir, tmp_path / "out")
+    assert error.value.hint is not None and "trust_remote_code" in error.value.hint
+
+
+SMALL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+UNSUPPORTED = [
+    pytest.param(T5Config(vocab_size=32), "encoder-decoder models are not supported: t5", id="encoder-decoder"),
+    pytest.param(MambaConfig(**SMALL), "not supported in mamba", id="state space"),
+    pytest.param(FalconConfig(**SMALL), "does not run with attention from outside: falcon", id="Falcon"),
+    pytest.param(BloomConfig(**SMALL, n_head=4, n_layer=2), "only 0 of 2 layers hand their attention", id="BLOOM"),
+    pytest.param(
+        Gemma2Config(**SMALL, head_dim=8, num_key_value_heads=2, intermediate_size=48, pad_token_id=0),
+        "soft-capped attention is not supported",
+        id="Gemma-2",
+    ),
+    pytest.param(
+        GptOssConfig(**SMALL, head_dim=8, num_key_value_heads=2, intermediate_size=48, num_local_experts=4),
+        "attention sinks are not supported",
+        id="gpt-oss",
+    ),
+    pytest.param(AutoConfig.for_model("bert"), "attention that is not causal", id="BERT"),
+    pytest.param(AutoConfig.for_model("vit"), "no causal language model for this model type: vit", id="no text"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), UNSUPPORTED)
+def test_unsupported_model_is_refused_by_its_config_alone(
+    config: PreTrainedConfig, message: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path / "model")
+    with pytest.raises(SpecDecError, match=message):
+        run_convert(tmp_path / "model", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_output_that_is_not_empty_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    run_convert(model_dir, tmp_path / "out")
+    before = (tmp_path / "out" / "config.json").stat()
+    with pytest.raises(SpecDecError, match="output directory is not empty"):
+        run_convert(model_dir, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").stat() == before
+    assert run_convert(model_dir, tmp_path / "out", "float16", replace=True).dtype == "float16"
+    assert open_checkpoint(tmp_path / "out").dtype == "float16"
+
+
+def test_replace_does_not_touch_the_model_itself(model_dir: Path) -> None:
+    before = {path.name: path.read_bytes() for path in model_dir.iterdir()}
+    with pytest.raises(SpecDecError, match="something other than a checkpoint or engine"):
+        run_convert(model_dir, model_dir, replace=True)
+    assert {path.name: path.read_bytes() for path in model_dir.iterdir()} == before
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_interruption_leaves_nothing_new(replace: bool, sharded_dir: Path, tmp_path: Path) -> None:
+    if replace:
+        run_convert(sharded_dir, tmp_path / "out", "float16")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    calls = []
+
+    def interrupt(done: int, total: int) -> None:
+        calls.append(done)
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(sharded_dir, tmp_path / "out", "float32", replace=replace, progress=interrupt)
+    assert len(calls) > 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    if replace:
+        assert open_checkpoint(tmp_path / "out").dtype == "float16"
+
+
+def test_directory_that_is_no_checkpoint_is_named(model_dir: Path, llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+    for directory, message in (
+        (tmp_path / "nowhere", "checkpoint directory does not exist"),
+        (model_dir, "this is a Hugging Face model, not a checkpoint"),
+        (llama_uncompiled_dir, "this is an engine directory, not a checkpoint"),
+    ):
+        with pytest.raises(SpecDecError, match=message):
+            open_checkpoint(directory)
+    run_convert(model_dir, tmp_path / "out")
+    (tmp_path / "out" / "rank0.safetensors").unlink()
+    with pytest.raises(SpecDecError, match="file is missing: .*rank0.safetensors"):
+        open_checkpoint(tmp_path / "out")
+
+
+NUM_SHARDS, SHARD_BYTES = 8, 64 * 2**20
+
+PEAK_MEMORY = """
+import sys
+from pathlib import Path
+import torch
+from runtime.checkpoint import convert
+from runtime.model import probe_config
+from safetensors.torch import load_file
+
+def peak_bytes():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+model_dir, output_dir, warm_up_dir = map(Path, sys.argv[1:])
+convert(warm_up_dir, output_dir / "warm-up", None, replace=False, progress=lambda done, total: None)
+baseline = peak_bytes()
+convert(model_dir, output_dir / "checkpoint", "bfloat16", replace=False, progress=lambda done, total: None)
+converted = peak_bytes()
+whole = [tensor.clone() for path in model_dir.glob("*.safetensors") for tensor in load_file(path).values()]
+print(converted - baseline, peak_bytes() - baseline)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_memory_does_not_grow_with_the_model(model_dir: Path, tmp_path: Path) -> None:
+    """512 MB in 8 shards: at most 1.2 shards and 100 MB. Loading the whole model is seen by the same measure."""
+    big = tmp_path / "big"
+    big.mkdir()
+    make_config("llama").save_pretrained(big)
+    weight_map = {}
+    for i in range(NUM_SHARDS):
+        tensors = {f"t{i}.{j}": torch.rand(SHARD_BYTES // 16) for j in range(4)}
+        save_file(tensors, big / f"model-{i}.safetensors")
+        weight_map |= dict.fromkeys(tensors, f"model-{i}.safetensors")
+    (big / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    limit = 1.2 * SHARD_BYTES + 100 * 2**20
+    assert limit < NUM_SHARDS * SHARD_BYTES / 2
+    command = [sys.executable, "-c", PEAK_MEMORY, str(big), str(tmp_path / "out"), str(model_dir)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    converting, whole = map(int, result.stdout.split())
+    assert converting <= limit
+    assert whole > limit
+    assert len(load_file(tmp_path / "out" / "checkpoint" / "rank0.safetensors")) == len(weight_map)

@@ -1,0 +1,97 @@
+"""`config.json` survives a round trip, and every damage to it is an error that names the file and the key."""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from tiny import make_build
+
+from runtime.config import (
+    FORMAT_VERSION,
+    CheckpointConfig,
+    EngineConfig,
+    Environment,
+    LayerShape,
+    LogitsCheck,
+    Mapping,
+    as_json,
+    parse,
+)
+from runtime.errors import SpecDecError
+
+ENGINE = EngineConfig(
+    pretrained_config={"model_type": "llama", "rope_parameters": {"rope_theta": 1e4}},
+    dtype="bfloat16",
+    build_config=make_build(),
+    layers=(LayerShape(2, 8, 8, None), LayerShape(2, 8, 8, 512)),
+    vocab_size=32,
+    environment=Environment("2.13.0", "5.23.0", "cpu", "x86_64 AVX512"),
+    logits_check=LogitsCheck(1e-6, 2e-7, 1e-4),
+    compiler_note=None,
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [ENGINE, CheckpointConfig({"model_type": "gpt2"}, "float16", mapping=Mapping())],
+    ids=["engine", "checkpoint"],
+)
+def test_round_trip_through_json(config: Any) -> None:
+    assert parse(type(config), json.loads(json.dumps(as_json(config))), "config.json") == config
+
+
+def test_request_length_leaves_out_the_draft() -> None:
+    assert make_build(max_seq_len=170, max_draft_len=10).max_request_len == 160
+
+
+def test_whole_number_is_a_valid_float() -> None:
+    data = as_json(ENGINE)
+    data["logits_check"]["max_abs_difference"] = 0
+    assert parse(EngineConfig, data, "config.json").logits_check.max_abs_difference == 0
+
+
+DAMAGES = [
+    pytest.param(("format_version",), FORMAT_VERSION + 1, rf"format .* \(it reads {FORMAT_VERSION}\): 2", id="newer"),
+    pytest.param(("format_version",), None, r"format this version cannot read .*: None", id="no version"),
+    pytest.param(("surprise",), 1, "unknown key: surprise", id="unknown key"),
+    pytest.param(("build_config", "surprise"), 1, "build_config` has an unknown key: surprise", id="nested unknown"),
+    pytest.param(("vocab_size",), "32", "vocab_size` has a value it cannot have: '32'", id="text for a number"),
+    pytest.param(("vocab_size",), True, "vocab_size` has a value it cannot have: True", id="truth for a number"),
+    pytest.param(("vocab_size",), 3.5, "vocab_size` has a value it cannot have: 3.5", id="fraction for a count"),
+    pytest.param(("dtype",), "int8", "dtype` has a value it cannot have: 'int8'", id="not one of the choices"),
+    pytest.param(("dtype",), ["float32"], "dtype` has a value it cannot have", id="list for a choice"),
+    pytest.param(("layers",), 3, "layers` has a value it cannot have: 3", id="number for a list"),
+    pytest.param(("layers",), [5], "layers` is not a JSON object: int", id="number for an object in a list"),
+    pytest.param(("layers", 0, "sliding_window"), "8", "sliding_window` has a value", id="text for an optional number"),
+    pytest.param(("build_config",), [], "build_config` is not a JSON object: list", id="list for an object"),
+    pytest.param(("environment", "device"), "tpu", "device` has a value it cannot have: 'tpu'", id="unknown device"),
+    pytest.param(("compiler_note",), 5, "compiler_note` has a value it cannot have: 5", id="number for optional text"),
+    pytest.param(("pretrained_config",), "llama", "pretrained_config` has a value", id="text for an object"),
+    pytest.param(("logits_check", "tolerance"), "1e-4", "tolerance` has a value", id="text for a fraction"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), DAMAGES)
+def test_damaged_config_is_an_error(path: tuple[Any, ...], value: Any, message: str) -> None:
+    data = json.loads(json.dumps(as_json(ENGINE)))
+    target = data
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    with pytest.raises(SpecDecError, match=message) as error:
+        parse(EngineConfig, data, "dir/config.json")
+    assert "dir/config.json" in error.value.message
+
+
+@pytest.mark.parametrize("key", ["pretrained_config", "dtype", "build_config", "layers", "vocab_size", "environment"])
+def test_missing_key_is_an_error(key: str) -> None:
+    data = copy.deepcopy(as_json(ENGINE))
+    del data[key]
+    with pytest.raises(SpecDecError, match=f"`config.json` lacks the key: {key}"):
+        parse(EngineConfig, data, "config.json")
+
+
+def test_json_that_is_no_object_is_an_error() -> None:
+    with pytest.raises(SpecDecError, match="`config.json` is not a JSON object: list"):
+        parse(EngineConfig, [], "config.json")

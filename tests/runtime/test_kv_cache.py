@@ -1,0 +1,275 @@
+"""Blocks under random admissions, steps and releases, against a pool that remembers what was written where.
+
+The simulated pool maps each slot to the tokens up to and including the one whose K/V it holds: K/V depend on all of
+them, so a slot is right for position i of a sequence if and only if it holds the sequence's first i + 1 tokens.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from runtime.config import LayerShape
+from runtime.kv_cache import NULL_BLOCK, BlockCopy, BlockManager, KVPool, bytes_per_block
+from runtime.request import Draft, Request, Sequence, Verdict
+
+
+def start(tokens: list[int]) -> Sequence:
+    return Sequence(Request(0, tuple(tokens), 1000), list(tokens))
+
+
+@dataclass
+class SimulatedPool:
+    """A block manager with the K/V it manages."""
+
+    manager: BlockManager
+    held: dict[int, tuple[int, ...]] = field(default_factory=dict)  # slot -> tokens its K/V were computed from
+
+    def slot(self, sequence: Sequence, position: int) -> int:
+        block_size = self.manager.block_size
+        block = sequence.block_table[position // block_size]
+        assert block != NULL_BLOCK
+        return block * block_size + position % block_size
+
+    def admit(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Admit, make the copies, and check everything the manager promises."""
+        manager, before = self.manager, (copy.deepcopy(vars(self.manager)), copy.deepcopy(sequence))
+        copies = manager.admit(sequence, num_tokens)
+        num_blocks = manager.num_blocks_for(num_tokens)
+        if copies is None:
+            assert (vars(manager), sequence) == before
+            assert num_blocks > manager.num_free_blocks
+            return False
+        assert len(sequence.block_table) == len(set(sequence.block_table)) == num_blocks
+        assert sequence.num_computed < len(sequence.tokens)
+        for block_copy in copies:
+            assert block_copy.source != block_copy.destination
+            for offset in range(manager.block_size):
+                source = block_copy.source * manager.block_size + offset
+                destination = block_copy.destination * manager.block_size + offset
+                self.held.pop(destination, None)
+                if source in self.held:
+                    self.held[destination] = self.held[source]
+        return True
+
+    def write(self, sequence: Sequence, tokens: list[int], first: int) -> None:
+        for position in range(first, len(tokens)):
+            self.held[self.slot(sequence, position)] = tuple(tokens[: position + 1])
+
+    def step(self, sequence: Sequence, draft: list[int], num_accepted: int, next_token: int) -> None:
+        """What an engine's step and the commit after it do."""
+        self.write(sequence, sequence.tokens + draft, sequence.num_computed)
+        sequence.num_computed = len(sequence.tokens) + num_accepted
+        sequence.commit(Draft(draft), Verdict(num_accepted, next_token))
+
+    def check(self, sequences: list[Sequence]) -> None:
+        self.manager.check_integrity()
+        for sequence in sequences:
+            for position in range(sequence.num_computed):
+                assert self.held.get(self.slot(sequence, position)) == tuple(sequence.tokens[: position + 1])
+
+
+tokens_of_a_small_alphabet = st.lists(st.integers(1, 2), min_size=1, max_size=14)
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Two letters, so that prefixes are shared often; few blocks, so that they are overwritten often."""
+
+    @initialize(
+        block_size=st.sampled_from([2, 4]), num_blocks=st.integers(2, 14), reuse=st.sampled_from([True] * 4 + [False])
+    )
+    def create(self, block_size: int, num_blocks: int, reuse: bool) -> None:
+        self.pool = SimulatedPool(BlockManager(num_blocks, block_size, reuse=reuse))
+        self.reuse = reuse
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+
+    def try_to_admit(self, sequence: Sequence, num_spare: int) -> None:
+        num_tokens = len(sequence.tokens) + num_spare
+        admitted = self.pool.admit(sequence, num_tokens)
+        if self.pool.manager.num_blocks_for(num_tokens) <= self.pool.manager.num_blocks - 1 and not self.running:
+            assert admitted, "an empty cache refused what fits"
+        assert self.reuse or sequence.num_computed == 0
+        if admitted:
+            self.running.append(sequence)
+
+    @rule(tokens=tokens_of_a_small_alphabet, num_spare=st.integers(0, 5))
+    def admit_new(self, tokens: list[int], num_spare: int) -> None:
+        self.try_to_admit(start(tokens), num_spare)
+
+    @rule(data=st.data(), num_spare=st.integers(0, 5))
+    def admit_again(self, data: Any, num_spare: int) -> None:
+        """What orchestrator mode does every step: the same tokens come back, longer by what was accepted."""
+        if self.waiting:
+            sequence = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+            if len(sequence.tokens) < 30:
+                self.try_to_admit(sequence, num_spare)
+
+    @rule(data=st.data(), draft=st.lists(st.integers(1, 2), max_size=5), next_token=st.integers(1, 2))
+    def step(self, data: Any, draft: list[int], next_token: int) -> None:
+        if self.running:
+            sequence = self.running[data.draw(st.integers(0, len(self.running) - 1))]
+            room = len(sequence.block_table) * self.pool.manager.block_size - len(sequence.tokens)
+            if room >= 0:
+                draft = draft[:room]
+                self.pool.step(sequence, draft, data.draw(st.integers(0, len(draft))), next_token)
+
+    @rule(data=st.data())
+    def release(self, data: Any) -> None:
+        if self.running:
+            sequence = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+            self.pool.manager.release(sequence)
+            assert (sequence.block_table, sequence.num_computed) == ([], 0)
+            self.waiting.append(sequence)
+
+    @rule()
+    def clear(self) -> None:
+        self.pool.manager.clear()
+
+    @invariant()
+    def what_is_claimed_is_held(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.check(self.running)
+
+    @invariant()
+    def every_block_is_free_or_in_use(self) -> None:
+        if hasattr(self, "pool"):
+            in_use = {block for sequence in self.running for block in sequence.block_table}
+            assert self.pool.manager.num_free_blocks == self.pool.manager.num_blocks - 1 - len(in_use)
+
+
+TestBlockManager = BlockManagerMachine.TestCase
+TestBlockManager.settings = settings(max_examples=300, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+def computed(pool: SimulatedPool, tokens: list[int]) -> None:
+    """Admit, compute all of `tokens`, release."""
+    sequence = start(tokens)
+    assert pool.admit(sequence, len(tokens))
+    pool.write(sequence, tokens, sequence.num_computed)
+    sequence.num_computed = len(tokens)
+    pool.manager.release(sequence)
+
+
+def num_found(pool: SimulatedPool, tokens: list[int]) -> int:
+    """How many of `tokens` an admission would find, on a copy: admitting changes what is found later."""
+    pool, sequence = copy.deepcopy(pool), start(tokens)
+    assert pool.admit(sequence, len(tokens))
+    pool.check([sequence])
+    return sequence.num_computed
+
+
+@given(a=tokens_of_a_small_alphabet, b=tokens_of_a_small_alphabet, block_size=st.sampled_from([2, 4]))
+@settings(deadline=None, derandomize=True)
+def test_longest_computed_prefix_is_found(a: list[int], b: list[int], block_size: int) -> None:
+    """With room for everything, exactly the common prefix is reused, but never the last token."""
+    pool = SimulatedPool(BlockManager(40, block_size, reuse=True))
+    computed(pool, a)
+    sequence = start(b)
+    assert pool.admit(sequence, len(b))
+    num_common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    assert sequence.num_computed == min(num_common, len(b) - 1)
+    pool.check([sequence])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_computed", "num_copies"),
+    [
+        pytest.param([1, 2, 3, 4, 5, 6, 7, 8, 9], 6, 0, id="tail block matches whole: taken over"),
+        pytest.param([1, 2, 3, 4, 5, 9], 5, 1, id="tail block matches in part: copied"),
+        pytest.param([1, 2, 3, 4, 9], 4, 0, id="full block shared"),
+        pytest.param([1, 2, 9], 2, 1, id="full block matches in part: copied"),
+        pytest.param([1, 2, 3, 4, 5, 6], 5, 1, id="identical: all but the last token, copied"),
+        pytest.param([9, 1, 2, 3], 0, 0, id="nothing shared"),
+    ],
+)
+def test_reuse_of_a_released_sequence(tokens: list[int], num_computed: int, num_copies: int) -> None:
+    """After 1 2 3 4 | 5 6 was computed in blocks of 4."""
+    pool = SimulatedPool(BlockManager(9, 4, reuse=True))
+    computed(pool, [1, 2, 3, 4, 5, 6])
+    sequence = start(tokens)
+    copies = pool.manager.admit(sequence, len(tokens) + 3)
+    assert copies is not None
+    assert (sequence.num_computed, len(copies)) == (num_computed, num_copies)
+
+
+def test_block_in_use_is_shared_by_many_and_freed_by_the_last() -> None:
+    pool = SimulatedPool(BlockManager(9, 4, reuse=True))
+    computed(pool, [1, 2, 3, 4, 5])
+    sequences = [start([1, 2, 3, 4, i]) for i in (6, 7, 8)]
+    for sequence in sequences:
+        assert pool.admit(sequence, 5)
+    assert len({s.block_table[0] for s in sequences}) == 1
+    assert pool.manager.num_free_blocks == 8 - 1 - 3
+    for num_free, sequence in zip((5, 6, 8), sequences, strict=True):
+        pool.manager.release(sequence)
+        assert pool.manager.num_free_blocks == num_free
+
+
+def test_last_free_block_is_taken_over_rather_than_copied() -> None:
+    """One block in all: the part that matches stays, the rest is overwritten."""
+    pool = SimulatedPool(BlockManager(2, 4, reuse=True))
+    computed(pool, [1, 2, 3])
+    sequence = start([1, 2, 9])
+    assert pool.manager.admit(sequence, 4) == []
+    assert sequence.num_computed == 2
+    pool.check([sequence])
+
+
+def test_least_recently_freed_block_is_overwritten_first() -> None:
+    pool = SimulatedPool(BlockManager(4, 2, reuse=True))
+    for tokens in ([1, 1], [2, 2], [3, 3]):
+        computed(pool, tokens)
+    computed(pool, [1, 1, 4])  # uses 1 1 again and overwrites 2 2
+    assert [num_found(pool, [first, first, 5]) for first in (1, 2, 3)] == [2, 0, 2]
+
+
+def test_rejected_tokens_are_not_published() -> None:
+    pool = SimulatedPool(BlockManager(9, 4, reuse=True))
+    sequence = start([1, 2, 3])
+    assert pool.admit(sequence, 8)
+    pool.step(sequence, draft=[4, 5, 6, 7], num_accepted=2, next_token=9)
+    assert sequence.tokens == [1, 2, 3, 4, 5, 9]
+    pool.manager.release(sequence)
+    assert num_found(pool, [1, 2, 3, 4, 5, 6, 7]) == 5
+    assert num_found(pool, [1, 2, 3, 4, 5, 9, 9]) == 5  # 9 is committed, but its K/V are not computed
+
+
+def test_identical_prompts_at_the_same_time_do_not_share_what_is_not_computed() -> None:
+    pool = SimulatedPool(BlockManager(9, 2, reuse=True))
+    first, second = start([1, 2, 3, 4, 5]), start([1, 2, 3, 4, 5])
+    assert pool.admit(first, 5) and pool.admit(second, 5)
+    assert second.num_computed == 0
+    assert not set(first.block_table) & set(second.block_table)
+
+
+def test_integrity_check_finds_what_it_is_for() -> None:
+    manager = BlockManager(5, 4, reuse=True)
+    manager.check_integrity()
+    manager._num_holders[2] = 1
+    with pytest.raises(AssertionError, match="block 2 is neither free nor held"):
+        manager.check_integrity()
+
+
+def test_pool_is_zero_and_copies_every_layer() -> None:
+    layers = [LayerShape(2, 8, 8, None), LayerShape(1, 4, 6, 16)]
+    pool = KVPool(layers, 3, 4, torch.float32, torch.device("cpu"))
+    shapes = [tuple(tensor.shape) for tensor in (*pool.keys, *pool.values)]
+    assert shapes == [(3, 4, 2, 8), (3, 4, 1, 4), (3, 4, 2, 8), (3, 4, 1, 6)]
+    for tensor in (*pool.keys, *pool.values):
+        assert not tensor.any()
+        tensor[1] = torch.rand(tensor.shape[1:])
+    pool.copy_block(BlockCopy(source=1, destination=2))
+    for tensor in (*pool.keys, *pool.values):
+        assert torch.equal(tensor[2], tensor[1]) and not tensor[0].any()
+
+
+def test_bytes_per_block_are_those_of_the_pool() -> None:
+    layers = [LayerShape(2, 8, 8, None), LayerShape(1, 4, 6, 16)]
+    pool = KVPool(layers, 3, 4, torch.bfloat16, torch.device("cpu"))
+    assert bytes_per_block(layers, 4, torch.bfloat16) * 3 == sum(t.nbytes for t in (*pool.keys, *pool.values))

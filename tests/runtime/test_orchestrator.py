@@ -1,0 +1,196 @@
+"""The V1 loop: whatever the batch, the K/V pool and the drafts, each request ends with Hugging Face's tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import hf_greedy, repetitive_prompt
+from transformers import PreTrainedModel
+
+from runtime.drafters.ngram import NgramDrafter
+from runtime.engine import Engine, KVCacheConfig
+from runtime.errors import SpecDecError, UsageError
+from runtime.orchestrator import generate
+from runtime.request import Draft, Request, Sequence
+from runtime.stats import LoopTimes
+
+NUM_NEW_TOKENS = 24
+
+
+@pytest.fixture
+def open_engine(llama_uncompiled_dir: Path) -> Any:
+    """The engine of fixture `llama`: max_batch_size 4, blocks of 4."""
+    return lambda **kv_cache: Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(**kv_cache))
+
+
+def make_requests(num_requests: int, max_new_tokens: int = NUM_NEW_TOKENS) -> list[Request]:
+    return [Request(i, tuple(repetitive_prompt(i, 6 + 5 * i)), max_new_tokens) for i in range(num_requests)]
+
+
+def finish(engine: Engine, requests: list[Request], drafter: Any = None, max_draft_len: int = 10) -> list[Sequence]:
+    """Run to the end, checking on the way that what was streamed is what came out."""
+    streamed: dict[int, list[int]] = {request.id: [] for request in requests}
+    sequences: dict[int, Sequence] = {}
+    for sequence, new_tokens in generate(engine, requests, drafter, max_draft_len):
+        assert new_tokens and sequence.request.id not in sequences
+        streamed[sequence.request.id] += new_tokens
+        if sequence.finish_reason is not None:
+            sequences[sequence.request.id] = sequence
+    assert {i: sequence.output_tokens for i, sequence in sequences.items()} == streamed
+    engine._blocks.check_integrity()
+    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
+    return [sequences[request.id] for request in requests]
+
+
+def expected(llama: PreTrainedModel, requests: list[Request]) -> list[list[int]]:
+    return [hf_greedy(llama, list(r.prompt_tokens), r.max_new_tokens) for r in requests]
+
+
+def test_more_requests_than_the_batch_holds_run_in_groups(open_engine: Any, llama: PreTrainedModel) -> None:
+    requests, times = make_requests(6), LoopTimes()
+    sequences = finish(open_engine(), requests, NgramDrafter(2))
+    assert [s.output_tokens for s in sequences] == expected(llama, requests)
+    assert [s.finish_reason for s in sequences] == ["length"] * 6
+    for _ in generate(open_engine(), requests, None, 0, times):
+        pass
+    assert times.num_iterations == 2 * NUM_NEW_TOKENS  # a group of 4, then one of 2
+    assert 0 < times.target_time_s < times.wall_s and times.host_time_s > 0
+
+
+@pytest.mark.parametrize("ngram", [False, True], ids=["plain", "ngram"])
+def test_pool_too_small_for_the_whole_batch_serves_it(ngram: bool, open_engine: Any, llama: PreTrainedModel) -> None:
+    """60 tokens of K/V; the longest request needs 21 + 24 - 1, all four together 150."""
+    requests = make_requests(4)
+    engine = open_engine(max_tokens=60)
+    sequences = finish(engine, requests, NgramDrafter(2) if ngram else None)
+    assert [s.output_tokens for s in sequences] == expected(llama, requests)
+
+
+def test_pool_that_just_holds_a_request_serves_it(open_engine: Any, llama: PreTrainedModel) -> None:
+    (request,) = make_requests(1)
+    num_tokens = len(request.prompt_tokens) + NUM_NEW_TOKENS - 1  # the last token's K/V are never needed
+    assert -(-num_tokens // 4) * 4 == 32
+    (sequence,) = finish(open_engine(max_tokens=32), [request], NgramDrafter(2))
+    assert [sequence.output_tokens] == expected(llama, [request])
+    with pytest.raises(SpecDecError, match="K/V cache of 24 tokens is too small for request 0"):
+        finish(open_engine(max_tokens=24), [request], NgramDrafter(2))
+
+
+def test_request_that_does_not_fit_leaves_the_engine_usable(open_engine: Any) -> None:
+    engine = open_engine(max_tokens=24)
+    requests = [Request(0, (5, 6, 7), 2), Request(1, tuple(range(3, 40)), 2)]
+    with pytest.raises(SpecDecError, match="K/V cache of 24 tokens is too small for request 1"):
+        list(generate(engine, requests, None, 0))
+    assert engine._blocks.num_free_blocks == 6
+
+
+def test_loop_left_early_holds_no_blocks(open_engine: Any) -> None:
+    engine = open_engine()
+    for _ in generate(engine, make_requests(3), NgramDrafter(2), 10):
+        break
+    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
+
+
+@pytest.mark.parametrize("ngram", [False, True], ids=["plain", "ngram"])
+def test_every_step_computes_only_what_is_new(ngram: bool, open_engine: Any) -> None:
+    """After the first step the K/V of every token but the last are found, whatever part of a block they fill."""
+    engine = open_engine()
+    (request,) = make_requests(1)
+    (sequence,) = finish(engine, [request], NgramDrafter(2) if ngram else None)
+    lengths, length = [], len(request.prompt_tokens)
+    for num_accepted in sequence.stats.per_step_accepted[:-1]:
+        length += num_accepted + 1
+        lengths.append(length)
+    assert sequence.stats.num_reused_tokens == sum(length - 1 for length in lengths)
+    if not ngram:
+        assert lengths == list(range(7, 6 + NUM_NEW_TOKENS))
+
+
+def test_same_prompt_again_is_reused_and_cleared_cache_is_not(open_engine: Any, llama: PreTrainedModel) -> None:
+    engine, request = open_engine(), Request(0, tuple(repetitive_prompt(0, 21)), 1)
+    reused = []
+    for clear in (False, False, True):
+        if clear:
+            engine.clear_cache()
+        (sequence,) = finish(engine, [request])
+        assert [sequence.output_tokens] == expected(llama, [request])
+        reused.append(sequence.stats.num_reused_tokens)
+    assert reused == [0, 20, 0]
+
+
+@pytest.mark.parametrize("ngram", [False, True], ids=["plain", "ngram"])
+def test_end_id_ends_as_in_hf(ngram: bool, open_engine: Any, llama: PreTrainedModel) -> None:
+    for request in make_requests(4):
+        prompt = list(request.prompt_tokens)
+        end_id = hf_greedy(llama, prompt, NUM_NEW_TOKENS)[7]
+        ended = Request(0, request.prompt_tokens, NUM_NEW_TOKENS, frozenset([end_id]))
+        (sequence,) = finish(open_engine(), [ended], NgramDrafter(2) if ngram else None)
+        assert sequence.finish_reason == "end_id"
+        assert sequence.output_tokens == hf_greedy(llama, prompt, NUM_NEW_TOKENS, end_id)
+        assert sequence.output_tokens.index(end_id) == len(sequence.output_tokens) - 1
+
+
+class Oracle:
+    """Drafts what is given: right tokens with a wrong one at chosen places."""
+
+    def __init__(self, outputs: list[list[int]], wrong_every: int) -> None:
+        self.outputs, self.wrong_every = outputs, wrong_every
+        self.forgotten: list[int] = []
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        drafts = []
+        for sequence in sequences:
+            done = sequence.num_generated
+            tokens = self.outputs[sequence.request.id][done : done + min(max_draft_len, sequence.num_remaining - 1)]
+            wrong = range(self.wrong_every - 1, len(tokens), self.wrong_every)
+            drafts.append(Draft([token ^ 1 if i in wrong else token for i, token in enumerate(tokens)]))
+        return drafts
+
+    def forget(self, request_id: int) -> None:
+        self.forgotten.append(request_id)
+
+
+@pytest.mark.parametrize("wrong_every", [1, 2, 3, 4, 100])
+def test_any_drafter_gives_the_same_tokens(wrong_every: int, open_engine: Any, llama: PreTrainedModel) -> None:
+    """A drafter that is right wrong_every - 1 times in a row: so many tokens and one more per step."""
+    requests = make_requests(3)
+    outputs = expected(llama, requests)
+    drafter = Oracle(outputs, wrong_every)
+    sequences = finish(open_engine(), requests, drafter, max_draft_len=5)
+    assert [s.output_tokens for s in sequences] == outputs
+    tokens_per_step = min(wrong_every, 6)
+    assert [s.stats.num_steps for s in sequences] == [-(-NUM_NEW_TOKENS // tokens_per_step)] * 3
+    assert sorted(drafter.forgotten) == [0, 1, 2]
+
+
+def test_drafter_keeps_no_state_of_finished_requests(open_engine: Any) -> None:
+    drafter = NgramDrafter(2)
+    finish(open_engine(), make_requests(3), drafter)
+    assert drafter._pools == {}
+
+
+def test_draft_length_bounds_every_draft(open_engine: Any, llama: PreTrainedModel) -> None:
+    requests = make_requests(2)
+    for max_draft_len in (0, 1, 3):
+        sequences = finish(open_engine(), requests, NgramDrafter(2), max_draft_len)
+        assert [s.output_tokens for s in sequences] == expected(llama, requests)
+        drafted = [n for s in sequences for n in s.stats.per_step_drafted]
+        assert max(drafted) == max_draft_len
+
+
+def test_block_reuse_off_is_wrong_usage(open_engine: Any) -> None:
+    with pytest.raises(UsageError, match="orchestrator mode needs block reuse"):
+        next(generate(open_engine(block_reuse=False), make_requests(1), None, 0))
+
+
+def test_draft_length_above_the_engines_is_an_error(open_engine: Any) -> None:
+    with pytest.raises(SpecDecError, match="draft length exceeds the engine's max_draft_len 10: 11") as error:
+        next(generate(open_engine(), make_requests(1), NgramDrafter(2), 11))
+    assert error.value.hint is not None and "--max-draft-len 11" in error.value.hint
+
+
+def test_requests_are_checked_before_the_first_step(open_engine: Any) -> None:
+    engine = open_engine()
+    with pytest.raises(SpecDecError, match="prompt is empty: request 5"):
+        next(generate(engine, [*make_requests(5), Request(5, (), 5)], None, 0))
+    assert engine.target_time_s == 0

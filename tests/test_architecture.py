@@ -1,0 +1,110 @@
+"""Imports go one way: specdec_cli -> commands -> runtime, and within runtime from engines down to nouns."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("specdec_cli", "commands", "runtime")
+MAY_IMPORT = {
+    "specdec_cli": {"specdec_cli", "commands", "runtime"},
+    "commands": {"commands", "runtime"},
+    "runtime": {"runtime"},
+}
+NEVER_IN_RUNTIME = {"typer", "click", "rich", "datasets", "evaluate"}
+# The nouns: of runtime's modules they import these and no others.
+NOUNS = {
+    "runtime.errors": set(),
+    "runtime.config": {"runtime.errors"},
+    "runtime.stats": set(),
+    "runtime.request": {"runtime.stats"},
+    "runtime.verify": {"runtime.request"},
+    "runtime.files": {"runtime.errors"},
+}
+
+
+def imports(path: Path, *, at_import_only: bool = False) -> set[str]:
+    """Modules a file imports, anywhere in it; `from a.b import c` is a.b, since c may be a name."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = tree.body if at_import_only else list(ast.walk(tree))
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            found.add(node.module or "")
+    return found
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Module name -> file, of a package and the packages in it."""
+    paths = sorted((ROOT / package).rglob("*.py"))
+    return {str(path.relative_to(ROOT).with_suffix("")).replace("/", "."): path for path in paths}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_downwards_only(package: str) -> None:
+    assert modules(package)
+    for module, path in modules(package).items():
+        ours = {name.split(".")[0] for name in imports(path)} & set(PACKAGES)
+        assert ours <= MAY_IMPORT[package], f"{module} imports upwards"
+
+
+def test_runtime_knows_no_terminal_and_no_dataset() -> None:
+    for module, path in modules("runtime").items():
+        foreign = {name.split(".")[0] for name in imports(path)} & NEVER_IN_RUNTIME
+        assert not foreign, f"{module} imports {foreign}"
+
+
+def test_nobody_imports_click() -> None:
+    """Typer vendors its own; an error of another click's would slip past it."""
+    for package in PACKAGES:
+        for module, path in modules(package).items():
+            assert "click" not in {name.split(".")[0] for name in imports(path)}, module
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_nouns_import_only_nouns(noun: str) -> None:
+    ours = {name for name in imports(modules("runtime")[noun]) if name.split(".")[0] == "runtime"}
+    assert ours <= NOUNS[noun]
+
+
+def test_drafters_do_not_know_the_engine() -> None:
+    drafters = {module: path for module, path in modules("runtime").items() if module.startswith("runtime.drafters.")}
+    assert "runtime.drafters.ngram" in drafters
+    for module, path in drafters.items():
+        ours = {name for name in imports(path) if name.split(".")[0] == "runtime"}
+        known = {"runtime.errors", "runtime.request", "runtime.stats"}
+        assert all(name in known or name.startswith("runtime.drafters") for name in ours), module
+
+
+def test_runtime_has_no_import_cycle() -> None:
+    """Imports inside functions are left out: they run later."""
+    graph = {module: imports(path, at_import_only=True) for module, path in modules("runtime").items()}
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, f"import cycle: {' -> '.join([*above, module])}"
+        if module in graph and module not in done:
+            for name in graph[module]:
+                visit(name, (*above, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+    assert done == set(graph)
+
+
+@pytest.mark.skipif(not (ROOT / "specdec_cli" / "app.py").exists(), reason="specdec_cli/app.py is missing yet")
+@pytest.mark.parametrize("arguments", [["--help"], ["convert", "--help"], ["run", "--help"]])
+def test_help_loads_no_torch(arguments: list[str]) -> None:
+    """`python -X importtime` names every module that is loaded, on stderr."""
+    command = [sys.executable, "-X", "importtime", "-m", "specdec_cli", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = {line.split("|")[-1].strip().split(".")[0] for line in result.stderr.splitlines() if "|" in line}
+    assert "typer" in loaded
+    assert not loaded & {"torch", "transformers", "datasets", "evaluate", "safetensors"}
