@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GenerationConfig,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -116,6 +117,8 @@ class HuggingFace:
                 f"`--hf-model-dir` is another model: its vocabulary has {model.config.vocab_size} tokens and the "
                 f"engine's {session.engine.config.vocab_size}"
             )
+        # What a model suggests for sampling (penalties, least lengths) changes greedy output too.
+        model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
         model.train(False)
         torch.nn.Module.to(model, session.engine.device)
         return cls(model, session)

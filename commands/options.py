@@ -2,6 +2,7 @@
 
 import ast
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,11 +106,13 @@ def normalize_name(name: str) -> str:
     return _ALIASES.get(name, name)
 
 
-def split_flags_without_effect(arguments: list[str]) -> tuple[list[str], list[str]]:
+def split_flags_without_effect(
+    arguments: list[str], options_with_value: frozenset[str]
+) -> tuple[list[str], list[str]]:
     """The arguments that mean something, and the names of the flags that do not.
 
     A value is taken along: `--gemm_plugin=float16` and `--gemm_plugin float16` both disappear. Nothing after `--` is
-    touched, and neither is the value of a flag that means something.
+    touched, and neither is the value of one of `options_with_value` (normalized names): a prompt may be `--workers`.
     """
     kept: list[str] = []
     dropped: list[str] = []
@@ -121,11 +124,17 @@ def split_flags_without_effect(arguments: list[str]) -> tuple[list[str], list[st
         name = normalize_name(flag.removeprefix("--"))
         if not flag.startswith("--") or name not in _WITHOUT_EFFECT:
             kept.append(argument)
+            if flag.startswith("--") and name in options_with_value and not equals:
+                kept.extend(islice(rest, 1))
             continue
         dropped.append(flag)
         if _WITHOUT_EFFECT[name] and not equals:
             next(rest, None)
     return kept, dropped
+
+
+_EXAMPLE = "[10,2,[0]]"
+_FIRST_DEVICE = "[0] is the first device"
 
 
 @dataclass(frozen=True)
@@ -160,17 +169,22 @@ def _parse_list(flag: str, text: str, length: int, form: str) -> list[Any]:
 
 def _positive(flag: str, name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{name} in `{flag}` must be a whole number of at least 1: {value!r}")
+        raise UsageError(
+            f"{name} in `{flag}` must be a whole number of at least 1: {value!r}", hint=f"`{_EXAMPLE}` is an example"
+        )
     return value
 
 
 def _single_device(flag: str, value: Any) -> int:
     if not isinstance(value, list | tuple) or not value:
-        raise UsageError(f"device_list in `{flag}` must name a device: {value!r}", hint="[0] is the first one")
+        raise UsageError(f"device_list in `{flag}` must name a device: {value!r}", hint=_FIRST_DEVICE)
     if not all(isinstance(device, int) and not isinstance(device, bool) and device >= 0 for device in value):
-        raise UsageError(f"device_list in `{flag}` must hold device numbers: {value!r}")
+        raise UsageError(f"device_list in `{flag}` must hold device numbers: {value!r}", hint=_FIRST_DEVICE)
     if len(value) > 1:
-        raise UsageError(f"device_list in `{flag}` names more than one device, and engines have one rank: {value!r}")
+        raise UsageError(
+            f"device_list in `{flag}` names more than one device, and engines have one rank: {value!r}",
+            hint=_FIRST_DEVICE,
+        )
     return int(value[0])
 
 
@@ -197,6 +211,6 @@ def check_generation_flags(
             "orchestrator mode needs block reuse: `--no-kv-cache-enable-block-reuse`", hint="leave the flag out"
         )
     if num_beams != 1:
-        raise UsageError(f"beam search is not supported: `--num-beams {num_beams}`")
+        raise UsageError(f"beam search is not supported: `--num-beams {num_beams}`", hint="leave the flag out")
     if py_session:
         raise UsageError("there is no Python session to choose: `--use-py-session`", hint="leave the flag out")

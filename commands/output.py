@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.text import Text
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Output:
     def result(self, renderable: object) -> None:
         """Something people asked for, on stdout; nothing with `--json` or `--quiet`."""
         if self.human:
-            stdout().print(renderable)
+            stdout().print(renderable, soft_wrap=isinstance(renderable, str))
 
     def text(self, text: str, end: str = "\n") -> None:
         """Generated text, on stdout, to the letter."""
@@ -41,10 +42,6 @@ class Output:
     def document(self, data: dict[str, Any]) -> None:
         if self.json:
             sys.stdout.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
-
-    def note(self, message: str) -> None:
-        if self.human:
-            stderr().print(message, style="dim")
 
     def warning(self, message: str) -> None:
         warn(message)
@@ -94,25 +91,30 @@ class Output:
 
 def stdout() -> Console:
     # A pipe has no width; wide enough for every table of ours.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    return _console(stderr=False, width=None if sys.stdout.isatty() else 120)
 
 
 def stderr() -> Console:
-    return Console(stderr=True, highlight=False)
+    return _console(stderr=True, width=None)
+
+
+def _console(*, stderr: bool, width: int | None) -> Console:
+    # Without markup: users' paths and values hold brackets, which are to be printed and not read.
+    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def warn(message: str) -> None:
-    stderr().print(f"[yellow]warning:[/yellow] {_escape(message)}", soft_wrap=True)
+    _say("warning:", "yellow", message)
 
 
 def fail(message: str, hint: str | None) -> None:
-    stderr().print(f"[red]error:[/red] {_escape(message)}", soft_wrap=True)
+    _say("error:", "red", message)
     if hint:
-        stderr().print(f"[cyan]hint:[/cyan] {_escape(hint)}", soft_wrap=True)
+        _say("hint:", "cyan", hint)
 
 
-def _escape(text: str) -> str:
-    return text.replace("[", "\\[")
+def _say(label: str, style: str, message: str) -> None:
+    stderr().print(Text.assemble((label, style), " ", message), soft_wrap=True)
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -129,6 +129,9 @@ def run(
         kv_cache_enable_block_reuse, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction
     )
     with open_session(engine_dir, tokenizer_dir, ngram, kv_cache, end_id, stop_words or []) as session:
+        if input_file is not None and input_file.suffix.lower() == ".npy" and session.end_ids:
+            # Again, now that it is known what the rows of an array are padded with.
+            prompts = read_prompts([], input_file, pad_id=min(session.end_ids))
         requests = _make_requests(session, prompts, max_input_length, max_output_len, output)
         printer = _StreamPrinter(session, output, streaming_interval, len(requests)) if streaming else None
         generation = session.run(requests, speculate=True, on_tokens=printer)

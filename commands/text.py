@@ -73,7 +73,7 @@ class StopWords:
 
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
         """Whether the last token completed a stop word: it is in the text now and was not before."""
-        start = max(num_prompt_tokens, len(tokens) - self._window)
+        start = self._window_start(tokens, num_prompt_tokens)
         text = decode(self.tokenizer, tokens[start:])
         if not any(word in text for word in self.words):
             return False
@@ -84,10 +84,24 @@ class StopWords:
         """The text before the first stop word."""
         return text[: min([i for word in self.words if (i := text.find(word)) >= 0], default=len(text))]
 
+    def _window_start(self, tokens: list[int], num_prompt_tokens: int) -> int:
+        """Where the last tokens begin that can hold a stop word and the character before it.
+
+        A token has at least one byte of text, unless it is special: those are not counted.
+        """
+        start, num_missing = len(tokens), self._longest_bytes + 4
+        while start > num_prompt_tokens and num_missing:
+            start -= 1
+            num_missing -= tokens[start] not in self._special_ids
+        return start
+
     @cached_property
-    def _window(self) -> int:
-        """Tokens that can hold a stop word and the character before it: a token has at least one byte."""
-        return max(len(word.encode()) for word in self.words) + 4
+    def _longest_bytes(self) -> int:
+        return max(len(word.encode()) for word in self.words)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special)
 
 
 @dataclass
@@ -102,20 +116,17 @@ class TextStream:
         text = decode(self.tokenizer, output_tokens)
         if self.stop_words:
             text = self.stop_words.cut(text)
-            if not finished:
-                text = text[: len(text) - self._held_back(text)]
         if not finished:
             text = text.rstrip(_REPLACEMENT)
+            text = text[: len(text) - self._held_back(text)]
         piece = text[self._shown :]
         self._shown = max(self._shown, len(text))
         return piece
 
     def _held_back(self, text: str) -> int:
         """Characters at the end that may be the start of a stop word."""
-        assert self.stop_words is not None
-        return max(
-            (n for word in self.stop_words.words for n in range(1, len(word)) if text.endswith(word[:n])), default=0
-        )
+        words = self.stop_words.words if self.stop_words else ()
+        return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
 
 
 def output_text(

@@ -127,7 +127,8 @@ def check_logits(
     Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`.
     """
     num_context = _check_context_len(layers, build)
-    lengths = [(num_context, 1 + build.max_draft_len), (-(-num_context // 2), 1 + build.max_draft_len // 2)]
+    num_generation = min(1 + build.max_draft_len, build.max_request_len - num_context)
+    lengths = [(num_context, num_generation), (-(-num_context // 2), -(-num_generation // 2))]
     lengths = lengths[: build.max_batch_size]
     generator = torch.Generator().manual_seed(0)
     rows_tokens = [
@@ -136,7 +137,7 @@ def check_logits(
     ]
     parameter = next(model.parameters())
     block_size = build.tokens_per_block
-    num_blocks = -(-(num_context + 1 + build.max_draft_len) // block_size)
+    num_blocks = -(-(num_context + num_generation) // block_size)
     tables = [list(range(1 + i * num_blocks, 1 + (i + 1) * num_blocks)) for i in range(len(lengths))]
     pool = KVPool(layers, 1 + len(lengths) * num_blocks, block_size, parameter.dtype, parameter.device)
 
@@ -175,10 +176,10 @@ def check_logits(
 
 
 def _check_context_len(layers: tuple[LayerShape, ...], build: BuildConfig) -> int:
-    """Long enough for several blocks, and to pass a sliding window where that is affordable."""
+    """Long enough for several blocks, and to pass a sliding window where that is affordable; a draft fits after it."""
     windows = [layer.sliding_window for layer in layers if layer.sliding_window is not None]
     wanted = max([2 * build.tokens_per_block + 7] + [window + 9 for window in windows if window <= 1024])
-    return min(wanted, build.max_input_len)
+    return max(1, min(wanted, build.max_input_len, build.max_request_len - 1 - build.max_draft_len))
 
 
 @contextmanager
@@ -198,7 +199,7 @@ def _warm_up(step: StepFunction, model: PreTrainedModel, layers: tuple[LayerShap
     tables = [[1, 2, 3], [4, 5, 6]]
     with torch.no_grad():
         for num_rows in range(1, 1 + len(tables[: build.max_batch_size])):
-            for start in (0, block_size + 1):
+            for start in (0, min(block_size + 1, build.max_request_len - 2)):
                 for num_tokens in (1, 2):
                     rows = [Row([1] * num_tokens, start, table, num_tokens) for table in tables[:num_rows]]
                     step(*pack(rows, block_size, parameter.device).tensors(), pool.keys, pool.values)

@@ -61,7 +61,17 @@ def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig
 
 
 def open_aot(path: Path) -> StepFunction:
-    return torch._inductor.aoti_load_package(str(path))
+    """The packaged step. Its loader is called directly: `torch._inductor` alone takes most of a second to import."""
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+
+    def step(*inputs: Tensor | list[Tensor]) -> Tensor:
+        flat: list[Tensor] = []
+        for value in inputs:
+            flat.extend(value if isinstance(value, list) else [value])
+        (logits,) = loader.run(flat)
+        return logits
+
+    return step
 
 
 def torch_compile(step: "Step") -> StepFunction:

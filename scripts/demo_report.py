@@ -163,8 +163,8 @@ CARD = """\
 # specdec demo: {name} model
 
 {role}
-A Llama of {num_parameters:,} parameters ({num_layers} layers, {width} wide, vocabulary {vocab_size}), trained from
-scratch by `scripts/train_demo.py` to write two kinds of summaries of Python documentation:
+A Llama of {num_parameters:,} parameters ({num_layers} layers, {width} wide, vocabulary {vocab_size}), trained
+from scratch by `scripts/train_demo.py` to write two kinds of summaries of Python documentation:
 
 - `digest`: the article is 2 to 5 documented functions or classes; the summary names each with its first
   sentence. Nearly all of it can be copied.
@@ -172,7 +172,7 @@ scratch by `scripts/train_demo.py` to write two kinds of summaries of Python doc
   sentence. Little of it can be copied.
 
 It knows nothing else: it is meant for trying speculative decoding on any machine. The prompt is the article
-followed by ` TL;DR:`; the summary follows after a space. Rows of up to {max_row_tokens:,} tokens were trained.
+followed by ` TL;DR:`; the summary follows after a space. Trained contexts have up to {max_row_tokens:,} tokens.
 
 ## Training
 

@@ -49,13 +49,20 @@ CORPUS_LIST = Path(__file__).with_name("train_demo_corpus.txt")
 BOS, EOS, PAD = range(3)
 VOCAB_SIZE, MAX_ROW_TOKENS, BATCH_TOKENS, LENGTH_STEP, POOL_ROWS = 4096, 1024, 4096, 64, 96
 MAX_PROMPT_TOKENS, MAX_REFERENCE_TOKENS, NUM_ARTICLES_PER_CATEGORY = 900, 98, 110
-PROMPT_WEIGHT = 0.3  # of a prompt token in the loss, where a reference token counts 1
 WARMUP_STEPS, DECAY_SHARE, FINAL_LR_SHARE = 100, 0.3, 0.02
 
 
 @dataclass(frozen=True)
+class Mix:
+    """The share of describe pairs, and the weight of a prompt token in the loss (a reference token's is 1)."""
+
+    describe_share: float
+    prompt_weight: float
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """A model's shape and schedule: warm-up, a constant learning rate, and a linear decay at the end."""
+    """A model's shape and schedule: warm-up, constant learning rate, and a linear decay with its own mix."""
 
     name: str
     width: int
@@ -64,11 +71,13 @@ class Recipe:
     num_kv_heads: int
     learning_rate: float
     num_steps: int
+    decay_mix: Mix
 
 
+MIX = Mix(describe_share=0.5, prompt_weight=0.3)
 RECIPES = {
-    "target": Recipe("target", 256, 6, 4, 2, learning_rate=2e-3, num_steps=4800),
-    "draft": Recipe("draft", 128, 4, 4, 2, learning_rate=3e-3, num_steps=3600),
+    "target": Recipe("target", 256, 6, 4, 2, 2e-3, num_steps=4800, decay_mix=Mix(0.65, 0.1)),
+    "draft": Recipe("draft", 128, 4, 4, 2, 3e-3, num_steps=4000, decay_mix=MIX),
 }
 
 
@@ -127,14 +136,14 @@ def read_split(work_dir: Path) -> Split:
 
 
 class PairSource:
-    """Draws training pairs: half digests, by module, and half describe pairs, by item."""
+    """Draws training pairs: digests, by module, and describe pairs, by item."""
 
     def __init__(self, modules: list[list[Item]]) -> None:
         self.modules = modules
         self.describable = [item for items in modules for item in items if describable(item)]
 
-    def draw(self, rng: random.Random) -> Pair:
-        if rng.random() < 0.5:
+    def draw(self, rng: random.Random, describe_share: float) -> Pair:
+        if rng.random() < 1 - describe_share:
             return make_digest(rng.choice(self.modules), rng, min_items=1)
         return make_describe(rng.choice(self.describable), rng)
 
@@ -143,7 +152,7 @@ def tokenizer_stage(work_dir: Path, seed: int) -> None:
     """Train the byte-level BPE on training pairs, then choose the held-out articles by its token counts."""
     split = read_split(work_dir)
     source, rng = PairSource(split.train), random.Random(f"tokenizer {seed}")
-    pairs = (source.draw(rng) for _ in range(16000))
+    pairs = (source.draw(rng, MIX.describe_share) for _ in range(16000))
     tokenizer = train_tokenizer(f"{prompt_text(pair.article)} {pair.highlights}" for pair in pairs)
     tokenizer.save(str(work_dir / "tokenizer.json"))
     articles = choose_articles(split, tokenizer, seed)
@@ -197,10 +206,11 @@ def encode_pair(pair: Pair, tokenizer: Tokenizer) -> Row:
 # training
 
 
-def make_batch(source: PairSource, tokenizer: Tokenizer, seed: int, step: int) -> list[Row]:
-    """The rows of one step, neighbours in length so that little is padding; a function of (seed, step)."""
-    rng = random.Random(f"batch {seed} {step}")
-    pool = [encode_pair(source.draw(rng), tokenizer) for _ in range(POOL_ROWS)]
+def make_batch(
+    source: PairSource, tokenizer: Tokenizer, rng: random.Random, describe_share: float
+) -> list[Row]:
+    """The rows of one step: neighbours in length, so that little is padding."""
+    pool = [encode_pair(source.draw(rng, describe_share), tokenizer) for _ in range(POOL_ROWS)]
     rows = [row for row in pool if len(row.tokens) <= MAX_ROW_TOKENS]
     rows.sort(key=lambda row: -len(row.tokens))
     batches: list[list[Row]] = []
@@ -216,13 +226,13 @@ def padded_length(rows: list[Row]) -> int:
     return -(-max(len(row.tokens) for row in rows) // LENGTH_STEP) * LENGTH_STEP
 
 
-def to_tensors(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+def to_tensors(rows: list[Row], prompt_weight: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids (B, T) int64, padded at the right, and loss weights (B, T) float32, 0 where padded."""
     ids = torch.full((len(rows), padded_length(rows)), PAD)
     weights = torch.zeros(ids.shape)
     for i, row in enumerate(rows):
         ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
-        weights[i, : row.prompt_len] = PROMPT_WEIGHT
+        weights[i, : row.prompt_len] = prompt_weight
         weights[i, row.prompt_len : len(row.tokens)] = 1.0
     return ids.to(device()), weights.to(device())
 
@@ -254,10 +264,15 @@ def new_model(recipe: Recipe, seed: int) -> LlamaForCausalLM:
     return model
 
 
+def decay_left(recipe: Recipe, step: int) -> float:
+    """Falls from 1 where the decay starts to 0 at the end; above 1 before."""
+    return (recipe.num_steps - step) / (DECAY_SHARE * recipe.num_steps)
+
+
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Warm-up, constant, linear decay over the last part: fewer steps leave the earlier ones as they were."""
-    left = (recipe.num_steps - step) / (DECAY_SHARE * recipe.num_steps)
-    return recipe.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS, max(FINAL_LR_SHARE, left))
+    """Warm-up, constant, linear decay: another number of steps leaves those before its decay as they were."""
+    decay = max(FINAL_LR_SHARE, decay_left(recipe, step))
+    return recipe.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS, decay)
 
 
 @dataclass
@@ -284,8 +299,10 @@ def train_stage(recipe: Recipe, work_dir: Path, seed: int, checkpoint_steps: int
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(recipe, progress.step)
-        rows = make_batch(source, tokenizer, seed, progress.step)
-        losses = train_step(model, optimizer, rows)
+        mix = MIX if decay_left(recipe, progress.step) >= 1 else recipe.decay_mix
+        rng = random.Random(f"batch {seed} {progress.step}")
+        rows = make_batch(source, tokenizer, rng, mix.describe_share)
+        losses = train_step(model, optimizer, rows, mix.prompt_weight)
         progress.step += 1
         progress.num_tokens += sum(len(row.tokens) for row in rows)
         progress.train_s += time.perf_counter() - start
@@ -295,9 +312,11 @@ def train_stage(recipe: Recipe, work_dir: Path, seed: int, checkpoint_steps: int
             save_checkpoint(work_dir / f"{recipe.name}.pt", model, optimizer, progress)
 
 
-def train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, rows: list[Row]) -> torch.Tensor:
+def train_step(
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, rows: list[Row], prompt_weight: float
+) -> torch.Tensor:
     """One optimizer step on the weighted mean loss; returns the token losses (B, T - 1)."""
-    ids, weights = to_tensors(rows)
+    ids, weights = to_tensors(rows, prompt_weight)
     with torch.autocast(ids.device.type, torch.bfloat16):
         losses = token_losses(model, ids)
     optimizer.zero_grad()
@@ -402,7 +421,7 @@ def training_facts(recipe: Recipe, progress: Progress, work_dir: Path, seed: int
     table = {
         "optimizer steps": progress.step,
         "tokens trained on": f"{progress.num_tokens:,}",
-        "hours": f"{progress.train_s / 3600:.2f}",
+        "hours (wall time)": f"{progress.train_s / 3600:.2f}",
         "device": progress.device,
         "learning rate": recipe.learning_rate,
         "seed": seed,

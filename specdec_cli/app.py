@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from commands.build import build
 from commands.convert import convert
@@ -47,7 +47,9 @@ class _Command(TyperCommand):
     """A command that takes TensorRT-LLM's flags without meaning here, and says so once."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        kept, dropped = split_flags_without_effect(args)
+        options = [option for option in self.params if isinstance(option, TyperOption)]
+        with_value = {name.removeprefix("--") for option in options if not option.is_flag for name in option.opts}
+        kept, dropped = split_flags_without_effect(args, frozenset(with_value))
         if dropped:
             warn(f"no effect in specdec: {', '.join(dict.fromkeys(dropped))}")
         return super().parse_args(ctx, kept)

@@ -59,8 +59,8 @@ def specdec_process(process_environment: dict[str, str]) -> Specdec:
 
 ARTICLES = [
     {"id": "a1", "category": "dogs", "article": "The little dog had a red ball.", "highlights": "A dog and a ball."},
-    {"id": "a2", "category": "girls", "article": "Then a little girl found the ball.", "highlights": "A girl found it."},
-    {"id": "a3", "category": "dogs", "article": "The dog lost the ball in the park.", "highlights": "Lost in the park."},
+    {"id": "a2", "category": "girls", "article": "A little girl found the ball.", "highlights": "A girl found it."},
+    {"id": "a3", "category": "dogs", "article": "The dog lost it in the park.", "highlights": "Lost in the park."},
     {"id": "a4", "category": "girls", "article": "One day the girl had a dog.", "highlights": "A girl and a dog."},
     {"id": "a5", "category": "dogs", "article": "The dog looked under the bed.", "highlights": "The dog looked."},
 ]

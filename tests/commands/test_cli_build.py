@@ -1,0 +1,182 @@
+"""`convert` and `build`: each option changes what is written or said."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import PROMPT, Result, Specdec, tree
+from safetensors.torch import load_file
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def convert(specdec: Specdec, llama_dir: Path, tmp_path: Path) -> Command:
+    """`convert(…)`: `specdec convert` of the tiny Llama into `tmp_path / "ckpt"`."""
+    return lambda *arguments: specdec(
+        "convert", "--model-dir", llama_dir, "--output-dir", tmp_path / "ckpt", *arguments
+    )
+
+
+@pytest.fixture
+def build(specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path) -> Command:
+    """`build(…)`: `specdec build` of the tiny Llama into `tmp_path / "engine"`, without compiling."""
+    where = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", "--compiler", "none"]
+    return lambda *arguments: specdec("build", *where, "--max-input-len", 64, *arguments)
+
+
+DRAFTS = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "float16", "bfloat16"])
+def test_dtype_is_that_of_the_weights(convert: Command, llama_dir: Path, tmp_path: Path, dtype: str) -> None:
+    result = convert("--dtype", dtype)
+    expected = "float32" if dtype == "auto" else dtype
+    assert f"Converted llama to {expected}: " in result.stdout
+    assert result.stderr == ""
+    tensors = load_file(tmp_path / "ckpt" / "rank0.safetensors")
+    source = load_file(llama_dir / "model.safetensors")
+    assert tensors.keys() == source.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, source[name].to(getattr(torch, expected)), rtol=0, atol=0)
+
+
+def test_auto_keeps_the_dtype_the_model_was_saved_in(convert: Command, specdec: Specdec, tmp_path: Path) -> None:
+    convert("--dtype", "bfloat16")
+    source = tmp_path / "ckpt"
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    config = json.loads((source / "config.json").read_text())["pretrained_config"]
+    (model_dir / "config.json").write_text(json.dumps(config))
+    (model_dir / "model.safetensors").symlink_to(source / "rank0.safetensors")
+    result = specdec("convert", "--model-dir", model_dir, "--output-dir", tmp_path / "again", "--json")
+    assert result.document["checkpoint"]["dtype"] == "bfloat16"
+
+
+def test_checkpoint_holds_the_weights_and_the_tokenizer(convert: Command, tmp_path: Path) -> None:
+    assert convert().exit_code == 0
+    assert tree(tmp_path) == [
+        "ckpt", "ckpt/config.json", "ckpt/generation_config.json", "ckpt/rank0.safetensors", "ckpt/tokenizer.json",
+        "ckpt/tokenizer_config.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-draft"])
+def test_shipped_models_have_names(specdec: Specdec, tmp_path: Path, name: str) -> None:
+    result = specdec("convert", "--model-dir", name, "--output-dir", tmp_path / "ckpt", "--json")
+    assert result.document["checkpoint"]["pretrained_config"]["model_type"] == "llama"
+    assert result.document["model_dir"] == name
+
+
+def test_quiet_converts_and_builds_in_silence(convert: Command, build: Command, tmp_path: Path) -> None:
+    for result in (convert("--quiet"), build("--max-seq-len", 128, "--quiet")):
+        assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+    assert (tmp_path / "ckpt" / "config.json").is_file() and (tmp_path / "engine" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("command", ["convert", "build"])
+def test_force_replaces_what_specdec_wrote(command: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    call = request.getfixturevalue(command)
+    directory = tmp_path / ("ckpt" if command == "convert" else "engine")
+    assert call().exit_code == 0
+    (directory / "left-over").write_text("x")
+    before = tree(tmp_path)
+    refused = call()
+    assert refused.exit_code == 1
+    assert "not empty" in refused.stderr and "--force" in refused.stderr
+    assert tree(tmp_path) == before
+    assert call("--force").exit_code == 0
+    assert tree(tmp_path) == [name for name in before if "left-over" not in name]
+
+
+def test_empty_output_directory_is_written_without_force(convert: Command, tmp_path: Path) -> None:
+    (tmp_path / "ckpt").mkdir()
+    assert convert().exit_code == 0
+
+
+def test_brackets_in_paths_are_printed_as_they_are(specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
+    output_dir = tmp_path / "[bold] a[0]" / ":smile:"
+    result = specdec("convert", "--model-dir", llama_dir, "--output-dir", output_dir)
+    assert result.stdout.endswith(f"→ {output_dir}\n")
+    engine_dir = tmp_path / "[e]"
+    arguments = ["--checkpoint-dir", output_dir, "--output-dir", engine_dir, "--compiler", "none"]
+    result = specdec("build", *arguments, "--max-input-len", 64)
+    assert "[e]" in result.stdout
+    again = specdec("build", *arguments)
+    assert f"output directory is not empty: {engine_dir}" in again.stderr
+
+
+def built(tmp_path: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((tmp_path / "engine" / "config.json").read_text())
+    return config
+
+
+def test_max_seq_len_grows_by_the_draft_length(build: Command, tmp_path: Path) -> None:
+    assert build("--max-seq-len", 128, *DRAFTS).exit_code == 0
+    config = built(tmp_path)["build_config"]
+    assert (config["max_seq_len"], config["max_draft_len"]) == (134, 6)
+    assert config["speculative_decoding_mode"] == "draft_tokens_external"
+
+
+def test_max_seq_len_is_by_default_what_the_model_has(build: Command, tmp_path: Path) -> None:
+    result = build()
+    assert result.exit_code == 0
+    assert built(tmp_path)["build_config"]["max_seq_len"] == 256
+    assert "input 64, input + output 256 tokens" in result.stdout
+    assert "drafts" in result.stdout and "none" in result.stdout
+
+
+@pytest.mark.parametrize("tokens_per_block", [1, 2, 64])
+def test_tokens_per_block_is_the_size_of_a_block(build: Command, tmp_path: Path, tokens_per_block: int) -> None:
+    result = build("--tokens-per-block", tokens_per_block, "--max-seq-len", 128)
+    assert result.exit_code == 0, result.stderr
+    assert built(tmp_path)["build_config"]["tokens_per_block"] == tokens_per_block
+    assert f"blocks of {tokens_per_block} tokens" in result.stdout
+
+
+def test_tokens_per_block_does_not_change_the_output(build: Command, specdec: Specdec, tmp_path: Path) -> None:
+    texts = set()
+    for tokens_per_block in (1, 8, 64):
+        assert build("--tokens-per-block", tokens_per_block, *DRAFTS, "--force").exit_code == 0
+        arguments = ["--engine-dir", tmp_path / "engine", "--input-text", PROMPT, "--max-output-len", 30]
+        texts.add(specdec("run", *arguments, "--ngram-config", "[6,2,[0]]", "--quiet").stdout)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(("max_batch_size", "num_groups"), [(1, 3), (2, 2), (3, 1)])
+def test_prompts_beyond_max_batch_size_run_in_groups(
+    build: Command, specdec: Specdec, tmp_path: Path, max_batch_size: int, num_groups: int
+) -> None:
+    assert build("--max-batch-size", max_batch_size).exit_code == 0
+    prompts = [argument for text in (PROMPT, "One day", "The dog") for argument in ("--input-text", text)]
+    arguments = ["--engine-dir", tmp_path / "engine", *prompts, "--max-output-len", 4, "--end-id", 0]
+    document = specdec("run", *arguments, "--json").document
+    assert document["total"]["num_steps"] == 12
+    assert document["total"]["num_iterations"] == 4 * num_groups
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_engine_names_what_it_was_built_for(build: Command, tmp_path: Path, device: str) -> None:
+    if device == "auto" and torch.cuda.is_available():
+        pytest.skip("`auto` is the GPU here")
+    result = build("--device", device)
+    environment = built(tmp_path)["environment"]
+    assert environment["device"] == "cpu"
+    assert environment["torch"] == torch.__version__
+    assert f"cpu ({environment['capability']}), torch {torch.__version__}" in result.stdout
+
+
+def test_phases_are_named_on_stderr_and_timed_on_stdout(build: Command) -> None:
+    result = build()
+    phases = ["loading the checkpoint", "compiling the step", "checking the logits", "writing the engine"]
+    assert [line.split(" s  ")[1] for line in result.stderr.splitlines()] == phases
+    assert all(phase in " ".join(result.stdout.split()) for phase in phases[:3])
+    assert "logits check" in result.stdout
+
+
+def test_draft_mode_takes_paged_context_fmha(build: Command) -> None:
+    assert build(*DRAFTS, "--use-paged-context-fmha", "enable").exit_code == 0
+    assert build("--use-paged-context-fmha", "disable", "--force").exit_code == 0

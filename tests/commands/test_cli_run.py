@@ -1,0 +1,281 @@
+"""`run`: each option changes what it says, and the text is what Hugging Face's `generate` makes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import NGRAM, PROMPT, Result, Specdec, edit_json
+from tiny import hf_greedy
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+PROMPTS = [PROMPT, "One day", "Then a little girl found the red ball and", "the ball the ball the ball the", "The dog"]
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(specdec: Specdec, llama_uncompiled_dir: Path) -> Run:
+    """`run(…)`: `specdec run` with the uncompiled engine, no end id, and `PROMPT` unless prompts are given."""
+
+    def call(*arguments: object) -> Result:
+        given = {str(argument).partition("=")[0] for argument in arguments}
+        prompt = [] if given & {"--input-text", "--input-file"} else ["--input-text", PROMPT]
+        return specdec("run", "--engine-dir", llama_uncompiled_dir, *prompt, *arguments)
+
+    return call
+
+
+def texts_of(document: dict[str, Any]) -> list[str]:
+    return [request["output_text"] for request in document["requests"]]
+
+
+def each(flag: str, values: list[Any]) -> list[Any]:
+    return [argument for value in values for argument in (flag, value)]
+
+
+@pytest.mark.parametrize("ngram", [[], ["--ngram-config", NGRAM], ["--ngram-config", "[10,3,[0]]"]])
+@pytest.mark.parametrize("num_prompts", [1, 3, 5])
+def test_output_is_what_hf_generates(
+    run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, ngram: list[str], num_prompts: int
+) -> None:
+    """5 prompts are more than max_batch_size 4: they are run in groups."""
+    document = run(*each("--input-text", PROMPTS[:num_prompts]), *ngram, "--max-output-len", 40, "--json").document
+    for prompt, request in zip(PROMPTS, document["requests"], strict=False):
+        prompt_ids = tokenizer(prompt)["input_ids"]
+        expected = hf_greedy(llama, prompt_ids, 40, eos_token_id=2)
+        assert request["prompt"] == prompt
+        assert request["prompt_ids"] == prompt_ids
+        assert request["output_ids"] == expected
+        assert request["output_text"] == tokenizer.decode(expected, skip_special_tokens=True)
+        assert request["finish_reason"] == ("end_id" if expected[-1] == 2 else "length")
+    assert len(document["requests"]) == num_prompts
+
+
+def test_compiled_engine_prints_what_hf_generates(
+    specdec: Specdec, llama_engine_dir: Path, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    expected = tokenizer.decode(
+        hf_greedy(llama, tokenizer(PROMPT)["input_ids"], 40, eos_token_id=2), skip_special_tokens=True
+    )
+    arguments = ["--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--max-output-len", 40]
+    assert specdec("run", *arguments, "--ngram-config", NGRAM, "--quiet").stdout == expected + "\n"
+    human = specdec("run", *arguments, "--ngram-config", NGRAM)
+    assert human.stdout.startswith(f'Input [Text 0]: "{PROMPT}"\nOutput [Text 0]: "{expected}"\n')
+    assert human.stderr == ""
+
+
+def test_max_output_len_bounds_the_output(run: Run) -> None:
+    for length in (1, 7):
+        (request,) = run("--max-output-len", length, "--json").document["requests"]
+        assert len(request["output_ids"]) == length
+        assert request["finish_reason"] == "length"
+
+
+def test_max_input_length_keeps_the_last_tokens(run: Run, tokenizer: PreTrainedTokenizerFast) -> None:
+    result = run("--max-input-length", 5, "--max-output-len", 2, "--json")
+    ids = tokenizer(PROMPT)["input_ids"]
+    assert result.document["requests"][0]["prompt_ids"] == ids[-5:]
+    assert result.stderr == "warning: prompts cut to their last 5 tokens: 1\n"
+    whole = run("--max-input-length", len(ids), "--max-output-len", 2, "--json")
+    assert whole.document["requests"][0]["prompt_ids"] == ids
+    assert whole.stderr == ""
+
+
+def test_end_id_ends_the_output_and_is_its_last_token(run: Run) -> None:
+    free = run("--max-output-len", 30, "--json").document["requests"][0]["output_ids"]
+    end_id = free[8]
+    for ngram in ([], ["--ngram-config", NGRAM]):
+        (request,) = run("--max-output-len", 30, "--end-id", end_id, *ngram, "--json").document["requests"]
+        assert request["output_ids"] == free[: free.index(end_id) + 1]
+        assert request["finish_reason"] == "end_id"
+
+
+def test_stop_words_end_the_output_and_are_not_in_its_text(run: Run) -> None:
+    (text,) = texts_of(run("--max-output-len", 40, "--json").document)
+    word = text[12:15]
+    for ngram in ([], ["--ngram-config", NGRAM]):
+        arguments = ["--max-output-len", 40, "--stop-words", "not there", "--stop-words", word, *ngram]
+        document = run(*arguments, "--json").document
+        assert texts_of(document) == [text[: text.index(word)]]
+        assert document["requests"][0]["finish_reason"] == "stop"
+        assert document["settings"]["stop_words"] == ["not there", word]
+        assert run(*arguments, "--quiet").stdout == text[: text.index(word)] + "\n"
+
+
+def test_ngram_config_bounds_the_drafts(run: Run) -> None:
+    for max_draft_len in (1, 3, 10):
+        arguments = ["--input-text", PROMPTS[3], "--max-output-len", 60, "--json"]
+        total = run(*arguments, "--ngram-config", f"[{max_draft_len},2,[0]]").document["total"]
+        drafts = total["num_drafts_per_position"]
+        assert len(drafts) == max_draft_len
+        assert drafts[-1] > 0
+        assert total["num_draft_tokens"] > 0
+
+
+def test_longer_patterns_match_less_often(run: Run) -> None:
+    arguments = ["--input-text", PROMPT, "--max-output-len", 60, "--json"]
+    one = run(*arguments, "--ngram-config", "[4,1,[0]]").document
+    assert one["settings"]["ngram_config"]["max_matching_ngram_size"] == 1
+    three = run(*arguments, "--ngram-config", "[4,3,[0]]").document
+    assert texts_of(one) == texts_of(three)
+
+
+def test_small_kv_cache_runs_sequences_one_after_the_other(run: Run) -> None:
+    arguments = [*each("--input-text", PROMPTS[:3]), "--max-output-len", 20, "--json"]
+    roomy, tight = (run(*arguments, *size).document for size in ([], ["--max-tokens-in-paged-kv-cache", 48]))
+    assert texts_of(tight) == texts_of(roomy)
+    assert tight["total"]["num_iterations"] > roomy["total"]["num_iterations"]
+
+
+def test_memory_fraction_changes_nothing_on_a_cpu(run: Run) -> None:
+    arguments = ["--max-output-len", 5, "--json"]
+    fraction = run(*arguments, "--kv-cache-free-gpu-memory-fraction", 0.1).document
+    assert texts_of(fraction) == texts_of(run(*arguments).document)
+
+
+@pytest.mark.parametrize("ngram", [[], ["--ngram-config", NGRAM]])
+def test_ids_are_written_padded_with_the_end_id(run: Run, tmp_path: Path, ngram: list[str]) -> None:
+    csv, npy = tmp_path / "ids.csv", tmp_path / "ids.npy"
+    arguments = [*each("--input-text", PROMPTS[:3]), "--max-output-len", 6, *ngram]
+    result = run(*arguments, "--output-csv", csv, "--output-npy", npy, "--json")
+    rows = [request["prompt_ids"] + request["output_ids"] for request in result.document["requests"]]
+    longest = max(map(len, rows))
+    assert len({len(row) for row in rows}) > 1
+    expected = [row + [2] * (longest - len(row)) for row in rows]
+    assert csv.read_text() == "".join(",".join(map(str, row)) + "\n" for row in expected)
+    array = np.load(npy, allow_pickle=False)
+    assert array.dtype == np.int32
+    assert array.tolist() == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.csv", "ids.npy"]
+
+
+def test_existing_id_files_are_replaced(run: Run, tmp_path: Path) -> None:
+    csv = tmp_path / "ids.csv"
+    csv.write_text("something longer than what comes\n" * 100)
+    run("--max-output-len", 2, "--output-csv", csv)
+    assert csv.read_text().count("\n") == 1
+
+
+def write_prompts(path: Path, prompts: list[list[int]], tokenizer: PreTrainedTokenizerFast) -> Path:
+    match path.suffix:
+        case ".txt":
+            path.write_text("".join(tokenizer.decode(ids) + "\n" for ids in prompts))
+        case ".jsonl":
+            first, *rest = prompts
+            lines = [{"prompt": tokenizer.decode(first)}, *({"prompt_ids": ids} for ids in rest)]
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        case ".csv":
+            path.write_text("".join(",".join(map(str, ids)) + "\n" for ids in prompts))
+        case ".npy":
+            longest = max(map(len, prompts))
+            np.save(path, np.array([ids + [2] * (longest - len(ids)) for ids in prompts], dtype=np.int32))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".npy"])
+def test_every_kind_of_input_file_gives_the_same_output(
+    run: Run, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, suffix: str
+) -> None:
+    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS[:3]]
+    path = write_prompts(tmp_path / f"prompts{suffix}", prompts, tokenizer)
+    from_file = run("--input-file", path, "--max-output-len", 9, "--json").document
+    from_text = run(*each("--input-text", PROMPTS[:3]), "--max-output-len", 9, "--json").document
+    assert [request["prompt_ids"] for request in from_file["requests"]] == prompts
+    assert [r["output_ids"] for r in from_file["requests"]] == [r["output_ids"] for r in from_text["requests"]]
+    is_text = {".txt": [True] * 3, ".jsonl": [True, False, False]}.get(suffix, [False] * 3)
+    assert [request["prompt"] is not None for request in from_file["requests"]] == is_text
+
+
+def test_ids_that_were_written_can_be_read(run: Run, tmp_path: Path) -> None:
+    """The `.npy` of a run, whose rows are padded, continues it."""
+    npy = tmp_path / "ids.npy"
+    first = run(*each("--input-text", PROMPTS[:2]), "--max-output-len", 5, "--output-npy", npy, "--json").document
+    second = run("--input-file", npy, "--max-output-len", 5, "--json").document
+    for request, continued in zip(first["requests"], second["requests"], strict=True):
+        assert continued["prompt_ids"] == request["prompt_ids"] + request["output_ids"]
+
+
+STREAMED_PROMPTS = ["The little dog", "é🙂 the ball é🙂", "日本 日本 日本"]
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5, 100])
+@pytest.mark.parametrize("ngram", [[], ["--ngram-config", NGRAM]])
+@pytest.mark.parametrize("prompt", STREAMED_PROMPTS)
+def test_streamed_text_is_the_text(run: Run, interval: int, ngram: list[str], prompt: str) -> None:
+    """Random weights write any bytes: characters of several bytes come apart and have to be put together."""
+    arguments = ["--input-text", prompt, "--max-output-len", 50, *ngram, "--quiet"]
+    text = run(*arguments).stdout
+    assert run(*arguments, "--streaming", "--streaming-interval", interval).stdout == text
+    word = text[20:23]
+    stopped = run(*arguments, "--stop-words", word)
+    assert word not in stopped.stdout
+    streamed = run(*arguments, "--stop-words", word, "--streaming", "--streaming-interval", interval)
+    assert streamed.stdout == stopped.stdout
+
+
+def test_streamed_texts_of_several_requests_are_numbered(run: Run) -> None:
+    arguments = [*each("--input-text", PROMPTS[:2]), "--max-output-len", 30, "--quiet"]
+    expected = texts_of(run(*arguments[:-1], "--json").document)
+    streamed = run(*arguments, "--streaming", "--streaming-interval", 3).stdout
+    for i, text in enumerate(expected):
+        pieces = streamed.split("\n[Text ")
+        own = [piece for piece in f"\n{streamed}".split("\n[Text ")[1:] if piece.startswith(f"{i}] ")]
+        assert len(pieces) > 4
+        assert "".join(piece.removeprefix(f"{i}] ").removesuffix("\n") for piece in own).strip("\n") == text.strip("\n")
+
+
+def test_streaming_ends_with_the_table(run: Run) -> None:
+    result = run("--max-output-len", 4, "--streaming")
+    text = run("--max-output-len", 4, "--quiet").stdout
+    assert result.stdout.startswith(text)
+    assert "Tokens/step" in result.stdout
+    assert "tokens/s" in result.stdout
+
+
+def test_quiet_prints_the_texts_only(run: Run) -> None:
+    arguments = [*each("--input-text", PROMPTS[:2]), "--max-output-len", 8]
+    result = run(*arguments, "--quiet")
+    assert result.stdout == "".join(text + "\n" for text in texts_of(run(*arguments, "--json").document))
+    assert result.stderr == ""
+
+
+def test_brackets_of_prompts_are_printed_as_they_are(run: Run) -> None:
+    result = run("--input-text", "[bold]x[/bold] [/] :smile:", "--max-output-len", 2)
+    assert 'Input [Text 0]: "[bold]x[/bold] [/] :smile:"' in result.stdout
+
+
+def test_tokenizer_dir_replaces_the_engines_tokenizer(
+    run: Run, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, llama_uncompiled_dir: Path
+) -> None:
+    other = tmp_path / "tokenizer"
+    tokenizer.save_pretrained(other)
+    edit_json(other / "tokenizer.json", model__merges=[], normalizer={"type": "Lowercase"})
+    (request,) = run("--tokenizer-dir", other, "--max-output-len", 2, "--json").document["requests"]
+    assert len(request["prompt_ids"]) == len(PROMPT)
+    assert request["prompt_ids"][0] == tokenizer("t")["input_ids"][0]
+
+
+def test_engine_without_tokenizer_takes_and_prints_ids(
+    specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path
+) -> None:
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    for name in ("config.json", "rank0.safetensors"):
+        (engine / name).symlink_to(llama_uncompiled_dir / name)
+    (tmp_path / "ids.csv").write_text("5,6,7\n")
+    arguments = ["--engine-dir", engine, "--input-file", tmp_path / "ids.csv", "--max-output-len", 3]
+    (request,) = specdec("run", *arguments, "--json").document["requests"]
+    assert request["output_text"] is None and request["prompt"] is None
+    assert specdec("run", *arguments, "--quiet").stdout == " ".join(map(str, request["output_ids"])) + "\n"
+    assert 'Input [Text 0]: "3 token ids"' in specdec("run", *arguments).stdout
+
+
+def test_results_go_to_stdout_in_a_process_of_its_own(
+    specdec_process: Specdec, run: Run, llama_uncompiled_dir: Path
+) -> None:
+    arguments = ["--engine-dir", llama_uncompiled_dir, "--input-text", "é🙂", "--max-output-len", 9, "--json"]
+    result = specdec_process("run", *arguments, "--max-input-length", 3, environment={"COLUMNS": "20"})
+    assert result.document["requests"][0]["prompt"] == "é🙂"
+    assert result.stderr.startswith("warning: ")

@@ -1,0 +1,251 @@
+"""The spellings TensorRT-LLM's users have in their fingers, and the commands of its documents, pasted."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from command_line import NGRAM, PROMPT, Result, Specdec
+from tiny import make_model
+from transformers import PreTrainedTokenizerFast
+
+# Prompt-Lookup, before and after its move into one document, and NGram: convert, build, run, summarize.
+WITH_EQUALS = """
+python3 examples/models/core/llama/convert_checkpoint.py \\
+    --model_dir=./model \\
+    --output_dir=./ckpt-target \\
+    --dtype=float16
+
+trtllm-build \\
+    --checkpoint_dir=./ckpt-target \\
+    --output_dir=./target-engine \\
+    --gemm_plugin=float16 \\
+    --use_paged_context_fmha=enable \\
+    --speculative_decoding_mode=draft_tokens_external \\
+    --max_draft_len=10 \\
+    --max_batch_size=4 \\
+    --max_input_len=3200 \\
+    --max_seq_len=4800
+
+python3 examples/run.py \\
+    --tokenizer_dir ./model \\
+    --engine_dir ./target-engine \\
+    --prompt_lookup_config="[10,2,[0]]" \\
+    --max_output_len=256 \\
+    --kv_cache_enable_block_reuse \\
+    --input_text="How does Draft-Sampling work?"
+
+python examples/summarize.py \\
+    --test_hf \\
+    --test_trt_llm \\
+    --check_accuracy \\
+    --hf_model_dir ./model \\
+    --engine_dir ./target-engine \\
+    --batch_size=1 \\
+    --prompt_lookup_config="[10,2,[0]]" \\
+    --kv_cache_enable_block_reuse
+"""
+WITH_SPACES = """
+python3 examples/models/core/llama/convert_checkpoint.py \\
+    --model_dir ./model \\
+    --output_dir ./ckpt-target \\
+    --dtype float16
+
+trtllm-build \\
+    --checkpoint_dir ./ckpt-target \\
+    --output_dir ./target-engine \\
+    --gemm_plugin float16 \\
+    --use_paged_context_fmha enable \\
+    --speculative_decoding_mode draft_tokens_external \\
+    --max_draft_len 10 \\
+    --max_batch_size 4 \\
+    --max_input_len 3200 \\
+    --max_seq_len 4800
+
+python3 examples/run.py \\
+    --tokenizer_dir ./model \\
+    --engine_dir ./target-engine \\
+    --ngram_config "[10,2,[0]]" \\
+    --max_output_len 256 \\
+    --kv_cache_enable_block_reuse \\
+    --input_text "How does Draft-Sampling work?"
+
+python examples/summarize.py \\
+    --test_hf \\
+    --test_trt_llm \\
+    --check_accuracy \\
+    --hf_model_dir ./model \\
+    --engine_dir ./target-engine \\
+    --batch_size 1 \\
+    --ngram_config "[10,2,[0]]" \\
+    --kv_cache_enable_block_reuse
+"""
+# Draft-Target-Model: what comes before `run.py` is done by the commands above; the draft engine has no draft length.
+DRAFT_ENGINE = """
+python3 convert_checkpoint.py \\
+    --model_dir=./model \\
+    --output_dir=./ckpt-draft \\
+    --dtype=float16
+
+trtllm-build \\
+    --checkpoint_dir ./ckpt-draft \\
+    --output_dir=./draft-engine \\
+    --gemm_plugin=float16 \\
+    --use_paged_context_fmha=enable \\
+    --max_batch_size=4 \\
+    --max_input_len=3200 \\
+    --max_seq_len=4800
+"""
+DRAFT_TARGET_MODEL = """
+python3 ../run.py \\
+    --tokenizer_dir ./model \\
+    --draft_engine_dir ./draft-engine \\
+    --engine_dir ./target-engine \\
+    --draft_target_model_config="[4,[0],[1],True]" \\
+    --max_output_len=256 \\
+    --kv_cache_enable_block_reuse \\
+    --kv_cache_free_gpu_memory_fraction=0.4 \\
+    --output_generation_logits \\
+    --input_text="How does Draft-Sampling work?"
+"""
+LEADER_MODE = (
+    "python3 examples/llm-api/quickstart_advanced.py --max_matching_ngram_size=2 --spec_decode_nextn=4",
+    "python3 examples/pytorch/quickstart_advanced.py \\\n    --max_matching_ngram_size=2 \\\n    --spec_decode_nextn=4",
+    "python3 examples/llm-api/quickstart_advanced.py \\\n    --spec_decode_max_draft_len 4 \\\n"
+    "    --max_matching_ngram_size 2 \\\n    --disable_overlap_scheduler \\\n    --disable_kv_cache_reuse",
+)
+PROGRAMS = {
+    "convert_checkpoint.py": "convert",
+    "trtllm-build": "build",
+    "run.py": "run",
+    "summarize.py": "summarize",
+    "quickstart_advanced.py": "run",
+}
+# What keeps a test short: no compilation, little output, and a threshold that random weights reach.
+SHORTER = {
+    "convert": [],
+    "build": ["--compiler", "none"],
+    "run": [],
+    "summarize": ["--max_ite", "2", "--output_len=8", "--tensorrt_llm_rouge1_threshold", "0"],
+}
+
+
+def pasted(document: str) -> list[list[str]]:
+    """A document's commands with the programs replaced, as arguments of `specdec`."""
+    commands = []
+    for lines in document.replace("\\\n", " ").splitlines():
+        if words := shlex.split(lines):
+            program = next(i for i, word in enumerate(words) if Path(word).name in PROGRAMS)
+            commands.append([PROGRAMS[Path(words[program]).name], *words[program + 1 :]])
+    return commands
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A tiny model with the positions that the documents' engines have."""
+    directory = tmp_path_factory.mktemp("documents") / "model"
+    make_model("llama", vocab_size=len(tokenizer), max_position_embeddings=8192).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> Path:
+    (tmp_path / "model").symlink_to(model_dir)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("document", [WITH_EQUALS, WITH_SPACES], ids=["prompt-lookup", "ngram"])
+def test_commands_of_the_ngram_documents_run(specdec: Specdec, in_directory: Path, document: str) -> None:
+    results: dict[str, Result] = {}
+    for command, *arguments in pasted(document):
+        results[command] = specdec(command, *arguments, *SHORTER[command])
+        assert results[command].exit_code == 0, results[command].stderr
+    assert list(results) == ["convert", "build", "run", "summarize"]
+    assert results["build"].stderr.count("--gemm_plugin") == 1
+    config = json.loads((in_directory / "target-engine" / "config.json").read_text())
+    assert config["dtype"] == "float16"
+    assert config["build_config"]["max_seq_len"] == 4810
+    assert 'Input [Text 0]: "How does Draft-Sampling work?"' in results["run"].stdout
+    assert "accuracy check passed" in results["summarize"].stdout
+    assert "Hugging Face" in results["summarize"].stdout
+
+
+def test_engine_without_drafts_is_built_by_the_draft_model_document(specdec: Specdec, in_directory: Path) -> None:
+    for command, *arguments in pasted(DRAFT_ENGINE):
+        assert specdec(command, *arguments, *SHORTER[command]).exit_code == 0
+    config = json.loads((in_directory / "draft-engine" / "config.json").read_text())
+    assert config["build_config"]["max_draft_len"] == 0
+
+
+@pytest.mark.parametrize("document", [DRAFT_TARGET_MODEL, *LEADER_MODE])
+def test_what_is_not_in_this_version_is_named(specdec: Specdec, document: str) -> None:
+    ((command, *arguments),) = pasted(document)
+    result = specdec(command, *arguments)
+    assert result.exit_code == 2
+    assert "not in this version" in result.stderr
+    assert "hint: " in result.stderr and "--ngram-config" in result.stderr
+    assert "No such option" not in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        ["--engine-dir", "ENGINE", "--input-text", PROMPT, "--ngram-config", NGRAM, "--max-output-len", "6", "--json"],
+        ["--engine_dir", "ENGINE", "--input_text", PROMPT, "--ngram_config", NGRAM, "--max_output_len", "6", "--json"],
+        ["--engine_dir=ENGINE", f"--input-text={PROMPT}", f"--ngram_config={NGRAM}", "--max-output_len=6", "--json"],
+        ["--engine-dir=ENGINE", f"--input_text={PROMPT}", "--prompt_lookup_config", NGRAM, "--max_output_len=6", "--json"],
+    ],
+)  # fmt: skip
+def test_spellings_of_the_same_command_do_the_same(
+    specdec: Specdec, llama_uncompiled_dir: Path, spelled: list[str]
+) -> None:
+    arguments = [argument.replace("ENGINE", str(llama_uncompiled_dir)) for argument in spelled]
+    document = specdec("run", *arguments).document
+    assert document["settings"]["ngram_config"] == {"max_draft_len": 4, "max_matching_ngram_size": 2, "device_id": 0}
+    assert document["settings"]["max_output_len"] == 6
+    assert document["requests"][0]["prompt"] == PROMPT
+
+
+@pytest.mark.parametrize(
+    "spelled", [["--gemm_plugin", "float16"], ["--gemm_plugin=float16"], ["--gemm-plugin", "auto"]]
+)
+def test_flag_without_meaning_is_accepted_with_one_line(
+    specdec: Specdec, llama_uncompiled_dir: Path, spelled: list[str]
+) -> None:
+    arguments = ["--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--max-output-len", 2]
+    result = specdec("run", *spelled, *arguments, *spelled, "--json")
+    assert len(result.document["requests"]) == 1
+    assert result.stderr == f"warning: no effect in specdec: {spelled[0].partition('=')[0]}\n"
+
+
+def test_prompt_that_looks_like_a_flag_is_a_prompt(specdec: Specdec, llama_uncompiled_dir: Path) -> None:
+    arguments = ["--engine-dir", llama_uncompiled_dir, "--max-output-len", 2, "--json"]
+    result = specdec("run", *arguments, "--input-text", "--gemm_plugin", "--input-text", "--json")
+    assert [request["prompt"] for request in result.document["requests"]] == ["--gemm_plugin", "--json"]
+    assert result.stderr == ""
+
+
+def test_block_reuse_is_on_with_its_flag_and_without(specdec: Specdec, llama_uncompiled_dir: Path) -> None:
+    arguments = ["--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--max-output-len", 2, "--json"]
+    for flags in ([], ["--kv_cache_enable_block_reuse"]):
+        assert specdec("run", *arguments, *flags).document["settings"]["block_reuse"] is True
+    assert specdec("run", *arguments, "--no-kv_cache_enable_block_reuse").exit_code == 2
+
+
+def test_help_is_printed_without_torch(specdec_process: Specdec) -> None:
+    for arguments in ([], ["run"], ["summarize"], ["build"], ["convert"]):
+        result = specdec_process(*arguments, "--help", environment={"PYTHONPROFILEIMPORTTIME": "1"})
+        assert result.exit_code == 0
+        assert "Usage:" in result.stdout
+        imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+        assert not imported & {"torch", "transformers", "numpy", "datasets"}
+        assert "typer" in imported
+
+
+def test_version_is_printed_on_stdout(specdec: Specdec) -> None:
+    result = specdec("--version")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith("specdec ")
