@@ -138,7 +138,9 @@ def main() -> None:
         with Engine.open(engine_dir) as engine:
             ms = time_steps(engine, model, arguments.runs)
             iteration, step = time_iterations(engine)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.dtype}, built in {build_s:.0f} s\n")
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.dtype}, built in {build_s:.0f} s\n"
+    )
     print("| what | ours | compared with | ratio |\n|---|---|---|---|")
     for n in (1, 11):
         ours, theirs = ms[f"step {n}"], ms[f"hf {n}"]

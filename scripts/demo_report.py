@@ -129,9 +129,7 @@ def lookup(tokens: list[int]) -> list[int]:
 
 
 @torch.inference_mode()
-def reference_nll(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, articles: list[Article]
-) -> float:
+def reference_nll(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, articles: list[Article]) -> float:
     """Mean negative log-likelihood in nats of a reference token given the prompt, end token included."""
     losses: list[torch.Tensor] = []
     for article in articles:
@@ -244,7 +242,5 @@ def draft_rows(figures: dict[str, Any]) -> Iterator[str]:
     for key, label in (("draft_nll", "draft model"), ("target_nll", "target")):
         values = [f"{figures[category][key]:.2f}" for category in ("digest", "describe")]
         yield f"| NLL per reference token (nats), {label} | {values[0]} | {values[1]} |"
-    shares = [
-        f"{100 * figures[category]['draft_model_agreement']:.1f} %" for category in ("digest", "describe")
-    ]
+    shares = [f"{100 * figures[category]['draft_model_agreement']:.1f} %" for category in ("digest", "describe")]
     yield f"| the target's greedy tokens that are the draft model's argmax | {shares[0]} | {shares[1]} |"

@@ -206,9 +206,7 @@ def encode_pair(pair: Pair, tokenizer: Tokenizer) -> Row:
 # training
 
 
-def make_batch(
-    source: PairSource, tokenizer: Tokenizer, rng: random.Random, describe_share: float
-) -> list[Row]:
+def make_batch(source: PairSource, tokenizer: Tokenizer, rng: random.Random, describe_share: float) -> list[Row]:
     """The rows of one step: neighbours in length, so that little is padding."""
     pool = [encode_pair(source.draw(rng, describe_share), tokenizer) for _ in range(POOL_ROWS)]
     rows = [row for row in pool if len(row.tokens) <= MAX_ROW_TOKENS]
@@ -336,9 +334,7 @@ def log_line(progress: Progress, rows: list[Row], losses: torch.Tensor) -> str:
     return text
 
 
-def save_checkpoint(
-    path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, progress: Progress
-) -> None:
+def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
     """Write the checkpoint beside the old one, then replace it, so that one is always whole."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
     torch.save({**state, "progress": asdict(progress)}, path.with_suffix(".new"))
@@ -387,9 +383,7 @@ def export_model(recipe: Recipe, work_dir: Path, output_dir: Path, seed: int) ->
 def evaluate_stage(recipes: list[Recipe], work_dir: Path, seed: int) -> None:
     """Export both models, evaluate them on the held-out articles and write `evaluation.json`."""
     export_dir = work_dir / "export"
-    steps = {
-        recipe.name: export_model(recipe, work_dir, export_dir / recipe.name, seed).step for recipe in recipes
-    }
+    steps = {recipe.name: export_model(recipe, work_dir, export_dir / recipe.name, seed).step for recipe in recipes}
     articles = read_articles(work_dir / "articles.jsonl")
     figures = evaluate(export_dir / "target", export_dir / "draft", articles)
     write_json(work_dir / "evaluation.json", {"steps": steps, "versions": versions(), **figures})
@@ -440,12 +434,8 @@ def parse_arguments() -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("stage", choices=[*STAGES, "all"])
-    parser.add_argument(
-        "--corpus-dir", type=Path, help="where the pinned packages are installed (stage data)"
-    )
-    parser.add_argument(
-        "--work-dir", type=Path, default=Path("demo-work"), help="checkpoints and other state"
-    )
+    parser.add_argument("--corpus-dir", type=Path, help="where the pinned packages are installed (stage data)")
+    parser.add_argument("--work-dir", type=Path, default=Path("demo-work"), help="checkpoints and other state")
     parser.add_argument("--output-dir", type=Path, default=Path("commands/demo"), help="written by package")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target-steps", type=int, default=RECIPES["target"].num_steps)

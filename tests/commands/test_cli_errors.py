@@ -1,0 +1,377 @@
+"""What a user can get wrong, and what each mistake says: one error, its value, a hint, and nothing written."""
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import Result, Specdec, edit_json, tree
+from tiny import make_build, make_model
+from transformers import PreTrainedTokenizerFast
+
+from runtime.build import build_engine
+
+Damage = Callable[[Path], None]
+RUN = "run --engine-dir engine --input-text 'The dog' --max-output-len 8 "
+SUMMARIZE = "summarize --engine-dir engine --dataset articles.jsonl --test-engine --output-len 4 --max-ite 1 "
+CONVERT = "convert --model-dir model --output-dir out "
+BUILD = "build --checkpoint-dir ckpt --output-dir out --compiler none --max-input-len 64 --max-seq-len 128 "
+DRAFTS = "--speculative-decoding-mode draft_tokens_external --max-draft-len 4 "
+
+
+@dataclass(frozen=True)
+class Case:
+    """In a directory with `model`, `ckpt`, `engine`, `engine-plain` (no drafts) and `articles.jsonl`."""
+
+    arguments: str
+    exit_code: int
+    words: tuple[str, ...]
+    damage: Damage | None = None
+
+
+def case(arguments: str, exit_code: int, *words: str, damage: Damage | None = None) -> Any:
+    shown = arguments.replace(RUN, "run ").replace(SUMMARIZE, "summarize ").replace(CONVERT, "convert ")
+    return pytest.param(Case(arguments, exit_code, words, damage), id=f"{shown.replace(BUILD, 'build ')}: {words[0]}")
+
+
+def wrong_json(name: str, text: str = "{") -> Damage:
+    return lambda directory: none_of((directory / name).write_text(text))
+
+
+def without(name: str) -> Damage:
+    return lambda directory: (directory / name).unlink()
+
+
+def truncated(name: str, share: float = 0.5) -> Damage:
+    def cut(directory: Path) -> None:
+        data = (directory / name).read_bytes()
+        (directory / name).write_bytes(data[: int(len(data) * share)])
+
+    return cut
+
+
+def edited(name: str, **changes: Any) -> Damage:
+    return lambda directory: edit_json(directory / name, **changes)
+
+
+def file(name: str, content: str | bytes) -> Damage:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda directory: none_of((directory / name).write_bytes(data))
+
+
+def moved(source: str, target: str) -> Damage:
+    return lambda directory: none_of((directory / source).rename(directory / target))
+
+
+def foreign_weights(name: str) -> Damage:
+    """Weights of a model with fewer layers."""
+
+    def replace(directory: Path) -> None:
+        make_model("llama", num_hidden_layers=1, vocab_size=300).save_pretrained(directory / "other")
+        shutil.move(directory / "other" / "model.safetensors", directory / name)
+        shutil.rmtree(directory / "other")
+
+    return replace
+
+
+def none_of(value: object) -> None:
+    """For a lambda that has nothing to return."""
+
+
+def array(directory: Path) -> None:
+    np.save(directory / "ids.npy", np.array([[0.5]]))
+
+
+WRONG_CONFIG = [
+    case(RUN + "--ngram-config [10,2]", 2, "does not have 3 entries: [10,2]", "[10,2,[0]]"),
+    case(RUN + "--ngram-config [0,2,[0]]", 2, "max_draft_len", "at least 1: 0"),
+    case(RUN + "--ngram-config [10,0,[0]]", 2, "max_matching_ngram_size", "at least 1: 0"),
+    case(RUN + "--ngram-config [10,2,[]]", 2, "device_list", "must name a device: []"),
+    case(RUN + "--ngram-config [10,2,[3]]", 2, "no such device", ": 3"),
+    case(RUN + "--ngram-config abc", 2, "is not a list: abc"),
+    case(SUMMARIZE + "--ngram-config abc", 2, "is not a list: abc"),
+    case(SUMMARIZE + "--ngram-config [10,2,[3]]", 2, "no such device", ": 3"),
+    case(RUN + "--ngram-config [11,2,[0]]", 1, "at most 10 tokens", ": 11", "--max-draft-len 11"),
+    case(SUMMARIZE + "--ngram-config [11,2,[0]]", 1, "at most 10 tokens", ": 11"),
+    case(
+        RUN.replace("engine ", "engine-plain ") + "--ngram-config [4,2,[0]]",
+        1,
+        "built without drafts",
+        ": 4",
+        "--speculative-decoding-mode draft_tokens_external",
+    ),
+    case(
+        RUN + "--ngram-config [4,2,[0]] --draft-target-model-config '[4,[0],[0],False]' --draft-engine-dir d",
+        2,
+        "`--ngram-config` and `--draft-target-model-config` cannot be given together",
+    ),
+    case(RUN + "--draft-engine-dir d", 2, "not in this version", "--draft-engine-dir d"),
+    case(RUN + "--no-kv-cache-enable-block-reuse", 2, "needs block reuse"),
+    case(SUMMARIZE + "--no-kv-cache-enable-block-reuse", 2, "needs block reuse"),
+    case(RUN + "--num-beams 2", 2, "beam search is not supported", "2"),
+    case(RUN + "--use-py-session", 2, "`--use-py-session`"),
+    case(RUN + "--streaming --json", 2, "`--streaming` and `--json`"),
+    case(RUN + "--output-generation-logits", 2, "--output-generation-logits"),
+    case(RUN + "--stop-words ''", 2, "a stop word is empty"),
+    case(RUN + "--end-id 300", 1, "vocabulary of 300: 300"),
+    case(RUN + "--max-output-len 0", 2, "max-output-len"),
+    case(RUN + "--max-output-len many", 2, "max-output-len", "many"),
+    case(RUN + "--ngram_konfig x", 2, "--ngram-konfig"),
+    case("runn", 2, "runn"),
+    case("summarize --engine-dir engine", 2, "nothing to test"),
+    case("summarize --engine-dir engine --test-hf", 2, "`--hf-model-dir`"),
+    case("summarize --engine-dir engine --test-hf --hf-model-dir model --check-accuracy", 2, "`--check-accuracy`"),
+    case(SUMMARIZE + "--batch-size 5", 1, "max_batch_size 4: 5"),
+    case(SUMMARIZE + "--eval-task chess", 2, "chess"),
+    case(BUILD + "--speculative-decoding-mode draft_tokens_external", 2, "needs a draft length"),
+    case(BUILD + "--max-draft-len 4", 2, "`--max-draft-len 4` needs a mode"),
+    case(BUILD + DRAFTS + "--use-paged-context-fmha disable", 2, "--use-paged-context-fmha disable"),
+    case(BUILD + "--speculative-decoding-mode medusa", 2, "medusa"),
+    case(BUILD + "--tokens-per-block 24", 2, "power of two: 24"),
+    case(BUILD + "--max-seq-len 64", 1, "no room for output", ": 64"),
+    case(BUILD + "--max-seq-len 257", 1, "256 positions", ": 257", "`--max-seq-len 256`"),
+    case(BUILD + "--device tpu", 2, "tpu"),
+    case(CONVERT + "--dtype int8", 2, "int8"),
+    case(CONVERT + "--tp-size 2", 2, "--tp-size 2"),
+]
+
+NO_INPUT = RUN.replace("--input-text 'The dog' ", "")
+LONG = "x" * 97
+PROMPTS = [
+    case(NO_INPUT, 2, "no prompt given"),
+    case(NO_INPUT + "--input-text ''", 1, "is empty: ''"),
+    case(NO_INPUT + "--input-text '  '", 1, "is empty: '  '"),
+    case(NO_INPUT + f"--input-text {LONG}", 1, "max_input_len 96: 97 tokens", "`--max-input-length`"),
+    case(RUN + "--max-output-len 159", 1, "exceed the engine's 160 tokens", "+ 159"),
+    case(NO_INPUT + "--input-file none.txt", 1, "No such file", "none.txt"),
+    case(
+        NO_INPUT + "--input-file in.pdf", 2, "unknown kind of input file: in.pdf", "`.txt`", damage=file("in.pdf", "x")
+    ),
+    case(NO_INPUT + "--input-file in.txt", 1, "not UTF-8", "line 2", "in.txt", damage=file("in.txt", b"a\n\xff\n")),
+    case(NO_INPUT + "--input-file in.txt", 1, "the file is empty: in.txt", damage=file("in.txt", "")),
+    case(NO_INPUT + "--input-file in.csv", 1, "row 2, column 2", "'x'", damage=file("in.csv", "3,4\n3,x\n")),
+    case(NO_INPUT + "--input-file in.csv", 1, "vocabulary of 300: 300", damage=file("in.csv", "3,300\n")),
+    case(NO_INPUT + "--input-file in.jsonl", 1, "not JSON at line 1", damage=file("in.jsonl", "{")),
+    case(NO_INPUT + "--input-file in.jsonl", 1, "line 1 needs either", damage=file("in.jsonl", '{"text": "a"}')),
+    case(NO_INPUT + "--input-file in.npy", 1, "not a NumPy array", damage=file("in.npy", "abc")),
+    case(NO_INPUT + "--input-file ids.npy", 1, "must be integers", damage=array),
+    case(RUN + "--input-file in.txt", 2, "both `--input-text` and `--input-file`", damage=file("in.txt", "a")),
+    case(RUN + "--max-tokens-in-paged-kv-cache 4", 1, "K/V cache of 4 tokens is too small"),
+    case(RUN + "--max-tokens-in-paged-kv-cache 8 --streaming", 1, "K/V cache of 8 tokens is too small"),
+    case(SUMMARIZE + "--max-tokens-in-paged-kv-cache 4", 1, "K/V cache of 4 tokens is too small"),
+    case(RUN + "--max-tokens-in-paged-kv-cache 0", 2, "max-tokens-in-paged-kv-cache"),
+    case(RUN + "--tokenizer-dir none", 1, "tokenizer directory does not exist: none"),
+    case(RUN + "--tokenizer-dir empty", 1, "no usable tokenizer in: empty", damage=lambda d: (d / "empty").mkdir()),
+    case(RUN + "--output-csv none/ids.csv", 1, "none/ids.csv"),
+    case(RUN + "--output-csv engine", 1, "engine"),
+    case(RUN + "--output-npy /proc/ids.npy", 1, "/proc/ids.npy"),
+    case(SUMMARIZE + "--output-dir articles.jsonl", 1, "not a directory: articles.jsonl"),
+    case(SUMMARIZE + "--output-dir /proc/out", 1, "/proc/out"),
+]
+
+MODELS = [
+    case(CONVERT.replace(" model", " none/model"), 1, "none/model"),
+    case(CONVERT.replace(" model", " nobody/nothing"), 1, "cannot be reached", "nobody/nothing", "`demo`"),
+    case(CONVERT.replace(" model", " articles.jsonl"), 1, "articles.jsonl"),
+    case(CONVERT.replace(" model", " 'no such: model'"), 1, "does not exist: no such: model"),
+    case(CONVERT, 1, "file is missing: model/config.json", damage=without("model/config.json")),
+    case(CONVERT, 1, "model/config.json` is not valid JSON", damage=truncated("model/config.json")),
+    case(CONVERT, 1, "model/config.json` is not a JSON object", damage=wrong_json("model/config.json", "[]")),
+    case(CONVERT, 1, "names no `model_type`", damage=edited("model/config.json", model_type=None)),
+    case(CONVERT, 1, "model type: martian", damage=edited("model/config.json", model_type="martian")),
+    case(CONVERT, 1, "llama", damage=edited("model/config.json", num_attention_heads=0)),
+    case(CONVERT, 1, "llama", damage=edited("model/config.json", hidden_size=-32)),
+    case(CONVERT, 1, "encoder-decoder", damage=edited("model/config.json", model_type="t5")),
+    case(CONVERT, 1, "file is missing: model/model.safetensors", damage=without("model/model.safetensors")),
+    case(CONVERT, 1, "model/model.safetensors` is damaged", damage=truncated("model/model.safetensors")),
+    case(CONVERT, 1, "model/model.safetensors` is damaged", damage=file("model/model.safetensors", "")),
+    case(
+        CONVERT, 1, "weights are pickled", "model/pytorch_model.bin", "save_pretrained",
+        damage=moved("model/model.safetensors", "model/pytorch_model.bin"),
+    ),
+    case(CONVERT, 1, "`weight_map`", damage=file("model/model.safetensors.index.json", '{"weight_map": 5}')),
+    case(CONVERT, 1, "`weight_map`", damage=file("model/model.safetensors.index.json", '{"weight_map": {"a": 5}}')),
+    case(
+        CONVERT, 1, "file is missing: model/lost.safetensors",
+        damage=file("model/model.safetensors.index.json", '{"weight_map": {"a": "lost.safetensors"}}'),
+    ),
+    case(CONVERT.replace(" out ", " engine "), 1, "not empty: engine", "`--force`"),
+    case(CONVERT.replace(" out ", " model ") + "--force", 1, "something other than a checkpoint or engine: model"),
+    case(CONVERT.replace(" out ", " articles.jsonl "), 1, "not a directory: articles.jsonl"),
+    case(CONVERT.replace(" out ", " /proc/out "), 1, "/proc/"),
+    case("convert --output-dir out", 2, "--model-dir"),
+    case("convert --model-dir model", 2, "--output-dir"),
+]  # fmt: skip
+
+CHECKPOINTS = [
+    case(BUILD.replace(" ckpt", " none"), 1, "checkpoint directory does not exist: none", "`specdec convert`"),
+    case(BUILD.replace(" ckpt", " model"), 1, "is a Hugging Face model", "`specdec convert --model-dir model`"),
+    case(BUILD.replace(" ckpt", " engine"), 1, "is an engine directory, not a checkpoint: engine"),
+    case(BUILD, 1, "file is missing: ckpt/config.json", damage=without("ckpt/config.json")),
+    case(BUILD, 1, "ckpt/config.json` is not valid JSON", damage=truncated("ckpt/config.json")),
+    case(BUILD, 1, "lacks the key: dtype", damage=edited("ckpt/config.json", dtype=None)),
+    case(BUILD, 1, "dtype", "'int3'", damage=edited("ckpt/config.json", dtype="int3")),
+    case(BUILD, 1, "cannot read", ": 99", damage=edited("ckpt/config.json", format_version=99)),
+    case(BUILD, 1, "unknown key: colour", damage=edited("ckpt/config.json", colour="red")),
+    case(BUILD, 1, "names no `model_type`", damage=edited("ckpt/config.json", pretrained_config={})),
+    case(BUILD, 1, "file is missing: ckpt/rank0.safetensors", damage=without("ckpt/rank0.safetensors")),
+    case(BUILD, 1, "ckpt/rank0.safetensors` is damaged", damage=truncated("ckpt/rank0.safetensors")),
+    case(BUILD, 1, "ckpt/rank0.safetensors` lacks", damage=foreign_weights("ckpt/rank0.safetensors")),
+    case(BUILD, 1, "wrong shape", damage=edited("ckpt/config.json", pretrained_config__intermediate_size=64)),
+    case(BUILD.replace(" out ", " engine "), 1, "not empty: engine", "`--force`"),
+    case(BUILD.replace(" out ", " model ") + "--force", 1, "something other than a checkpoint or engine: model"),
+    case("build --output-dir out", 2, "--checkpoint-dir"),
+]
+
+ENGINES = [
+    case(RUN.replace(" engine ", " none "), 1, "engine directory does not exist: none", "`specdec build`"),
+    case(RUN.replace(" engine ", " ckpt "), 1, "not an engine directory: ckpt", "`specdec build`"),
+    case(RUN.replace(" engine ", " model "), 1, "not an engine directory: model"),
+    case(SUMMARIZE.replace(" engine ", " none "), 1, "engine directory does not exist: none"),
+    case(RUN, 1, "file is missing: engine/config.json", damage=without("engine/config.json")),
+    case(RUN, 1, "engine/config.json` is not valid JSON", damage=truncated("engine/config.json")),
+    case(RUN, 1, "lacks the key: vocab_size", damage=edited("engine/config.json", vocab_size=None)),
+    case(RUN, 1, "build_config", "'x'", damage=edited("engine/config.json", build_config__max_batch_size="x")),
+    case(RUN, 1, "model_type", damage=edited("engine/config.json", pretrained_config={})),
+    case(RUN, 1, "martian", damage=edited("engine/config.json", pretrained_config__model_type="martian")),
+    case(RUN, 1, "file is missing: engine/rank0.safetensors", damage=without("engine/rank0.safetensors")),
+    case(RUN, 1, "engine/rank0.safetensors` is damaged", damage=truncated("engine/rank0.safetensors")),
+    case(RUN, 1, "engine/rank0.safetensors` lacks", damage=foreign_weights("engine/rank0.safetensors")),
+    case(RUN, 1, "no usable tokenizer in: engine", damage=truncated("engine/tokenizer.json")),
+    case(RUN, 1, "generation_config.json` is not valid JSON", damage=truncated("engine/generation_config.json")),
+    case(RUN, 1, "has no tokenizer", damage=lambda d: [p.unlink() for p in d.glob("engine/tokenizer*")] and None),
+    case(
+        RUN + "--streaming", 1, "has no tokenizer",
+        damage=lambda d: [p.unlink() for p in d.glob("engine/tokenizer*")] and None,
+    ),
+    case(
+        "summarize --engine-dir engine --dataset articles.jsonl --test-hf --hf-model-dir model", 1,
+        "transformers cannot load", damage=without("model/model.safetensors"),
+    ),
+    case(
+        "summarize --engine-dir engine --dataset articles.jsonl --test-hf --hf-model-dir demo", 1, "another model",
+        "engine's 300",
+    ),
+    case(SUMMARIZE.replace("articles", "none"), 1, "none.jsonl"),
+    case(SUMMARIZE.replace("articles.jsonl", "nobody/nothing"), 1, "nobody/nothing", "`demo`"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def plain_engine_dir(llama_checkpoint_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("plain") / "engine"
+    build = make_build(max_draft_len=0, speculative_decoding_mode="none")
+    device = torch.device("cpu")
+    build_engine(llama_checkpoint_dir, directory, build, device, replace=False, phase=lambda name: None)
+    return directory
+
+
+@pytest.fixture
+def directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama_dir: Path, llama_checkpoint_dir: Path,
+    llama_uncompiled_dir: Path, plain_engine_dir: Path, articles: Path,
+) -> Path:  # fmt: skip
+    """The current directory: copies that a test may damage."""
+    work_dir = tmp_path / "work"
+    sources = {"model": llama_dir, "ckpt": llama_checkpoint_dir, "engine": llama_uncompiled_dir}
+    for name, source in (sources | {"engine-plain": plain_engine_dir}).items():
+        shutil.copytree(source, work_dir / name)
+    shutil.copy(articles, work_dir)
+    monkeypatch.chdir(work_dir)
+    return work_dir
+
+
+def assert_one_clear_error(result: Result, exit_code: int, words: tuple[str, ...]) -> None:
+    # Typer's own usage errors come in a box that wraps lines, and point to `--help`.
+    plain = re.sub(r"[│\s]+", " ", result.stderr)
+    assert result.exit_code == exit_code, result.stderr
+    assert result.stdout == ""
+    for word in words:
+        assert word in plain, result.stderr
+    assert "Traceback" not in plain
+    assert plain.count("error: ") + plain.count("╭─ Error ─") == 1, result.stderr
+    assert "hint: " in plain or "--help" in plain, result.stderr
+
+
+@pytest.mark.parametrize("case", [*WRONG_CONFIG, *PROMPTS, *MODELS, *CHECKPOINTS, *ENGINES])
+def test_mistake_is_one_clear_error_and_leaves_nothing(case: Case, specdec: Specdec, directory: Path) -> None:
+    if case.damage:
+        case.damage(directory)
+    before = tree(directory)
+    result = specdec(*shlex.split(case.arguments))
+    assert_one_clear_error(result, case.exit_code, case.words)
+    assert tree(directory) == before
+
+
+@pytest.mark.parametrize("command", [RUN, SUMMARIZE, CONVERT, BUILD])
+def test_the_table_starts_from_commands_that_work(command: str, specdec: Specdec, directory: Path) -> None:
+    assert specdec(*shlex.split(command)).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("torch", "1.13.0"), ("capability", "x86_64 AVX9000"), ("transformers", "4.0.0"), ("device", "cuda")],
+)
+@pytest.mark.parametrize("engine", ["engine", "engine-plain"])
+def test_engine_for_another_machine_names_both_and_the_command_that_rebuilds_it(
+    specdec: Specdec, directory: Path, name: str, value: str, engine: str
+) -> None:
+    """The command, with the checkpoint put in, makes an engine that runs."""
+    if name == "device" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    (directory / engine).rename(directory / "the engine")
+    config_file = directory / "the engine" / "config.json"
+    built = json.loads(config_file.read_text())
+    here = built["environment"][name]
+    edit_json(config_file, **{f"environment__{name}": value})
+    arguments = ["run", "--engine-dir", "the engine", "--input-text", "The dog", "--max-output-len", 4]
+    result = specdec(*arguments)
+    assert_one_clear_error(result, 1, ("the engine", value, here, "specdec build"))
+    (hint,) = re.findall(r"hint: .*?: specdec (.*)", result.stderr)
+    rebuild = shlex.split(hint)
+    assert rebuild[rebuild.index("--checkpoint-dir") + 1] == "CKPT"
+    assert specdec(*[{"CKPT": "ckpt"}.get(word, word) for word in rebuild]).exit_code == 0
+    rebuilt = json.loads(config_file.read_text())
+    assert rebuilt["build_config"] == built["build_config"]
+    assert specdec(*arguments).exit_code == 0
+
+
+@pytest.mark.parametrize("damage", [truncated("rank0.pt2"), file("rank0.pt2", ""), file("rank0.pt2", "x" * 5000)])
+def test_damaged_compiled_step_is_one_clear_error(
+    specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, damage: Damage
+) -> None:
+    shutil.copytree(llama_engine_dir, tmp_path / "engine")
+    damage(tmp_path / "engine")
+    result = specdec("run", "--engine-dir", tmp_path / "engine", "--input-text", "The dog", "--max-output-len", 2)
+    assert_one_clear_error(result, 1, ("rank0.pt2` cannot be opened", "`specdec build`"))
+
+
+def test_ids_beyond_the_vocabulary_come_from_a_foreign_tokenizer_too(
+    specdec: Specdec, directory: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    edit_json(directory / "engine" / "config.json", vocab_size=100)
+    assert_one_clear_error(specdec(*shlex.split(RUN)), 1, ("outside the vocabulary of 100",))
+
+
+def test_kv_cache_that_is_too_small_is_found_before_the_first_token(specdec: Specdec, directory: Path) -> None:
+    """Its first steps would fit: 2 blocks hold the prompt, not all of the output."""
+    arguments = [*shlex.split(RUN), "--max-output-len", "60", "--max-tokens-in-paged-kv-cache", "24", "--streaming"]
+    result = specdec(*arguments, "--streaming-interval", 1, "--end-id", 0)
+    assert_one_clear_error(result, 1, ("K/V cache of 24 tokens is too small",))
+
+
+def test_tracebacks_are_shown_with_debug_only(
+    specdec: Specdec, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["run", "--engine-dir", "none", "--input-text", "x"]
+    assert "Traceback" not in specdec(*arguments).stderr
+    monkeypatch.setenv("SPECDEC_DEBUG", "")
+    with pytest.raises(Exception, match="engine directory does not exist: none"):
+        specdec("--debug", *arguments)

@@ -1,0 +1,53 @@
+"""The README is true: its flags are the commands', its commands and its Python run."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import update_readme  # noqa: E402
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The directory the README's walk was run in, and what each command printed."""
+    directory = tmp_path_factory.mktemp("walk")
+    return directory, update_readme.run_walk(update_readme.walk_commands(README), directory)
+
+
+def test_flag_tables_are_those_of_the_commands() -> None:
+    assert update_readme.with_tables(README) == README
+    assert README.count("| `--ngram-config` |") == 2  # run and summarize: the tables are not empty
+
+
+def test_the_walk_runs_and_passes_its_own_checks(walk: tuple[Path, list[str]]) -> None:
+    _, outputs = walk
+    assert len(outputs) == 4
+    convert, build, run, summarize = outputs
+    assert "Converted llama to float32" in convert
+    assert "aot" in build
+    assert 'Output [Text 0]: "' in run
+    assert "accuracy check passed" in summarize
+    assert "token for token the same as Hugging Face: 20 of 20" in summarize
+    assert "token for token the same as the engine without drafter: 20 of 20" in summarize
+
+
+def test_the_python_example_runs(
+    walk: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    monkeypatch.chdir(walk[0])
+    exec(compile(example, "README.md", "exec"), {})
+    assert "'tokens_per_step'" in capsys.readouterr().out
+
+
+def test_links_to_files_of_the_repository_hold() -> None:
+    named = re.findall(r"`((?:commands|runtime|scripts|specdec_cli|tests)/[\w./-]+)", README)
+    assert named
+    assert [name for name in named if not (ROOT / name.split()[0]).exists()] == []
