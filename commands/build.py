@@ -123,7 +123,10 @@ def _check(max_draft_len: int, mode: SpeculativeDecodingMode, paged_fmha: str, t
             hint="`--use-paged-context-fmha enable`",
         )
     if tokens_per_block & (tokens_per_block - 1):
-        raise UsageError(f"`--tokens-per-block` must be a power of two: {tokens_per_block}")
+        raise UsageError(
+            f"`--tokens-per-block` must be a power of two: {tokens_per_block}",
+            hint="`--tokens-per-block 32` is the default",
+        )
 
 
 class _PhaseTimes:

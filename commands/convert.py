@@ -34,7 +34,10 @@ def convert(
     Weights are copied tensor by tensor, so a model larger than memory converts.
     """
     if (tp_size, pp_size) != (1, 1):
-        raise UsageError(f"models are not split over devices in this version: --tp-size {tp_size} --pp-size {pp_size}")
+        raise UsageError(
+            f"models are not split over devices in this version: --tp-size {tp_size} --pp-size {pp_size}",
+            hint="leave both flags out",
+        )
     from runtime import checkpoint
     from runtime.files import check_output_directory, directory_bytes
 

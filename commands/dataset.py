@@ -77,10 +77,10 @@ def load_samples(
     arguments that contradict each other.
     """
     if max_samples is not None and max_samples < 1:
-        raise UsageError(f"the number of samples must be at least 1: {max_samples}")
+        raise UsageError(f"the number of samples must be at least 1: {max_samples}", hint="ask for one or more")
     table = _read_table(name, dataset_dir)
     if not len(table.rows):
-        raise SpecDecError(f"the dataset has no rows: {name}")
+        raise SpecDecError(f"the dataset has no rows: {name}", hint="give a file with at least one row")
     text_column = _column(table, _TEXT_COLUMNS[eval_task], "text", name)
     reference_column = _column(table, _REFERENCE_COLUMNS[eval_task], "reference", name)
     order = range(len(table.rows)) if name == DEMO else _shuffled(len(table.rows), seed)
@@ -144,7 +144,10 @@ def _parse_json_array(text: str, path: Path) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for number, value in enumerate(values, 1):
         if not isinstance(value, dict):
-            raise SpecDecError(f"row {number} is not a JSON object, {shown(value)}: {path}")
+            raise SpecDecError(
+                f"row {number} is not a JSON object, {shown(value)}: {path}",
+                hint='a row is an object such as {"article": "...", "highlights": "..."}',
+            )
         rows.append(value)
     return rows
 
@@ -157,7 +160,9 @@ def _parse_csv(text: str, path: Path) -> _Table:
     try:
         header = next(reader)
         if len(set(header)) < len(header):
-            raise SpecDecError(f"the header names a column twice, {shown(header)}: {path}")
+            raise SpecDecError(
+                f"the header names a column twice, {shown(header)}: {path}", hint="give every column its own name"
+            )
         for cells in reader:
             if cells and len(cells) != len(header):
                 raise SpecDecError(
@@ -168,7 +173,10 @@ def _parse_csv(text: str, path: Path) -> _Table:
             if cells:
                 rows.append(dict(zip(header, cells, strict=True)))
     except csv.Error as error:
-        raise SpecDecError(f"line {reader.line_num} is not CSV ({error}): {path}") from error
+        raise SpecDecError(
+            f"line {reader.line_num} is not CSV ({error}): {path}",
+            hint="put quotes around text with commas, quotes or line ends in it",
+        ) from error
     finally:
         csv.field_size_limit(limit)
     return _Table(columns=header, rows=rows)
@@ -182,7 +190,9 @@ def _read_parquet(path: Path) -> _Table:
         try:
             loaded = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
         except Exception as error:  # pyarrow's and datasets' errors have no common base
-            raise SpecDecError(f"cannot read the Parquet file ({_reason(error)}): {path}") from error
+            raise SpecDecError(
+                f"cannot read the Parquet file ({_reason(error)}): {path}", hint="check that the file is whole"
+            ) from error
     return _Table(columns=loaded.column_names, rows=loaded)
 
 
@@ -207,7 +217,9 @@ def _read_directory(directory: Path, name: str) -> _Table:
             ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if _SPLIT not in loaded and len(loaded) != 1:
-            raise SpecDecError(f"no split `{_SPLIT}` among {shown(list(loaded))}: {directory}")
+            raise SpecDecError(
+                f"no split `{_SPLIT}` among {shown(list(loaded))}: {directory}", hint="name the split to use `test`"
+            )
         loaded = loaded[_SPLIT if _SPLIT in loaded else next(iter(loaded))]
     return _Table(columns=loaded.column_names, rows=loaded)
 

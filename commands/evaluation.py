@@ -115,7 +115,8 @@ class HuggingFace:
         if model.config.vocab_size != session.engine.config.vocab_size:
             raise SpecDecError(
                 f"`--hf-model-dir` is another model: its vocabulary has {model.config.vocab_size} tokens and the "
-                f"engine's {session.engine.config.vocab_size}"
+                f"engine's {session.engine.config.vocab_size}",
+                hint="give the model that the engine was made from",
             )
         # What a model suggests for sampling (penalties, least lengths) changes greedy output too.
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]

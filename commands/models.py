@@ -25,9 +25,11 @@ def resolve_model(name: str) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise SpecDecError(f"model is a file, not a directory: {name}")
+        raise SpecDecError(f"model is a file, not a directory: {name}", hint="give the directory that holds it")
     if not _HUB_ID.fullmatch(name):
-        raise SpecDecError(f"model directory does not exist: {name}")
+        raise SpecDecError(
+            f"model directory does not exist: {name}", hint="check the path; shipped names are `demo` and `demo-draft`"
+        )
     return _download(name)
 
 

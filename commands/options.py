@@ -106,9 +106,7 @@ def normalize_name(name: str) -> str:
     return _ALIASES.get(name, name)
 
 
-def split_flags_without_effect(
-    arguments: list[str], options_with_value: frozenset[str]
-) -> tuple[list[str], list[str]]:
+def split_flags_without_effect(arguments: list[str], options_with_value: frozenset[str]) -> tuple[list[str], list[str]]:
     """The arguments that mean something, and the names of the flags that do not.
 
     A value is taken along: `--gemm_plugin=float16` and `--gemm_plugin float16` both disappear. Nothing after `--` is

@@ -73,7 +73,7 @@ def read_utf8(path: Path) -> str:
             f"not UTF-8 text at line {line}, byte offset {error.start}: {path}", hint="save the file as UTF-8"
         ) from error
     if not text.strip():
-        raise SpecDecError(f"the file is empty: {path}")
+        raise SpecDecError(f"the file is empty: {path}", hint="put something into it, or give another file")
     return text
 
 
@@ -104,9 +104,13 @@ def parse_json(text: str, path: Path, *, first_line: int = 1) -> object:
         value: object = json.loads(text)
     except json.JSONDecodeError as error:
         where = f"line {first_line + error.lineno - 1}, column {error.colno}"
-        raise SpecDecError(f"not JSON at {where} ({error.msg}): {path}") from error
+        raise SpecDecError(
+            f"not JSON at {where} ({error.msg}): {path}", hint="correct the file at that place"
+        ) from error
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of brackets
-        raise SpecDecError(f"JSON too large to read from line {first_line} ({error}): {path}") from error
+        raise SpecDecError(
+            f"JSON too large to read from line {first_line} ({error}): {path}", hint="check that this is the right file"
+        ) from error
     return value
 
 
@@ -119,7 +123,10 @@ def check_text(value: object, where: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # half a surrogate pair: from "\ud800" in JSON, or a raw byte in argv
-        raise SpecDecError(f"{where} cannot be written as UTF-8 at character {error.start}: {shown(value)}") from error
+        raise SpecDecError(
+            f"{where} cannot be written as UTF-8 at character {error.start}: {shown(value)}",
+            hint="remove that character",
+        ) from error
     return value
 
 
@@ -142,7 +149,9 @@ def _csv_prompts(text: str, path: Path) -> Iterator[Prompt]:
             cells = [_csv_id(cell, f"row {number}, column {i} of {path}") for i, cell in enumerate(row, 1)]
             yield _id_prompt(cells, f"row {number} of {path}")
     except csv.Error as error:
-        raise SpecDecError(f"line {reader.line_num} is not CSV ({error}): {path}") from error
+        raise SpecDecError(
+            f"line {reader.line_num} is not CSV ({error}): {path}", hint="write integers from 0 up, separated by commas"
+        ) from error
 
 
 def _csv_id(cell: str, where: str) -> object:
@@ -194,11 +203,17 @@ def _npy_rows(path: Path) -> list[list[int]]:
             hint="write it with `numpy.save` from an integer array",
         ) from error
     if not np.issubdtype(array.dtype, np.integer):
-        raise SpecDecError(f"token ids must be integers, the array holds {array.dtype}: {path}")
+        raise SpecDecError(
+            f"token ids must be integers, the array holds {array.dtype}: {path}",
+            hint="save the array with an integer dtype",
+        )
     if array.ndim not in (1, 2):
-        raise SpecDecError(f"token ids need 1 or 2 dimensions, the array has shape {array.shape}: {path}")
+        raise SpecDecError(
+            f"token ids need 1 or 2 dimensions, the array has shape {array.shape}: {path}",
+            hint="save it as (num_prompts, length) or (length,)",
+        )
     if array.size == 0:
-        raise SpecDecError(f"the array is empty, its shape is {array.shape}: {path}")
+        raise SpecDecError(f"the array is empty, its shape is {array.shape}: {path}", hint="save at least one prompt")
     rows: list[list[int]] = np.atleast_2d(array).tolist()
     return rows
 

@@ -109,10 +109,13 @@ def run(
     )
     if draft_engine_dir is not None:
         raise UsageError(
-            f"Draft-Target-Model speculation is not in this version: --draft-engine-dir {draft_engine_dir}"
+            f"Draft-Target-Model speculation is not in this version: --draft-engine-dir {draft_engine_dir}",
+            hint="`--ngram-config [10,2,[0]]` speculates without a draft model",
         )
     if output_generation_logits:
-        raise UsageError("generation logits are not in this version: --output-generation-logits")
+        raise UsageError(
+            "generation logits are not in this version: --output-generation-logits", hint="leave the flag out"
+        )
     if streaming and json:
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
     ngram = parse_ngram_config(ngram_config) if ngram_config is not None else None

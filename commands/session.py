@@ -122,9 +122,12 @@ def open_session(
             f"--use-paged-context-fmha enable --max-draft-len {ngram.max_draft_len}`",
         )
     if end_id is not None and end_id >= config.vocab_size:
-        raise SpecDecError(f"`--end-id` is outside the vocabulary of {config.vocab_size}: {end_id}")
+        raise SpecDecError(
+            f"`--end-id` is outside the vocabulary of {config.vocab_size}: {end_id}",
+            hint="give an id of the engine's tokenizer",
+        )
     if any(not word for word in stop_words):
-        raise UsageError("a stop word is empty: `--stop-words ''`")
+        raise UsageError("a stop word is empty: `--stop-words ''`", hint="leave it out")
     tokenizer = None
     if tokenizer_dir is not None:
         tokenizer = load_tokenizer(tokenizer_dir, config.pretrained_config)

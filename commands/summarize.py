@@ -116,12 +116,15 @@ def summarize(
     )
     if draft_engine_dir is not None:
         raise UsageError(
-            f"Draft-Target-Model speculation is not in this version: --draft-engine-dir {draft_engine_dir}"
+            f"Draft-Target-Model speculation is not in this version: --draft-engine-dir {draft_engine_dir}",
+            hint="`--ngram-config [10,2,[0]]` speculates without a draft model",
         )
     if not (test_engine or test_hf):
         raise UsageError("nothing to test", hint="`--test-engine`, `--test-hf` or both")
     if test_hf and hf_model_dir is None:
-        raise UsageError("`--test-hf` needs `--hf-model-dir`")
+        raise UsageError(
+            "`--test-hf` needs `--hf-model-dir`", hint="`--hf-model-dir` names the model the engine was made from"
+        )
     if check_accuracy and not test_engine:
         raise UsageError("`--check-accuracy` checks the engine", hint="`--test-engine`")
     ngram = parse_ngram_config(ngram_config) if ngram_config is not None else None
@@ -129,7 +132,7 @@ def summarize(
         dataset, eval_task=eval_task, dataset_dir=dataset_dir, max_samples=max_ite * batch_size, seed=random_seed
     )
     if output_dir is not None and output_dir.exists() and not output_dir.is_dir():
-        raise SpecDecError(f"output directory is not a directory: {output_dir}")
+        raise SpecDecError(f"output directory is not a directory: {output_dir}", hint="choose another name")
 
     from commands.evaluation import HuggingFace, evaluate_engine, evaluate_hf
     from commands.models import resolve_model
@@ -145,7 +148,8 @@ def summarize(
     with open_session(engine_dir, tokenizer_dir, ngram, kv_cache, end_id, stop_words or []) as session:
         if batch_size > session.engine.max_batch_size:
             raise SpecDecError(
-                f"`--batch-size` exceeds the engine's max_batch_size {session.engine.max_batch_size}: {batch_size}"
+                f"`--batch-size` exceeds the engine's max_batch_size {session.engine.max_batch_size}: {batch_size}",
+                hint="lower it, or build with a larger `--max-batch-size`",
             )
         prompts = _encode(session, samples, eval_task, max_input_length, output)
         batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
@@ -176,7 +180,10 @@ def summarize(
         output.document(document)
     accuracy = document["checks"].get("accuracy")
     if accuracy is not None and not accuracy["passed"]:
-        raise SpecDecError(f"ROUGE-1 is below the threshold {rouge1_threshold:g}: {accuracy['rouge1']:.2f}")
+        raise SpecDecError(
+            f"ROUGE-1 is below the threshold {rouge1_threshold:g}: {accuracy['rouge1']:.2f}",
+            hint="look at the outputs, or set `--rouge1-threshold`",
+        )
 
 
 def _encode(

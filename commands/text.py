@@ -18,7 +18,9 @@ _REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
 def load_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> PreTrainedTokenizerBase:
     """The tokenizer saved in `directory`; SpecDecError if there is none. Truncation keeps a prompt's end."""
     if not directory.is_dir():
-        raise SpecDecError(f"tokenizer directory does not exist: {directory}")
+        raise SpecDecError(
+            f"tokenizer directory does not exist: {directory}", hint="give the directory of a Hugging Face tokenizer"
+        )
     config = CONFIG_MAPPING[pretrained_config["model_type"]].from_dict(pretrained_config)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

@@ -97,7 +97,10 @@ def probe_attention(
     shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
     layer = _layer_index(module)
     if layer in paged:
-        raise SpecDecError(f"a layer computes attention twice, which its K/V cache cannot serve: layer {layer}")
+        raise SpecDecError(
+            f"a layer computes attention twice, which its K/V cache cannot serve: layer {layer}",
+            hint="the README lists the model families that work",
+        )
     paged[layer] = shape
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
@@ -109,13 +112,23 @@ def _layer_index(module: nn.Module) -> int:
 def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
     name = type(module).__name__
     if kwargs.get("softcap") is not None:
-        raise SpecDecError(f"soft-capped attention is not supported: {name}")
+        raise SpecDecError(
+            f"soft-capped attention is not supported: {name}", hint="the README lists the model families that work"
+        )
     if kwargs.get("s_aux") is not None:
-        raise SpecDecError(f"attention sinks are not supported: {name}")
+        raise SpecDecError(
+            f"attention sinks are not supported: {name}", hint="the README lists the model families that work"
+        )
     if kwargs.get("position_bias") is not None:
-        raise SpecDecError(f"attention with a position bias is not supported: {name}")
+        raise SpecDecError(
+            f"attention with a position bias is not supported: {name}",
+            hint="the README lists the model families that work",
+        )
     if not getattr(module, "is_causal", True):
-        raise SpecDecError(f"attention that is not causal is not supported: {name}")
+        raise SpecDecError(
+            f"attention that is not causal is not supported: {name}",
+            hint="the README lists the model families that work",
+        )
 
 
 AttentionInterface.register(PAGED, paged_attention)

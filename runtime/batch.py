@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.kv_cache import NULL_BLOCK
@@ -69,6 +70,26 @@ def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
     return Batch(*(tensor.to(device) for tensor in batch.tensors()))
+
+
+def at_least_two(batch: Batch) -> Batch:
+    """The same step with B, Q, N and T of at least 2, for a compiler that treats sizes of 1 apart.
+
+    Padding goes to the null block; logits beyond the first T are of padding. With Q = 1 token i moves from i to 2 i.
+    """
+    (B, Q), N, T = batch.input_ids.shape, batch.block_tables.shape[1], len(batch.logit_indices)
+
+    def padded(tensor: Tensor, num_columns: int) -> Tensor:
+        return F.pad(tensor, (0, num_columns - tensor.shape[1], 0, max(B, 2) - B))
+
+    logit_indices = batch.logit_indices // Q * max(Q, 2) + batch.logit_indices % Q
+    return Batch(
+        padded(batch.input_ids, max(Q, 2)),
+        padded(batch.positions, max(Q, 2)),
+        padded(batch.slot_mapping, max(Q, 2)),
+        padded(batch.block_tables, max(N, 2)),
+        F.pad(logit_indices, (0, max(T, 2) - T)),
+    )
 
 
 def _padded(values: list[int], length: int, padding: int) -> list[int]:

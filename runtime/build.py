@@ -64,7 +64,6 @@ def build_engine(
             step = torch_compile(Step(model)) if build.compiler == "torch-compile" else Step(model)
         logits_check = check_logits(step, model, layers, build, _TOLERANCE[checkpoint.dtype])
         if build.compiler == "torch-compile":
-            _warm_up(step, model, layers, build)
             save_compile_cache(directory / "rank0.cache")
         phase("writing the engine")
         config = EngineConfig(
@@ -189,17 +188,3 @@ def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(PAGED)
-
-
-def _warm_up(step: StepFunction, model: PreTrainedModel, layers: tuple[LayerShape, ...], build: BuildConfig) -> None:
-    """Run the kinds of step that the compiler treats apart (one row or several, one token or several)."""
-    parameter = next(model.parameters())
-    block_size = build.tokens_per_block
-    pool = KVPool(layers, 7, block_size, parameter.dtype, parameter.device)
-    tables = [[1, 2, 3], [4, 5, 6]]
-    with torch.no_grad():
-        for num_rows in range(1, 1 + len(tables[: build.max_batch_size])):
-            for start in (0, min(block_size + 1, build.max_request_len - 2)):
-                for num_tokens in (1, 2):
-                    rows = [Row([1] * num_tokens, start, table, num_tokens) for table in tables[:num_rows]]
-                    step(*pack(rows, block_size, parameter.device).tensors(), pool.keys, pool.values)

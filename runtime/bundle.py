@@ -84,7 +84,7 @@ def open_step(
     """The compiled step of an engine directory, ready to be called on `device`."""
     if compiler == "aot":
         try:
-            return open_aot(engine_dir / "rank0.pt2")
+            return open_aot(engine_dir / "rank0.pt2", device)
         except Exception as error:  # torch raises RuntimeError, OSError or zip errors; all mean the same
             raise SpecDecError(
                 f"`{engine_dir / 'rank0.pt2'}` cannot be opened: {str(error).splitlines()[0]}",

@@ -62,7 +62,7 @@ def convert(
     Raises SpecDecError for a model that is unsupported, incomplete or damaged; then nothing is written.
     """
     if not model_dir.is_dir():
-        raise SpecDecError(f"model directory does not exist: {model_dir}")
+        raise SpecDecError(f"model directory does not exist: {model_dir}", hint="check the path")
     pretrained_config = read_json(model_dir / "config.json")
     probe_config(parse_pretrained_config(pretrained_config, str(model_dir / "config.json")))
     entries = _read_entries(model_dir)
@@ -83,7 +83,10 @@ def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
         )
     data = read_json(checkpoint_dir / "config.json")
     if "build_config" in data:
-        raise SpecDecError(f"this is an engine directory, not a checkpoint: {checkpoint_dir}")
+        raise SpecDecError(
+            f"this is an engine directory, not a checkpoint: {checkpoint_dir}",
+            hint="give the directory that `specdec convert` wrote",
+        )
     if "model_type" in data:
         raise SpecDecError(
             f"this is a Hugging Face model, not a checkpoint: {checkpoint_dir}",
@@ -109,17 +112,21 @@ def _read_entries(model_dir: Path) -> list[_TensorEntry]:
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise SpecDecError(f"`{index}` has no `weight_map`")
+            raise SpecDecError(f"`{index}` has no `weight_map`", hint="download or save the model again")
         files = [model_dir / name for name in sorted(set(weight_map.values()))]
     elif (model_dir / "model.safetensors").is_file():
         weight_map, files = None, [model_dir / "model.safetensors"]
     else:
         _refuse_pickle(model_dir)
-        raise SpecDecError(f"file is missing: {model_dir / 'model.safetensors'}")
+        raise SpecDecError(
+            f"file is missing: {model_dir / 'model.safetensors'}", hint="download or save the model again"
+        )
     entries = [entry for file in files for entry in _read_header(file)]
     missing = sorted(set(weight_map or {}) - {entry.name for entry in entries})
     if missing:
-        raise SpecDecError(f"`{index}` names a tensor that no shard holds: {missing[0]}")
+        raise SpecDecError(
+            f"`{index}` names a tensor that no shard holds: {missing[0]}", hint="download or save the model again"
+        )
     return entries
 
 
@@ -135,7 +142,7 @@ def _refuse_pickle(model_dir: Path) -> None:
 
 def _read_header(file: Path) -> list[_TensorEntry]:
     if not file.is_file():
-        raise SpecDecError(f"file is missing: {file}")
+        raise SpecDecError(f"file is missing: {file}", hint="download or save the model again")
     entries = []
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -143,7 +150,8 @@ def _read_header(file: Path) -> list[_TensorEntry]:
                 tensor = tensors.get_slice(name)
                 if tensor.get_dtype() not in _DTYPES:
                     raise SpecDecError(
-                        f"`{file}` holds a tensor of a dtype that is not supported: {tensor.get_dtype()}"
+                        f"`{file}` holds a tensor of a dtype that is not supported: {tensor.get_dtype()}",
+                        hint="save the model in float32, float16 or bfloat16",
                     )
                 entries.append(_TensorEntry(name, file, tuple(tensor.get_shape()), _DTYPES[tensor.get_dtype()]))
     except SafetensorError as error:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from runtime.batch import Row, pack
+from runtime.batch import Batch, Row, at_least_two, pack
 from runtime.config import BuildConfig, LayerShape
 from runtime.kv_cache import KVPool
 
@@ -60,9 +60,10 @@ def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
-def open_aot(path: Path) -> StepFunction:
+def open_aot(path: Path, device: torch.device) -> StepFunction:
     """The packaged step. Its loader is called directly: `torch._inductor` alone takes most of a second to import."""
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+    device_index = -1 if device.index is None else device.index
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, device_index)
 
     def step(*inputs: Tensor | list[Tensor]) -> Tensor:
         flat: list[Tensor] = []
@@ -75,7 +76,17 @@ def open_aot(path: Path) -> StepFunction:
 
 
 def torch_compile(step: "Step") -> StepFunction:
-    return torch.compile(step, dynamic=True)
+    """Compiled on the first call, once for all sizes: a step never waits for the compiler again."""
+    compiled = torch.compile(step, dynamic=True)
+
+    def run(*inputs: Any) -> Tensor:
+        batch, pools = Batch(*inputs[:5]), inputs[5:]
+        # Or sizes that are equal in the first call would have to be equal in all.
+        with torch.fx.experimental._config.patch(use_duck_shape=False):
+            logits: Tensor = compiled(*at_least_two(batch).tensors(), *pools)
+        return logits[: len(batch.logit_indices)]
+
+    return run
 
 
 def save_compile_cache(path: Path) -> None:

@@ -115,7 +115,10 @@ def as_json(config: Any) -> dict[str, Any]:
 def parse(kind: type[Config], data: Any, where: str) -> Config:
     """Build the dataclass `kind` from parsed JSON; SpecDecError names `where` and the key that is wrong."""
     if not isinstance(data, dict):
-        raise SpecDecError(f"`{where}` is not a JSON object: {type(data).__name__}")
+        raise SpecDecError(
+            f"`{where}` is not a JSON object: {type(data).__name__}",
+            hint="the file was changed or is damaged; make the directory again",
+        )
     version = data.get("format_version")
     if "format_version" in {f.name for f in dataclasses.fields(kind)} and version != FORMAT_VERSION:  # type: ignore[arg-type]
         raise SpecDecError(
@@ -125,13 +128,19 @@ def parse(kind: type[Config], data: Any, where: str) -> Config:
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(data) - set(hints))
     if unknown:
-        raise SpecDecError(f"`{where}` has an unknown key: {unknown[0]}")
+        raise SpecDecError(
+            f"`{where}` has an unknown key: {unknown[0]}",
+            hint="the file was changed or is damaged; make the directory again",
+        )
     values = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if field.name in data:
             values[field.name] = _parse_value(hints[field.name], data[field.name], f"{where}: {field.name}")
         elif field.default is dataclasses.MISSING:
-            raise SpecDecError(f"`{where}` lacks the key: {field.name}")
+            raise SpecDecError(
+                f"`{where}` lacks the key: {field.name}",
+                hint="the file was changed or is damaged; make the directory again",
+            )
     return kind(**values)
 
 
@@ -148,7 +157,10 @@ def _parse_value(kind: Any, value: Any, where: str) -> Any:
     else:
         valid = _is_a(value, origin or kind)
     if not valid:
-        raise SpecDecError(f"`{where}` has a value it cannot have: {value!r}")
+        raise SpecDecError(
+            f"`{where}` has a value it cannot have: {value!r}",
+            hint="the file was changed or is damaged; make the directory again",
+        )
     return value
 
 

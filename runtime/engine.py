@@ -96,7 +96,7 @@ class Engine:
         """SpecDecError if the engine cannot serve the request whatever else runs."""
         build, num_prompt = self.config.build_config, len(request.prompt_tokens)
         if num_prompt == 0:
-            raise SpecDecError(f"prompt is empty: request {request.id}")
+            raise SpecDecError(f"prompt is empty: request {request.id}", hint="give it at least one token")
         if num_prompt > build.max_input_len:
             raise SpecDecError(
                 f"prompt of request {request.id} is longer than the engine's max_input_len {build.max_input_len}: "
@@ -104,7 +104,9 @@ class Engine:
                 hint="`--max-input-length` keeps the last tokens, or build with a larger `--max-input-len`",
             )
         if request.max_new_tokens < 1:
-            raise SpecDecError(f"number of tokens to generate must be at least 1: {request.max_new_tokens}")
+            raise SpecDecError(
+                f"number of tokens to generate must be at least 1: {request.max_new_tokens}", hint="ask for one or more"
+            )
         if num_prompt + request.max_new_tokens > build.max_request_len:
             raise SpecDecError(
                 f"prompt and output of request {request.id} exceed the engine's {build.max_request_len} tokens: "
@@ -115,7 +117,8 @@ class Engine:
         if foreign:
             raise SpecDecError(
                 f"prompt of request {request.id} has a token id outside the vocabulary of {self.config.vocab_size}: "
-                f"{foreign[0]}"
+                f"{foreign[0]}",
+                hint="use the tokenizer that the model was trained with",
             )
 
     def admit(self, sequence: Sequence) -> bool:
@@ -123,7 +126,7 @@ class Engine:
 
         False: no room now, nothing changed. SpecDecError: it would not fit an empty cache either.
         """
-        num_tokens = len(sequence.tokens) + min(self.max_draft_len, max(sequence.num_remaining - 1, 0))
+        num_tokens = len(sequence.tokens) + self._max_draft_len_of(sequence)
         copies = self._blocks.admit(sequence, num_tokens)
         if copies is None:
             if self._blocks.num_blocks_for(num_tokens) > self._blocks.num_blocks - 1:
@@ -143,6 +146,12 @@ class Engine:
 
         Leaves every sequence's tokens as they are and `num_computed` at what the verdict makes valid.
         """
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            if len(draft.tokens) > self._max_draft_len_of(sequence):
+                raise SpecDecError(
+                    f"the drafter proposed more than the {self._max_draft_len_of(sequence)} tokens that request "
+                    f"{sequence.request.id} can take: {len(draft.tokens)}"
+                )
         self._compute_context(sequences)
         rows = [generation_row(s, draft.tokens) for s, draft in zip(sequences, drafts, strict=True)]
         target_tokens = self._forward(rows).argmax(dim=-1).tolist()
@@ -158,6 +167,10 @@ class Engine:
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; with block reuse its K/V can be found until they are needed."""
         self._blocks.release(sequence)
+
+    def _max_draft_len_of(self, sequence: Sequence) -> int:
+        """What a draft may have: the target adds a token of its own, and the budget holds for both."""
+        return min(self.max_draft_len, max(sequence.num_remaining - 1, 0))
 
     def _compute_context(self, sequences: Seq[Sequence]) -> None:
         """Compute long uncomputed tails up to their last chunk."""
@@ -185,10 +198,14 @@ def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torc
         if count == 0:
             raise SpecDecError("this machine has no GPU to run on", hint="build with `--device cpu`")
         if device_id >= count:
-            raise UsageError(f"there is no such GPU (this machine has {count}): {device_id}")
+            raise UsageError(
+                f"there is no such GPU (this machine has {count}): {device_id}", hint="GPUs are numbered from 0"
+            )
         return torch.device("cuda", device_id)
     if device_id != 0:
-        raise UsageError(f"there is no such device (the engine runs on the CPU, device 0): {device_id}")
+        raise UsageError(
+            f"there is no such device (the engine runs on the CPU, device 0): {device_id}", hint="the CPU is device 0"
+        )
     return torch.device("cpu")
 
 

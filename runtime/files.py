@@ -19,7 +19,7 @@ from runtime.errors import SpecDecError
 def check_output_directory(path: Path, *, replace: bool) -> None:
     """SpecDecError unless `path` can be written: absent, empty, or (with `replace`) one of our own directories."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise SpecDecError(f"output directory is not a directory: {path}")
+        raise SpecDecError(f"output directory is not a directory: {path}", hint="choose another name")
     if path.exists() and any(path.iterdir()):
         if not replace:
             raise SpecDecError(f"output directory is not empty: {path}", hint="`--force` replaces it")
@@ -62,11 +62,18 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise SpecDecError(f"file is missing: {path}") from None
+        raise SpecDecError(
+            f"file is missing: {path}", hint="the directory is incomplete; make or download it again"
+        ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SpecDecError(f"`{path}` is not valid JSON: {error}") from None
+        raise SpecDecError(
+            f"`{path}` is not valid JSON: {error}", hint="the file is damaged; make or download it again"
+        ) from None
     if not isinstance(data, dict):
-        raise SpecDecError(f"`{path}` is not a JSON object: {type(data).__name__}")
+        raise SpecDecError(
+            f"`{path}` is not a JSON object: {type(data).__name__}",
+            hint="the file is damaged; make or download it again",
+        )
     return data
 
 

@@ -34,7 +34,10 @@ def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfi
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(data)
     except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
-        raise SpecDecError(f"`{where}` is not a valid {model_type} config: {error}") from error
+        raise SpecDecError(
+            f"`{where}` is not a valid {model_type} config: {error}",
+            hint="the file is damaged; download or save the model again",
+        ) from error
     _refuse_unsupported(config)
     return config
 
@@ -42,25 +45,44 @@ def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfi
 def _refuse_unsupported(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
-        raise SpecDecError(f"encoder-decoder models are not supported: {kind}")
+        raise SpecDecError(
+            f"encoder-decoder models are not supported: {kind}", hint="the README lists the model families that work"
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise SpecDecError(f"transformers has no causal language model for this model type: {kind}")
+        raise SpecDecError(
+            f"transformers has no causal language model for this model type: {kind}",
+            hint="the README lists the model families that work",
+        )
     if getattr(config, "quantization_config", None):
         raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")
     if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise SpecDecError(f"soft-capped attention is not supported: {kind}")
+        raise SpecDecError(
+            f"soft-capped attention is not supported: {kind}", hint="the README lists the model families that work"
+        )
     if getattr(config, "attention_chunk_size", None) is not None:
-        raise SpecDecError(f"chunked attention is not supported: {kind}")
+        raise SpecDecError(
+            f"chunked attention is not supported: {kind}", hint="the README lists the model families that work"
+        )
     if getattr(config, "use_bidirectional_attention", None):
-        raise SpecDecError(f"bidirectional attention is not supported: {kind}")
+        raise SpecDecError(
+            f"bidirectional attention is not supported: {kind}", hint="the README lists the model families that work"
+        )
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES)
     if foreign:
-        raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}")
+        raise SpecDecError(
+            f"layers of this type are not supported in {kind}: {foreign[0]}",
+            hint="the README lists the model families that work",
+        )
     model_class = _model_class(config)
     if model_class._is_stateful:
-        raise SpecDecError(f"state-space models are not supported: {kind}")
+        raise SpecDecError(
+            f"state-space models are not supported: {kind}", hint="the README lists the model families that work"
+        )
     if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
-        raise SpecDecError(f"the model cannot compute logits of chosen positions (`logits_to_keep`): {kind}")
+        raise SpecDecError(
+            f"the model cannot compute logits of chosen positions (`logits_to_keep`): {kind}",
+            hint="the README lists the model families that work",
+        )
 
 
 def _model_class(config: PreTrainedConfig) -> Any:
@@ -102,7 +124,7 @@ def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, atte
     try:
         state_dict = load_file(weights)
     except FileNotFoundError:
-        raise SpecDecError(f"file is missing: {weights}") from None
+        raise SpecDecError(f"file is missing: {weights}", hint="run `specdec convert` again") from None
     except SafetensorError as error:
         raise SpecDecError(f"`{weights}` is damaged: {error}", hint="run `specdec convert` again") from None
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -118,7 +140,8 @@ def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, atte
     for problem, names in (("lacks", report["missing_keys"]), ("has the wrong shape of", report["mismatched_keys"])):
         if names:
             raise SpecDecError(
-                f"`{weights}` {problem} {len(names)} of the model's weights, such as: {sorted(names)[0]}"
+                f"`{weights}` {problem} {len(names)} of the model's weights, such as: {sorted(names)[0]}",
+                hint="config.json and weights are of two models; run `specdec convert` again",
             )
     _declare_no_padding(model)
     loaded: PreTrainedModel = model.eval()
@@ -148,14 +171,10 @@ class Step(nn.Module):
         value_pools: list[Tensor],
     ) -> Tensor:  # (T, vocab)
         paged = PagedInputs(key_pools, value_pools, positions, slot_mapping, block_tables)
-        # Said to the compiler, which otherwise computes indices by division in every inner loop.
-        B, Q = input_ids.shape
-        for tensor in (positions, slot_mapping):
-            torch._check(tensor.shape[0] == B)
-            torch._check(tensor.shape[1] == Q)
-        torch._check(block_tables.shape[0] == B)
-        for pool in (*key_pools, *value_pools):
-            torch._check(pool.shape[0] == key_pools[0].shape[0])
+        (B, Q), num_blocks = input_ids.shape, key_pools[0].shape[0]
+        _declare_equal(B, positions.shape[0], slot_mapping.shape[0], block_tables.shape[0])
+        _declare_equal(Q, positions.shape[1], slot_mapping.shape[1])
+        _declare_equal(num_blocks, *(pool.shape[0] for pool in (*key_pools, *value_pools)))
         # One row of B x Q tokens, so that the model's own `logits_to_keep` picks positions across rows.
         output = self.model(
             input_ids=input_ids.reshape(1, B * Q),
@@ -166,3 +185,9 @@ class Step(nn.Module):
         )
         logits: Tensor = output.logits[0]
         return logits
+
+
+def _declare_equal(size: int, *others: int) -> None:
+    """Tell the compiler; otherwise it computes indices by division in every inner loop, at half the speed."""
+    for other in others:
+        torch._check(other == size)  # type: ignore[no-untyped-call]
