@@ -6,15 +6,19 @@ terminal only.
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from rich.text import Text
+
+from runtime.errors import SpecDecError
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,28 @@ def fail(message: str, hint: str | None) -> None:
 
 def _say(label: str, style: str, message: str) -> None:
     stderr().print(Text.assemble((label, style), " ", message), soft_wrap=True)
+
+
+def check_output_file(path: Path) -> None:
+    """SpecDecError unless a file can be written at `path`, found out before the work. Leaves no trace."""
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise SpecDecError(f"cannot write the file ({error.strerror}): {path}", hint="choose another path") from None
+    if not existed:
+        path.unlink()
+
+
+def check_new_directory(path: Path) -> None:
+    """SpecDecError unless `path` is a directory, or can be made, that files can be written in. Leaves no trace."""
+    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise SpecDecError(
+            f"cannot write into the directory ({error.strerror}): {path}", hint="choose another"
+        ) from None
 
 
 def number(value: float | None, digits: int = 2) -> str:

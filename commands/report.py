@@ -12,7 +12,7 @@ from commands.evaluation import SampleRun, SystemRun
 from commands.output import Output, milliseconds, number, percent
 from commands.rouge import ROUGE_TYPES, rouge_scores
 from commands.session import Session, total_record
-from runtime.files import write_json
+from runtime.files import write_file, write_json
 from runtime.stats import LoopTimes
 
 _TITLES = {"hf": "Hugging Face", "engine": "engine", "engine_no_drafter": "engine, no drafter"}
@@ -238,5 +238,5 @@ def write_outputs(output_dir: Path, session: Session, runs: list[SystemRun], doc
             continue
         lines = [f"Engine path: {session.engine_dir}", f"Tokenizer path: {session.tokenizer_dir}"]
         lines += [f"[{i}] {sample.output_text}" for i, sample in enumerate(run.samples)]
-        (output_dir / f"{run.name}.out").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_file(output_dir / f"{run.name}.out", ("\n".join(lines) + "\n").encode())
     write_json(output_dir / "summary.json", document)

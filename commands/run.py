@@ -1,5 +1,7 @@
 """`specdec run`: generate, with or without speculation, and say how it went."""
 
+import io
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +29,7 @@ from commands.options import (
     check_generation_flags,
     parse_ngram_config,
 )
-from commands.output import Output, milliseconds, number, percent
+from commands.output import Output, check_output_file, milliseconds, number, percent
 from commands.prompts import Prompt, read_prompts
 from runtime.errors import SpecDecError, UsageError
 
@@ -120,8 +122,8 @@ def run(
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
     ngram = parse_ngram_config(ngram_config) if ngram_config is not None else None
     for path in (output_csv, output_npy):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise SpecDecError(f"directory of the output file does not exist: {path}")
+        if path is not None:
+            check_output_file(path)
 
     from commands.session import open_session
     from runtime.engine import KVCacheConfig
@@ -225,11 +227,12 @@ def _table(generation: "Generation") -> Table:
 
 
 def _time_line(total: dict[str, Any]) -> str:
-    wall = total["wall_s"]
+    target, drafting, host = (
+        percent(total[f"{part}_time_s"] / total["wall_s"]) for part in ("target", "draft", "host")
+    )
     return (
-        f"{total['num_generated_tokens']} tokens in {wall:.2f} s: "
-        f"{number(total['output_tokens_per_second'], 1)} tokens/s (target {percent(total['target_time_s'] / wall)}, drafting {percent(total['draft_time_s'] / wall)}, "
-        f"host {percent(total['host_time_s'] / wall)})"
+        f"{total['num_generated_tokens']} tokens in {total['wall_s']:.2f} s: "
+        f"{number(total['output_tokens_per_second'], 1)} tokens/s (target {target}, drafting {drafting}, host {host})"
     )
 
 
@@ -239,14 +242,16 @@ def _write_ids(session: "Session", sequences: list["Sequence"], csv: Path | None
         return
     import numpy as np
 
+    from runtime.files import write_file
+
     pad = min(session.end_ids, default=0)
     longest = max(len(sequence.tokens) for sequence in sequences)
     rows = np.array([s.tokens + [pad] * (longest - len(s.tokens)) for s in sequences], dtype=np.int32)
-    if csv is not None:
-        np.savetxt(csv, rows, fmt="%d", delimiter=",")
-    if npy is not None:
-        with open(npy, "wb") as file:
-            np.save(file, rows, allow_pickle=False)
+    for path, save in ((csv, partial(np.savetxt, fmt="%d", delimiter=",")), (npy, np.save)):
+        if path is not None:
+            file = io.BytesIO()  # numpy does not notice that a disk is full
+            save(file, rows)
+            write_file(path, file.getvalue())
 
 
 def _document(

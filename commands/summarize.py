@@ -31,7 +31,7 @@ from commands.options import (
     check_generation_flags,
     parse_ngram_config,
 )
-from commands.output import Output
+from commands.output import Output, check_new_directory
 from commands.prompts import Prompt
 from runtime.errors import SpecDecError, UsageError
 
@@ -131,8 +131,8 @@ def summarize(
     samples = load_samples(
         dataset, eval_task=eval_task, dataset_dir=dataset_dir, max_samples=max_ite * batch_size, seed=random_seed
     )
-    if output_dir is not None and output_dir.exists() and not output_dir.is_dir():
-        raise SpecDecError(f"output directory is not a directory: {output_dir}", hint="choose another name")
+    if output_dir is not None:
+        check_new_directory(output_dir)
 
     from commands.evaluation import HuggingFace, evaluate_engine, evaluate_hf
     from commands.models import resolve_model

@@ -21,8 +21,13 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> PreTra
         raise SpecDecError(
             f"tokenizer directory does not exist: {directory}", hint="give the directory of a Hugging Face tokenizer"
         )
-    config = CONFIG_MAPPING[pretrained_config["model_type"]].from_dict(pretrained_config)
+    model_type = pretrained_config["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        raise SpecDecError(
+            f"transformers does not know this model type: {model_type}", hint="install the transformers of the build"
+        )
     try:
+        config = CONFIG_MAPPING[model_type].from_dict(pretrained_config)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, config=config, truncation_side="left", local_files_only=True
         )

@@ -5,6 +5,7 @@ logits as transformers' own eager attention on the machine that built it.
 """
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from runtime.attention import PAGED
 from runtime.batch import Row, pack
 from runtime.bundle import current_environment, open_step
 from runtime.checkpoint import copy_tokenizer_files, open_checkpoint
-from runtime.compilation import StepFunction, compile_aot, save_compile_cache, torch_compile
+from runtime.compilation import StepFunction, compile_aot, torch_compile
 from runtime.config import BuildConfig, EngineConfig, LayerShape, LogitsCheck, as_json
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, new_directory, write_json
@@ -58,13 +59,16 @@ def build_engine(
         if build.compiler != "aot":
             shutil.copyfile(weights, directory / "rank0.safetensors")
         phase("checking the logits")
+        step: StepFunction = Step(model)
         if build.compiler == "aot":
             step = open_step("aot", checkpoint.pretrained_config, checkpoint.dtype, directory, device)
-        else:
-            step = torch_compile(Step(model)) if build.compiler == "torch-compile" else Step(model)
-        logits_check = check_logits(step, model, layers, build, _TOLERANCE[checkpoint.dtype])
-        if build.compiler == "torch-compile":
-            save_compile_cache(directory / "rank0.cache")
+        elif build.compiler == "torch-compile":
+            step = torch_compile(Step(model), directory / "rank0.cache")
+        try:
+            logits_check = check_logits(step, model, layers, build, _TOLERANCE[checkpoint.dtype])
+        except Exception as error:  # `torch-compile` compiles with the first step
+            _raise_machine_error(error)
+            raise
         phase("writing the engine")
         config = EngineConfig(
             pretrained_config=checkpoint.pretrained_config,
@@ -112,10 +116,24 @@ def _compile(
     try:
         compile_aot(Step(model), layers, build, directory / "rank0.pt2")
     except Exception as error:  # export and Inductor raise many kinds; each means: not this model
+        _raise_machine_error(error)
         (directory / "rank0.pt2").unlink(missing_ok=True)
-        note = f"cannot be compiled ahead of time: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        message = next(iter(str(error).strip().splitlines()), "")
+        note = f"cannot be compiled ahead of time: {type(error).__name__}: {message}"
         return dataclasses.replace(build, compiler="torch-compile"), note
     return build, None
+
+
+def _raise_machine_error(error: Exception) -> None:
+    """Raise what is the machine's fault and not the model's: a full disk, or no C++ compiler."""
+    cause = getattr(error, "inner_exception", error)  # of Inductor's wrapper
+    if isinstance(cause, OSError):
+        raise cause
+    if type(cause).__name__ == "InvalidCxxCompiler":
+        raise SpecDecError(
+            f"no working C++ compiler to build with: {os.environ.get('CXX', 'g++')}",
+            hint="install one (the package `g++`) or name it in the variable CXX; `--compiler none` does without",
+        ) from error
 
 
 def check_logits(
@@ -144,7 +162,7 @@ def check_logits(
         batch = pack(rows, block_size, parameter.device)
         return step(*batch.tensors(), pool.keys, pool.values).float()
 
-    with torch.no_grad():
+    with torch.inference_mode():  # as an engine does: a compiled step is found again only under the same mode
         zipped = list(zip(rows_tokens, tables, lengths, strict=True))
         ours = [
             run([Row(tokens[:context], 0, table, 1) for tokens, table, (context, _) in zipped]),

@@ -5,14 +5,18 @@ What stands for the step depends on the compiler: `rank0.pt2` (aot), or `rank0.s
 only bundles you would run as a program.
 """
 
+import atexit
 import platform
+import shlex
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from runtime.compilation import StepFunction, load_compile_cache, open_aot, torch_compile
+from runtime.compilation import StepFunction, open_aot, torch_compile
 from runtime.config import Compiler, Dtype, EngineConfig, Environment, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json
@@ -51,8 +55,10 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
     if "build_config" not in data:
         raise SpecDecError(f"this is not an engine directory: {engine_dir}", hint="make one with `specdec build`")
     config = parse(EngineConfig, data, str(engine_dir / "config.json"))
+    if not isinstance(config.pretrained_config.get("model_type"), str):
+        raise SpecDecError(f"`{engine_dir / 'config.json'}` names no `model_type`", hint="run `specdec build` again")
     for name in step_files(config):
-        if not (engine_dir / name).is_file():
+        if not (engine_dir / name).exists():
             raise SpecDecError(f"file is missing: {engine_dir / name}", hint="run `specdec build` again")
     return config
 
@@ -66,7 +72,8 @@ def check_environment(config: EngineConfig, engine_dir: Path, device: torch.devi
             build = config.build_config
             raise SpecDecError(
                 f"`{engine_dir}` was built for another {name}: it needs {built}, here is {now}",
-                hint=f"rebuild it here: specdec build --checkpoint-dir CKPT --output-dir {engine_dir} --force "
+                hint="rebuild it here: specdec build --checkpoint-dir CKPT "
+                f"--output-dir {shlex.quote(str(engine_dir))} --force "
                 f"--max-batch-size {build.max_batch_size} --max-input-len {build.max_input_len} "
                 f"--max-seq-len {build.max_request_len} --max-draft-len {build.max_draft_len} "
                 f"--tokens-per-block {build.tokens_per_block} --compiler {build.compiler}"
@@ -99,5 +106,8 @@ def open_step(
     step = Step(load_model(pretrained, weights, getattr(torch, dtype), PAGED)).to(device)
     if compiler == "none":
         return step
-    load_compile_cache(engine_dir / "rank0.cache")
-    return torch_compile(step)
+    # A copy, because the compiler writes to its cache and the bundle may be shared or read-only.
+    cache_dir = Path(tempfile.mkdtemp(prefix="specdec-"))
+    atexit.register(shutil.rmtree, cache_dir, ignore_errors=True)
+    shutil.copytree(engine_dir / "rank0.cache", cache_dir, dirs_exist_ok=True)
+    return torch_compile(step, cache_dir)

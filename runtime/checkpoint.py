@@ -111,9 +111,12 @@ def _read_entries(model_dir: Path) -> list[_TensorEntry]:
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise SpecDecError(f"`{index}` has no `weight_map`", hint="download or save the model again")
-        files = [model_dir / name for name in sorted(set(weight_map.values()))]
+        names = weight_map.values() if isinstance(weight_map, dict) else []
+        if not names or not all(isinstance(name, str) for name in names):
+            raise SpecDecError(
+                f"`{index}` has no `weight_map` from tensors to files", hint="download or save the model again"
+            )
+        files = [model_dir / name for name in sorted(set(names))]
     elif (model_dir / "model.safetensors").is_file():
         weight_map, files = None, [model_dir / "model.safetensors"]
     else:

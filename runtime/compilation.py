@@ -7,6 +7,7 @@
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,7 +57,8 @@ def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig
             step, (*batch.tensors(), pool.keys, pool.values), strict=False, dynamic_shapes=tuple(dynamic)
         )
         # Freezing prepacks the weights for the CPU's matrix kernels: steps are two to three times faster.
-        options = {"freezing": True} if parameter.device.type == "cpu" else {}
+        # torch writes into its own `metadata`, by which a later torch-compile would not be found again.
+        options: dict[str, Any] = {"freezing": parameter.device.type == "cpu", "aot_inductor.metadata": {}}
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
@@ -75,30 +77,41 @@ def open_aot(path: Path, device: torch.device) -> StepFunction:
     return step
 
 
-def torch_compile(step: "Step") -> StepFunction:
-    """Compiled on the first call, once for all sizes: a step never waits for the compiler again."""
+def torch_compile(step: "Step", cache_dir: Path) -> StepFunction:
+    """Compiled on the first call, once for all sizes: a step never waits for the compiler again.
+
+    All that the compiler makes, machine code included, is found in `cache_dir` or put there.
+    """
     compiled = torch.compile(step, dynamic=True)
 
     def run(*inputs: Any) -> Tensor:
         batch, pools = Batch(*inputs[:5]), inputs[5:]
         # Or sizes that are equal in the first call would have to be equal in all.
-        with torch.fx.experimental._config.patch(use_duck_shape=False):
+        equal_by_chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+        with _compiler_cache(cache_dir), equal_by_chance:
             logits: Tensor = compiled(*at_least_two(batch).tensors(), *pools)
         return logits[: len(batch.logit_indices)]
 
     return run
 
 
-def save_compile_cache(path: Path) -> None:
-    """Write what `torch.compile` has compiled in this process so far."""
-    artifacts = torch.compiler.save_cache_artifacts()
-    path.write_bytes(artifacts[0] if artifacts else b"")
+@contextmanager
+def _compiler_cache(cache_dir: Path) -> Iterator[None]:
+    """Inductor reads the place of its cache from the environment, and nowhere else.
 
-
-def load_compile_cache(path: Path) -> None:
-    data = path.read_bytes()
-    if data:
-        torch.compiler.load_cache_artifacts(data)
+    Headers are not precompiled: they would be again in every process, needed or not.
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    os.environ[name] = str(cache_dir)
+    try:
+        with torch._inductor.config.patch(cpp_cache_precompile_headers=False):
+            yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextmanager

@@ -61,6 +61,8 @@ class Engine:
         Raises SpecDecError if the directory is damaged or was built for another environment, or the cache does not fit.
         """
         config = read_engine_config(engine_dir)
+        if config.environment.device == "cuda" and not torch.cuda.is_available():
+            check_environment(config, engine_dir, torch.device("cpu"))
         device = resolve_device(config.environment.device, device_id)
         check_environment(config, engine_dir, device)
         if device.type == "cpu":
@@ -120,6 +122,17 @@ class Engine:
                 f"{foreign[0]}",
                 hint="use the tokenizer that the model was trained with",
             )
+        # The last token's K/V are never needed.
+        self._check_cache_size(request, num_prompt + request.max_new_tokens - 1)
+
+    def _check_cache_size(self, request: Request, num_tokens: int) -> None:
+        """SpecDecError if an empty cache could not hold so many tokens of the request."""
+        if self._blocks.num_blocks_for(num_tokens) > self._blocks.num_blocks - 1:
+            raise SpecDecError(
+                f"K/V cache of {(self._blocks.num_blocks - 1) * self._blocks.block_size} tokens is too small for "
+                f"request {request.id}: it needs {num_tokens}",
+                hint="raise `--max-tokens-in-paged-kv-cache` or `--kv-cache-free-gpu-memory-fraction`",
+            )
 
     def admit(self, sequence: Sequence) -> bool:
         """Give the sequence blocks for its tokens and a draft, finding K/V that is already known.
@@ -129,12 +142,7 @@ class Engine:
         num_tokens = len(sequence.tokens) + self._max_draft_len_of(sequence)
         copies = self._blocks.admit(sequence, num_tokens)
         if copies is None:
-            if self._blocks.num_blocks_for(num_tokens) > self._blocks.num_blocks - 1:
-                raise SpecDecError(
-                    f"K/V cache of {(self._blocks.num_blocks - 1) * self._blocks.block_size} tokens is too small for "
-                    f"request {sequence.request.id}: it needs {num_tokens}",
-                    hint="raise `--max-tokens-in-paged-kv-cache` or `--kv-cache-free-gpu-memory-fraction`",
-                )
+            self._check_cache_size(sequence.request, num_tokens)
             return False
         sequence.stats.num_reused_tokens += sequence.num_computed
         for copy in copies:

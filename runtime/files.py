@@ -5,9 +5,8 @@ leaves nothing behind.
 """
 
 import json
-import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,14 +39,12 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
     check_output_directory(path, replace=replace)
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    temporary = _hidden_sibling(path, "tmp")
     try:
+        temporary.mkdir()
         yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)
         if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+            old = _hidden_sibling(path, "old")
             path.rename(old)
             temporary.rename(path)
             shutil.rmtree(old)
@@ -55,6 +52,11 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
             temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _hidden_sibling(path: Path, suffix: str) -> Path:
+    """A name that nobody else uses. It is known before there is anything of that name, so nothing is left behind."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{suffix}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -78,7 +80,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    write_file(path, (json.dumps(data, indent=2) + "\n").encode())
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write all of `data`, or leave `path` as it was. What is no regular file, such as a pipe, is written to."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    path = path.resolve()
+    temporary = _hidden_sibling(path, "tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def directory_bytes(path: Path) -> int:

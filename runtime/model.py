@@ -4,6 +4,7 @@ Model code is transformers' own. Ours is only the check that a model is one we r
 gives the compiled function its signature.
 """
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from runtime.attention import PROBE, PagedInputs
+from runtime.attention import PROBE, SEE_README, PagedInputs
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 
@@ -29,7 +30,11 @@ def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfi
     if model_type is None:
         raise SpecDecError(f"`{where}` names no `model_type`", hint="it should be a Hugging Face model's config.json")
     if model_type not in CONFIG_MAPPING:
-        hint = "models with code of their own (`trust_remote_code`) are not supported" if "auto_map" in data else None
+        hint = (
+            "models with code of their own (`trust_remote_code`) are not supported"
+            if "auto_map" in data
+            else SEE_README
+        )
         raise SpecDecError(f"transformers does not know this model type: {model_type}", hint=hint)
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(data)
@@ -45,43 +50,26 @@ def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfi
 def _refuse_unsupported(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
-        raise SpecDecError(
-            f"encoder-decoder models are not supported: {kind}", hint="the README lists the model families that work"
-        )
+        raise SpecDecError(f"encoder-decoder models are not supported: {kind}", hint=SEE_README)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise SpecDecError(
-            f"transformers has no causal language model for this model type: {kind}",
-            hint="the README lists the model families that work",
-        )
+        raise SpecDecError(f"transformers has no causal language model for this model type: {kind}", hint=SEE_README)
     if getattr(config, "quantization_config", None):
         raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")
     if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise SpecDecError(
-            f"soft-capped attention is not supported: {kind}", hint="the README lists the model families that work"
-        )
+        raise SpecDecError(f"soft-capped attention is not supported: {kind}", hint=SEE_README)
     if getattr(config, "attention_chunk_size", None) is not None:
-        raise SpecDecError(
-            f"chunked attention is not supported: {kind}", hint="the README lists the model families that work"
-        )
+        raise SpecDecError(f"chunked attention is not supported: {kind}", hint=SEE_README)
     if getattr(config, "use_bidirectional_attention", None):
-        raise SpecDecError(
-            f"bidirectional attention is not supported: {kind}", hint="the README lists the model families that work"
-        )
+        raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_README)
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES)
     if foreign:
-        raise SpecDecError(
-            f"layers of this type are not supported in {kind}: {foreign[0]}",
-            hint="the README lists the model families that work",
-        )
+        raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}", hint=SEE_README)
     model_class = _model_class(config)
     if model_class._is_stateful:
-        raise SpecDecError(
-            f"state-space models are not supported: {kind}", hint="the README lists the model families that work"
-        )
+        raise SpecDecError(f"state-space models are not supported: {kind}", hint=SEE_README)
     if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
         raise SpecDecError(
-            f"the model cannot compute logits of chosen positions (`logits_to_keep`): {kind}",
-            hint="the README lists the model families that work",
+            f"the model cannot compute logits of chosen positions (`logits_to_keep`): {kind}", hint=SEE_README
         )
 
 
@@ -94,7 +82,7 @@ def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     recorded: dict[int, LayerShape] = {}
     try:
         with torch.device("meta"), torch.no_grad():
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=PROBE)  # type: ignore[no-untyped-call]
             if hasattr(model, "set_experts_implementation"):
                 # The default mixture of experts looks at values, which a meta tensor has none of.
                 model.set_experts_implementation("batched_mm")
@@ -171,10 +159,11 @@ class Step(nn.Module):
         value_pools: list[Tensor],
     ) -> Tensor:  # (T, vocab)
         paged = PagedInputs(key_pools, value_pools, positions, slot_mapping, block_tables)
-        (B, Q), num_blocks = input_ids.shape, key_pools[0].shape[0]
+        (B, Q), (num_blocks, block_size) = input_ids.shape, key_pools[0].shape[:2]
         _declare_equal(B, positions.shape[0], slot_mapping.shape[0], block_tables.shape[0])
         _declare_equal(Q, positions.shape[1], slot_mapping.shape[1])
         _declare_equal(num_blocks, *(pool.shape[0] for pool in (*key_pools, *value_pools)))
+        _declare_equal(block_size, *(pool.shape[1] for pool in (*key_pools, *value_pools)))
         # One row of B x Q tokens, so that the model's own `logits_to_keep` picks positions across rows.
         output = self.model(
             input_ids=input_ids.reshape(1, B * Q),

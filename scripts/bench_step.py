@@ -1,8 +1,8 @@
 """Times of one step, side by side in one run: compiled step, Hugging Face, V1's whole iteration, drafting.
 
 The model is a random Llama of 101 M parameters (12 layers, 768 wide, 4 KV heads, 16,000 tokens of vocabulary), the
-context 1,000 tokens. Hugging Face runs uncompiled with its default attention and its own K/V cache. Calls alternate, and the
-ratios of medians are printed as a Markdown table, because absolute times on shared machines mean little.
+context 1,000 tokens. Hugging Face runs uncompiled with its default attention and its own K/V cache. Calls alternate,
+and ratios of medians are printed as a Markdown table, because absolute times on shared machines mean little.
 
     python scripts/bench_step.py [--dtype float32] [--runs 30] [--work-dir DIR]
 """

@@ -170,7 +170,8 @@ from scratch by `scripts/train_demo.py` to write two kinds of summaries of Pytho
   sentence. Little of it can be copied.
 
 It knows nothing else: it is meant for trying speculative decoding on any machine. The prompt is the article
-followed by ` TL;DR:`; the summary follows after a space. Trained contexts have up to {max_row_tokens:,} tokens.
+followed by ` TL;DR:`; the summary follows after a space. It was trained on rows of up to
+{max_row_tokens:,} tokens.
 
 ## Training
 

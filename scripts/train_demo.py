@@ -54,7 +54,7 @@ WARMUP_STEPS, DECAY_SHARE, FINAL_LR_SHARE = 100, 0.3, 0.02
 
 @dataclass(frozen=True)
 class Mix:
-    """The share of describe pairs, and the weight of a prompt token in the loss (a reference token's is 1)."""
+    """Share of describe pairs, and weight of a prompt token in the loss (a reference token's is 1)."""
 
     describe_share: float
     prompt_weight: float
@@ -76,7 +76,7 @@ class Recipe:
 
 MIX = Mix(describe_share=0.5, prompt_weight=0.3)
 RECIPES = {
-    "target": Recipe("target", 256, 6, 4, 2, 2e-3, num_steps=4800, decay_mix=Mix(0.65, 0.1)),
+    "target": Recipe("target", 256, 6, 4, 2, 2e-3, num_steps=4000, decay_mix=Mix(0.65, 0.1)),
     "draft": Recipe("draft", 128, 4, 4, 2, 3e-3, num_steps=4000, decay_mix=MIX),
 }
 
@@ -103,10 +103,8 @@ def device() -> torch.device:
 
 
 def device_name() -> str:
-    """What the training ran on, in words."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"CPU, {torch.get_num_threads()} thread(s)"
+    """What the training runs on, in words."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
 def versions() -> dict[str, str]:
@@ -415,7 +413,7 @@ def training_facts(recipe: Recipe, progress: Progress, work_dir: Path, seed: int
     table = {
         "optimizer steps": progress.step,
         "tokens trained on": f"{progress.num_tokens:,}",
-        "hours (wall time)": f"{progress.train_s / 3600:.2f}",
+        "hours (wall time, pauses included)": f"{progress.train_s / 3600:.2f}",
         "device": progress.device,
         "learning rate": recipe.learning_rate,
         "seed": seed,

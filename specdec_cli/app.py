@@ -3,6 +3,7 @@
 0 success; 1 a failed check or an error of files, machine or settings; 2 wrong usage; 130 interrupted.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -96,27 +97,40 @@ def _options(
 
 def main() -> None:
     """The `specdec` command."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, _stop)
     try:
-        app()
-    except SpecDecError as error:
-        _debug(error)
-        fail(error.message, error.hint)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
-    except KeyboardInterrupt:
-        fail("interrupted", None)
-        sys.exit(130)
-    except OSError as error:
-        _debug(error)
-        fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), None)
-        sys.exit(1)
+        app(prog_name="specdec")
+    except Exception as error:
+        if _stopped_by:
+            # Compiled code may have made another error of what the signal raised in it.
+            sys.exit(128 + _stopped_by[-1])
+        if os.environ.get("SPECDEC_DEBUG"):
+            raise
+        sys.exit(_report(error))
 
 
-def _debug(error: BaseException) -> None:
-    if os.environ.get("SPECDEC_DEBUG"):
-        raise error
+def _report(error: Exception) -> int:
+    """Say what went wrong; returns the exit code. What is not the user's to correct is raised again."""
+    match error:
+        case SpecDecError():
+            fail(error.message, error.hint)
+            return 2 if isinstance(error, UsageError) else 1
+        case OSError():
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            hint = "free space, or write to another disk" if is_full else "check the path and its permissions"
+            fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), hint)
+            return 1
+        case _:
+            raise error
 
 
-def _terminate(signal_number: int, frame: FrameType | None) -> None:
+_stopped_by: list[int] = []
+
+
+def _stop(signal_number: int, frame: FrameType | None) -> None:
     """Leave through the blocks that clean up."""
+    _stopped_by.append(signal_number)
+    if signal_number == signal.SIGINT:
+        raise KeyboardInterrupt
     sys.exit(128 + signal_number)

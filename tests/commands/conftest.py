@@ -18,7 +18,7 @@ from specdec_cli.app import main
 @pytest.fixture
 def specdec(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Specdec]:
     """`specdec("run", "--engine-dir", path, …)`: `main` called in this process with these arguments."""
-    sigterm = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def call(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["specdec", *map(str, arguments)])
@@ -32,7 +32,8 @@ def specdec(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         return Result(exit_code, captured.out, captured.err)
 
     yield call
-    signal.signal(signal.SIGTERM, sigterm)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

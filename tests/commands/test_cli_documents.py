@@ -31,7 +31,9 @@ def schema(command: str) -> dict[str, Any]:
 
 
 def assert_valid(command: str, document: dict[str, Any]) -> None:
-    errors = [f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema(command)).iter_errors(document)]
+    errors = [
+        f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema(command)).iter_errors(document)
+    ]
     assert not errors, errors
 
 
@@ -58,7 +60,9 @@ def assert_total_is_the_sum(total: dict[str, Any], records: list[dict[str, Any]]
     for key in ("num_generated_tokens", "num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
         assert total[key] == sum(record[key] for record in records), key
     assert total["num_reused_tokens"] == sum(record["num_reused_tokens"] for record in records)
-    assert total["acceptance_histogram"] == [sum(x) for x in zip(*(r["acceptance_histogram"] for r in records), strict=True)]
+    assert total["acceptance_histogram"] == [
+        sum(x) for x in zip(*(r["acceptance_histogram"] for r in records), strict=True)
+    ]
     assert total["output_tokens_per_second"] == pytest.approx(total["num_generated_tokens"] / total["wall_s"])
     times = total["draft_time_s"] + total["target_time_s"] + total["host_time_s"]
     assert times == pytest.approx(total["wall_s"])
@@ -72,7 +76,9 @@ def test_schemas_are_valid_and_name_every_object_they_allow(command: str) -> Non
             return all(map(closed, node))
         if not isinstance(node, dict):
             return True
-        return ("properties" not in node or node.get("additionalProperties") is False) and all(map(closed, node.values()))
+        return ("properties" not in node or node.get("additionalProperties") is False) and all(
+            map(closed, node.values())
+        )
 
     assert closed(schema(command))
 

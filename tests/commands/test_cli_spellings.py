@@ -196,7 +196,8 @@ def test_what_is_not_in_this_version_is_named(specdec: Specdec, document: str) -
         ["--engine-dir", "ENGINE", "--input-text", PROMPT, "--ngram-config", NGRAM, "--max-output-len", "6", "--json"],
         ["--engine_dir", "ENGINE", "--input_text", PROMPT, "--ngram_config", NGRAM, "--max_output_len", "6", "--json"],
         ["--engine_dir=ENGINE", f"--input-text={PROMPT}", f"--ngram_config={NGRAM}", "--max-output_len=6", "--json"],
-        ["--engine-dir=ENGINE", f"--input_text={PROMPT}", "--prompt_lookup_config", NGRAM, "--max_output_len=6", "--json"],
+        ["--engine-dir=ENGINE",
+         f"--input_text={PROMPT}", f"--prompt_lookup_config={NGRAM}", "--max_output_len=6", "--json"],
     ],
 )  # fmt: skip
 def test_spellings_of_the_same_command_do_the_same(

@@ -34,9 +34,7 @@ def load(
     max_samples: int | None = None,
     seed: int = 0,
 ) -> list[Sample]:
-    return load_samples(
-        str(name), eval_task=eval_task, dataset_dir=dataset_dir, max_samples=max_samples, seed=seed
-    )
+    return load_samples(str(name), eval_task=eval_task, dataset_dir=dataset_dir, max_samples=max_samples, seed=seed)
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -82,9 +80,7 @@ def write_parquet(directory: Path) -> Path:
     return directory / "d.parquet"
 
 
-@pytest.mark.parametrize(
-    "writer", [write_jsonl, write_json, write_json_lines_as_json, write_csv, write_parquet]
-)
+@pytest.mark.parametrize("writer", [write_jsonl, write_json, write_json_lines_as_json, write_csv, write_parquet])
 def test_every_file_kind_gives_the_same_samples_in_the_same_order(
     tmp_path: Path, writer: Callable[[Path], Path]
 ) -> None:
@@ -131,9 +127,7 @@ def test_shipped_demo_has_unique_ids_and_a_category_for_every_article() -> None:
 
 @pytest.mark.parametrize("text_column", ["article", "prompt", "text", "document", "input"])
 @pytest.mark.parametrize("reference_column", ["highlights", "reference", "summary", "output"])
-def test_summarize_accepts_the_usual_column_names(
-    tmp_path: Path, text_column: str, reference_column: str
-) -> None:
+def test_summarize_accepts_the_usual_column_names(tmp_path: Path, text_column: str, reference_column: str) -> None:
     path = write(tmp_path / "d.jsonl", json_lines([{text_column: "T", reference_column: "R"}]))
     assert load(path) == [Sample("1", None, "T", "R")]
 
@@ -194,9 +188,7 @@ def test_changed_file_of_the_same_size_and_time_is_read_anew(
 
 @pytest.mark.parametrize("column", ["article", "highlights"])
 @pytest.mark.parametrize("value", ["", " \n", None, 5])
-def test_row_without_text_is_named_by_its_place_in_the_file(
-    tmp_path: Path, column: str, value: object
-) -> None:
+def test_row_without_text_is_named_by_its_place_in_the_file(tmp_path: Path, column: str, value: object) -> None:
     rows = [dict(row) for row in ROWS]
     rows[8][column] = value
     reason = "is not text" if value is None or value == 5 else "is empty"
@@ -221,9 +213,7 @@ def test_null_parquet_cell_is_named_by_its_row(tmp_path: Path) -> None:
 
 def test_missing_columns_name_those_found_and_those_wanted(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", json_lines([{"id": "1", "body": "A", "highlights": "R"}]))
-    with pytest.raises(
-        SpecDecError, match="no text column, the columns are `id`, `body`, `highlights`"
-    ) as raised:
+    with pytest.raises(SpecDecError, match="no text column, the columns are `id`, `body`, `highlights`") as raised:
         load(path)
     assert "`article` or `prompt` or `text`" in str(raised.value.hint)
     path = write(tmp_path / "d.jsonl", json_lines([{"prompt": "A", "highlights": "R"}]))

@@ -220,9 +220,7 @@ def test_npy_cut_short_or_claiming_a_huge_shape_is_an_error(tmp_path: Path) -> N
 
 
 def test_jsonl_takes_prompts_and_prompt_ids_and_passes_over_blank_lines(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "in.jsonl", '{"prompt": "Zeile\\n1", "id": 3}\r\n\n{"prompt_ids": [0, 5]}\n{"prompt": "x"}'
-    )
+    path = write(tmp_path / "in.jsonl", '{"prompt": "Zeile\\n1", "id": 3}\r\n\n{"prompt_ids": [0, 5]}\n{"prompt": "x"}')
     assert read_prompts([], path) == [*texts("Zeile\n1"), *ids([0, 5]), *texts("x")]
 
 

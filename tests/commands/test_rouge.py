@@ -19,8 +19,7 @@ WORDS = "the a cat dog sat ran on under mat table red blue and then it was".spli
 def random_texts(count: int, seed: int) -> list[str]:
     generator = random.Random(seed)
     return [
-        "\n".join(" ".join(generator.choices(WORDS, k=generator.randint(1, 9))) for _ in range(3))
-        for _ in range(count)
+        "\n".join(" ".join(generator.choices(WORDS, k=generator.randint(1, 9))) for _ in range(3)) for _ in range(count)
     ]
 
 
@@ -43,9 +42,7 @@ def test_cat_sat_scores_equal_the_values_worked_by_hand() -> None:
     # 3 of 3 words and 2 of 2 bigrams of the prediction occur; 3 of 6 and 2 of 5 of the reference do.
     # F1 = 2PR/(P+R): P=1, R=1/2 -> 2/3; P=1, R=2/5 -> 4/7. The longest common subsequence is all 3 words.
     scores = rouge_scores(["the cat sat"], ["the cat sat on the mat"])
-    assert scores == pytest.approx(
-        {"rouge1": 200 / 3, "rouge2": 400 / 7, "rougeL": 200 / 3, "rougeLsum": 200 / 3}
-    )
+    assert scores == pytest.approx({"rouge1": 200 / 3, "rouge2": 400 / 7, "rougeL": 200 / 3, "rougeLsum": 200 / 3})
 
 
 def test_word_order_counts_for_rouge_l_and_not_for_rouge_1() -> None:

@@ -129,7 +129,9 @@ def stream(
 ) -> list[str]:
     """The pieces of text when the output is looked at after each length of `cuts`, and at its end."""
     text_stream = TextStream(tokenizer, stops)
-    pieces = [text_stream.next_piece(output[:cut], finished=False) for cut in sorted({c for c in cuts if c < len(output)})]
+    pieces = [
+        text_stream.next_piece(output[:cut], finished=False) for cut in sorted({c for c in cuts if c < len(output)})
+    ]
     return [*pieces, text_stream.next_piece(output, finished=True)]
 
 

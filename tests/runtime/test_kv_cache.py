@@ -5,14 +5,14 @@ them, so a slot is right for position i of a sequence if and only if it holds th
 """
 
 import copy
+import random
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from runtime.config import LayerShape
 from runtime.kv_cache import NULL_BLOCK, BlockCopy, BlockManager, KVPool, bytes_per_block
@@ -29,6 +29,7 @@ class SimulatedPool:
 
     manager: BlockManager
     held: dict[int, tuple[int, ...]] = field(default_factory=dict)  # slot -> tokens its K/V were computed from
+    counts: Counter[str] = field(default_factory=Counter)
 
     def slot(self, sequence: Sequence, position: int) -> int:
         block_size = self.manager.block_size
@@ -47,6 +48,8 @@ class SimulatedPool:
             return False
         assert len(sequence.block_table) == len(set(sequence.block_table)) == num_blocks
         assert sequence.num_computed < len(sequence.tokens)
+        self.counts["copied"] += len(copies)
+        self.counts["taken over"] += sequence.num_computed % manager.block_size != 0 and not copies
         for block_copy in copies:
             assert block_copy.source != block_copy.destination
             for offset in range(manager.block_size):
@@ -77,74 +80,83 @@ class SimulatedPool:
 tokens_of_a_small_alphabet = st.lists(st.integers(1, 2), min_size=1, max_size=14)
 
 
-class BlockManagerMachine(RuleBasedStateMachine):
-    """Two letters, so that prefixes are shared often; few blocks, so that they are overwritten often."""
+class Simulation:
+    """Sequences over two letters, so that prefixes are often shared, in few blocks, so that they are overwritten."""
 
-    @initialize(
-        block_size=st.sampled_from([2, 4]), num_blocks=st.integers(2, 14), reuse=st.sampled_from([True] * 4 + [False])
-    )
-    def create(self, block_size: int, num_blocks: int, reuse: bool) -> None:
-        self.pool = SimulatedPool(BlockManager(num_blocks, block_size, reuse=reuse))
-        self.reuse = reuse
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.reuse = seed % 8 != 0
+        num_blocks, block_size = self.random.randint(2, 14), self.random.choice([2, 4])
+        self.pool = SimulatedPool(BlockManager(num_blocks, block_size, reuse=self.reuse))
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.counts: Counter[str] = Counter()
 
-    def try_to_admit(self, sequence: Sequence, num_spare: int) -> None:
-        num_tokens = len(sequence.tokens) + num_spare
+    def run(self, num_operations: int) -> None:
+        operations = [self.admit_new] * 3 + [self.admit_again] * 4 + [self.step] * 8 + [self.release] * 5
+        for _ in range(num_operations):
+            self.random.choice(operations)()
+            if self.random.random() < 0.01:
+                self.pool.manager.clear()
+            self.pool.check(self.running)
+            in_use = {block for sequence in self.running for block in sequence.block_table}
+            assert self.pool.manager.num_free_blocks == self.pool.manager.num_blocks - 1 - len(in_use)
+
+    def letters(self, max_len: int) -> list[int]:
+        return [self.random.choice([1, 1, 1, 2]) for _ in range(self.random.randint(0, max_len))]
+
+    def admit(self, sequence: Sequence) -> None:
+        num_tokens = len(sequence.tokens) + self.random.randint(0, 5)
         admitted = self.pool.admit(sequence, num_tokens)
-        if self.pool.manager.num_blocks_for(num_tokens) <= self.pool.manager.num_blocks - 1 and not self.running:
-            assert admitted, "an empty cache refused what fits"
+        self.counts["admitted" if admitted else "refused"] += 1
+        if not admitted:
+            assert self.running or self.pool.manager.num_blocks_for(num_tokens) >= self.pool.manager.num_blocks
+            return
         assert self.reuse or sequence.num_computed == 0
-        if admitted:
-            self.running.append(sequence)
+        self.counts["reused in part"] += sequence.num_computed % self.pool.manager.block_size != 0
+        self.running.append(sequence)
 
-    @rule(tokens=tokens_of_a_small_alphabet, num_spare=st.integers(0, 5))
-    def admit_new(self, tokens: list[int], num_spare: int) -> None:
-        self.try_to_admit(start(tokens), num_spare)
+    def admit_new(self) -> None:
+        """A prompt of its own, or one that begins or is like another sequence's."""
+        others = self.running + self.waiting
+        tokens = list(self.random.choice(others).tokens) if others and self.random.random() < 0.6 else []
+        if self.random.random() < 0.7:
+            tokens = tokens[: self.random.randint(0, 12)] + self.letters(4)
+        self.admit(start((tokens or [1])[:16]))
 
-    @rule(data=st.data(), num_spare=st.integers(0, 5))
-    def admit_again(self, data: Any, num_spare: int) -> None:
+    def admit_again(self) -> None:
         """What orchestrator mode does every step: the same tokens come back, longer by what was accepted."""
         if self.waiting:
-            sequence = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-            if len(sequence.tokens) < 30:
-                self.try_to_admit(sequence, num_spare)
+            sequence = self.waiting.pop(self.random.randrange(len(self.waiting)))
+            if len(sequence.tokens) < 24:
+                self.admit(sequence)
 
-    @rule(data=st.data(), draft=st.lists(st.integers(1, 2), max_size=5), next_token=st.integers(1, 2))
-    def step(self, data: Any, draft: list[int], next_token: int) -> None:
+    def step(self) -> None:
         if self.running:
-            sequence = self.running[data.draw(st.integers(0, len(self.running) - 1))]
+            sequence = self.random.choice(self.running)
             room = len(sequence.block_table) * self.pool.manager.block_size - len(sequence.tokens)
             if room >= 0:
-                draft = draft[:room]
-                self.pool.step(sequence, draft, data.draw(st.integers(0, len(draft))), next_token)
+                draft = self.letters(min(room, 5))
+                num_accepted = self.random.randint(0, len(draft))
+                self.pool.step(sequence, draft, num_accepted, self.random.choice([1, 2]))
 
-    @rule(data=st.data())
-    def release(self, data: Any) -> None:
+    def release(self) -> None:
         if self.running:
-            sequence = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+            sequence = self.running.pop(self.random.randrange(len(self.running)))
             self.pool.manager.release(sequence)
             assert (sequence.block_table, sequence.num_computed) == ([], 0)
             self.waiting.append(sequence)
 
-    @rule()
-    def clear(self) -> None:
-        self.pool.manager.clear()
 
-    @invariant()
-    def what_is_claimed_is_held(self) -> None:
-        if hasattr(self, "pool"):
-            self.pool.check(self.running)
-
-    @invariant()
-    def every_block_is_free_or_in_use(self) -> None:
-        if hasattr(self, "pool"):
-            in_use = {block for sequence in self.running for block in sequence.block_table}
-            assert self.pool.manager.num_free_blocks == self.pool.manager.num_blocks - 1 - len(in_use)
-
-
-TestBlockManager = BlockManagerMachine.TestCase
-TestBlockManager.settings = settings(max_examples=300, stateful_step_count=40, deadline=None, derandomize=True)
+@pytest.mark.parametrize("hundred", range(10))
+def test_what_is_claimed_as_computed_is_held(hundred: int) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(100 * hundred, 100 * (hundred + 1)):
+        simulation = Simulation(seed)
+        simulation.run(num_operations=60)
+        counts += simulation.counts + simulation.pool.counts
+    # What is to be tested did happen.
+    assert min(counts[what] for what in ("admitted", "refused", "reused in part", "copied", "taken over")) > 50
 
 
 def computed(pool: SimulatedPool, tokens: list[int]) -> None:
@@ -227,6 +239,17 @@ def test_least_recently_freed_block_is_overwritten_first() -> None:
         computed(pool, tokens)
     computed(pool, [1, 1, 4])  # uses 1 1 again and overwrites 2 2
     assert [num_found(pool, [first, first, 5]) for first in (1, 2, 3)] == [2, 0, 2]
+
+
+def test_block_that_was_copied_stays_findable() -> None:
+    """Though it is the least recently freed one, which an allocation takes first."""
+    pool = SimulatedPool(BlockManager(4, 4, reuse=True))
+    for tokens in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
+        computed(pool, tokens)
+    sequence = start([1, 2, 9])
+    assert pool.admit(sequence, 4)
+    assert (sequence.num_computed, pool.counts["copied"]) == (2, 1)
+    assert num_found(pool, [1, 2, 3, 5]) == 3
 
 
 def test_rejected_tokens_are_not_published() -> None:

@@ -76,12 +76,33 @@ def test_pool_that_just_holds_a_request_serves_it(open_engine: Any, llama: PreTr
         finish(open_engine(max_tokens=24), [request], NgramDrafter(2))
 
 
-def test_request_that_does_not_fit_leaves_the_engine_usable(open_engine: Any) -> None:
+def test_request_that_would_not_fit_is_refused_before_the_first_step(open_engine: Any) -> None:
+    """Its prompt and draft alone would fit; its last step would not."""
     engine = open_engine(max_tokens=24)
-    requests = [Request(0, (5, 6, 7), 2), Request(1, tuple(range(3, 40)), 2)]
-    with pytest.raises(SpecDecError, match="K/V cache of 24 tokens is too small for request 1"):
-        list(generate(engine, requests, None, 0))
-    assert engine._blocks.num_free_blocks == 6
+    with pytest.raises(SpecDecError, match="K/V cache of 24 tokens is too small for request 1: it needs 25"):
+        next(generate(engine, [Request(0, (5, 6, 7), 2), Request(1, (5, 6, 7), 23)], None, 0))
+    assert engine.target_time_s == 0
+
+
+class Failing:
+    """A drafter that fails in its third step."""
+
+    num_steps = 0
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        self.num_steps += 1
+        if self.num_steps == 3:
+            raise RuntimeError("no draft today")
+        return [Draft([])] * len(sequences)
+
+    def forget(self, request_id: int) -> None: ...
+
+
+def test_failing_drafter_leaves_the_engine_usable(open_engine: Any, llama: PreTrainedModel) -> None:
+    engine, requests = open_engine(), make_requests(3)
+    with pytest.raises(RuntimeError, match="no draft today"):
+        list(generate(engine, requests, Failing(), 5))
+    assert [s.output_tokens for s in finish(engine, requests)] == expected(llama, requests)
 
 
 def test_loop_left_early_holds_no_blocks(open_engine: Any) -> None:
