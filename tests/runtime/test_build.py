@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import SLIDING_WINDOW, build_tiny, hf_greedy, make_build, make_model, repetitive_prompt
+from tiny import SLIDING_WINDOW, hf_greedy, make_build, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
 
@@ -342,18 +342,46 @@ def test_damaged_compiled_step_is_named(
 # torch-compile
 
 
+FIRST_PROCESS = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from tiny import build_tiny
+
+def refuse(*arguments, **kwargs):
+    raise RuntimeError("this model looks at values\\nand so on")
+
+torch.export.export = refuse
+build_tiny(Path(sys.argv[1]), Path(sys.argv[2]), compiler="aot")
+"""
+
+
+def run_python(code: str, *arguments: str, work_dir: Path) -> str:
+    """Stdout of a process with an empty compile cache, whose compiler lists in `compiled` what it compiles."""
+    compiler = work_dir / "bin" / "g++"
+    compiler.parent.mkdir(exist_ok=True)
+    script = f'for word; do case $word in *.cpp|*.hpp) echo "$word" >> {work_dir / "compiled"};; esac; done'
+    compiler.write_text(f'#!/bin/sh\n{script}\nexec {shutil.which("g++")} "$@"\n')
+    compiler.chmod(0o755)
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(work_dir / "cache"),
+        "PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "tests"),
+    }
+    command = [sys.executable, "-c", code, *arguments]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True, env=environment)
+    shutil.rmtree(work_dir / "cache", ignore_errors=True)
+    return result.stdout
+
+
 @pytest.fixture(scope="module")
 def fallback_engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a build with compiler aot makes of a model that cannot be exported."""
-
-    def refuse(*arguments: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("this model looks at values\nand so on")
-
     work_dir = tmp_path_factory.mktemp("fallback")
     make_model("llama").save_pretrained(work_dir / "model")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(torch.export, "export", refuse)
-        return build_tiny(work_dir / "model", work_dir, compiler="aot")
+    run_python(FIRST_PROCESS, str(work_dir / "model"), str(work_dir), work_dir=work_dir)
+    return work_dir / "engine"
 
 
 def test_model_that_cannot_be_exported_falls_back_with_a_note(fallback_engine_dir: Path) -> None:
@@ -387,23 +415,18 @@ print(json.dumps([list(outputs.values()), counters["inductor"]]))
 """
 
 
-def test_second_process_finds_everything_compiled(fallback_engine_dir: Path, tmp_path: Path) -> None:
-    """In a process with an empty compile cache of its own: all comes from the engine directory, and equals HF."""
+def test_second_process_finds_everything_compiled(fallback_engine_dir: Path) -> None:
+    """All comes from the engine directory, which stays as it is, and the output equals Hugging Face's."""
+    compiled = fallback_engine_dir.parent / "compiled"
+    assert ".main.cpp" in compiled.read_text()
+    compiled.unlink()
+    before = sorted(fallback_engine_dir.rglob("*"))
     prompts = [repetitive_prompt(seed, length) for seed, length in ((0, 21), (1, 6), (2, 1))]
-    command = [sys.executable, "-c", SECOND_PROCESS, str(fallback_engine_dir), json.dumps(prompts)]
-    # A compiler of the same name that keeps a list of what it compiles.
-    compiler = tmp_path / "bin" / "g++"
-    compiler.parent.mkdir()
-    compiled = tmp_path / "compiled"
-    script = f'for word; do case $word in *.cpp|*.hpp) echo "$word" >> {compiled};; esac; done'
-    compiler.write_text(f'#!/bin/sh\n{script}\nexec {shutil.which("g++")} "$@"\n')
-    compiler.chmod(0o755)
-    path = f"{compiler.parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PATH": path}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, env=environment)
-    outputs, counters = json.loads(result.stdout)
+    arguments = str(fallback_engine_dir), json.dumps(prompts)
+    outputs, counters = json.loads(run_python(SECOND_PROCESS, *arguments, work_dir=fallback_engine_dir.parent))
     model = make_model("llama")
     assert outputs == [hf_greedy(model, prompt, 20) for prompt in prompts] * 2
     assert not compiled.exists(), compiled.read_text()
     assert counters.get("fxgraph_cache_hit", 0) > 0
     assert counters.get("fxgraph_cache_miss", 0) == 0
+    assert sorted(fallback_engine_dir.rglob("*")) == before
