@@ -94,13 +94,19 @@ class StopWords:
     def _window_start(self, tokens: list[int], num_prompt_tokens: int) -> int:
         """Where the last tokens begin that can hold a stop word and the character before it.
 
-        A token has at least one byte of text, unless it is special: those are not counted.
+        A token has at least one byte of text, unless it is special: those are not counted. Tokens that stand for a
+        byte each (Llama 2's fallback) make text only as a whole run, so no run is begun in the middle.
         """
         start, num_missing = len(tokens), self._longest_bytes + 4
         while start > num_prompt_tokens and num_missing:
             start -= 1
             num_missing -= tokens[start] not in self._special_ids
+        while start > num_prompt_tokens and self._is_byte(tokens[start]):
+            start -= 1
         return start
+
+    def _is_byte(self, token: int) -> bool:
+        return str(self.tokenizer.convert_ids_to_tokens(token)).startswith("<0x")
 
     @cached_property
     def _longest_bytes(self) -> int:

@@ -1,16 +1,12 @@
 """The README is true: its flags are the commands', its commands and its Python run."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
+import update_readme
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import update_readme  # noqa: E402
-
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

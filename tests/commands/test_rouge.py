@@ -13,7 +13,24 @@ from commands.rouge import ROUGE_TYPES, rouge_scores
 from runtime.errors import SpecDecError
 
 ROOT = Path(__file__).parents[2]
-WORDS = "the a cat dog sat ran on under mat table red blue and then it was".split()
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sat",
+    "ran",
+    "on",
+    "under",
+    "mat",
+    "table",
+    "red",
+    "blue",
+    "and",
+    "then",
+    "it",
+    "was",
+]
 
 
 def random_texts(count: int, seed: int) -> list[str]:
