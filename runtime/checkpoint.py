@@ -125,6 +125,8 @@ def _read_entries(model_dir: Path) -> list[_TensorEntry]:
             f"file is missing: {model_dir / 'model.safetensors'}", hint="download or save the model again"
         )
     entries = [entry for file in files for entry in _read_header(file)]
+    if weight_map:  # it says which one counts where two shards hold a tensor of the same name
+        entries = [entry for entry in entries if weight_map.get(entry.name) == entry.file.name]
     missing = sorted(set(weight_map or {}) - {entry.name for entry in entries})
     if missing:
         raise SpecDecError(

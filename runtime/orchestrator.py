@@ -41,7 +41,12 @@ def generate(
     times = times if times is not None else LoopTimes()
     for start in range(0, len(requests), engine.max_batch_size):
         group = requests[start : start + engine.max_batch_size]
-        yield from _generate_group(engine, group, drafter, max_draft_len, times)
+        try:
+            yield from _generate_group(engine, group, drafter, max_draft_len, times)
+        finally:
+            if drafter:
+                for request in group:
+                    drafter.forget(request.id)
 
 
 def _generate_group(
@@ -64,10 +69,6 @@ def _generate_group(
         times.target_time_s += engine.target_time_s - target_time_s
         times.num_iterations += 1
         running.extend(s for s in admitted if s.finish_reason is None)
-        if drafter:
-            for sequence in admitted:
-                if sequence.finish_reason is not None:
-                    drafter.forget(sequence.request.id)
         times.wall_s += time.perf_counter() - start
         yield from zip(admitted, new_tokens, strict=True)
 
