@@ -79,6 +79,16 @@ def test_values_are_kept(layout: str, request: pytest.FixtureRequest, tmp_path: 
     assert checkpoint.pretrained_config == json.loads((source / "config.json").read_text())
 
 
+def test_index_says_which_tensor_of_a_name_counts(sharded_dir: Path, tmp_path: Path) -> None:
+    expected = saved_tensors(sharded_dir)
+    weight_map = json.loads((sharded_dir / "model.safetensors.index.json").read_text())["weight_map"]
+    name, file = next(iter(weight_map.items()))
+    other = sharded_dir / next(other for other in weight_map.values() if other != file)
+    save_file(load_file(other) | {name: torch.zeros_like(expected[name])}, other)
+    run_convert(sharded_dir, tmp_path / "out")
+    assert_same_bits(load_file(tmp_path / "out" / "rank0.safetensors"), expected)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("saved", ["float32", "float16", "bfloat16"])
 def test_dtype_is_the_saved_one_or_the_one_asked_for(saved: Any, dtype: Any, tmp_path: Path) -> None:

@@ -190,6 +190,15 @@ def test_drafter_keeps_no_state_of_finished_requests(open_engine: Any) -> None:
     assert drafter._pools == {}
 
 
+def test_drafter_keeps_no_state_of_a_loop_left_early(open_engine: Any) -> None:
+    drafter = NgramDrafter(2)
+    steps = generate(open_engine(), make_requests(3), drafter, 10)
+    next(steps)
+    assert drafter._pools.keys() == {0, 1, 2}
+    steps.close()
+    assert drafter._pools == {}
+
+
 def test_draft_length_bounds_every_draft(open_engine: Any, llama: PreTrainedModel) -> None:
     requests = make_requests(2)
     for max_draft_len in (0, 1, 3):
