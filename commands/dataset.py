@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Literal
 
+from commands.models import quiet_hub
 from commands.prompts import check_text, parse_json, read_json_lines, read_utf8, shown
 from runtime.errors import SpecDecError, UsageError
 
@@ -230,6 +231,7 @@ def _read_hub(hub_id: str) -> _Table:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id, re.ASCII):
         raise SpecDecError(f"no such dataset file or directory, and not a hub id: {hub_id}", hint=hint)
     datasets = _datasets()
+    quiet_hub()
     config = _HUB_CONFIGS.get(hub_id)
     try:
         try:

@@ -38,6 +38,7 @@ class SampleRun:
     output_text: str
     ttft_s: float | None
     tpot_s: float | None
+    latency_s: float | None
     wall_s: float  # of its batch, divided by the batch's prompts
     sequence: Sequence | None = None
 
@@ -90,6 +91,7 @@ def _run_engine_batch(session: Session, batch: list[list[int]], output_len: int,
                 output_text(session.tokenizer, sequence.output_tokens, session.stop_words) or "",
                 sequence.stats.ttft_s,
                 sequence.stats.tpot_s,
+                sequence.stats.latency_s,
                 generation.times.wall_s / len(batch),
                 sequence,
             )
@@ -150,7 +152,8 @@ class HuggingFace:
             last = clock.times[len(tokens) - 1]
             tpot_s = (last - clock.times[0]) / (len(tokens) - 1) if len(tokens) > 1 else None
             text = output_text(self.session.tokenizer, tokens, self.session.stop_words) or ""
-            run.samples.append(SampleRun(tokens, text, clock.times[0] - start, tpot_s, wall_s / len(batch)))
+            ttft_s, latency_s = clock.times[0] - start, last - start
+            run.samples.append(SampleRun(tokens, text, ttft_s, tpot_s, latency_s, wall_s / len(batch)))
 
     def _cut(self, tokens: list[int]) -> list[int]:
         """The tokens up to the first that ends the output: an end id, or one that completes a stop word."""

@@ -33,10 +33,18 @@ def resolve_model(name: str) -> Path:
     return _download(name)
 
 
+def quiet_hub() -> None:
+    """Keep the hub client from talking of its retries; what comes of them is said once."""
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+    quiet_hub()
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_PATTERNS))
     except GatedRepoError:

@@ -52,14 +52,25 @@ class Output:
 
     @contextmanager
     def phases(self) -> Iterator[Callable[[str], None]]:
-        """A spinner that names the current phase; without a terminal a line for each. Ends with the times."""
+        """A spinner that names the current phase; without a terminal a line with its time after each."""
         console = stderr()
-        started = time.perf_counter()
         if not self.human:
             yield lambda name: None
             return
         if not console.is_terminal:
-            yield lambda name: console.print(f"{time.perf_counter() - started:6.1f} s  {name}")
+            current: list[tuple[str, float]] = []
+
+            def end_phase() -> None:
+                for name, start in current:
+                    console.print(f"{time.perf_counter() - start:6.1f} s  {name}")
+                current.clear()
+
+            def begin_phase(name: str) -> None:
+                end_phase()
+                current.append((name, time.perf_counter()))
+
+            yield begin_phase
+            end_phase()
             return
         with console.status("starting") as status:
             yield lambda name: status.update(name)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from rich.table import Table
@@ -52,7 +52,7 @@ def _system_record(session: Session, samples: list[Sample], run: SystemRun) -> d
         "rouge": rouge_scores([s.output_text for s in run.samples], [s.reference for s in samples]),
         "median_ttft_s": median([s.ttft_s for s in run.samples if s.ttft_s is not None]),
         "median_tpot_s": _median_or_none([s.tpot_s for s in run.samples if s.tpot_s is not None]),
-        "mean_latency_s": run.times.wall_s / len(run.samples),
+        "mean_latency_s": mean([s.latency_s for s in run.samples if s.latency_s is not None]),
     }
 
 

@@ -151,8 +151,10 @@ def summarize(
                 f"`--batch-size` exceeds the engine's max_batch_size {session.engine.max_batch_size}: {batch_size}",
                 hint="lower it, or build with a larger `--max-batch-size`",
             )
+        if batch_size > 1:
+            samples = _by_category(samples)
         prompts = _encode(session, samples, eval_task, max_input_length, output)
-        batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+        batches = _batches(samples, prompts, batch_size)
         runs: list[SystemRun] = []
         if test_engine:
             with output.progress("engine", len(batches)) as advance:
@@ -184,6 +186,24 @@ def summarize(
             f"ROUGE-1 is below the threshold {rouge1_threshold:g}: {accuracy['rouge1']:.2f}",
             hint="look at the outputs, or set `--rouge1-threshold`",
         )
+
+
+def _by_category(samples: list[Sample]) -> list[Sample]:
+    """The samples of the category that comes first, then those of the next; otherwise in order."""
+    order = {category: i for i, category in enumerate(dict.fromkeys(sample.category for sample in samples))}
+    return sorted(samples, key=lambda sample: order[sample.category])
+
+
+def _batches(samples: list[Sample], prompts: list[list[int]], batch_size: int) -> list[list[list[int]]]:
+    """Prompts answered together; all of one category, because a batch's time cannot be divided between two."""
+    batches: list[list[list[int]]] = []
+    previous = None
+    for sample, prompt in zip(samples, prompts, strict=True):
+        if not batches or len(batches[-1]) == batch_size or sample.category != previous:
+            batches.append([])
+        batches[-1].append(prompt)
+        previous = sample.category
+    return batches
 
 
 def _encode(

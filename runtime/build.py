@@ -22,7 +22,7 @@ from runtime.checkpoint import copy_tokenizer_files, open_checkpoint
 from runtime.compilation import StepFunction, compile_aot, torch_compile
 from runtime.config import BuildConfig, EngineConfig, LayerShape, LogitsCheck, as_json
 from runtime.errors import SpecDecError
-from runtime.files import check_output_directory, new_directory, write_json
+from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
 from runtime.kv_cache import KVPool
 from runtime.model import Step, load_model, parse_pretrained_config, probe_config
 
@@ -42,6 +42,7 @@ def build_engine(
     then nothing is written. A model that cannot be exported is compiled with `torch-compile` instead, and
     `compiler_note` says why.
     """
+    check_output_is_not_input(output_dir, checkpoint_dir)
     check_output_directory(output_dir, replace=replace)
     checkpoint = open_checkpoint(checkpoint_dir)
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))

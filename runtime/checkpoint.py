@@ -20,7 +20,7 @@ from torch import Tensor
 
 from runtime.config import CheckpointConfig, Dtype, as_json, parse
 from runtime.errors import SpecDecError
-from runtime.files import new_directory, read_json, write_json
+from runtime.files import check_output_is_not_input, new_directory, read_json, write_json
 from runtime.model import parse_pretrained_config, probe_config
 
 # What a tokenizer or generation needs beside the weights.
@@ -63,7 +63,13 @@ def convert(
     """
     if not model_dir.is_dir():
         raise SpecDecError(f"model directory does not exist: {model_dir}", hint="check the path")
+    check_output_is_not_input(output_dir, model_dir)
     pretrained_config = read_json(model_dir / "config.json")
+    if "format_version" in pretrained_config:
+        raise SpecDecError(
+            f"this is a directory that specdec wrote, not a Hugging Face model: {model_dir}",
+            hint="a checkpoint goes to `specdec build --checkpoint-dir`, an engine to `specdec run --engine-dir`",
+        )
     probe_config(parse_pretrained_config(pretrained_config, str(model_dir / "config.json")))
     entries = _read_entries(model_dir)
     dtype = dtype or _saved_dtype(entries)

@@ -33,6 +33,16 @@ def check_output_directory(path: Path, *, replace: bool) -> None:
             )
 
 
+def check_output_is_not_input(output: Path, source: Path) -> None:
+    """SpecDecError if replacing `output` would take `source` away."""
+    output, source = output.resolve(), source.resolve()
+    if output == source or output in source.parents:
+        raise SpecDecError(
+            f"the input is in the output directory, which would replace it: {output}",
+            hint="write to a directory of its own",
+        )
+
+
 @contextmanager
 def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
     """Yield a temporary directory that becomes `path` when the block ends without an exception."""

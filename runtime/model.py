@@ -94,7 +94,7 @@ def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     except Exception as error:  # any failure means the same to the user: not a model that can be served
         raise SpecDecError(
             f"the model does not run with attention from outside: {config.model_type}",
-            hint=f"transformers said: {error}",
+            hint=f"{SEE_README}; transformers said: {type(error).__name__}: {error}",
         ) from error
     num_layers = config.num_hidden_layers
     if sorted(recorded) != list(range(num_layers)):

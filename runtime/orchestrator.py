@@ -39,20 +39,21 @@ def generate(
     for request in requests:
         engine.check_request(request)
     times = times if times is not None else LoopTimes()
-    for start in range(0, len(requests), engine.max_batch_size):
-        group = requests[start : start + engine.max_batch_size]
+    sequences = [Sequence.start(request) for request in requests]  # their clocks run while they wait for their group
+    for start in range(0, len(sequences), engine.max_batch_size):
+        group = sequences[start : start + engine.max_batch_size]
         try:
             yield from _generate_group(engine, group, drafter, max_draft_len, times)
         finally:
             if drafter:
-                for request in group:
-                    drafter.forget(request.id)
+                for sequence in group:
+                    drafter.forget(sequence.request.id)
 
 
 def _generate_group(
-    engine: Engine, requests: Seq[Request], drafter: Drafter | None, max_draft_len: int, times: LoopTimes
+    engine: Engine, group: Seq[Sequence], drafter: Drafter | None, max_draft_len: int, times: LoopTimes
 ) -> Iterator[tuple[Sequence, list[int]]]:
-    running = deque(Sequence.start(request) for request in requests)
+    running = deque(group)
     while running:
         start, target_time_s = time.perf_counter(), engine.target_time_s
         admitted: list[Sequence] = []

@@ -11,8 +11,9 @@ from command_line import NGRAM, Result, Specdec, edit_json
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from commands.dataset import summarization_prompt
+from commands.dataset import Sample, summarization_prompt
 from commands.rouge import rouge_scores
+from commands.summarize import _batches, _by_category
 
 Summarize = Callable[..., Result]
 
@@ -120,6 +121,15 @@ def test_categories_have_rows_of_their_own(summarize: Summarize) -> None:
     rows = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
     assert "By category" in shown
     assert {"dogs", "girls"} <= set(rows)
+
+
+def test_no_batch_mixes_categories() -> None:
+    samples = [Sample(str(i), category, "text", "reference") for i, category in enumerate("ababaab")]
+    ordered = _by_category(samples)
+    assert [sample.id for sample in ordered] == ["0", "2", "4", "5", "1", "3", "6"]
+    prompts = [[int(sample.id)] for sample in ordered]
+    assert _batches(ordered, prompts, 3) == [[[0], [2], [4]], [[5]], [[1], [3], [6]]]
+    assert _batches(samples, [[i] for i in range(7)], 1) == [[[i]] for i in range(7)]
 
 
 def test_datasets_without_categories_have_no_rows(summarize: Summarize, tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_output_that_is_not_empty_is_refused(model_dir: Path, tmp_path: Path) ->
 
 def test_replace_does_not_touch_the_model_itself(model_dir: Path) -> None:
     before = {path.name: path.read_bytes() for path in model_dir.iterdir()}
-    with pytest.raises(SpecDecError, match="something other than a checkpoint or engine"):
+    with pytest.raises(SpecDecError, match="the input is in the output directory"):
         run_convert(model_dir, model_dir, replace=True)
     assert {path.name: path.read_bytes() for path in model_dir.iterdir()} == before
 

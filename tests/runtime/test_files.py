@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import SpecDecError
-from runtime.files import check_output_directory, directory_bytes, new_directory, read_json, write_json
+from runtime.files import (
+    check_output_directory,
+    check_output_is_not_input,
+    directory_bytes,
+    new_directory,
+    read_json,
+    write_json,
+)
 
 
 def write_ours(directory: Path, name: str = "old") -> None:
@@ -94,6 +101,15 @@ def test_output_that_is_no_directory_is_refused(kind: str, tmp_path: Path) -> No
         os.symlink(tmp_path / ("elsewhere" if kind == "link to a directory" else "nowhere"), output)
     with pytest.raises(SpecDecError, match="output directory is not a directory"):
         check_output_directory(output, replace=True)
+
+
+@pytest.mark.parametrize("output", ["input", "input/../input", "."])
+def test_output_that_would_replace_the_input_is_refused(output: str, tmp_path: Path) -> None:
+    (tmp_path / "input").mkdir()
+    with pytest.raises(SpecDecError, match="the input is in the output directory"):
+        check_output_is_not_input(tmp_path / output, tmp_path / "input")
+    check_output_is_not_input(tmp_path / "input" / "new", tmp_path / "input")
+    check_output_is_not_input(tmp_path / "other", tmp_path / "input")
 
 
 def test_read_json_names_the_file_and_the_fault(tmp_path: Path) -> None:

@@ -199,6 +199,12 @@ def test_drafter_keeps_no_state_of_a_loop_left_early(open_engine: Any) -> None:
     assert drafter._pools == {}
 
 
+def test_time_to_first_token_counts_the_wait_for_the_group_before(open_engine: Any) -> None:
+    sequences = finish(open_engine(), make_requests(5))  # max_batch_size 4
+    first_group_s = max(sequence.stats.latency_s for sequence in sequences[:4])
+    assert sequences[4].stats.ttft_s > first_group_s
+
+
 def test_draft_length_bounds_every_draft(open_engine: Any, llama: PreTrainedModel) -> None:
     requests = make_requests(2)
     for max_draft_len in (0, 1, 3):
