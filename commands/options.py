@@ -186,24 +186,28 @@ def _single_device(flag: str, value: Any) -> int:
     return int(value[0])
 
 
-def check_generation_flags(
-    *,
-    ngram_config: str | None,
-    draft_target_model_config: str | None,
-    block_reuse: bool,
-    num_beams: int,
-    py_session: bool,
-) -> None:
-    """What no engine can do: UsageError for what contradicts itself, whatever the files hold."""
+def parse_drafter(
+    ngram_config: str | None, draft_target_model_config: str | None, draft_engine_dir: Path | None
+) -> NgramSettings | None:
+    """The drafter the flags ask for, None for none; UsageError for two of them, or one that there is not yet."""
     if ngram_config is not None and draft_target_model_config is not None:
         raise UsageError(
             "`--ngram-config` and `--draft-target-model-config` cannot be given together", hint="choose one drafter"
         )
-    if draft_target_model_config is not None:
-        raise UsageError(
-            f"Draft-Target-Model speculation is not in this version: {draft_target_model_config}",
-            hint="`--ngram-config [10,2,[0]]` speculates without a draft model",
-        )
+    for flag, value in (
+        ("--draft-target-model-config", draft_target_model_config),
+        ("--draft-engine-dir", draft_engine_dir),
+    ):
+        if value is not None:
+            raise UsageError(
+                f"Draft-Target-Model speculation is not in this version: {flag} {value}",
+                hint="`--ngram-config [10,2,[0]]` speculates without a draft model",
+            )
+    return parse_ngram_config(ngram_config) if ngram_config is not None else None
+
+
+def check_orchestrator_flags(*, block_reuse: bool, num_beams: int, py_session: bool) -> None:
+    """UsageError for what orchestrator mode cannot do, whatever the files hold."""
     if not block_reuse:
         raise UsageError(
             "orchestrator mode needs block reuse: `--no-kv-cache-enable-block-reuse`", hint="leave the flag out"

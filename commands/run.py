@@ -26,8 +26,8 @@ from commands.options import (
     StopWords,
     TokenizerDir,
     UsePySession,
-    check_generation_flags,
-    parse_ngram_config,
+    check_orchestrator_flags,
+    parse_drafter,
 )
 from commands.output import Output, check_output_file, milliseconds, number, percent
 from commands.prompts import Prompt, read_prompts
@@ -102,25 +102,14 @@ def run(
             "leader mode (V2: --model-dir, --spec-decode-algo, --spec-decode-max-draft-len …) is not in this version",
             hint="build an engine and give `--engine-dir` and `--ngram-config [4,2,[0]]`",
         )
-    check_generation_flags(
-        ngram_config=ngram_config,
-        draft_target_model_config=draft_target_model_config,
-        block_reuse=kv_cache_enable_block_reuse,
-        num_beams=num_beams,
-        py_session=use_py_session,
-    )
-    if draft_engine_dir is not None:
-        raise UsageError(
-            f"Draft-Target-Model speculation is not in this version: --draft-engine-dir {draft_engine_dir}",
-            hint="`--ngram-config [10,2,[0]]` speculates without a draft model",
-        )
+    ngram = parse_drafter(ngram_config, draft_target_model_config, draft_engine_dir)
+    check_orchestrator_flags(block_reuse=kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session)
     if output_generation_logits:
         raise UsageError(
             "generation logits are not in this version: --output-generation-logits", hint="leave the flag out"
         )
     if streaming and json:
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
-    ngram = parse_ngram_config(ngram_config) if ngram_config is not None else None
     for path in (output_csv, output_npy):
         if path is not None:
             check_output_file(path)

@@ -28,8 +28,8 @@ from commands.options import (
     StopWords,
     TokenizerDir,
     UsePySession,
-    check_generation_flags,
-    parse_ngram_config,
+    check_orchestrator_flags,
+    parse_drafter,
 )
 from commands.output import Output, check_new_directory
 from commands.prompts import Prompt
@@ -107,18 +107,8 @@ def summarize(
 
     The first sample is a warm-up and is run once more. Output is greedy.
     """
-    check_generation_flags(
-        ngram_config=ngram_config,
-        draft_target_model_config=draft_target_model_config,
-        block_reuse=kv_cache_enable_block_reuse,
-        num_beams=num_beams,
-        py_session=use_py_session,
-    )
-    if draft_engine_dir is not None:
-        raise UsageError(
-            f"Draft-Target-Model speculation is not in this version: --draft-engine-dir {draft_engine_dir}",
-            hint="`--ngram-config [10,2,[0]]` speculates without a draft model",
-        )
+    ngram = parse_drafter(ngram_config, draft_target_model_config, draft_engine_dir)
+    check_orchestrator_flags(block_reuse=kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session)
     if not (test_engine or test_hf):
         raise UsageError("nothing to test", hint="`--test-engine`, `--test-hf` or both")
     if test_hf and hf_model_dir is None:
@@ -127,7 +117,6 @@ def summarize(
         )
     if check_accuracy and not test_engine:
         raise UsageError("`--check-accuracy` checks the engine", hint="`--test-engine`")
-    ngram = parse_ngram_config(ngram_config) if ngram_config is not None else None
     samples = load_samples(
         dataset, eval_task=eval_task, dataset_dir=dataset_dir, max_samples=max_ite * batch_size, seed=random_seed
     )

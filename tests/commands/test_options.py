@@ -1,11 +1,14 @@
 """What the command line's own parts make of names and configuration strings."""
 
+from pathlib import Path
+
 import pytest
 
 from commands.options import (
     NgramSettings,
-    check_generation_flags,
+    check_orchestrator_flags,
     normalize_name,
+    parse_drafter,
     parse_ngram_config,
     split_flags_without_effect,
 )
@@ -86,29 +89,39 @@ def test_flags_without_effect_are_taken_out_with_their_values(
     assert split_flags_without_effect(arguments, frozenset({"text"})) == (kept, dropped)
 
 
-GOOD = {
-    "ngram_config": "[10,2,[0]]",
-    "draft_target_model_config": None,
-    "block_reuse": True,
-    "num_beams": 1,
-    "py_session": False,
-}
-
-
 @pytest.mark.parametrize(
     ("flags", "wrong"),
     [
-        ({"draft_target_model_config": "[4,[0],[0],False]"}, "cannot be given together"),
-        ({"ngram_config": None, "draft_target_model_config": "[4,[0],[0],False]"}, "not in this version"),
-        ({"block_reuse": False}, "orchestrator mode needs block reuse"),
-        ({"num_beams": 2}, "beam search is not supported: `--num-beams 2`"),
-        ({"py_session": True}, "`--use-py-session`"),
+        (("[10,2,[0]]", "[4,[0],[0],False]", None), "cannot be given together"),
+        ((None, "[4,[0],[0],False]", None), "not in this version: --draft-target-model-config [4,[0],[0],False]"),
+        ((None, None, Path("draft")), "not in this version: --draft-engine-dir draft"),
     ],
 )
-def test_flags_that_contradict_each_other_are_wrong_usage(flags: dict[str, object], wrong: str) -> None:
-    check_generation_flags(**GOOD)  # type: ignore[arg-type]
+def test_two_drafters_or_a_draft_model_are_wrong_usage(
+    flags: tuple[str | None, str | None, Path | None], wrong: str
+) -> None:
+    assert parse_drafter("[10,2,[0]]", None, None) == NgramSettings(10, 2, 0)
+    assert parse_drafter(None, None, None) is None
     with pytest.raises(UsageError) as raised:
-        check_generation_flags(**(GOOD | flags))  # type: ignore[arg-type]
+        parse_drafter(*flags)
+    assert wrong in raised.value.message
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("block_reuse", "num_beams", "py_session", "wrong"),
+    [
+        (False, 1, False, "orchestrator mode needs block reuse"),
+        (True, 2, False, "beam search is not supported: `--num-beams 2`"),
+        (True, 1, True, "`--use-py-session`"),
+    ],
+)
+def test_what_orchestrator_mode_cannot_do_is_wrong_usage(
+    block_reuse: bool, num_beams: int, py_session: bool, wrong: str
+) -> None:
+    check_orchestrator_flags(block_reuse=True, num_beams=1, py_session=False)
+    with pytest.raises(UsageError) as raised:
+        check_orchestrator_flags(block_reuse=block_reuse, num_beams=num_beams, py_session=py_session)
     assert wrong in raised.value.message
     assert raised.value.hint
 
