@@ -4,12 +4,14 @@ Between `admit` and `release` a sequence owns blocks. `step` computes what each 
 draft, and says what the target made of it; committing the verdict is the caller's, so that both loops share one engine.
 """
 
+import dataclasses
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from runtime.config import EngineConfig
 from runtime.errors import SpecDecError, UsageError
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block
 from runtime.request import Draft, Request, Sequence, Verdict
-from runtime.verify import verify_greedy
+from runtime.verify import verify
 
 # A longer tail is computed in pieces: attention's memory stays bounded, and a piece does not look at blocks after it.
 _CONTEXT_CHUNK = 512
@@ -46,10 +48,10 @@ class Engine:
         self.config = config
         self.device = device
         self.block_reuse = kv_cache.block_reuse
-        self.target_time_s = 0.0
+        self.step_time_s = 0.0
         self._step = step
         dtype = getattr(torch, config.dtype)
-        num_blocks = _num_blocks(config, kv_cache, device, dtype)
+        num_blocks = _num_blocks(config, kv_cache, device)
         block_size = config.build_config.tokens_per_block
         self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
         self._pool = KVPool(config.layers, num_blocks, block_size, dtype, device)
@@ -96,6 +98,11 @@ class Engine:
 
     def check_request(self, request: Request) -> None:
         """SpecDecError if the engine cannot serve the request whatever else runs."""
+        self.check_lengths(request)
+        self._check_vocabulary(request)
+
+    def check_lengths(self, request: Request) -> None:
+        """SpecDecError if the request is longer than what the engine was built for, or than its K/V cache."""
         build, num_prompt = self.config.build_config, len(request.prompt_tokens)
         if num_prompt == 0:
             raise SpecDecError(f"prompt is empty: request {request.id}", hint="give it at least one token")
@@ -115,15 +122,25 @@ class Engine:
                 f"{num_prompt} + {request.max_new_tokens}",
                 hint="lower `--max-output-len`, or build with a larger `--max-seq-len`",
             )
-        foreign = [token for token in request.prompt_tokens if not 0 <= token < self.config.vocab_size]
-        if foreign:
-            raise SpecDecError(
-                f"prompt of request {request.id} has a token id outside the vocabulary of {self.config.vocab_size}: "
-                f"{foreign[0]}",
-                hint="use the tokenizer that the model was trained with",
-            )
         # The last token's K/V are never needed.
         self._check_cache_size(request, num_prompt + request.max_new_tokens - 1)
+
+    def _check_vocabulary(self, request: Request) -> None:
+        size = self.config.vocab_size
+        for what, tokens in (
+            ("prompt", request.prompt_tokens),
+            ("bad words", [token for word in request.sampling.bad_words for token in word]),
+        ):
+            foreign = next((token for token in tokens if not 0 <= token < size), None)
+            if foreign is not None:
+                raise SpecDecError(
+                    f"{what} of request {request.id} has a token id outside the vocabulary of {size}: {foreign}",
+                    hint="use the tokenizer that the model was trained with",
+                )
+        if request.sampling.top_k > size:
+            raise SpecDecError(
+                f"top_k exceeds the vocabulary of {size}: {request.sampling.top_k}", hint="0 is the whole vocabulary"
+            )
 
     def _check_cache_size(self, request: Request, num_tokens: int) -> None:
         """SpecDecError if an empty cache could not hold so many tokens of the request."""
@@ -139,7 +156,7 @@ class Engine:
 
         False: no room now, nothing changed. SpecDecError: it would not fit an empty cache either.
         """
-        num_tokens = len(sequence.tokens) + self._max_draft_len_of(sequence)
+        num_tokens = len(sequence.tokens) + self.max_draft_len_of(sequence)
         copies = self._blocks.admit(sequence, num_tokens)
         if copies is None:
             self._check_cache_size(sequence.request, num_tokens)
@@ -149,34 +166,45 @@ class Engine:
             self._pool.copy_block(copy)
         return True
 
+    def extend(self, sequence: Sequence) -> bool:
+        """Give an admitted sequence that grew blocks for all its tokens and a draft. False: no room, no change."""
+        return self._blocks.extend(sequence, len(sequence.tokens) + self.max_draft_len_of(sequence))
+
     def step(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[Verdict]:
         """One target forward for admitted sequences, each with a draft of at most max_draft_len tokens (or empty).
 
         Leaves every sequence's tokens as they are and `num_computed` at what the verdict makes valid.
         """
+        verdicts = []
+        for sequence, draft, logits in zip(sequences, drafts, self.forward(sequences, drafts), strict=True):
+            verdict = verify(sequence, draft, logits)
+            if sequence.request.keep_logits:
+                verdict = dataclasses.replace(verdict, logits=logits[: verdict.num_accepted + 1])
+            sequence.num_computed = len(sequence.tokens) + verdict.num_accepted
+            verdicts.append(verdict)
+        return verdicts
+
+    def forward(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
+        """Compute what admitted sequences have not computed yet, and their drafts.
+
+        Returns (draft_len + 1, vocab) logits of each: row i is after i draft tokens. `num_computed` stays below the
+        last token; whoever accepts tokens moves it on.
+        """
         for sequence, draft in zip(sequences, drafts, strict=True):
-            if len(draft.tokens) > self._max_draft_len_of(sequence):
+            if len(draft.tokens) > self.max_draft_len_of(sequence):
                 raise SpecDecError(
-                    f"the drafter proposed more than the {self._max_draft_len_of(sequence)} tokens that request "
+                    f"the drafter proposed more than the {self.max_draft_len_of(sequence)} tokens that request "
                     f"{sequence.request.id} can take: {len(draft.tokens)}"
                 )
         self._compute_context(sequences)
         rows = [generation_row(s, draft.tokens) for s, draft in zip(sequences, drafts, strict=True)]
-        target_tokens = self._forward(rows).argmax(dim=-1).tolist()
-        verdicts, first = [], 0
-        for sequence, draft in zip(sequences, drafts, strict=True):
-            last = first + len(draft.tokens) + 1
-            verdict = verify_greedy(draft.tokens, target_tokens[first:last])
-            sequence.num_computed = len(sequence.tokens) + verdict.num_accepted
-            verdicts.append(verdict)
-            first = last
-        return verdicts
+        return torch.split(self._forward(rows), [row.num_logits for row in rows])
 
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; with block reuse its K/V can be found until they are needed."""
         self._blocks.release(sequence)
 
-    def _max_draft_len_of(self, sequence: Sequence) -> int:
+    def max_draft_len_of(self, sequence: Sequence) -> int:
         """What a draft may have: the target adds a token of its own, and the budget holds for both."""
         return min(self.max_draft_len, max(sequence.num_remaining - 1, 0))
 
@@ -195,7 +223,7 @@ class Engine:
             logits = self._step(*batch.tensors(), self._pool.keys, self._pool.values)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.target_time_s += time.perf_counter() - start
+        self.step_time_s += time.perf_counter() - start
         return logits
 
 
@@ -217,20 +245,33 @@ def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torc
     return torch.device("cpu")
 
 
-def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.device, dtype: torch.dtype) -> int:
-    """Blocks in the pool, the null block included."""
+def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.device) -> int:
+    """Blocks in the pool, the null block included; SpecDecError, with the numbers, if memory is too small for them."""
     build = config.build_config
-    per_sequence = -(-build.max_seq_len // build.tokens_per_block)
-    num_blocks = build.max_batch_size * per_sequence
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] * kv_cache.free_gpu_memory_fraction
-        num_blocks = int(free) // bytes_per_block(config.layers, build.tokens_per_block, dtype)
+    block_bytes = bytes_per_block(config.layers, build.tokens_per_block, getattr(torch, config.dtype))
+    num_blocks = build.max_batch_size * -(-build.max_seq_len // build.tokens_per_block)
     if kv_cache.max_tokens is not None:
-        wanted = -(-kv_cache.max_tokens // build.tokens_per_block)
-        num_blocks = min(num_blocks, wanted) if device.type == "cuda" else wanted
-    if num_blocks < 1:
+        if kv_cache.max_tokens < 1:
+            raise UsageError(f"a K/V cache holds at least one token: {kv_cache.max_tokens}", hint="raise `max_tokens`")
+        num_blocks = -(-kv_cache.max_tokens // build.tokens_per_block)
+    free_bytes = _free_memory(device)
+    usable_bytes, hint = free_bytes, "lower `--max-tokens-in-paged-kv-cache`, or free memory"
+    if device.type == "cuda":
+        usable_bytes = int(free_bytes * kv_cache.free_gpu_memory_fraction)
+        fitting = usable_bytes // block_bytes - 1  # one is the null block
+        num_blocks = min(num_blocks, fitting) if kv_cache.max_tokens is not None else fitting
+        num_blocks = max(num_blocks, 1)
+        hint = "raise `--kv-cache-free-gpu-memory-fraction`, or free memory on the device"
+    if (num_blocks + 1) * block_bytes > usable_bytes:
         raise SpecDecError(
-            f"no memory is left for the K/V cache: {num_blocks} blocks",
-            hint="raise `--kv-cache-free-gpu-memory-fraction` or free memory on the device",
+            f"a K/V cache of {num_blocks * build.tokens_per_block} tokens needs "
+            f"{(num_blocks + 1) * block_bytes / 1e6:,.1f} MB, and {device} has for it: "
+            f"{usable_bytes / 1e6:,.1f} MB of {free_bytes / 1e6:,.1f} MB free",
+            hint=hint,
         )
     return num_blocks + 1
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that can be had on the device now."""
+    return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)

@@ -85,9 +85,16 @@ class BlockManager:
             sequence.block_table.append(self._take_over(source, num_matched))
             if sequence.block_table[-1] != source:
                 copies.append(BlockCopy(source, sequence.block_table[-1]))
-        while len(sequence.block_table) < self.num_blocks_for(num_tokens):
-            sequence.block_table.append(self._allocate())
+        self.extend(sequence, num_tokens)
         return copies
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give an admitted sequence the blocks it lacks for `num_tokens` tokens; False (and no change) without room."""
+        num_new = self.num_blocks_for(num_tokens) - len(sequence.block_table)
+        if num_new > len(self._free):
+            return False
+        sequence.block_table.extend(self._allocate() for _ in range(num_new))
+        return True
 
     def release(self, sequence: Sequence) -> None:
         """Publish the sequence's computed tokens and free its blocks; the last ones are forgotten first."""

@@ -6,10 +6,10 @@ little slower than one that keeps them.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from collections.abc import Sequence as Seq
 
-from runtime.drafters.protocol import Drafter
+from runtime.drafters.protocol import Drafter, check_drafts
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, UsageError
 from runtime.request import Draft, Request, Sequence
@@ -22,7 +22,7 @@ def generate(
     drafter: Drafter | None,
     max_draft_len: int,
     times: LoopTimes | None = None,
-) -> Iterator[tuple[Sequence, list[int]]]:
+) -> Generator[tuple[Sequence, list[int]]]:
     """Yield (sequence, new tokens) after every step of every request, in groups of the engine's max_batch_size.
 
     A sequence whose `finish_reason` is set is done. All requests are checked before the first step. `times` is added to
@@ -52,26 +52,35 @@ def generate(
 
 def _generate_group(
     engine: Engine, group: Seq[Sequence], drafter: Drafter | None, max_draft_len: int, times: LoopTimes
-) -> Iterator[tuple[Sequence, list[int]]]:
+) -> Generator[tuple[Sequence, list[int]]]:
     running = deque(group)
     while running:
-        start, target_time_s = time.perf_counter(), engine.target_time_s
+        start, step_time_s = time.perf_counter(), engine.step_time_s
         admitted: list[Sequence] = []
         try:
             _admit(engine, running, admitted)
             drafts_start = time.perf_counter()
-            drafts = drafter.propose(admitted, max_draft_len) if drafter else [Draft([])] * len(admitted)
+            drafts = _propose(engine, drafter, admitted, max_draft_len)
             times.draft_time_s += time.perf_counter() - drafts_start
             verdicts = engine.step(admitted, drafts)
             new_tokens = [s.commit(d, v) for s, d, v in zip(admitted, drafts, verdicts, strict=True)]
         finally:
             for sequence in admitted:
                 engine.release(sequence)
-        times.target_time_s += engine.target_time_s - target_time_s
+        times.target_time_s += engine.step_time_s - step_time_s
         times.num_iterations += 1
         running.extend(s for s in admitted if s.finish_reason is None)
         times.wall_s += time.perf_counter() - start
         yield from zip(admitted, new_tokens, strict=True)
+
+
+def _propose(engine: Engine, drafter: Drafter | None, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+    """Drafts of at most what each sequence can take: a token of the target's own is added to them."""
+    if drafter is None:
+        return [Draft([])] * len(sequences)
+    drafts = drafter.propose(sequences, max_draft_len)
+    check_drafts(drafts, len(sequences), max_draft_len, engine.config.vocab_size)
+    return [draft.cut(engine.max_draft_len_of(s)) for s, draft in zip(sequences, drafts, strict=True)]
 
 
 def _admit(engine: Engine, running: deque[Sequence], admitted: list[Sequence]) -> None:

@@ -5,10 +5,13 @@ does is to shrink the tail beyond it, and rejecting a draft is to leave `num_com
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
+from runtime.sampling import GREEDY, Sampler, SamplingParams
 from runtime.stats import RequestStats
 
 FinishReason = Literal["end_id", "stop", "length"]
@@ -24,13 +27,19 @@ class StopCheck(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked. Generation ends at one of `end_ids`, at a stop word, or after `max_new_tokens`."""
+    """What the user asked. Generation ends at one of `end_ids`, at a stop word, or after `max_new_tokens`.
+
+    Of several sampling requests with one prompt and one seed, `return_index` makes each its own.
+    """
 
     id: int
     prompt_tokens: tuple[int, ...]
     max_new_tokens: int
     end_ids: frozenset[int] = frozenset()
     stop_check: StopCheck | None = None
+    sampling: SamplingParams = GREEDY
+    return_index: int = 0
+    keep_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,13 @@ class Draft:
 
     tokens: list[int]
     probs: Tensor | None = None
-    """(draft_len, vocab) the law the tokens were drawn from; None: a lookup, one-hot."""
+    """(draft_len, vocab) float64, the law each token was drawn from; None: a lookup, one-hot."""
+
+    def cut(self, max_len: int) -> "Draft":
+        """The first `max_len` tokens. A length that does not depend on the tokens leaves verification exact."""
+        if len(self.tokens) <= max_len:
+            return self
+        return Draft(self.tokens[:max_len], None if self.probs is None else self.probs[:max_len])
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,8 @@ class Verdict:
 
     num_accepted: int
     next_token: int
+    logits: Tensor | None = field(default=None, compare=False)
+    """(num_accepted + 1, vocab) the target's own, where the request keeps them."""
 
 
 @dataclass
@@ -63,12 +80,18 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
     finish_reason: FinishReason | None = None
+    logits: list[Tensor] = field(default_factory=list)
+    """Where the request keeps them: (vocab,) float32 on the CPU, per generated token."""
 
     @classmethod
     def start(cls, request: Request) -> "Sequence":
         sequence = cls(request, list(request.prompt_tokens))
         sequence.stats.start()
         return sequence
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        return Sampler(self.request.sampling, self.request.prompt_tokens, self.request.return_index)
 
     @property
     def num_generated(self) -> int:
@@ -96,6 +119,8 @@ class Sequence:
                 break
         new_tokens = self.tokens[start:]
         self.num_computed = min(self.num_computed, len(self.tokens))
+        if verdict.logits is not None:
+            self.logits.extend(verdict.logits[: len(new_tokens)].to("cpu", torch.float32, copy=True))
         self.stats.record_step(len(draft.tokens), min(verdict.num_accepted, len(new_tokens)), len(new_tokens))
         if self.finish_reason is not None:
             self.stats.finish()

@@ -138,6 +138,7 @@ class LoopTimes:
 
     wall_s: float = 0.0
     draft_time_s: float = 0.0
+    draft_model_time_s: float = 0.0  # the part of draft_time_s in a draft model's compiled step
     target_time_s: float = 0.0
     num_iterations: int = 0
 
@@ -148,5 +149,6 @@ class LoopTimes:
     def add(self, other: "LoopTimes") -> None:
         self.wall_s += other.wall_s
         self.draft_time_s += other.draft_time_s
+        self.draft_model_time_s += other.draft_model_time_s
         self.target_time_s += other.target_time_s
         self.num_iterations += other.num_iterations

@@ -20,8 +20,9 @@ NOUNS = {
     "runtime.errors": set(),
     "runtime.config": {"runtime.errors"},
     "runtime.stats": set(),
-    "runtime.request": {"runtime.stats"},
-    "runtime.verify": {"runtime.request"},
+    "runtime.sampling": {"runtime.errors"},
+    "runtime.request": {"runtime.sampling", "runtime.stats"},
+    "runtime.verify": {"runtime.errors", "runtime.request", "runtime.sampling"},
     "runtime.files": {"runtime.errors"},
 }
 
@@ -73,13 +74,10 @@ def test_nouns_import_only_nouns(noun: str) -> None:
     assert ours <= NOUNS[noun]
 
 
-def test_drafters_do_not_know_the_engine() -> None:
-    drafters = {module: path for module, path in modules("runtime").items() if module.startswith("runtime.drafters.")}
-    assert "runtime.drafters.ngram" in drafters
-    for module, path in drafters.items():
-        ours = {name for name in imports(path) if name.split(".")[0] == "runtime"}
-        known = {"runtime.errors", "runtime.request", "runtime.stats"}
-        assert all(name in known or name.startswith("runtime.drafters") for name in ours), module
+@pytest.mark.parametrize(("drafter", "engines"), [("ngram", set()), ("draft_target", {"runtime.engine"})])
+def test_drafters_know_no_engine_but_their_own(drafter: str, engines: set[str]) -> None:
+    ours = {name for name in imports(modules("runtime")[f"runtime.drafters.{drafter}"]) if name.startswith("runtime")}
+    assert ours <= {"runtime.errors", "runtime.request", "runtime.sampling"} | engines
 
 
 def test_runtime_has_no_import_cycle() -> None:

@@ -1,12 +1,19 @@
-"""What a loop asks of whatever proposes draft tokens."""
+"""What a loop asks of whatever proposes draft tokens, and the check that it got that."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
+from torch import Tensor
+
+from runtime.errors import SpecDecError
 from runtime.request import Draft, Sequence
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens for sequences; may keep state per request between steps."""
+    """Proposes draft tokens for sequences; may keep state per request between steps.
+
+    A proposal cannot change what is generated, only how fast, unless `Draft.probs` is not the law that the tokens
+    were drawn from. A drafter must leave the sequences as they are.
+    """
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         """One draft per sequence, each of at most `max_draft_len` tokens; an empty one where there is no proposal."""
@@ -15,3 +22,37 @@ class Drafter(Protocol):
     def forget(self, request_id: int) -> None:
         """Drop the state of a finished request."""
         ...
+
+
+def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size: int) -> None:
+    """SpecDecError unless these are drafts that the target can take: anybody may write a drafter."""
+    if not isinstance(drafts, list) or not all(isinstance(draft, Draft) for draft in drafts):
+        raise SpecDecError("the drafter did not return a list of `Draft`", hint="see `runtime/drafters/protocol.py`")
+    if len(drafts) != num_sequences:
+        raise SpecDecError(
+            f"the drafter returned {len(drafts)} drafts for {num_sequences} sequences",
+            hint="`propose` returns one for each, empty where there is no proposal",
+        )
+    for draft in drafts:
+        if len(draft.tokens) > max_draft_len:
+            raise SpecDecError(
+                f"the drafter proposed more than {max_draft_len} tokens: {len(draft.tokens)}",
+                hint="`propose` is told the longest draft",
+            )
+        for token in draft.tokens:
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise SpecDecError(
+                    f"the drafter proposed what is no token id of the vocabulary of {vocab_size}: {token!r}",
+                    hint="draft with the target's own tokenizer",
+                )
+        if draft.probs is not None:
+            _check_probs(draft.probs, (len(draft.tokens), vocab_size))
+
+
+def _check_probs(probs: Any, shape: tuple[int, int]) -> None:
+    if not isinstance(probs, Tensor) or tuple(probs.shape) != shape:
+        found = tuple(probs.shape) if isinstance(probs, Tensor) else type(probs).__name__
+        raise SpecDecError(
+            f"the drafter's probabilities are not a tensor of shape {shape}: {found}",
+            hint="one row per draft token, one column per token of the target's vocabulary",
+        )

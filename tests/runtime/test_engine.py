@@ -1,7 +1,9 @@
 """Logits equal Hugging Face's whatever the K/V cache did, and a rejected draft leaves no trace."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tiny import eager_logits, make_model, repetitive_prompt
@@ -201,8 +203,18 @@ def test_sequence_that_would_not_fit_an_empty_cache_is_an_error(llama_uncompiled
 
 
 def test_cache_of_no_tokens_is_an_error(llama_uncompiled_dir: Any) -> None:
-    with pytest.raises(SpecDecError, match="no memory is left for the K/V cache: 0 blocks"):
+    with pytest.raises(UsageError, match="a K/V cache holds at least one token: 0"):
         Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=0))
+
+
+def test_cache_that_memory_cannot_hold_is_an_error_with_the_numbers(
+    llama_uncompiled_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of the tiny Llama: 4 tokens x 2 layers x 2 K/V heads x (8 + 8) x 4 bytes = 1024 bytes."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_024_000))
+    Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=999 * 4)).close()
+    with pytest.raises(SpecDecError, match=r"4000 tokens needs 1\.0 MB, and cpu has for it: 1\.0 MB of 1\.0 MB free"):
+        Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=1000 * 4))
 
 
 def test_default_cache_holds_a_full_batch(llama_uncompiled_dir: Any) -> None:

@@ -60,6 +60,21 @@ class SimulatedPool:
                     self.held[destination] = self.held[source]
         return True
 
+    def extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Extend, and check that blocks are added or nothing changes."""
+        manager, before = self.manager, (copy.deepcopy(vars(self.manager)), copy.deepcopy(sequence))
+        table, num_blocks = list(sequence.block_table), manager.num_blocks_for(num_tokens)
+        extended = manager.extend(sequence, num_tokens)
+        if not extended or num_blocks <= len(table):
+            assert (vars(manager), sequence) == before
+            assert extended == (num_blocks - len(table) <= manager.num_free_blocks)
+            return extended
+        assert sequence.block_table[: len(table)] == table
+        assert len(sequence.block_table) == len(set(sequence.block_table)) == num_blocks
+        assert (sequence.tokens, sequence.num_computed) == (before[1].tokens, before[1].num_computed)
+        self.counts["extended"] += 1
+        return True
+
     def write(self, sequence: Sequence, tokens: list[int], first: int) -> None:
         for position in range(first, len(tokens)):
             self.held[self.slot(sequence, position)] = tuple(tokens[: position + 1])
@@ -94,6 +109,7 @@ class Simulation:
 
     def run(self, num_operations: int) -> None:
         operations = [self.admit_new] * 3 + [self.admit_again] * 4 + [self.step] * 8 + [self.release] * 5
+        operations += [self.extend] * 3
         for _ in range(num_operations):
             self.random.choice(operations)()
             if self.random.random() < 0.01:
@@ -140,6 +156,13 @@ class Simulation:
                 num_accepted = self.random.randint(0, len(draft))
                 self.pool.step(sequence, draft, num_accepted, self.random.choice([1, 2]))
 
+    def extend(self) -> None:
+        """What a loop that keeps a sequence's blocks does after every step."""
+        if self.running:
+            sequence = self.random.choice(self.running)
+            extended = self.pool.extend(sequence, len(sequence.tokens) + self.random.randint(0, 5))
+            self.counts["not extended"] += not extended
+
     def release(self) -> None:
         if self.running:
             sequence = self.running.pop(self.random.randrange(len(self.running)))
@@ -156,7 +179,8 @@ def test_what_is_claimed_as_computed_is_held(hundred: int) -> None:
         simulation.run(num_operations=60)
         counts += simulation.counts + simulation.pool.counts
     # What is to be tested did happen.
-    assert min(counts[what] for what in ("admitted", "refused", "reused in part", "copied", "taken over")) > 50
+    happened = ("admitted", "refused", "reused in part", "copied", "taken over", "extended", "not extended")
+    assert min(counts[what] for what in happened) > 50
 
 
 def computed(pool: SimulatedPool, tokens: list[int]) -> None:
@@ -261,6 +285,34 @@ def test_rejected_tokens_are_not_published() -> None:
     pool.manager.release(sequence)
     assert num_found(pool, [1, 2, 3, 4, 5, 6, 7]) == 5
     assert num_found(pool, [1, 2, 3, 4, 5, 9, 9]) == 5  # 9 is committed, but its K/V are not computed
+
+
+def test_extension_without_room_changes_nothing() -> None:
+    """Of 6 blocks of 4 the first sequence has 2 and the second 3."""
+    manager = BlockManager(7, 4, reuse=True)
+    first, second = start([1, 2, 3]), start([4, 5, 6, 7, 8])
+    assert manager.admit(first, 8) == [] and manager.admit(second, 10) == []
+    tables = list(first.block_table), list(second.block_table)
+    for sequence, num_tokens in ((first, 13), (second, 17)):
+        assert not manager.extend(sequence, num_tokens)
+        assert ((first.block_table, second.block_table), manager.num_free_blocks) == (tables, 1)
+    assert manager.extend(first, 12)
+    assert (len(first.block_table), manager.num_free_blocks) == (3, 0)
+    assert manager.extend(second, 12)  # needs no block
+    manager.release(first)
+    assert manager.extend(second, 24)
+    assert (second.block_table[:3], manager.num_free_blocks) == (tables[1], 0)
+
+
+def test_extension_overwrites_the_least_recently_freed_block() -> None:
+    pool = SimulatedPool(BlockManager(6, 2, reuse=True))
+    for tokens in ([5, 5], [6, 6], [7, 7]):
+        computed(pool, tokens)
+    sequence = start([1])
+    assert pool.admit(sequence, 4)  # the two that were never used
+    assert [num_found(pool, [first, first, 8]) for first in (5, 6, 7)] == [2, 2, 2]
+    assert pool.extend(sequence, 5)
+    assert [num_found(pool, [first, first, 8]) for first in (5, 6, 7)] == [0, 2, 2]
 
 
 def test_identical_prompts_at_the_same_time_do_not_share_what_is_not_computed() -> None:

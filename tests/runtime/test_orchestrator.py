@@ -81,7 +81,7 @@ def test_request_that_would_not_fit_is_refused_before_the_first_step(open_engine
     engine = open_engine(max_tokens=24)
     with pytest.raises(SpecDecError, match="K/V cache of 24 tokens is too small for request 1: it needs 25"):
         next(generate(engine, [Request(0, (5, 6, 7), 2), Request(1, (5, 6, 7), 23)], None, 0))
-    assert engine.target_time_s == 0
+    assert engine.step_time_s == 0
 
 
 class Failing:
@@ -229,4 +229,4 @@ def test_requests_are_checked_before_the_first_step(open_engine: Any) -> None:
     engine = open_engine()
     with pytest.raises(SpecDecError, match="prompt is empty: request 5"):
         next(generate(engine, [*make_requests(5), Request(5, (), 5)], None, 0))
-    assert engine.target_time_s == 0
+    assert engine.step_time_s == 0

@@ -1,11 +1,23 @@
-"""Greedy verification: accepted while the draft is the target's choice, then the target's own token."""
+"""By tokens: accepted while the draft is the target's choice. By probabilities: what can be said without statistics.
+
+That rejection sampling follows the target's law is in test_rejection.py.
+"""
+
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from runtime.request import Verdict
-from runtime.verify import verify_greedy
+from runtime.errors import SpecDecError
+from runtime.request import Draft, Request, Sequence, Verdict
+from runtime.sampling import SamplingParams
+from runtime.verify import verify, verify_tokens
+
+PROMPT = (1, 2, 3)
+NUM_SEEDS = 200
 
 
 @pytest.mark.parametrize(
@@ -21,8 +33,8 @@ from runtime.verify import verify_greedy
         pytest.param([5], [6, 5], Verdict(0, 6), id="one token, rejected"),
     ],
 )
-def test_verify_greedy(draft: list[int], target: list[int], verdict: Verdict) -> None:
-    assert verify_greedy(draft, target) == verdict
+def test_verify_tokens(draft: list[int], target: list[int], verdict: Verdict) -> None:
+    assert verify_tokens(draft, target) == verdict
 
 
 @given(
@@ -31,7 +43,135 @@ def test_verify_greedy(draft: list[int], target: list[int], verdict: Verdict) ->
 )
 def test_output_is_what_the_target_alone_would_say(law: list[int], draft: list[int]) -> None:
     """A target that says law[i] at position i, whatever came before: it is followed, at least one token far."""
-    verdict = verify_greedy(draft, law[: len(draft) + 1])
+    verdict = verify_tokens(draft, law[: len(draft) + 1])
     output = [*draft[: verdict.num_accepted], verdict.next_token]
     assert output == law[: len(output)]
     assert len(output) == len(draft) + 1 or draft[len(output) - 1] != law[len(output) - 1]
+
+
+def start(*generated: int, prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> Sequence:
+    """A sequence that asks for the whole vocabulary, unless told otherwise."""
+    params = SamplingParams(**({"top_k": 0} | sampling))
+    return Sequence(Request(0, prompt, 20, sampling=params), [*prompt, *generated])
+
+
+def log(*rows: list[float]) -> Tensor:
+    """Logits whose softmax is these laws."""
+    return torch.tensor(rows, dtype=torch.float64).log().float()
+
+
+def law(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"temperature": 0.7, "top_k": 5, "top_p": 0.9}, id="cut"),
+        pytest.param({"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "frequency_penalty": 0.3}, id="penalties"),
+        pytest.param({"top_k": 1, "repetition_penalty": 1.5, "presence_penalty": 1.0}, id="greedy with penalties"),
+    ],
+)
+def test_by_tokens_a_draft_changes_nothing_but_the_number_of_steps(sampling: dict[str, Any]) -> None:
+    """What plain steps say, one token each, is followed as far as the draft does, at every length of the draft."""
+    generator = torch.Generator().manual_seed(0)
+    num_accepted = set()
+    for seed in range(30):
+        logits = 2 * torch.randn(6, 8, generator=generator)
+        plain: list[int] = []
+        for row in logits:
+            plain.append(verify(start(*plain, random_seed=seed, **sampling), Draft([]), row[None]).next_token)
+        for num_right in range(6):
+            wrong = (plain[num_right] + 1) % 8
+            draft = [*plain[:num_right], wrong, *plain[num_right + 1 : 5]][:5]
+            verdict = verify(start(random_seed=seed, **sampling), Draft(draft), logits)
+            assert verdict == Verdict(num_right, plain[num_right])
+            num_accepted.add(verdict.num_accepted)
+    assert num_accepted == set(range(6))
+
+
+def test_greedy_request_takes_no_notice_of_probabilities() -> None:
+    """Its law is one-hot: the argmax, though the drafter calls another token certain, or its own impossible."""
+    logits = log([0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8])
+    for greedy in ({"top_k": 1}, {"temperature": 0.0}):
+        for probs in (law([0, 1, 0], [0, 1, 0]), law([0, 0, 1], [1 / 3] * 3)):
+            assert verify(start(**greedy), Draft([1, 1], probs), logits) == Verdict(1, 0)
+            assert verify(start(**greedy), Draft([1, 0], probs), logits) == Verdict(2, 2)
+
+
+def verdicts(draft: Draft, logits: Tensor, **sampling: Any) -> list[Verdict]:
+    return [verify(start(random_seed=seed, **sampling), draft, logits) for seed in range(NUM_SEEDS)]
+
+
+def test_token_at_least_as_likely_for_the_target_is_always_accepted() -> None:
+    logits = log([0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7])
+    draft = Draft([0, 2], law([0.45, 0.35, 0.2], [0.79, 0.02, 0.19]))
+    assert {v.num_accepted for v in verdicts(draft, logits)} == {2}
+    assert {v.next_token for v in verdicts(draft, logits)} == {0, 1, 2}
+
+
+def test_equal_laws_accept_everything_whatever_the_rounding() -> None:
+    """The draft model is the target: logits in float32 on both sides, their laws made one by one."""
+    logits = 3 * torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
+    probs = torch.softmax(logits[:4].double() / 0.7, dim=-1)
+    draft = Draft([int(row.argmin()) for row in probs], probs)
+    assert {v.num_accepted for v in verdicts(draft, logits, temperature=0.7)} == {4}
+
+
+def test_token_the_target_cannot_say_is_never_accepted() -> None:
+    """top_k 2 leaves it nothing of token 2. Of the residual only token 1 is left, which the draft underrated."""
+    logits, draft = log([0.5, 0.3, 0.2], [0.4, 0.3, 0.3]), Draft([2], law([0.7, 0.1, 0.2]))
+    assert {(v.num_accepted, v.next_token) for v in verdicts(draft, logits, top_k=2)} == {(0, 1)}
+
+
+def test_recovered_token_is_one_the_draft_underrated() -> None:
+    logits, draft = log([0.2, 0.3, 0.25, 0.25], [1, 0, 0, 0]), Draft([0], law([0.6, 0.1, 0.25, 0.05]))
+    recovered = {v.next_token for v in verdicts(draft, logits) if v.num_accepted == 0}
+    assert recovered == {1, 3}
+    assert {v.num_accepted for v in verdicts(draft, logits)} == {0, 1}
+
+
+def test_where_rounding_leaves_no_residual_the_targets_law_is_drawn_from() -> None:
+    """Rounding errors are rare; a draft law of twice the target's is rejected half the time and underrates nothing."""
+    probs = [0.5, 0.3, 0.2]
+    outcome = verdicts(Draft([0], 2 * law(probs)), log(probs, [0.0, 0.0, 1.0]))
+    assert {v.next_token for v in outcome if v.num_accepted == 0} == {0, 1, 2}
+    assert {v.next_token for v in outcome if v.num_accepted == 1} == {2}
+
+
+def test_penalties_see_the_draft_tokens_before() -> None:
+    """After the draft's own 0 the bad words are 0 1 and 0 2: 1 is rejected, and the target says 0 or 3 instead."""
+    logits, probs = log(*[[0.25] * 4] * 3), law(*[[0.25] * 4] * 2)
+    for prompt in ((3,), (3, 0)):
+        after_0 = verdicts(Draft([0, 1], probs), logits, prompt=prompt, bad_words=((0, 1), (0, 2)))
+        assert {(v.num_accepted, v.next_token) for v in after_0} == {(1, 0), (1, 3)}
+    after_3 = verdicts(Draft([3, 1], probs), logits, bad_words=((0, 1), (0, 2)))
+    assert {(v.num_accepted, v.next_token) for v in after_3} == {(2, token) for token in range(4)}
+
+
+def test_verification_leaves_the_sequence_as_it_is() -> None:
+    logits = log([0.5, 0.5], [0.5, 0.5], [0.5, 0.5])
+    for draft in (Draft([0, 1]), Draft([0, 1], law([0.5, 0.5], [0.5, 0.5]))):
+        sequence = start(0, 1, repetition_penalty=1.1)
+        verify(sequence, draft, logits)
+        assert (sequence.tokens, draft.tokens, sequence.num_computed) == ([*PROMPT, 0, 1], [0, 1], 0)
+
+
+@pytest.mark.parametrize("probs", [None, law([0.5, 0.5])], ids=["by tokens", "by probabilities"])
+@pytest.mark.parametrize(
+    ("sampling", "bad_row"),
+    [
+        pytest.param({"no_repeat_ngram_size": 2}, [0.5, 0.5], id="everything banned"),
+        pytest.param({}, [torch.nan, 0.5], id="logits that are not numbers"),
+    ],
+)
+def test_position_with_no_token_left_is_an_error(
+    sampling: dict[str, Any], bad_row: list[float], probs: Tensor | None
+) -> None:
+    """After 0 0 1 0 both 0 and 1 would repeat a pair; after a 1 only 0 would, so a step could go on from there."""
+    for token in (0, 1):
+        for seed in range(20):
+            sequence = start(prompt=(0, 0, 1, 0), random_seed=seed, **sampling)
+            with pytest.raises(SpecDecError, match="no token left to choose"):
+                verify(sequence, Draft([token], probs), log(bad_row, [0.5, 0.5]))

@@ -1,0 +1,146 @@
+"""Drafting by a second, smaller engine (the draft model), as in TensorRT-LLM's Draft-Target-Model example.
+
+For every request the drafter has a follower: a sequence of its own in the draft engine, which keeps its K/V between
+steps. What the target made of the last draft is taken over by content: where tokens differ the target's replace the
+follower's, and `num_computed` falls back to where they part. So the draft model computes a token once, and what it says
+next never depends on a rejected one.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.engine import Engine
+from runtime.errors import SpecDecError
+from runtime.request import Draft, Request, Sequence
+from runtime.sampling import NoTokenLeft, draw
+
+
+class DraftTargetDrafter:
+    """Drafts with the request's own sampling parameters, up to an end id, the request's budget or the draft length.
+
+    Without `use_logits` the draft model chooses as the target will, by the same number for each position, so that like
+    laws choose alike. With it the tokens of sampling requests are drawn from the draft model's law, and the drafts have
+    that law for rejection sampling. `vocab_size` is the target's; ids that only one of the two has are never drafted.
+    """
+
+    def __init__(self, engine: Engine, vocab_size: int, *, use_logits: bool) -> None:
+        self.engine = engine
+        self.vocab_size = vocab_size
+        self.use_logits = use_logits
+        self._followers: dict[int, Sequence] = {}
+
+    def check_request(self, request: Request) -> None:
+        """SpecDecError if the draft engine could not follow the request to its end."""
+        try:
+            self.engine.check_lengths(request)
+        except SpecDecError as error:
+            raise SpecDecError(f"draft engine: {error.message}", hint=error.hint) from error
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        proposals = [_Proposal(self._follow(s), min(max_draft_len, s.num_remaining - 1)) for s in sequences]
+        while drafting := [p for p in proposals if not p.is_done and self._is_ready(p.follower, sequences)]:
+            for start in range(0, len(drafting), self.engine.max_batch_size):
+                self._draft_tokens(drafting[start : start + self.engine.max_batch_size])
+        return [p.draft() for p in proposals]
+
+    def forget(self, request_id: int) -> None:
+        follower = self._followers.pop(request_id, None)
+        if follower is not None:
+            self.engine.release(follower)
+
+    def _follow(self, sequence: Sequence) -> Sequence:
+        """The sequence's follower, with its tokens, and K/V of as many of them as are still true."""
+        request = sequence.request
+        if request.id not in self._followers:
+            self.check_request(request)
+            self._followers[request.id] = Sequence.start(request)
+        follower, tokens = self._followers[request.id], sequence.tokens
+        num_common = min(len(follower.tokens), len(tokens))
+        while follower.tokens[:num_common] != tokens[:num_common]:  # at most a draft's length behind
+            num_common -= 1
+        follower.tokens[num_common:] = tokens[num_common:]
+        # The last token is computed in any case, for its logits.
+        follower.num_computed = min(follower.num_computed, num_common, len(tokens) - 1)
+        return follower
+
+    def _is_ready(self, follower: Sequence, in_step: list[Sequence]) -> bool:
+        """Whether the K/V cache holds its tokens so far, and the draft model can read them all.
+
+        If need be requests that are not in this step give their blocks back.
+        """
+        draft_vocab_size = self.engine.config.vocab_size
+        if self.vocab_size > draft_vocab_size and max(follower.tokens) >= draft_vocab_size:
+            return False
+        return self._has_room(follower) or (self._release_idle(in_step) and self._has_room(follower))
+
+    def _has_room(self, follower: Sequence) -> bool:
+        return self.engine.extend(follower) if follower.block_table else self.engine.admit(follower)
+
+    def _release_idle(self, in_step: list[Sequence]) -> bool:
+        """Whether there were blocks to take from followers of other requests."""
+        ids = {sequence.request.id for sequence in in_step}
+        idle = [f for request_id, f in self._followers.items() if request_id not in ids and f.block_table]
+        for follower in idle:
+            self.engine.release(follower)
+        return bool(idle)
+
+    def _draft_tokens(self, proposals: list["_Proposal"]) -> None:
+        """One more token of each."""
+        followers = [p.follower for p in proposals]
+        all_logits = self.engine.forward(followers, [Draft([])] * len(followers))
+        for proposal, logits in zip(proposals, all_logits, strict=True):
+            follower = proposal.follower
+            follower.num_computed = len(follower.tokens)
+            try:
+                self._draft_token(proposal, _with_size(logits[0], self.vocab_size))
+            except NoTokenLeft:  # for the draft model; the target may have one
+                proposal.is_done = True
+
+    def _draft_token(self, proposal: "_Proposal", logits: Tensor) -> None:
+        """Choose or draw a token by (vocab_size,) logits, or end the draft."""
+        follower = proposal.follower
+        if self.use_logits and not follower.sampler.is_greedy:
+            probs = follower.sampler.probs(follower.tokens, logits)
+            token = draw(probs, follower.sampler.uniform(len(follower.tokens), "draft"))
+            proposal.add(token, probs)
+            # Drawn is drawn: to leave an end id out would change the law of what is verified.
+            proposal.is_done |= token in follower.request.end_ids
+        else:
+            token = follower.sampler.choose(follower.tokens, logits)
+            if token in follower.request.end_ids:
+                proposal.is_done = True  # it comes as the target's own token at no cost
+            else:
+                proposal.add(token, None)
+
+
+@dataclass
+class _Proposal:
+    """A draft in the making."""
+
+    follower: Sequence
+    max_len: int
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
+    is_done: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_done = self.max_len <= 0
+
+    def add(self, token: int, probs: Tensor | None) -> None:
+        self.follower.tokens.append(token)
+        self.tokens.append(token)
+        if probs is not None:
+            self.probs.append(probs)
+        self.is_done = len(self.tokens) == self.max_len
+
+    def draft(self) -> Draft:
+        return Draft(self.tokens, torch.stack(self.probs) if self.probs else None)
+
+
+def _with_size(logits: Tensor, vocab_size: int) -> Tensor:
+    """(vocab_size,) logits: cut, or filled up with ids that cannot be chosen."""
+    missing = max(vocab_size - len(logits), 0)
+    return F.pad(logits[:vocab_size], (0, missing), value=-torch.inf)

@@ -1,0 +1,227 @@
+"""How a request chooses tokens: the law its parameters make of the target's logits, and the draws from that law.
+
+A draw is a function of (random_seed, prompt, return_index, position) and of nothing else. So the same request gets the
+same text with any drafter or none, in any batch, with K/V found or computed again.
+"""
+
+import hashlib
+import math
+import sys
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from runtime.errors import SpecDecError, UsageError
+
+Purpose = Literal["target", "draft", "accept"]
+"""What a uniform number is for. Draws for one position are independent between purposes."""
+
+
+_LARGEST = sys.float_info.max  # neither infinity nor NaN
+_HIGHEST = {
+    "temperature": _LARGEST,
+    "top_k": _LARGEST,
+    "top_p": 1,
+    "min_p": 1,
+    "presence_penalty": _LARGEST,
+    "frequency_penalty": _LARGEST,
+    "no_repeat_ngram_size": _LARGEST,
+}
+_HINTS = {"temperature": "0 is greedy, 1 no effect", "top_k": "0 is the whole vocabulary, 1 greedy"}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """TensorRT-LLM's names and defaults; `bad_words` and penalties see the prompt too, as there.
+
+    top_k 1 and temperature 0 (below 1e-5) are greedy; top_k 0 leaves the whole vocabulary; top_p 0.0 and 1.0, min_p
+    0.0, no_repeat_ngram_size 0 and neutral penalties (1.0, 0.0, 0.0) change nothing. UsageError if out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 1
+    top_p: float = 0.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    random_seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, highest in _HIGHEST.items():
+            value = getattr(self, name)
+            if not 0 <= value <= highest:
+                form = "at least 0" if highest == _LARGEST else f"between 0 and {highest:g}"
+                raise UsageError(f"{name} must be {form}: {value}", hint=_HINTS.get(name, "0 is no effect"))
+        if not 0 < self.repetition_penalty <= _LARGEST:
+            raise UsageError(
+                f"repetition_penalty must be more than 0: {self.repetition_penalty}", hint="1 is no effect"
+            )
+        if any(not word for word in self.bad_words):
+            raise UsageError("a bad word has no tokens: ()", hint="leave it out")
+
+    @property
+    def is_greedy(self) -> bool:
+        # Colder than this, logits over temperature leave the range of float32.
+        return self.top_k == 1 or self.temperature < 1e-5
+
+
+GREEDY = SamplingParams()
+
+Processor = Callable[..., Tensor]
+"""As transformers' LogitsProcessor: (1, n) int64 prefix, (1, vocab) scores -> (1, vocab) scores."""
+
+
+class NoTokenLeft(SpecDecError):
+    """Penalties and bans leave nothing to choose at a position, or the model's logits are not numbers."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(
+            "there is no token left to choose, penalties and bans leave none or the model's logits are not numbers: "
+            f"position {position}",
+            hint="relax `no_repeat_ngram_size` or `bad_words`",
+        )
+        self.position = position
+
+
+class OccurrencePenalty:
+    """Subtracts `presence` from the score of a token that occurred, and `frequency` for each time it did."""
+
+    def __init__(self, presence: float, frequency: float) -> None:
+        self.presence, self.frequency = presence, frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        counts = torch.zeros_like(scores).scatter_add_(1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype))
+        return scores - self.presence * (counts > 0) - self.frequency * counts
+
+
+def penalties(params: SamplingParams) -> list[Processor]:
+    """What depends on the tokens before, in the order of transformers' `generate`, which has no occurrence penalty."""
+    from transformers.generation.logits_process import (
+        NoBadWordsLogitsProcessor,
+        NoRepeatNGramLogitsProcessor,
+        RepetitionPenaltyLogitsProcessor,
+    )
+
+    processors: list[Processor] = []
+    if params.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+    if params.presence_penalty or params.frequency_penalty:
+        processors.append(OccurrencePenalty(params.presence_penalty, params.frequency_penalty))
+    if params.no_repeat_ngram_size:
+        processors.append(NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
+    if params.bad_words:
+        processors.append(NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]))
+    return processors
+
+
+def warpers(params: SamplingParams) -> list[Processor]:
+    """What shapes the law to draw from, in the order of transformers' `generate`; nothing for greedy requests."""
+    from transformers.generation.logits_process import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    processors: list[Processor] = []
+    if params.is_greedy:
+        return processors
+    if params.temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.top_k:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if 0.0 < params.top_p < 1.0:
+        processors.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        processors.append(MinPLogitsWarper(params.min_p))
+    return processors
+
+
+class Sampler:
+    """Chooses the tokens of one request. Identical requests choose alike unless their `return_index` differs."""
+
+    def __init__(self, params: SamplingParams, prompt_tokens: Seq[int], return_index: int = 0) -> None:
+        self.is_greedy = params.is_greedy
+        self._penalties = penalties(params) if _has_penalties(params) else []
+        self._warpers = [] if params.is_greedy else warpers(params)
+        identity = repr((params.random_seed, return_index, tuple(prompt_tokens)))
+        self._key = hashlib.blake2b(identity.encode(), digest_size=16).digest()
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether a choice is the argmax of the logits, whatever came before."""
+        return self.is_greedy and not self._penalties
+
+    def scores(self, prefix: list[int], logits: Tensor) -> Tensor:
+        """(vocab,) float32 after penalties, bans and cuts; -inf for what cannot be chosen. `logits` is (vocab,).
+
+        NoTokenLeft if nothing can.
+        """
+        scores = logits[None].float()
+        if self._penalties:
+            scores = _apply(self._penalties, torch.tensor([prefix], device=logits.device), scores)
+        if self._warpers:
+            scores = _apply(self._warpers, torch.empty((1, 0), dtype=torch.int64, device=logits.device), scores)
+        if not math.isfinite(scores.max()):
+            raise NoTokenLeft(len(prefix))
+        return scores[0]
+
+    def probs(self, prefix: list[int], logits: Tensor) -> Tensor:
+        """(vocab,) float64 law of the token after `prefix`; one-hot for a greedy request."""
+        scores = self.scores(prefix, logits)
+        if self.is_greedy:
+            return torch.nn.functional.one_hot(scores.argmax(), len(scores)).double()
+        return torch.softmax(scores.double(), dim=-1)
+
+    def choose(self, prefix: list[int], logits: Tensor) -> int:
+        """The request's own token after `prefix`: the argmax, or a draw that depends on nothing but the position."""
+        if self.is_greedy:
+            return int(self.scores(prefix, logits).argmax())
+        return draw(self.probs(prefix, logits), self.uniform(len(prefix), "target"))
+
+    def choices(self, prefix: list[int], logits: Tensor) -> Iterable[int]:
+        """The request's own tokens row by row of (n, vocab) logits, each after the prefix and those before it."""
+        if self.is_argmax:
+            yield from logits.argmax(dim=-1).tolist()
+            return
+        prefix = list(prefix)
+        for row in logits:
+            token = self.choose(prefix, row)
+            yield token
+            prefix.append(token)
+
+    def uniform(self, position: int, purpose: Purpose) -> float:
+        """In [0, 1), the same for the same arguments. 52 bits: times a sum of probabilities it stays below the sum."""
+        digest = hashlib.blake2b(f"{position} {purpose}".encode(), key=self._key, digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 12) * 2.0**-52
+
+
+def draw(weights: Tensor, uniform: float) -> int:
+    """Inverse CDF of (vocab,) float64 weights, which need not add up to one. Never a token of weight zero.
+
+    On the CPU, whose sums never decrease; a GPU adds them up in parallel.
+    """
+    sums = weights.cpu().cumsum(dim=-1)
+    total = float(sums[-1])
+    if not 0 < total < math.inf:
+        raise SpecDecError(f"these are no weights to draw a token by, their sum is: {total}")
+    return int(torch.searchsorted(sums, uniform * total, right=True))
+
+
+def _apply(processors: Iterable[Processor], prefix: Tensor, scores: Tensor) -> Tensor:
+    for processor in processors:
+        scores = processor(prefix, scores)
+    return scores
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    """Asked before transformers is imported, which plain requests do not need."""
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words")
+    return any(getattr(params, name) != getattr(GREEDY, name) for name in names)

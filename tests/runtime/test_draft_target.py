@@ -1,0 +1,551 @@
+"""Drafts by a second engine change no token, and the draft model computes each of its tokens once.
+
+Whatever the target makes of a draft: where the two part, the draft engine's cache falls back to the same place.
+"""
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import VOCAB_SIZE, eager_logits, hf_greedy, make_model, repetitive_prompt
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from runtime.drafters.draft_target import DraftTargetDrafter
+from runtime.drafters.protocol import Drafter
+from runtime.engine import Engine, KVCacheConfig
+from runtime.errors import SpecDecError
+from runtime.orchestrator import generate
+from runtime.request import Draft, Request, Sequence
+from runtime.sampling import SamplingParams
+
+# float32 against float32: the logits are of the order of 10, and sums are taken in another order.
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+NUM_NEW_TOKENS = 24
+DRAFT_LEN = 5
+PROMPTS = [
+    tuple(repetitive_prompt(i, 6 + 5 * i, vocab_size=20)) for i in range(4)
+]  # even the smallest model reads them
+SMALLER, LARGER = 20, 40
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=0.9, top_k=0, top_p=0.95, random_seed=5)
+PENALISED = SamplingParams(top_k=10, repetition_penalty=1.3, no_repeat_ngram_size=3, frequency_penalty=0.1)
+BY = pytest.mark.parametrize("use_logits", [False, True], ids=["by tokens", "by probabilities"])
+
+OpenEngine = Callable[..., Engine]
+
+
+def resembling(model: PreTrainedModel, noise: float) -> PreTrainedModel:
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
+def with_vocabulary(model: PreTrainedModel, vocab_size: int) -> PreTrainedModel:
+    """The same weights for the ids that both have, random ones for others."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(0)
+    other.resize_token_embeddings(vocab_size, mean_resizing=False)
+    return other
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    target = make_model("llama")
+    other = resembling(target, 0.01)
+    return {
+        "target": target,
+        "same": target,
+        "other": other,
+        "random": make_model("gemma3"),
+        "smaller": with_vocabulary(other, SMALLER),
+        "larger": with_vocabulary(other, LARGER),
+    }
+
+
+@pytest.fixture(scope="module")
+def engine_dirs(models: dict[str, PreTrainedModel], make_engine_dir: Any) -> dict[str, Path]:
+    """Blocks of 4. A draft engine is built for no drafts of its own, and for batches of 2 where "narrow"."""
+    plain = {"max_draft_len": 0, "max_seq_len": 160, "speculative_decoding_mode": "none"}
+    drafts = {name: make_engine_dir(model, **plain) for name, model in models.items() if name != "target"}
+    return drafts | {
+        "target": make_engine_dir(models["target"]),
+        "narrow": make_engine_dir(models["other"], **plain, max_batch_size=2),
+        "short": make_engine_dir(models["other"], **(plain | {"max_input_len": 12, "max_seq_len": 40})),
+    }
+
+
+@pytest.fixture
+def open_engine(engine_dirs: dict[str, Path]) -> OpenEngine:
+    return lambda name, **kv_cache: Engine.open(engine_dirs[name], kv_cache=KVCacheConfig(**kv_cache))
+
+
+def make_requests(num_requests: int, sampling: SamplingParams = GREEDY, **settings: Any) -> list[Request]:
+    return [
+        Request(i, prompt, **({"max_new_tokens": NUM_NEW_TOKENS} | settings), sampling=sampling)
+        for i, prompt in enumerate(PROMPTS[:num_requests])
+    ]
+
+
+def check_idle(engine: Engine) -> None:
+    engine._blocks.check_integrity()
+    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
+
+
+@dataclass
+class Recorded:
+    """Passes proposals on and keeps them with what they were for."""
+
+    drafter: Drafter
+    proposals: list[tuple[list[int], int, Draft]] = field(default_factory=list)  # tokens, num_remaining, draft
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        before = copy.deepcopy(sequences)
+        drafts = self.drafter.propose(sequences, max_draft_len)
+        assert sequences == before
+        self.proposals += [(list(s.tokens), s.num_remaining, d) for s, d in zip(sequences, drafts, strict=True)]
+        return drafts
+
+    def forget(self, request_id: int) -> None:
+        self.drafter.forget(request_id)
+
+
+def finish(target: Engine, requests: list[Request], drafter: Drafter | None) -> list[Sequence]:
+    """In the order of the requests; both engines end with nothing held."""
+    finished = [s for s, _ in generate(target, requests, drafter, DRAFT_LEN) if s.finish_reason is not None]
+    check_idle(target)
+    inner = drafter.drafter if isinstance(drafter, Recorded) else drafter
+    if isinstance(inner, DraftTargetDrafter):
+        assert inner._followers == {}
+        check_idle(inner.engine)
+    return sorted(finished, key=lambda sequence: sequence.request.id)
+
+
+def texts(sequences: list[Sequence]) -> list[list[int]]:
+    return [sequence.output_tokens for sequence in sequences]
+
+
+def acceptance(sequences: list[Sequence]) -> tuple[int, int]:
+    """(accepted, drafted)"""
+    stats = [sequence.stats for sequence in sequences]
+    return sum(s.num_accepted_draft_tokens for s in stats), sum(s.num_draft_tokens for s in stats)
+
+
+# -- The tokens --
+
+
+@BY
+@pytest.mark.parametrize("draft", ["same", "other", "random"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_greedy_tokens_are_hugging_faces(
+    batch_size: int, draft: str, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
+) -> None:
+    requests = make_requests(batch_size)
+    drafter = DraftTargetDrafter(open_engine(draft), VOCAB_SIZE, use_logits=use_logits)
+    sequences = finish(open_engine("target"), requests, drafter)
+    assert texts(sequences) == [hf_greedy(models["target"], list(r.prompt_tokens), NUM_NEW_TOKENS) for r in requests]
+    num_accepted, num_drafted = acceptance(sequences)
+    if draft == "same":
+        assert num_accepted == num_drafted
+        assert [s.stats.num_steps for s in sequences] == [NUM_NEW_TOKENS // (DRAFT_LEN + 1)] * batch_size
+    else:
+        assert num_accepted < num_drafted
+        assert draft == "random" or num_accepted > 0
+
+
+@BY
+@pytest.mark.parametrize("draft", ["same", "other"])
+def test_end_id_ends_as_in_hf(
+    draft: str, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
+) -> None:
+    for prompt in PROMPTS:
+        end_id = hf_greedy(models["target"], list(prompt), NUM_NEW_TOKENS)[7]
+        request = Request(0, prompt, NUM_NEW_TOKENS, frozenset([end_id]))
+        drafter = DraftTargetDrafter(open_engine(draft), VOCAB_SIZE, use_logits=use_logits)
+        (sequence,) = finish(open_engine("target"), [request], drafter)
+        assert sequence.finish_reason == "end_id"
+        assert sequence.output_tokens == hf_greedy(models["target"], list(prompt), NUM_NEW_TOKENS, end_id)
+
+
+@BY
+@pytest.mark.parametrize("sampling", [SAMPLED, PENALISED], ids=["sampled", "penalised"])
+def test_same_weights_accept_everything(sampling: SamplingParams, use_logits: bool, open_engine: OpenEngine) -> None:
+    """Both sides apply the request's settings to the same prefix, and where tokens count draw the same number."""
+    drafter = DraftTargetDrafter(open_engine("same"), VOCAB_SIZE, use_logits=use_logits)
+    sequences = finish(open_engine("target"), make_requests(3, sampling), drafter)
+    assert acceptance(sequences) == (60, 60)
+    if not use_logits:
+        assert texts(sequences) == texts(finish(open_engine("target"), make_requests(3, sampling), None))
+
+
+# -- The draft engine's cache --
+
+
+@dataclass
+class Forward:
+    """What an engine was asked for one sequence: its tokens, how many were computed already, and the next logits."""
+
+    request_id: int
+    tokens: list[int]
+    num_computed: int
+    logits: Tensor
+
+
+def record_forwards(engine: Engine) -> list[list[Forward]]:
+    """Grows by one list, of the batch's sequences, with every forward of the engine."""
+    forwards: list[list[Forward]] = []
+    forward = engine.forward
+
+    def recorded(sequences: list[Sequence], drafts: list[Draft]) -> Any:
+        asked = [(s.request.id, list(s.tokens), s.num_computed) for s in sequences]
+        answers = forward(sequences, drafts)
+        forwards.append([Forward(*row, logits[0]) for row, logits in zip(asked, answers, strict=True)])
+        return answers
+
+    engine.forward = recorded  # type: ignore[method-assign]
+    return forwards
+
+
+def check_forwards(engine: Engine, model: PreTrainedModel, forwards: list[Forward]) -> None:
+    """The next logits equal Hugging Face's, and those of an engine that has seen nothing before."""
+    for forward in forwards:
+        fresh = Sequence.start(Request(0, tuple(forward.tokens), 1))
+        assert engine.admit(fresh) and fresh.num_computed == 0
+        (logits,) = engine.forward([fresh], [Draft([])])
+        engine.release(fresh)
+        torch.testing.assert_close(forward.logits, logits[0], **TOLERANCE)
+        torch.testing.assert_close(forward.logits, eager_logits(model, forward.tokens)[-1], **TOLERANCE)
+
+
+def check_computed_once(forwards: list[Forward]) -> None:
+    """No K/V is computed that was known: K/V depend on the token and all before it."""
+    computed = [
+        (forward.request_id, *forward.tokens[: i + 1])
+        for forward in forwards
+        for i in range(forward.num_computed, len(forward.tokens))
+    ]
+    assert len(computed) == len(set(computed))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("draft", ["other", "random"])
+def test_rejected_draft_leaves_no_trace_in_the_draft_engine(
+    draft: str, seed: int, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
+) -> None:
+    """A target that accepts any number of tokens, up to the budget's end.
+
+    In some steps little is drafted, or nothing, or the drafter is not asked: then the two part more than a token back.
+    "random" has a sliding window of 8.
+    """
+    chance = random.Random(seed)
+    drafter = DraftTargetDrafter(open_engine(draft), VOCAB_SIZE, use_logits=False)
+    rows, sequence = record_forwards(drafter.engine), Sequence.start(Request(0, PROMPTS[1], 60))
+    num_undrafted, accepted = 0, set()
+    while sequence.num_remaining > 0:
+        num_forwards, max_draft_len = len(rows), chance.choice([4, 4, 4, 4, 1, 0, None])
+        (proposal,) = [Draft([])] if max_draft_len is None else drafter.propose([sequence], max_draft_len)
+        assert len(proposal.tokens) == len(rows) - num_forwards == min(max_draft_len or 0, sequence.num_remaining - 1)
+        if not proposal.tokens:
+            num_undrafted += 1
+        else:
+            ((first,), *others) = rows[num_forwards:]
+            num_uncomputed = len(first.tokens) - first.num_computed
+            assert first.tokens == sequence.tokens
+            assert num_uncomputed <= (2 + num_undrafted if num_forwards else len(sequence.tokens))
+            assert all(len(row.tokens) - row.num_computed == 1 for (row,) in others)
+            num_undrafted = 0
+        num_accepted = chance.randint(0, len(proposal.tokens))
+        accepted.add((len(proposal.tokens), num_accepted))
+        rejected = proposal.tokens[num_accepted : num_accepted + 1]
+        next_token = chance.choice([token for token in range(3, VOCAB_SIZE) if token not in rejected])
+        sequence.tokens += [*proposal.tokens[:num_accepted], next_token]
+    forwards = [row for (row,) in rows]
+    check_computed_once(forwards)
+    check_forwards(open_engine(draft, block_reuse=False), models[draft], forwards)
+    drafter.forget(0)
+    check_idle(drafter.engine)
+    assert len(accepted) > 5
+
+
+def test_every_number_of_accepted_tokens_is_rolled_back(
+    open_engine: OpenEngine, models: dict[str, PreTrainedModel]
+) -> None:
+    """One after the other, in drafts of 4; what is computed next is what the target said and no more."""
+    for num_accepted in range(5):
+        drafter = DraftTargetDrafter(open_engine("other"), VOCAB_SIZE, use_logits=True)
+        rows, sequence = record_forwards(drafter.engine), Sequence.start(Request(0, PROMPTS[1], 60))
+        num_uncomputed = []
+        for _ in range(4):
+            num_forwards = len(rows)
+            (proposal,) = drafter.propose([sequence], 4)
+            num_uncomputed.append(len(sequence.tokens) - rows[num_forwards][0].num_computed)
+            next_token = [*proposal.tokens, 0][num_accepted] ^ 1
+            sequence.tokens += [*proposal.tokens[:num_accepted], next_token]
+        # Of a draft accepted whole the last token was never computed.
+        assert num_uncomputed == [len(PROMPTS[1])] + [2 if num_accepted == 4 else 1] * 3
+        forwards = [row for (row,) in rows]
+        check_computed_once(forwards)
+        check_forwards(open_engine("other", block_reuse=False), models["other"], forwards)
+
+
+@BY
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_draft_engine_computes_each_token_once(
+    sampling: SamplingParams, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
+) -> None:
+    """In the real loop, of three requests at once."""
+    drafter = DraftTargetDrafter(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)
+    rows = record_forwards(drafter.engine)
+    sequences = finish(open_engine("target"), make_requests(3, sampling), drafter)
+    assert 0 < acceptance(sequences)[0] < acceptance(sequences)[1]
+    check_computed_once([row for batch in rows for row in batch])
+    assert [row.tokens for row in rows[0]] == [list(prompt) for prompt in PROMPTS[:3]]
+    assert max(len(row.tokens) - row.num_computed for batch in rows[1:] for row in batch) == 2
+    check_forwards(
+        open_engine("other", block_reuse=False), models["other"], [row for batch in rows[::5] for row in batch]
+    )
+
+
+def test_forgotten_request_starts_from_nothing(open_engine: OpenEngine, models: dict[str, PreTrainedModel]) -> None:
+    """Its id may be used again, by another prompt and other settings."""
+    drafter = DraftTargetDrafter(open_engine("same"), VOCAB_SIZE, use_logits=False)
+    for prompt in PROMPTS[:2]:
+        (draft,) = drafter.propose([Sequence.start(Request(0, prompt, 20))], 4)
+        assert draft.tokens == hf_greedy(models["same"], list(prompt), 4)
+        drafter.forget(0)
+        drafter.forget(0)
+        check_idle(drafter.engine)
+
+
+# -- K/V pools that are too small --
+
+
+@pytest.mark.parametrize(
+    ("target_tokens", "draft_tokens"),
+    [
+        pytest.param(60, None, id="target's small"),
+        pytest.param(None, 60, id="draft's small"),
+        pytest.param(60, 60, id="both small"),
+        pytest.param(44, 44, id="both just hold the longest request"),  # 21 + 24 - 1
+        pytest.param(48, 100, id="the draft's holds more than the target's"),
+    ],
+)
+@pytest.mark.parametrize("draft", ["same", "other"])
+@pytest.mark.parametrize(
+    ("sampling", "use_logits"),
+    [(GREEDY, False), (GREEDY, True), (SAMPLED, False)],
+    ids=["greedy by tokens", "greedy by probabilities", "sampled by tokens"],
+)
+def test_small_pools_change_no_token(
+    sampling: SamplingParams,
+    use_logits: bool,
+    draft: str,
+    target_tokens: int | None,
+    draft_tokens: int | None,
+    open_engine: OpenEngine,
+) -> None:
+    """All four requests together need 150 tokens. Without room for a draft there is none."""
+    requests = make_requests(4, sampling)
+    expected = texts(finish(open_engine("target"), requests, None))
+    draft_engine = open_engine(draft, max_tokens=draft_tokens)
+    drafter = Recorded(DraftTargetDrafter(draft_engine, VOCAB_SIZE, use_logits=use_logits))
+    sequences = finish(open_engine("target", max_tokens=target_tokens), requests, drafter)
+    assert texts(sequences) == expected
+    lengths = [(len(draft.tokens), min(DRAFT_LEN, num_remaining - 1)) for _, num_remaining, draft in drafter.proposals]
+    is_cut = any(draft_len < max_len for draft_len, max_len in lengths)
+    assert any(draft_len for draft_len, _ in lengths)
+    if draft_tokens is None:
+        assert not is_cut
+    elif target_tokens is None:
+        assert is_cut
+    if draft == "same":
+        assert acceptance(sequences)[0] == acceptance(sequences)[1] > 0
+
+
+def test_requests_that_wait_give_their_blocks(open_engine: OpenEngine, models: dict[str, PreTrainedModel]) -> None:
+    """Two requests in turn, in a pool that holds one: both are drafted for, and nothing wrong is found again."""
+    drafter = DraftTargetDrafter(open_engine("same", max_tokens=36), VOCAB_SIZE, use_logits=False)
+    sequences = [Sequence.start(request) for request in make_requests(4, max_new_tokens=16)[2:]]
+    for _ in range(3):
+        for sequence in sequences:
+            (draft,) = drafter.propose([sequence], 4)
+            assert draft.tokens == hf_greedy(models["same"], sequence.tokens, 4)
+            sequence.tokens += [*draft.tokens[:2], draft.tokens[2] ^ 1]
+            drafter.engine._blocks.check_integrity()
+    for sequence in sequences:
+        drafter.forget(sequence.request.id)
+    check_idle(drafter.engine)
+
+
+@BY
+def test_batch_larger_than_the_draft_engines_is_drafted_in_parts(
+    use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
+) -> None:
+    requests = make_requests(4)
+    drafter = DraftTargetDrafter(open_engine("narrow"), VOCAB_SIZE, use_logits=use_logits)
+    rows = record_forwards(drafter.engine)
+    sequences = finish(open_engine("target"), requests, drafter)
+    assert texts(sequences) == [hf_greedy(models["target"], list(r.prompt_tokens), NUM_NEW_TOKENS) for r in requests]
+    assert {len(batch) for batch in rows} >= {2} and max(len(batch) for batch in rows) == 2
+    assert [sequence.stats.per_step_drafted[0] for sequence in sequences] == [DRAFT_LEN] * 4
+
+
+# -- Vocabularies --
+
+
+@BY
+@pytest.mark.parametrize("draft", ["smaller", "larger"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+def test_draft_model_of_another_vocabulary_drafts_what_both_know(
+    sampling: SamplingParams, draft: str, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
+) -> None:
+    """Once the target said a token that the draft model cannot read, it drafts nothing any more."""
+    requests, vocab_size = make_requests(4, sampling), {"smaller": SMALLER, "larger": LARGER}[draft]
+    drafter = Recorded(DraftTargetDrafter(open_engine(draft), VOCAB_SIZE, use_logits=use_logits))
+    rows = record_forwards(drafter.drafter.engine)
+    sequences = finish(open_engine("target"), requests, drafter)
+    if sampling.is_greedy or not use_logits:
+        assert texts(sequences) == texts(finish(open_engine("target"), requests, None))
+    if sampling == GREEDY:
+        assert texts(sequences) == [
+            hf_greedy(models["target"], list(r.prompt_tokens), NUM_NEW_TOKENS) for r in requests
+        ]
+    assert 0 < acceptance(sequences)[0] < acceptance(sequences)[1]
+
+    num_silent = 0
+    for tokens, num_remaining, proposal in drafter.proposals:
+        assert all(token < min(vocab_size, VOCAB_SIZE) for token in proposal.tokens)
+        is_silent = num_remaining == 1 or max(tokens) >= vocab_size
+        assert (proposal.tokens == []) == is_silent
+        num_silent += is_silent and num_remaining > 1
+        if use_logits and not sampling.is_greedy and not is_silent:
+            assert proposal.probs is not None and proposal.probs.shape == (len(proposal.tokens), VOCAB_SIZE)
+            assert not proposal.probs[:, vocab_size:].any()
+            torch.testing.assert_close(proposal.probs.sum(dim=1), torch.ones(len(proposal.tokens)).double())
+        else:
+            assert proposal.probs is None
+    if draft == "smaller":
+        assert num_silent > 0
+    else:  # the draft model did want to say what the target does not know
+        assert any(int(row.logits.argmax()) >= VOCAB_SIZE for batch in rows for row in batch)
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+@pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_k": 0}], ids=["greedy", "sampled"])
+def test_draft_model_with_no_token_left_drafts_no_further(
+    sampling: dict[str, Any], use_logits: bool, open_engine: OpenEngine
+) -> None:
+    """All that a draft model of 20 tokens knows is banned; the target has 12 more to choose from."""
+    banned = SamplingParams(**sampling, bad_words=tuple((token,) for token in range(SMALLER)))
+    requests = make_requests(2, banned)
+    drafter = DraftTargetDrafter(open_engine("smaller"), VOCAB_SIZE, use_logits=use_logits)
+    sequences = finish(open_engine("target"), requests, drafter)
+    assert texts(sequences) == texts(finish(open_engine("target"), requests, None))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling"),
+    [
+        pytest.param((5, SMALLER), {}, id="prompt"),
+        pytest.param((5, 6), {"top_k": SMALLER + 1}, id="top_k"),
+        pytest.param((5, 6), {"bad_words": ((5, SMALLER),)}, id="bad words"),
+    ],
+)
+def test_request_the_target_can_serve_needs_no_token_of_the_draft_model(
+    prompt: tuple[int, ...], sampling: dict[str, Any], open_engine: OpenEngine
+) -> None:
+    """What the smaller vocabulary lacks matters as little in a request as in what the target says."""
+    request = Request(0, prompt, NUM_NEW_TOKENS, sampling=SamplingParams(**sampling))
+    drafter = DraftTargetDrafter(open_engine("smaller"), VOCAB_SIZE, use_logits=False)
+    sequences = finish(open_engine("target"), [request], drafter)
+    assert texts(sequences) == texts(finish(open_engine("target"), [request], None))
+
+
+# -- Where drafts end --
+
+
+@BY
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_draft_ends_at_an_end_id(
+    sampling: SamplingParams, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
+) -> None:
+    """Drawn from its law the end id belongs to the draft; chosen as the target will, it comes at no cost."""
+    end_ids = frozenset(range(3, 8))
+    is_drawn = use_logits and not sampling.is_greedy
+    drafter = DraftTargetDrafter(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)
+    num_ended = 0
+    for i in range(60):
+        prompt = tuple(repetitive_prompt(i, 6))
+        (draft,) = drafter.propose([Sequence.start(Request(i, prompt, 20, end_ids, sampling=sampling))], 6)
+        drafter.forget(i)
+        positions = [position for position, token in enumerate(draft.tokens) if token in end_ids]
+        is_ended = len(draft.tokens) < 6
+        num_ended += is_ended
+        if is_drawn:
+            assert draft.probs is not None and len(draft.probs) == len(draft.tokens) > 0
+            assert positions == ([len(draft.tokens) - 1] if is_ended else positions[:1])
+        else:
+            assert positions == []
+        if is_ended and sampling.is_greedy:
+            assert hf_greedy(models["other"], list(prompt), len(draft.tokens) + 1)[-1] in end_ids
+    assert 10 < num_ended < 60
+
+
+@BY
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_draft_is_no_longer_than_the_budget(
+    sampling: SamplingParams, use_logits: bool, open_engine: OpenEngine
+) -> None:
+    """The target adds a token of its own."""
+    drafter = DraftTargetDrafter(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)
+    for max_new_tokens in range(1, 8):
+        sequence = Sequence.start(Request(max_new_tokens, PROMPTS[0], max_new_tokens, sampling=sampling))
+        (draft,) = drafter.propose([sequence], 4)
+        assert len(draft.tokens) == min(max_new_tokens - 1, 4)
+
+
+# -- What is refused --
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_new_tokens", "message"),
+    [
+        ((5,) * 13, 5, "prompt of request 3 is longer than the engine's max_input_len 12: 13 tokens"),
+        ((5,) * 12, 29, r"prompt and output of request 3 exceed the engine's 40 tokens: 12 \+ 29"),
+    ],
+)
+def test_request_the_draft_engine_cannot_follow_is_an_error_before_any_step(
+    prompt: tuple[int, ...], max_new_tokens: int, message: str, open_engine: OpenEngine
+) -> None:
+    target = open_engine("target")
+    drafter = DraftTargetDrafter(open_engine("short"), VOCAB_SIZE, use_logits=True)
+    drafter.check_request(Request(3, (5,) * 12, 28))  # just fits
+    request = Request(3, prompt, max_new_tokens)
+    target.check_request(request)
+    for check in (
+        lambda: drafter.check_request(request),
+        lambda: drafter.propose([Sequence.start(request)], 4),
+        lambda: list(generate(target, [request], drafter, 4)),
+    ):
+        with pytest.raises(SpecDecError, match=f"^draft engine: {message}") as error:
+            check()
+        assert error.value.hint
+    assert target.step_time_s == drafter.engine.step_time_s == 0
+    check_idle(target)
+    check_idle(drafter.engine)
+
+
+def test_draft_pool_too_small_for_a_request_is_an_error_before_any_step(open_engine: OpenEngine) -> None:
+    target, drafter = open_engine("target"), DraftTargetDrafter(open_engine("same", max_tokens=40), 32, use_logits=True)
+    with pytest.raises(SpecDecError, match="^draft engine: K/V cache of 40 tokens is too small for request 3"):
+        list(generate(target, make_requests(4), drafter, 4))
+    assert target.step_time_s == drafter.engine.step_time_s == 0
+    assert drafter._followers == {}

@@ -1,0 +1,261 @@
+"""What is generated follows the target's law, whatever law the drafts follow: statistics of many seeds.
+
+The laws are computed here by brute force, and draft tokens are really drawn from the law that the draft claims. The
+seeds are fixed, so a test passes or fails for good; a p-value says how far the code is from failing by chance.
+"""
+
+import copy
+import itertools
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tiny import eager_logits, make_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from runtime.drafters.draft_target import DraftTargetDrafter
+from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.protocol import Drafter
+from runtime.engine import Engine
+from runtime.orchestrator import generate
+from runtime.request import Draft, Request, Sequence
+from runtime.sampling import SamplingParams
+from runtime.verify import verify
+
+SMALLEST_P_VALUE = 1e-3
+VOCAB_SIZE = 6
+POSITIONS = ("first", "second", "bonus")
+TARGET_LOGITS = torch.tensor(
+    [[1.6, 0.9, 0.3, 0.1, -0.6, -1.2], [-0.9, 1.3, 1.1, -0.2, 0.6, -1.5], [0.2, -0.8, -0.1, 1.4, 0.9, 0.6]]
+)
+DRAFT_LOGITS = torch.tensor([[0.7, 1.5, -0.4, 0.6, -0.9, 0.0], [0.1, 0.5, 1.7, -1.0, 0.9, -0.6]])
+LOOKUP = [0, 4]  # what the target likes most, and less
+SAMPLING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top-k": {"top_k": 3},
+    "top-p": {"top_p": 0.85},
+    "all": {"temperature": 1.4, "top_k": 5, "top_p": 0.9},
+}
+
+
+def brute_force_law(logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0) -> list[float]:
+    """The `top_k` most likely tokens, and of those the fewest that have `top_p` together."""
+    weights = {token: math.exp(logit / temperature) for token, logit in enumerate(logits)}
+    kept = sorted(weights, key=lambda token: -weights[token])[: top_k or None]
+    if top_p:
+        total = sum(weights[token] for token in kept)
+        sums = list(itertools.accumulate(weights[token] / total for token in kept))
+        kept = kept[: 1 + sum(s < top_p for s in sums)]
+    total = sum(weights[token] for token in kept)
+    return [weights[token] / total if token in kept else 0.0 for token in weights]
+
+
+def laws(logits: Tensor, sampling: dict[str, Any]) -> Tensor:
+    """(n, vocab) float64 laws of (n, vocab) logits."""
+    return torch.tensor([brute_force_law(row, **sampling) for row in logits.tolist()], dtype=torch.float64)
+
+
+class Fit(NamedTuple):
+    """How observed counts fit a law: Pearson's chi-squared over the cells, and how many were observed."""
+
+    p_value: float
+    num_observed: int
+
+
+def fit(counts: Tensor, probs: Tensor) -> Fit:
+    """Of (groups, cells) counts, each group with a number of its own, to the law of one group, (cells,).
+
+    Cells of probability zero must be empty. Groups in which a cell has less than 5 expected counts are left out.
+    """
+    assert not counts[:, probs == 0].any(), "a token that cannot be chosen was chosen"
+    counts, probs = counts[:, probs > 0].double(), probs[probs > 0]
+    expected = counts.sum(dim=1, keepdim=True) * probs
+    enough = expected.min(dim=1).values >= 5
+    assert enough.any()
+    statistic = ((counts - expected) ** 2 / expected)[enough].sum()
+    num_free = int(enough.sum()) * (len(probs) - 1)
+    p_value = torch.special.gammaincc(torch.tensor(num_free / 2, dtype=torch.float64), statistic / 2)
+    return Fit(float(p_value), int(counts[enough].sum()))
+
+
+def total_variation(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().sum() / 2)
+
+
+def drafts(kind: str, probs: Tensor, num_drafts: int) -> tuple[list[list[int]], Tensor | None]:
+    """Draft tokens, and the law the draft claims: looked up (always the same) or drawn from (draft_len, vocab) `probs`.
+
+    With "wrong" they are drawn from another law than is claimed.
+    """
+    if kind == "lookup":
+        return [LOOKUP] * num_drafts, None
+    if kind == "one-hot law":
+        return [LOOKUP] * num_drafts, torch.eye(VOCAB_SIZE, dtype=torch.float64)[LOOKUP]
+    drawn_from = probs.flip(0) if kind == "wrong" else probs
+    generator = torch.Generator().manual_seed(0)
+    return torch.multinomial(drawn_from, num_drafts, replacement=True, generator=generator).T.tolist(), probs
+
+
+def outputs(kind: str, sampling: dict[str, Any], num_draws: int) -> list[list[int]]:
+    """The accepted tokens and the one after them, of sequences that differ in their seed."""
+    draft_tokens, probs = drafts(kind, laws(DRAFT_LOGITS, sampling), num_draws)
+    result = []
+    for seed, tokens in enumerate(draft_tokens):
+        params = SamplingParams(**({"top_k": 0} | sampling), random_seed=seed)
+        verdict = verify(Sequence.start(Request(0, (1, 2), 9, sampling=params)), Draft(tokens, probs), TARGET_LOGITS)
+        result.append([*tokens[: verdict.num_accepted], verdict.next_token])
+    return result
+
+
+def counts_at(position: int, all_tokens: list[list[int]]) -> Tensor:
+    """(vocab, vocab) how often each token came at the position, grouped by the token before, which was accepted."""
+    counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.int64)
+    for tokens in all_tokens:
+        if len(tokens) > position:
+            counts[tokens[position - 1] if position else 0, tokens[position]] += 1
+    return counts
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("kind", ["lookup", "one-hot law", "drawn"])
+def test_every_position_follows_the_targets_law(kind: str, sampling: str) -> None:
+    """The second given the first that was accepted, the bonus token given a draft accepted whole."""
+    all_tokens = outputs(kind, SAMPLING[sampling], 10_000)
+    num_kept = Counter(map(len, all_tokens))
+    assert min(num_kept[n] for n in (1, 2, 3)) > 300  # else nothing would be tested
+    for position, probs in enumerate(laws(TARGET_LOGITS, SAMPLING[sampling])):
+        assert fit(counts_at(position, all_tokens), probs).p_value > SMALLEST_P_VALUE, POSITIONS[position]
+
+
+def test_wrong_probabilities_are_noticed() -> None:
+    """The same statistic, where the draft claims another law than it was drawn from: it can fail."""
+    all_tokens = outputs("wrong", {}, 10_000)
+    first, second, bonus = (
+        fit(counts_at(i, all_tokens), probs).p_value for i, probs in enumerate(laws(TARGET_LOGITS, {}))
+    )
+    assert first < 1e-20 and second < 1e-20
+    assert bonus > SMALLEST_P_VALUE  # after the draft the law is the target's own
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("kind", ["lookup", "one-hot law", "drawn"])
+def test_no_more_is_rejected_than_must_be(kind: str, sampling: str) -> None:
+    """No rule that follows the target's law accepts more than the laws have in common: 1 - total variation."""
+    num_draws = 2000
+    target_probs = laws(TARGET_LOGITS, SAMPLING[sampling])[0]
+    draft_probs = laws(DRAFT_LOGITS, SAMPLING[sampling])[0]
+    in_common = 1 - total_variation(draft_probs, target_probs) if kind == "drawn" else float(target_probs[LOOKUP[0]])
+    num_accepted = sum(len(tokens) > 1 for tokens in outputs(kind, SAMPLING[sampling], num_draws))
+    assert abs(num_accepted / num_draws - in_common) < 4 * math.sqrt(in_common * (1 - in_common) / num_draws)
+
+
+@pytest.mark.parametrize("kind", ["lookup", "drawn"])
+def test_distance_to_the_targets_law_falls_as_one_over_the_root_of_n(kind: str) -> None:
+    """Frequencies of n draws are sqrt(2 p (1 - p) / (pi n)) off on average, each; a bias would stay."""
+    sizes = (500, 2000, 8000, 32_000)
+    all_tokens = outputs(kind, {}, sizes[-1])
+    target_probs = laws(TARGET_LOGITS, {})
+    draft_probs = laws(DRAFT_LOGITS, {}) if kind == "drawn" else torch.eye(VOCAB_SIZE, dtype=torch.float64)[LOOKUP]
+    for position in (0, 1):
+        probs = target_probs[position]
+        rooted = float((2 * probs * (1 - probs) / math.pi).sqrt().sum() / 2)
+        for size in sizes:
+            counts = counts_at(position, all_tokens[:size]).sum(dim=0)
+            distance = total_variation(counts / counts.sum(), probs)
+            assert distance * math.sqrt(int(counts.sum())) < 2 * rooted
+        assert distance < total_variation(draft_probs[position], probs) / 10
+
+
+# -- The same of whole texts, from tiny engines, against Hugging Face's laws --
+
+NUM_TOKENS = 3
+PROMPT = [14, 8, 14, 8, 14]  # the target likes to go on with 8, so that lookups are accepted too
+TEXT_SAMPLING: dict[str, dict[str, Any]] = {
+    "top-k": {"temperature": 2.0, "top_k": 6},
+    "top-p": {"temperature": 1.5, "top_k": 20, "top_p": 0.8},
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    """A target, a draft model that resembles it, and one that knows 20 of its 32 tokens."""
+    target = make_model("llama")
+    similar, small = copy.deepcopy(target), make_model("llama", vocab_size=20)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in similar.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return {"target": target, "similar": similar, "small": small}
+
+
+@pytest.fixture(scope="module")
+def engine_dirs(models: dict[str, PreTrainedModel], make_engine_dir: Any) -> dict[str, Path]:
+    return {
+        name: make_engine_dir(model, max_batch_size=128, max_input_len=16, max_seq_len=40)
+        for name, model in models.items()
+    }
+
+
+def law_of_texts(model: PreTrainedModel, sampling: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """Text of NUM_TOKENS tokens -> its probability, from Hugging Face's logits after every prefix."""
+    texts: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(NUM_TOKENS):
+        texts = {
+            (*text, token): prob * token_prob
+            for text, prob in texts.items()
+            for token, token_prob in enumerate(
+                brute_force_law(eager_logits(model, [*PROMPT, *text])[-1].tolist(), **sampling)
+            )
+            if token_prob > 0
+        }
+    return texts
+
+
+def make_drafter(name: str, dirs: dict[str, Path], vocab_size: int) -> Drafter | None:
+    if name == "none":
+        return None
+    if name == "ngram":
+        return NgramDrafter(2)
+    model, rule = name.split(" by ")
+    return DraftTargetDrafter(Engine.open(dirs[model]), vocab_size, use_logits=rule == "probabilities")
+
+
+@pytest.mark.parametrize("sampling", TEXT_SAMPLING)
+@pytest.mark.parametrize(
+    "drafter", ["none", "ngram", "similar by tokens", "similar by probabilities", "small by probabilities"]
+)
+def test_texts_follow_hugging_faces_law(
+    drafter: str, sampling: str, models: dict[str, PreTrainedModel], engine_dirs: dict[str, Path]
+) -> None:
+    """Draft tokens and their verification draw from one hash: what they draw must not depend on each other."""
+    num_texts = 3000
+    engine = Engine.open(engine_dirs["target"])
+    requests = [
+        Request(i, tuple(PROMPT), NUM_TOKENS, sampling=SamplingParams(**TEXT_SAMPLING[sampling], random_seed=i))
+        for i in range(num_texts)
+    ]
+    finished = [
+        sequence
+        for sequence, _ in generate(engine, requests, make_drafter(drafter, engine_dirs, engine.config.vocab_size), 5)
+        if sequence.finish_reason
+    ]
+    counts = Counter(tuple(sequence.output_tokens) for sequence in finished)
+    expected = law_of_texts(models["target"], TEXT_SAMPLING[sampling])
+    assert counts.keys() <= expected.keys()
+    likely = [text for text, prob in expected.items() if prob * num_texts >= 5]
+    cells = torch.tensor([counts[text] for text in likely])
+    probs = torch.tensor([expected[text] for text in likely], dtype=torch.float64)
+    if len(likely) < len(expected):  # the others are one cell
+        cells = torch.cat([cells, num_texts - cells.sum(dim=0, keepdim=True)])
+        probs = torch.cat([probs, 1 - probs.sum(dim=0, keepdim=True)])
+    result = fit(cells[None], probs)
+    assert result.num_observed == num_texts
+    assert result.p_value > SMALLEST_P_VALUE
+    num_accepted = sum(sequence.stats.num_accepted_draft_tokens for sequence in finished)
+    num_drafted = sum(sequence.stats.num_draft_tokens for sequence in finished)
+    assert (num_drafted == 0) if drafter == "none" else (0.02 * num_drafted < num_accepted < 0.98 * num_drafted)
