@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
+    LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -23,6 +24,7 @@ from commands.session import Session, total_record
 from commands.text import output_text
 from runtime.errors import SpecDecError
 from runtime.request import Sequence
+from runtime.sampling import penalties, warpers
 from runtime.stats import LoopTimes
 
 SystemName = Literal["hf", "engine", "engine_no_drafter"]
@@ -51,6 +53,11 @@ class SystemRun:
     samples: list[SampleRun] = field(default_factory=list)
     times: LoopTimes = field(default_factory=LoopTimes)
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The engine's; Hugging Face has none."""
+        return [sample.sequence for sample in self.samples if sample.sequence]
+
     def total(self, max_draft_len: int) -> dict[str, Any]:
         if self.name == "hf":
             num_tokens = sum(len(sample.output_tokens) for sample in self.samples)
@@ -60,7 +67,7 @@ class SystemRun:
                 "wall_s": self.times.wall_s,
                 "output_tokens_per_second": num_tokens / self.times.wall_s,
             }
-        return total_record([s.sequence for s in self.samples if s.sequence], self.times, max_draft_len)
+        return total_record(self.sequences, self.times, max_draft_len)
 
 
 def evaluate_engine(
@@ -68,7 +75,7 @@ def evaluate_engine(
 ) -> list[SystemRun]:
     """The engine with its drafter and without (or, if there is none, only without), batch by batch in turn."""
     runs = [SystemRun("engine")]
-    if session.ngram is not None:
+    if session.drafter is not None:
         runs.append(SystemRun("engine_no_drafter"))
     for run in runs:
         _run_engine_batch(session, batches[0][:1], output_len, SystemRun(run.name))
@@ -80,7 +87,7 @@ def evaluate_engine(
 
 
 def _run_engine_batch(session: Session, batch: list[list[int]], output_len: int, run: SystemRun) -> None:
-    session.engine.clear_cache()
+    session.clear_cache()
     requests = [session.request(len(run.samples) + i, prompt, output_len) for i, prompt in enumerate(batch)]
     generation = session.run(requests, speculate=run.name == "engine")
     run.times.add(generation.times)
@@ -99,7 +106,7 @@ def _run_engine_batch(session: Session, batch: list[list[int]], output_len: int,
 
 
 class HuggingFace:
-    """The same model run by transformers' `generate`, greedy, with its default attention and K/V cache."""
+    """The same model run by transformers' `generate`, with the same sampling, its default attention and K/V cache."""
 
     def __init__(self, model: PreTrainedModel, session: Session) -> None:
         self.model = model
@@ -127,20 +134,22 @@ class HuggingFace:
         return cls(model, session)
 
     def answer(self, batch: list[list[int]], output_len: int, run: SystemRun) -> None:
-        """Left-padded greedy generation of one batch; the times of its tokens are taken as they are chosen."""
+        """Left-padded generation of one batch; the times of its tokens are taken as they are chosen."""
         longest = max(map(len, batch))
         pad = min(self.session.end_ids, default=0)
         ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in batch], device=self.model.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in batch], device=self.model.device)
-        clock = _TokenClock()
+        clock, sampling = _TokenClock(), self.session.sampling
         start = time.perf_counter()
         with torch.inference_mode():
             output = self.model.generate(  # type: ignore[operator]  # a mixin's method, untyped
                 ids,
                 attention_mask=mask,
                 max_new_tokens=output_len,
-                do_sample=False,
+                do_sample=not sampling.is_greedy,
+                top_k=None if sampling.is_greedy else 0,  # the processors have the request's own
                 num_beams=1,
+                logits_processor=LogitsProcessorList([*penalties(sampling), *warpers(sampling)]),
                 eos_token_id=sorted(self.session.end_ids) or -1,
                 pad_token_id=pad,
                 stopping_criteria=StoppingCriteriaList([clock]),
@@ -177,6 +186,7 @@ class _TokenClock(StoppingCriteria):
 
 def evaluate_hf(hugging_face: HuggingFace, batches: Batches, output_len: int, advance: Callable[[], None]) -> SystemRun:
     run = SystemRun("hf")
+    torch.manual_seed(hugging_face.session.sampling.random_seed)
     hugging_face.answer(batches[0][:1], output_len, SystemRun("hf"))
     for batch in batches:
         hugging_face.answer(batch, output_len, run)

@@ -1,16 +1,17 @@
-"""What commands share on the command line: annotated options, configuration strings, flags without effect."""
+"""What commands share on the command line: annotated options, their spellings, flags without effect."""
 
-import ast
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from runtime.errors import UsageError
 
-INPUT, OUTPUT, SPECULATION = "Input", "Output", "Speculation"
+if TYPE_CHECKING:
+    from runtime.sampling import SamplingParams
+
+INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampling"
 KV_CACHE, RUNTIME = "KV cache", "Runtime"
 
 EngineDir = Annotated[Path, typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT)]
@@ -29,9 +30,92 @@ NgramConfig = Annotated[
 ]
 DraftTargetModelConfig = Annotated[
     str | None,
-    typer.Option(help="Draft-Target-Model speculation; not in this version.", hidden=True, rich_help_panel=SPECULATION),
+    typer.Option(
+        metavar="[INT,[INT],[INT],BOOL]",
+        help="Draft by a draft model: [draft_len, draft_device_list, target_device_list, use_logits], such as "
+        "[4,[0],[0],False]. use_logits chooses rejection sampling over comparing tokens.",
+        rich_help_panel=SPECULATION,
+        show_default="no drafter",
+    ),
 ]
-DraftEngineDir = Annotated[Path | None, typer.Option(hidden=True, rich_help_panel=SPECULATION)]
+DraftEngineDir = Annotated[
+    Path | None,
+    typer.Option(help="Engine directory of the draft model.", rich_help_panel=SPECULATION, show_default=False),
+]
+CustomDrafter = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:FACTORY",
+        help="Draft by what a function of your own returns; the current directory is searched too.",
+        rich_help_panel=SPECULATION,
+        show_default="no drafter",
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="Divides the logits; 0 is greedy.", rich_help_panel=SAMPLING, show_default="1.0"),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        help="Sample among this many best tokens; 1 is greedy, 0 leaves all.",
+        rich_help_panel=SAMPLING,
+        show_default="1; 0 with --temperature, --top-p or --min-p",
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample among the best tokens of this total probability; 0.0 is off.",
+        rich_help_panel=SAMPLING,
+        show_default="0.0",
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Leave out tokens below this share of the best one's probability; 0.0 is off.",
+        rich_help_panel=SAMPLING,
+        show_default="0.0",
+    ),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        help="Divides positive scores of tokens that occurred, and multiplies negative ones; 1.0 is off.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+PresencePenalty = Annotated[
+    float, typer.Option(help="Taken off the score of tokens that occurred.", rich_help_panel=SAMPLING)
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option(help="Taken off the score of a token for each time it occurred.", rich_help_panel=SAMPLING)
+]
+NoRepeatNgramSize = Annotated[
+    int | None,
+    typer.Option(
+        help="No n-gram of this size comes twice, the prompt included.",
+        rich_help_panel=SAMPLING,
+        show_default="off",
+    ),
+]
+BadWords = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Text that is never generated, with or without a space before it; repeatable.",
+        rich_help_panel=SAMPLING,
+        show_default="none",
+    ),
+]
+CheckLossless = Annotated[
+    bool,
+    typer.Option(
+        "--check-lossless",
+        help="Compare with the same engine without a drafter; exit 1 if speculation changed the output.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 BlockReuse = Annotated[
     bool,
     typer.Option(help="Find K/V computed before. Orchestrator mode needs it.", rich_help_panel=KV_CACHE),
@@ -131,81 +215,6 @@ def split_flags_without_effect(arguments: list[str], options_with_value: frozens
     return kept, dropped
 
 
-_EXAMPLE = "[10,2,[0]]"
-_FIRST_DEVICE = "[0] is the first device"
-
-
-@dataclass(frozen=True)
-class NgramSettings:
-    """`--ngram-config`, parsed."""
-
-    max_draft_len: int
-    max_matching_ngram_size: int
-    device_id: int
-
-
-def parse_ngram_config(text: str) -> NgramSettings:
-    """Parse `[max_draft_len, max_matching_ngram_size, device_list]`; UsageError says which part is wrong."""
-    flag = "--ngram-config"
-    values = _parse_list(flag, text, 3, "[max_draft_len, max_matching_ngram_size, device_list], such as [10,2,[0]]")
-    return NgramSettings(
-        max_draft_len=_positive(flag, "max_draft_len", values[0]),
-        max_matching_ngram_size=_positive(flag, "max_matching_ngram_size", values[1]),
-        device_id=_single_device(flag, values[2]),
-    )
-
-
-def _parse_list(flag: str, text: str, length: int, form: str) -> list[Any]:
-    try:
-        values = ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        raise UsageError(f"`{flag}` is not a list: {text}", hint=f"its form is {form}") from None
-    if not isinstance(values, list | tuple) or len(values) != length:
-        raise UsageError(f"`{flag}` does not have {length} entries: {text}", hint=f"its form is {form}")
-    return list(values)
-
-
-def _positive(flag: str, name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(
-            f"{name} in `{flag}` must be a whole number of at least 1: {value!r}", hint=f"`{_EXAMPLE}` is an example"
-        )
-    return value
-
-
-def _single_device(flag: str, value: Any) -> int:
-    if not isinstance(value, list | tuple) or not value:
-        raise UsageError(f"device_list in `{flag}` must name a device: {value!r}", hint=_FIRST_DEVICE)
-    if not all(isinstance(device, int) and not isinstance(device, bool) and device >= 0 for device in value):
-        raise UsageError(f"device_list in `{flag}` must hold device numbers: {value!r}", hint=_FIRST_DEVICE)
-    if len(value) > 1:
-        raise UsageError(
-            f"device_list in `{flag}` names more than one device, and engines have one rank: {value!r}",
-            hint=_FIRST_DEVICE,
-        )
-    return int(value[0])
-
-
-def parse_drafter(
-    ngram_config: str | None, draft_target_model_config: str | None, draft_engine_dir: Path | None
-) -> NgramSettings | None:
-    """The drafter the flags ask for, None for none; UsageError for two of them, or one that there is not yet."""
-    if ngram_config is not None and draft_target_model_config is not None:
-        raise UsageError(
-            "`--ngram-config` and `--draft-target-model-config` cannot be given together", hint="choose one drafter"
-        )
-    for flag, value in (
-        ("--draft-target-model-config", draft_target_model_config),
-        ("--draft-engine-dir", draft_engine_dir),
-    ):
-        if value is not None:
-            raise UsageError(
-                f"Draft-Target-Model speculation is not in this version: {flag} {value}",
-                hint="`--ngram-config [10,2,[0]]` speculates without a draft model",
-            )
-    return parse_ngram_config(ngram_config) if ngram_config is not None else None
-
-
 def check_orchestrator_flags(*, block_reuse: bool, num_beams: int, py_session: bool) -> None:
     """UsageError for what orchestrator mode cannot do, whatever the files hold."""
     if not block_reuse:
@@ -216,3 +225,43 @@ def check_orchestrator_flags(*, block_reuse: bool, num_beams: int, py_session: b
         raise UsageError(f"beam search is not supported: `--num-beams {num_beams}`", hint="leave the flag out")
     if py_session:
         raise UsageError("there is no Python session to choose: `--use-py-session`", hint="leave the flag out")
+
+
+def check_lossless_flags(*, check_lossless: bool, has_drafter: bool) -> None:
+    """UsageError for a check that has nothing to compare."""
+    if check_lossless and not has_drafter:
+        raise UsageError(
+            "`--check-lossless` compares a drafter with none, and there is no drafter",
+            hint="`--ngram-config [10,2,[0]]` is one",
+        )
+
+
+def sampling_params(
+    *,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    no_repeat_ngram_size: int | None,
+    **others: Any,
+) -> "SamplingParams":
+    """The parameters as given; `others` are `SamplingParams`' own. UsageError for one that is out of range.
+
+    Without `--top-k` TensorRT-LLM is greedy, whatever temperature it is given. Here, to give one is to ask for samples.
+    """
+    from commands.output import warn
+    from runtime.sampling import SamplingParams
+
+    asks_to_sample = temperature is not None or bool(top_p) or bool(min_p)
+    if top_k is None:
+        top_k = 0 if asks_to_sample else 1
+    elif top_k == 1 and asks_to_sample:
+        warn("`--top-k 1` is greedy: `--temperature`, `--top-p` and `--min-p` have no effect")
+    return SamplingParams(
+        temperature=1.0 if temperature is None else temperature,
+        top_k=top_k,
+        top_p=top_p or 0.0,
+        min_p=min_p or 0.0,
+        no_repeat_ngram_size=no_repeat_ngram_size or 0,
+        **others,
+    )

@@ -167,5 +167,11 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share * 100:.1f} %"
 
 
+def speedup_line(speedup: float) -> str:
+    """The ratio of wall times, and in words where speculation does not pay."""
+    verdict = "" if speedup >= 1 else " — slower than no drafter"
+    return f"speedup over no drafter: {speedup:.2f}x{verdict}"
+
+
 def megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"

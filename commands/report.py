@@ -9,7 +9,8 @@ from rich.table import Table
 
 from commands.dataset import Sample
 from commands.evaluation import SampleRun, SystemRun
-from commands.output import Output, milliseconds, number, percent
+from commands.lossless import lossless_lines
+from commands.output import Output, milliseconds, number, percent, speedup_line
 from commands.rouge import ROUGE_TYPES, rouge_scores
 from commands.session import Session, total_record
 from runtime.files import write_file, write_json
@@ -24,7 +25,6 @@ def summary_document(
     prompts: list[list[int]],
     runs: list[SystemRun],
     settings: dict[str, Any],
-    rouge1_threshold: float | None,
 ) -> dict[str, Any]:
     """Everything that was measured. `requests` and `total` are the engine's, as in `run`; `systems` has each one."""
     by_name = {run.name: run for run in runs}
@@ -39,9 +39,9 @@ def summary_document(
         "categories": _category_records(session, samples, runs),
         "speedup": _speedup(by_name.get("engine_no_drafter"), engine),
         "speedup_over_hf": _speedup(by_name.get("hf"), engine),
-        "checks": _checks(by_name, systems, rouge1_threshold),
+        "checks": _identity_checks(session, by_name),
         "settings": settings,
-        "engine": session.engine_record(),
+        **session.engine_records(),
     }
     return document
 
@@ -120,18 +120,20 @@ def _speedup(base: SystemRun | None, engine: SystemRun | None) -> float | None:
     return base.times.wall_s / engine.times.wall_s if base and engine else None
 
 
-def _checks(
-    runs: dict[Any, SystemRun], systems: dict[Any, dict[str, Any]], rouge1_threshold: float | None
-) -> dict[str, Any]:
+def _identity_checks(session: Session, runs: dict[Any, SystemRun]) -> dict[str, Any]:
+    """How many outputs are token for token those of the other systems; left out where draws differ by nature."""
+    comparable = {"hf": session.sampling.is_greedy, "engine_no_drafter": not session.draws_by_probs}
     checks: dict[str, Any] = {}
     engine = runs.get("engine")
     for other, key in (("hf", "identical_to_hf"), ("engine_no_drafter", "identical_to_no_drafter")):
-        if engine and other in runs:
+        if engine and other in runs and comparable[other]:
             checks[key] = {"num_identical": _num_identical(engine, runs[other]), "num_samples": len(engine.samples)}
-    if rouge1_threshold is not None:
-        rouge1 = systems["engine"]["rouge"]["rouge1"]
-        checks["accuracy"] = {"rouge1": rouge1, "threshold": rouge1_threshold, "passed": rouge1 >= rouge1_threshold}
     return checks
+
+
+def accuracy_check(document: dict[str, Any], rouge1_threshold: float) -> dict[str, Any]:
+    rouge1 = document["rouge"]["engine"]["rouge1"]
+    return {"rouge1": rouge1, "threshold": rouge1_threshold, "passed": rouge1 >= rouge1_threshold}
 
 
 def _num_identical(a: SystemRun, b: SystemRun) -> int:
@@ -173,6 +175,13 @@ def _system_table(document: dict[str, Any], runs: list[SystemRun]) -> Table:
     row("tokens/s", lambda s: number(s["total"]["output_tokens_per_second"], 1))
     row("TTFT, median", lambda s: milliseconds(s["median_ttft_s"]))
     row("TPOT, median", lambda s: milliseconds(s["median_tpot_s"]))
+    for part, label in (
+        ("target", "target, per step"),
+        ("draft", "drafting, per step"),
+        ("draft_model", "  of it the draft model"),
+        ("host", "host, per step"),
+    ):
+        row(label, lambda s, part=part: milliseconds(s["total"].get(f"{part}_time_per_step_s")))  # type: ignore[misc]
     row("steps", lambda s: f"{s['total']['num_steps']:,}" if "num_steps" in s["total"] else "-")
     row("tokens per step", lambda s: number(s["total"].get("tokens_per_step")))
     row("accepted / drafted", _accepted)
@@ -213,8 +222,7 @@ def _times(ratio: float | None) -> str:
 def _check_lines(document: dict[str, Any]) -> list[str]:
     lines = []
     if document["speedup"] is not None:
-        verdict = "" if document["speedup"] >= 1 else " — slower than no drafter"
-        lines.append(f"speedup over no drafter: {_times(document['speedup'])}{verdict}")
+        lines.append(speedup_line(document["speedup"]))
     if document["speedup_over_hf"] is not None:
         lines.append(f"speedup over Hugging Face: {_times(document['speedup_over_hf'])}")
     checks = document["checks"]
@@ -223,6 +231,8 @@ def _check_lines(document: dict[str, Any]) -> list[str]:
             lines.append(
                 f"token for token the same as {title}: {checks[key]['num_identical']} of {checks[key]['num_samples']}"
             )
+    if "lossless" in checks:
+        lines += lossless_lines(checks["lossless"])
     if "accuracy" in checks:
         check = checks["accuracy"]
         result = "passed" if check["passed"] else "FAILED"
@@ -236,7 +246,7 @@ def write_outputs(output_dir: Path, session: Session, runs: list[SystemRun], doc
     for run in runs:
         if run.name == "engine_no_drafter":
             continue
-        lines = [f"Engine path: {session.engine_dir}", f"Tokenizer path: {session.tokenizer_dir}"]
+        lines = [f"Engine path: {session.settings.engine_dir}", f"Tokenizer path: {session.tokenizer_dir}"]
         lines += [f"[{i}] {sample.output_text}" for i, sample in enumerate(run.samples)]
         write_file(output_dir / f"{run.name}.out", ("\n".join(lines) + "\n").encode())
     write_json(output_dir / "summary.json", document)

@@ -1,6 +1,7 @@
 """`specdec run`: generate, with or without speculation, and say how it went."""
 
 import io
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,34 +9,48 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from commands.drafter_settings import parse_drafter
 from commands.options import (
     INPUT,
     OUTPUT,
     RUNTIME,
+    SAMPLING,
+    BadWords,
     BlockReuse,
+    CheckLossless,
+    CustomDrafter,
     DraftEngineDir,
     DraftTargetModelConfig,
     EndId,
     EngineDir,
     FreeGpuMemoryFraction,
+    FrequencyPenalty,
     Json,
     MaxTokensInCache,
+    MinP,
     NgramConfig,
+    NoRepeatNgramSize,
     NumBeams,
+    PresencePenalty,
     Quiet,
+    RepetitionPenalty,
     StopWords,
+    Temperature,
     TokenizerDir,
+    TopK,
+    TopP,
     UsePySession,
+    check_lossless_flags,
     check_orchestrator_flags,
-    parse_drafter,
+    sampling_params,
 )
-from commands.output import Output, check_output_file, milliseconds, number, percent
+from commands.output import Output, check_output_file, milliseconds, number, percent, speedup_line
 from commands.prompts import Prompt, read_prompts
 from runtime.errors import SpecDecError, UsageError
 
 if TYPE_CHECKING:
     from commands.session import Generation, Session
-    from runtime.request import Sequence
+    from runtime.request import Request, Sequence
 
 
 def run(
@@ -62,6 +77,20 @@ def run(
     ngram_config: NgramConfig = None,
     draft_target_model_config: DraftTargetModelConfig = None,
     draft_engine_dir: DraftEngineDir = None,
+    drafter: CustomDrafter = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    no_repeat_ngram_size: NoRepeatNgramSize = None,
+    bad_words: BadWords = None,
+    random_seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)] = 0,
+    num_return_sequences: Annotated[
+        int, typer.Option(min=1, help="Outputs for each prompt.", rich_help_panel=SAMPLING)
+    ] = 1,
     kv_cache_enable_block_reuse: BlockReuse = True,
     kv_cache_free_gpu_memory_fraction: FreeGpuMemoryFraction = 0.9,
     max_tokens_in_paged_kv_cache: MaxTokensInCache = None,
@@ -80,6 +109,24 @@ def run(
     output_npy: Annotated[
         Path | None, typer.Option(help="The same as int32 array.", rich_help_panel=OUTPUT, show_default=False)
     ] = None,
+    output_generation_logits: Annotated[
+        bool,
+        typer.Option(
+            "--output-generation-logits",
+            help="Write the target's float32 logits of every generated token, to `logits_generation.npy` if no other "
+            "name is given.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    output_logits_npy: Annotated[
+        Path | None,
+        typer.Option(
+            help="The same to this name with `_generation` put in, as in TensorRT-LLM.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None,
+    check_lossless: CheckLossless = False,
     num_beams: NumBeams = 1,
     use_py_session: UsePySession = False,
     model_dir: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -88,13 +135,13 @@ def run(
     max_matching_ngram_size: Annotated[int | None, typer.Option(hidden=True)] = None,
     disable_kv_cache_reuse: Annotated[bool, typer.Option("--disable-kv-cache-reuse", hidden=True)] = False,
     disable_overlap_scheduler: Annotated[bool, typer.Option("--disable-overlap-scheduler", hidden=True)] = False,
-    output_generation_logits: Annotated[bool, typer.Option("--output-generation-logits", hidden=True)] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Generate from prompts in orchestrator mode (V1), speculating with `--ngram-config`.
+    """Generate from prompts in orchestrator mode (V1), speculating with a drafter if one is given.
 
-    Output is greedy: exactly the tokens the model generates without speculation.
+    Greedy unless sampling is asked for. Greedy output is exactly what the model generates without speculation, and so
+    is sampled output with the same seed; with `use_logits` sampled output has the same distribution.
     """
     leader_flags = (model_dir, spec_decode_algo, spec_decode_max_draft_len, max_matching_ngram_size)
     if any(flag is not None for flag in leader_flags) or disable_kv_cache_reuse or disable_overlap_scheduler:
@@ -102,41 +149,100 @@ def run(
             "leader mode (V2: --model-dir, --spec-decode-algo, --spec-decode-max-draft-len …) is not in this version",
             hint="build an engine and give `--engine-dir` and `--ngram-config [4,2,[0]]`",
         )
-    ngram = parse_drafter(ngram_config, draft_target_model_config, draft_engine_dir)
+    drafter_settings = parse_drafter(ngram_config, draft_target_model_config, draft_engine_dir, drafter)
     check_orchestrator_flags(block_reuse=kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session)
-    if output_generation_logits:
-        raise UsageError(
-            "generation logits are not in this version: --output-generation-logits", hint="leave the flag out"
-        )
     if streaming and json:
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
-    for path in (output_csv, output_npy):
+    check_lossless_flags(check_lossless=check_lossless, has_drafter=drafter_settings is not None)
+    logits_npy = _logits_path(output_logits_npy) if output_generation_logits or output_logits_npy else None
+    for path in (output_csv, output_npy, logits_npy):
         if path is not None:
             check_output_file(path)
+    sampling = sampling_params(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        no_repeat_ngram_size=no_repeat_ngram_size,
+        random_seed=random_seed,
+    )
 
-    from commands.session import open_session
+    from commands.lossless import fail_unless_lossless
+    from commands.session import SessionSettings, open_session
     from runtime.engine import KVCacheConfig
 
     output = Output(json, quiet)
+    if num_return_sequences > 1 and sampling.is_greedy:
+        output.warning(
+            f"greedy outputs of one prompt are all the same: `--num-return-sequences {num_return_sequences}`"
+        )
     prompts = read_prompts(input_text or [], input_file)
-    kv_cache = KVCacheConfig(
-        kv_cache_enable_block_reuse, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction
+    settings = SessionSettings(
+        engine_dir,
+        tokenizer_dir,
+        drafter_settings,
+        sampling,
+        KVCacheConfig(kv_cache_enable_block_reuse, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction),
+        end_id,
+        stop_words or [],
+        bad_words or [],
     )
-    with open_session(engine_dir, tokenizer_dir, ngram, kv_cache, end_id, stop_words or []) as session:
+    with open_session(settings) as session:
         if input_file is not None and input_file.suffix.lower() == ".npy" and session.end_ids:
             # Again, now that it is known what the rows of an array are padded with.
             prompts = read_prompts([], input_file, pad_id=min(session.end_ids))
-        requests = _make_requests(session, prompts, max_input_length, max_output_len, output)
-        printer = _StreamPrinter(session, output, streaming_interval, len(requests)) if streaming else None
+        prompts = [prompt for prompt in prompts for _ in range(num_return_sequences)]
+        requests = [
+            replace(request, return_index=request.id % num_return_sequences, keep_logits=logits_npy is not None)
+            for request in _make_requests(session, prompts, max_input_length, max_output_len, output)
+        ]
+        labels = _labels(len(requests), num_return_sequences)
+        if check_lossless:
+            session.warm_up(requests)  # or the first of the two runs would pay for the first step
+        printer = _StreamPrinter(session, output, streaming_interval, labels) if streaming else None
         generation = session.run(requests, speculate=True, on_tokens=printer)
-        _show(session, prompts, generation, output, streamed=streaming)
+        if not streaming:
+            _show_outputs(session, prompts, generation, labels, output)
+        output.result(_table(generation, labels))
+        output.result(_time_line(generation.total(session.max_draft_len)))
         _write_ids(session, generation.sequences, output_csv, output_npy)
-        output.document(_document(session, prompts, generation, max_input_length, max_output_len))
+        if logits_npy is not None:
+            _write_logits(generation.sequences, logits_npy)
+            output.result(f"logits written: {logits_npy}")
+        verdict = _compare_with_no_drafter(session, requests, generation, output) if check_lossless else {}
+        document = _document(session, prompts, generation, max_input_length, max_output_len)
+        output.document(document | {"speedup": None, "checks": {}} | verdict)
+    if check_lossless:
+        fail_unless_lossless(verdict["checks"])
+
+
+def _compare_with_no_drafter(
+    session: "Session", requests: list["Request"], generation: "Generation", output: Output
+) -> dict[str, Any]:
+    """Generate again without a drafter; the `speedup` and `checks` of the document, shown too."""
+    from commands.lossless import NUM_PREFIXES, check_outputs, lossless_lines
+
+    baseline = session.run_without_drafter(requests)
+    speedup = baseline.times.wall_s / generation.times.wall_s
+    with output.progress("lossless check", NUM_PREFIXES) as advance:
+        check = check_outputs(session, generation.sequences, baseline.sequences, advance)
+    for line in (speedup_line(speedup), *lossless_lines(check)):
+        output.result(line)
+    return {"speedup": speedup, "checks": {"lossless": check}}
+
+
+def _logits_path(path: Path | None) -> Path:
+    """TensorRT-LLM's run.py writes `--output_logits_npy x.npy` to x_generation.npy."""
+    path = path or Path("logits.npy")
+    return path.with_name(f"{path.stem}_generation.npy")
 
 
 def _make_requests(
     session: "Session", prompts: list[Prompt], max_input_length: int | None, max_output_len: int, output: Output
-) -> list[Any]:
+) -> list["Request"]:
     from commands.text import encode
 
     requests, num_truncated = [], 0
@@ -150,9 +256,9 @@ def _make_requests(
 
 
 class _StreamPrinter:
-    """Prints new text every `interval` steps of a request; several requests each with their number in front."""
+    """Prints new text every `interval` steps of a request; several requests each with their label in front."""
 
-    def __init__(self, session: "Session", output: Output, interval: int, num_requests: int) -> None:
+    def __init__(self, session: "Session", output: Output, interval: int, labels: list[str]) -> None:
         from commands.text import TextStream
 
         if session.tokenizer is None:
@@ -160,8 +266,8 @@ class _StreamPrinter:
                 "streaming needs a tokenizer, and the engine has none", hint="`--tokenizer-dir` names one"
             )
         tokenizer = session.tokenizer
-        self._streams = [TextStream(tokenizer, session.stop_words) for _ in range(num_requests)]
-        self._output, self._interval = output, interval
+        self._streams = [TextStream(tokenizer, session.stop_words) for _ in labels]
+        self._output, self._interval, self._labels = output, interval, labels
 
     def __call__(self, sequence: "Sequence", new_tokens: list[int]) -> None:
         finished = sequence.finish_reason is not None
@@ -171,38 +277,42 @@ class _StreamPrinter:
         if len(self._streams) == 1:
             self._output.text(piece, end="\n" if finished else "")
         elif piece:
-            self._output.text(f"[Text {sequence.request.id}] {piece}")
+            self._output.text(f"[{self._labels[sequence.request.id]}] {piece}")
 
 
-def _show(
-    session: "Session", prompts: list[Prompt], generation: "Generation", output: Output, *, streamed: bool
+def _labels(num_requests: int, num_return_sequences: int) -> list[str]:
+    """As TensorRT-LLM's run.py names outputs: `Text 0`, or `Text 0 Seq 1` where a prompt has several."""
+    if num_return_sequences == 1:
+        return [f"Text {i}" for i in range(num_requests)]
+    return [f"Text {i // num_return_sequences} Seq {i % num_return_sequences}" for i in range(num_requests)]
+
+
+def _show_outputs(
+    session: "Session", prompts: list[Prompt], generation: "Generation", labels: list[str], output: Output
 ) -> None:
     from commands.text import output_text
 
-    for prompt, sequence in zip(prompts, generation.sequences, strict=True):
+    for prompt, sequence, label in zip(prompts, generation.sequences, labels, strict=True):
         text = output_text(session.tokenizer, sequence.output_tokens, session.stop_words)
         if text is None:
             text = " ".join(map(str, sequence.output_tokens))
-        if streamed:
-            continue
         if output.quiet:
             output.text(text)
         elif output.human:
             shown = prompt.text if prompt.text is not None else f"{len(prompt.ids or ())} token ids"
-            output.text(f'Input [Text {sequence.request.id}]: "{shown}"')
-            output.text(f'Output [Text {sequence.request.id}]: "{text}"')
-    output.result(_table(generation))
-    output.result(_time_line(generation.total(session.max_draft_len)))
+            if sequence.request.return_index == 0:
+                output.text(f'Input [{label.removesuffix(" Seq 0")}]: "{shown}"')
+            output.text(f'Output [{label}]: "{text}"')
 
 
-def _table(generation: "Generation") -> Table:
+def _table(generation: "Generation", labels: list[str]) -> Table:
     table = Table()
     for column in ("Request", "Tokens", "Steps", "Tokens/step", "Accepted", "Rate", "TTFT", "TPOT", "End"):
         table.add_column(column, justify="left" if column in ("Request", "End") else "right", no_wrap=True)
-    for sequence in generation.sequences:
+    for sequence, label in zip(generation.sequences, labels, strict=True):
         stats, record = sequence.stats, sequence.stats.as_dict(0)
         table.add_row(
-            f"Text {sequence.request.id}",
+            label,
             str(stats.num_generated_tokens),
             str(stats.num_steps),
             number(record["tokens_per_step"]),
@@ -216,13 +326,30 @@ def _table(generation: "Generation") -> Table:
 
 
 def _time_line(total: dict[str, Any]) -> str:
-    target, drafting, host = (
-        percent(total[f"{part}_time_s"] / total["wall_s"]) for part in ("target", "draft", "host")
-    )
+    def part(name: str, key: str) -> str:
+        share = percent(total[f"{key}_time_s"] / total["wall_s"])
+        return f"{name} {milliseconds(total[f'{key}_time_per_step_s'])} ({share})"
+
     return (
         f"{total['num_generated_tokens']} tokens in {total['wall_s']:.2f} s: "
-        f"{number(total['output_tokens_per_second'], 1)} tokens/s (target {target}, drafting {drafting}, host {host})"
+        f"{number(total['output_tokens_per_second'], 1)} tokens/s; a step: "
+        f"{part('target', 'target')}, {part('drafting', 'draft')}, {part('host', 'host')}"
     )
+
+
+def _write_logits(sequences: list["Sequence"], path: Path) -> None:
+    """(outputs, longest output, vocab) float32; NaN after the end of an output."""
+    import numpy as np
+    import torch
+
+    from runtime.files import write_file
+
+    logits = torch.nn.utils.rnn.pad_sequence(
+        [torch.stack(sequence.logits) for sequence in sequences], batch_first=True, padding_value=float("nan")
+    )
+    file = io.BytesIO()
+    np.save(file, logits.numpy())
+    write_file(path, file.getvalue())
 
 
 def _write_ids(session: "Session", sequences: list["Sequence"], csv: Path | None, npy: Path | None) -> None:
@@ -257,6 +384,7 @@ def _document(
             {
                 "prompt": prompt.text,
                 "prompt_ids": list(sequence.request.prompt_tokens),
+                "return_index": sequence.request.return_index,
                 "output_ids": sequence.output_tokens,
                 "output_text": output_text(session.tokenizer, sequence.output_tokens, session.stop_words),
                 "finish_reason": sequence.finish_reason,
@@ -270,5 +398,5 @@ def _document(
             "max_input_length": max_input_length,
             "max_output_len": max_output_len,
         },
-        "engine": session.engine_record(),
+        **session.engine_records(),
     }

@@ -3,75 +3,155 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from commands.options import NgramSettings
-from commands.text import StopWords, find_end_ids, load_tokenizer
+from commands.drafter_settings import CustomSettings, DrafterSettings, DraftTargetSettings, NgramSettings
+from commands.drafters import GuardedDrafter, TargetBundle, open_drafter
+from commands.text import StopWords, bad_word_tokens, find_end_ids, find_tokenizer, load_tokenizer, word_tokens
 from runtime.bundle import read_engine_config
-from runtime.config import as_json
-from runtime.drafters.ngram import NgramDrafter
+from runtime.config import EngineConfig, as_json
+from runtime.drafters.draft_target import DraftTargetDrafter
+from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError, UsageError
 from runtime.orchestrator import generate
 from runtime.request import Request, Sequence
+from runtime.sampling import SamplingParams
 from runtime.stats import LoopTimes, sum_stats
 
 OnTokens = Callable[[Sequence, list[int]], None]
 
 
 @dataclass(frozen=True)
-class Session:
-    """An engine ready to answer requests."""
+class SessionSettings:
+    """What the command line says about generation, before an engine is looked at."""
 
     engine_dir: Path
-    tokenizer_dir: Path
+    tokenizer_dir: Path | None
+    drafter: DrafterSettings | None
+    sampling: SamplingParams
+    kv_cache: KVCacheConfig
+    end_id: int | None
+    stop_words: list[str]
+    bad_words: list[str]
+
+
+@dataclass(frozen=True)
+class Session:
+    """An engine ready to answer requests. `sampling` has the bad words' tokens."""
+
+    settings: SessionSettings
     engine: Engine
+    drafter: Drafter | None
     tokenizer: PreTrainedTokenizerBase | None
     end_ids: frozenset[int]
     stop_words: StopWords | None
-    ngram: NgramSettings | None
+    sampling: SamplingParams
 
-    def request(self, request_id: int, prompt_tokens: list[int], max_new_tokens: int) -> Request:
-        return Request(request_id, tuple(prompt_tokens), max_new_tokens, self.end_ids, self.stop_words)
+    def request(self, request_id: int, prompt_tokens: Seq[int], max_new_tokens: int) -> Request:
+        return Request(
+            request_id, tuple(prompt_tokens), max_new_tokens, self.end_ids, self.stop_words, sampling=self.sampling
+        )
 
     @property
     def max_draft_len(self) -> int:
-        return self.ngram.max_draft_len if self.ngram else 0
+        settings = self.settings.drafter
+        if settings is None:
+            return 0
+        return self.engine.max_draft_len if settings.max_draft_len is None else settings.max_draft_len
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        return self.settings.tokenizer_dir or self.settings.engine_dir
+
+    @property
+    def draft_engine(self) -> Engine | None:
+        return self.drafter.engine if isinstance(self.drafter, DraftTargetDrafter) else None
+
+    @property
+    def draws_by_probs(self) -> bool:
+        """Whether output follows the target's law without being the tokens it draws by itself (rejection sampling)."""
+        if self.sampling.is_greedy:
+            return False
+        if isinstance(self.drafter, GuardedDrafter):
+            return self.drafter.has_given_probs
+        return isinstance(self.drafter, DraftTargetDrafter) and self.drafter.use_logits
 
     def run(self, requests: Seq[Request], *, speculate: bool, on_tokens: OnTokens | None = None) -> "Generation":
         """Answer the requests, in order, with the drafter or without."""
-        ngram = self.ngram if speculate else None
-        drafter = NgramDrafter(ngram.max_matching_ngram_size) if ngram else None
+        drafter = self.drafter if speculate else None
+        if isinstance(drafter, DraftTargetDrafter):
+            for request in requests:
+                drafter.check_request(request)
         times, finished = LoopTimes(), {}
+        draft_start_s = self.draft_engine.step_time_s if self.draft_engine else 0.0
         for sequence, new_tokens in generate(self.engine, requests, drafter, self.max_draft_len, times):
             if on_tokens:
                 on_tokens(sequence, new_tokens)
             if sequence.finish_reason is not None:
                 finished[sequence.request.id] = sequence
+        if self.draft_engine:
+            times.draft_model_time_s = self.draft_engine.step_time_s - draft_start_s
         return Generation([finished[request.id] for request in requests], times)
 
-    def engine_record(self) -> dict[str, Any]:
+    def warm_up(self, requests: Seq[Request]) -> None:
+        """Run a few tokens of the first request with the drafter and without, and forget them."""
+        first = [dataclasses.replace(requests[0], max_new_tokens=min(requests[0].max_new_tokens, 8))]
+        for speculate in (True, False):
+            self.run(first, speculate=speculate)
+        self.clear_cache()
+
+    def run_without_drafter(self, requests: Seq[Request]) -> "Generation":
+        """The same requests again, from an empty cache and with nothing drafted."""
+        self.clear_cache()
+        return self.run([dataclasses.replace(r, keep_logits=False) for r in requests], speculate=False)
+
+    def clear_cache(self) -> None:
+        """Forget the K/V of finished requests, the draft model's too, so that what comes next starts cold."""
+        self.engine.clear_cache()
+        if self.draft_engine is not None:
+            self.draft_engine.clear_cache()
+
+    def engine_records(self) -> dict[str, Any]:
         """What made the numbers, for JSON."""
-        config = self.engine.config
-        record = as_json(config)
+        draft = self.settings.drafter
+        draft_dir = draft.draft_engine_dir if isinstance(draft, DraftTargetSettings) else None
         return {
-            "engine_dir": str(self.engine_dir),
-            "model_type": config.pretrained_config["model_type"],
-            **{key: record[key] for key in ("dtype", "build_config", "environment", "logits_check", "compiler_note")},
+            "engine": _engine_record(self.settings.engine_dir, self.engine.config),
+            "draft_engine": _engine_record(draft_dir, self.draft_engine.config)
+            if self.draft_engine and draft_dir
+            else None,
         }
 
     def settings_record(self) -> dict[str, Any]:
+        draft = self.settings.drafter
+        draft_target = None
+        if isinstance(draft, DraftTargetSettings):
+            draft_target = dataclasses.asdict(draft) | {"draft_engine_dir": str(draft.draft_engine_dir)}
+        sampling = dataclasses.asdict(self.sampling) | {"bad_words": self.settings.bad_words}
         return {
-            "ngram_config": dataclasses.asdict(self.ngram) if self.ngram else None,
+            "ngram_config": dataclasses.asdict(draft) if isinstance(draft, NgramSettings) else None,
+            "draft_target_model_config": draft_target,
+            "drafter": f"{draft.module}:{draft.factory}" if isinstance(draft, CustomSettings) else None,
+            "sampling": sampling,
             "end_ids": sorted(self.end_ids),
             "stop_words": list(self.stop_words.words) if self.stop_words else [],
             "block_reuse": self.engine.block_reuse,
         }
+
+
+def _engine_record(engine_dir: Path, config: EngineConfig) -> dict[str, Any]:
+    record = as_json(config)
+    return {
+        "engine_dir": str(engine_dir),
+        "model_type": config.pretrained_config["model_type"],
+        **{key: record[key] for key in ("dtype", "build_config", "environment", "logits_check", "compiler_note")},
+    }
 
 
 @dataclass(frozen=True)
@@ -96,48 +176,76 @@ def total_record(sequences: Seq[Sequence], times: LoopTimes, max_draft_len: int)
         "wall_s": times.wall_s,
         "output_tokens_per_second": num_tokens / times.wall_s if times.wall_s else None,
         "draft_time_s": times.draft_time_s,
+        "draft_model_time_s": times.draft_model_time_s,
         "target_time_s": times.target_time_s,
         "host_time_s": times.host_time_s,
         "num_iterations": times.num_iterations,
+        **{f"{part}_time_per_step_s": _per_step(times, part) for part in ("draft", "draft_model", "target", "host")},
     }
 
 
+def _per_step(times: LoopTimes, part: str) -> float | None:
+    seconds: float = getattr(times, f"{part}_time_s")
+    return seconds / times.num_iterations if times.num_iterations else None
+
+
 @contextmanager
-def open_session(
-    engine_dir: Path,
-    tokenizer_dir: Path | None,
-    ngram: NgramSettings | None,
-    kv_cache: KVCacheConfig,
-    end_id: int | None,
-    stop_words: list[str],
-) -> Iterator[Session]:
-    """Open an engine for `ngram`'s device; SpecDecError if it cannot serve those settings."""
+def open_session(settings: SessionSettings) -> Iterator[Session]:
+    """Open the engine and the drafter; SpecDecError if they cannot serve the settings."""
+    engine_dir = settings.engine_dir
     config = read_engine_config(engine_dir)
+    _check_settings(settings, config)
+    tokenizer = (
+        load_tokenizer(settings.tokenizer_dir, config.pretrained_config)
+        if settings.tokenizer_dir is not None
+        else find_tokenizer(engine_dir, config.pretrained_config)
+    )
+    end_ids = (
+        frozenset([settings.end_id])
+        if settings.end_id is not None
+        else find_end_ids(engine_dir, config.pretrained_config, tokenizer)
+    )
+    sampling, stop_words = settings.sampling, None
+    if settings.stop_words or settings.bad_words:
+        if tokenizer is None:
+            raise SpecDecError(
+                "stop words and bad words need a tokenizer, and the engine has none", hint="`--tokenizer-dir` names one"
+            )
+        for word in settings.stop_words:
+            word_tokens(tokenizer, "--stop-words", word)
+        sampling = dataclasses.replace(sampling, bad_words=bad_word_tokens(tokenizer, settings.bad_words))
+        stop_words = StopWords(tuple(settings.stop_words), tokenizer) if settings.stop_words else None
+    with ExitStack() as stack:
+        device_id = settings.drafter.device_id if settings.drafter else 0
+        engine = stack.enter_context(Engine.open(engine_dir, device_id, settings.kv_cache))
+        drafter = None
+        if settings.drafter is not None:
+            target = TargetBundle(engine_dir, settings.tokenizer_dir or engine_dir, config.vocab_size)
+            drafter = stack.enter_context(open_drafter(settings.drafter, target, settings.kv_cache))
+        yield Session(settings, engine, drafter, tokenizer, end_ids, stop_words, sampling)
+
+
+def _check_settings(settings: SessionSettings, config: EngineConfig) -> None:
+    """SpecDecError for what an engine of this configuration cannot do."""
     max_draft_len = config.build_config.max_draft_len
-    if ngram and ngram.max_draft_len > max_draft_len:
+    wanted = settings.drafter.max_draft_len if settings.drafter else 0
+    if settings.drafter and (max_draft_len == 0 or (wanted or 0) > max_draft_len):
         built = f"takes drafts of at most {max_draft_len} tokens" if max_draft_len else "was built without drafts"
         raise SpecDecError(
-            f"the engine {built}, and `--ngram-config` asks for: {ngram.max_draft_len}",
+            f"the engine {built}, and the drafter's are of up to: {wanted or 'any number'}",
             hint="lower it, or build with `--speculative-decoding-mode draft_tokens_external "
-            f"--use-paged-context-fmha enable --max-draft-len {ngram.max_draft_len}`",
+            f"--use-paged-context-fmha enable --max-draft-len {wanted or 10}`",
         )
-    if end_id is not None and end_id >= config.vocab_size:
+    if settings.end_id is not None and settings.end_id >= config.vocab_size:
         raise SpecDecError(
-            f"`--end-id` is outside the vocabulary of {config.vocab_size}: {end_id}",
+            f"`--end-id` is outside the vocabulary of {config.vocab_size}: {settings.end_id}",
             hint="give an id of the engine's tokenizer",
         )
-    if any(not word for word in stop_words):
-        raise UsageError("a stop word is empty: `--stop-words ''`", hint="leave it out")
-    tokenizer = None
-    if tokenizer_dir is not None:
-        tokenizer = load_tokenizer(tokenizer_dir, config.pretrained_config)
-    elif (engine_dir / "tokenizer_config.json").is_file() or (engine_dir / "tokenizer.json").is_file():
-        tokenizer = load_tokenizer(engine_dir, config.pretrained_config)
-    if stop_words and tokenizer is None:
-        raise SpecDecError("stop words need a tokenizer, and the engine has none", hint="`--tokenizer-dir` names one")
-    end_ids = (
-        frozenset([end_id]) if end_id is not None else find_end_ids(engine_dir, config.pretrained_config, tokenizer)
-    )
-    stops = StopWords(tuple(stop_words), tokenizer) if stop_words and tokenizer else None
-    with Engine.open(engine_dir, ngram.device_id if ngram else 0, kv_cache) as engine:
-        yield Session(engine_dir, tokenizer_dir or engine_dir, engine, tokenizer, end_ids, stops, ngram)
+    if settings.sampling.top_k > config.vocab_size:
+        raise SpecDecError(
+            f"`--top-k` exceeds the vocabulary of {config.vocab_size}: {settings.sampling.top_k}",
+            hint="0 leaves the whole vocabulary",
+        )
+    for flag, words in (("--stop-words", settings.stop_words), ("--bad-words", settings.bad_words)):
+        if any(not word for word in words):
+            raise UsageError(f"`{flag}` has a word of no letters: ''", hint="leave it out")

@@ -10,26 +10,40 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.dataset import DEMO, EvalTask, Sample, load_samples, summarization_prompt
+from commands.drafter_settings import parse_drafter
 from commands.options import (
     INPUT,
     OUTPUT,
     RUNTIME,
+    SAMPLING,
+    BadWords,
     BlockReuse,
+    CheckLossless,
+    CustomDrafter,
     DraftEngineDir,
     DraftTargetModelConfig,
     EndId,
     EngineDir,
     FreeGpuMemoryFraction,
+    FrequencyPenalty,
     Json,
     MaxTokensInCache,
+    MinP,
     NgramConfig,
+    NoRepeatNgramSize,
     NumBeams,
+    PresencePenalty,
     Quiet,
+    RepetitionPenalty,
     StopWords,
+    Temperature,
     TokenizerDir,
+    TopK,
+    TopP,
     UsePySession,
+    check_lossless_flags,
     check_orchestrator_flags,
-    parse_drafter,
+    sampling_params,
 )
 from commands.output import Output, check_new_directory
 from commands.prompts import Prompt
@@ -74,12 +88,24 @@ def summarize(
     batch_size: Annotated[int, typer.Option(min=1, help="Samples answered together.", rich_help_panel=RUNTIME)] = 1,
     max_ite: Annotated[int, typer.Option(min=1, help="Batches to run.", rich_help_panel=RUNTIME)] = 20,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 100,
-    random_seed: Annotated[int, typer.Option(help="Order of the dataset.", rich_help_panel=RUNTIME)] = 0,
+    random_seed: Annotated[
+        int, typer.Option(help="Order of the dataset, and seed of sampling.", rich_help_panel=SAMPLING)
+    ] = 0,
     end_id: EndId = None,
     stop_words: StopWords = None,
     ngram_config: NgramConfig = None,
     draft_target_model_config: DraftTargetModelConfig = None,
     draft_engine_dir: DraftEngineDir = None,
+    drafter: CustomDrafter = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    no_repeat_ngram_size: NoRepeatNgramSize = None,
+    bad_words: BadWords = None,
     kv_cache_enable_block_reuse: BlockReuse = True,
     kv_cache_free_gpu_memory_fraction: FreeGpuMemoryFraction = 0.9,
     max_tokens_in_paged_kv_cache: MaxTokensInCache = None,
@@ -92,6 +118,7 @@ def summarize(
     rouge1_threshold: Annotated[
         float, typer.Option(min=0.0, max=100.0, help="ROUGE-1 x 100 to reach.", rich_help_panel=OUTPUT)
     ] = 15.0,
+    check_lossless: CheckLossless = False,
     output_dir: Annotated[
         Path | None,
         typer.Option(
@@ -105,9 +132,9 @@ def summarize(
 ) -> None:
     """Measure quality and speed on a dataset: ROUGE, acceptance, latency and throughput, by category.
 
-    The first sample is a warm-up and is run once more. Output is greedy.
+    The first sample is a warm-up and is run once more. Greedy unless sampling is asked for.
     """
-    ngram = parse_drafter(ngram_config, draft_target_model_config, draft_engine_dir)
+    drafter_settings = parse_drafter(ngram_config, draft_target_model_config, draft_engine_dir, drafter)
     check_orchestrator_flags(block_reuse=kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session)
     if not (test_engine or test_hf):
         raise UsageError("nothing to test", hint="`--test-engine`, `--test-hf` or both")
@@ -117,6 +144,20 @@ def summarize(
         )
     if check_accuracy and not test_engine:
         raise UsageError("`--check-accuracy` checks the engine", hint="`--test-engine`")
+    if check_lossless and not test_engine:
+        raise UsageError("`--check-lossless` checks the engine", hint="`--test-engine`")
+    check_lossless_flags(check_lossless=check_lossless, has_drafter=drafter_settings is not None)
+    sampling = sampling_params(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        no_repeat_ngram_size=no_repeat_ngram_size,
+        random_seed=random_seed,
+    )
     samples = load_samples(
         dataset, eval_task=eval_task, dataset_dir=dataset_dir, max_samples=max_ite * batch_size, seed=random_seed
     )
@@ -124,17 +165,25 @@ def summarize(
         check_new_directory(output_dir)
 
     from commands.evaluation import HuggingFace, evaluate_engine, evaluate_hf
+    from commands.lossless import NUM_PREFIXES, check_outputs, fail_unless_lossless
     from commands.models import resolve_model
-    from commands.report import show_summary, summary_document, write_outputs
-    from commands.session import open_session
+    from commands.report import accuracy_check, show_summary, summary_document, write_outputs
+    from commands.session import SessionSettings, open_session
     from runtime.engine import KVCacheConfig
 
     output = Output(json, quiet)
     hf_dir = resolve_model(hf_model_dir) if hf_model_dir is not None and test_hf else None
-    kv_cache = KVCacheConfig(
-        kv_cache_enable_block_reuse, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction
+    session_settings = SessionSettings(
+        engine_dir,
+        tokenizer_dir,
+        drafter_settings,
+        sampling,
+        KVCacheConfig(kv_cache_enable_block_reuse, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction),
+        end_id,
+        stop_words or [],
+        bad_words or [],
     )
-    with open_session(engine_dir, tokenizer_dir, ngram, kv_cache, end_id, stop_words or []) as session:
+    with open_session(session_settings) as session:
         if batch_size > session.engine.max_batch_size:
             raise SpecDecError(
                 f"`--batch-size` exceeds the engine's max_batch_size {session.engine.max_batch_size}: {batch_size}",
@@ -163,12 +212,17 @@ def summarize(
             "random_seed": random_seed,
             "hf_model_dir": hf_model_dir,
         }
-        threshold = rouge1_threshold if check_accuracy else None
-        document = summary_document(session, samples, prompts, runs, settings, threshold)
+        document = summary_document(session, samples, prompts, runs, settings)
+        if check_accuracy:
+            document["checks"]["accuracy"] = accuracy_check(document, rouge1_threshold)
+        if check_lossless:
+            with output.progress("lossless check", NUM_PREFIXES) as advance:
+                document["checks"]["lossless"] = check_outputs(session, runs[0].sequences, runs[1].sequences, advance)
         if output_dir is not None:
             write_outputs(output_dir, session, runs, document)
         show_summary(document, samples, runs, output)
         output.document(document)
+    fail_unless_lossless(document["checks"])
     accuracy = document["checks"].get("accuracy")
     if accuracy is not None and not accuracy["passed"]:
         raise SpecDecError(

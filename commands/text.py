@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from commands.prompts import Prompt
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, UsageError
 from runtime.files import read_json
 
 _REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
@@ -36,6 +36,27 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> PreTra
             f"no usable tokenizer in: {directory}", hint=f"`--tokenizer-dir` names another; transformers said: {error}"
         ) from error
     return tokenizer
+
+
+def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that an engine directory has, or None."""
+    if (directory / "tokenizer_config.json").is_file() or (directory / "tokenizer.json").is_file():
+        return load_tokenizer(directory, pretrained_config)
+    return None
+
+
+def word_tokens(tokenizer: PreTrainedTokenizerBase, flag: str, word: str) -> list[int]:
+    """The tokens of a word by itself; UsageError if there are none."""
+    tokens: list[int] = tokenizer(word, add_special_tokens=False)["input_ids"]
+    if not tokens or not decode(tokenizer, tokens):
+        raise UsageError(f"`{flag}` has a word that the tokenizer makes nothing of: {word!r}", hint="leave it out")
+    return tokens
+
+
+def bad_word_tokens(tokenizer: PreTrainedTokenizerBase, words: list[str]) -> tuple[tuple[int, ...], ...]:
+    """The token sequences to ban: each word as it starts a text, and after a space."""
+    variants = [tuple(word_tokens(tokenizer, "--bad-words", text)) for word in words for text in (word, f" {word}")]
+    return tuple(dict.fromkeys(variants))
 
 
 def find_end_ids(

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The four commands on the shipped demo model, in .venv (made if it is not there). Writes to a directory of its own,
+# The four commands on the shipped demo models, in .venv (made if it is not there). Writes to a directory of its own,
 # or to the one given.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -25,3 +25,12 @@ show run --engine-dir "$work/engine" --ngram-config "[10,2,[0]]" --max-output-le
     --kv-cache-enable-block-reuse --input-text "$article"
 show summarize --engine-dir "$work/engine" --hf-model-dir demo --test-hf --test-engine --batch-size 1 \
     --ngram-config "[10,2,[0]]" --kv-cache-enable-block-reuse --check-accuracy
+
+show convert --model-dir demo-draft --output-dir "$work/ckpt-draft" --dtype float32 --force
+show build --checkpoint-dir "$work/ckpt-draft" --output-dir "$work/draft-engine" --force \
+    --max-batch-size 4 --max-input-len 1024 --max-seq-len 1536
+for use_logits in False True; do
+    show run --engine-dir "$work/engine" --draft-engine-dir "$work/draft-engine" \
+        --draft-target-model-config "[4,[0],[0],$use_logits]" --temperature 0.8 --top-p 0.95 --random-seed 7 \
+        --max-output-len 128 --check-lossless --input-text "$article"
+done

@@ -24,8 +24,8 @@ def test_flag_tables_are_those_of_the_commands() -> None:
 
 def test_the_walk_runs_and_passes_its_own_checks(walk: tuple[Path, list[str]]) -> None:
     _, outputs = walk
-    assert len(outputs) == 4
-    convert, build, run, summarize = outputs
+    assert len(outputs) == 8
+    convert, build, run, summarize = outputs[:4]
     assert "Converted llama to float32" in convert
     assert "aot" in build
     assert 'Output [Text 0]: "' in run
@@ -34,13 +34,36 @@ def test_the_walk_runs_and_passes_its_own_checks(walk: tuple[Path, list[str]]) -
     assert "token for token the same as the engine without drafter: 20 of 20" in summarize
 
 
+def test_the_draft_model_of_the_walk_passes_its_own_checks(walk: tuple[Path, list[str]]) -> None:
+    *_, summarize, run = walk[1]
+    assert "token for token the same as Hugging Face: 20 of 20" in summarize
+    assert "lossless check passed: 20 of 20 outputs" in summarize
+    assert "lossless check passed: chi-squared" in run
+    assert (walk[0] / "logits_generation.npy").is_file()
+
+
+def python_examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
 def test_the_python_example_runs(
     walk: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    _, example = python_examples()
     monkeypatch.chdir(walk[0])
     exec(compile(example, "README.md", "exec"), {})
     assert "'tokens_per_step'" in capsys.readouterr().out
+
+
+def test_the_readmes_own_drafter_speculates_without_loss(walk: tuple[Path, list[str]]) -> None:
+    example, _ = python_examples()
+    assert len(example.splitlines()) <= 12
+    (walk[0] / "last_occurrence.py").write_text(example)
+    (command,) = re.findall(r"```bash\n(specdec run [^`]*--drafter [^`]*)```", README)
+    (output,) = update_readme.run_walk([command], walk[0])
+    assert "lossless check passed: 1 of 1" in output
+    drafted = re.search(r"(\d+)/(\d+)", output)
+    assert drafted and int(drafted[1]) > 0
 
 
 def test_links_to_files_of_the_repository_hold() -> None:

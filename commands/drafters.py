@@ -1,0 +1,145 @@
+"""Drafters opened for a session: n-gram lookup, a draft model with its engine, or somebody's own."""
+
+import filecmp
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from commands.drafter_settings import CustomSettings, DrafterSettings, DraftTargetSettings, NgramSettings
+from commands.output import warn
+from commands.text import find_tokenizer
+from runtime.bundle import read_engine_config
+from runtime.drafters.draft_target import DraftTargetDrafter
+from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.protocol import Drafter
+from runtime.engine import Engine, KVCacheConfig
+from runtime.errors import SpecDecError
+from runtime.request import Draft, Sequence
+
+
+@dataclass(frozen=True)
+class TargetBundle:
+    """What a drafter has to agree with."""
+
+    engine_dir: Path
+    tokenizer_dir: Path
+    vocab_size: int
+
+
+@contextmanager
+def open_drafter(settings: DrafterSettings, target: TargetBundle, kv_cache: KVCacheConfig) -> Iterator[Drafter]:
+    """The drafter the settings name, for as long as the block lasts."""
+    match settings:
+        case NgramSettings():
+            yield NgramDrafter(settings.max_matching_ngram_size)
+        case CustomSettings():
+            yield load_custom_drafter(settings)
+        case DraftTargetSettings():
+            check_vocabularies(settings.draft_engine_dir, target)
+            if settings.draft_engine_dir.resolve() == target.engine_dir.resolve():
+                warn("the draft model is the target itself: every draft costs more than it can save")
+            with _open_draft_engine(settings, kv_cache) as engine:
+                yield DraftTargetDrafter(engine, target.vocab_size, use_logits=settings.use_logits)
+
+
+def _open_draft_engine(settings: DraftTargetSettings, kv_cache: KVCacheConfig) -> Engine:
+    try:
+        return Engine.open(settings.draft_engine_dir, settings.draft_device_id, kv_cache)
+    except SpecDecError as error:
+        raise type(error)(f"draft engine: {error.message}", hint=error.hint) from error
+
+
+def check_vocabularies(draft_engine_dir: Path, target: TargetBundle) -> None:
+    """SpecDecError unless draft and target model mean the same by every token id.
+
+    Their tokenizers must have the same content; the models' own vocabularies may be padded to different sizes. Without
+    tokenizers to compare, the sizes must be equal.
+    """
+    config = read_engine_config(draft_engine_dir)
+    sizes = f"{config.vocab_size} ids in {draft_engine_dir}, {target.vocab_size} in {target.engine_dir}"
+    tokenizer = find_tokenizer(draft_engine_dir, config.pretrained_config)
+    target_config = read_engine_config(target.engine_dir)
+    target_tokenizer = find_tokenizer(target.tokenizer_dir, target_config.pretrained_config)
+    if tokenizer is None or target_tokenizer is None:
+        if config.vocab_size != target.vocab_size:
+            raise SpecDecError(
+                f"draft and target model have different vocabularies, and no tokenizers to compare: {sizes}",
+                hint="use models that share a tokenizer, and build engines from checkpoints that have it",
+            )
+        warn("draft and target model cannot be compared: an engine has no tokenizer")
+        return
+    if _same_file(draft_engine_dir / "tokenizer.json", target.tokenizer_dir / "tokenizer.json"):
+        return
+    vocabulary, target_vocabulary = tokenizer.get_vocab(), target_tokenizer.get_vocab()
+    if vocabulary != target_vocabulary:
+        differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
+        example = f", for one {min(differing, key=vocabulary.__getitem__)!r}" if differing else ""
+        raise SpecDecError(
+            f"draft and target model have different tokenizers: {len(vocabulary)} tokens in {draft_engine_dir}, "
+            f"{len(target_vocabulary)} in {target.tokenizer_dir}; {len(differing)} of the draft's differ{example}",
+            hint="use a draft model with the target's own tokenizer",
+        )
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    return a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False)
+
+
+def load_custom_drafter(settings: CustomSettings) -> "GuardedDrafter":
+    """Call the factory; SpecDecError if there is none, if it fails, or if what it returns is no drafter."""
+    name = f"{settings.module}:{settings.factory}"
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(settings.module)
+    except Exception as error:  # whatever the module does when it is imported
+        raise SpecDecError(
+            f"cannot import the drafter's module ({type(error).__name__}: {error}): {settings.module}",
+            hint="it is looked for in the current directory and where Python finds packages",
+        ) from error
+    factory = getattr(module, settings.factory, None)
+    if not callable(factory):
+        known = ", ".join(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
+        raise SpecDecError(f"`--drafter` names nothing that can be called: {name}", hint=f"the module has: {known}")
+    drafter = _guarded(name, factory)
+    missing = [method for method in ("propose", "forget") if not callable(getattr(drafter, method, None))]
+    if missing:
+        raise SpecDecError(
+            f"what `--drafter {name}` returns is no drafter, it lacks `{'` and `'.join(missing)}`: "
+            f"{type(drafter).__name__}",
+            hint="a drafter has `propose(sequences, max_draft_len)` and `forget(request_id)`",
+        )
+    return GuardedDrafter(name, drafter)
+
+
+class GuardedDrafter:
+    """Somebody's drafter, whose failures are theirs to mend, with a note of whether it ever gave probabilities."""
+
+    def __init__(self, name: str, drafter: Drafter) -> None:
+        self._name, self._drafter = name, drafter
+        self.has_given_probs = False
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        drafts: list[Draft] = _guarded(self._name, self._drafter.propose, sequences, max_draft_len)
+        if isinstance(drafts, list):
+            self.has_given_probs |= any(getattr(draft, "probs", None) is not None for draft in drafts)
+        return drafts
+
+    def forget(self, request_id: int) -> None:
+        _guarded(self._name, self._drafter.forget, request_id)
+
+
+def _guarded(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except SpecDecError:
+        raise
+    except Exception as error:  # somebody else's code
+        raise SpecDecError(
+            f"the drafter `{name}` failed: {type(error).__name__}: {error}",
+            hint="`specdec --debug` shows where",
+        ) from error
