@@ -96,7 +96,7 @@ def load_custom_drafter(settings: CustomSettings) -> "GuardedDrafter":
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(settings.module)
-    except Exception as error:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         raise SpecDecError(
             f"cannot import the drafter's module ({type(error).__name__}: {error}): {settings.module}",
             hint="it is looked for in the current directory and where Python finds packages",
@@ -124,7 +124,14 @@ class GuardedDrafter:
         self.has_given_probs = False
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        before = [list(sequence.tokens) for sequence in sequences]
         drafts: list[Draft] = _guarded(self._name, self._drafter.propose, sequences, max_draft_len)
+        for sequence, tokens in zip(sequences, before, strict=True):
+            if sequence.tokens != tokens:
+                raise SpecDecError(
+                    f"the drafter `{self._name}` changed the tokens of request {sequence.request.id}",
+                    hint="work on a copy: `tokens = list(sequence.tokens)`",
+                )
         if isinstance(drafts, list):
             self.has_given_probs |= any(getattr(draft, "probs", None) is not None for draft in drafts)
         return drafts
@@ -138,7 +145,7 @@ def _guarded(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         return call(*arguments)
     except SpecDecError:
         raise
-    except Exception as error:  # somebody else's code
+    except (Exception, SystemExit) as error:  # somebody else's code
         raise SpecDecError(
             f"the drafter `{name}` failed: {type(error).__name__}: {error}",
             hint="`specdec --debug` shows where",

@@ -194,11 +194,14 @@ def run(
         if input_file is not None and input_file.suffix.lower() == ".npy" and session.end_ids:
             # Again, now that it is known what the rows of an array are padded with.
             prompts = read_prompts([], input_file, pad_id=min(session.end_ids))
-        prompts = [prompt for prompt in prompts for _ in range(num_return_sequences)]
         requests = [
-            replace(request, return_index=request.id % num_return_sequences, keep_logits=logits_npy is not None)
+            replace(
+                request, id=request.id * num_return_sequences + i, return_index=i, keep_logits=logits_npy is not None
+            )
             for request in _make_requests(session, prompts, max_input_length, max_output_len, output)
+            for i in range(num_return_sequences)
         ]
+        prompts = [prompt for prompt in prompts for _ in range(num_return_sequences)]
         labels = _labels(len(requests), num_return_sequences)
         if check_lossless:
             session.warm_up(requests)  # or the first of the two runs would pay for the first step

@@ -34,6 +34,11 @@ def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size
             hint="`propose` returns one for each, empty where there is no proposal",
         )
     for draft in drafts:
+        if not isinstance(draft.tokens, list):
+            raise SpecDecError(
+                f"the drafter proposed tokens that are no list: {type(draft.tokens).__name__}",
+                hint="`Draft([])` is an empty draft",
+            )
         if len(draft.tokens) > max_draft_len:
             raise SpecDecError(
                 f"the drafter proposed more than {max_draft_len} tokens: {len(draft.tokens)}",
@@ -56,3 +61,5 @@ def _check_probs(probs: Any, shape: tuple[int, int]) -> None:
             f"the drafter's probabilities are not a tensor of shape {shape}: {found}",
             hint="one row per draft token, one column per token of the target's vocabulary",
         )
+    if not probs.is_floating_point():
+        raise SpecDecError(f"the drafter's probabilities are no floats: {probs.dtype}", hint="float64 is best")

@@ -1,13 +1,17 @@
-"""What the tests of the command line share: a command's result, and what it left on disk."""
+"""What the tests of the command line share: a command's result, its JSON, what it left on disk, and a few prompts."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from jsonschema import Draft202012Validator
+
 NGRAM = "[4,2,[0]]"
 PROMPT = "The little dog had a red ball. The little dog had a"
+PROMPTS = [PROMPT, "One day", "Then a little girl found the red ball and", "the ball the ball the ball the", "The dog"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,37 @@ class Result:
 
 
 Specdec = Callable[..., Result]
+
+
+def each(flag: str, values: Iterable[Any]) -> list[Any]:
+    """A repeatable flag with all of its values."""
+    return [argument for value in values for argument in (flag, value)]
+
+
+def draft_model(draft_engine_dir: Path, config: str = "[4,[0],[0],False]") -> list[object]:
+    """The two flags of a draft model."""
+    return ["--draft-engine-dir", draft_engine_dir, "--draft-target-model-config", config]
+
+
+def ids_of(document: dict[str, Any]) -> list[list[int]]:
+    return [request["output_ids"] for request in document["requests"]]
+
+
+def texts_of(document: dict[str, Any]) -> list[str]:
+    return [request["output_text"] for request in document["requests"]]
+
+
+def schema(command: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(files("commands").joinpath(f"schemas/{command}.json").read_text())
+    Draft202012Validator.check_schema(data)
+    return data
+
+
+def assert_valid(command: str, document: dict[str, Any]) -> None:
+    errors = [
+        f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema(command)).iter_errors(document)
+    ]
+    assert not errors, errors
 
 
 def tree(directory: Path) -> list[str]:

@@ -1,16 +1,21 @@
-"""The command line called in this process and as a process of its own, and a dataset for `summarize`."""
+"""The command line called in this process and as a process of its own, draft models, and a dataset for `summarize`."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Result, Specdec
+import torch
+from command_line import PROMPT, Result, Specdec
+from draft_models import WITH_DRAFTS, WITHOUT_DRAFTS, MakeDraftEngineDir, with_noise
+from tiny import build_tiny, make_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specdec_cli.app import main
 
@@ -56,6 +61,93 @@ def specdec_process(process_environment: dict[str, str]) -> Specdec:
         return Result(done.returncode, done.stdout, done.stderr)
 
     return call
+
+
+@pytest.fixture
+def run(specdec: Specdec, llama_uncompiled_dir: Path) -> Callable[..., Result]:
+    """`run(…)`: `specdec run` with the uncompiled engine, no end id, and `PROMPT` unless prompts are given."""
+
+    def call(*arguments: object) -> Result:
+        given = {str(argument).partition("=")[0] for argument in arguments}
+        prompt = [] if given & {"--input-text", "--input-file"} else ["--input-text", PROMPT]
+        return specdec("run", "--engine-dir", llama_uncompiled_dir, *prompt, *arguments)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def make_draft_engine_dir(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
+) -> MakeDraftEngineDir:
+    """`make_draft_engine_dir(model, tokenizer, **build)`: an uncompiled engine that takes no drafts.
+
+    The tokenizer is the target's unless another is given, or None for an engine without one.
+    """
+
+    def make(
+        model: PreTrainedModel, own_tokenizer: PreTrainedTokenizerFast | None = tokenizer, **build: object
+    ) -> Path:
+        work_dir = tmp_path_factory.mktemp("draft")
+        model.save_pretrained(work_dir / "model")
+        if own_tokenizer is not None:
+            own_tokenizer.save_pretrained(work_dir / "model")
+        return build_tiny(work_dir / "model", work_dir, **(WITHOUT_DRAFTS | build))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def draft_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A draft model that the target agrees with in about every third token."""
+    return make_draft_engine_dir(with_noise(make_model("llama", vocab_size=len(tokenizer)), 0.01))
+
+
+@pytest.fixture(scope="session")
+def equal_draft_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A draft model with the target's weights: an engine of its own."""
+    return make_draft_engine_dir(make_model("llama", vocab_size=len(tokenizer)))
+
+
+@pytest.fixture(scope="session")
+def bfloat16_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A target of that dtype, which takes drafts of 10."""
+    model = make_model("llama", vocab_size=len(tokenizer)).to(torch.bfloat16)
+    return make_draft_engine_dir(model, **WITH_DRAFTS)
+
+
+@pytest.fixture(scope="session")
+def bare_draft_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """The target's weights and no tokenizer."""
+    return make_draft_engine_dir(make_model("llama", vocab_size=len(tokenizer)), None)
+
+
+@pytest.fixture(scope="session")
+def other_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of other sentences: 280 tokens."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["Quick zebras jump over lazy foxes. Quick foxes jump over lazy zebras."], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture
+def current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current directory, from which modules may be imported; they and their path are forgotten after the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".")])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(f"{tmp_path}{os.sep}"):
+            del sys.modules[name]
 
 
 ARTICLES = [

@@ -1,13 +1,11 @@
 """`--json`: one document on stdout that meets its schema, whose rates follow from its counts."""
 
 import json
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import NGRAM, PROMPT, Specdec
-from jsonschema import Draft202012Validator
+from command_line import NGRAM, PROMPT, Specdec, assert_valid, draft_model, schema
 
 METRICS = (
     "num_spec_steps",
@@ -22,19 +20,6 @@ METRICS = (
     "num_reused_tokens",
 )
 TIMES = ("ttft_s", "tpot_s", "latency_s")
-
-
-def schema(command: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(files("commands").joinpath(f"schemas/{command}.json").read_text())
-    Draft202012Validator.check_schema(data)
-    return data
-
-
-def assert_valid(command: str, document: dict[str, Any]) -> None:
-    errors = [
-        f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema(command)).iter_errors(document)
-    ]
-    assert not errors, errors
 
 
 def assert_rates_follow_from_counts(record: dict[str, Any], max_draft_len: int) -> None:
@@ -67,6 +52,8 @@ def assert_total_is_the_sum(total: dict[str, Any], records: list[dict[str, Any]]
     times = total["draft_time_s"] + total["target_time_s"] + total["host_time_s"]
     assert times == pytest.approx(total["wall_s"])
     assert min(total["draft_time_s"], total["target_time_s"], total["host_time_s"]) >= 0
+    for part in ("draft", "draft_model", "target", "host"):
+        assert total[f"{part}_time_per_step_s"] == pytest.approx(total[f"{part}_time_s"] / total["num_iterations"])
 
 
 @pytest.mark.parametrize("command", ["convert", "build", "run", "summarize"])
@@ -113,24 +100,29 @@ def test_build_prints_one_valid_document(specdec: Specdec, llama_checkpoint_dir:
     assert sum(document["phase_times_s"].values()) <= document["build_time_s"]
 
 
-@pytest.mark.parametrize("ngram", [None, NGRAM])
-def test_run_prints_one_valid_document(specdec: Specdec, llama_engine_dir: Path, ngram: str | None) -> None:
-    drafter = ["--ngram-config", ngram] if ngram else []
-    arguments = ["--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--input-text", "One day", *drafter]
-    result = specdec("run", *arguments, "--max-output-len", 40, "--json")
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft model"])
+@pytest.mark.parametrize("sampling", [[], ["--temperature", 0.8]], ids=["greedy", "sampling"])
+def test_run_prints_one_valid_document(
+    specdec: Specdec, llama_engine_dir: Path, draft_engine_dir: Path, drafter: str, sampling: list[object]
+) -> None:
+    flags = {"none": [], "ngram": ["--ngram-config", NGRAM], "draft model": draft_model(draft_engine_dir)}[drafter]
+    arguments = ["--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--input-text", "One day", *flags]
+    result = specdec("run", *arguments, *sampling, "--max-output-len", 40, "--json")
     document = result.document
     assert_valid("run", document)
     assert result.stderr == ""
-    max_draft_len = 4 if ngram else 0
+    max_draft_len = 0 if drafter == "none" else 4
     for request in document["requests"]:
         assert request["stats"]["num_generated_tokens"] == len(request["output_ids"])
         assert_rates_follow_from_counts(request["stats"], max_draft_len)
     assert_rates_follow_from_counts(document["total"], max_draft_len)
     assert_total_is_the_sum(document["total"], [request["stats"] for request in document["requests"]])
-    assert (document["total"]["num_draft_tokens"] > 0) == (ngram is not None)
+    assert (document["total"]["num_draft_tokens"] > 0) == (drafter != "none")
     assert document["settings"]["ngram_config"] == (
-        {"max_draft_len": 4, "max_matching_ngram_size": 2, "device_id": 0} if ngram else None
+        {"max_draft_len": 4, "max_matching_ngram_size": 2, "device_id": 0} if drafter == "ngram" else None
     )
+    assert (document["draft_engine"] is not None) == (drafter == "draft model")
+    assert (document["speedup"], document["checks"]) == (None, {})
     assert document["engine"]["build_config"]["compiler"] == "aot"
 
 
@@ -148,14 +140,18 @@ def test_times_of_a_request_are_in_order(specdec: Specdec, llama_uncompiled_dir:
     ("tests", "systems"),
     [
         (["--test-engine", "--ngram-config", NGRAM], {"engine", "engine_no_drafter"}),
+        (["--test-engine", *draft_model(Path("DRAFT"))], {"engine", "engine_no_drafter"}),
+        (["--test-engine", *draft_model(Path("DRAFT")), "--temperature", 0.8], {"engine", "engine_no_drafter"}),
         (["--test-engine"], {"engine"}),
         (["--test-hf"], {"hf"}),
         (["--test-engine", "--test-hf", "--ngram-config", NGRAM], {"engine", "engine_no_drafter", "hf"}),
     ],
 )
 def test_summarize_prints_one_valid_document(
-    specdec: Specdec, llama_uncompiled_dir: Path, llama_dir: Path, articles: Path, tests: list[str], systems: set[str]
-) -> None:
+    specdec: Specdec, llama_uncompiled_dir: Path, draft_engine_dir: Path, llama_dir: Path, articles: Path,
+    tests: list[object], systems: set[str],
+) -> None:  # fmt: skip
+    tests = [draft_engine_dir if argument == Path("DRAFT") else argument for argument in tests]
     result = specdec(
         "summarize", "--engine-dir", llama_uncompiled_dir, "--hf-model-dir", llama_dir, "--dataset", articles, *tests,
         "--output-len", 12, "--max-ite", 2, "--batch-size", 2, "--json",
@@ -166,7 +162,7 @@ def test_summarize_prints_one_valid_document(
     assert set(document["systems"]) == set(document["rouge"]) == systems
     assert (document["hf"] is None) == ("hf" not in systems)
     assert len(document["requests"]) == document["settings"]["num_samples"] == 4
-    max_draft_len = 4 if document["settings"]["ngram_config"] else 0
+    max_draft_len = 4 if "engine_no_drafter" in systems else 0
     for name in systems - {"hf"}:
         assert_rates_follow_from_counts(document["systems"][name]["total"], max_draft_len)
     if "engine" not in systems:

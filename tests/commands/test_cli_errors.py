@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import Result, Specdec, edit_json, tree
+from draft_models import MakeDraftEngineDir
 from tiny import make_build, make_model
 from transformers import PreTrainedTokenizerFast
 
@@ -28,7 +29,10 @@ DRAFTS = "--speculative-decoding-mode draft_tokens_external --max-draft-len 4 "
 
 @dataclass(frozen=True)
 class Case:
-    """In a directory with `model`, `ckpt`, `engine`, `engine-plain` (no drafts) and `articles.jsonl`."""
+    """In a directory with `model`, `ckpt`, `engine`, `engine-plain` (no drafts) and `articles.jsonl`.
+
+    Of `draft_engines` those are there too that the arguments name.
+    """
 
     arguments: str
     exit_code: int
@@ -81,6 +85,19 @@ def foreign_weights(name: str) -> Damage:
     return replace
 
 
+def no_tokenizer(directory: Path) -> None:
+    for path in directory.glob("engine/tokenizer*"):
+        path.unlink()
+
+
+def swap_two_ids(tokenizer_file: Path) -> None:
+    """As many tokens of the same names, two of which have changed places."""
+    data = json.loads(tokenizer_file.read_text())
+    vocabulary = data["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    tokenizer_file.write_text(json.dumps(data))
+
+
 def none_of(value: object) -> None:
     """For a lambda that has nothing to return."""
 
@@ -107,19 +124,12 @@ WRONG_CONFIG = [
         ": 4",
         "--speculative-decoding-mode draft_tokens_external",
     ),
-    case(
-        RUN + "--ngram-config [4,2,[0]] --draft-target-model-config '[4,[0],[0],False]' --draft-engine-dir d",
-        2,
-        "`--ngram-config` and `--draft-target-model-config` cannot be given together",
-    ),
-    case(RUN + "--draft-engine-dir d", 2, "not in this version", "--draft-engine-dir d"),
     case(RUN + "--no-kv-cache-enable-block-reuse", 2, "needs block reuse"),
     case(SUMMARIZE + "--no-kv-cache-enable-block-reuse", 2, "needs block reuse"),
     case(RUN + "--num-beams 2", 2, "beam search is not supported", "2"),
     case(RUN + "--use-py-session", 2, "`--use-py-session`"),
     case(RUN + "--streaming --json", 2, "`--streaming` and `--json`"),
-    case(RUN + "--output-generation-logits", 2, "--output-generation-logits"),
-    case(RUN + "--stop-words ''", 2, "a stop word is empty"),
+    case(RUN + "--spec-decode-algo NGRAM", 2, "leader mode (V2", "not in this version", "`--engine-dir`"),
     case(RUN + "--end-id 300", 1, "vocabulary of 300: 300"),
     case(RUN + "--max-output-len 0", 2, "max-output-len"),
     case(RUN + "--max-output-len many", 2, "max-output-len"),
@@ -172,10 +182,159 @@ PROMPTS = [
     case(RUN + "--output-csv none/ids.csv", 1, "none/ids.csv"),
     case(RUN + "--output-csv engine", 1, "engine"),
     case(RUN + "--output-npy /proc/ids.npy", 1, "/proc/ids.npy"),
+    case(RUN + "--output-logits-npy none/x.npy", 1, "none/x_generation.npy"),
+    case(RUN + "--output-logits-npy /proc/x.npy", 1, "/proc/x_generation.npy"),
+    case(RUN + "--output-logits-npy ''", 1, "cannot write the file"),
+    case(RUN + "--output-logits-npy .", 1, "cannot write the file"),
+    case(RUN + "--output-logits-npy /", 1, "cannot write the file"),
+    case(
+        RUN + "--output-generation-logits", 1, "(Is a directory): logits_generation.npy",
+        damage=lambda d: (d / "logits_generation.npy").mkdir(),
+    ),
     case(SUMMARIZE + "--output-dir articles.jsonl", 1, "(Not a directory): articles.jsonl"),
     case(SUMMARIZE + "--output-dir articles.jsonl/out", 1, "(Not a directory): articles.jsonl/out"),
     case(SUMMARIZE + "--output-dir /proc/out", 1, "/proc/out"),
-]
+]  # fmt: skip
+
+NGRAM = "--ngram-config [4,2,[0]] "
+OWN = "--drafter custom_drafters:LastOccurrence "
+CONFIG = "--draft-target-model-config [4,[0],[0],False] "
+
+
+def drafting(engine: str, config: str = "[4,[0],[0],False]") -> str:
+    return f"--draft-engine-dir {engine} --draft-target-model-config {config} "
+
+
+DRAFTERS = [
+    case(RUN + "--draft-engine-dir draft", 2, "`--draft-engine-dir` needs `--draft-target-model-config`: draft"),
+    case(SUMMARIZE + "--draft-engine-dir draft", 2, "`--draft-engine-dir` needs `--draft-target-model-config`: draft"),
+    case(RUN + CONFIG, 2, "needs the draft model's engine: [4,[0],[0],False]", "`--draft-engine-dir` names it"),
+    case(SUMMARIZE + CONFIG, 2, "needs the draft model's engine: [4,[0],[0],False]"),
+    case(RUN + NGRAM + drafting("draft"), 2, "`--ngram-config` and `--draft-target-model-config` cannot be given"),
+    case(RUN + NGRAM + OWN, 2, "`--ngram-config` and `--drafter` cannot be given together", "choose one drafter"),
+    case(RUN + OWN + drafting("draft"), 2, "`--draft-target-model-config` and `--drafter` cannot be given together"),
+    case(RUN + OWN + "--draft-engine-dir draft", 2, "`--draft-engine-dir` needs `--draft-target-model-config`"),
+    case(
+        SUMMARIZE + NGRAM + OWN + drafting("draft"), 2,
+        "`--ngram-config` and `--draft-target-model-config` and `--drafter` cannot be given together",
+    ),
+    case(RUN + drafting("draft", "abc"), 2, "`--draft-target-model-config` is not a list: abc"),
+    case(RUN + drafting("draft", "[4,[0],[0]]"), 2, "does not have 4 entries: [4,[0],[0]]", "[4,[0],[0],False]"),
+    case(RUN + drafting("draft", "[0,[0],[0],True]"), 2, "draft_len in", "at least 1: 0"),
+    case(RUN + drafting("draft", "[4,[],[0],True]"), 2, "draft_device_list in", "must name a device: []"),
+    case(RUN + drafting("draft", "[4,[0],[0,1],True]"), 2, "target_device_list in", "more than one device"),
+    case(RUN + drafting("draft", "[4,[0],[0],0]"), 2, "use_logits in", "True or False: 0"),
+    case(SUMMARIZE + drafting("draft", "[4,[0],[0],0]"), 2, "use_logits in", "True or False: 0"),
+    case(RUN + drafting("draft", "[4,[7],[0],True]"), 2, "draft engine: there is no such ", ": 7"),
+    case(RUN + drafting("draft", "[4,[0],[7],True]"), 2, "there is no such ", ": 7"),
+    case(SUMMARIZE + drafting("draft", "[4,[7],[0],True]"), 2, "draft engine: there is no such ", ": 7"),
+    case(RUN + drafting("draft", "[11,[0],[0],True]"), 1, "at most 10 tokens", ": 11", "--max-draft-len 11"),
+    case(
+        RUN.replace("engine ", "engine-plain ") + drafting("draft"), 1, "built without drafts", ": 4",
+        "--speculative-decoding-mode draft_tokens_external",
+    ),
+    case(RUN.replace("engine ", "engine-plain ") + OWN, 1, "built without drafts", "--max-draft-len 10"),
+    case(RUN + drafting("none"), 1, "engine directory does not exist: none", "`specdec build`"),
+    case(SUMMARIZE + drafting("none"), 1, "engine directory does not exist: none", "`specdec build`"),
+    case(RUN + drafting("ckpt"), 1, "not an engine directory: ckpt", "`specdec build`"),
+    case(RUN + drafting("model"), 1, "not an engine directory: model"),
+    case(RUN + drafting("draft"), 1, "file is missing: draft/config.json", damage=without("draft/config.json")),
+    case(RUN + drafting("draft"), 1, "draft/config.json` is not valid JSON", damage=truncated("draft/config.json")),
+    case(
+        RUN + drafting("draft"), 1, "file is missing: draft/rank0.safetensors",
+        damage=without("draft/rank0.safetensors"),
+    ),
+    case(
+        RUN + drafting("draft"), 1, "draft engine: ", "draft/rank0.safetensors` is damaged",
+        damage=truncated("draft/rank0.safetensors"),
+    ),
+    case(
+        RUN + drafting("draft"), 1, "draft engine: `draft` was built for another torch: it needs 1.13.0",
+        damage=edited("draft/config.json", environment__torch="1.13.0"),
+    ),
+    case(
+        RUN + drafting("draft"), 1, "no usable tokenizer in: draft", damage=truncated("draft/tokenizer.json")
+    ),
+    case(
+        RUN + drafting("draft-other"), 1, "different tokenizers: 280 tokens in draft-other, 300 in engine",
+        "use a draft model with the target's own tokenizer",
+    ),
+    case(SUMMARIZE + drafting("draft-other"), 1, "different tokenizers: 280 tokens in draft-other, 300 in engine"),
+    case(
+        RUN + drafting("draft"), 1, "different tokenizers: 300 tokens in draft, 300 in engine",
+        "2 of the draft's differ",
+        damage=lambda d: swap_two_ids(d / "draft" / "tokenizer.json"),
+    ),
+    case(
+        RUN + drafting("draft-bare-280"), 1, "different vocabularies", "280 ids in draft-bare-280, 300 in engine",
+        "share a tokenizer",
+    ),
+    case(
+        RUN + drafting("draft-short"), 1, "draft engine: prompt and output of request 0 exceed the engine's 9 tokens",
+        "+ 8", "`--max-seq-len`",
+    ),
+    case(RUN + drafting("draft-short") + "--streaming", 1, "draft engine: ", "exceed the engine's 9 tokens"),
+    case(RUN + drafting("draft-narrow"), 1, "draft engine: prompt of request 0 is longer", "max_input_len 1"),
+    case(SUMMARIZE + drafting("draft-narrow"), 1, "draft engine: prompt of request 0 is longer", "max_input_len 1"),
+    case(RUN + drafting("draft") + "--max-tokens-in-paged-kv-cache 4", 1, "K/V cache of 4 tokens is too small"),
+    case(
+        RUN + drafting("draft-blocks") + "--max-output-len 9 --max-tokens-in-paged-kv-cache 9", 1,
+        "draft engine: K/V cache of 9 tokens is too small for request 0",
+    ),
+    case(RUN + OWN.replace(":", "."), 2, "not of the form module:factory: custom_drafters.LastOccurrence"),
+    case(SUMMARIZE + "--drafter abc", 2, "not of the form module:factory: abc"),
+    case(RUN + "--drafter no_such_module:make", 1, "cannot import the drafter's module", ": no_such_module"),
+    case(SUMMARIZE + "--drafter custom_drafters:NOT_CALLABLE", 1, "nothing that can be called"),
+    case(SUMMARIZE + "--drafter custom_drafters:Raises", 1, "`custom_drafters:Raises` failed: KeyError"),
+]  # fmt: skip
+
+WITHOUT_X = {"type": "Replace", "pattern": {"String": "x"}, "content": ""}
+SAMPLING = [
+    case(RUN + "--temperature -1", 2, "temperature must be at least 0: -1", "0 is greedy"),
+    case(RUN + "--temperature nan", 2, "temperature must be at least 0: nan"),
+    case(RUN + "--temperature inf", 2, "temperature must be at least 0: inf"),
+    case(RUN + "--temperature warm", 2, "--temperature"),
+    case(RUN + "--top-k -1", 2, "top_k must be at least 0: -1", "0 is the whole vocabulary"),
+    case(RUN + "--top-k 1.5", 2, "--top-k"),
+    case(RUN + "--top-k 301", 1, "`--top-k` exceeds the vocabulary of 300: 301"),
+    case(SUMMARIZE + "--top-k 301", 1, "`--top-k` exceeds the vocabulary of 300: 301"),
+    case(RUN + "--top-p 1.5", 2, "top_p must be between 0 and 1: 1.5"),
+    case(RUN + "--top-p -0.1", 2, "top_p must be between 0 and 1: -0.1"),
+    case(RUN + "--top-p nan", 2, "top_p must be between 0 and 1: nan"),
+    case(RUN + "--min-p 2", 2, "min_p must be between 0 and 1: 2.0"),
+    case(RUN + "--min-p nan", 2, "min_p must be between 0 and 1: nan"),
+    case(RUN + "--repetition-penalty 0", 2, "repetition_penalty must be more than 0: 0.0"),
+    case(RUN + "--repetition-penalty -1.2", 2, "repetition_penalty must be more than 0: -1.2"),
+    case(RUN + "--repetition-penalty nan", 2, "repetition_penalty must be more than 0: nan"),
+    case(RUN + "--presence-penalty -1", 2, "presence_penalty must be at least 0: -1.0"),
+    case(RUN + "--frequency-penalty -0.5", 2, "frequency_penalty must be at least 0: -0.5"),
+    case(RUN + "--no-repeat-ngram-size -1", 2, "no_repeat_ngram_size must be at least 0: -1"),
+    case(SUMMARIZE + "--temperature -1", 2, "temperature must be at least 0: -1"),
+    case(SUMMARIZE + "--top-p 1.5", 2, "top_p must be between 0 and 1: 1.5"),
+    case(SUMMARIZE + "--repetition-penalty 0", 2, "repetition_penalty must be more than 0: 0.0"),
+    case(RUN + "--random-seed x", 2, "--random-seed"),
+    case(RUN + "--num-return-sequences 0", 2, "--num-return-sequences"),
+    case(RUN + "--stop-words ''", 2, "`--stop-words` has a word of no letters: ''"),
+    case(RUN + "--stop-words a --stop-words ''", 2, "`--stop-words` has a word of no letters: ''"),
+    case(RUN + "--bad-words ''", 2, "`--bad-words` has a word of no letters: ''"),
+    case(SUMMARIZE + "--stop-words ''", 2, "`--stop-words` has a word of no letters: ''"),
+    case(RUN + "--stop-words '</s>'", 2, "`--stop-words` has a word that the tokenizer makes nothing of: '</s>'"),
+    case(RUN + "--bad-words '<pad>'", 2, "`--bad-words` has a word that the tokenizer makes nothing of: '<pad>'"),
+    case(
+        RUN + "--stop-words x", 2, "`--stop-words` has a word that the tokenizer makes nothing of: 'x'",
+        damage=edited("engine/tokenizer.json", normalizer=WITHOUT_X),
+    ),
+    case(RUN + "--stop-words a", 1, "the engine has none", "`--tokenizer-dir`", damage=no_tokenizer),
+    case(RUN + "--bad-words a", 1, "the engine has none", "`--tokenizer-dir`", damage=no_tokenizer),
+    case(RUN + "--no-repeat-ngram-size 1 --temperature 0 --top-k 301", 1, "`--top-k` exceeds"),
+    case(RUN + "--check-lossless", 2, "`--check-lossless` compares a drafter with none", "--ngram-config"),
+    case(SUMMARIZE + "--check-lossless", 2, "`--check-lossless` compares a drafter with none"),
+    case(
+        SUMMARIZE.replace("--test-engine", "--test-hf --hf-model-dir model") + NGRAM + "--check-lossless", 2,
+        "`--check-lossless` checks the engine", "`--test-engine`",
+    ),
+    case(RUN + drafting("draft") + "--streaming --json", 2, "`--streaming` and `--json`"),
+]  # fmt: skip
 
 MODELS = [
     case(CONVERT.replace(" model", " none/model"), 1, "none/model"),
@@ -247,11 +406,8 @@ ENGINES = [
     case(RUN, 1, "engine/rank0.safetensors` lacks", damage=foreign_weights("engine/rank0.safetensors")),
     case(RUN, 1, "no usable tokenizer in: engine", damage=truncated("engine/tokenizer.json")),
     case(RUN, 1, "generation_config.json` is not valid JSON", damage=truncated("engine/generation_config.json")),
-    case(RUN, 1, "has no tokenizer", damage=lambda d: [p.unlink() for p in d.glob("engine/tokenizer*")] and None),
-    case(
-        RUN + "--streaming", 1, "has no tokenizer",
-        damage=lambda d: [p.unlink() for p in d.glob("engine/tokenizer*")] and None,
-    ),
+    case(RUN, 1, "has no tokenizer", damage=no_tokenizer),
+    case(RUN + "--streaming", 1, "has no tokenizer", damage=no_tokenizer),
     case(
         "summarize --engine-dir engine --dataset articles.jsonl --test-hf --hf-model-dir model", 1,
         "transformers cannot load", damage=without("model/model.safetensors"),
@@ -289,6 +445,24 @@ def directory(
     return work_dir
 
 
+@pytest.fixture(scope="session")
+def draft_engines(
+    make_draft_engine_dir: MakeDraftEngineDir, equal_draft_engine_dir: Path, tokenizer: PreTrainedTokenizerFast,
+    other_tokenizer: PreTrainedTokenizerFast,
+) -> dict[str, Path]:  # fmt: skip
+    def make(own_tokenizer: PreTrainedTokenizerFast | None, vocab_size: int, **build: object) -> Path:
+        return make_draft_engine_dir(make_model("llama", vocab_size=vocab_size), own_tokenizer, **build)
+
+    return {
+        "draft": equal_draft_engine_dir,
+        "draft-other": make(other_tokenizer, 280),
+        "draft-bare-280": make(None, 280),
+        "draft-short": make(tokenizer, 300, max_input_len=8, max_seq_len=9),
+        "draft-narrow": make(tokenizer, 300, max_input_len=1),
+        "draft-blocks": make(tokenizer, 300, tokens_per_block=1),
+    }
+
+
 def assert_one_clear_error(result: Result, exit_code: int, words: tuple[str, ...]) -> None:
     # Typer's own usage errors come in a box that wraps lines, and point to `--help`.
     plain = re.sub(r"[│\s]+", " ", result.stderr)
@@ -301,18 +475,28 @@ def assert_one_clear_error(result: Result, exit_code: int, words: tuple[str, ...
     assert "hint: " in plain or "Try 'specdec" in plain, result.stderr
 
 
-@pytest.mark.parametrize("case", [*WRONG_CONFIG, *PROMPTS, *MODELS, *CHECKPOINTS, *ENGINES])
-def test_mistake_is_one_clear_error_and_leaves_nothing(case: Case, specdec: Specdec, directory: Path) -> None:
+@pytest.mark.parametrize("case", [*WRONG_CONFIG, *PROMPTS, *DRAFTERS, *SAMPLING, *MODELS, *CHECKPOINTS, *ENGINES])
+def test_mistake_is_one_clear_error_and_leaves_nothing(
+    case: Case, specdec: Specdec, directory: Path, draft_engines: dict[str, Path]
+) -> None:
+    arguments = shlex.split(case.arguments)
+    for name in draft_engines.keys() & set(arguments):
+        shutil.copytree(draft_engines[name], directory / name)
     if case.damage:
         case.damage(directory)
     before = tree(directory)
-    result = specdec(*shlex.split(case.arguments))
+    result = specdec(*arguments)
     assert_one_clear_error(result, case.exit_code, case.words)
     assert tree(directory) == before
 
 
-@pytest.mark.parametrize("command", [RUN, SUMMARIZE, CONVERT, BUILD])
-def test_the_table_starts_from_commands_that_work(command: str, specdec: Specdec, directory: Path) -> None:
+@pytest.mark.parametrize(
+    "command", [RUN, SUMMARIZE, CONVERT, BUILD, RUN + drafting("draft"), SUMMARIZE + drafting("draft"), RUN + OWN]
+)
+def test_the_table_starts_from_commands_that_work(
+    command: str, specdec: Specdec, directory: Path, equal_draft_engine_dir: Path
+) -> None:
+    shutil.copytree(equal_draft_engine_dir, directory / "draft")
     assert specdec(*shlex.split(command)).exit_code == 0
 
 
@@ -366,6 +550,20 @@ def test_kv_cache_that_is_too_small_is_found_before_the_first_token(specdec: Spe
     arguments = [*shlex.split(RUN), "--max-output-len", "60", "--max-tokens-in-paged-kv-cache", "24", "--streaming"]
     result = specdec(*arguments, "--streaming-interval", 1, "--end-id", 0)
     assert_one_clear_error(result, 1, ("K/V cache of 24 tokens is too small",))
+
+
+def test_draft_engine_that_is_too_short_for_the_last_prompt_is_found_before_the_first_token(
+    specdec: Specdec, directory: Path, draft_engines: dict[str, Path]
+) -> None:
+    """The first four prompts, which fill a batch, would have been answered."""
+    prompts = [argument for text in [*"abcd", "abcdefgh"] for argument in ("--input-text", text)]
+    drafter = shlex.split(drafting(str(draft_engines["draft-short"])))
+    arguments = ["run", "--engine-dir", "engine", *prompts, *drafter, "--streaming", "--max-output-len"]
+    assert specdec(*arguments, 1).exit_code == 0
+    result = specdec(*arguments, 2)
+    assert_one_clear_error(
+        result, 1, ("draft engine: prompt and output of request 4 exceed the engine's 9 tokens: 8 + 2",)
+    )
 
 
 def test_tracebacks_are_shown_with_debug_only(

@@ -3,36 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from command_line import NGRAM, PROMPT, Result, Specdec, edit_json
+from command_line import NGRAM, PROMPT, PROMPTS, Result, Specdec, each, edit_json, texts_of
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-PROMPTS = [PROMPT, "One day", "Then a little girl found the red ball and", "the ball the ball the ball the", "The dog"]
 Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(specdec: Specdec, llama_uncompiled_dir: Path) -> Run:
-    """`run(…)`: `specdec run` with the uncompiled engine, no end id, and `PROMPT` unless prompts are given."""
-
-    def call(*arguments: object) -> Result:
-        given = {str(argument).partition("=")[0] for argument in arguments}
-        prompt = [] if given & {"--input-text", "--input-file"} else ["--input-text", PROMPT]
-        return specdec("run", "--engine-dir", llama_uncompiled_dir, *prompt, *arguments)
-
-    return call
-
-
-def texts_of(document: dict[str, Any]) -> list[str]:
-    return [request["output_text"] for request in document["requests"]]
-
-
-def each(flag: str, values: list[Any]) -> list[Any]:
-    return [argument for value in values for argument in (flag, value)]
 
 
 @pytest.mark.parametrize("ngram", [[], ["--ngram-config", NGRAM], ["--ngram-config", "[10,3,[0]]"]])

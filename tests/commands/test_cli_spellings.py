@@ -4,7 +4,9 @@ import json
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from command_line import NGRAM, PROMPT, Result, Specdec
 from tiny import make_model
 from transformers import PreTrainedTokenizerFast
@@ -80,7 +82,7 @@ python examples/summarize.py \\
     --ngram_config "[10,2,[0]]" \\
     --kv_cache_enable_block_reuse
 """
-# Draft-Target-Model: what comes before `run.py` is done by the commands above; the draft engine has no draft length.
+# Draft-Target-Model: the target comes from the commands above; the draft engine has no draft length.
 DRAFT_ENGINE = """
 python3 convert_checkpoint.py \\
     --model_dir=./model \\
@@ -172,14 +174,64 @@ def test_commands_of_the_ngram_documents_run(specdec: Specdec, in_directory: Pat
     assert "Hugging Face" in results["summarize"].stdout
 
 
-def test_engine_without_drafts_is_built_by_the_draft_model_document(specdec: Specdec, in_directory: Path) -> None:
-    for command, *arguments in pasted(DRAFT_ENGINE):
+@pytest.fixture
+def with_engines(specdec: Specdec, in_directory: Path) -> Path:
+    """The directory after the commands that come before `run.py` in the draft model's document."""
+    for command, *arguments in [*pasted(WITH_EQUALS)[:2], *pasted(DRAFT_ENGINE)]:
         assert specdec(command, *arguments, *SHORTER[command]).exit_code == 0
-    config = json.loads((in_directory / "draft-engine" / "config.json").read_text())
+    return in_directory
+
+
+ON_ONE_DEVICE = DRAFT_TARGET_MODEL.replace("[0],[1]", "[0],[0]")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        ON_ONE_DEVICE,
+        ON_ONE_DEVICE.replace("True", "False"),
+        ON_ONE_DEVICE.replace("=", " "),
+        ON_ONE_DEVICE.replace("--draft_engine_dir", "--draft-engine-dir").replace("_model_config", "-model-config"),
+    ],
+    ids=["use_logits", "tokens", "spaces", "hyphens"],
+)
+def test_command_of_the_draft_model_document_runs(specdec: Specdec, with_engines: Path, document: str) -> None:
+    config = json.loads((with_engines / "draft-engine" / "config.json").read_text())
     assert config["build_config"]["max_draft_len"] == 0
+    ((command, *arguments),) = pasted(document)
+    result = specdec(command, *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert 'Input [Text 0]: "How does Draft-Sampling work?"' in result.stdout
+    assert result.stderr == ""
+    logits = np.load(with_engines / "logits_generation.npy")
+    assert logits.dtype == np.float32 and logits.shape[::2] == (1, 300)
 
 
-@pytest.mark.parametrize("document", [DRAFT_TARGET_MODEL, *LEADER_MODE])
+def test_second_device_of_the_draft_model_document_is_named_where_there_is_one_device(
+    specdec: Specdec, with_engines: Path
+) -> None:
+    if torch.cuda.device_count() > 1:
+        pytest.skip("this machine has several GPUs")
+    ((command, *arguments),) = pasted(DRAFT_TARGET_MODEL)
+    result = specdec(command, *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "there is no such " in result.stderr and ": 1\n" in result.stderr
+    assert not (with_engines / "logits_generation.npy").exists()
+
+
+def test_sampling_flags_of_trtllm_have_underscores(specdec: Specdec, with_engines: Path) -> None:
+    arguments = ["--engine_dir", "target-engine", "--input_text", "The dog", "--max_output_len", 4, "--json"]
+    flags = ["--temperature", 0.8, "--top_k", 50, "--top_p", 0.9, "--min_p=0.01", "--repetition_penalty", 1.1]
+    flags += ["--presence_penalty=0.1", "--frequency_penalty", 0.2, "--no_repeat_ngram_size", 3, "--random_seed=5"]
+    flags += ["--bad_words", "cat", "--stop_words", "zebra", "--num_return_sequences", 2, "--output_logits_npy=x.npy"]
+    document = specdec("run", *arguments, *flags).document
+    assert document["settings"]["sampling"]["top_k"] == 50
+    assert document["settings"]["stop_words"] == ["zebra"]
+    assert len(document["requests"]) == 2
+    assert (with_engines / "x_generation.npy").is_file()
+
+
+@pytest.mark.parametrize("document", LEADER_MODE)
 def test_what_is_not_in_this_version_is_named(specdec: Specdec, document: str) -> None:
     ((command, *arguments),) = pasted(document)
     result = specdec(command, *arguments)

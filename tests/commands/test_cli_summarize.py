@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import NGRAM, Result, Specdec, edit_json
+from command_line import NGRAM, Result, Specdec, draft_model, edit_json
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -194,7 +195,8 @@ def test_table_has_a_column_for_each_system(summarize: Summarize) -> None:
     labels = {line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")}
     assert labels >= {
         "ROUGE-1", "ROUGE-2", "ROUGE-L", "ROUGE-Lsum", "latency, mean", "tokens", "tokens/s", "TTFT, median",
-        "TPOT, median", "steps", "tokens per step", "acceptance rate", "accepted / drafted",
+        "TPOT, median", "steps", "tokens per step", "acceptance rate", "accepted / drafted", "target, per step",
+        "drafting, per step", "host, per step",
     }  # fmt: skip
     assert "speedup over no drafter: " in shown
     assert "token for token the same as Hugging Face: 5 of 5" in shown
@@ -244,3 +246,144 @@ def test_demo_is_the_dataset_by_default(specdec: Specdec, llama_uncompiled_dir: 
     document = specdec("summarize", *arguments, "--max-input-length", 40, "--json").document
     assert document["settings"]["dataset"] == "demo"
     assert {request["category"] for request in document["requests"]} == {"digest", "describe"}
+
+
+TOKENS, LOGITS = "[4,[0],[0],False]", "[4,[0],[0],True]"
+RULES = pytest.mark.parametrize("config", [TOKENS, LOGITS], ids=["tokens", "logits"])
+
+
+@RULES
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_draft_model_answers_as_hf_does_and_passes_every_check(
+    summarize: Summarize, draft_engine_dir: Path, config: str, batch_size: int
+) -> None:
+    """Greedy, which is exact with either rule."""
+    checks = ["--check-accuracy", "--rouge1-threshold", 0, "--check-lossless"]
+    arguments = ["--test-engine", "--test-hf", *draft_model(draft_engine_dir, config), "--batch-size", batch_size]
+    document = summarize(*arguments, *checks, "--output-len", 20, "--json").document
+    same = {"num_identical": 5, "num_samples": 5}
+    assert document["checks"]["identical_to_hf"] == document["checks"]["identical_to_no_drafter"] == same
+    assert document["checks"]["accuracy"]["passed"]
+    assert (document["checks"]["lossless"]["num_identical"], document["checks"]["lossless"]["passed"]) == (5, True)
+    assert 0 < document["total"]["draft_acceptance_rate"] < 1
+    assert document["draft_engine"]["engine_dir"] == str(draft_engine_dir)
+    assert document["settings"]["draft_target_model_config"]["use_logits"] == (config == LOGITS)
+
+
+def test_tables_are_those_of_an_ngram_drafter(summarize: Summarize, draft_engine_dir: Path) -> None:
+    def labels(flags: list[object]) -> list[str]:
+        shown = summarize("--test-engine", "--test-hf", *flags).stdout
+        return [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
+
+    ngram, with_draft_model = labels(["--ngram-config", NGRAM]), labels(draft_model(draft_engine_dir))
+    assert [label for label in with_draft_model if label != "of it the draft model"] == [
+        label for label in ngram if label != "of it the draft model"
+    ]
+    assert "of it the draft model" in with_draft_model
+
+
+def test_draft_models_cells_are_those_of_the_document(summarize: Summarize, draft_engine_dir: Path) -> None:
+    arguments = ["--test-engine", *draft_model(draft_engine_dir)]
+    total = summarize(*arguments, "--json").document["total"]
+    shown = summarize(*arguments).stdout
+    rows = {cells[0]: cells[1:] for line in shown.splitlines() if len(cells := split_row(line)) == 3}
+    assert rows["accepted / drafted"] == [f"{total['num_accepted_draft_tokens']} / {total['num_draft_tokens']}", "-"]
+    assert rows["acceptance rate"] == [f"{total['draft_acceptance_rate'] * 100:.1f} %", "-"]
+    assert rows["steps"][0] == str(total["num_steps"])
+
+
+def split_row(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("│")[1:-1]]
+
+
+def test_speedup_and_its_verdict_hold_with_a_draft_model(
+    summarize: Summarize, draft_engine_dir: Path, tmp_path: Path
+) -> None:
+    """A draft model as large as the target cannot win."""
+    arguments = ["--test-engine", *draft_model(draft_engine_dir, "[10,[0],[0],False]"), "--output-len", 24]
+    shown = summarize(*arguments, "--output-dir", tmp_path).stdout
+    document = json.loads((tmp_path / "summary.json").read_text())
+    walls = [document["systems"][name]["total"]["wall_s"] for name in ("engine_no_drafter", "engine")]
+    assert document["speedup"] == pytest.approx(walls[0] / walls[1])
+    assert document["speedup"] < 1
+    assert f"speedup over no drafter: {document['speedup']:.2f}x — slower than no drafter" in shown
+
+
+SAMPLING = ["--temperature", 0.8, "--top-p", 0.95, "--random-seed", 3]
+
+
+@pytest.mark.parametrize("drafter", ["n-gram", "tokens", "logits"])
+def test_identity_is_left_out_where_draws_differ_by_nature(
+    summarize: Summarize, draft_engine_dir: Path, drafter: str
+) -> None:
+    """Hugging Face draws with other random numbers, and rejection sampling too."""
+    flags = {
+        "n-gram": ["--ngram-config", NGRAM],
+        "tokens": draft_model(draft_engine_dir, TOKENS),
+        "logits": draft_model(draft_engine_dir, LOGITS),
+    }[drafter]
+    arguments = ["--test-engine", "--test-hf", *flags, *SAMPLING, "--output-len", 20]
+    checks = summarize(*arguments, "--json").document["checks"]
+    assert checks == (
+        {} if drafter == "logits" else {"identical_to_no_drafter": {"num_identical": 5, "num_samples": 5}}
+    )
+    shown = summarize(*arguments).stdout
+    assert "the same as Hugging Face" not in shown
+    assert ("the same as the engine without drafter: 5 of 5" in shown) == (drafter != "logits")
+
+
+def test_every_system_samples(summarize: Summarize) -> None:
+    """Hugging Face as well, reproducibly; and otherwise than greedily."""
+    arguments = ["--test-engine", "--test-hf", "--output-len", 20, "--json"]
+
+    def outputs(*flags: object) -> dict[str, list[list[int]]]:
+        requests = sorted(summarize(*arguments, *flags).document["requests"], key=lambda request: request["id"])
+        return {name: [request["outputs"][name] for request in requests] for name in ("engine", "hf")}
+
+    greedy, sampled = outputs(), outputs(*SAMPLING)
+    for name in ("engine", "hf"):
+        assert all(a != b for a, b in zip(sampled[name], greedy[name], strict=True))
+    assert outputs(*SAMPLING) == sampled
+    assert outputs(*SAMPLING[:-1], 4)["hf"] != sampled["hf"]
+
+
+PENALTIES = [
+    ["--repetition-penalty", 1.3],
+    ["--no-repeat-ngram-size", 2],
+    ["--presence-penalty", 1.5, "--frequency-penalty", 0.5],
+    ["--bad-words", "as", "--bad-words", " b"],
+]
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=lambda flags: " ".join(map(str, flags)))
+def test_hf_has_the_same_penalties(summarize: Summarize, draft_engine_dir: Path, penalty: list[object]) -> None:
+    arguments = ["--test-engine", "--test-hf", *draft_model(draft_engine_dir), "--output-len", 24, "--json"]
+    document = summarize(*arguments, *penalty).document
+    assert document["checks"]["identical_to_hf"] == {"num_identical": 5, "num_samples": 5}
+    free = summarize(*arguments).document["requests"]
+    assert [request["output_ids"] for request in document["requests"]] != [request["output_ids"] for request in free]
+
+
+@pytest.mark.parametrize("penalty", PENALTIES[:3], ids=lambda flags: " ".join(map(str, flags)))
+def test_hf_penalizes_no_padding(summarize: Summarize, penalty: list[object]) -> None:
+    """In a batch Hugging Face's shorter prompts are padded with the end id, which has not occurred by that."""
+    arguments = ["--test-engine", "--test-hf", *penalty, "--output-len", 16, "--json"]
+    requests = summarize(*arguments).document["requests"]
+    ((common, _),) = Counter(token for request in requests for token in request["output_ids"]).most_common(1)
+    batched = summarize(*arguments, "--batch-size", 3, "--end-id", common).document
+    assert batched["checks"]["identical_to_hf"] == {"num_identical": 5, "num_samples": 5}
+
+
+def test_custom_drafter_is_measured_like_any_other(summarize: Summarize) -> None:
+    arguments = ["--test-engine", "--drafter", "custom_drafters:LastOccurrence", "--output-len", 24, "--json"]
+    document = summarize(*arguments).document
+    assert document["total"]["num_draft_tokens"] > 0
+    assert document["checks"]["identical_to_no_drafter"] == {"num_identical": 5, "num_samples": 5}
+    assert document["settings"]["drafter"] == "custom_drafters:LastOccurrence"
+    assert len(document["total"]["num_drafts_per_position"]) == 10
+
+
+def test_settings_of_sampling_and_seed_are_recorded(summarize: Summarize) -> None:
+    settings = summarize("--test-engine", *SAMPLING, "--top-k", 40, "--json").document["settings"]
+    assert settings["random_seed"] == settings["sampling"]["random_seed"] == 3
+    assert (settings["sampling"]["temperature"], settings["sampling"]["top_k"]) == (0.8, 40)

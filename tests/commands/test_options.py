@@ -1,55 +1,18 @@
-"""What the command line's own parts make of names and configuration strings."""
+"""What the command line's own parts make of names and flags."""
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from commands.options import (
-    NgramSettings,
+    check_lossless_flags,
     check_orchestrator_flags,
     normalize_name,
-    parse_drafter,
-    parse_ngram_config,
+    sampling_params,
     split_flags_without_effect,
 )
 from runtime.errors import SpecDecError, UsageError
-
-
-@pytest.mark.parametrize("text", ["[10,2,[0]]", " [ 10 , 2 , [ 0 ] ] ", "(10, 2, (0,))"])
-def test_ngram_config_is_draft_length_pattern_length_and_device(text: str) -> None:
-    assert parse_ngram_config(text) == NgramSettings(max_draft_len=10, max_matching_ngram_size=2, device_id=0)
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("abc", "not a list: abc"),
-        ("", "not a list: "),
-        ("[10,2,[0]", "not a list: [10,2,[0]"),
-        ("__import__('os').getcwd()", "not a list"),
-        ("[" * 10_000, "not a list"),
-        ("10", "3 entries: 10"),
-        ("{1: 2}", "3 entries"),
-        ("[10,2]", "3 entries: [10,2]"),
-        ("[10,2,[0],1]", "3 entries"),
-        ("[0,2,[0]]", "max_draft_len in `--ngram-config` must be a whole number of at least 1: 0"),
-        ("[-1,2,[0]]", "max_draft_len"),
-        ("[1.5,2,[0]]", "max_draft_len in `--ngram-config` must be a whole number of at least 1: 1.5"),
-        ("[True,2,[0]]", "max_draft_len"),
-        ("['4',2,[0]]", "max_draft_len in `--ngram-config` must be a whole number of at least 1: '4'"),
-        ("[10,0,[0]]", "max_matching_ngram_size in `--ngram-config` must be a whole number of at least 1: 0"),
-        ("[10,2,[]]", "must name a device: []"),
-        ("[10,2,0]", "must name a device: 0"),
-        ("[10,2,[-1]]", "must hold device numbers: [-1]"),
-        ("[10,2,['0']]", "must hold device numbers: ['0']"),
-        ("[10,2,[0,1]]", "more than one device"),
-    ],
-)
-def test_malformed_ngram_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        parse_ngram_config(text)
-    assert wrong in raised.value.message
-    assert raised.value.hint
+from runtime.sampling import GREEDY, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -90,25 +53,6 @@ def test_flags_without_effect_are_taken_out_with_their_values(
 
 
 @pytest.mark.parametrize(
-    ("flags", "wrong"),
-    [
-        (("[10,2,[0]]", "[4,[0],[0],False]", None), "cannot be given together"),
-        ((None, "[4,[0],[0],False]", None), "not in this version: --draft-target-model-config [4,[0],[0],False]"),
-        ((None, None, Path("draft")), "not in this version: --draft-engine-dir draft"),
-    ],
-)
-def test_two_drafters_or_a_draft_model_are_wrong_usage(
-    flags: tuple[str | None, str | None, Path | None], wrong: str
-) -> None:
-    assert parse_drafter("[10,2,[0]]", None, None) == NgramSettings(10, 2, 0)
-    assert parse_drafter(None, None, None) is None
-    with pytest.raises(UsageError) as raised:
-        parse_drafter(*flags)
-    assert wrong in raised.value.message
-    assert raised.value.hint
-
-
-@pytest.mark.parametrize(
     ("block_reuse", "num_beams", "py_session", "wrong"),
     [
         (False, 1, False, "orchestrator mode needs block reuse"),
@@ -124,6 +68,66 @@ def test_what_orchestrator_mode_cannot_do_is_wrong_usage(
         check_orchestrator_flags(block_reuse=block_reuse, num_beams=num_beams, py_session=py_session)
     assert wrong in raised.value.message
     assert raised.value.hint
+
+
+def test_lossless_check_compares_a_drafter() -> None:
+    check_lossless_flags(check_lossless=True, has_drafter=True)
+    check_lossless_flags(check_lossless=False, has_drafter=False)
+    with pytest.raises(UsageError, match="there is no drafter") as raised:
+        check_lossless_flags(check_lossless=True, has_drafter=False)
+    assert raised.value.hint
+
+
+def params(**given: Any) -> SamplingParams:
+    flags = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "no_repeat_ngram_size"))
+    return sampling_params(**(flags | given))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, GREEDY),
+        ({"top_k": 1}, GREEDY),
+        ({"top_k": 0}, SamplingParams(top_k=0)),
+        ({"top_k": 40}, SamplingParams(top_k=40)),
+        ({"temperature": 0.8}, SamplingParams(temperature=0.8, top_k=0)),
+        ({"temperature": 1.0}, SamplingParams(top_k=0)),
+        ({"temperature": 0.0}, SamplingParams(temperature=0.0, top_k=0)),
+        ({"top_p": 0.9}, SamplingParams(top_k=0, top_p=0.9)),
+        ({"top_p": 1.0}, SamplingParams(top_k=0, top_p=1.0)),
+        ({"min_p": 0.1}, SamplingParams(top_k=0, min_p=0.1)),
+        ({"top_p": 0.0, "min_p": 0.0}, GREEDY),
+        ({"temperature": 0.8, "top_k": 1}, SamplingParams(temperature=0.8)),
+        ({"repetition_penalty": 1.2, "random_seed": 7}, SamplingParams(repetition_penalty=1.2, random_seed=7)),
+        ({"no_repeat_ngram_size": 3}, SamplingParams(no_repeat_ngram_size=3)),
+    ],
+)
+def test_asking_for_a_temperature_or_a_cut_is_asking_for_samples(
+    given: dict[str, Any], expected: SamplingParams
+) -> None:
+    """Unless `--top-k` is given, which decides."""
+    assert params(**given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "warns"),
+    [
+        ({"top_k": 1}, False),
+        ({"temperature": 0.8}, False),
+        ({"top_k": 2, "temperature": 0.8}, False),
+        ({"top_k": 1, "temperature": 0.8}, True),
+        ({"top_k": 1, "top_p": 0.9}, True),
+        ({"top_k": 1, "min_p": 0.1}, True),
+        ({"top_k": 1, "repetition_penalty": 2.0}, False),
+    ],
+    ids=str,
+)
+def test_flags_that_greedy_leaves_without_effect_are_named(
+    given: dict[str, Any], warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params(**given)
+    warning = "warning: `--top-k 1` is greedy: `--temperature`, `--top-p` and `--min-p` have no effect\n"
+    assert capsys.readouterr() == ("", warning if warns else "")
 
 
 def test_wrong_usage_is_a_specdec_error() -> None:

@@ -1,0 +1,197 @@
+"""Drafters as users may write them, for `--drafter custom_drafters:…`: good ones, and one for each way to go wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from runtime.request import Draft, Sequence
+
+VOCAB_SIZE = 300
+
+
+class _Drafter:
+    """Proposes nothing."""
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> Any:
+        return [Draft([]) for _ in sequences]
+
+    def forget(self, request_id: int) -> None: ...
+
+
+class LastOccurrence(_Drafter):
+    """What followed the last token when it came last."""
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [Draft(self.continuation(sequence.tokens)[:max_draft_len]) for sequence in sequences]
+
+    def continuation(self, tokens: list[int]) -> list[int]:
+        earlier = [i for i, token in enumerate(tokens[:-1]) if token == tokens[-1]]
+        return tokens[earlier[-1] + 1 :] if earlier else []
+
+
+class Draws(_Drafter):
+    """Draws every token from one law, and says so."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.law = torch.softmax(2 * torch.randn(VOCAB_SIZE, generator=generator, dtype=torch.float64), dim=0)
+        self.told = self.law
+        self.generator = torch.Generator().manual_seed(2)
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [self.draft(max_draft_len) for _ in sequences]
+
+    def draft(self, length: int) -> Draft:
+        tokens = torch.multinomial(self.law, length, replacement=True, generator=self.generator).tolist()
+        return Draft(tokens, self.told.repeat(length, 1))
+
+
+class DrawsFromAnotherLaw(Draws):
+    """Has the columns of its law in the wrong order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = self.law.flip(0)
+
+
+class DrawsOneWord(_Drafter):
+    """Always proposes the same token, and says that any was as likely."""
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [Draft([5], torch.full((1, VOCAB_SIZE), 1 / VOCAB_SIZE)) for _ in sequences]
+
+
+class MixesUpBlocks(_Drafter):
+    """Does to the K/V cache what a bug in its bookkeeping would, before the 5th token of an output."""
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        for sequence in sequences:
+            if sequence.num_generated == 4:
+                sequence.block_table.reverse()
+        return [Draft([]) for _ in sequences]
+
+
+class Raises(_Drafter):
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        raise KeyError("no such draft")
+
+
+class RaisesWhenItForgets(_Drafter):
+    def forget(self, request_id: int) -> None:
+        raise KeyError(request_id)
+
+
+class TakesNoArguments(_Drafter):
+    def propose(self) -> list[Draft]:  # type: ignore[override]
+        return []
+
+
+class WithoutForget:
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [Draft([]) for _ in sequences]
+
+
+class WithoutPropose:
+    propose = None
+
+    def forget(self, request_id: int) -> None: ...
+
+
+def adds_nothing() -> _Drafter:
+    return _Drafter()
+
+
+def raises() -> None:
+    raise OSError("no weights here")
+
+
+def needs_an_argument(path: str) -> LastOccurrence:
+    return LastOccurrence()
+
+
+def makes_a_number() -> int:
+    return 5
+
+
+NOT_CALLABLE = 5
+
+
+class _Returns(_Drafter):
+    def __init__(self, proposal: Callable[[int, int], Any]) -> None:
+        self.proposal = proposal
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> Any:
+        return self.proposal(len(sequences), max_draft_len)
+
+
+def nothing() -> _Returns:
+    return _Returns(lambda num_sequences, max_draft_len: None)
+
+
+def one_too_few() -> _Returns:
+    return _Returns(lambda num_sequences, max_draft_len: [Draft([])] * (num_sequences - 1))
+
+
+def bare_tokens() -> _Returns:
+    return _Returns(lambda num_sequences, max_draft_len: [[5]] * num_sequences)
+
+
+def too_long() -> _Returns:
+    return _Returns(lambda num_sequences, max_draft_len: [Draft([5] * (max_draft_len + 1))] * num_sequences)
+
+
+def foreign_token() -> _Returns:
+    return _Returns(lambda num_sequences, max_draft_len: [Draft([VOCAB_SIZE])] * num_sequences)
+
+
+def words() -> _Returns:
+    return _Returns(lambda num_sequences, max_draft_len: [Draft(["dog"])] * num_sequences)  # type: ignore[list-item]
+
+
+def draft_of_none() -> _Returns:
+    return _Returns(lambda num_sequences, max_draft_len: [Draft(None)] * num_sequences)  # type: ignore[arg-type]
+
+
+def draft_of_a_set() -> _Returns:
+    return _Returns(lambda num_sequences, max_draft_len: [Draft({5})] * num_sequences)  # type: ignore[arg-type]
+
+
+def narrow_probs() -> _Returns:
+    return _Returns(lambda num_sequences, max_draft_len: [Draft([5], torch.ones(1, 7))] * num_sequences)
+
+
+def impossible_probs() -> _Returns:
+    probs = torch.zeros(1, VOCAB_SIZE)
+    return _Returns(lambda num_sequences, max_draft_len: [Draft([5], probs)] * num_sequences)
+
+
+def truth_values_for_probs() -> _Returns:
+    probs = torch.ones(1, VOCAB_SIZE, dtype=torch.bool)
+    return _Returns(lambda num_sequences, max_draft_len: [Draft([5], probs)] * num_sequences)
+
+
+class _Edits(_Drafter):
+    def __init__(self, edit: Callable[[list[int]], object]) -> None:
+        self.edit = edit
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        for sequence in sequences:
+            self.edit(sequence.tokens)
+        return [Draft([]) for _ in sequences]
+
+
+def adds_a_token() -> _Edits:
+    return _Edits(lambda tokens: tokens.append(5))
+
+
+def takes_a_token() -> _Edits:
+    return _Edits(lambda tokens: tokens.pop())
+
+
+def writes_a_foreign_token() -> _Edits:
+    return _Edits(lambda tokens: tokens.__setitem__(-1, 10 * VOCAB_SIZE))
+
+
+def rewrites_a_token() -> _Edits:
+    return _Edits(lambda tokens: tokens.__setitem__(-1, 5))

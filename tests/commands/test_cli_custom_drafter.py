@@ -1,0 +1,184 @@
+"""`--drafter module:factory`: anybody's drafter speculates, and what is wrong with one is one clear error."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import PROMPTS, Result, assert_valid, each, ids_of, tree
+from tiny import hf_greedy
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+Run = Callable[..., Result]
+REPEATER = """
+from runtime.request import Draft
+
+
+class Repeater:
+    '''The last token again.'''
+
+    def propose(self, sequences, max_draft_len):
+        return [Draft(sequence.tokens[-1:] * max_draft_len) for sequence in sequences]
+
+    def forget(self, request_id):
+        pass
+"""
+
+
+def module(directory: Path, name: str, source: str) -> None:
+    """A module that can be imported from now on."""
+    path = directory / f"{name.replace('.', '/')}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize("factory", ["LastOccurrence", "Draws", "DrawsOneWord", "adds_nothing"])
+@pytest.mark.parametrize("num_prompts", [1, 5])
+def test_drafts_do_not_change_greedy_output(
+    run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, factory: str, num_prompts: int
+) -> None:
+    """Not even those with probabilities, which are for sampling."""
+    arguments = [*each("--input-text", PROMPTS[:num_prompts]), "--drafter", f"custom_drafters:{factory}"]
+    document = run(*arguments, "--max-output-len", 24, "--json").document
+    assert_valid("run", document)
+    assert ids_of(document) == [
+        hf_greedy(llama, tokenizer(prompt)["input_ids"], 24, eos_token_id=2) for prompt in PROMPTS[:num_prompts]
+    ]
+    assert document["settings"]["drafter"] == f"custom_drafters:{factory}"
+    assert (document["total"]["num_draft_tokens"] > 0) == (factory != "adds_nothing")
+
+
+@pytest.mark.parametrize("name", ["my_drafter", "a_package.my_drafter"])
+def test_module_is_found_in_the_current_directory(run: Run, current_directory: Path, name: str) -> None:
+    module(current_directory, name, REPEATER)
+    before = tree(current_directory)
+    total = run("--drafter", f"{name}:Repeater", "--max-output-len", 12, "--end-id", 0, "--json").document["total"]
+    assert total["num_drafts_per_position"][9] > 0, "drafts may be as long as the engine takes"
+    assert tree(current_directory) == before
+
+
+def test_installed_module_is_found_from_anywhere(
+    run: Run, current_directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    site = tmp_path_factory.mktemp("site")
+    module(site, "installed_drafter", REPEATER)
+    sys.path.append(str(site))
+    total = run("--drafter", "installed_drafter:Repeater", "--max-output-len", 6, "--json").document["total"]
+    assert total["num_draft_tokens"] > 0
+    del sys.modules["installed_drafter"]
+
+
+def test_factory_may_be_any_callable_of_no_arguments(run: Run, current_directory: Path) -> None:
+    module(current_directory, "my_drafter", REPEATER + "\n\nmake = lambda repeater=Repeater: repeater()\n")
+    total = run("--drafter", "my_drafter:make", "--max-output-len", 6, "--json").document["total"]
+    assert total["num_draft_tokens"] > 0
+
+
+def test_finished_requests_are_forgotten(run: Run, current_directory: Path) -> None:
+    source = REPEATER.replace("        pass", "        print(f'forgot {request_id}')")
+    module(current_directory, "my_drafter", source)
+    arguments = [*each("--input-text", PROMPTS), "--max-output-len", 3, "--quiet"]
+    stdout = run(*arguments, "--drafter", "my_drafter:Repeater").stdout
+    assert [line for line in stdout.splitlines() if line.startswith("forgot")] == [f"forgot {i}" for i in range(5)]
+
+
+def assert_one_error(result: Result, exit_code: int, *words: str) -> None:
+    assert result.exit_code == exit_code, result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: ") and "\nhint: " in result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize("text", ["abc", "my_drafter", ":make", "my_drafter:", ":", ""])
+def test_form_is_module_and_factory(run: Run, text: str) -> None:
+    assert_one_error(run("--drafter", text), 2, f"`--drafter` is not of the form module:factory: {text}")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (None, ("ModuleNotFoundError", "'my_drafter'", "current directory")),
+        ("1 / 0", ("ZeroDivisionError: division by zero", ": my_drafter")),
+        ("def f(:", ("SyntaxError", ": my_drafter")),
+        ("import nothing_of_this_name", ("nothing_of_this_name", ": my_drafter")),
+        ("", ("nothing that can be called: my_drafter:make",)),
+        ("make = 5", ("nothing that can be called: my_drafter:make",)),
+        ("def makes(): ...", ("nothing that can be called: my_drafter:make", "makes")),
+    ],
+)
+def test_module_that_cannot_be_used_is_one_error(
+    run: Run, current_directory: Path, source: str | None, words: tuple[str, ...]
+) -> None:
+    if source is not None:
+        module(current_directory, "my_drafter", source)
+    assert_one_error(run("--drafter", "my_drafter:make"), 1, *words)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "raise SystemExit(0)",
+        "def make():\n    raise SystemExit(0)",
+        f"import sys\n{REPEATER.replace('return [', 'sys.exit(0); return [')}\n\nmake = Repeater",
+    ],
+    ids=["when imported", "in the factory", "in propose"],
+)
+def test_module_that_exits_is_one_error_too(run: Run, current_directory: Path, source: str) -> None:
+    """A script that somebody made a module of: without an error there would be success, and no output."""
+    module(current_directory, "my_drafter", source)
+    assert_one_error(run("--drafter", "my_drafter:make"), 1, "my_drafter")
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        ("raises", ("`custom_drafters:raises` failed: OSError: no weights here",)),
+        ("needs_an_argument", ("failed: TypeError", "'path'")),
+        ("makes_a_number", ("returns is no drafter, it lacks `propose` and `forget`: int",)),
+        ("WithoutForget", ("it lacks `forget`: WithoutForget",)),
+        ("WithoutPropose", ("it lacks `propose`: WithoutPropose",)),
+        ("TakesNoArguments", ("`custom_drafters:TakesNoArguments` failed: TypeError",)),
+        ("Raises", ("`custom_drafters:Raises` failed: KeyError", "no such draft")),
+        ("RaisesWhenItForgets", ("`custom_drafters:RaisesWhenItForgets` failed: KeyError: 0",)),
+        ("nothing", ("the drafter did not return a list of `Draft`",)),
+        ("bare_tokens", ("the drafter did not return a list of `Draft`",)),
+        ("one_too_few", ("the drafter returned 0 drafts for 1 sequences",)),
+        ("too_long", ("the drafter proposed more than 10 tokens: 11",)),
+        ("foreign_token", ("no token id of the vocabulary of 300: 300",)),
+        ("words", ("no token id of the vocabulary of 300: 'dog'",)),
+        ("draft_of_none", ("the drafter",)),
+        ("draft_of_a_set", ("the drafter",)),
+    ],
+)
+def test_drafter_that_cannot_be_used_is_one_error(run: Run, factory: str, words: tuple[str, ...]) -> None:
+    assert_one_error(run("--drafter", f"custom_drafters:{factory}", "--max-output-len", 6), 1, *words)
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        ("narrow_probs", ("probabilities are not a tensor of shape (1, 300): (1, 7)",)),
+        ("impossible_probs", ("token 5 has the probability 0.0, and proposed it",)),
+        ("truth_values_for_probs", ("the drafter",)),
+    ],
+)
+def test_probabilities_that_cannot_be_used_are_one_error(run: Run, factory: str, words: tuple[str, ...]) -> None:
+    arguments = ["--drafter", f"custom_drafters:{factory}", "--temperature", 1.0, "--max-output-len", 6]
+    assert_one_error(run(*arguments), 1, *words)
+
+
+@pytest.mark.parametrize("factory", ["adds_a_token", "takes_a_token", "rewrites_a_token", "writes_a_foreign_token"])
+def test_drafter_that_edits_a_sequence_is_one_error(run: Run, factory: str) -> None:
+    """`tokens = sequence.tokens; tokens += …` is soon written, and would be output that no model generated."""
+    assert_one_error(run("--drafter", f"custom_drafters:{factory}", "--max-output-len", 6), 1, "custom_drafters")
+
+
+def test_where_a_drafter_failed_is_shown_with_debug(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_DEBUG", "1")
+    with pytest.raises(Exception, match="failed: KeyError") as raised:
+        run("--drafter", "custom_drafters:Raises", "--max-output-len", 6)
+    assert isinstance(raised.value.__cause__, KeyError)

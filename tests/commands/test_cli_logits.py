@@ -1,0 +1,94 @@
+"""`--output-generation-logits` and `--output-logits-npy`: the target's logits of every generated token."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command_line import NGRAM, PROMPTS, Result, Specdec, draft_model, each, tree
+from tiny import eager_logits
+from transformers import PreTrainedModel
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def drafters(draft_engine_dir: Path) -> dict[str, list[object]]:
+    return {
+        "none": [],
+        "n-gram": ["--ngram-config", NGRAM],
+        "tokens": draft_model(draft_engine_dir),
+        "logits": draft_model(draft_engine_dir, "[4,[0],[0],True]"),
+    }
+
+
+@pytest.mark.parametrize("drafter", ["none", "n-gram", "tokens", "logits"])
+@pytest.mark.parametrize(
+    "sampling", [[], ["--temperature", 0.8], ["--repetition-penalty", 1.5]], ids=["greedy", "sampling", "penalty"]
+)
+def test_logits_are_hugging_faces_and_nan_after_the_end(
+    run: Run, llama: PreTrainedModel, drafters: dict[str, list[object]], drafter: str, sampling: list[object],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Those of the model, before penalties and temperature."""
+    arguments = [*each("--input-text", PROMPTS[:3]), *sampling, *drafters[drafter], "--max-output-len", 20, "--json"]
+    free = run(*arguments).document["requests"]
+    end_id = free[1]["output_ids"][6]  # or all outputs would be of one length
+    path = tmp_path / "x.npy"
+    requests = run(*arguments, "--end-id", end_id, "--output-logits-npy", path).document["requests"]
+    lengths = [len(request["output_ids"]) for request in requests]
+    assert len(set(lengths)) > 1
+    assert tree(tmp_path) == ["x_generation.npy"]
+    logits = np.load(tmp_path / "x_generation.npy", allow_pickle=False)
+    assert logits.dtype == np.float32
+    assert logits.shape == (3, max(lengths), 300)
+    for row, request, length in zip(logits, requests, lengths, strict=True):
+        expected = eager_logits(llama, request["prompt_ids"] + request["output_ids"])[-1 - length : -1]
+        torch.testing.assert_close(torch.from_numpy(row[:length]), expected, atol=1e-4, rtol=1e-4)
+        assert np.isnan(row[length:]).all()
+
+
+def test_output_generation_logits_writes_into_the_current_directory(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = run("--output-generation-logits", "--max-output-len", 3, "--end-id", 0).stdout
+    assert tree(tmp_path) == ["logits_generation.npy"]
+    assert np.load("logits_generation.npy").shape == (1, 3, 300)
+    assert "logits written: logits_generation.npy" in shown
+
+
+@pytest.mark.parametrize("flags", [[], ["--output-generation-logits"]])
+def test_output_logits_npy_needs_no_other_flag(run: Run, tmp_path: Path, flags: list[str]) -> None:
+    result = run(*flags, "--output-logits-npy", tmp_path / "a.b.npy", "--max-output-len", 2, "--quiet")
+    assert result.stdout.count("\n") == 1
+    assert tree(tmp_path) == ["a.b_generation.npy"]
+
+
+def test_existing_logits_are_replaced(run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "x_generation.npy", np.zeros((50, 50, 50)))
+    assert run("--output-logits-npy", tmp_path / "x.npy", "--max-output-len", 2, "--end-id", 0).exit_code == 0
+    assert np.load(tmp_path / "x_generation.npy").shape == (1, 2, 300)
+
+
+def test_checking_for_losslessness_leaves_the_logits_alone(run: Run, tmp_path: Path) -> None:
+    arguments = ["--ngram-config", NGRAM, "--max-output-len", 12, "--output-logits-npy"]
+    run(*arguments, tmp_path / "a.npy")
+    assert run(*arguments, tmp_path / "b.npy", "--check-lossless").exit_code == 0
+    first, second = (np.load(tmp_path / f"{name}_generation.npy") for name in "ab")
+    np.testing.assert_array_equal(first, second)
+
+
+def test_no_logits_are_written_unless_asked_for(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("--max-output-len", 2)
+    assert tree(tmp_path) == []
+
+
+def test_logits_of_a_bfloat16_engine_are_float32(specdec: Specdec, bfloat16_engine_dir: Path, tmp_path: Path) -> None:
+    arguments = ["--engine-dir", bfloat16_engine_dir, "--input-text", "The dog", "--max-output-len", 4, "--end-id", 0]
+    assert specdec("run", *arguments, "--output-logits-npy", tmp_path / "x.npy").exit_code == 0
+    logits = np.load(tmp_path / "x_generation.npy")
+    assert logits.dtype == np.float32 and logits.shape == (1, 4, 300)
+    assert np.isfinite(logits).all()

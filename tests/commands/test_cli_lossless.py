@@ -1,0 +1,325 @@
+"""`--check-lossless`: passes for what is exact, catches what is not, and says where, in `run` and in `summarize`."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import NGRAM, PROMPTS, Result, Specdec, assert_valid, draft_model, each, ids_of
+from draft_models import WITH_DRAFTS, MakeDraftEngineDir, with_noise
+from tiny import eager_logits, make_model
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from commands.output import speedup_line
+
+Run = Callable[..., Result]
+LOGITS = "[4,[0],[0],True]"
+SAMPLING = ["--temperature", 0.9]
+
+
+@pytest.fixture(scope="session")
+def wide_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """The target with room for many sequences at once: thousands of draws take a second."""
+    return make_draft_engine_dir(make_model("llama", vocab_size=len(tokenizer)), **WITH_DRAFTS, max_batch_size=50)
+
+
+@pytest.fixture(scope="session")
+def wide_draft_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> Path:
+    return make_draft_engine_dir(with_noise(make_model("llama", vocab_size=len(tokenizer)), 0.01), max_batch_size=50)
+
+
+@pytest.fixture
+def run_wide(specdec: Specdec, wide_engine_dir: Path) -> Run:
+    """`run` with three prompts, 12 tokens each."""
+    arguments = ["run", "--engine-dir", wide_engine_dir, *each("--input-text", PROMPTS[:3]), "--max-output-len", 12]
+    return lambda *more: specdec(*arguments, *more)
+
+
+@pytest.fixture
+def summarize(specdec: Specdec, wide_engine_dir: Path, articles: Path) -> Run:
+    """`summarize` of five articles, 12 tokens each, with the engine."""
+    arguments = ["summarize", "--engine-dir", wide_engine_dir, "--dataset", articles, "--test-engine"]
+    return lambda *more: specdec(*arguments, "--output-len", 12, *more)
+
+
+def lossless_of(document: dict[str, Any]) -> dict[str, Any]:
+    check: dict[str, Any] = document["checks"]["lossless"]
+    return check
+
+
+@pytest.fixture(scope="session")
+def drafters(wide_draft_engine_dir: Path) -> dict[str, list[object]]:
+    return {
+        "n-gram": ["--ngram-config", NGRAM],
+        "tokens": draft_model(wide_draft_engine_dir),
+        "logits": draft_model(wide_draft_engine_dir, LOGITS),
+        "custom": ["--drafter", "custom_drafters:LastOccurrence"],
+    }
+
+
+BY_TOKENS = pytest.mark.parametrize(
+    ("drafter", "sampling"),
+    [
+        ("n-gram", []),
+        ("n-gram", SAMPLING),
+        ("tokens", []),
+        ("tokens", [*SAMPLING, "--top-p", 0.9, "--repetition-penalty", 1.2]),
+        ("logits", []),
+        ("custom", []),
+        ("custom", SAMPLING),
+    ],
+)
+
+
+@BY_TOKENS
+def test_run_compares_tokens_where_they_must_be_equal(
+    run_wide: Run, drafters: dict[str, list[object]], drafter: str, sampling: list[object]
+) -> None:
+    arguments = [*drafters[drafter], *sampling]
+    result = run_wide(*arguments, "--check-lossless", "--json")
+    assert_valid("run", result.document)
+    assert lossless_of(result.document) == {
+        "rule": "tokens",
+        "num_samples": 3,
+        "num_identical": 3,
+        "num_near_ties": 0,
+        "num_different": 0,
+        "dtype": "float32",
+        "differences": [],
+        "passed": True,
+    }
+    assert result.document["speedup"] > 0
+    assert result.document["total"]["num_draft_tokens"] > 0
+    assert result.stderr == ""
+    assert ids_of(result.document) == ids_of(run_wide(*arguments, "--json").document)
+
+
+@BY_TOKENS
+def test_summarize_compares_tokens_where_they_must_be_equal(
+    summarize: Run, drafters: dict[str, list[object]], drafter: str, sampling: list[object]
+) -> None:
+    document = summarize(*drafters[drafter], *sampling, "--check-lossless", "--json").document
+    assert_valid("summarize", document)
+    check = lossless_of(document)
+    assert (check["rule"], check["num_samples"], check["num_identical"], check["passed"]) == ("tokens", 5, 5, True)
+    assert document["checks"]["identical_to_no_drafter"] == {"num_identical": 5, "num_samples": 5}
+
+
+@pytest.mark.parametrize("command", ["run", "summarize"])
+@pytest.mark.parametrize("drafter", ["logits", "custom that draws"])
+def test_rejection_sampling_is_compared_by_distribution(
+    run_wide: Run, summarize: Run, drafters: dict[str, list[object]], command: str, drafter: str
+) -> None:
+    flags = (drafters | {"custom that draws": ["--drafter", "custom_drafters:Draws"]})[drafter]
+    call = {"run": run_wide, "summarize": summarize}[command]
+    document = call(*flags, *SAMPLING, "--check-lossless", "--json").document
+    assert_valid(command, document)
+    check = lossless_of(document)
+    assert check["rule"] == "distribution"
+    assert check["passed"] and 1e-4 <= check["p_value"] < 1
+    assert check["threshold"] == 1e-4
+    assert check["num_draws"] == 250 * check["num_prefixes"] == 2000
+    assert check["num_tokens"] >= 2000 and check["num_laws"] >= 8
+    assert check["chi_squared"] > 0 and check["degrees_of_freedom"] > 20
+    assert "identical_to_no_drafter" not in document["checks"]
+
+
+def test_accepted_tokens_are_checked_too(run_wide: Run, drafters: dict[str, list[object]]) -> None:
+    """Those after a draft token, not the first of a step only."""
+    check = lossless_of(run_wide(*drafters["logits"], "--top-k", 3, "--check-lossless", "--json").document)
+    assert check["passed"]
+    assert check["num_tokens"] > 2500
+    assert check["num_laws"] > check["num_prefixes"]
+
+
+def test_terminal_says_why_it_compares_distributions_and_with_what_p_value(
+    run_wide: Run, drafters: dict[str, list[object]]
+) -> None:
+    arguments = [*drafters["logits"], *SAMPLING, "--check-lossless"]
+    check = lossless_of(run_wide(*arguments, "--json").document)
+    shown = run_wide(*arguments).stdout
+    assert "rejection sampling draws other tokens than the target alone" in shown
+    assert f"lossless check passed: chi-squared {check['chi_squared']:.1f}" in shown
+    assert f"p = {check['p_value']:.3g} (threshold 0.0001)" in shown
+    assert "2,000 draws" in shown
+
+
+@pytest.mark.parametrize("flags", [["--top-k", 2], ["--top-p", 0.5], ["--min-p", 0.2], ["--temperature", 0.3]])
+def test_cuts_leave_the_distribution_right(
+    run_wide: Run, drafters: dict[str, list[object]], flags: list[object]
+) -> None:
+    """An accepted token beyond the target's cut would be an impossible one."""
+    check = lossless_of(run_wide(*drafters["logits"], *flags, "--check-lossless", "--json").document)
+    assert check["passed"] and check["degrees_of_freedom"] > 0
+
+
+@pytest.mark.parametrize("factory", ["DrawsOneWord", "DrawsFromAnotherLaw"])
+@pytest.mark.parametrize("command", ["run", "summarize"])
+def test_drafter_that_is_wrong_about_its_law_is_caught(
+    run_wide: Run, summarize: Run, command: str, factory: str
+) -> None:
+    call = {"run": run_wide, "summarize": summarize}[command]
+    arguments = ["--drafter", f"custom_drafters:{factory}", "--temperature", 1.2, "--check-lossless"]
+    result = call(*arguments, "--json")
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert_valid(command, document)
+    check = lossless_of(document)
+    assert not check["passed"] and check["p_value"] < 1e-4
+    assert result.stderr.startswith("error: speculated tokens do not follow the target's distribution: p = ")
+    assert "hint: " in result.stderr and "`Draft.probs`" in result.stderr
+
+
+def test_wrong_law_is_caught_on_the_terminal(run_wide: Run) -> None:
+    arguments = ["--drafter", "custom_drafters:DrawsOneWord", "--temperature", 1.2, "--check-lossless"]
+    result = run_wide(*arguments)
+    assert result.exit_code == 1
+    assert "lossless check FAILED: chi-squared" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("sampling", [[], SAMPLING], ids=["greedy", "sampling"])
+def test_changed_output_is_caught_and_located(run_wide: Run, llama: PreTrainedModel, sampling: list[object]) -> None:
+    """The drafter breaks the K/V cache before the 5th token: `position` counts from 0."""
+    plain = run_wide(*sampling, "--end-id", 0, "--json").document["requests"]
+    arguments = [*sampling, "--end-id", 0, "--drafter", "custom_drafters:MixesUpBlocks", "--check-lossless"]
+    result = run_wide(*arguments, "--json")
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert_valid("run", document)
+    check = lossless_of(document)
+    assert (check["num_identical"], check["num_different"], check["num_near_ties"]) == (0, 3, 0)
+    assert not check["passed"]
+    for i, difference in enumerate(check["differences"]):
+        token, right = document["requests"][i]["output_ids"][4], plain[i]["output_ids"][4]
+        assert (difference["request"], difference["position"]) == (i, 4)
+        assert (difference["token"], difference["token_without_drafter"]) == (token, right)
+        assert not difference["is_near_tie"]
+        logits = eager_logits(llama, plain[i]["prompt_ids"] + plain[i]["output_ids"][:4])[-1]
+        temperature = 0.9 if sampling else 1.0
+        margin = abs(float(logits[token] - logits[right])) / temperature
+        assert difference["logit_margin"] == pytest.approx(margin, rel=1e-3, abs=1e-4)
+    assert result.stderr == (
+        "error: speculation changed outputs: 3 of 3\n"
+        "hint: see the positions above (with `--json`: checks.lossless.differences)\n"
+    )
+
+
+def test_changed_output_is_shown_with_everything_needed_to_judge_it(run_wide: Run) -> None:
+    arguments = ["--drafter", "custom_drafters:MixesUpBlocks", "--end-id", 0, "--check-lossless"]
+    differences = lossless_of(json.loads(run_wide(*arguments, "--json").stdout))["differences"]
+    result = run_wide(*arguments)
+    assert result.exit_code == 1
+    for d in differences:
+        assert (
+            f"request {d['request']} differs at position {d['position']} of its output: token {d['token']}, without a "
+            f"drafter {d['token_without_drafter']}; logit margin {d['logit_margin']:.3g}, "
+            f"rounding of float32 {d['rounding']:.3g}\n"
+        ) in result.stdout
+    assert "lossless check FAILED: 0 of 3 outputs token for token the same as without a drafter" in result.stdout
+
+
+def test_summarize_catches_changed_outputs(summarize: Run) -> None:
+    arguments = ["--drafter", "custom_drafters:MixesUpBlocks", "--check-lossless", "--batch-size", 2]
+    result = summarize(*arguments, "--json")
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert_valid("summarize", document)
+    check = lossless_of(document)
+    assert check["num_different"] == len(check["differences"]) > 0
+    outputs = [request["outputs"] for request in document["requests"]]
+    for difference in check["differences"]:
+        ours, right = (outputs[difference["request"]][name] for name in ("engine", "engine_no_drafter"))
+        assert ours[: difference["position"]] == right[: difference["position"]]
+        assert (ours[difference["position"]], right[difference["position"]]) == (
+            difference["token"], difference["token_without_drafter"]
+        )  # fmt: skip
+    assert "error: speculation changed outputs: " in result.stderr
+    shown = summarize(*arguments)
+    assert shown.exit_code == 1
+    assert "lossless check FAILED" in shown.stdout and "differs at position" in shown.stdout
+
+
+def test_failed_check_leaves_the_files_that_were_asked_for(run_wide: Run, summarize: Run, tmp_path: Path) -> None:
+    flags = ["--drafter", "custom_drafters:MixesUpBlocks", "--check-lossless"]
+    assert run_wide(*flags, "--output-csv", tmp_path / "ids.csv").exit_code == 1
+    assert (tmp_path / "ids.csv").read_text().count("\n") == 3
+    assert summarize(*flags, "--output-dir", tmp_path / "out").exit_code == 1
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert not lossless_of(summary)["passed"]
+
+
+def test_quiet_check_says_it_by_its_exit_code(run_wide: Run, summarize: Run) -> None:
+    passing, failing = ["--ngram-config", NGRAM], ["--drafter", "custom_drafters:MixesUpBlocks"]
+    flags = ["--check-lossless", "--quiet"]
+    assert run_wide(*passing, *flags).stdout == run_wide("--quiet").stdout
+    assert run_wide(*failing, *flags).exit_code == 1
+    assert (summarize(*passing, *flags).exit_code, summarize(*failing, *flags).exit_code) == (0, 1)
+    assert summarize(*failing, *flags).stdout == ""
+
+
+def test_bfloat16_engine_passes(specdec: Specdec, bfloat16_engine_dir: Path) -> None:
+    """Near ties may come and are counted apart."""
+    arguments = ["--engine-dir", bfloat16_engine_dir, *each("--input-text", PROMPTS), "--max-output-len", 60]
+    document = specdec("run", *arguments, "--ngram-config", "[10,1,[0]]", "--check-lossless", "--json").document
+    check = lossless_of(document)
+    assert (check["dtype"], check["num_different"], check["passed"]) == ("bfloat16", 0, True)
+
+
+def test_streamed_text_comes_before_the_check(run: Run, draft_engine_dir: Path) -> None:
+    arguments = [*draft_model(draft_engine_dir), "--max-output-len", 12, "--streaming", "--check-lossless"]
+    shown = run(*arguments).stdout
+    assert shown.startswith(run("--max-output-len", 12, "--quiet").stdout)
+    assert shown.index("tokens/s") < shown.index("lossless check passed: 1 of 1")
+
+
+def test_check_works_where_nothing_can_be_drafted(run_wide: Run, drafters: dict[str, list[object]]) -> None:
+    """One token of output leaves no room for a draft."""
+    for sampling in ([], SAMPLING):
+        result = run_wide(*drafters["logits"], *sampling, "--max-output-len", 1, "--check-lossless")
+        assert result.exit_code == 0
+        assert "lossless check passed" in result.stdout
+
+
+def test_several_outputs_of_a_prompt_are_compared_each(run_wide: Run) -> None:
+    arguments = ["--ngram-config", NGRAM, *SAMPLING, "--num-return-sequences", 2, "--check-lossless", "--json"]
+    assert lossless_of(run_wide(*arguments).document)["num_identical"] == 6
+
+
+def test_small_kv_cache_is_enough_for_the_check(
+    run: Run, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Just what the longest request needs: one sequence at a time."""
+    monkeypatch.setattr("commands.lossless.NUM_DRAWS_PER_PREFIX", 60)
+    size = ["--max-tokens-in-paged-kv-cache", 32]
+    for sampling in ([], SAMPLING):
+        flags = [*draft_model(draft_engine_dir, LOGITS), *sampling, *size, "--max-output-len", 12]
+        assert run(*each("--input-text", PROMPTS[:2]), *flags, "--check-lossless").exit_code == 0
+
+
+def test_speculation_that_loses_is_called_slower(
+    run: Run, make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A draft model as large as the target, with which it never agrees, in drafts of ten."""
+    stranger = make_draft_engine_dir(make_model("qwen3", vocab_size=len(tokenizer)))
+    arguments = [*draft_model(stranger, "[10,[0],[0],False]"), "--end-id", 0, "--max-output-len", 40]
+    shown = run(*arguments, "--check-lossless").stdout
+    speedup = re.search(r"speedup over no drafter: (0\.\d\d)x — slower than no drafter", shown)
+    assert speedup, shown
+    document = run(*arguments, "--check-lossless", "--json").document
+    assert 0 < document["speedup"] < 0.8
+    assert run(*arguments, "--json").document["speedup"] is None
+
+
+@pytest.mark.parametrize(
+    ("speedup", "line"),
+    [
+        (2.0, "speedup over no drafter: 2.00x"),
+        (1.0, "speedup over no drafter: 1.00x"),
+        (0.5, "speedup over no drafter: 0.50x — slower than no drafter"),
+    ],
+)
+def test_slower_is_said_in_words(speedup: float, line: str) -> None:
+    assert speedup_line(speedup) == line

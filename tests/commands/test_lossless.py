@@ -1,0 +1,314 @@
+"""The lossless check's own parts: what a near tie is, and the statistic against known values and simulation."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from draft_models import WITH_DRAFTS, MakeDraftEngineDir
+from tiny import make_model
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from commands.lossless import (
+    _is_drawn_within,
+    _unit_in_the_last_place,
+    chi_squared_of,
+    chi_squared_p_value,
+    compare_tokens,
+    next_logits,
+)
+from commands.session import Session, SessionSettings, open_session
+from runtime.engine import KVCacheConfig
+from runtime.request import Request, Sequence
+from runtime.sampling import GREEDY, SamplingParams
+
+PROMPT = (5, 6, 7, 8)
+NUM_TOKENS = 8
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@pytest.fixture(scope="session")
+def twin_engine_dirs(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> dict[str, Path]:
+    """A target in every dtype, whose tokens i and i + 150 have the same logit everywhere."""
+
+    def twins() -> PreTrainedModel:
+        model = make_model("llama", vocab_size=len(tokenizer))
+        weight = model.get_output_embeddings().weight
+        weight.data[150:] = weight.data[:150]
+        return model
+
+    return {name: make_draft_engine_dir(twins().to(dtype), **WITH_DRAFTS) for name, dtype in DTYPES.items()}
+
+
+@contextmanager
+def session_of(engine_dir: Path, sampling: SamplingParams = GREEDY) -> Iterator[Session]:
+    settings = SessionSettings(engine_dir, None, None, sampling, KVCacheConfig(), end_id=0, stop_words=[], bad_words=[])
+    with open_session(settings) as session:
+        yield session
+
+
+def generated(session: Session, num_sequences: int = 1) -> list[Sequence]:
+    requests = [session.request(i, (*PROMPT, 9 + i), NUM_TOKENS) for i in range(num_sequences)]
+    return session.run(requests, speculate=False).sequences
+
+
+def with_token(sequence: Sequence, position: int, token: int) -> Sequence:
+    """As if the output had another token there, and went on from it in another way."""
+    tokens = list(sequence.tokens)
+    tokens[len(sequence.request.prompt_tokens) + position :] = [token, 3, 4]
+    return Sequence(sequence.request, tokens)
+
+
+def cut(sequence: Sequence, num_tokens: int) -> Sequence:
+    return Sequence(sequence.request, sequence.tokens[: len(sequence.request.prompt_tokens) + num_tokens])
+
+
+def twin(token: int) -> int:
+    return (token + 150) % 300
+
+
+def logits_at(session: Session, sequence: Sequence, position: int) -> Tensor:
+    prefix = sequence.tokens[: len(sequence.request.prompt_tokens) + position]
+    return next_logits(session.engine, sequence.request, prefix).float()
+
+
+def worst_at(session: Session, sequence: Sequence, position: int) -> int:
+    return int(logits_at(session, sequence, position).argmin())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_near_tie_is_counted_apart_and_fails_in_float32_only(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
+    with session_of(twin_engine_dirs[dtype]) as session:
+        first, second = generated(session, 2)
+        token = second.output_tokens[3]
+        check = compare_tokens(session, [first, with_token(second, 3, twin(token))], [first, second])
+    (difference,) = check.pop("differences")
+    assert check == {
+        "rule": "tokens",
+        "num_samples": 2,
+        "num_identical": 1,
+        "num_near_ties": 1,
+        "num_different": 0,
+        "dtype": dtype,
+        "passed": dtype != "float32",
+    }
+    assert difference["is_near_tie"]
+    assert (difference["request"], difference["position"]) == (1, 3)
+    assert (difference["token"], difference["token_without_drafter"]) == (twin(token), token)
+    assert 0 <= difference["logit_margin"] <= difference["rounding"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_difference_beyond_rounding_fails_in_every_dtype(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
+    with session_of(twin_engine_dirs[dtype]) as session:
+        (sequence,) = generated(session)
+        logits, token = logits_at(session, sequence, 5), sequence.output_tokens[5]
+        worst = int(logits.argmin())
+        check = compare_tokens(session, [with_token(sequence, 5, worst)], [sequence])
+    assert (check["num_near_ties"], check["num_different"], check["passed"]) == (0, 1, False)
+    (difference,) = check["differences"]
+    assert (difference["position"], difference["token"], difference["token_without_drafter"]) == (5, worst, token)
+    assert difference["logit_margin"] == pytest.approx(float(logits[token] - logits[worst]))
+    assert not difference["is_near_tie"]
+
+
+def test_one_difference_among_near_ties_fails(twin_engine_dirs: dict[str, Path]) -> None:
+    with session_of(twin_engine_dirs["bfloat16"]) as session:
+        first, second = generated(session, 2)
+        near = with_token(first, 2, twin(first.output_tokens[2]))
+        far = with_token(second, 2, worst_at(session, second, 2))
+        check = compare_tokens(session, [near, far], [first, second])
+    assert (check["num_identical"], check["num_near_ties"], check["num_different"]) == (0, 1, 1)
+    assert not check["passed"]
+
+
+def test_only_the_first_difference_of_an_output_is_looked_at(twin_engine_dirs: dict[str, Path]) -> None:
+    """What follows it follows another text."""
+    with session_of(twin_engine_dirs["bfloat16"]) as session:
+        (sequence,) = generated(session)
+        near = with_token(sequence, 2, twin(sequence.output_tokens[2]))
+        far = with_token(near, 3, worst_at(session, near, 3))
+        check = compare_tokens(session, [far], [sequence])
+    assert [difference["position"] for difference in check["differences"]] == [2]
+    assert check["passed"]
+
+
+@pytest.mark.parametrize("is_shorter", [True, False])
+def test_output_of_another_length_differs_where_one_has_ended(
+    twin_engine_dirs: dict[str, Path], is_shorter: bool
+) -> None:
+    with session_of(twin_engine_dirs["bfloat16"]) as session:
+        (sequence,) = generated(session)
+        pair = (cut(sequence, 4), sequence) if is_shorter else (sequence, cut(sequence, 4))
+        check = compare_tokens(session, [pair[0]], [pair[1]])
+    (difference,) = check["differences"]
+    tokens = (None, sequence.output_tokens[4])
+    assert (difference["token"], difference["token_without_drafter"]) == (tokens if is_shorter else tokens[::-1])
+    assert (difference["position"], difference["logit_margin"], difference["is_near_tie"]) == (4, None, False)
+    assert not check["passed"]
+
+
+def test_token_that_cannot_be_chosen_is_no_near_tie(twin_engine_dirs: dict[str, Path]) -> None:
+    """The twin has the same logit, and is banned."""
+    with session_of(twin_engine_dirs["bfloat16"]) as session:
+        banned = twin(generated(session)[0].output_tokens[1])
+    with session_of(twin_engine_dirs["bfloat16"], SamplingParams(bad_words=((banned,),))) as session:
+        (sequence,) = generated(session)
+        check = compare_tokens(session, [with_token(sequence, 1, banned)], [sequence])
+    (difference,) = check["differences"]
+    assert (difference["logit_margin"], difference["is_near_tie"], check["passed"]) == (None, False, False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_near_tie_is_a_margin_within_rounding(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
+    """Every token tried in the place of the best one; what is called rounding is left some room."""
+    with session_of(twin_engine_dirs[dtype]) as session:
+        (sequence,) = generated(session)
+        margins = logits_at(session, sequence, 0).max() - logits_at(session, sequence, 0)
+        best = sequence.output_tokens[0]
+        others = [with_token(sequence, 0, token) for token in range(300) if token != best]
+        differences = compare_tokens(session, others, [sequence] * 299)["differences"]
+    near = {difference["token"] for difference in differences if difference["is_near_tie"]}
+    rounding = differences[0]["rounding"]
+    assert {token for token in range(300) if token != best and margins[token] <= rounding} <= near
+    assert near <= {token for token in range(300) if margins[token] <= 4 * rounding}
+    assert twin(best) in near and len(near) < 50
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("largest", [0.013, 1.0, 3.99, 4.0, 17.3, -25.0])
+def test_rounding_is_the_spacing_of_the_dtype(dtype: str, largest: float) -> None:
+    number = torch.tensor(abs(largest)).to(DTYPES[dtype])
+    spacing = torch.nextafter(number, torch.tensor(torch.inf, dtype=number.dtype)).float() - number.float()
+    logits = torch.tensor([0.001, largest, -0.01])
+    assert _unit_in_the_last_place(logits.to(DTYPES[dtype]), dtype) == pytest.approx(float(spacing))
+
+
+def sampled_sequence(position: int = 1) -> tuple[Sequence, float]:
+    """A sampling sequence, and the number that draws its token after so many tokens."""
+    sequence = Sequence.start(Request(0, tuple(range(1, position + 1)), 4, sampling=SamplingParams(top_k=0)))
+    return sequence, sequence.sampler.uniform(position, "target")
+
+
+def test_sample_at_the_border_of_two_tokens_is_a_near_tie() -> None:
+    """Token 0 has a probability of just the number drawn: which side it falls on is for rounding to say."""
+    sequence, uniform = sampled_sequence()
+    logits = torch.tensor([uniform, 1 - uniform, 1e-9], dtype=torch.float64).log().float()
+    assert all(_is_drawn_within(sequence, sequence.tokens, logits, token, 1e-3) for token in (0, 1))
+    assert not _is_drawn_within(sequence, sequence.tokens, logits, 2, 1e-3)
+
+
+def test_sample_far_from_a_border_is_no_near_tie() -> None:
+    """The number drawn is in the middle of token 1, though token 0 is as probable."""
+    sequence, uniform = sampled_sequence()
+    half = min(uniform, 1 - uniform) / 2
+    law = torch.tensor([uniform - half, 2 * half, 1 - uniform - half], dtype=torch.float64)
+    assert _is_drawn_within(sequence, sequence.tokens, law.log().float(), 1, 1e-3)
+    assert not any(_is_drawn_within(sequence, sequence.tokens, law.log().float(), token, 1e-3) for token in (0, 2))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_samples_that_differ_beyond_rounding_fail(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
+    with session_of(twin_engine_dirs[dtype], SamplingParams(top_k=0)) as session:
+        (sequence,) = generated(session)
+        check = compare_tokens(session, [with_token(sequence, 2, worst_at(session, sequence, 2))], [sequence])
+    assert (check["num_near_ties"], check["num_different"], check["passed"]) == (0, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("chi_squared", "degrees_of_freedom", "p_value"),
+    [
+        (3.841459, 1, 0.05),
+        (6.634897, 1, 0.01),
+        (18.307038, 10, 0.05),
+        (23.209251, 10, 0.01),
+        (124.342113, 100, 0.05),
+        (9.341818, 10, 0.5),
+        (15.136705, 1, 1e-4),
+        (0.0, 5, 1.0),
+    ],
+)
+def test_p_values_are_those_of_the_tables(chi_squared: float, degrees_of_freedom: int, p_value: float) -> None:
+    assert chi_squared_p_value(chi_squared, degrees_of_freedom) == pytest.approx(p_value, rel=1e-4)
+
+
+def test_impossible_has_no_probability_and_nothing_to_compare_has_all() -> None:
+    assert chi_squared_p_value(float("inf"), 1) == 0
+    assert chi_squared_p_value(0.0, 0) == 1
+    assert 0 <= chi_squared_p_value(1e5, 3) < 1e-300
+
+
+def law_of(*weights: float) -> Tensor:
+    return torch.tensor(weights, dtype=torch.float64) / sum(weights)
+
+
+def test_statistic_is_the_sum_over_tokens() -> None:
+    counts, law = [30, 12, 8, 0], law_of(4, 3, 2, 1)
+    expected = 50 * law.numpy()
+    brute_force = ((np.array(counts) - expected) ** 2 / expected).sum()
+    statistic, degrees_of_freedom = chi_squared_of(Counter(dict(enumerate(counts))), law)
+    assert (statistic, degrees_of_freedom) == (pytest.approx(brute_force), 3)
+
+
+def test_rare_tokens_are_one_cell_together() -> None:
+    """Of 100 draws each of the ten rare ones is expected once."""
+    law = law_of(50, 40, *[1] * 10)
+    counter = Counter({0: 45, 1: 40, 5: 9, 11: 6})
+    statistic, degrees_of_freedom = chi_squared_of(counter, law)
+    assert statistic == pytest.approx((45 - 50) ** 2 / 50 + 0 + (15 - 10) ** 2 / 10)
+    assert degrees_of_freedom == 2
+
+
+def test_rare_tokens_too_few_for_a_cell_join_the_smallest() -> None:
+    law = law_of(50, 48, 1, 1)
+    statistic, degrees_of_freedom = chi_squared_of(Counter({0: 60, 1: 37, 2: 3}), law)
+    assert statistic == pytest.approx((60 - 50) ** 2 / 50 + (40 - 50) ** 2 / 50)
+    assert degrees_of_freedom == 1
+
+
+@pytest.mark.parametrize("law", [law_of(1, 0, 0), law_of(1000, 1, 1)], ids=["certain", "all but certain"])
+def test_law_of_one_token_leaves_nothing_to_compare(law: Tensor) -> None:
+    assert chi_squared_of(Counter({0: 100}), law) == (pytest.approx(0.0, abs=1e-3), 0)
+
+
+def test_token_that_cannot_come_is_infinitely_wrong() -> None:
+    statistic, degrees_of_freedom = chi_squared_of(Counter({0: 99, 2: 1}), law_of(3, 1, 0))
+    assert chi_squared_p_value(statistic, degrees_of_freedom) == 0
+
+
+def p_values(draws_of: Tensor, law: Tensor, num_samples: int) -> np.ndarray:
+    """Of many samples of 250 draws."""
+    rng = np.random.default_rng(0)
+    counts = rng.multinomial(250, draws_of.numpy(), size=num_samples)
+    return np.array(
+        [chi_squared_p_value(*chi_squared_of(Counter({i: int(n) for i, n in enumerate(row) if n}), law))
+         for row in counts]
+    )  # fmt: skip
+
+
+LAWS = {
+    "even": law_of(*[1] * 20),
+    "a language model's": law_of(*(1 / rank**1.2 for rank in range(1, 301))),
+    "one token and a tail": law_of(200, *[1] * 100),
+}
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+def test_p_values_of_right_draws_are_uniform(law: Tensor) -> None:
+    values = np.sort(p_values(law, law, 1000))
+    distance = np.abs(values - (np.arange(1000) + 0.5) / 1000).max()
+    assert distance < 1.63 / np.sqrt(1000) + 0.03  # Kolmogorov's 1 % point, and room for counts being whole numbers
+    assert (values < 1e-4).sum() <= 2
+    assert 0.02 < (values < 0.05).mean() < 0.08
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+def test_p_values_of_wrong_draws_are_tiny(law: Tensor) -> None:
+    """Every second draw comes from the even law over the first ten tokens."""
+    other = torch.zeros_like(law)
+    other[:10] = 0.1
+    assert (p_values((law + other) / 2, law, 50) < 1e-4).mean() > 0.95
