@@ -24,7 +24,7 @@ from commands.session import Session, total_record
 from commands.text import output_text
 from runtime.errors import SpecDecError
 from runtime.request import Sequence
-from runtime.sampling import penalties, warpers
+from runtime.sampling import Processor, penalties, warpers
 from runtime.stats import LoopTimes
 
 SystemName = Literal["hf", "engine", "engine_no_drafter"]
@@ -74,6 +74,7 @@ def evaluate_engine(
     session: Session, batches: Batches, output_len: int, advance: Callable[[], None]
 ) -> list[SystemRun]:
     """The engine with its drafter and without (or, if there is none, only without), batch by batch in turn."""
+    session.check_requests([session.request(0, prompt, output_len) for batch in batches for prompt in batch])
     runs = [SystemRun("engine")]
     if session.drafter is not None:
         runs.append(SystemRun("engine_no_drafter"))
@@ -149,7 +150,9 @@ class HuggingFace:
                 do_sample=not sampling.is_greedy,
                 top_k=None if sampling.is_greedy else 0,  # the processors have the request's own
                 num_beams=1,
-                logits_processor=LogitsProcessorList([*penalties(sampling), *warpers(sampling)]),
+                logits_processor=LogitsProcessorList(
+                    [_WithoutPadding(penalties(sampling), longest, batch), *warpers(sampling)]
+                ),
                 eos_token_id=sorted(self.session.end_ids) or -1,
                 pad_token_id=pad,
                 stopping_criteria=StoppingCriteriaList([clock]),
@@ -171,6 +174,23 @@ class HuggingFace:
             if ended or (self.session.stop_words and self.session.stop_words(tokens[: i + 1], 0)):
                 return tokens[: i + 1]
         return tokens
+
+
+class _WithoutPadding:
+    """Penalties that see each row's own tokens, and not the padding before them."""
+
+    def __init__(self, processors: list[Processor], longest: int, batch: list[list[int]]) -> None:
+        self._processors = processors
+        self._num_padding = [longest - len(prompt) for prompt in batch]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for ids, row, num_padding in zip(input_ids, scores, self._num_padding, strict=True):
+            row = row[None]
+            for processor in self._processors:
+                row = processor(ids[None, num_padding:], row)
+            rows.append(row)
+        return torch.cat(rows)
 
 
 class _TokenClock(StoppingCriteria):

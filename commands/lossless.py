@@ -39,7 +39,7 @@ class Difference:
     position: int  # in the output
     token: int | None  # None: the output has ended
     token_without_drafter: int | None
-    logit_margin: float | None  # between the two tokens; None where one cannot be chosen at all
+    logit_margin: float | None  # between the two tokens, with the noise of sampling; None where one is cut
     rounding: float  # what a logit of this size may be off by
     is_near_tie: bool
 
@@ -86,13 +86,12 @@ def _first_difference(engine: Engine, a: Sequence, b: Sequence) -> Difference:
     rounding = max(_unit_in_the_last_place(logits, engine.config.dtype), engine.config.logits_check.max_abs_difference)
     margin, is_near_tie = None, False
     if token_a is not None and token_b is not None:
-        scores = a.sampler.scores(prefix, logits).double()
-        margin = float((scores[token_b] - scores[token_a]).abs())
-        if a.sampler.is_greedy:
-            is_near_tie = margin <= 2 * rounding  # each of the two may be off
-        else:
-            is_near_tie = _is_drawn_within(a, prefix, logits, token_a, rounding)
-        margin = margin if math.isfinite(margin) else None
+        ranking = a.sampler.ranking(prefix, logits)
+        temperature = 1.0 if a.sampler.is_greedy else a.request.sampling.temperature
+        margin = float((ranking[token_b] - ranking[token_a]).abs()) * temperature
+        is_near_tie = margin <= 2 * rounding  # each of the two may be off
+        if not math.isfinite(margin):  # one of them is cut
+            margin, is_near_tie = None, _is_chosen_within(a, prefix, logits, token_a, rounding)
     return Difference(a.request.id, position, token_a, token_b, margin, rounding, is_near_tie)
 
 
@@ -102,10 +101,10 @@ def _unit_in_the_last_place(logits: Tensor, dtype: str) -> float:
     return float(torch.finfo(getattr(torch, dtype)).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-30))))
 
 
-def _is_drawn_within(sequence: Sequence, prefix: list[int], logits: Tensor, token: int, rounding: float) -> bool:
-    """Whether the token is drawn too when the logits are off by no more than `rounding`, tried at random.
+def _is_chosen_within(sequence: Sequence, prefix: list[int], logits: Tensor, token: int, rounding: float) -> bool:
+    """Whether the token is chosen too when the logits are off by no more than `rounding`, tried at random.
 
-    Tried, because a cut (top_k, top_p, min_p) moves with the logits as well.
+    For tokens at a cut (top_k, top_p, min_p), which moves with the logits.
     """
     generator = torch.Generator().manual_seed(0)
     for _ in range(64):
@@ -205,19 +204,23 @@ def _draw_once(session: Session, prefix: _Prefix, draws: range) -> list[tuple[li
 
 
 def chi_squared_of(counter: Counter[int], law: Tensor) -> tuple[float, int]:
-    """(statistic, degrees of freedom) of counts against a (vocab,) law; rare tokens are one cell together."""
+    """(statistic, degrees of freedom) of counts against a (vocab,) law; rare tokens share cells."""
     num_draws = counter.total()
     if any(float(law[token]) < _IMPOSSIBLE for token in counter):
         return math.inf, 1
-    expected = law * num_draws
-    common = [int(i) for i in (expected >= _MIN_EXPECTED_COUNT).nonzero()]
-    cells = [(counter[i], float(expected[i])) for i in common]
-    rare = (num_draws - sum(n for n, _ in cells), num_draws - sum(e for _, e in cells))
-    if rare[1] >= _MIN_EXPECTED_COUNT or not cells:
-        cells.append(rare)
-    else:
-        smallest = min(range(len(cells)), key=lambda i: cells[i][1])
-        cells[smallest] = (cells[smallest][0] + rare[0], cells[smallest][1] + rare[1])
+    cells = [(0, 0.0)]  # counted, expected
+    rare = (0, 0.0)
+    for token, expected in enumerate((law * num_draws).tolist()):
+        if expected >= _MIN_EXPECTED_COUNT:
+            cells.append((counter[token], expected))
+            continue
+        rare = (rare[0] + counter[token], rare[1] + expected)
+        if rare[1] >= _MIN_EXPECTED_COUNT:
+            cells.append(rare)
+            rare = (0, 0.0)
+    # What is left over goes to the last cell.
+    cells[-1] = (cells[-1][0] + rare[0], cells[-1][1] + rare[1])
+    cells = cells if cells[0][1] else cells[1:]
     return sum((n - e) ** 2 / e for n, e in cells), len(cells) - 1
 
 
@@ -255,6 +258,11 @@ def lossless_lines(check: dict[str, Any]) -> list[str]:
         statistic = "infinite" if check["chi_squared"] is None else f"{check['chi_squared']:.1f}"
         return [
             "rejection sampling draws other tokens than the target alone: its distribution is checked instead",
+            *(
+                ["the texts leave one token to choose each: there was nothing to compare"]
+                if not check["degrees_of_freedom"]
+                else []
+            ),
             f"lossless check {result}: chi-squared {statistic} with {check['degrees_of_freedom']} degrees of freedom, "
             f"p = {check['p_value']:.3g} (threshold {check['threshold']:g}), {check['num_tokens']:,} tokens after "
             f"{check['num_laws']} texts, {check['num_draws']:,} draws",

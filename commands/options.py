@@ -103,7 +103,7 @@ NoRepeatNgramSize = Annotated[
 BadWords = Annotated[
     list[str] | None,
     typer.Option(
-        help="Text that is never generated, with or without a space before it; repeatable.",
+        help="Text whose tokens are banned, with or without a space before it; repeatable.",
         rich_help_panel=SAMPLING,
         show_default="none",
     ),

@@ -169,7 +169,7 @@ def percent(share: float | None) -> str:
 
 def speedup_line(speedup: float) -> str:
     """The ratio of wall times, and in words where speculation does not pay."""
-    verdict = "" if speedup >= 1 else " — slower than no drafter"
+    verdict = "" if speedup >= 0.995 else " — slower than no drafter"
     return f"speedup over no drafter: {speedup:.2f}x{verdict}"
 
 

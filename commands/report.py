@@ -102,7 +102,12 @@ def _category_record(session: Session, samples: list[Sample], runs: list[SystemR
             total = total_record(sequences, LoopTimes(wall_s=record["wall_s"]["engine"]), session.max_draft_len)
             record |= {key: total[key] for key in _CATEGORY_COUNTS}
     walls = record["wall_s"]
-    record["speedup"] = walls["engine_no_drafter"] / walls["engine"] if "engine_no_drafter" in walls else None
+    record["speedup"] = None
+    if "engine_no_drafter" in walls:
+        tokens = {run.name: sum(len(run.samples[i].output_tokens) for i in chosen) for run in runs}
+        record["speedup"] = (
+            walls["engine_no_drafter"] / walls["engine"] * (tokens["engine"] / tokens["engine_no_drafter"])
+        )
     return record
 
 
@@ -117,7 +122,11 @@ _CATEGORY_COUNTS = (
 
 
 def _speedup(base: SystemRun | None, engine: SystemRun | None) -> float | None:
-    return base.times.wall_s / engine.times.wall_s if base and engine else None
+    """Time of a token without over time with; of the whole, where both give the same tokens."""
+    if base is None or engine is None:
+        return None
+    num_tokens = {run.name: sum(len(sample.output_tokens) for sample in run.samples) for run in (base, engine)}
+    return base.times.wall_s / engine.times.wall_s * (num_tokens[engine.name] / num_tokens[base.name])
 
 
 def _identity_checks(session: Session, runs: dict[Any, SystemRun]) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def run(
     if streaming and json:
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
     check_lossless_flags(check_lossless=check_lossless, has_drafter=drafter_settings is not None)
-    logits_npy = _logits_path(output_logits_npy) if output_generation_logits or output_logits_npy else None
+    logits_npy = _logits_path(output_logits_npy) if output_generation_logits or output_logits_npy is not None else None
     for path in (output_csv, output_npy, logits_npy):
         if path is not None:
             check_output_file(path)
@@ -227,9 +227,10 @@ def _compare_with_no_drafter(
 ) -> dict[str, Any]:
     """Generate again without a drafter; the `speedup` and `checks` of the document, shown too."""
     from commands.lossless import NUM_PREFIXES, check_outputs, lossless_lines
+    from commands.session import speedup_of
 
     baseline = session.run_without_drafter(requests)
-    speedup = baseline.times.wall_s / generation.times.wall_s
+    speedup = speedup_of(generation, baseline)
     with output.progress("lossless check", NUM_PREFIXES) as advance:
         check = check_outputs(session, generation.sequences, baseline.sequences, advance)
     for line in (speedup_line(speedup), *lossless_lines(check)):
@@ -239,7 +240,9 @@ def _compare_with_no_drafter(
 
 def _logits_path(path: Path | None) -> Path:
     """TensorRT-LLM's run.py writes `--output_logits_npy x.npy` to x_generation.npy."""
-    path = path or Path("logits.npy")
+    path = Path("logits.npy") if path is None else path
+    if path.name in ("", ".."):
+        raise SpecDecError(f"cannot write the file (Is a directory): {path}", hint="choose another path")
     return path.with_name(f"{path.stem}_generation.npy")
 
 

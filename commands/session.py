@@ -85,9 +85,7 @@ class Session:
     def run(self, requests: Seq[Request], *, speculate: bool, on_tokens: OnTokens | None = None) -> "Generation":
         """Answer the requests, in order, with the drafter or without."""
         drafter = self.drafter if speculate else None
-        if isinstance(drafter, DraftTargetDrafter):
-            for request in requests:
-                drafter.check_request(request)
+        self.check_requests(requests)
         times, finished = LoopTimes(), {}
         draft_start_s = self.draft_engine.step_time_s if self.draft_engine else 0.0
         for sequence, new_tokens in generate(self.engine, requests, drafter, self.max_draft_len, times):
@@ -98,6 +96,13 @@ class Session:
         if self.draft_engine:
             times.draft_model_time_s = self.draft_engine.step_time_s - draft_start_s
         return Generation([finished[request.id] for request in requests], times)
+
+    def check_requests(self, requests: Seq[Request]) -> None:
+        """SpecDecError if the engine or the draft engine cannot serve one of them."""
+        for request in requests:
+            self.engine.check_request(request)
+            if isinstance(self.drafter, DraftTargetDrafter):
+                self.drafter.check_request(request)
 
     def warm_up(self, requests: Seq[Request]) -> None:
         """Run a few tokens of the first request with the drafter and without, and forget them."""
@@ -164,6 +169,14 @@ class Generation:
     def total(self, max_draft_len: int) -> dict[str, Any]:
         """Counts over all requests, the rates derived from them, and the times."""
         return total_record(self.sequences, self.times, max_draft_len)
+
+
+def speedup_of(generation: Generation, baseline: Generation) -> float:
+    """Time of a token without a drafter over time with one; of the whole, where both give the same tokens."""
+    num_tokens, num_baseline_tokens = (
+        sum(s.stats.num_generated_tokens for s in g.sequences) for g in (generation, baseline)
+    )
+    return baseline.times.wall_s / generation.times.wall_s * (num_tokens / num_baseline_tokens)
 
 
 def total_record(sequences: Seq[Sequence], times: LoopTimes, max_draft_len: int) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """How a request chooses tokens: the law its parameters make of the target's logits, and the draws from that law.
 
 A draw is a function of (random_seed, prompt, return_index, position) and of nothing else. So the same request gets the
-same text with any drafter or none, in any batch, with K/V found or computed again.
+same text with any drafter or none, in any batch, with K/V found or computed again. A token is chosen as the argmax of
+scores and Gumbel noise, which makes it a sample; a draft model that uses the same noise chooses the same token almost
+as often as their laws allow (Daliri et al., arXiv 2408.07978).
 """
 
 import hashlib
@@ -18,7 +20,7 @@ from torch import Tensor
 from runtime.errors import SpecDecError, UsageError
 
 Purpose = Literal["target", "draft", "accept"]
-"""What a uniform number is for. Draws for one position are independent between purposes."""
+"""What a uniform number is for in rejection sampling. Numbers of one position are independent between purposes."""
 
 
 _LARGEST = sys.float_info.max  # neither infinity nor NaN
@@ -181,10 +183,17 @@ class Sampler:
         return torch.softmax(scores.double(), dim=-1)
 
     def choose(self, prefix: list[int], logits: Tensor) -> int:
-        """The request's own token after `prefix`: the argmax, or a draw that depends on nothing but the position."""
+        """The request's own token after `prefix`: the argmax, or a sample that depends on nothing but the position."""
+        return int(self.ranking(prefix, logits).argmax())
+
+    def ranking(self, prefix: list[int], logits: Tensor) -> Tensor:
+        """(vocab,) what `choose` takes the largest of: scores, with the position's noise unless greedy."""
+        scores = self.scores(prefix, logits)
         if self.is_greedy:
-            return int(self.scores(prefix, logits).argmax())
-        return draw(self.probs(prefix, logits), self.uniform(len(prefix), "target"))
+            return scores
+        generator = torch.Generator().manual_seed(self._number(len(prefix), "noise") >> 1)
+        exponential = torch.empty(len(scores), dtype=torch.float64).exponential_(generator=generator)
+        return scores.double() - exponential.log().to(scores.device)
 
     def choices(self, prefix: list[int], logits: Tensor) -> Iterable[int]:
         """The request's own tokens row by row of (n, vocab) logits, each after the prefix and those before it."""
@@ -199,8 +208,12 @@ class Sampler:
 
     def uniform(self, position: int, purpose: Purpose) -> float:
         """In [0, 1), the same for the same arguments. 52 bits: times a sum of probabilities it stays below the sum."""
+        return (self._number(position, purpose) >> 12) * 2.0**-52
+
+    def _number(self, position: int, purpose: str) -> int:
+        """64 bits."""
         digest = hashlib.blake2b(f"{position} {purpose}".encode(), key=self._key, digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 12) * 2.0**-52
+        return int.from_bytes(digest, "little")
 
 
 def draw(weights: Tensor, uniform: float) -> int:

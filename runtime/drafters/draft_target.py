@@ -21,7 +21,7 @@ from runtime.sampling import NoTokenLeft, draw
 class DraftTargetDrafter:
     """Drafts with the request's own sampling parameters, up to an end id, the request's budget or the draft length.
 
-    Without `use_logits` the draft model chooses as the target will, by the same number for each position, so that like
+    Without `use_logits` the draft model chooses as the target will, with the same noise at each position, so that like
     laws choose alike. With it the tokens of sampling requests are drawn from the draft model's law, and the drafts have
     that law for rejection sampling. `vocab_size` is the target's; ids that only one of the two has are never drafted.
     """
