@@ -1,10 +1,11 @@
-"""Attention over a paged K/V cache, registered with transformers under the name `specdec_paged`.
+"""Attention over a paged K/V cache, registered with transformers under two names.
 
-The model sees one row of B x Q tokens; only attention knows that they are B sequences of Q tokens each. Whether
-a query may see a key is computed from positions alone: no mask function is registered, so transformers hands
-over `attention_mask=None`, and nothing here may rely on it.
+`specdec_paged` is made of torch's own operations and runs on every device; `specdec_kernel` is the same by the CPU
+kernel of `runtime.kernels`, which reads K/V where they lie. The model sees one row of B x Q tokens; only attention
+knows that they are B sequences of Q tokens each. Whether a query may see a key is computed from positions alone: no
+mask function is registered, so transformers hands over `attention_mask=None`, and nothing here may rely on it.
 
-A second function, `specdec_probe`, computes nothing and records what each layer asks for. A model is supported
+A third function, `specdec_probe`, computes nothing and records what each layer asks for. A model is supported
 when every one of its layers was recorded (Falcon and BLOOM never call a registered function and would
 run silently wrong).
 """
@@ -20,7 +21,7 @@ from transformers import AttentionInterface
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 
-PAGED, PROBE = "specdec_paged", "specdec_probe"
+PAGED, KERNEL, PROBE = "specdec_paged", "specdec_kernel", "specdec_probe"
 SEE_README = "the README lists the model families that work"
 
 
@@ -28,8 +29,8 @@ SEE_README = "the README lists the model families that work"
 class PagedInputs:
     """What attention needs beside the model's own tensors; travels as the forward keyword `paged`."""
 
-    key_pools: list[Tensor]  # per layer (num_blocks, block_size, num_kv_heads, head_dim)
-    value_pools: list[Tensor]
+    key_pools: list[Tensor]  # per layer (num_blocks, Hk, D, block_size)
+    value_pools: list[Tensor]  # per layer (num_blocks, Hk, block_size, Dv)
     positions: Tensor  # (B, Q) int64
     slot_mapping: Tensor  # (B, Q) int64
     block_tables: Tensor  # (B, N) int64
@@ -41,7 +42,7 @@ class PagedInputs:
         Key j of a row stands at position j: query position 5 sees keys 0..5, with a window of 3 keys 3..5.
         """
         if (sliding_window, num_groups) not in self.masks:
-            block_size = self.key_pools[0].shape[1]
+            block_size = self.key_pools[0].shape[3]
             key_positions = torch.arange(self.block_tables.shape[1] * block_size, device=self.positions.device)
             query_positions = self.positions[:, None, :, None]
             visible = key_positions <= query_positions
@@ -67,19 +68,52 @@ def paged_attention(
     _refuse_unsupported(module, kwargs)
     B, Q = paged.slot_mapping.shape
     (H, D), (Hk, Dv) = (query.shape[1], query.shape[3]), (value.shape[1], value.shape[3])
-    S = paged.block_tables.shape[1] * paged.key_pools[0].shape[1]
-    slots = paged.slot_mapping.view(B * Q)
     layer = _layer_index(module)
-    pages = []
-    for pool, new in ((paged.key_pools[layer], key), (paged.value_pools[layer], value)):
-        pool.view(-1, Hk, new.shape[-1]).index_copy_(0, slots, new[0].transpose(0, 1))
-        pages.append(pool[paged.block_tables].view(B, S, Hk, new.shape[-1]).transpose(1, 2))
+    key_pool, value_pool = paged.key_pools[layer], paged.value_pools[layer]
+    block_size = key_pool.shape[3]
+    S = paged.block_tables.shape[1] * block_size
+    slots = paged.slot_mapping.view(B * Q)
+    blocks, offsets = slots // block_size, slots % block_size
+    key_pool.permute(0, 3, 1, 2).index_put_((blocks, offsets), key[0].transpose(0, 1))
+    value_pool.transpose(1, 2).index_put_((blocks, offsets), value[0].transpose(0, 1))
+    keys = key_pool[paged.block_tables].permute(0, 2, 1, 4, 3).reshape(B, Hk, S, D)
+    values = value_pool[paged.block_tables].transpose(1, 2).reshape(B, Hk, S, Dv)
     # The query heads of one KV head are folded into the query length: for Q = 1 in bfloat16 SDPA is then ten
     # times faster than with enable_gqa. Row g * Q + i of a KV head is query i of its head g.
     rows = query.reshape(H, B, Q, D).transpose(0, 1).reshape(B, Hk, H // Hk * Q, D)
     mask = paged.mask(sliding_window, H // Hk)
-    output = F.scaled_dot_product_attention(rows, pages[0], pages[1], attn_mask=mask, scale=scaling)
+    output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
     return output.reshape(B, H, Q, Dv).transpose(1, 2).reshape(1, B * Q, H, Dv), None
+
+
+def kernel_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged: PagedInputs,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`paged_attention` by the CPU kernel, which must be loaded."""
+    _refuse_unsupported(module, kwargs)
+    layer = _layer_index(module)
+    output = torch.ops.specdec.paged_attention(
+        query,
+        key,
+        value,
+        paged.key_pools[layer],
+        paged.value_pools[layer],
+        paged.positions,
+        paged.slot_mapping,
+        paged.block_tables,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window or 0,
+    )
+    return output[None], None
 
 
 def probe_attention(
@@ -122,4 +156,5 @@ def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 AttentionInterface.register(PAGED, paged_attention)
+AttentionInterface.register(KERNEL, kernel_attention)
 AttentionInterface.register(PROBE, probe_attention)

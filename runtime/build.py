@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from runtime.attention import PAGED
+from runtime.attention import KERNEL, PAGED
 from runtime.batch import Row, pack
-from runtime.bundle import current_environment, open_step
+from runtime.bundle import current_environment, open_step, uses_kernels
 from runtime.checkpoint import copy_tokenizer_files, open_checkpoint
 from runtime.compilation import StepFunction, compile_aot, torch_compile
 from runtime.config import BuildConfig, EngineConfig, LayerShape, LogitsCheck, as_json
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
+from runtime.kernels import LIBRARY, compile_kernels, describe_kernels, load_kernels
 from runtime.kv_cache import KVPool
 from runtime.model import Step, load_model, parse_pretrained_config, probe_config
 
@@ -50,12 +51,17 @@ def build_engine(
     layers = probe_config(pretrained)
     phase("loading the checkpoint")
     weights = checkpoint_dir / "rank0.safetensors"
-    model = load_model(pretrained, weights, getattr(torch, checkpoint.dtype), PAGED)
+    with_kernels = uses_kernels(build.compiler, device.type)
+    model = load_model(pretrained, weights, getattr(torch, checkpoint.dtype), KERNEL if with_kernels else PAGED)
     Step(model).to(device)
     if device.type == "cpu":
         torch.set_flush_denormal(True)
     with new_directory(output_dir, replace=replace) as directory:
         phase("compiling the step")
+        if with_kernels:
+            compile_kernels(directory / LIBRARY)
+            load_kernels(directory / LIBRARY)
+            describe_kernels()
         build, note = _compile(model, layers, build, directory)
         if build.compiler != "aot":
             shutil.copyfile(weights, directory / "rank0.safetensors")
@@ -202,8 +208,9 @@ def _check_context_len(layers: tuple[LayerShape, ...], build: BuildConfig) -> in
 
 @contextmanager
 def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    ours = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(PAGED)
+        model.set_attn_implementation(ours)

@@ -20,6 +20,7 @@ from runtime.compilation import StepFunction, open_aot, torch_compile
 from runtime.config import Compiler, Dtype, EngineConfig, Environment, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json
+from runtime.kernels import LIBRARY, load_kernels
 
 
 def current_environment(device: torch.device) -> Environment:
@@ -38,13 +39,20 @@ def current_environment(device: torch.device) -> Environment:
 
 
 def step_files(config: EngineConfig) -> list[str]:
-    match config.build_config.compiler:
+    build = config.build_config
+    kernels = [LIBRARY] if uses_kernels(build.compiler, config.environment.device) else []
+    match build.compiler:
         case "aot":
-            return ["rank0.pt2"]
+            return ["rank0.pt2", *kernels]
         case "torch-compile":
-            return ["rank0.safetensors", "rank0.cache"]
+            return ["rank0.safetensors", "rank0.cache", *kernels]
         case "none":
             return ["rank0.safetensors"]
+
+
+def uses_kernels(compiler: Compiler, device: str) -> bool:
+    """Whether attention is our kernel: where the step is compiled, on the CPU."""
+    return compiler != "none" and device == "cpu"
 
 
 def read_engine_config(engine_dir: Path) -> EngineConfig:
@@ -89,6 +97,9 @@ def open_step(
     compiler: Compiler, pretrained_config: dict[str, Any], dtype: Dtype, engine_dir: Path, device: torch.device
 ) -> StepFunction:
     """The compiled step of an engine directory, ready to be called on `device`."""
+    with_kernels = uses_kernels(compiler, device.type)
+    if with_kernels:
+        load_kernels(engine_dir / LIBRARY)
     if compiler == "aot":
         try:
             return open_aot(engine_dir / "rank0.pt2", device)
@@ -98,12 +109,15 @@ def open_step(
                 hint="run `specdec build` again",
             ) from error
     # Only here does an engine need model code.
-    from runtime.attention import PAGED
+    from runtime.attention import KERNEL, PAGED
+    from runtime.kernels import describe_kernels
     from runtime.model import Step, load_model, parse_pretrained_config
 
     pretrained = parse_pretrained_config(pretrained_config, str(engine_dir / "config.json"))
     weights = engine_dir / "rank0.safetensors"
-    step = Step(load_model(pretrained, weights, getattr(torch, dtype), PAGED)).to(device)
+    if with_kernels:
+        describe_kernels()
+    step = Step(load_model(pretrained, weights, getattr(torch, dtype), KERNEL if with_kernels else PAGED)).to(device)
     if compiler == "none":
         return step
     # A copy, because the compiler writes to its cache and the bundle may be shared or read-only.

@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeVar
 
 from runtime.errors import SpecDecError
 
-FORMAT_VERSION = 1
+CHECKPOINT_FORMAT_VERSION = 1
+ENGINE_FORMAT_VERSION = 2  # 1: K/V blocks were laid out token by token
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Compiler = Literal["aot", "torch-compile", "none"]
@@ -36,7 +37,7 @@ class CheckpointConfig:
     dtype: Dtype
     quantization: None = None
     mapping: Mapping = Mapping()
-    format_version: int = FORMAT_VERSION
+    format_version: int = CHECKPOINT_FORMAT_VERSION
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class EngineConfig:
     logits_check: LogitsCheck
     compiler_note: str | None = None
     mapping: Mapping = Mapping()
-    format_version: int = FORMAT_VERSION
+    format_version: int = ENGINE_FORMAT_VERSION
 
 
 Config = TypeVar("Config")
@@ -120,9 +121,10 @@ def parse(kind: type[Config], data: Any, where: str) -> Config:
             hint="the file was changed or is damaged; make the directory again",
         )
     version = data.get("format_version")
-    if "format_version" in {f.name for f in dataclasses.fields(kind)} and version != FORMAT_VERSION:  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if "format_version" in fields and version != (readable := fields["format_version"].default):
         raise SpecDecError(
-            f"`{where}` has a format this version cannot read (it reads {FORMAT_VERSION}): {version}",
+            f"`{where}` has a format this version cannot read (it reads {readable}): {version}",
             hint="make it again with this version of specdec, or install the version that wrote it",
         )
     hints = typing.get_type_hints(kind)
@@ -133,7 +135,7 @@ def parse(kind: type[Config], data: Any, where: str) -> Config:
             hint="the file was changed or is damaged; make the directory again",
         )
     values = {}
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for field in fields.values():
         if field.name in data:
             values[field.name] = _parse_value(hints[field.name], data[field.name], f"{where}: {field.name}")
         elif field.default is dataclasses.MISSING:

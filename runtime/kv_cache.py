@@ -209,18 +209,19 @@ def _common_prefix_len(a: Seq[int], b: Seq[int]) -> int:
 class KVPool:
     """The memory of the cache: per layer one tensor for keys and one for values.
 
-    Shapes (num_blocks, block_size, num_kv_heads, head_dim). Zeroed, not empty: what a mask hides is multiplied by
-    zero, and zero times NaN is NaN.
+    A block holds the keys of each head transposed, (num_blocks, Hk, D, block_size), and the values as they are,
+    (num_blocks, Hk, block_size, Dv): both products of attention then run along contiguous memory. Zeroed, not empty:
+    what a mask hides is multiplied by zero, and zero times NaN is NaN.
     """
 
     def __init__(
         self, layers: Seq[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        def pool(num_kv_heads: int, head_dim: int) -> Tensor:
-            return torch.zeros(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+        def pool(num_kv_heads: int, rows: int, columns: int) -> Tensor:
+            return torch.zeros(num_blocks, num_kv_heads, rows, columns, dtype=dtype, device=device)
 
-        self.keys = [pool(layer.num_kv_heads, layer.key_head_dim) for layer in layers]
-        self.values = [pool(layer.num_kv_heads, layer.value_head_dim) for layer in layers]
+        self.keys = [pool(layer.num_kv_heads, layer.key_head_dim, block_size) for layer in layers]
+        self.values = [pool(layer.num_kv_heads, block_size, layer.value_head_dim) for layer in layers]
 
     def copy_block(self, copy: BlockCopy) -> None:
         for pool in (*self.keys, *self.values):

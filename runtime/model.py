@@ -155,15 +155,15 @@ class Step(nn.Module):
         slot_mapping: Tensor,  # (B, Q) int64
         block_tables: Tensor,  # (B, N) int64
         logit_indices: Tensor,  # (T,) int64 into the flattened (B x Q)
-        key_pools: list[Tensor],  # per layer (num_blocks, block_size, num_kv_heads, head_dim)
-        value_pools: list[Tensor],
+        key_pools: list[Tensor],  # per layer (num_blocks, Hk, D, block_size)
+        value_pools: list[Tensor],  # per layer (num_blocks, Hk, block_size, Dv)
     ) -> Tensor:  # (T, vocab)
         paged = PagedInputs(key_pools, value_pools, positions, slot_mapping, block_tables)
-        (B, Q), (num_blocks, block_size) = input_ids.shape, key_pools[0].shape[:2]
+        (B, Q), num_blocks, block_size = input_ids.shape, key_pools[0].shape[0], key_pools[0].shape[3]
         _declare_equal(B, positions.shape[0], slot_mapping.shape[0], block_tables.shape[0])
         _declare_equal(Q, positions.shape[1], slot_mapping.shape[1])
         _declare_equal(num_blocks, *(pool.shape[0] for pool in (*key_pools, *value_pools)))
-        _declare_equal(block_size, *(pool.shape[1] for pool in (*key_pools, *value_pools)))
+        _declare_equal(block_size, *(pool.shape[3] for pool in key_pools), *(pool.shape[2] for pool in value_pools))
         # One row of B x Q tokens, so that the model's own `logits_to_keep` picks positions across rows.
         output = self.model(
             input_ids=input_ids.reshape(1, B * Q),

@@ -7,6 +7,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import atexit
+import shutil
+import tempfile
+
+os.environ["SPECDEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="specdec-tests-")
+atexit.register(shutil.rmtree, os.environ["SPECDEC_CACHE_DIR"], ignore_errors=True)
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -88,13 +88,16 @@ def test_half_precision_passes_its_own_tolerance(dtype: str, tmp_path: Path) -> 
 def test_files_of_each_kind_of_engine(llama_uncompiled_dir: Path, llama_engine_dir: Path, llama_dir: Path) -> None:
     """A compiled engine carries its weights within the step."""
     text = "the little dog found the red ball"
-    for directory, step_file in ((llama_uncompiled_dir, "rank0.safetensors"), (llama_engine_dir, "rank0.pt2")):
+    for directory, step_files in (
+        (llama_uncompiled_dir, {"rank0.safetensors"}),
+        (llama_engine_dir, {"rank0.pt2", "kernels.so"}),
+    ):
         assert {path.name for path in directory.iterdir()} == {
             "config.json",
             "generation_config.json",
             "tokenizer.json",
             "tokenizer_config.json",
-            step_file,
+            *step_files,
         }
         ids = AutoTokenizer.from_pretrained(llama_dir).encode(text)
         assert AutoTokenizer.from_pretrained(directory).encode(text) == ids

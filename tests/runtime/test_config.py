@@ -8,7 +8,7 @@ import pytest
 from tiny import make_build
 
 from runtime.config import (
-    FORMAT_VERSION,
+    ENGINE_FORMAT_VERSION,
     CheckpointConfig,
     EngineConfig,
     Environment,
@@ -52,7 +52,8 @@ def test_whole_number_is_a_valid_float() -> None:
 
 
 DAMAGES = [
-    pytest.param(("format_version",), FORMAT_VERSION + 1, rf"format .* \(it reads {FORMAT_VERSION}\): 2", id="newer"),
+    pytest.param(("format_version",), ENGINE_FORMAT_VERSION + 1, r"format .* \(it reads 2\): 3", id="newer"),
+    pytest.param(("format_version",), 1, r"format .* \(it reads 2\): 1", id="older"),
     pytest.param(("format_version",), None, r"format this version cannot read .*: None", id="no version"),
     pytest.param(("surprise",), 1, "unknown key: surprise", id="unknown key"),
     pytest.param(("build_config", "surprise"), 1, "build_config` has an unknown key: surprise", id="nested unknown"),

@@ -335,7 +335,7 @@ def test_pool_is_zero_and_copies_every_layer() -> None:
     layers = [LayerShape(2, 8, 8, None), LayerShape(1, 4, 6, 16)]
     pool = KVPool(layers, 3, 4, torch.float32, torch.device("cpu"))
     shapes = [tuple(tensor.shape) for tensor in (*pool.keys, *pool.values)]
-    assert shapes == [(3, 4, 2, 8), (3, 4, 1, 4), (3, 4, 2, 8), (3, 4, 1, 6)]
+    assert shapes == [(3, 2, 8, 4), (3, 1, 4, 4), (3, 2, 4, 8), (3, 1, 4, 6)]
     for tensor in (*pool.keys, *pool.values):
         assert not tensor.any()
         tensor[1] = torch.rand(tensor.shape[1:])

@@ -1,0 +1,83 @@
+"""The CPU's attention kernel, `csrc/paged_attention.cpp`: compiled once per machine, loaded once per process.
+
+Its source is small and the compiler is there anyway when an engine is built; a bundle carries the compiled library, so
+that opening needs no compiler. Importing this module compiles and loads nothing.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from runtime.errors import SpecDecError
+from runtime.files import write_file
+
+LIBRARY = "kernels.so"
+_SOURCE = Path(__file__).parent / "csrc" / "paged_attention.cpp"
+_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+
+
+def cache_dir() -> Path:
+    """Where what can be made again is kept: `SPECDEC_CACHE_DIR`, else the user's cache directory."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "specdec"
+    return Path(os.environ.get("SPECDEC_CACHE_DIR", default))
+
+
+def compile_kernels(path: Path) -> None:
+    """Write the library to `path`, from the cache if it was compiled here before. SpecDecError without a compiler."""
+    compiler = os.environ.get("CXX", "g++")
+    identity = "\n".join((_SOURCE.read_text(), *_FLAGS, compiler, torch.__version__, _processor()))
+    cached = cache_dir() / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if cached.exists():
+        shutil.copyfile(cached, path)
+        return
+    _run_compiler(compiler, path)
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, and nothing else
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_file(cached, path.read_bytes())  # whole or absent, whoever else compiles
+
+
+def _processor() -> str:
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _run_compiler(compiler: str, library: Path) -> None:
+    torch_dir = Path(torch.__file__).parent
+    command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(library), f"-I{torch_dir / 'include'}"]
+    command += [f"-L{torch_dir / 'lib'}", "-lc10", "-ltorch_cpu"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise SpecDecError(
+            f"no working C++ compiler to build with: {compiler}",
+            hint="install one (the package `g++`) or name it in the variable CXX; `--compiler none` does without",
+        ) from error
+    if result.returncode != 0:
+        raise SpecDecError(
+            f"the C++ compiler cannot compile the attention kernel: {compiler}",
+            hint=f"it said: {result.stderr.strip().splitlines()[0] if result.stderr.strip() else 'nothing'}",
+        )
+
+
+def load_kernels(path: Path) -> None:
+    """Make `torch.ops.specdec.paged_attention` available. The first library of a process serves all engines."""
+    if hasattr(torch.ops.specdec, "paged_attention"):
+        return
+    try:
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise SpecDecError(f"`{path}` cannot be loaded: {error}", hint="run `specdec build` again") from error
+
+
+def describe_kernels() -> None:
+    """Tell the compiler the shape of what the kernel returns; needed to export or compile, not to run."""
+
+    def shape(query: Tensor, key: Tensor, value: Tensor, *others: object) -> Tensor:
+        return query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+
+    torch.library.register_fake("specdec::paged_attention", shape, allow_override=True)
