@@ -24,8 +24,9 @@ from runtime.kv_cache import BlockManager, KVPool, bytes_per_block
 from runtime.request import Draft, Request, Sequence, Verdict
 from runtime.verify import verify
 
-# A longer tail is computed in pieces: attention's memory stays bounded, and a piece does not look at blocks after it.
-_CONTEXT_CHUNK = 512
+# A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
+DEFAULT_MAX_NUM_TOKENS = 512
+_SHORT_ROW = 32
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, step: StepFunction, device: torch.device, kv_cache: KVCacheConfig) -> None:
         self.config = config
+        self.max_num_tokens = DEFAULT_MAX_NUM_TOKENS  # of a prompt, computed at a time
         self.device = device
         self.block_reuse = kv_cache.block_reuse
         self.step_time_s = 0.0
@@ -151,6 +153,15 @@ class Engine:
                 hint="raise `--max-tokens-in-paged-kv-cache` or `--kv-cache-free-gpu-memory-fraction`",
             )
 
+    def check_draft_len(self, max_draft_len: int) -> None:
+        """SpecDecError if the engine was built for shorter drafts."""
+        if max_draft_len > self.max_draft_len:
+            raise SpecDecError(
+                f"draft length exceeds the engine's max_draft_len {self.max_draft_len}: {max_draft_len}",
+                hint="lower it, or build with `--speculative-decoding-mode draft_tokens_external "
+                f"--use-paged-context-fmha enable --max-draft-len {max_draft_len}`",
+            )
+
     def admit(self, sequence: Sequence) -> bool:
         """Give the sequence blocks for its tokens and a draft, finding K/V that is already known.
 
@@ -196,9 +207,15 @@ class Engine:
                     f"the drafter proposed more than the {self.max_draft_len_of(sequence)} tokens that request "
                     f"{sequence.request.id} can take: {len(draft.tokens)}"
                 )
-        self._compute_context(sequences)
+        for sequence in sequences:
+            while len(sequence.tokens) - sequence.num_computed > self.max_num_tokens:
+                self.compute_context(sequence, self.max_num_tokens)
         rows = [generation_row(s, draft.tokens) for s, draft in zip(sequences, drafts, strict=True)]
-        return torch.split(self._forward(rows), [row.num_logits for row in rows])
+        logits: dict[int, Tensor] = {}
+        for group in _similar_lengths(rows):
+            split = torch.split(self._forward([rows[i] for i in group]), [rows[i].num_logits for i in group])
+            logits.update(zip(group, split, strict=True))
+        return [logits[i] for i in range(len(rows))]
 
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; with block reuse its K/V can be found until they are needed."""
@@ -208,12 +225,10 @@ class Engine:
         """What a draft may have: the target adds a token of its own, and the budget holds for both."""
         return min(self.max_draft_len, max(sequence.num_remaining - 1, 0))
 
-    def _compute_context(self, sequences: Seq[Sequence]) -> None:
-        """Compute long uncomputed tails up to their last chunk."""
-        while long := [s for s in sequences if len(s.tokens) - s.num_computed > _CONTEXT_CHUNK]:
-            self._forward([context_row(s, _CONTEXT_CHUNK) for s in long])
-            for sequence in long:
-                sequence.num_computed += _CONTEXT_CHUNK
+    def compute_context(self, sequence: Sequence, num_tokens: int) -> None:
+        """Compute the next `num_tokens` of an admitted sequence's uncomputed tail, which must be longer."""
+        self._forward([context_row(sequence, num_tokens)])
+        sequence.num_computed += num_tokens
 
     def _forward(self, rows: list[Row]) -> Tensor:
         """(T, vocab) logits of the rows' last positions."""
@@ -225,6 +240,15 @@ class Engine:
             torch.cuda.synchronize(self.device)
         self.step_time_s += time.perf_counter() - start
         return logits
+
+
+def _similar_lengths(rows: Seq[Row]) -> list[list[int]]:
+    """Indices of rows to compute together: prompts each by itself, because rows are padded to the longest.
+
+    A prompt beside three rows of a draft's length would be computed four times over. By itself it fills the machine.
+    """
+    short = [i for i, row in enumerate(rows) if len(row.tokens) <= _SHORT_ROW]
+    return [*([i] for i, row in enumerate(rows) if len(row.tokens) > _SHORT_ROW), *([short] if short else [])]
 
 
 def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torch.device:

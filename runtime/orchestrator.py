@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Generator
 from collections.abc import Sequence as Seq
 
-from runtime.drafters.protocol import Drafter, check_drafts
+from runtime.drafters.protocol import Drafter
+from runtime.drafting import propose
 from runtime.engine import Engine
-from runtime.errors import SpecDecError, UsageError
-from runtime.request import Draft, Request, Sequence
+from runtime.errors import UsageError
+from runtime.request import Request, Sequence
 from runtime.stats import LoopTimes
 
 
@@ -30,12 +31,7 @@ def generate(
     """
     if not engine.block_reuse:
         raise UsageError("orchestrator mode needs block reuse", hint="leave `--kv-cache-enable-block-reuse` on")
-    if drafter is not None and max_draft_len > engine.max_draft_len:
-        raise SpecDecError(
-            f"draft length exceeds the engine's max_draft_len {engine.max_draft_len}: {max_draft_len}",
-            hint="lower it, or build with `--speculative-decoding-mode draft_tokens_external "
-            f"--use-paged-context-fmha enable --max-draft-len {max_draft_len}`",
-        )
+    engine.check_draft_len(max_draft_len if drafter else 0)
     for request in requests:
         engine.check_request(request)
     times = times if times is not None else LoopTimes()
@@ -60,7 +56,7 @@ def _generate_group(
         try:
             _admit(engine, running, admitted)
             drafts_start = time.perf_counter()
-            drafts = _propose(engine, drafter, admitted, max_draft_len)
+            drafts = propose(drafter, engine, admitted, max_draft_len)
             times.draft_time_s += time.perf_counter() - drafts_start
             verdicts = engine.step(admitted, drafts)
             new_tokens = [s.commit(d, v) for s, d, v in zip(admitted, drafts, verdicts, strict=True)]
@@ -72,15 +68,6 @@ def _generate_group(
         running.extend(s for s in admitted if s.finish_reason is None)
         times.wall_s += time.perf_counter() - start
         yield from zip(admitted, new_tokens, strict=True)
-
-
-def _propose(engine: Engine, drafter: Drafter | None, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-    """Drafts of at most what each sequence can take: a token of the target's own is added to them."""
-    if drafter is None:
-        return [Draft([])] * len(sequences)
-    drafts = drafter.propose(sequences, max_draft_len)
-    check_drafts(drafts, len(sequences), max_draft_len, engine.config.vocab_size)
-    return [draft.cut(engine.max_draft_len_of(s)) for s, draft in zip(sequences, drafts, strict=True)]
 
 
 def _admit(engine: Engine, running: deque[Sequence], admitted: list[Sequence]) -> None:

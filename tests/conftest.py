@@ -7,13 +7,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import atexit
-import shutil
-import tempfile
-
-os.environ["SPECDEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="specdec-tests-")
-atexit.register(shutil.rmtree, os.environ["SPECDEC_CACHE_DIR"], ignore_errors=True)
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +27,11 @@ CPU = torch.device("cpu")
 
 MakeEngineDir = Callable[..., Path]
 MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["SPECDEC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ from tiny import eager_logits, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from runtime.batch import generation_row
 from runtime.engine import Engine, KVCacheConfig, resolve_device
 from runtime.errors import SpecDecError, UsageError
 from runtime.request import Draft, Request, Sequence
@@ -34,11 +33,10 @@ def start(tokens: list[int], request_id: int = 0) -> Sequence:
 
 def logits_of(engine: Engine, sequences: list[Sequence], drafts: list[list[int]]) -> list[Tensor]:
     """Per sequence the (draft_len + 1, vocab) logits that a step would verify its draft with."""
-    rows = [generation_row(s, draft) for s, draft in zip(sequences, drafts, strict=True)]
-    logits = engine._forward(rows)
+    logits = engine.forward(sequences, [Draft(draft) for draft in drafts])
     for sequence in sequences:
         sequence.num_computed = len(sequence.tokens)
-    return list(logits.split([len(draft) + 1 for draft in drafts]))
+    return list(logits)
 
 
 def assert_equals_hf(model: PreTrainedModel, logits: Tensor, tokens: list[int], draft: list[int]) -> None:
@@ -112,8 +110,8 @@ def test_logits_of_a_prompt_computed_in_chunks_equal_hf(make_engine: Any) -> Non
     sequences = [start(repetitive_prompt(0, 1100), 0), start(repetitive_prompt(1, 600), 1), start(A, 2)]
     for sequence in sequences:
         assert engine.admit(sequence)
-    engine._compute_context(sequences)
-    assert [s.num_computed for s in sequences] == [1024, 512, 0]
+    engine.compute_context(sequences[0], 300)
+    assert [s.num_computed for s in sequences] == [300, 0, 0]
     drafts = [[5, 6], [], [7]]
     for sequence, draft, logits in zip(sequences, drafts, logits_of(engine, sequences, drafts), strict=True):
         assert_equals_hf(model, logits, sequence.tokens, draft)

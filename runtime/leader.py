@@ -1,0 +1,103 @@
+"""Leader mode (V2): one loop for all requests, in which a sequence keeps its blocks until it is done.
+
+Requests that do not fit wait and join as others finish. When blocks run out the youngest sequence gives its own back
+and is continued later from its tokens, so that the oldest always gets on.
+"""
+
+import time
+from collections import deque
+from collections.abc import Generator
+from collections.abc import Sequence as Seq
+
+from runtime.drafters.protocol import Drafter
+from runtime.drafting import propose
+from runtime.engine import Engine
+from runtime.request import Request, Sequence
+from runtime.stats import LoopTimes
+
+
+def generate(
+    engine: Engine,
+    requests: Seq[Request],
+    drafter: Drafter | None,
+    max_draft_len: int,
+    times: LoopTimes | None = None,
+) -> Generator[tuple[Sequence, list[int]]]:
+    """Yield (sequence, new tokens) after every step of every request, with at most max_batch_size of them in a step.
+
+    The same promises as `runtime.orchestrator.generate`, for engines without block reuse too.
+    """
+    engine.check_draft_len(max_draft_len if drafter else 0)
+    for request in requests:
+        engine.check_request(request)
+    times = times if times is not None else LoopTimes()
+    batch = _Batch(engine, [Sequence.start(request) for request in requests])
+    try:
+        while batch.waiting or batch.running:
+            start, step_time_s = time.perf_counter(), engine.step_time_s
+            batch.admit()
+            batch.make_room()
+            ready = batch.compute_context()
+            drafts_start = time.perf_counter()
+            drafts = propose(drafter, engine, ready, max_draft_len)
+            times.draft_time_s += time.perf_counter() - drafts_start
+            verdicts = engine.step(ready, drafts) if ready else []
+            new_tokens = [s.commit(d, v) for s, d, v in zip(ready, drafts, verdicts, strict=True)]
+            batch.release_finished(drafter)
+            times.target_time_s += engine.step_time_s - step_time_s
+            times.num_iterations += 1
+            times.wall_s += time.perf_counter() - start
+            yield from zip(ready, new_tokens, strict=True)
+    finally:
+        for sequence in batch.running:
+            engine.release(sequence)
+        if drafter:
+            for sequence in (*batch.running, *batch.waiting):
+                drafter.forget(sequence.request.id)
+
+
+class _Batch:
+    """Who runs and who waits; both oldest first."""
+
+    def __init__(self, engine: Engine, sequences: list[Sequence]) -> None:
+        self.engine = engine
+        self.waiting = deque(sequences)
+        self.running: list[Sequence] = []
+        self._is_full = False
+
+    def admit(self) -> None:
+        """Let waiting sequences join while there is room; once blocks ran out, not until somebody has finished."""
+        while self.waiting and len(self.running) < self.engine.max_batch_size and not (self._is_full and self.running):
+            if not self.engine.admit(self.waiting[0]):
+                return
+            self.running.append(self.waiting.popleft())
+
+    def make_room(self) -> None:
+        """Blocks for the next step of everyone that still runs; the youngest give theirs back if they must."""
+        for sequence in list(self.running):
+            while sequence in self.running and not self.engine.extend(sequence):
+                youngest = self.running.pop()
+                self.engine.release(youngest)
+                self.waiting.appendleft(youngest)
+                self._is_full = True
+
+    def compute_context(self) -> list[Sequence]:
+        """Spend max_num_tokens on prompts, the oldest first; returns the sequences whose next step gives a token."""
+        budget, ready = self.engine.max_num_tokens, []
+        for sequence in self.running:
+            num_missing = len(sequence.tokens) - sequence.num_computed
+            if num_missing <= budget:
+                ready.append(sequence)
+                budget -= num_missing if num_missing > self.engine.max_draft_len + 1 else 0
+            elif budget > 0:
+                self.engine.compute_context(sequence, budget)
+                budget = 0
+        return ready
+
+    def release_finished(self, drafter: Drafter | None) -> None:
+        for sequence in [s for s in self.running if s.finish_reason is not None]:
+            self.running.remove(sequence)
+            self.engine.release(sequence)
+            self._is_full = False
+            if drafter:
+                drafter.forget(sequence.request.id)

@@ -1,0 +1,188 @@
+"""The V2 loop: whatever arrives, waits, is put back and continued, each request ends with Hugging Face's tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import hf_greedy, make_model, repetitive_prompt
+from transformers import PreTrainedModel
+
+from runtime import leader, orchestrator
+from runtime.drafters.draft_target import DraftTargetDrafter
+from runtime.drafters.ngram import NgramDrafter
+from runtime.engine import Engine, KVCacheConfig
+from runtime.errors import SpecDecError
+from runtime.request import Request, Sequence
+from runtime.sampling import SamplingParams
+from runtime.stats import LoopTimes
+
+NUM_NEW_TOKENS = 24
+DRAFTERS = ["none", "ngram", "draft model"]
+
+
+@pytest.fixture
+def open_engine(llama_uncompiled_dir: Path) -> Any:
+    """The engine of fixture `llama`: max_batch_size 4, blocks of 4."""
+    return lambda **kv_cache: Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(**kv_cache))
+
+
+@pytest.fixture(scope="session")
+def draft_engine_dir(make_engine_dir: Any, tokenizer: Any) -> Path:
+    directory: Path = make_engine_dir(make_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1))
+    return directory
+
+
+@pytest.fixture
+def make_drafter(draft_engine_dir: Path, tokenizer: Any) -> Any:
+    def make(kind: str) -> Any:
+        if kind == "draft model":
+            return DraftTargetDrafter(Engine.open(draft_engine_dir), len(tokenizer), use_logits=False)
+        return NgramDrafter(2) if kind == "ngram" else None
+
+    return make
+
+
+def make_requests(num_requests: int, **settings: Any) -> list[Request]:
+    return [
+        Request(i, tuple(repetitive_prompt(i, 6 + 5 * i)), NUM_NEW_TOKENS - i, **settings) for i in range(num_requests)
+    ]
+
+
+def finish(engine: Engine, requests: list[Request], drafter: Any = None, loop: Any = leader) -> dict[int, Sequence]:
+    """Run to the end; blocks are all given back, and what was streamed is what came out."""
+    streamed: dict[int, list[int]] = {request.id: [] for request in requests}
+    finished: dict[int, Sequence] = {}
+    for sequence, new_tokens in loop.generate(engine, requests, drafter, 5 if drafter else 0):
+        assert new_tokens and sequence.request.id not in finished
+        engine._blocks.check_integrity()
+        streamed[sequence.request.id] += new_tokens
+        if sequence.finish_reason is not None:
+            finished[sequence.request.id] = sequence
+    assert {i: sequence.output_tokens for i, sequence in finished.items()} == streamed
+    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
+    return finished
+
+
+def expected(llama: PreTrainedModel, requests: list[Request]) -> dict[int, list[int]]:
+    return {r.id: hf_greedy(llama, list(r.prompt_tokens), r.max_new_tokens) for r in requests}
+
+
+def outputs(finished: dict[int, Sequence]) -> dict[int, list[int]]:
+    return {i: finished[i].output_tokens for i in sorted(finished)}
+
+
+@pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "no reuse"])
+@pytest.mark.parametrize("num_requests", [1, 3, 9])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_v2_is_v1_is_hugging_face(
+    drafter: str, num_requests: int, reuse: bool, open_engine: Any, make_drafter: Any, llama: PreTrainedModel
+) -> None:
+    requests = make_requests(num_requests)
+    v2 = finish(open_engine(block_reuse=reuse), requests, make_drafter(drafter))
+    assert outputs(v2) == expected(llama, requests)
+    v1 = finish(open_engine(), requests, make_drafter(drafter), orchestrator)
+    assert outputs(v1) == outputs(v2)
+    assert [v1[i].stats.per_step_accepted for i in v1] == [v2[i].stats.per_step_accepted for i in v1]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_same_seed_same_text_in_v1_and_v2(drafter: str, open_engine: Any, make_drafter: Any) -> None:
+    requests = make_requests(6, sampling=SamplingParams(temperature=0.9, top_k=0, random_seed=3))
+    v1 = finish(open_engine(), requests, None, orchestrator)
+    assert outputs(finish(open_engine(), requests, make_drafter(drafter))) == outputs(v1)
+
+
+def test_requests_join_as_others_finish(open_engine: Any) -> None:
+    """Five requests, four places: the fifth starts in the step after the first end, not when all four have ended."""
+    requests = [Request(i, (5, 6, 7), 3 if i == 1 else 12) for i in range(5)]
+    times = LoopTimes()
+    for _ in leader.generate(open_engine(), requests, None, 0, times):
+        pass
+    assert times.num_iterations == 3 + 12
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("max_tokens", [60, 76, 100])
+def test_sequences_put_back_and_continued_end_the_same(
+    max_tokens: int, drafter: str, open_engine: Any, make_drafter: Any, llama: PreTrainedModel
+) -> None:
+    """Together they need 140 tokens of K/V, and all are admitted at first: prompts are short, outputs long."""
+    requests = [Request(i, tuple(repetitive_prompt(i, 5)), 30) for i in range(4)]
+    engine = open_engine(max_tokens=max_tokens)
+    released: list[int] = []
+    release = engine.release
+
+    def count(sequence: Sequence) -> None:
+        released.append(sequence.request.id)
+        release(sequence)
+
+    engine.release = count
+    assert outputs(finish(engine, requests, make_drafter(drafter))) == expected(llama, requests)
+    assert len(released) > len(requests), "nobody was put back"
+    assert released.count(0) == 1, "the oldest was put back"
+
+
+@pytest.mark.parametrize("max_num_tokens", [1, 3, 7, 40, 512])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_chunked_prompts_are_whole_prompts(
+    drafter: str, max_num_tokens: int, open_engine: Any, make_drafter: Any, llama: PreTrainedModel
+) -> None:
+    requests = make_requests(5)
+    engine = open_engine()
+    engine.max_num_tokens = max_num_tokens
+    assert outputs(finish(engine, requests, make_drafter(drafter))) == expected(llama, requests)
+
+
+def test_long_prompt_does_not_hold_up_running_rows(open_engine: Any) -> None:
+    """Its 90 tokens are computed 10 at a time, while the other row gets a token in every iteration."""
+    engine = open_engine()
+    engine.max_num_tokens = 10
+    requests = [Request(0, (5, 6), 20), Request(1, tuple(repetitive_prompt(1, 90)), 4)]
+    order = [s.request.id for s, _ in leader.generate(engine, requests, None, 0)]
+    assert order.index(1) >= 8
+    assert order[:8] == [0] * 8
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1, max_size=9),
+    max_tokens=st.integers(92, 300),
+    max_num_tokens=st.integers(1, 64),
+    drafter=st.sampled_from(["none", "ngram"]),
+    reuse=st.booleans(),
+)
+def test_any_requests_end_with_the_right_tokens(
+    lengths: list[tuple[int, int]],
+    max_tokens: int,
+    max_num_tokens: int,
+    drafter: str,
+    reuse: bool,
+    open_engine: Any,
+    make_drafter: Any,
+    llama: PreTrainedModel,
+) -> None:
+    requests = [Request(i, tuple(repetitive_prompt(n, n)), new) for i, (n, new) in enumerate(lengths)]
+    engine = open_engine(max_tokens=max_tokens, block_reuse=reuse)
+    engine.max_num_tokens = max_num_tokens
+    assert outputs(finish(engine, requests, make_drafter(drafter))) == expected(llama, requests)
+
+
+def test_loop_left_early_holds_no_blocks_and_no_state(open_engine: Any) -> None:
+    engine, drafter = open_engine(), NgramDrafter(2)
+    steps = leader.generate(engine, make_requests(9), drafter, 5)
+    next(steps)
+    assert drafter._pools
+    steps.close()
+    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
+    assert drafter._pools == {}
+
+
+def test_requests_are_checked_before_the_first_step(open_engine: Any) -> None:
+    engine = open_engine()
+    with pytest.raises(SpecDecError, match="prompt is empty: request 5"):
+        next(leader.generate(engine, [*make_requests(5), Request(5, (), 5)], None, 0))
+    with pytest.raises(SpecDecError, match="draft length exceeds the engine's max_draft_len 10: 11"):
+        next(leader.generate(engine, make_requests(1), NgramDrafter(2), 11))
+    assert engine.step_time_s == 0
