@@ -13,6 +13,7 @@ from commands.drafter_settings import CustomSettings, DrafterSettings, DraftTarg
 from commands.output import warn
 from commands.text import find_tokenizer
 from runtime.bundle import read_engine_config
+from runtime.config import EngineConfig
 from runtime.drafters.draft_target import DraftTargetDrafter
 from runtime.drafters.ngram import NgramDrafter
 from runtime.drafters.protocol import Drafter
@@ -39,27 +40,31 @@ def open_drafter(settings: DrafterSettings, target: TargetBundle, kv_cache: KVCa
         case CustomSettings():
             yield load_custom_drafter(settings)
         case DraftTargetSettings():
-            check_vocabularies(settings.draft_engine_dir, target)
+            with _errors_of_the_draft_engine():
+                config = read_engine_config(settings.draft_engine_dir)
+            check_vocabularies(config, settings.draft_engine_dir, target)
             if settings.draft_engine_dir.resolve() == target.engine_dir.resolve():
                 warn("the draft model is the target itself: every draft costs more than it can save")
-            with _open_draft_engine(settings, kv_cache) as engine:
+            with _errors_of_the_draft_engine():
+                engine = Engine.open(settings.draft_engine_dir, settings.draft_device_id, kv_cache)
+            with engine:
                 yield DraftTargetDrafter(engine, target.vocab_size, use_logits=settings.use_logits)
 
 
-def _open_draft_engine(settings: DraftTargetSettings, kv_cache: KVCacheConfig) -> Engine:
+@contextmanager
+def _errors_of_the_draft_engine() -> Iterator[None]:
     try:
-        return Engine.open(settings.draft_engine_dir, settings.draft_device_id, kv_cache)
+        yield
     except SpecDecError as error:
         raise type(error)(f"draft engine: {error.message}", hint=error.hint) from error
 
 
-def check_vocabularies(draft_engine_dir: Path, target: TargetBundle) -> None:
+def check_vocabularies(config: EngineConfig, draft_engine_dir: Path, target: TargetBundle) -> None:
     """SpecDecError unless draft and target model mean the same by every token id.
 
     Their tokenizers must have the same content; the models' own vocabularies may be padded to different sizes. Without
     tokenizers to compare, the sizes must be equal.
     """
-    config = read_engine_config(draft_engine_dir)
     sizes = f"{config.vocab_size} ids in {draft_engine_dir}, {target.vocab_size} in {target.engine_dir}"
     tokenizer = find_tokenizer(draft_engine_dir, config.pretrained_config)
     target_config = read_engine_config(target.engine_dir)

@@ -247,7 +247,7 @@ def fail_unless_lossless(checks: dict[str, Any]) -> None:
     num_differing = check["num_samples"] - check["num_identical"]
     raise SpecDecError(
         f"speculation changed outputs: {num_differing} of {check['num_samples']}",
-        hint="see the positions above (with `--json`: checks.lossless.differences)",
+        hint=f"the first: {_difference_line(check['differences'][0], check['dtype'])}",
     )
 
 

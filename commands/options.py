@@ -257,6 +257,8 @@ def sampling_params(
         top_k = 0 if asks_to_sample else 1
     elif top_k == 1 and asks_to_sample:
         warn("`--top-k 1` is greedy: `--temperature`, `--top-p` and `--min-p` have no effect")
+    if temperature == 0 and (top_k > 1 or top_p or min_p):
+        warn("`--temperature 0` is greedy: `--top-k`, `--top-p` and `--min-p` have no effect")
     return SamplingParams(
         temperature=1.0 if temperature is None else temperature,
         top_k=top_k,

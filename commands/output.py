@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from rich.text import Text
 
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, UsageError
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,18 @@ def fail(message: str, hint: str | None) -> None:
 
 def _say(label: str, style: str, message: str) -> None:
     stderr().print(Text.assemble((label, style), " ", message), soft_wrap=True)
+
+
+def check_output_files(outputs: list[Path], inputs: list[Path]) -> None:
+    """SpecDecError unless each file can be written, and neither takes the place of another nor of an input."""
+    resolved = [path.resolve() for path in outputs]
+    for path, place in zip(outputs, resolved, strict=True):
+        if resolved.count(place) > 1:
+            raise UsageError(f"two outputs have the same file: {path}", hint="give each a name of its own")
+        for taken in inputs:
+            if taken.resolve() in place.parents or (taken.is_file() and taken.resolve() == place):
+                raise UsageError(f"the output would replace what is read: {path}", hint="choose another path")
+        check_output_file(path)
 
 
 def check_output_file(path: Path) -> None:

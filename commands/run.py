@@ -44,7 +44,7 @@ from commands.options import (
     check_orchestrator_flags,
     sampling_params,
 )
-from commands.output import Output, check_output_file, milliseconds, number, percent, speedup_line
+from commands.output import Output, check_output_files, milliseconds, number, percent, speedup_line
 from commands.prompts import Prompt, read_prompts
 from runtime.errors import SpecDecError, UsageError
 
@@ -155,9 +155,8 @@ def run(
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
     check_lossless_flags(check_lossless=check_lossless, has_drafter=drafter_settings is not None)
     logits_npy = _logits_path(output_logits_npy) if output_generation_logits or output_logits_npy is not None else None
-    for path in (output_csv, output_npy, logits_npy):
-        if path is not None:
-            check_output_file(path)
+    outputs = [path for path in (output_csv, output_npy, logits_npy) if path is not None]
+    check_output_files(outputs, [path for path in (engine_dir, draft_engine_dir, input_file) if path is not None])
     sampling = sampling_params(
         temperature=temperature,
         top_k=top_k,
@@ -241,7 +240,7 @@ def _compare_with_no_drafter(
 def _logits_path(path: Path | None) -> Path:
     """TensorRT-LLM's run.py writes `--output_logits_npy x.npy` to x_generation.npy."""
     path = Path("logits.npy") if path is None else path
-    if path.name in ("", ".."):
+    if path.name in ("", "..") or path.is_dir():
         raise SpecDecError(f"cannot write the file (Is a directory): {path}", hint="choose another path")
     return path.with_name(f"{path.stem}_generation.npy")
 

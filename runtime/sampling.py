@@ -87,7 +87,7 @@ class NoTokenLeft(SpecDecError):
         super().__init__(
             "there is no token left to choose, penalties and bans leave none or the model's logits are not numbers: "
             f"position {position}",
-            hint="relax `no_repeat_ngram_size` or `bad_words`",
+            hint="relax the penalties, `no_repeat_ngram_size` or `bad_words`",
         )
         self.position = position
 

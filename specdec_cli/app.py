@@ -34,12 +34,14 @@ _EXAMPLES = {
     ),
     run: (
         'specdec run --engine-dir engine --ngram-config "[10,2,[0]]" --max-output-len 128 --input-text "…"',
-        'specdec run --engine-dir engine --ngram-config "[4,2,[0]]" --input-file prompts.jsonl --json',
+        "specdec run --engine-dir engine --draft-engine-dir draft-engine --draft-target-model-config "
+        '"[4,[0],[0],False]" --temperature 0.8 --random-seed 7 --check-lossless --input-text "…"',
     ),
     summarize: (
         'specdec summarize --engine-dir engine --hf-model-dir demo --test-hf --test-engine --ngram-config "[10,2,[0]]" '
         "--check-accuracy",
-        'specdec summarize --engine-dir engine --test-engine --dataset my.jsonl --ngram-config "[4,2,[0]]" --json',
+        "specdec summarize --engine-dir engine --test-engine --dataset my.jsonl --draft-engine-dir draft-engine "
+        '--draft-target-model-config "[4,[0],[0],False]" --check-lossless --json',
     ),
 }
 

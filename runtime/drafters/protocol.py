@@ -48,7 +48,7 @@ def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size
             if not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise SpecDecError(
                     f"the drafter proposed what is no token id of the vocabulary of {vocab_size}: {token!r}",
-                    hint="draft with the target's own tokenizer",
+                    hint="ids are `int`s of the target's own tokenizer",
                 )
         if draft.probs is not None:
             _check_probs(draft.probs, (len(draft.tokens), vocab_size))
@@ -63,3 +63,9 @@ def _check_probs(probs: Any, shape: tuple[int, int]) -> None:
         )
     if not probs.is_floating_point():
         raise SpecDecError(f"the drafter's probabilities are no floats: {probs.dtype}", hint="float64 is best")
+    sums = probs.sum(dim=-1)
+    if not (bool((probs >= 0).all()) and bool(((sums - 1).abs() < 1e-3).all())):
+        raise SpecDecError(
+            f"the drafter's probabilities are no law, they are negative, no numbers, or add up to: {sums.tolist()}",
+            hint="each row is at least 0 and adds up to 1",
+        )

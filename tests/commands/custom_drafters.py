@@ -163,6 +163,7 @@ def narrow_probs() -> _Returns:
 
 def impossible_probs() -> _Returns:
     probs = torch.zeros(1, VOCAB_SIZE)
+    probs[0, 6] = 1
     return _Returns(lambda num_sequences, max_draft_len: [Draft([5], probs)] * num_sequences)
 
 

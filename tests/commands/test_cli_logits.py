@@ -92,3 +92,32 @@ def test_logits_of_a_bfloat16_engine_are_float32(specdec: Specdec, bfloat16_engi
     logits = np.load(tmp_path / "x_generation.npy")
     assert logits.dtype == np.float32 and logits.shape == (1, 4, 300)
     assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--output-csv", "same.x", "--output-npy", "same.x"),
+        ("--output-npy", "l_generation.npy", "--output-logits-npy", "l.npy"),
+        ("--output-csv", "{engine}/config.json"),
+        ("--input-file", "in.jsonl", "--output-csv", "./in.jsonl"),
+    ],
+)
+def test_outputs_replace_neither_each_other_nor_what_is_read(
+    arguments: tuple[str, ...],
+    specdec: Specdec,
+    llama_uncompiled_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "The dog"}\n')
+    before = (llama_uncompiled_dir / "config.json").read_bytes()
+    text = [] if "--input-file" in arguments else ["--input-text", "The dog"]
+    given = [argument.format(engine=llama_uncompiled_dir) for argument in arguments]
+    result = specdec("run", "--engine-dir", llama_uncompiled_dir, *text, *given)
+    assert result.exit_code == 2 and not result.stdout
+    assert "hint: " in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "The dog"}\n'
+    assert (llama_uncompiled_dir / "config.json").read_bytes() == before
