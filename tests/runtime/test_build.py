@@ -299,8 +299,8 @@ ENGINE_DAMAGES = [
         id="other",
     ),
     pytest.param(
-        lambda d: edit_config(d, lambda data: data.update(format_version=2)),
-        "`{dir}/config.json` has a format this version cannot read (it reads 1): 2",
+        lambda d: edit_config(d, lambda data: data.update(format_version=3)),
+        "`{dir}/config.json` has a format this version cannot read (it reads 2): 3",
         id="newer format",
     ),
     pytest.param(
