@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from commands.session import Session, total_record
+from commands.session import Session, Work, total_record
 from commands.text import output_text
 from runtime.errors import SpecDecError
 from runtime.request import Sequence
@@ -57,6 +57,15 @@ class SystemRun:
     def sequences(self) -> list[Sequence]:
         """The engine's; Hugging Face has none."""
         return [sample.sequence for sample in self.samples if sample.sequence]
+
+    @property
+    def work(self) -> Work:
+        return Work(self.times.wall_s, sum(len(sample.output_tokens) for sample in self.samples))
+
+    def work_on(self, chosen: list[int]) -> Work:
+        """On some of the samples only."""
+        samples = [self.samples[i] for i in chosen]
+        return Work(sum(s.wall_s for s in samples), sum(len(s.output_tokens) for s in samples))
 
     def total(self, max_draft_len: int) -> dict[str, Any]:
         if self.name == "hf":

@@ -12,7 +12,7 @@ from commands.evaluation import SampleRun, SystemRun
 from commands.lossless import lossless_lines
 from commands.output import Output, milliseconds, number, percent, speedup_line
 from commands.rouge import ROUGE_TYPES, rouge_scores
-from commands.session import Session, total_record
+from commands.session import Session, Work, total_record
 from runtime.files import write_file, write_json
 from runtime.stats import LoopTimes
 
@@ -30,6 +30,7 @@ def summary_document(
     by_name = {run.name: run for run in runs}
     systems = {run.name: _system_record(session, samples, run) for run in runs}
     engine = by_name.get("engine")
+    work = {run.name: run.work for run in runs}
     document: dict[str, Any] = {
         "requests": _request_records(session, samples, prompts, runs),
         "total": systems["engine"]["total"] if engine else None,
@@ -37,8 +38,8 @@ def summary_document(
         "hf": systems.get("hf"),
         "systems": systems,
         "categories": _category_records(session, samples, runs),
-        "speedup": _speedup(by_name.get("engine_no_drafter"), engine),
-        "speedup_over_hf": _speedup(by_name.get("hf"), engine),
+        "speedup": _speedup(work.get("engine_no_drafter"), work.get("engine")),
+        "speedup_over_hf": _speedup(work.get("hf"), work.get("engine")),
         "checks": _identity_checks(session, by_name),
         "settings": settings,
         **session.engine_records(),
@@ -92,22 +93,17 @@ def _category_records(session: Session, samples: list[Sample], runs: list[System
 def _category_record(session: Session, samples: list[Sample], runs: list[SystemRun], category: str) -> dict[str, Any]:
     chosen = [i for i, sample in enumerate(samples) if sample.category == category]
     references = [samples[i].reference for i in chosen]
-    record: dict[str, Any] = {"num_samples": len(chosen), "rouge": {}, "wall_s": {}}
+    work = {run.name: run.work_on(chosen) for run in runs}
+    walls = {name: done.wall_s for name, done in work.items()}
+    record: dict[str, Any] = {"num_samples": len(chosen), "rouge": {}, "wall_s": walls}
     for run in runs:
         answers = [run.samples[i] for i in chosen]
         record["rouge"][run.name] = rouge_scores([answer.output_text for answer in answers], references)
-        record["wall_s"][run.name] = sum(answer.wall_s for answer in answers)
         if run.name == "engine":
             sequences = [answer.sequence for answer in answers if answer.sequence]
-            total = total_record(sequences, LoopTimes(wall_s=record["wall_s"]["engine"]), session.max_draft_len)
+            total = total_record(sequences, LoopTimes(wall_s=walls["engine"]), session.max_draft_len)
             record |= {key: total[key] for key in _CATEGORY_COUNTS}
-    walls = record["wall_s"]
-    record["speedup"] = None
-    if "engine_no_drafter" in walls:
-        tokens = {run.name: sum(len(run.samples[i].output_tokens) for i in chosen) for run in runs}
-        record["speedup"] = (
-            walls["engine_no_drafter"] / walls["engine"] * (tokens["engine"] / tokens["engine_no_drafter"])
-        )
+    record["speedup"] = _speedup(work.get("engine_no_drafter"), work.get("engine"))
     return record
 
 
@@ -121,12 +117,8 @@ _CATEGORY_COUNTS = (
 )
 
 
-def _speedup(base: SystemRun | None, engine: SystemRun | None) -> float | None:
-    """Time of a token without over time with; of the whole, where both give the same tokens."""
-    if base is None or engine is None:
-        return None
-    num_tokens = {run.name: sum(len(sample.output_tokens) for sample in run.samples) for run in (base, engine)}
-    return base.times.wall_s / engine.times.wall_s * (num_tokens[engine.name] / num_tokens[base.name])
+def _speedup(base: Work | None, engine: Work | None) -> float | None:
+    return engine.speedup_over(base) if base and engine else None
 
 
 def _identity_checks(session: Session, runs: dict[Any, SystemRun]) -> dict[str, Any]:

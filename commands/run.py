@@ -1,8 +1,6 @@
 """`specdec run`: generate, with or without speculation, and say how it went."""
 
-import io
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -170,6 +168,7 @@ def run(
     )
 
     from commands.lossless import fail_unless_lossless
+    from commands.output_files import write_ids, write_logits
     from commands.session import SessionSettings, open_session
     from runtime.engine import KVCacheConfig
 
@@ -210,15 +209,15 @@ def run(
             _show_outputs(session, prompts, generation, labels, output)
         output.result(_table(generation, labels))
         output.result(_time_line(generation.total(session.max_draft_len)))
-        _write_ids(session, generation.sequences, output_csv, output_npy)
+        write_ids(generation.sequences, min(session.end_ids, default=0), output_csv, output_npy)
         if logits_npy is not None:
-            _write_logits(generation.sequences, logits_npy)
+            write_logits(generation.sequences, logits_npy)
             output.result(f"logits written: {logits_npy}")
-        verdict = _compare_with_no_drafter(session, requests, generation, output) if check_lossless else {}
+        comparison = _compare_with_no_drafter(session, requests, generation, output) if check_lossless else {}
         document = _document(session, prompts, generation, max_input_length, max_output_len)
-        output.document(document | {"speedup": None, "checks": {}} | verdict)
+        output.document(document | {"speedup": None, "checks": {}} | comparison)
     if check_lossless:
-        fail_unless_lossless(verdict["checks"])
+        fail_unless_lossless(comparison["checks"])
 
 
 def _compare_with_no_drafter(
@@ -226,10 +225,9 @@ def _compare_with_no_drafter(
 ) -> dict[str, Any]:
     """Generate again without a drafter; the `speedup` and `checks` of the document, shown too."""
     from commands.lossless import NUM_PREFIXES, check_outputs, lossless_lines
-    from commands.session import speedup_of
 
     baseline = session.run_without_drafter(requests)
-    speedup = speedup_of(generation, baseline)
+    speedup = generation.work.speedup_over(baseline.work)
     with output.progress("lossless check", NUM_PREFIXES) as advance:
         check = check_outputs(session, generation.sequences, baseline.sequences, advance)
     for line in (speedup_line(speedup), *lossless_lines(check)):
@@ -340,39 +338,6 @@ def _time_line(total: dict[str, Any]) -> str:
         f"{number(total['output_tokens_per_second'], 1)} tokens/s; a step: "
         f"{part('target', 'target')}, {part('drafting', 'draft')}, {part('host', 'host')}"
     )
-
-
-def _write_logits(sequences: list["Sequence"], path: Path) -> None:
-    """(outputs, longest output, vocab) float32; NaN after the end of an output."""
-    import numpy as np
-    import torch
-
-    from runtime.files import write_file
-
-    logits = torch.nn.utils.rnn.pad_sequence(
-        [torch.stack(sequence.logits) for sequence in sequences], batch_first=True, padding_value=float("nan")
-    )
-    file = io.BytesIO()
-    np.save(file, logits.numpy())
-    write_file(path, file.getvalue())
-
-
-def _write_ids(session: "Session", sequences: list["Sequence"], csv: Path | None, npy: Path | None) -> None:
-    """Rows of prompt and output ids, padded with the end id to the longest, as TensorRT-LLM's run.py writes them."""
-    if csv is None and npy is None:
-        return
-    import numpy as np
-
-    from runtime.files import write_file
-
-    pad = min(session.end_ids, default=0)
-    longest = max(len(sequence.tokens) for sequence in sequences)
-    rows = np.array([s.tokens + [pad] * (longest - len(s.tokens)) for s in sequences], dtype=np.int32)
-    for path, save in ((csv, partial(np.savetxt, fmt="%d", delimiter=",")), (npy, np.save)):
-        if path is not None:
-            file = io.BytesIO()  # numpy does not notice that a disk is full
-            save(file, rows)
-            write_file(path, file.getvalue())
 
 
 def _document(

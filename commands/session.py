@@ -166,17 +166,25 @@ class Generation:
     sequences: list[Sequence]
     times: LoopTimes
 
+    @property
+    def work(self) -> "Work":
+        return Work(self.times.wall_s, sum(sequence.num_generated for sequence in self.sequences))
+
     def total(self, max_draft_len: int) -> dict[str, Any]:
         """Counts over all requests, the rates derived from them, and the times."""
         return total_record(self.sequences, self.times, max_draft_len)
 
 
-def speedup_of(generation: Generation, baseline: Generation) -> float:
-    """Time of a token without a drafter over time with one; of the whole, where both give the same tokens."""
-    num_tokens, num_baseline_tokens = (
-        sum(s.stats.num_generated_tokens for s in g.sequences) for g in (generation, baseline)
-    )
-    return baseline.times.wall_s / generation.times.wall_s * (num_tokens / num_baseline_tokens)
+@dataclass(frozen=True)
+class Work:
+    """How long so many tokens took."""
+
+    wall_s: float
+    num_tokens: int
+
+    def speedup_over(self, other: "Work") -> float:
+        """The other's time for a token over this one's; of wall times, where both made as many tokens."""
+        return other.wall_s / self.wall_s * (self.num_tokens / other.num_tokens)
 
 
 def total_record(sequences: Seq[Sequence], times: LoopTimes, max_draft_len: int) -> dict[str, Any]:

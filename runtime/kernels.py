@@ -7,6 +7,8 @@ that opening needs no compiler. Importing this module compiles and loads nothing
 import contextlib
 import hashlib
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -43,12 +45,18 @@ def compile_kernels(path: Path) -> None:
 
 
 def _processor() -> str:
-    return torch.backends.cpu.get_cpu_capability()
+    """What `-march=native` depends on; a cache may be shared by machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()} {flags}"
 
 
 def _run_compiler(compiler: str, library: Path) -> None:
     torch_dir = Path(torch.__file__).parent
-    command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(library), f"-I{torch_dir / 'include'}"]
+    command = [*shlex.split(compiler), *_FLAGS, str(_SOURCE), "-o", str(library), f"-I{torch_dir / 'include'}"]
     command += [f"-L{torch_dir / 'lib'}", "-lc10", "-ltorch_cpu"]
     try:
         result = subprocess.run(command, capture_output=True, text=True)

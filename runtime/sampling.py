@@ -8,7 +8,6 @@ as often as their laws allow (Daliri et al., arXiv 2408.07978).
 
 import hashlib
 import math
-import sys
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -22,18 +21,13 @@ from runtime.errors import SpecDecError, UsageError
 Purpose = Literal["target", "draft", "accept"]
 """What a uniform number is for in rejection sampling. Numbers of one position are independent between purposes."""
 
-
-_LARGEST = sys.float_info.max  # neither infinity nor NaN
-_HIGHEST = {
-    "temperature": _LARGEST,
-    "top_k": _LARGEST,
-    "top_p": 1,
-    "min_p": 1,
-    "presence_penalty": _LARGEST,
-    "frequency_penalty": _LARGEST,
-    "no_repeat_ngram_size": _LARGEST,
+_AT_LEAST_0 = ("temperature", "top_k", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
+_SHARES = ("top_p", "min_p")
+_HINTS = {
+    "temperature": "0 is greedy, 1 no effect",
+    "top_k": "0 is the whole vocabulary, 1 greedy",
+    "repetition_penalty": "1 is no effect",
 }
-_HINTS = {"temperature": "0 is greedy, 1 no effect", "top_k": "0 is the whole vocabulary, 1 greedy"}
 
 
 @dataclass(frozen=True)
@@ -56,15 +50,14 @@ class SamplingParams:
     random_seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, highest in _HIGHEST.items():
-            value = getattr(self, name)
-            if not 0 <= value <= highest:
-                form = "at least 0" if highest == _LARGEST else f"between 0 and {highest:g}"
-                raise UsageError(f"{name} must be {form}: {value}", hint=_HINTS.get(name, "0 is no effect"))
-        if not 0 < self.repetition_penalty <= _LARGEST:
-            raise UsageError(
-                f"repetition_penalty must be more than 0: {self.repetition_penalty}", hint="1 is no effect"
-            )
+        ranges = [(name, 0 <= getattr(self, name) < math.inf, "at least 0") for name in _AT_LEAST_0]
+        ranges += [(name, 0 <= getattr(self, name) <= 1, "between 0 and 1") for name in _SHARES]
+        ranges.append(("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0"))
+        for name, is_valid, form in ranges:
+            if not is_valid:
+                raise UsageError(
+                    f"{name} must be {form}: {getattr(self, name)}", hint=_HINTS.get(name, "0 is no effect")
+                )
         if any(not word for word in self.bad_words):
             raise UsageError("a bad word has no tokens: ()", hint="leave it out")
 
@@ -105,6 +98,9 @@ class OccurrencePenalty:
 
 def penalties(params: SamplingParams) -> list[Processor]:
     """What depends on the tokens before, in the order of transformers' `generate`, which has no occurrence penalty."""
+    neutral = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words")
+    if all(getattr(params, name) == getattr(GREEDY, name) for name in neutral):
+        return []  # before transformers is imported, which plain requests do not need
     from transformers.generation.logits_process import (
         NoBadWordsLogitsProcessor,
         NoRepeatNGramLogitsProcessor,
@@ -125,6 +121,8 @@ def penalties(params: SamplingParams) -> list[Processor]:
 
 def warpers(params: SamplingParams) -> list[Processor]:
     """What shapes the law to draw from, in the order of transformers' `generate`; nothing for greedy requests."""
+    if params.is_greedy:
+        return []
     from transformers.generation.logits_process import (
         MinPLogitsWarper,
         TemperatureLogitsWarper,
@@ -133,8 +131,6 @@ def warpers(params: SamplingParams) -> list[Processor]:
     )
 
     processors: list[Processor] = []
-    if params.is_greedy:
-        return processors
     if params.temperature != 1.0:
         processors.append(TemperatureLogitsWarper(float(params.temperature)))
     if params.top_k:
@@ -151,8 +147,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, prompt_tokens: Seq[int], return_index: int = 0) -> None:
         self.is_greedy = params.is_greedy
-        self._penalties = penalties(params) if _has_penalties(params) else []
-        self._warpers = [] if params.is_greedy else warpers(params)
+        self._penalties, self._warpers = penalties(params), warpers(params)
         identity = repr((params.random_seed, return_index, tuple(prompt_tokens)))
         self._key = hashlib.blake2b(identity.encode(), digest_size=16).digest()
 
@@ -232,9 +227,3 @@ def _apply(processors: Iterable[Processor], prefix: Tensor, scores: Tensor) -> T
     for processor in processors:
         scores = processor(prefix, scores)
     return scores
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    """Asked before transformers is imported, which plain requests do not need."""
-    names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words")
-    return any(getattr(params, name) != getattr(GREEDY, name) for name in names)

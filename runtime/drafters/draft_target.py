@@ -97,7 +97,7 @@ class DraftTargetDrafter:
             try:
                 self._draft_token(proposal, _with_size(logits[0], self.vocab_size))
             except NoTokenLeft:  # for the draft model; the target may have one
-                proposal.is_done = True
+                proposal.has_ended = True
 
     def _draft_token(self, proposal: "_Proposal", logits: Tensor) -> None:
         """Choose or draw a token by (vocab_size,) logits, or end the draft."""
@@ -107,11 +107,11 @@ class DraftTargetDrafter:
             token = draw(probs, follower.sampler.uniform(len(follower.tokens), "draft"))
             proposal.add(token, probs)
             # Drawn is drawn: to leave an end id out would change the law of what is verified.
-            proposal.is_done |= token in follower.request.end_ids
+            proposal.has_ended = token in follower.request.end_ids
         else:
             token = follower.sampler.choose(follower.tokens, logits)
             if token in follower.request.end_ids:
-                proposal.is_done = True  # it comes as the target's own token at no cost
+                proposal.has_ended = True  # it comes as the target's own token at no cost
             else:
                 proposal.add(token, None)
 
@@ -124,17 +124,17 @@ class _Proposal:
     max_len: int
     tokens: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
-    is_done: bool = field(init=False)
+    has_ended: bool = False
 
-    def __post_init__(self) -> None:
-        self.is_done = self.max_len <= 0
+    @property
+    def is_done(self) -> bool:
+        return self.has_ended or len(self.tokens) >= self.max_len
 
     def add(self, token: int, probs: Tensor | None) -> None:
         self.follower.tokens.append(token)
         self.tokens.append(token)
         if probs is not None:
             self.probs.append(probs)
-        self.is_done = len(self.tokens) == self.max_len
 
     def draft(self) -> Draft:
         return Draft(self.tokens, torch.stack(self.probs) if self.probs else None)
