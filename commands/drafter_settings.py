@@ -34,11 +34,11 @@ class DraftTargetSettings:
 
 @dataclass(frozen=True)
 class CustomSettings:
-    """`--drafter module:factory`. Drafts may be as long as the engine takes; the engine runs on the first device."""
+    """`--drafter module:factory`. Without a length drafts may be as long as the engine takes; device 0 runs it."""
 
     module: str
     factory: str
-    max_draft_len: None = None
+    max_draft_len: int | None = None
     device_id: int = 0
 
 

@@ -8,7 +8,7 @@ from runtime.errors import SpecDecError
 
 _SHIPPED = {"demo": "target", "demo-draft": "draft"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 
 
 def resolve_model(name: str) -> Path:
@@ -46,7 +46,7 @@ def _download(hub_id: str) -> Path:
 
     quiet_hub()
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(hub_id, allow_patterns=MODEL_FILES))
     except GatedRepoError:
         raise SpecDecError(f"the hub asks for permission for this model: {hub_id}", hint="`hf auth login`") from None
     except RepositoryNotFoundError:

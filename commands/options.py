@@ -2,7 +2,7 @@
 
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from runtime.sampling import SamplingParams
 
 INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampling"
-KV_CACHE, RUNTIME = "KV cache", "Runtime"
+KV_CACHE, RUNTIME, LEADER = "KV cache", "Runtime", "Leader mode (V2)"
 
 EngineDir = Annotated[Path, typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT)]
 TokenizerDir = Annotated[
@@ -141,6 +141,70 @@ StopWords = Annotated[
     list[str] | None,
     typer.Option(help="Text that ends an output; repeatable.", rich_help_panel=RUNTIME, show_default="none"),
 ]
+MaxNumTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens of prompts computed at a time, so that a long one does not stall the others.",
+        rich_help_panel=RUNTIME,
+        show_default="512",
+    ),
+]
+ModelDir = Annotated[
+    str | None,
+    typer.Option(
+        help="Model directory, hub id, or shipped name (`demo`); its engine is built once and kept in the cache.",
+        rich_help_panel=LEADER,
+        show_default=False,
+    ),
+]
+SpecDecodeAlgo = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[NGRAM|DRAFT_TARGET]", help="How to draft.", rich_help_panel=LEADER, show_default="no drafter"
+    ),
+]
+SpecDecodeMaxDraftLen = Annotated[
+    int | None, typer.Option(min=1, help="Tokens in a draft.", rich_help_panel=LEADER, show_default="4")
+]
+MaxMatchingNgramSize = Annotated[
+    int | None, typer.Option(min=1, help="Longest tail looked up.", rich_help_panel=LEADER, show_default="2")
+]
+DraftModelDir = Annotated[
+    str | None,
+    typer.Option(help="The draft model, as for `--model-dir`.", rich_help_panel=LEADER, show_default=False),
+]
+DisableKvCacheReuse = Annotated[
+    bool,
+    typer.Option("--disable-kv-cache-reuse", help="Do not find K/V computed before.", rich_help_panel=LEADER),
+]
+DisableOverlapScheduler = Annotated[
+    bool,
+    typer.Option(
+        "--disable-overlap-scheduler", help="Accepted: nothing overlaps (README, Leader mode).", rich_help_panel=LEADER
+    ),
+]
+ModelDtype = Annotated[
+    Literal["auto", "float32", "float16", "bfloat16"] | None,
+    typer.Option("--dtype", help="Dtype of `--model-dir`'s engine.", rich_help_panel=LEADER, show_default="auto"),
+]
+MaxBatchSize = Annotated[
+    int | None,
+    typer.Option(min=1, help="Sequences per step of `--model-dir`'s engine.", rich_help_panel=LEADER, show_default="4"),
+]
+MaxSeqLen = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Tokens in prompt and output together of `--model-dir`'s engine.",
+        rich_help_panel=LEADER,
+        show_default="the model's positions, at most 4,096",
+    ),
+]
+NoCache = Annotated[
+    bool,
+    typer.Option("--no-cache", help="Build `--model-dir`'s engine anew and keep nothing.", rich_help_panel=LEADER),
+]
 NumBeams = Annotated[int, typer.Option(hidden=True)]
 UsePySession = Annotated[bool, typer.Option("--use-py-session", hidden=True)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.", rich_help_panel=OUTPUT)]
@@ -155,6 +219,10 @@ _ALIASES = {
     "prompt-lookup-config": "ngram-config",
     "tensorrt-llm-rouge1-threshold": "rouge1-threshold",
     "spec-decode-nextn": "spec-decode-max-draft-len",
+    "eagle-model-dir": "draft-model-dir",
+    "prompt": "input-text",
+    "max-tokens": "max-output-len",
+    "kv-cache-fraction": "kv-cache-free-gpu-memory-fraction",
 }
 
 # Flags of TensorRT-LLM's commands that mean nothing here, and whether a value follows.
@@ -194,7 +262,8 @@ def split_flags_without_effect(arguments: list[str], options_with_value: frozens
     """The arguments that mean something, and the names of the flags that do not.
 
     A value is taken along: `--gemm_plugin=float16` and `--gemm_plugin float16` both disappear. Nothing after `--` is
-    touched, and neither is the value of one of `options_with_value` (normalized names): a prompt may be `--workers`.
+    touched, and neither is one of the command's own `options_with_value` (normalized names) with its value: a prompt
+    may be `--workers`.
     """
     kept: list[str] = []
     dropped: list[str] = []
@@ -204,7 +273,7 @@ def split_flags_without_effect(arguments: list[str], options_with_value: frozens
             return [*kept, argument, *rest], dropped
         flag, equals, _ = argument.partition("=")
         name = normalize_name(flag.removeprefix("--"))
-        if not flag.startswith("--") or name not in _WITHOUT_EFFECT:
+        if not flag.startswith("--") or name not in _WITHOUT_EFFECT or name in options_with_value:
             kept.append(argument)
             if flag.startswith("--") and name in options_with_value and not equals:
                 kept.extend(islice(rest, 1))

@@ -1,12 +1,14 @@
 """`specdec run`: generate, with or without speculation, and say how it went."""
 
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from commands.drafter_settings import parse_drafter
+from commands.leader_settings import LeaderFlags, ModelFlags
 from commands.options import (
     INPUT,
     OUTPUT,
@@ -16,21 +18,32 @@ from commands.options import (
     BlockReuse,
     CheckLossless,
     CustomDrafter,
+    DisableKvCacheReuse,
+    DisableOverlapScheduler,
     DraftEngineDir,
+    DraftModelDir,
     DraftTargetModelConfig,
     EndId,
-    EngineDir,
     FreeGpuMemoryFraction,
     FrequencyPenalty,
     Json,
+    MaxBatchSize,
+    MaxMatchingNgramSize,
+    MaxNumTokens,
+    MaxSeqLen,
     MaxTokensInCache,
     MinP,
+    ModelDir,
+    ModelDtype,
     NgramConfig,
+    NoCache,
     NoRepeatNgramSize,
     NumBeams,
     PresencePenalty,
     Quiet,
     RepetitionPenalty,
+    SpecDecodeAlgo,
+    SpecDecodeMaxDraftLen,
     StopWords,
     Temperature,
     TokenizerDir,
@@ -51,7 +64,10 @@ if TYPE_CHECKING:
 
 
 def run(
-    engine_dir: EngineDir = Path("engine_outputs"),
+    engine_dir: Annotated[
+        Path | None,
+        typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
+    ] = None,
     input_text: Annotated[
         list[str] | None, typer.Option(help="Prompt; repeatable.", rich_help_panel=INPUT, show_default=False)
     ] = None,
@@ -88,6 +104,7 @@ def run(
     num_return_sequences: Annotated[
         int, typer.Option(min=1, help="Outputs for each prompt.", rich_help_panel=SAMPLING)
     ] = 1,
+    max_num_tokens: MaxNumTokens = None,
     kv_cache_enable_block_reuse: BlockReuse = True,
     kv_cache_free_gpu_memory_fraction: FreeGpuMemoryFraction = 0.9,
     max_tokens_in_paged_kv_cache: MaxTokensInCache = None,
@@ -126,34 +143,54 @@ def run(
     check_lossless: CheckLossless = False,
     num_beams: NumBeams = 1,
     use_py_session: UsePySession = False,
-    model_dir: Annotated[str | None, typer.Option(hidden=True)] = None,
-    spec_decode_algo: Annotated[str | None, typer.Option(hidden=True)] = None,
-    spec_decode_max_draft_len: Annotated[int | None, typer.Option(hidden=True)] = None,
-    max_matching_ngram_size: Annotated[int | None, typer.Option(hidden=True)] = None,
-    disable_kv_cache_reuse: Annotated[bool, typer.Option("--disable-kv-cache-reuse", hidden=True)] = False,
-    disable_overlap_scheduler: Annotated[bool, typer.Option("--disable-overlap-scheduler", hidden=True)] = False,
+    model_dir: ModelDir = None,
+    spec_decode_algo: SpecDecodeAlgo = None,
+    spec_decode_max_draft_len: SpecDecodeMaxDraftLen = None,
+    max_matching_ngram_size: MaxMatchingNgramSize = None,
+    draft_model_dir: DraftModelDir = None,
+    disable_kv_cache_reuse: DisableKvCacheReuse = False,
+    disable_overlap_scheduler: DisableOverlapScheduler = False,
+    dtype: ModelDtype = None,
+    max_batch_size: MaxBatchSize = None,
+    max_seq_len: MaxSeqLen = None,
+    no_cache: NoCache = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Generate from prompts in orchestrator mode (V1), speculating with a drafter if one is given.
+    """Generate from prompts, speculating with a drafter if one is given.
+
+    In orchestrator mode (V1) unless flags of leader mode (V2) are given: then requests join and leave a running batch.
 
     Greedy unless sampling is asked for. Greedy output is exactly what the model generates without speculation, and so
     is sampled output with the same seed; with `use_logits` sampled output has the same distribution.
     """
-    leader_flags = (model_dir, spec_decode_algo, spec_decode_max_draft_len, max_matching_ngram_size)
-    if any(flag is not None for flag in leader_flags) or disable_kv_cache_reuse or disable_overlap_scheduler:
-        raise UsageError(
-            "leader mode (V2: --model-dir, --spec-decode-algo, --spec-decode-max-draft-len …) is not in this version",
-            hint="build an engine and give `--engine-dir` and `--ngram-config [4,2,[0]]`",
-        )
-    drafter_settings = parse_drafter(ngram_config, draft_target_model_config, draft_engine_dir, drafter)
-    check_orchestrator_flags(block_reuse=kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session)
+    models = ModelFlags(model_dir, draft_model_dir, dtype, max_batch_size, max_seq_len, no_cache)
+    leader = LeaderFlags(
+        spec_decode_algo,
+        spec_decode_max_draft_len,
+        max_matching_ngram_size,
+        disable_kv_cache_reuse,
+        disable_overlap_scheduler,
+    )
+    is_leader = models.are_given or leader.are_given
+    if is_leader:
+        _refuse_orchestrator_flags(ngram_config, draft_target_model_config)
+        models.check(engine_dir, draft_engine_dir)
+        draft_dir = Path(draft_model_dir) if draft_model_dir is not None else draft_engine_dir
+        drafter_settings = leader.drafter_settings(draft_dir, drafter)
+    else:
+        drafter_settings = parse_drafter(ngram_config, draft_target_model_config, draft_engine_dir, drafter)
+    check_orchestrator_flags(
+        block_reuse=kv_cache_enable_block_reuse or is_leader, num_beams=num_beams, py_session=use_py_session
+    )
+    engine_dir = engine_dir or Path("engine_outputs")
     if streaming and json:
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
     check_lossless_flags(check_lossless=check_lossless, has_drafter=drafter_settings is not None)
     logits_npy = _logits_path(output_logits_npy) if output_generation_logits or output_logits_npy is not None else None
     outputs = [path for path in (output_csv, output_npy, logits_npy) if path is not None]
-    check_output_files(outputs, [path for path in (engine_dir, draft_engine_dir, input_file) if path is not None])
+    inputs = (engine_dir, draft_engine_dir, input_file, *(Path(m) for m in (model_dir, draft_model_dir) if m))
+    check_output_files(outputs, [path for path in inputs if path is not None])
     sampling = sampling_params(
         temperature=temperature,
         top_k=top_k,
@@ -166,57 +203,97 @@ def run(
         random_seed=random_seed,
     )
 
-    from commands.lossless import fail_unless_lossless
-    from commands.output_files import write_ids, write_logits
-    from commands.run_output import StreamPrinter, make_document, make_labels, requests_table, show_outputs, time_line
+    from commands.engine_cache import engines_of_models
     from commands.session import SessionSettings, open_session
-    from runtime.engine import KVCacheConfig
+    from runtime.engine import DEFAULT_MAX_NUM_TOKENS, KVCacheConfig
 
     output = Output(json, quiet)
     if num_return_sequences > 1 and sampling.is_greedy:
         output.warning(
             f"greedy outputs of one prompt are all the same: `--num-return-sequences {num_return_sequences}`"
         )
-    prompts = read_prompts(input_text or [], input_file)
-    settings = SessionSettings(
-        engine_dir,
-        tokenizer_dir,
-        drafter_settings,
-        sampling,
-        KVCacheConfig(kv_cache_enable_block_reuse, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction),
-        end_id,
-        stop_words or [],
-        bad_words or [],
+    job = _Job(
+        prompts=read_prompts(input_text or [], input_file),
+        input_file=input_file,
+        max_input_length=max_input_length,
+        max_output_len=max_output_len,
+        num_return_sequences=num_return_sequences,
+        streaming_interval=streaming_interval if streaming else None,
+        output_csv=output_csv,
+        output_npy=output_npy,
+        logits_npy=logits_npy,
+        check_lossless=check_lossless,
     )
-    with open_session(settings) as session:
-        if input_file is not None and input_file.suffix.lower() == ".npy" and session.end_ids:
-            # Again, now that it is known what the rows of an array are padded with.
-            prompts = read_prompts([], input_file, pad_id=min(session.end_ids))
-        requests = [
-            replace(
-                request, id=request.id * num_return_sequences + i, return_index=i, keep_logits=logits_npy is not None
-            )
-            for request in _make_requests(session, prompts, max_input_length, max_output_len, output)
-            for i in range(num_return_sequences)
-        ]
-        prompts = [prompt for prompt in prompts for _ in range(num_return_sequences)]
-        labels = make_labels(len(requests), num_return_sequences)
-        if check_lossless:
-            session.warm_up(requests)  # or the first of the two runs would pay for the first step
-        printer = StreamPrinter(session, output, streaming_interval, labels) if streaming else None
+    block_reuse = kv_cache_enable_block_reuse and not disable_kv_cache_reuse
+    with ExitStack() as stack:
+        engines = stack.enter_context(engines_of_models(models, engine_dir, drafter_settings, output))
+        settings = SessionSettings(
+            engines.engine_dir,
+            tokenizer_dir,
+            engines.drafter,
+            sampling,
+            KVCacheConfig(block_reuse, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction),
+            end_id,
+            stop_words or [],
+            bad_words or [],
+            "leader" if is_leader else "orchestrator",
+            max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
+        )
+        _answer(stack.enter_context(open_session(settings)), job, output)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What to answer, and what to write of it."""
+
+    prompts: list[Prompt]
+    input_file: Path | None
+    max_input_length: int | None
+    max_output_len: int
+    num_return_sequences: int
+    streaming_interval: int | None
+    output_csv: Path | None
+    output_npy: Path | None
+    logits_npy: Path | None
+    check_lossless: bool
+
+
+def _answer(session: "Session", job: _Job, output: Output) -> None:
+    """Generate, show and write; exit 1 if a check fails, 130 after Ctrl-C, with what had finished."""
+    from commands.lossless import fail_unless_lossless
+    from commands.output_files import write_ids, write_logits
+    from commands.run_output import StreamPrinter, make_document, make_labels, requests_table, show_outputs, time_line
+    from commands.session import Interrupted
+
+    prompts, requests = _make_requests(session, job, output)
+    labels = make_labels(len(requests), job.num_return_sequences)
+    if job.check_lossless:
+        session.warm_up(requests)  # or the first of the two runs would pay for the first step
+    interval = job.streaming_interval
+    printer = StreamPrinter(session, output, interval, labels) if interval is not None else None
+    try:
         generation = session.run(requests, speculate=True, on_tokens=printer)
-        if not streaming:
-            show_outputs(session, prompts, generation, labels, output)
+    except Interrupted as interrupted:
+        generation = interrupted.finished
+        output.warning(f"interrupted: {len(generation.sequences)} of {len(requests)} requests had finished")
+    is_whole = len(generation.sequences) == len(requests)
+    if printer is None:
+        show_outputs(session, prompts, generation, labels, output)
+    if generation.sequences:
         output.result(requests_table(generation, labels))
         output.result(time_line(generation.total(session.max_draft_len)))
-        write_ids(generation.sequences, min(session.end_ids, default=0), output_csv, output_npy)
-        if logits_npy is not None:
-            write_logits(generation.sequences, logits_npy)
-            output.result(f"logits written: {logits_npy}")
-        comparison = _compare_with_no_drafter(session, requests, generation, output) if check_lossless else {}
-        document = make_document(session, prompts, generation, max_input_length, max_output_len)
-        output.document(document | {"speedup": None, "checks": {}} | comparison)
-    if check_lossless:
+        write_ids(generation.sequences, min(session.end_ids, default=0), job.output_csv, job.output_npy)
+        if job.logits_npy is not None:
+            write_logits(generation.sequences, job.logits_npy)
+            output.result(f"logits written: {job.logits_npy}")
+    compares = job.check_lossless and is_whole
+    comparison = _compare_with_no_drafter(session, requests, generation, output) if compares else {}
+    document = make_document(session, prompts, generation, job.max_input_length, job.max_output_len)
+    num_unfinished = len(requests) - len(generation.sequences)
+    output.document(document | {"num_unfinished_requests": num_unfinished, "speedup": None, "checks": {}} | comparison)
+    if not is_whole:
+        raise typer.Exit(130)
+    if comparison:
         fail_unless_lossless(comparison["checks"])
 
 
@@ -243,16 +320,36 @@ def _logits_path(path: Path | None) -> Path:
     return path.with_name(f"{path.stem}_generation.npy")
 
 
-def _make_requests(
-    session: "Session", prompts: list[Prompt], max_input_length: int | None, max_output_len: int, output: Output
-) -> list["Request"]:
+def _make_requests(session: "Session", job: _Job, output: Output) -> tuple[list[Prompt], list["Request"]]:
+    """The requests, num_return_sequences of each prompt, and the prompt of each."""
     from commands.text import encode
 
+    prompts = job.prompts
+    if job.input_file is not None and job.input_file.suffix.lower() == ".npy" and session.end_ids:
+        # Again, now that it is known what the rows of an array are padded with.
+        prompts = read_prompts([], job.input_file, pad_id=min(session.end_ids))
+    prompts = [prompt for prompt in prompts for _ in range(job.num_return_sequences)]
     requests, num_truncated = [], 0
     for i, prompt in enumerate(prompts):
-        tokens, truncated = encode(prompt, session.tokenizer, max_input_length)
-        requests.append(session.request(i, tokens, max_output_len))
-        num_truncated += truncated
+        tokens, truncated = encode(prompt, session.tokenizer, job.max_input_length)
+        return_index = i % job.num_return_sequences
+        request = session.request(i, tokens, job.max_output_len)
+        requests.append(replace(request, return_index=return_index, keep_logits=job.logits_npy is not None))
+        num_truncated += truncated and return_index == 0
     if num_truncated:
-        output.warning(f"prompts cut to their last {max_input_length} tokens: {num_truncated}")
-    return requests
+        output.warning(f"prompts cut to their last {job.max_input_length} tokens: {num_truncated}")
+    return prompts, requests
+
+
+def _refuse_orchestrator_flags(ngram_config: str | None, draft_target_model_config: str | None) -> None:
+    """UsageError for a drafter of orchestrator mode among flags of leader mode."""
+    for flag, value, algorithm in (
+        ("--ngram-config", ngram_config, "NGRAM"),
+        ("--draft-target-model-config", draft_target_model_config, "DRAFT_TARGET"),
+    ):
+        if value is not None:
+            raise UsageError(
+                f"`{flag}` is for orchestrator mode (V1), and other flags here are leader mode's (V2): {value}",
+                hint=f"`--spec-decode-algo {algorithm} --spec-decode-max-draft-len 4` is leader mode's form; "
+                "or build an engine, and give it by `--engine-dir`",
+            )

@@ -45,7 +45,8 @@ def make_labels(num_requests: int, num_return_sequences: int) -> list[str]:
 def show_outputs(
     session: Session, prompts: list[Prompt], generation: Generation, labels: list[str], output: Output
 ) -> None:
-    for prompt, sequence, label in zip(prompts, generation.sequences, labels, strict=True):
+    for sequence in generation.sequences:
+        prompt, label = prompts[sequence.request.id], labels[sequence.request.id]
         text = output_text(session.tokenizer, sequence.output_tokens, session.stop_words)
         if text is None:
             text = " ".join(map(str, sequence.output_tokens))
@@ -62,10 +63,10 @@ def requests_table(generation: Generation, labels: list[str]) -> Table:
     table = Table()
     for column in ("Request", "Tokens", "Steps", "Tokens/step", "Accepted", "Rate", "TTFT", "TPOT", "End"):
         table.add_column(column, justify="left" if column in ("Request", "End") else "right", no_wrap=True)
-    for sequence, label in zip(generation.sequences, labels, strict=True):
+    for sequence in generation.sequences:
         stats, record = sequence.stats, sequence.stats.as_dict(0)
         table.add_row(
-            label,
+            labels[sequence.request.id],
             str(stats.num_generated_tokens),
             str(stats.num_steps),
             number(record["tokens_per_step"]),
@@ -100,7 +101,7 @@ def make_document(
     return {
         "requests": [
             {
-                "prompt": prompt.text,
+                "prompt": prompts[sequence.request.id].text,
                 "prompt_ids": list(sequence.request.prompt_tokens),
                 "return_index": sequence.request.return_index,
                 "output_ids": sequence.output_tokens,
@@ -108,7 +109,7 @@ def make_document(
                 "finish_reason": sequence.finish_reason,
                 "stats": sequence.stats.as_dict(session.max_draft_len),
             }
-            for prompt, sequence in zip(prompts, generation.sequences, strict=True)
+            for sequence in generation.sequences
         ],
         "total": generation.total(session.max_draft_len),
         "settings": {

@@ -3,28 +3,30 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from commands.drafter_settings import CustomSettings, DrafterSettings, DraftTargetSettings, NgramSettings
 from commands.drafters import GuardedDrafter, TargetBundle, open_drafter
 from commands.text import StopWords, bad_word_tokens, find_end_ids, find_tokenizer, load_tokenizer, word_tokens
+from runtime import leader, orchestrator
 from runtime.bundle import read_engine_config
 from runtime.config import EngineConfig, as_json
 from runtime.drafters.draft_target import DraftTargetDrafter
 from runtime.drafters.protocol import Drafter
-from runtime.engine import Engine, KVCacheConfig
+from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.errors import SpecDecError, UsageError
-from runtime.orchestrator import generate
 from runtime.request import Request, Sequence
 from runtime.sampling import SamplingParams
 from runtime.stats import LoopTimes, sum_stats
 
 OnTokens = Callable[[Sequence, list[int]], None]
+Mode = Literal["orchestrator", "leader"]
+_LOOPS = {"orchestrator": orchestrator.generate, "leader": leader.generate}
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class SessionSettings:
     end_id: int | None
     stop_words: list[str]
     bad_words: list[str]
+    mode: Mode = "orchestrator"
+    max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS
 
 
 @dataclass(frozen=True)
@@ -83,19 +87,28 @@ class Session:
         return isinstance(self.drafter, DraftTargetDrafter) and self.drafter.use_logits
 
     def run(self, requests: Seq[Request], *, speculate: bool, on_tokens: OnTokens | None = None) -> "Generation":
-        """Answer the requests, in order, with the drafter or without."""
+        """Answer the requests, with the drafter or without. Raises Interrupted at Ctrl-C."""
         drafter = self.drafter if speculate else None
         self.check_requests(requests)
         times, finished = LoopTimes(), {}
         draft_start_s = self.draft_engine.step_time_s if self.draft_engine else 0.0
-        for sequence, new_tokens in generate(self.engine, requests, drafter, self.max_draft_len, times):
-            if on_tokens:
-                on_tokens(sequence, new_tokens)
-            if sequence.finish_reason is not None:
-                finished[sequence.request.id] = sequence
+        generate = _LOOPS[self.settings.mode]
+        is_interrupted = False
+        try:
+            with closing(generate(self.engine, requests, drafter, self.max_draft_len, times)) as steps:
+                for sequence, new_tokens in steps:
+                    if sequence.finish_reason is not None:
+                        finished[sequence.request.id] = sequence
+                    if on_tokens:
+                        on_tokens(sequence, new_tokens)
+        except KeyboardInterrupt:
+            is_interrupted = True
         if self.draft_engine:
             times.draft_model_time_s = self.draft_engine.step_time_s - draft_start_s
-        return Generation([finished[request.id] for request in requests], times)
+        generation = Generation([finished[request.id] for request in requests if request.id in finished], times)
+        if is_interrupted:
+            raise Interrupted(generation)
+        return generation
 
     def check_requests(self, requests: Seq[Request]) -> None:
         """SpecDecError if the engine or the draft engine cannot serve one of them."""
@@ -146,7 +159,9 @@ class Session:
             "sampling": sampling,
             "end_ids": sorted(self.end_ids),
             "stop_words": list(self.stop_words.words) if self.stop_words else [],
+            "mode": self.settings.mode,
             "block_reuse": self.engine.block_reuse,
+            "max_num_tokens": self.engine.max_num_tokens,
         }
 
 
@@ -173,6 +188,14 @@ class Generation:
     def total(self, max_draft_len: int) -> dict[str, Any]:
         """Counts over all requests, the rates derived from them, and the times."""
         return total_record(self.sequences, self.times, max_draft_len)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with what had finished by then."""
+
+    def __init__(self, finished: Generation) -> None:
+        super().__init__()
+        self.finished = finished
 
 
 @dataclass(frozen=True)
@@ -238,7 +261,7 @@ def open_session(settings: SessionSettings) -> Iterator[Session]:
         stop_words = StopWords(tuple(settings.stop_words), tokenizer) if settings.stop_words else None
     with ExitStack() as stack:
         device_id = settings.drafter.device_id if settings.drafter else 0
-        engine = stack.enter_context(Engine.open(engine_dir, device_id, settings.kv_cache))
+        engine = stack.enter_context(Engine.open(engine_dir, device_id, settings.kv_cache, settings.max_num_tokens))
         drafter = None
         if settings.drafter is not None:
             target = TargetBundle(engine_dir, settings.tokenizer_dir or engine_dir, config.vocab_size)

@@ -45,9 +45,18 @@ class KVCacheConfig:
 class Engine:
     """Open one with `Engine.open`; use it as a context manager or `close` it."""
 
-    def __init__(self, config: EngineConfig, step: StepFunction, device: torch.device, kv_cache: KVCacheConfig) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        step: StepFunction,
+        device: torch.device,
+        kv_cache: KVCacheConfig,
+        max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
+    ) -> None:
+        if max_num_tokens < 1:
+            raise UsageError(f"at least one token is computed at a time: {max_num_tokens}", hint="raise it")
         self.config = config
-        self.max_num_tokens = DEFAULT_MAX_NUM_TOKENS  # of a prompt, computed at a time
+        self.max_num_tokens = max_num_tokens
         self.device = device
         self.block_reuse = kv_cache.block_reuse
         self.step_time_s = 0.0
@@ -59,9 +68,16 @@ class Engine:
         self._pool = KVPool(config.layers, num_blocks, block_size, dtype, device)
 
     @classmethod
-    def open(cls, engine_dir: Path, device_id: int = 0, kv_cache: KVCacheConfig | None = None) -> "Engine":
+    def open(
+        cls,
+        engine_dir: Path,
+        device_id: int = 0,
+        kv_cache: KVCacheConfig | None = None,
+        max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
+    ) -> "Engine":
         """Open an engine directory on a device; on a machine without a GPU device 0 is the CPU.
 
+        Of a prompt `max_num_tokens` are computed at a time.
         Raises SpecDecError if the directory is damaged or was built for another environment, or the cache does not fit.
         """
         config = read_engine_config(engine_dir)
@@ -74,7 +90,7 @@ class Engine:
             torch.set_flush_denormal(True)
         compiler = config.build_config.compiler
         step = open_step(compiler, config.pretrained_config, config.dtype, engine_dir, device)
-        return cls(config, step, device, kv_cache or KVCacheConfig())
+        return cls(config, step, device, kv_cache or KVCacheConfig(), max_num_tokens)
 
     def __enter__(self) -> "Engine":
         return self

@@ -5,7 +5,6 @@ that opening needs no compiler. Importing this module compiles and loads nothing
 """
 
 import contextlib
-import hashlib
 import os
 import platform
 import shlex
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from runtime.cache import cache_dir, digest
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 
@@ -24,17 +24,11 @@ _SOURCE = Path(__file__).parent / "csrc" / "paged_attention.cpp"
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 
 
-def cache_dir() -> Path:
-    """Where what can be made again is kept: `SPECDEC_CACHE_DIR`, else the user's cache directory."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "specdec"
-    return Path(os.environ.get("SPECDEC_CACHE_DIR", default))
-
-
 def compile_kernels(path: Path) -> None:
     """Write the library to `path`, from the cache if it was compiled here before. SpecDecError without a compiler."""
     compiler = os.environ.get("CXX", "g++")
-    identity = "\n".join((_SOURCE.read_text(), *_FLAGS, compiler, torch.__version__, _processor()))
-    cached = cache_dir() / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    name = digest((_SOURCE.read_text(), *_FLAGS, compiler, torch.__version__, processor()))
+    cached = cache_dir() / f"kernels-{name[:16]}.so"
     if cached.exists():
         shutil.copyfile(cached, path)
         return
@@ -44,7 +38,7 @@ def compile_kernels(path: Path) -> None:
         write_file(cached, path.read_bytes())  # whole or absent, whoever else compiles
 
 
-def _processor() -> str:
+def processor() -> str:
     """What `-march=native` depends on; a cache may be shared by machines of several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

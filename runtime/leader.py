@@ -19,14 +19,15 @@ from runtime.stats import LoopTimes
 def generate(
     engine: Engine,
     requests: Seq[Request],
-    drafter: Drafter | None,
-    max_draft_len: int,
+    drafter: Drafter | None = None,
+    max_draft_len: int | None = None,
     times: LoopTimes | None = None,
 ) -> Generator[tuple[Sequence, list[int]]]:
     """Yield (sequence, new tokens) after every step of every request, with at most max_batch_size of them in a step.
 
     The same promises as `runtime.orchestrator.generate`, for engines without block reuse too.
     """
+    max_draft_len = engine.max_draft_len if max_draft_len is None else max_draft_len
     engine.check_draft_len(max_draft_len if drafter else 0)
     for request in requests:
         engine.check_request(request)
@@ -82,13 +83,18 @@ class _Batch:
                 self._is_full = True
 
     def compute_context(self) -> list[Sequence]:
-        """Spend max_num_tokens on prompts, the oldest first; returns the sequences whose next step gives a token."""
+        """Spend max_num_tokens on prompts, the oldest first; returns the sequences whose next step gives a token.
+
+        A generation step waits for nobody: its few tokens are computed whatever is left to spend.
+        """
         budget, ready = self.engine.max_num_tokens, []
         for sequence in self.running:
             num_missing = len(sequence.tokens) - sequence.num_computed
-            if num_missing <= budget:
+            if num_missing <= self.engine.max_draft_len + 1:
                 ready.append(sequence)
-                budget -= num_missing if num_missing > self.engine.max_draft_len + 1 else 0
+            elif num_missing <= budget:
+                ready.append(sequence)
+                budget -= num_missing
             elif budget > 0:
                 self.engine.compute_context(sequence, budget)
                 budget = 0

@@ -20,8 +20,8 @@ from runtime.stats import LoopTimes
 def generate(
     engine: Engine,
     requests: Seq[Request],
-    drafter: Drafter | None,
-    max_draft_len: int,
+    drafter: Drafter | None = None,
+    max_draft_len: int | None = None,
     times: LoopTimes | None = None,
 ) -> Generator[tuple[Sequence, list[int]]]:
     """Yield (sequence, new tokens) after every step of every request, in groups of the engine's max_batch_size.
@@ -31,6 +31,7 @@ def generate(
     """
     if not engine.block_reuse:
         raise UsageError("orchestrator mode needs block reuse", hint="leave `--kv-cache-enable-block-reuse` on")
+    max_draft_len = engine.max_draft_len if max_draft_len is None else max_draft_len
     engine.check_draft_len(max_draft_len if drafter else 0)
     for request in requests:
         engine.check_request(request)

@@ -24,7 +24,7 @@ def test_flag_tables_are_those_of_the_commands() -> None:
 
 def test_the_walk_runs_and_passes_its_own_checks(walk: tuple[Path, list[str]]) -> None:
     _, outputs = walk
-    assert len(outputs) == 8
+    assert len(outputs) == 10
     convert, build, run, summarize = outputs[:4]
     assert "Converted llama to float32" in convert
     assert "aot" in build
@@ -35,11 +35,17 @@ def test_the_walk_runs_and_passes_its_own_checks(walk: tuple[Path, list[str]]) -
 
 
 def test_the_draft_model_of_the_walk_passes_its_own_checks(walk: tuple[Path, list[str]]) -> None:
-    *_, summarize, run = walk[1]
+    summarize, run = walk[1][6:8]
     assert "token for token the same as Hugging Face: 20 of 20" in summarize
     assert "lossless check passed: 20 of 20 outputs" in summarize
     assert "lossless check passed: chi-squared" in run
     assert (walk[0] / "logits_generation.npy").is_file()
+
+
+def test_leader_mode_of_the_walk_streams_and_is_lossless(walk: tuple[Path, list[str]]) -> None:
+    streamed, checked = walk[1][8:]
+    assert "[Text 0] " in streamed and "[Text 1] " in streamed
+    assert "lossless check passed: 2 of 2" in checked
 
 
 def python_examples() -> list[str]:
@@ -50,6 +56,7 @@ def test_the_python_example_runs(
     walk: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, example = python_examples()
+    assert len([line for line in example.splitlines() if line]) <= 10
     monkeypatch.chdir(walk[0])
     exec(compile(example, "README.md", "exec"), {})
     assert "'tokens_per_step'" in capsys.readouterr().out

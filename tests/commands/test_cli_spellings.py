@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import NGRAM, PROMPT, Result, Specdec
-from tiny import make_model
-from transformers import PreTrainedTokenizerFast
+from command_line import NGRAM, PROMPT, Result, Specdec, ids_of
+from tiny import hf_greedy, make_model
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # Prompt-Lookup, before and after its move into one document, and NGram: convert, build, run, summarize.
 WITH_EQUALS = """
@@ -232,14 +232,20 @@ def test_sampling_flags_of_trtllm_have_underscores(specdec: Specdec, with_engine
 
 
 @pytest.mark.parametrize("document", LEADER_MODE)
-def test_what_is_not_in_this_version_is_named(specdec: Specdec, document: str) -> None:
+def test_leader_mode_commands_run_as_pasted(
+    specdec: Specdec, document: str, llama_uncompiled_dir: Path, llama: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:  # fmt: skip
+    """The documents name neither a model nor a prompt, nor the algorithm that they are about."""
     ((command, *arguments),) = pasted(document)
-    result = specdec(command, *arguments)
-    assert result.exit_code == 2
-    assert "not in this version" in result.stderr
-    assert "hint: " in result.stderr and "--ngram-config" in result.stderr
-    assert "No such option" not in result.stderr
-    assert result.stdout == ""
+    more = ["--engine_dir", llama_uncompiled_dir, "--prompt", PROMPT, "--max_tokens", 6, "--end-id", 299, "--json"]
+    result = specdec(command, *arguments, *more)
+    document_json = result.document
+    assert ids_of(document_json) == [hf_greedy(llama, tokenizer(PROMPT)["input_ids"], 6, 299)]
+    settings = {"max_draft_len": 4, "max_matching_ngram_size": 2, "device_id": 0}
+    assert document_json["settings"]["mode"] == "leader"
+    assert document_json["settings"]["ngram_config"] == settings
+    assert "NGRAM is assumed" in result.stderr and "no effect" not in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,174 @@
+"""Leader mode (V2) from the command line: the same tokens as orchestrator mode and Hugging Face, whatever the flags."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import PROMPTS, Result, Specdec, assert_valid, draft_model, each, ids_of, texts_of
+from tiny import hf_greedy
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+NUM_TOKENS = 16
+NINE = [*PROMPTS, *(f"{prompt} and" for prompt in PROMPTS[:4])]
+Leader = Callable[..., Result]
+
+
+@pytest.fixture
+def leader(specdec: Specdec, llama_uncompiled_dir: Path) -> Leader:
+    """`leader(prompts, …)`: `specdec run` in leader mode on the uncompiled engine of batch 4."""
+
+    def call(prompts: list[str], *arguments: object) -> Result:
+        texts = each("--input-text", prompts)
+        return specdec("run", "--engine-dir", llama_uncompiled_dir, *texts, "--max-output-len", NUM_TOKENS, *arguments)
+
+    return call
+
+
+@pytest.fixture
+def algorithm(draft_engine_dir: Path) -> dict[str, list[object]]:
+    return {
+        "none": ["--disable-overlap-scheduler"],
+        "ngram": ["--spec-decode-algo", "NGRAM", "--spec-decode-max-draft-len", 4, "--max-matching-ngram-size", 2],
+        "draft model": ["--spec-decode-algo", "DRAFT_TARGET", "--draft-engine-dir", draft_engine_dir],
+    }
+
+
+@pytest.mark.parametrize("reuse", [[], ["--disable-kv-cache-reuse"]], ids=["reuse", "no reuse"])
+@pytest.mark.parametrize("num_requests", [1, 3, 9])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft model"])
+def test_v2_gives_hugging_faces_tokens(
+    drafter: str, num_requests: int, reuse: list[str], leader: Leader, algorithm: dict[str, list[object]],
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast,
+) -> None:  # fmt: skip
+    prompts = NINE[:num_requests]
+    document = leader(prompts, *algorithm[drafter], *reuse, "--end-id", 299, "--json").document
+    assert_valid("run", document)
+    assert ids_of(document) == [hf_greedy(llama, tokenizer(p)["input_ids"], NUM_TOKENS, 299) for p in prompts]
+    assert document["settings"]["mode"] == "leader"
+    assert document["settings"]["block_reuse"] is not bool(reuse)
+    assert (document["total"]["num_draft_tokens"] > 0) == (drafter != "none")
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", 0.9, "--random-seed", 3]], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft model"])
+def test_v2_gives_v1s_text(
+    drafter: str, sampling: list[object], leader: Leader, algorithm: dict[str, list[object]], draft_engine_dir: Path
+) -> None:
+    v1 = ["--ngram-config", "[4,2,[0]]"] if drafter == "ngram" else draft_model(draft_engine_dir)
+    ours = leader(NINE, *algorithm[drafter], *sampling, "--json").document
+    assert texts_of(ours) == texts_of(leader(NINE, *v1, *sampling, "--json").document)
+    assert ours["total"]["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("max_num_tokens", [1, 5, 512])
+@pytest.mark.parametrize("flags", [[], ["--spec-decode-algo", "NGRAM"]], ids=["V1", "V2"])
+def test_prompts_computed_in_pieces_give_the_same_tokens(max_num_tokens: int, flags: list[str], leader: Leader) -> None:
+    document = leader(NINE, *flags, "--max-num-tokens", max_num_tokens, "--json").document
+    assert document["settings"]["max_num_tokens"] == max_num_tokens
+    assert ids_of(document) == ids_of(leader(NINE, "--json").document)
+
+
+def test_streamed_pieces_make_up_each_text_and_come_interleaved(
+    leader: Leader, algorithm: dict[str, list[object]]
+) -> None:
+    expected = texts_of(leader(NINE, *algorithm["ngram"], "--json").document)
+    result = leader(NINE, *algorithm["ngram"], "--streaming", "--streaming-interval", 1, "--quiet")
+    pieces = re.findall(r"\[Text (\d)\] (.*?)\n(?=\[Text \d\] |\Z)", result.stdout, flags=re.DOTALL)
+    shown = ["".join(piece for number, piece in pieces if int(number) == i) for i in range(len(NINE))]
+    assert shown == expected
+    order = [int(number) for number, _ in pieces]
+    assert order != sorted(order), "texts came one after the other"
+    assert order.index(0) < order.index(8), "later requests wait for room"
+
+
+def test_own_drafter_and_check_lossless_work_in_leader_mode(leader: Leader, current_directory: Path) -> None:
+    (current_directory / "own.py").write_text(
+        "from runtime.drafters.ngram import NgramDrafter\ndef make():\n    return NgramDrafter(1)\n"
+    )
+    flags = ["--drafter", "own:make", "--spec-decode-max-draft-len", 3, "--check-lossless", "--json"]
+    document = leader(NINE, *flags).document
+    assert document["checks"]["lossless"]["passed"]
+    assert len(document["total"]["acceptance_histogram"]) == 4
+
+
+def test_trtllms_spellings_of_leader_mode(specdec: Specdec, llama_uncompiled_dir: Path, leader: Leader) -> None:
+    """The README's command of TensorRT-LLM names no algorithm."""
+    result = specdec(
+        "run", "--engine_dir", llama_uncompiled_dir, "--prompt", PROMPTS[0], "--max_tokens", NUM_TOKENS, "--json",
+        "--spec_decode_nextn", 4, "--max_matching_ngram_size", 2, "--disable_overlap_scheduler",
+        "--disable_kv_cache_reuse", "--kv_cache_fraction", 0.5,
+    )  # fmt: skip
+    assert "NGRAM is assumed" in result.stderr
+    ours = leader(PROMPTS[:1], "--spec-decode-algo", "ngram", "--json").document
+    assert ids_of(result.document) == ids_of(ours)
+    assert result.document["settings"]["ngram_config"] == ours["settings"]["ngram_config"]
+
+
+INTERRUPTED_DRAFTER = """
+from runtime.request import Draft
+class Interrupting:
+    def propose(self, sequences, max_draft_len):
+        if any(s.request.id >= {after} for s in sequences):
+            raise KeyboardInterrupt
+        return [Draft([])] * len(sequences)
+    def forget(self, request_id):
+        pass
+def make():
+    return Interrupting()
+"""
+
+
+@pytest.mark.parametrize("mode", [["--disable-overlap-scheduler"], []], ids=["V2", "V1"])
+@pytest.mark.parametrize("after", [0, 4])
+def test_interrupted_run_gives_what_had_finished(
+    after: int, mode: list[str], leader: Leader, current_directory: Path, tmp_path: Path
+) -> None:
+    """Request 4 starts when one of the first four has ended."""
+    expected = ids_of(leader(NINE, "--json").document)
+    (current_directory / "own.py").write_text(INTERRUPTED_DRAFTER.format(after=after))
+    result = leader(NINE, *mode, "--drafter", "own:make", "--json", "--output-csv", tmp_path / "ids.csv")
+    assert result.exit_code == 130
+    document = json.loads(result.stdout)
+    assert_valid("run", document)
+    num_finished = len(document["requests"])
+    assert (num_finished > 0) == (after > 0)
+    assert document["num_unfinished_requests"] == len(NINE) - num_finished
+    assert f"interrupted: {num_finished} of 9 requests had finished" in result.stderr
+    assert all(ids in expected for ids in ids_of(document))
+    assert (tmp_path / "ids.csv").exists() == (num_finished > 0)
+
+
+def test_ctrl_c_ends_a_process_with_what_had_finished(
+    llama_uncompiled_dir: Path, process_environment: dict[str, str]
+) -> None:
+    texts = each("--input-text", NINE)
+    flags = ["--disable-kv-cache-reuse", "--end-id", 299, "--max-output-len", 60, "--streaming", "--quiet"]
+    command = [sys.executable, "-m", "specdec_cli", "run", "--engine-dir", llama_uncompiled_dir, *texts, *flags]
+    process = subprocess.Popen(
+        [*map(str, command)],
+        env=process_environment | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )  # fmt: skip
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("[Text 4]"):  # it joined when one of the first four had finished
+            os.kill(process.pid, signal.SIGINT)
+            break
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert re.search(r"interrupted: [1-8] of 9 requests had finished", errors), errors
+    assert "Traceback" not in errors
+
+
+def test_help_groups_leader_mode(specdec: Specdec) -> None:
+    text: Any = specdec("run", "--help").stdout
+    assert "Leader mode (V2)" in text and "--spec-decode-algo" in text
