@@ -75,11 +75,17 @@ def test_prompts_computed_in_pieces_give_the_same_tokens(max_num_tokens: int, fl
     assert ids_of(document) == ids_of(leader(NINE, "--json").document)
 
 
+@pytest.mark.parametrize("stops", [[], ["--stop-words"]], ids=["no stop word", "stop word"])
+@pytest.mark.parametrize("interval", [1, 3])
 def test_streamed_pieces_make_up_each_text_and_come_interleaved(
-    leader: Leader, algorithm: dict[str, list[object]]
+    interval: int, stops: list[str], leader: Leader, algorithm: dict[str, list[object]]
 ) -> None:
-    expected = texts_of(leader(NINE, *algorithm["ngram"], "--json").document)
-    result = leader(NINE, *algorithm["ngram"], "--streaming", "--streaming-interval", 1, "--quiet")
+    """The stop word is out of the middle of an output and has several tokens, so that pieces end inside it."""
+    whole = texts_of(leader(NINE, *algorithm["ngram"], "--json").document)
+    flags = [*algorithm["ngram"], *(word for flag in stops for word in (flag, whole[0][8:14]))]
+    expected = texts_of(leader(NINE, *flags, "--json").document)
+    assert (expected[0] == whole[0]) == (not stops)
+    result = leader(NINE, *flags, "--streaming", "--streaming-interval", interval, "--quiet")
     pieces = re.findall(r"\[Text (\d)\] (.*?)\n(?=\[Text \d\] |\Z)", result.stdout, flags=re.DOTALL)
     shown = ["".join(piece for number, piece in pieces if int(number) == i) for i in range(len(NINE))]
     assert shown == expected
