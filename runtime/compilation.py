@@ -45,6 +45,8 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
 
 def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig, path: Path) -> None:
     """Write the step as an AOTInductor package. Whatever keeps a model from being exported is raised as it comes."""
+    from runtime.linears import use_linear_kernel  # not to open an engine
+
     parameter = next(step.parameters())
     num_tokens = 3 * build.tokens_per_block
     pool = example_pool(layers, num_tokens, build.tokens_per_block, parameter)
@@ -58,7 +60,10 @@ def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig
         )
         # Freezing prepacks the weights for the CPU's matrix kernels: steps are two to three times faster.
         # torch writes into its own `metadata`, by which a later torch-compile would not be found again.
-        options: dict[str, Any] = {"freezing": parameter.device.type == "cpu", "aot_inductor.metadata": {}}
+        on_cpu = parameter.device.type == "cpu"
+        if on_cpu:
+            use_linear_kernel(program)
+        options: dict[str, Any] = {"freezing": on_cpu, "aot_inductor.metadata": {}}
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from runtime.errors import SpecDecError
 
 CHECKPOINT_FORMAT_VERSION = 1
-ENGINE_FORMAT_VERSION = 2  # 1: K/V blocks were laid out token by token
+ENGINE_FORMAT_VERSION = 3  # 1: K/V blocks were laid out token by token; 2: linear layers were torch's
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Compiler = Literal["aot", "torch-compile", "none"]

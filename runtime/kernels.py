@@ -1,7 +1,7 @@
-"""The CPU's attention kernel, `csrc/paged_attention.cpp`: compiled once per machine, loaded once per process.
+"""The CPU's kernels for attention and linear layers (`csrc`): compiled once per machine, loaded once per process.
 
-Its source is small and the compiler is there anyway when an engine is built; a bundle carries the compiled library, so
-that opening needs no compiler. Importing this module compiles and loads nothing.
+Their source is small and the compiler is there anyway when an engine is built; a bundle carries the compiled library,
+so that opening needs no compiler. Importing this module compiles and loads nothing.
 """
 
 import contextlib
@@ -20,14 +20,15 @@ from runtime.errors import SpecDecError
 from runtime.files import write_file
 
 LIBRARY = "kernels.so"
-_SOURCE = Path(__file__).parent / "csrc" / "paged_attention.cpp"
+PANEL = 32  # outputs of a packed weight's panel
+_SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 
 
 def compile_kernels(path: Path) -> None:
     """Write the library to `path`, from the cache if it was compiled here before. SpecDecError without a compiler."""
     compiler = os.environ.get("CXX", "g++")
-    name = digest((_SOURCE.read_text(), *_FLAGS, compiler, torch.__version__, processor()))
+    name = digest((*(source.read_text() for source in _SOURCES), *_FLAGS, compiler, torch.__version__, processor()))
     cached = cache_dir() / f"kernels-{name[:16]}.so"
     if cached.exists():
         shutil.copyfile(cached, path)
@@ -50,7 +51,7 @@ def processor() -> str:
 
 def _run_compiler(compiler: str, library: Path) -> None:
     torch_dir = Path(torch.__file__).parent
-    command = [*shlex.split(compiler), *_FLAGS, str(_SOURCE), "-o", str(library), f"-I{torch_dir / 'include'}"]
+    command = [*shlex.split(compiler), *_FLAGS, *map(str, _SOURCES), "-o", str(library), f"-I{torch_dir / 'include'}"]
     command += [f"-L{torch_dir / 'lib'}", "-lc10", "-ltorch_cpu"]
     try:
         result = subprocess.run(command, capture_output=True, text=True)
@@ -61,14 +62,14 @@ def _run_compiler(compiler: str, library: Path) -> None:
         ) from error
     if result.returncode != 0:
         raise SpecDecError(
-            f"the C++ compiler cannot compile the attention kernel: {compiler}",
+            f"the C++ compiler cannot compile the kernels: {compiler}",
             hint=f"it said: {result.stderr.strip().splitlines()[0] if result.stderr.strip() else 'nothing'}",
         )
 
 
 def load_kernels(path: Path) -> None:
-    """Make `torch.ops.specdec.paged_attention` available. The first library of a process serves all engines."""
-    if hasattr(torch.ops.specdec, "paged_attention"):
+    """Make `torch.ops.specdec` available. The first library of a process serves all engines."""
+    if hasattr(torch.ops.specdec, "linear"):
         return
     try:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
@@ -77,9 +78,17 @@ def load_kernels(path: Path) -> None:
 
 
 def describe_kernels() -> None:
-    """Tell the compiler the shape of what the kernel returns; needed to export or compile, not to run."""
+    """Tell the compiler the shapes of what the kernels return; needed to export or compile, not to run."""
 
-    def shape(query: Tensor, key: Tensor, value: Tensor, *others: object) -> Tensor:
+    def attention(query: Tensor, key: Tensor, value: Tensor, *others: object) -> Tensor:
         return query.new_empty(query.shape[2], query.shape[1], value.shape[3])
 
-    torch.library.register_fake("specdec::paged_attention", shape, allow_override=True)
+    def pack_linear(weight: Tensor) -> Tensor:
+        return weight.new_empty(-(-weight.shape[0] // PANEL), weight.shape[1], PANEL)
+
+    def linear(x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
+        return x.new_empty(*x.shape[:-1], num_outputs)
+
+    torch.library.register_fake("specdec::paged_attention", attention, allow_override=True)
+    torch.library.register_fake("specdec::pack_linear", pack_linear, allow_override=True)
+    torch.library.register_fake("specdec::linear", linear, allow_override=True)

@@ -301,7 +301,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
 
 }  // namespace
 
-TORCH_LIBRARY(specdec, library) {
+TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def(
       "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor "
       "positions, Tensor slots, Tensor block_tables, float scale, int window) -> Tensor");

@@ -1,4 +1,4 @@
-"""The attention kernel computes what the formula says, whatever the shapes, the blocks, the dtype and the threads."""
+"""The kernels compute what their formulas say, whatever the shapes, the blocks, the dtype and the threads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from runtime.kernels import LIBRARY, compile_kernels, load_kernels
+from runtime.kernels import LIBRARY, compile_kernels, describe_kernels, load_kernels
+from runtime.linears import use_linear_kernel
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,6 +112,64 @@ def test_scores_far_apart_do_not_overflow() -> None:
         query, key, value, key_pool, value_pool, positions, slots, tables, 1.0, 0
     )
     torch.testing.assert_close(output, torch.full((1, 1, 16), 5.0))
+
+
+LINEAR_SHAPES = [  # tokens, inputs, outputs
+    *((num_tokens, 64, 96) for num_tokens in range(1, 14)),
+    (1, 768, 1280),
+    (25, 34, 7),  # a panel that is not full, and tiles of unequal size
+    (100, 130, 33),
+    (40, 2, 1),
+    (3, 5000, 70),  # deeper than a piece of a panel
+    (300, 4100, 40),
+]
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_tokens", "num_inputs", "num_outputs"), LINEAR_SHAPES)
+def test_kernel_is_a_linear_layer(
+    num_tokens: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, with_bias: bool, threads: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, num_tokens, num_inputs, generator=generator).to(dtype)[1:]
+    weight = (torch.randn(num_outputs, num_inputs, generator=generator) / num_inputs**0.5).to(dtype)
+    bias = torch.randn(num_outputs, generator=generator).to(dtype) if with_bias else None
+    output = torch.ops.specdec.linear(x, torch.ops.specdec.pack_linear(weight), bias, num_outputs)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double() if bias is not None else None)
+    assert output.dtype == dtype and output.shape == (1, num_tokens, num_outputs)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_linear_kernel_takes_rows_that_are_not_contiguous() -> None:
+    x, weight = torch.randn(64, 5).T, torch.randn(40, 64)
+    output = torch.ops.specdec.linear(x, torch.ops.specdec.pack_linear(weight), None, 40)
+    torch.testing.assert_close(output, x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+class _Layers(nn.Module):
+    """Three layers that read one input, one with a bias, one with an odd number of inputs, and one by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(16, n, bias=False) for n in (24, 8, 8))
+        self.biased, self.odd, self.last = nn.Linear(16, 5), nn.Linear(5, 6), nn.Linear(6, 40, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
+        return mixed + self.last(self.odd(self.biased(x)))
+
+
+def test_layers_of_one_input_become_one_in_a_compiled_step() -> None:
+    describe_kernels()
+    layers, x = _Layers().eval(), torch.randn(3, 16)
+    program = torch.export.export(layers, (x,), strict=False)
+    use_linear_kernel(program)
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets.count("specdec.linear.default") == 3  # query, key and value; biased; last
+    assert targets.count("aten.linear.default") == 1  # odd
+    torch.testing.assert_close(program.module()(x), layers(x))
 
 
 def test_second_library_is_not_loaded_again(tmp_path: Path) -> None:
