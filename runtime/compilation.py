@@ -48,7 +48,7 @@ def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig
     from runtime.linears import use_linear_kernel  # not to open an engine
 
     parameter = next(step.parameters())
-    num_tokens = 3 * build.tokens_per_block
+    num_tokens = 2 * build.tokens_per_block + 1 + 5
     pool = example_pool(layers, num_tokens, build.tokens_per_block, parameter)
     rows = example_rows([5, 3], 2 * build.tokens_per_block + 1, num_tokens, build.tokens_per_block, 2)
     batch = pack(rows, build.tokens_per_block, parameter.device)

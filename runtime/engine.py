@@ -229,8 +229,10 @@ class Engine:
         rows = [generation_row(s, draft.tokens) for s, draft in zip(sequences, drafts, strict=True)]
         logits: dict[int, Tensor] = {}
         for group in _similar_lengths(rows):
-            split = torch.split(self._forward([rows[i] for i in group]), [rows[i].num_logits for i in group])
-            logits.update(zip(group, split, strict=True))
+            together, start = self._forward([rows[i] for i in group]), 0
+            for i in group:
+                logits[i] = together[start : start + rows[i].num_logits]
+                start += rows[i].num_logits
         return [logits[i] for i in range(len(rows))]
 
     def release(self, sequence: Sequence) -> None:

@@ -193,7 +193,7 @@ class Sampler:
     def choices(self, prefix: list[int], logits: Tensor) -> Iterable[int]:
         """The request's own tokens row by row of (n, vocab) logits, each after the prefix and those before it."""
         if self.is_argmax:
-            yield from logits.argmax(dim=-1).tolist()
+            yield from _argmaxes(logits)
             return
         prefix = list(prefix)
         for row in logits:
@@ -209,6 +209,15 @@ class Sampler:
         """64 bits."""
         digest = hashlib.blake2b(f"{position} {purpose}".encode(), key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little")
+
+
+def _argmaxes(logits: Tensor) -> Iterable[int]:
+    """Row by row, none that is not asked for. On a CPU by NumPy: torch looks at one number after the other."""
+    if logits.device.type != "cpu":
+        yield from logits.argmax(dim=-1).tolist()
+        return
+    for row in logits:
+        yield int(row.float().numpy().argmax())
 
 
 def draw(weights: Tensor, uniform: float) -> int:

@@ -29,6 +29,21 @@ from runtime.request import Request, Sequence
 from runtime.stats import LoopTimes
 
 CONTEXT, DRAFT_LEN, HISTORY = 1000, 10, 50_000
+LLAMA_101M = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 16000,
+    "max_position_embeddings": 4096,
+}
+
+
+def save_random_llama(directory: Path, dtype: str, shape: dict[str, int]) -> None:
+    """Save a Llama with random weights, the same on every call; `shape` holds fields of its Hugging Face config."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**shape)).to(getattr(torch, dtype)).save_pretrained(directory)
 
 
 def make_engine(work_dir: Path, dtype: str) -> tuple[Path, float]:
@@ -36,17 +51,7 @@ def make_engine(work_dir: Path, dtype: str) -> tuple[Path, float]:
     engine_dir = work_dir / f"engine-{dtype}"
     start = time.perf_counter()
     if not engine_dir.exists():
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=768,
-            intermediate_size=2048,
-            num_hidden_layers=12,
-            num_attention_heads=12,
-            num_key_value_heads=4,
-            vocab_size=16000,
-            max_position_embeddings=4096,
-        )
-        LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(work_dir / f"hf-{dtype}")
+        save_random_llama(work_dir / f"hf-{dtype}", dtype, LLAMA_101M)
         convert(work_dir / f"hf-{dtype}", work_dir / f"ckpt-{dtype}", None, replace=True, progress=lambda *_: None)
         build = BuildConfig("aot", 4, 1024, 1536 + DRAFT_LEN, DRAFT_LEN, 32, "draft_tokens_external")
         start = time.perf_counter()

@@ -22,7 +22,7 @@ from runtime.attention import PAGED, PagedInputs, paged_attention
 from runtime.build import build_engine
 from runtime.bundle import current_environment, read_engine_config
 from runtime.checkpoint import convert
-from runtime.config import EngineConfig
+from runtime.config import ENGINE_FORMAT_VERSION, EngineConfig
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.orchestrator import generate
@@ -299,7 +299,7 @@ ENGINE_DAMAGES = [
         id="other",
     ),
     pytest.param(
-        lambda d: edit_config(d, lambda data: data.update(format_version=3)),
+        lambda d: edit_config(d, lambda data: data.update(format_version=ENGINE_FORMAT_VERSION + 1)),
         "`{dir}/config.json` has a format this version cannot read (it reads 2): 3",
         id="newer format",
     ),

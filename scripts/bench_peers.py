@@ -1,0 +1,545 @@
+"""specdec beside Hugging Face `generate` and OpenVINO GenAI, in one run: same weights, token ids, threads and dtype.
+
+Every system has a process of its own per model and dtype (`scripts/peers`), so that its peak memory is its own. They
+take turns, prompt by prompt, one computing at a time, and every output has the same number of tokens, greedily chosen.
+Ratios are of two measurements of one prompt in one turn; medians and the range are given. Outputs are compared with
+Hugging Face's without a drafter in the same dtype: in bfloat16 near ties may fall differently.
+
+Models: `demo`, the shipped pair; `101m` and `350m`, Llamas with random weights; `tiny`, another, to try the script.
+Prompts: the demo's articles for `demo`, and Spec-Bench's summarization and rag where `../shared/data/spec_bench` is.
+Random models have no tokenizer and take the ids of its Vicuna traces. Without it their prompts are random, with
+repeated spans.
+
+OpenVINO needs a virtual environment of its own, because it pins another transformers:
+
+    python -m venv ov
+    ov/bin/pip install torch==2.13.0
+    ov/bin/pip install openvino-genai optimum-intel[openvino]
+
+    python scripts/bench_peers.py --openvino-python ov/bin/python [--models 101m] [--dtypes float32] [--work-dir DIR]
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from bench_step import LLAMA_101M, save_random_llama
+from peers.report import METRICS, draw, print_result
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from commands.dataset import load_samples, summarization_prompt
+from commands.models import resolve_model
+from runtime.build import build_engine
+from runtime.checkpoint import convert
+from runtime.config import BuildConfig, Compiler
+
+SCRIPTS = Path(__file__).resolve().parent
+SPEC_BENCH = SCRIPTS.parent.parent / "shared" / "data" / "spec_bench"
+DTYPES = ("float32", "bfloat16")
+NGRAM_DRAFT_LEN, NGRAM_SIZE, DRAFT_MODEL_DRAFT_LEN = 10, 2, 4
+BLOCK, BATCH, MAX_INPUT_LEN, MAX_REQUEST_LEN = 32, 4, 1536, 2048
+REFERENCE = "hugging-face none"
+INSTALL_OPENVINO = (
+    "python -m venv ov && ov/bin/pip install torch==2.13.0 && ov/bin/pip install openvino-genai optimum-intel[openvino]"
+)
+# (numerator, denominator): peers over specdec, then what leader mode and drafters change.
+PAIRS = [
+    ("hugging-face none", "specdec none-v2"),
+    ("openvino none", "specdec none-v2"),
+    ("hugging-face ngram", "specdec ngram-v2"),
+    ("openvino ngram", "specdec ngram-v2"),
+    ("hugging-face draft-target", "specdec draft-target"),
+    ("specdec none-v1", "specdec none-v2"),
+    ("specdec ngram-v1", "specdec ngram-v2"),
+    ("specdec none-v2", "specdec ngram-v2"),
+    ("specdec none-v1", "specdec draft-target"),
+    ("hugging-face none", "hugging-face ngram"),
+    ("hugging-face none", "hugging-face draft-target"),
+    ("openvino none", "openvino ngram"),
+]
+
+
+@dataclass(frozen=True)
+class Model:
+    """`shape`: fields of a random Llama's config, None for the demo. A step is timed after each of `contexts`."""
+
+    shape: dict[str, int] | None
+    compiler: Compiler = "aot"
+    max_input_len: int = MAX_INPUT_LEN
+    max_request_len: int = MAX_REQUEST_LEN
+    contexts: tuple[int, int] = (500, 1500)
+
+
+_LONG: dict[str, Any] = {"max_input_len": 4200, "max_request_len": 4608, "contexts": (500, 4000)}
+MODELS = {
+    "demo": Model(None),
+    "101m": Model(LLAMA_101M | {"max_position_embeddings": 8192}, **_LONG),
+    "350m": Model(
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "vocab_size": 32000,
+            "max_position_embeddings": 8192,
+        },
+        **_LONG,
+    ),
+    "tiny": Model(
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+            "max_position_embeddings": 2048,
+        },
+        compiler="none",
+    ),
+}
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def once(directory: Path, make: Callable[[Path], object]) -> Path:
+    """The directory, made unless it is there; what was interrupted is made again."""
+    if not directory.exists():
+        say(f"making {directory.name}")
+        partial = directory.with_name(f"{directory.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        make(partial)
+        partial.rename(directory)
+    return directory
+
+
+def make_model(name: str, dtype: str, work_dir: Path) -> Path:
+    """The Hugging Face directory of a model in a dtype, which every system starts from."""
+    shape = MODELS[name].shape if name in MODELS else None
+
+    def save(directory: Path) -> None:
+        if shape:
+            save_random_llama(directory, dtype, shape)
+            return
+        source = resolve_model(name)
+        AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).save_pretrained(directory)
+        AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+
+    return once(work_dir / f"hf-{name}-{dtype}", save)
+
+
+def make_engine(name: str, model: Model, max_draft_len: int, model_dir: Path, work_dir: Path) -> Path:
+    def build(directory: Path) -> None:
+        checkpoint_dir = directory.with_suffix(".checkpoint")
+        convert(model_dir, checkpoint_dir, None, replace=True, progress=lambda *_: None)
+        settings = BuildConfig(
+            compiler=model.compiler,
+            max_batch_size=BATCH,
+            max_input_len=model.max_input_len,
+            max_seq_len=model.max_request_len + max_draft_len,
+            max_draft_len=max_draft_len,
+            tokens_per_block=BLOCK,
+            speculative_decoding_mode="draft_tokens_external" if max_draft_len else "none",
+        )
+        build_engine(checkpoint_dir, directory, settings, torch.device("cpu"), replace=True, phase=lambda _: None)
+        shutil.rmtree(checkpoint_dir)
+
+    return once(work_dir / f"engine-{name}", build)
+
+
+def export_to_openvino(python: Path, model_dir: Path, work_dir: Path) -> Path:
+    """Weights keep their dtype: optimum compresses models of more than 1,000 M parameters only, unless it is told."""
+
+    def export(directory: Path) -> None:
+        command = [python.parent / "optimum-cli", "export", "openvino", "--model", model_dir]
+        command += ["--task", "text-generation-with-past", directory]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"optimum-cli failed for {model_dir.name}:\n{done.stdout[-2000:]}")
+
+    return once(work_dir / model_dir.name.replace("hf-", "openvino-"), export)
+
+
+def load_prompts(name: str, model_dir: Path, num_prompts: int, prompt_len: int) -> dict[str, list[list[int]]]:
+    """Token ids by set, cut to their last `prompt_len`."""
+    sets: dict[str, list[list[int]]] = {}
+    shape = MODELS[name].shape
+    if shape is None:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        samples = load_samples("demo", eval_task="summarize", dataset_dir=None, max_samples=num_prompts, seed=0)
+        sets["demo articles"] = [tokenizer(summarization_prompt(s.text), verbose=False)["input_ids"] for s in samples]
+    for category in ("summarization", "rag") if SPEC_BENCH.is_dir() else ():
+        if shape is None:
+            rows = read_rows(SPEC_BENCH / "question.jsonl", category)
+            prompts = [tokenizer(row["turns"][0], verbose=False)["input_ids"] for row in rows]
+        else:
+            rows = read_rows(SPEC_BENCH / "vicuna_traces.jsonl", category)
+            prompts = [[token % shape["vocab_size"] for token in row["prompt_ids"]] for row in rows]
+        # Those long enough in their order, then the longest of the others.
+        prompts.sort(key=lambda ids: min(len(ids), prompt_len), reverse=True)
+        sets[f"Spec-Bench {category}"] = prompts[:num_prompts]
+    if shape is not None and not sets:
+        sets["synthetic"] = [synthetic_prompt(i, prompt_len, shape["vocab_size"]) for i in range(num_prompts)]
+    return {name: [ids[-prompt_len:] for ids in prompts] for name, prompts in sets.items()}
+
+
+def read_rows(file: Path, category: str) -> list[dict[str, Any]]:
+    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if row["category"] == category]
+
+
+def synthetic_prompt(seed: int, length: int, vocab_size: int) -> list[int]:
+    """Spans of 16 tokens, every other one a repetition of what came before."""
+    rng = random.Random(seed)
+    ids: list[int] = []
+    while len(ids) < length:
+        start = rng.randrange(max(len(ids) - 16, 1))
+        is_new = len(ids) % 32 == 0
+        ids += [rng.randrange(3, vocab_size) for _ in range(16)] if is_new else ids[start : start + 16]
+    return ids[:length]
+
+
+class Worker:
+    """A system's process. `variants` are what it measures."""
+
+    def __init__(self, system: str, python: Path, settings: dict[str, Any]) -> None:
+        self.system = system
+        module = {"hugging-face": "hf"}.get(system, system)
+        self._process = subprocess.Popen(
+            [python, "-m", f"peers.{module}_worker", json.dumps(settings)],
+            cwd=SCRIPTS,
+            env=environment(settings["num_threads"]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_until_ready(self) -> None:
+        ready = self._receive()
+        self.variants: list[str] = ready["variants"]
+        self.note = {"settings": ready["note"], "loaded_peak_memory_bytes": ready["peak_memory_bytes"]}
+
+    def measure(self, job: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return self._receive()
+
+    def stop(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the worker of {self.system} ended with exit status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def environment(num_threads: int) -> dict[str, str]:
+    own = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return os.environ | own
+
+
+def measure_in_turns(
+    workers: list[Worker], sets: dict[str, list[list[int]]], output_len: int, runs: int
+) -> list[dict[str, Any]]:
+    """One record per system, variant, prompt and run, each turn in an order of its own.
+
+    Run 0, of each set's first prompt, is a warm-up and left out.
+    """
+    records, rng = [], random.Random(0)
+    turn = [(worker, variant) for worker in workers for variant in worker.variants]
+    for run in range(runs + 1):
+        for set_name, prompts in sets.items():
+            for i, prompt in enumerate(prompts if run else prompts[:1]):
+                rng.shuffle(turn)
+                for worker, variant in turn:
+                    job = {"variant": variant, "prompt": prompt, "max_new_tokens": output_len}
+                    record = {"system": worker.system, "variant": variant, "set": set_name, "prompt": i, "run": run}
+                    records.append(record | worker.measure(job))
+        say(f"run {run} of {runs}")
+    records = [record for record in records if record["run"] > 0]
+    order = [f"{worker.system} {variant}" for worker in workers for variant in worker.variants]
+    records.sort(key=lambda record: order.index(label(record)))
+    compare_outputs(records)
+    return records
+
+
+def compare_outputs(records: list[dict[str, Any]]) -> None:
+    """Put the position of the first difference from the reference, or None, in the place of the output ids."""
+    reference = {key_of(r): r["output_ids"] for r in records if label(r) == REFERENCE}
+    for record in records:
+        pairs = zip(record["output_ids"], reference[key_of(record)], strict=True)
+        record["first_difference"] = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        record["num_output_tokens"] = len(record["output_ids"])
+    for record in records:
+        del record["output_ids"]
+
+
+def key_of(record: dict[str, Any]) -> tuple[str, int, int]:
+    """What two records of one turn share."""
+    return record["set"], record["prompt"], record["run"]
+
+
+def label(record: dict[str, Any]) -> str:
+    return f"{record['system']} {record['variant']}"
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {"median": median(ordered), "min": ordered[0], "max": ordered[-1], "num_values": len(ordered)}
+
+
+def summarize(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per set and variant. Peak memory is that of the variant's process at the end."""
+    rows = []
+    for set_name, name in dict.fromkeys((r["set"], label(r)) for r in records):
+        own = [r for r in records if (r["set"], label(r)) == (set_name, name)]
+        system = own[0]["system"]
+        firsts = [r["first_difference"] for r in own if r["run"] == 1]
+        peak = max(r["peak_memory_bytes"] for r in records if r["system"] == system and shares_process(r, own[0]))
+        rows.append(
+            {"set": set_name, "name": name}
+            | {metric: spread(r[metric] for r in own) for metric in METRICS}
+            | {
+                "output_tokens_per_second": spread(r["num_output_tokens"] / r["wall_s"] for r in own),
+                "tokens_per_step": spread(r["num_output_tokens"] / r["num_steps"] for r in own),
+                "num_output_tokens": sum(r["num_output_tokens"] for r in own),
+                "num_steps": sum(r["num_steps"] for r in own),
+                "peak_memory_bytes": peak,
+                "num_prompts": len(firsts),
+                "num_equal": firsts.count(None),
+                "first_differences": [first for first in firsts if first is not None],
+            }
+        )
+    return rows
+
+
+def shares_process(record: dict[str, Any], other: dict[str, Any]) -> bool:
+    """OpenVINO has a process per variant."""
+    return record["system"] != "openvino" or record["variant"] == other["variant"]
+
+
+def divide(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every pair's ratios that can be had, each over measurements of one prompt in one turn."""
+    by_name: dict[str, dict[tuple[str, int, int], dict[str, Any]]] = {}
+    for record in records:
+        by_name.setdefault(label(record), {})[key_of(record)] = record
+    ratios = []
+    for numerator, denominator in PAIRS:
+        if numerator in by_name and denominator in by_name:
+            pairs = [(record, by_name[denominator][key]) for key, record in by_name[numerator].items()]
+            metrics = {metric: spread(n[metric] / d[metric] for n, d in pairs) for metric in METRICS}
+            ratios.append({"numerator": numerator, "denominator": denominator} | metrics)
+    return ratios
+
+
+def measure_details(settings: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "peers.specdec_details", json.dumps(settings)]
+    env = environment(settings["num_threads"])
+    done = subprocess.run(command, cwd=SCRIPTS, env=env, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"peers.specdec_details ended with exit status {done.returncode}")
+    details: dict[str, Any] = json.loads(done.stdout)
+    return details
+
+
+def bench(
+    name: str, dtype: str, openvino_python: Path | None, work_dir: Path, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Everything about one model in one dtype."""
+    model, num_threads = MODELS[name], arguments.threads
+    model_dir = make_model(name, dtype, work_dir)
+    engine_dir = make_engine(f"{name}-{dtype}", model, NGRAM_DRAFT_LEN, model_dir, work_dir)
+    draft_dir = make_model("demo-draft", dtype, work_dir) if name == "demo" else None
+    draft_engine_dir = make_engine(f"demo-draft-{dtype}", model, 0, draft_dir, work_dir) if draft_dir else None
+    sets = load_prompts(name, model_dir, max(arguments.prompts, BATCH), arguments.prompt_len)
+    # The cache holds what BATCH requests need and no more: its memory counts.
+    num_blocks = -(-(arguments.prompt_len + arguments.output_len + NGRAM_DRAFT_LEN) // BLOCK)
+    settings = {
+        "model_dir": str(model_dir),
+        "engine_dir": str(engine_dir),
+        "draft_model_dir": draft_dir and str(draft_dir),
+        "draft_engine_dir": draft_engine_dir and str(draft_engine_dir),
+        "dtype": dtype,
+        "num_threads": num_threads,
+        "max_cache_tokens": BATCH * num_blocks * BLOCK,
+        "ngram_size": NGRAM_SIZE,
+        "ngram_draft_len": NGRAM_DRAFT_LEN,
+        "draft_model_draft_len": DRAFT_MODEL_DRAFT_LEN,
+    }
+    python = Path(sys.executable)
+    planned = [("hugging-face", python, settings), ("specdec", python, settings)]
+    if openvino_python:
+        openvino_dir = export_to_openvino(openvino_python, model_dir, work_dir)
+        for variant in ("none", "ngram"):
+            own = {"openvino_dir": str(openvino_dir), "variant": variant}
+            planned.append(("openvino", openvino_python, settings | own))
+    with ExitStack() as stack:
+        workers = [Worker(*plan) for plan in planned]
+        for worker in workers:
+            stack.callback(worker.stop)
+            worker.wait_until_ready()
+        measured = {set_name: prompts[: arguments.prompts] for set_name, prompts in sets.items()}
+        records = measure_in_turns(workers, measured, arguments.output_len, arguments.runs)
+    result = {
+        "model": name,
+        "dtype": dtype,
+        "prompt_lengths": {set_name: [len(ids) for ids in prompts] for set_name, prompts in measured.items()},
+        "notes": {f"{w.system} {' '.join(w.variants)}": w.note for w in workers},
+        "systems": summarize(records),
+        "ratios": divide(records),
+        "records": records,
+    }
+    if arguments.details:
+        more = {
+            "prompts": [ids for prompts in sets.values() for ids in prompts][:BATCH],
+            "output_len": arguments.output_len,
+            "runs": arguments.runs,
+            "contexts": model.contexts,
+            "max_cache_tokens": max(settings["max_cache_tokens"], sum(model.contexts) + 4 * BLOCK),
+        }
+        result["specdec_details"] = measure_details(settings | more)
+    return result
+
+
+def find_openvino(python: Path | None) -> tuple[str | None, str]:
+    """OpenVINO GenAI's version in that environment, or None and why not."""
+    if python is None:
+        return None, f"no `--openvino-python` and no SPECDEC_OPENVINO_PYTHON; install: {INSTALL_OPENVINO}"
+    probe = "import numpy, openvino, openvino_genai, optimum.intel; print(openvino_genai.__version__)"
+    try:
+        done = subprocess.run([python, "-c", probe], capture_output=True, text=True)
+    except OSError as error:
+        return None, f"cannot run {python}: {error}; install: {INSTALL_OPENVINO}"
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return None, f"{python}: {reason}; install: {INSTALL_OPENVINO}"
+    return done.stdout.split()[-1], ""
+
+
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def find_skipped(arguments: argparse.Namespace, openvino_reason: str) -> dict[str, str]:
+    skipped = {"openvino": openvino_reason} if openvino_reason else {}
+    for name in arguments.models:
+        if name != "demo":
+            skipped[f"draft-target on {name}"] = "the model has no draft model"
+    if not SPEC_BENCH.is_dir():
+        skipped["Spec-Bench"] = "no directory `../shared/data/spec_bench`; random models take synthetic prompts"
+    if arguments.png and find_spec("matplotlib") is None:
+        skipped["PNG"] = "matplotlib is not installed; install: pip install 'specdec-cli[dev]'"
+    return skipped
+
+
+def names_among(known: Iterable[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"unknown name (there are {', '.join(known)}): {name}")
+        return names
+
+    return parse
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1: {text}")
+    return int(text)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=names_among(MODELS), default=["demo", "101m", "350m"], help="comma-separated")
+    parser.add_argument("--dtypes", type=names_among(DTYPES), default=list(DTYPES), help="comma-separated")
+    parser.add_argument("--prompts", type=positive, default=3, help="of each set")
+    parser.add_argument("--prompt-len", type=positive, default=900, help="longer prompts keep their last tokens")
+    parser.add_argument("--output-len", type=positive, default=128)
+    parser.add_argument("--runs", type=positive, default=3, help="after a warm-up")
+    parser.add_argument("--threads", type=positive, default=os.cpu_count())
+    parser.add_argument("--openvino-python", type=Path, default=os.environ.get("SPECDEC_OPENVINO_PYTHON"))
+    parser.add_argument("--no-details", dest="details", action="store_false", help="leave out what is specdec's only")
+    parser.add_argument("--work-dir", type=Path, help="keeps models and engines; remove it when specdec has changed")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--png", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    if arguments.prompt_len > MAX_INPUT_LEN or arguments.prompt_len + arguments.output_len > MAX_REQUEST_LEN:
+        parser.error(f"prompts may have {MAX_INPUT_LEN} tokens, with the output {MAX_REQUEST_LEN}")
+    for file in (arguments.json, arguments.png):
+        if file and not file.parent.is_dir():
+            parser.error(f"no such directory: {file.parent}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    # Not resolved: a virtual environment's python is a link.
+    openvino_python = arguments.openvino_python and arguments.openvino_python.absolute()
+    openvino_version, openvino_reason = find_openvino(openvino_python)
+    skipped = find_skipped(arguments, openvino_reason)
+    document: dict[str, Any] = {
+        "machine": {"cpu": cpu_name(), "num_cores": os.cpu_count()},
+        "versions": {name: version(name) for name in ("specdec-cli", "torch", "transformers")}
+        | {"openvino-genai": openvino_version},
+        "settings": {
+            "num_threads": arguments.threads,
+            "max_prompt_len": arguments.prompt_len,
+            "output_len": arguments.output_len,
+            "num_runs": arguments.runs,
+            "ngram": {"max_draft_len": NGRAM_DRAFT_LEN, "max_matching_ngram_size": NGRAM_SIZE},
+            "draft_target": {"max_draft_len": DRAFT_MODEL_DRAFT_LEN},
+        },
+        "skipped": skipped,
+        "results": [],
+    }
+    machine, versions, results = document["machine"], document["versions"], document["results"]
+    print(f"{machine['cpu']}, {machine['num_cores']} cores, {arguments.threads} threads")
+    print(", ".join(f"{name} {found or '-'}" for name, found in versions.items()))
+    print(f"output {arguments.output_len} tokens, {arguments.runs} runs, median [min-max]")
+    for name, reason in skipped.items():
+        print(f"skipped: {name}: {reason}")
+    with tempfile.TemporaryDirectory() as temporary:
+        work_dir = (arguments.work_dir or Path(temporary)).resolve()
+        work_dir.mkdir(parents=True, exist_ok=True)
+        for name in arguments.models:
+            for dtype in arguments.dtypes:
+                say(f"{name}, {dtype}")
+                found = openvino_python if openvino_version else None
+                results.append(bench(name, dtype, found, work_dir, arguments))
+                print_result(results[-1])
+                sys.stdout.flush()
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                if arguments.png and "PNG" not in skipped:
+                    draw(results, arguments.png)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What only specdec is measured for: steps at two contexts, the memory bound, the host's part, and batches.
+
+Reads settings from argv[1] and prints one JSON document. Its process is none of the workers', whose memory counts.
+"""
+
+import copy
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from bench_step import alternate
+from safetensors import safe_open
+
+from runtime.batch import Row, pack
+from runtime.drafters.ngram import NgramDrafter
+from runtime.engine import Engine, KVCacheConfig
+from runtime.leader import generate
+from runtime.request import Draft, Request, Sequence
+from runtime.stats import LoopTimes
+
+GIGABYTES_READ = 1.5
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that all threads read of an array far larger than the caches; the best of many."""
+    array = torch.ones(int(GIGABYTES_READ * 1e9 / 4))
+    times = []
+    for _ in range(15):
+        start = time.perf_counter()
+        array.sum()
+        times.append(time.perf_counter() - start)
+    return array.nbytes / min(times)
+
+
+def num_weight_bytes(model_dir: Path) -> int:
+    """Bytes of weights that a step reads: all but the input embeddings, where the output has a matrix of its own."""
+    num_bytes = 0
+    for file in model_dir.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            names = set(weights.keys())
+            skipped = {"model.embed_tokens.weight"} if "lm_head.weight" in names else set()
+            num_bytes += sum(weights.get_tensor(name).nbytes for name in names - skipped)
+    return num_bytes
+
+
+def step_after(engine: Engine, num_tokens: int, request_id: int) -> Callable[[], object]:
+    """The compiled step of 1 token after a context that was computed: blocks never written would all be one page."""
+    tokens = torch.randint(0, engine.config.vocab_size, (num_tokens + 1,), generator=torch.Generator().manual_seed(1))
+    sequence = Sequence.start(Request(request_id, tuple(tokens.tolist()), 1))
+    if not engine.admit(sequence):
+        raise RuntimeError(f"no room in the K/V cache for a context of {num_tokens} tokens")
+    engine.forward([sequence], [Draft([])])
+    row = Row(sequence.tokens[-1:], num_tokens, sequence.block_table, 1)
+    batch = pack([row], engine.config.build_config.tokens_per_block, engine.device)
+
+    def call() -> None:
+        with torch.inference_mode():
+            engine._step(*batch.tensors(), engine._pool.keys, engine._pool.values)
+
+    return call
+
+
+def host_ms(engine: Engine, requests: list[Request], settings: dict[str, Any]) -> float:
+    """Milliseconds per step outside the compiled step, from when all requests have a token to when one is done."""
+    engine.clear_cache()
+    drafter, times, started = NgramDrafter(settings["ngram_size"]), LoopTimes(), set()
+    begin = end = None
+    for sequence, _ in generate(engine, requests, drafter, settings["ngram_draft_len"], times):
+        started.add(sequence.request.id)
+        if begin is None and len(started) == len(requests):
+            begin = copy.copy(times)
+        if begin and end is None and sequence.finish_reason and times.num_iterations > begin.num_iterations:
+            end = copy.copy(times)
+    if begin is None or end is None:
+        raise RuntimeError(f"outputs of {settings['output_len']} tokens end before {len(requests)} requests run")
+    seconds = end.host_time_s + end.draft_time_s - begin.host_time_s - begin.draft_time_s
+    return seconds * 1e3 / (end.num_iterations - begin.num_iterations)
+
+
+def wall_s(engine: Engine, groups: list[list[Request]], settings: dict[str, Any]) -> float:
+    """Seconds for groups of concurrent requests, one group after the other."""
+    engine.clear_cache()
+    drafter = NgramDrafter(settings["ngram_size"])
+    start = time.perf_counter()
+    for group in groups:
+        for _ in generate(engine, group, drafter, settings["ngram_draft_len"]):
+            pass
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(settings["num_threads"])
+    requests = [Request(i, tuple(ids), settings["output_len"]) for i, ids in enumerate(settings["prompts"])]
+    one_by_one = [[request] for request in requests]
+    contexts, runs = settings["contexts"], settings["runs"]
+    bandwidth = read_bandwidth()
+    engine = Engine.open(Path(settings["engine_dir"]), kv_cache=KVCacheConfig(max_tokens=settings["max_cache_tokens"]))
+    walls = [(wall_s(engine, one_by_one, settings), wall_s(engine, [requests], settings)) for _ in range(runs + 1)][1:]
+    host = {
+        "1": [host_ms(engine, group, settings) for _ in range(runs) for group in one_by_one],
+        str(len(requests)): [host_ms(engine, requests, settings) for _ in range(runs)],
+    }
+    engine.clear_cache()
+    steps = {str(context): step_after(engine, context, -1 - i) for i, context in enumerate(contexts)}
+    step_ms = alternate(steps, 30)
+    weight_bytes = num_weight_bytes(Path(settings["model_dir"]))
+    bound_ms = weight_bytes / bandwidth * 1e3
+    details = {
+        "step_ms": step_ms,
+        "step_long_over_short": step_ms[str(contexts[1])] / step_ms[str(contexts[0])],
+        "read_bandwidth_bytes_per_s": bandwidth,
+        "weight_bytes": weight_bytes,
+        "weights_over_bandwidth_ms": bound_ms,
+        "bound_over_step": bound_ms / step_ms[str(contexts[0])],
+        "host_ms_per_step": {batch: {"median": median(v), "min": min(v), "max": max(v)} for batch, v in host.items()},
+        "batch": {
+            "batch_size": len(requests),
+            "sequential_s": [sequential for sequential, _ in walls],
+            "concurrent_s": [concurrent for _, concurrent in walls],
+            "throughput_ratio": median(sequential / concurrent for sequential, concurrent in walls),
+        },
+    }
+    print(json.dumps(details))
+
+
+if __name__ == "__main__":
+    main()
