@@ -3,6 +3,7 @@
 import re
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -117,11 +118,13 @@ def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -
 
 
 def _is_engine(directory: Path) -> bool:
+    """Whether the entry is there and whole; a package that was cut short lacks the list of its files, at its end."""
     try:
         read_engine_config(directory)
     except SpecDecError:
         return False
-    return True
+    package = directory / "rank0.pt2"
+    return not package.exists() or zipfile.is_zipfile(package)
 
 
 def _make_engine(

@@ -46,8 +46,8 @@ class ModelFlags:
             }
             flag, value = next((flag, value) for flag, value in given.items() if value is not None)
             raise UsageError(
-                f"`{flag}` is for engines made of `--model-dir`: {value}",
-                hint="`specdec build` fixed the limits of an engine directory",
+                f"`{flag}` is for engines made of `--model-dir`" + (f": {value}" if value is not True else ""),
+                hint="leave it out, or give `--model-dir`; an engine directory is as `specdec build` made it",
             )
 
     @property

@@ -349,7 +349,7 @@ def _refuse_orchestrator_flags(ngram_config: str | None, draft_target_model_conf
     ):
         if value is not None:
             raise UsageError(
-                f"`{flag}` is for orchestrator mode (V1), and other flags here are leader mode's (V2): {value}",
+                f"`{flag}` is for orchestrator mode (V1) and cannot be given with flags of leader mode (V2): {value}",
                 hint=f"`--spec-decode-algo {algorithm} --spec-decode-max-draft-len 4` is leader mode's form; "
                 "or build an engine, and give it by `--engine-dir`",
             )

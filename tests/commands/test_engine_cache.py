@@ -1,5 +1,6 @@
 """`--model-dir`: an engine is built once for what went into it, by one process, and found again."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -88,13 +89,19 @@ def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir:
     assert len(others | {name}) == 7
 
 
-def test_damaged_entry_is_built_again(run: Run, cache: Path) -> None:
+@pytest.mark.parametrize("damage", ["config.json is missing", "rank0.pt2 is cut short"])
+def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> None:
     assert run().exit_code == 0
     (engine,) = [path for path in engines(cache) if path.name.startswith("model-")]
-    (engine / "config.json").unlink()
+    name, _, how = damage.partition(" ")
+    whole = (engine / name).stat().st_size
+    if how == "is missing":
+        (engine / name).unlink()
+    else:
+        os.truncate(engine / name, whole // 2)
     result = run("--quiet")
     assert result.exit_code == 0, result.stderr
-    assert (engine / "config.json").exists()
+    assert (engine / name).stat().st_size > whole * 0.9
 
 
 def test_without_the_cache_nothing_is_kept(

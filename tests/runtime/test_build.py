@@ -300,7 +300,7 @@ ENGINE_DAMAGES = [
     ),
     pytest.param(
         lambda d: edit_config(d, lambda data: data.update(format_version=ENGINE_FORMAT_VERSION + 1)),
-        "`{dir}/config.json` has a format this version cannot read (it reads 2): 3",
+        "`{dir}/config.json` has a format this version cannot read (it reads ",
         id="newer format",
     ),
     pytest.param(
