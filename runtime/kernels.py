@@ -22,13 +22,16 @@ from runtime.files import write_file
 LIBRARY = "kernels.so"
 PANEL = 32  # outputs of a packed weight's panel
 _SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
+_HEADERS = sorted((Path(__file__).parent / "csrc").glob("*.h"))
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 
 
 def compile_kernels(path: Path) -> None:
     """Write the library to `path`, from the cache if it was compiled here before. SpecDecError without a compiler."""
     compiler = os.environ.get("CXX", "g++")
-    name = digest((*(source.read_text() for source in _SOURCES), *_FLAGS, compiler, torch.__version__, processor()))
+    name = digest(
+        (*(file.read_text() for file in (*_SOURCES, *_HEADERS)), *_FLAGS, compiler, torch.__version__, processor())
+    )
     cached = cache_dir() / f"kernels-{name[:16]}.so"
     if cached.exists():
         shutil.copyfile(cached, path)

@@ -14,22 +14,19 @@
 #include <cstring>
 #include <vector>
 
+#include "lanes.h"
+
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
 namespace {
 
-constexpr int64_t kLanes = 16, kPanel = 2 * kLanes;
+constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kRows = 12;     // of a tile: 24 sums, 2 pieces of a panel and a factor fit 32 registers
 constexpr int64_t kDepth = 2048;  // of a panel at a time: its piece stays in the second-level cache
 constexpr int64_t kAhead = 4096;  // bytes that are asked for before they are needed
-typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-
-template <typename V, typename T>
-inline V load(const T* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
-inline void store(float* p, Lanes v) { std::memcpy(p, &v, sizeof v); }
 
 inline void fetch_ahead(const void* p) {
   __builtin_prefetch(static_cast<const char*>(p) + kAhead);
@@ -91,24 +88,6 @@ void multiply(const T* x, int64_t x_row, const T* panel, int64_t depth, float* o
     for (int half = 0; half < 2; ++half) store(out + r * kPanel + half * kLanes, sums[r][half]);
 }
 
-template <typename T>
-void multiply_rows(int64_t rows, const T* x, int64_t x_row, const T* panel, int64_t depth, float* out) {
-  switch (rows) {
-    case 1: return multiply<1>(x, x_row, panel, depth, out);
-    case 2: return multiply<2>(x, x_row, panel, depth, out);
-    case 3: return multiply<3>(x, x_row, panel, depth, out);
-    case 4: return multiply<4>(x, x_row, panel, depth, out);
-    case 5: return multiply<5>(x, x_row, panel, depth, out);
-    case 6: return multiply<6>(x, x_row, panel, depth, out);
-    case 7: return multiply<7>(x, x_row, panel, depth, out);
-    case 8: return multiply<8>(x, x_row, panel, depth, out);
-    case 9: return multiply<9>(x, x_row, panel, depth, out);
-    case 10: return multiply<10>(x, x_row, panel, depth, out);
-    case 11: return multiply<11>(x, x_row, panel, depth, out);
-    case 12: return multiply<12>(x, x_row, panel, depth, out);
-  }
-}
-
 inline void narrow(const float* from, float* to, int64_t count) { std::copy_n(from, count, to); }
 inline void narrow(const float* from, at::BFloat16* to, int64_t count) {
 #if defined(__AVX512BF16__)
@@ -140,8 +119,10 @@ void run(const T* x, const T* packed, const T* bias, T* out, int64_t M, int64_t 
       for (int64_t k = 0; k < K; k += kDepth)
         for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
           const int64_t row = tile * M / tiles, rows = (tile + 1) * M / tiles - row;
-          multiply_rows(rows, x + row * K + k, K, packed + (panel * K + k) * kPanel, std::min(kDepth, K - k),
-                        sums.data() + (row - from) * kPanel);
+          with_rows<kRows>(rows, [&](auto count) {
+            multiply<count()>(x + row * K + k, K, packed + (panel * K + k) * kPanel, std::min(kDepth, K - k),
+                              sums.data() + (row - from) * kPanel);
+          });
         }
       for (int64_t m = from; m < to; ++m) narrow(sums.data() + (m - from) * kPanel, out + m * N + first, width);
     }

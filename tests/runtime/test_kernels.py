@@ -41,6 +41,8 @@ class Case:
 
 
 CASES = [
+    Case(1, 1, 12, 4, 64, 64, 32, 1000 + 3),  # an odd number of keys in the last block
+    Case(1, 6, 4, 4, 32, 32, 16, 60, window=21),
     Case(1, 1, 12, 4, 64, 64, 32, 1000),
     Case(1, 11, 12, 4, 64, 64, 32, 1000),
     Case(3, 5, 8, 2, 64, 64, 32, 777),
