@@ -22,6 +22,7 @@ from runtime.config import BuildConfig, Dtype
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError
 from runtime.kernels import processor
+from runtime.weights import is_whole
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
 _MIN_DRAFT_LEN = 10  # so that other draft lengths can be tried without building again
@@ -105,7 +106,7 @@ def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -
     """A digest of the model's files, the settings, the machine, and the code that builds and runs engines."""
     files = sorted(path for pattern in MODEL_FILES for path in model_dir.glob(pattern) if path.is_file())
     package = Path(runtime.__path__[0])
-    code = sorted(path for pattern in ("*.py", "*.cpp") for path in package.rglob(pattern))
+    code = sorted(path for pattern in ("*.py", "*.cpp", "*.h") for path in package.rglob(pattern))
     return digest(
         [
             *(f"{path.name} {file_digest(path)}" for path in files),
@@ -123,8 +124,8 @@ def _is_engine(directory: Path) -> bool:
         read_engine_config(directory)
     except SpecDecError:
         return False
-    package = directory / "rank0.pt2"
-    return not package.exists() or zipfile.is_zipfile(package)
+    package, weights = directory / "rank0.pt2", directory / "rank0.safetensors"
+    return (not package.exists() or zipfile.is_zipfile(package)) and (not weights.exists() or is_whole(weights))
 
 
 def _make_engine(

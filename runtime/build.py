@@ -121,7 +121,7 @@ def _compile(
     if build.compiler != "aot":
         return build, None
     try:
-        compile_aot(Step(model), layers, build, directory / "rank0.pt2")
+        compile_aot(Step(model), layers, build, directory / "rank0.pt2", directory / "rank0.safetensors")
     except Exception as error:  # export and Inductor raise many kinds; each means: not this model
         _raise_machine_error(error)
         (directory / "rank0.pt2").unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """Engine directories: `config.json`, the compiled step of each rank and the tokenizer's files.
 
-What stands for the step depends on the compiler: `rank0.pt2` (aot), or `rank0.safetensors`, the weights, with
-`rank0.cache`, the compiler's cache (torch-compile), or the weights alone (none). A compiled step is machine code: open
-only bundles you would run as a program.
+What stands for the step depends on the compiler: `rank0.pt2` with `rank0.safetensors`, the weights as it wants them
+(aot); the model's own weights with `rank0.cache`, the compiler's cache (torch-compile); or the weights alone (none).
+A compiled step is machine code: open only bundles you would run as a program.
 """
 
 import atexit
@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from runtime.compilation import StepFunction, open_aot, torch_compile
 from runtime.config import Compiler, Dtype, EngineConfig, Environment, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json
 from runtime.kernels import LIBRARY, load_kernels
+from runtime.weights import open_weights
 
 
 def current_environment(device: torch.device) -> Environment:
@@ -43,7 +45,7 @@ def step_files(config: EngineConfig) -> list[str]:
     kernels = [LIBRARY] if uses_kernels(build.compiler, config.environment.device) else []
     match build.compiler:
         case "aot":
-            return ["rank0.pt2", *kernels]
+            return ["rank0.pt2", "rank0.safetensors", *kernels]
         case "torch-compile":
             return ["rank0.safetensors", "rank0.cache", *kernels]
         case "none":
@@ -97,12 +99,17 @@ def open_step(
     compiler: Compiler, pretrained_config: dict[str, Any], dtype: Dtype, engine_dir: Path, device: torch.device
 ) -> StepFunction:
     """The compiled step of an engine directory, ready to be called on `device`."""
+    weights = engine_dir / "rank0.safetensors"
     with_kernels = uses_kernels(compiler, device.type)
     if with_kernels:
         load_kernels(engine_dir / LIBRARY)
     if compiler == "aot":
         try:
-            return open_aot(engine_dir / "rank0.pt2", device)
+            constants = open_weights(weights)
+        except SafetensorError as error:
+            raise SpecDecError(f"`{weights}` is damaged: {error}", hint="run `specdec build` again") from error
+        try:
+            return open_aot(engine_dir / "rank0.pt2", constants, device)
         except Exception as error:  # torch raises RuntimeError, OSError or zip errors; all mean the same
             raise SpecDecError(
                 f"`{engine_dir / 'rank0.pt2'}` cannot be opened: {str(error).splitlines()[0]}",
@@ -114,7 +121,6 @@ def open_step(
     from runtime.model import Step, load_model, parse_pretrained_config
 
     pretrained = parse_pretrained_config(pretrained_config, str(engine_dir / "config.json"))
-    weights = engine_dir / "rank0.safetensors"
     if with_kernels:
         describe_kernels()
     step = Step(load_model(pretrained, weights, getattr(torch, dtype), KERNEL if with_kernels else PAGED)).to(device)

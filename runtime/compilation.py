@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from runtime.batch import Batch, Row, at_least_two, pack
 from runtime.config import BuildConfig, LayerShape
 from runtime.kv_cache import KVPool
+from runtime.weights import save_weights
 
 if TYPE_CHECKING:
     from runtime.model import Step  # opening an engine must not import model code
@@ -43,8 +45,14 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
     ]
 
 
-def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig, path: Path) -> None:
-    """Write the step as an AOTInductor package. Whatever keeps a model from being exported is raised as it comes."""
+def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig, package: Path, weights: Path) -> None:
+    """Write the step as an AOTInductor package, and the weights it wants to be handed (on a GPU: none).
+
+    Whatever keeps a model from being exported is raised as it comes.
+    """
+    from torch.export.pt2_archive._package import package_pt2
+    from torch.export.pt2_archive._package_weights import Weights
+
     from runtime.linears import use_linear_kernel  # not to open an engine
 
     parameter = next(step.parameters())
@@ -61,25 +69,45 @@ def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig
         # Freezing prepacks the weights for the CPU's matrix kernels: steps are two to three times faster.
         # torch writes into its own `metadata`, by which a later torch-compile would not be found again.
         on_cpu = parameter.device.type == "cpu"
-        if on_cpu:
-            use_linear_kernel(program)
-        options: dict[str, Any] = {"freezing": on_cpu, "aot_inductor.metadata": {}}
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+        hands_over = on_cpu and use_linear_kernel(program)
+        options = {
+            "freezing": on_cpu,
+            "aot_inductor.metadata": {},
+            "aot_inductor.package": True,
+            "aot_inductor.package_constants_in_so": not hands_over,
+            "aot_inductor.package_constants_on_disk_format": "pickle_weights" if hands_over else None,
+        }
+        arguments, _ = program.example_inputs
+        made = torch._inductor.aot_compile(program.module(check_guards=False), arguments, options=options)
+    assert isinstance(made, list)  # because it is to be packaged
+    package_pt2(str(package), aoti_files=[file for file in made if isinstance(file, str)])
+    constants = [file for file in made if isinstance(file, Weights)]
+    save_weights(weights, {name: tensor for part in constants for name, (tensor, _) in part.items()})
 
 
-def open_aot(path: Path, device: torch.device) -> StepFunction:
-    """The packaged step. Its loader is called directly: `torch._inductor` alone takes most of a second to import."""
-    device_index = -1 if device.index is None else device.index
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, device_index)
+@dataclass(frozen=True)
+class _PackagedStep:
+    """An opened package, and the memory that it reads."""
 
-    def step(*inputs: Tensor | list[Tensor]) -> Tensor:
+    loader: Any
+    weights: dict[str, Tensor]
+
+    def __call__(self, *inputs: Tensor | list[Tensor]) -> Tensor:
         flat: list[Tensor] = []
         for value in inputs:
             flat.extend(value if isinstance(value, list) else [value])
-        (logits,) = loader.run(flat)
+        logits: Tensor
+        (logits,) = self.loader.run(flat)
         return logits
 
-    return step
+
+def open_aot(package: Path, weights: dict[str, Tensor], device: torch.device) -> StepFunction:
+    """The packaged step. Its loader is called directly: `torch._inductor` alone takes most of a second to import."""
+    device_index = -1 if device.index is None else device.index
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, device_index)
+    if weights:
+        loader.load_constants(weights, use_inactive=False, check_full_update=True, user_managed=True)
+    return _PackagedStep(loader, weights)
 
 
 def torch_compile(step: "Step", cache_dir: Path) -> StepFunction:

@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar
 from runtime.errors import SpecDecError
 
 CHECKPOINT_FORMAT_VERSION = 1
-ENGINE_FORMAT_VERSION = 3  # 1: K/V blocks were laid out token by token; 2: linear layers were torch's
+# 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights
+ENGINE_FORMAT_VERSION = 4
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Compiler = Literal["aot", "torch-compile", "none"]

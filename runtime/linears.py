@@ -12,10 +12,15 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_ATEN = torch.ops.aten
+# What torch prepacks, in layouts of its own that cannot be written to a file.
+_PRODUCTS = {
+    op.default for op in (_ATEN.linear, _ATEN.addmm, _ATEN.mm, _ATEN.matmul, _ATEN.bmm, _ATEN.baddbmm, _ATEN.conv1d)
+}
 
 
-def use_linear_kernel(program: ExportedProgram) -> None:
-    """Replace every linear layer in place, where the kernel has its dtype."""
+def use_linear_kernel(program: ExportedProgram) -> bool:
+    """Replace linear layers in place, where the kernel has their dtype; returns whether torch has none to compute."""
     graph, weights = program.graph_module.graph, program.graph_signature.inputs_to_parameters
     groups: dict[tuple[Node, bool], list[Node]] = {}
     for node in graph.nodes:
@@ -24,6 +29,10 @@ def use_linear_kernel(program: ExportedProgram) -> None:
     for (x, has_bias), layers in groups.items():
         _replace(graph, x, layers, has_bias=has_bias)
     program.graph_module.recompile()
+    return not any(
+        node.target in _PRODUCTS and any(argument.name in weights for argument in node.all_input_nodes)
+        for node in graph.nodes
+    )
 
 
 def _can_serve(weight: Node) -> bool:

@@ -89,7 +89,9 @@ def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir:
     assert len(others | {name}) == 7
 
 
-@pytest.mark.parametrize("damage", ["config.json is missing", "rank0.pt2 is cut short"])
+@pytest.mark.parametrize(
+    "damage", ["config.json is missing", "rank0.pt2 is cut short", "rank0.safetensors is cut short"]
+)
 def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> None:
     assert run().exit_code == 0
     (engine,) = [path for path in engines(cache) if path.name.startswith("model-")]

@@ -90,7 +90,7 @@ def test_files_of_each_kind_of_engine(llama_uncompiled_dir: Path, llama_engine_d
     text = "the little dog found the red ball"
     for directory, step_files in (
         (llama_uncompiled_dir, {"rank0.safetensors"}),
-        (llama_engine_dir, {"rank0.pt2", "kernels.so"}),
+        (llama_engine_dir, {"rank0.pt2", "rank0.safetensors", "kernels.so"}),
     ):
         assert {path.name for path in directory.iterdir()} == {
             "config.json",
@@ -324,22 +324,34 @@ def test_damaged_engine_is_named(damage: Callable[[Path], Any], message: str, en
     assert error.value.message.startswith(message.format(dir=engine_dir))
 
 
+@pytest.mark.parametrize("name", ["rank0.pt2", "rank0.safetensors"])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         pytest.param(Path.unlink, "file is missing: {path}", id="missing"),
-        pytest.param(truncate, "`{path}` cannot be opened", id="truncated"),
-        pytest.param(lambda path: path.write_bytes(b""), "`{path}` cannot be opened", id="empty"),
+        pytest.param(truncate, "`{path}` {is_damaged}", id="truncated"),
+        pytest.param(lambda path: path.write_bytes(b""), "`{path}` {is_damaged}", id="empty"),
     ],
 )
 def test_damaged_compiled_step_is_named(
-    damage: Callable[[Path], Any], message: str, llama_engine_dir: Path, tmp_path: Path
+    damage: Callable[[Path], Any], message: str, name: str, llama_engine_dir: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(llama_engine_dir, tmp_path / "engine")
-    damage(tmp_path / "engine" / "rank0.pt2")
+    path = tmp_path / "engine" / name
+    damage(path)
     with pytest.raises(SpecDecError) as error:
         Engine.open(tmp_path / "engine")
-    assert error.value.message.startswith(message.format(path=tmp_path / "engine" / "rank0.pt2"))
+    is_damaged = "cannot be opened" if path.suffix == ".pt2" else "is damaged"
+    assert error.value.message.startswith(message.format(path=path, is_damaged=is_damaged))
+
+
+def test_weights_of_another_model_are_an_error(
+    llama_engine_dir: Path, llama_checkpoint_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(llama_engine_dir, tmp_path / "engine")
+    shutil.copyfile(llama_checkpoint_dir / "rank0.safetensors", tmp_path / "engine" / "rank0.safetensors")
+    with pytest.raises(SpecDecError, match="rank0.pt2` cannot be opened"):
+        Engine.open(tmp_path / "engine")
 
 
 # torch-compile
