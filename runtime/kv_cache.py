@@ -8,6 +8,7 @@ Only computed tokens are ever published. A freed block keeps its content until i
 free and being cached are the same list, oldest first.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from runtime.config import LayerShape
+from runtime.memory import huge_pages
 from runtime.request import Sequence
 
 NULL_BLOCK = 0
@@ -218,7 +220,11 @@ class KVPool:
         self, layers: Seq[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         def pool(num_kv_heads: int, rows: int, columns: int) -> Tensor:
-            return torch.zeros(num_blocks, num_kv_heads, rows, columns, dtype=dtype, device=device)
+            shape = (num_blocks, num_kv_heads, rows, columns)
+            if device.type != "cpu":
+                return torch.zeros(shape, dtype=dtype, device=device)
+            # What is never used takes no memory, and zeroing it no time.
+            return huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
         self.keys = [pool(layer.num_kv_heads, layer.key_head_dim, block_size) for layer in layers]
         self.values = [pool(layer.num_kv_heads, block_size, layer.value_head_dim) for layer in layers]
