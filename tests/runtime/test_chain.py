@@ -1,10 +1,18 @@
 """A chain asks on only for whom nothing was found, and passes on everything else."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from tiny import hf_greedy, make_model, repetitive_prompt
+from transformers import PreTrainedModel
 
+from runtime import leader, orchestrator
 from runtime.drafters.chain import ChainDrafter
+from runtime.drafters.draft_target import DraftTargetDrafter
 from runtime.drafters.ngram import NgramDrafter
+from runtime.engine import Engine
 from runtime.errors import SpecDecError, UsageError
 from runtime.request import Draft, Request, Sequence
 
@@ -97,3 +105,30 @@ def test_member_that_returns_too_few_drafts_is_an_error() -> None:
 def test_empty_chain_is_refused() -> None:
     with pytest.raises(UsageError, match="a chain has no drafters"):
         ChainDrafter([])
+
+
+@pytest.mark.parametrize("loop", [orchestrator, leader], ids=["orchestrator", "leader"])
+def test_draft_model_drafts_where_the_lookup_has_nothing(
+    loop: Any, llama_uncompiled_dir: Path, llama: PreTrainedModel, make_engine: Any
+) -> None:
+    """It misses steps, catches up, and the output is Hugging Face's; both have a share in it."""
+    engine = Engine.open(llama_uncompiled_dir)
+    vocab_size = engine.config.vocab_size
+    draft_engine = make_engine(make_model("llama", vocab_size=vocab_size, num_hidden_layers=1))
+    asked: list[int] = []
+
+    class Counted(DraftTargetDrafter):
+        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+            asked.extend(s.request.id for s in sequences)
+            return super().propose(sequences, max_draft_len)
+
+    chain = ChainDrafter(
+        [NgramDrafter(3, min_matching_ngram_size=2), Counted(draft_engine, vocab_size, use_logits=False)]
+    )
+    requests = [Request(i, tuple(repetitive_prompt(i, 8 + 6 * i)), 40) for i in range(5)]
+    finished = {s.request.id: s for s, _ in loop.generate(engine, requests, chain, 4) if s.finish_reason is not None}
+    for request in requests:
+        chain.check_request(request)
+        assert finished[request.id].output_tokens == hf_greedy(llama, list(request.prompt_tokens), 40)
+    assert 0 < len(asked) < sum(s.stats.num_steps for s in finished.values())
+    assert draft_engine._blocks.num_free_blocks == draft_engine._blocks.num_blocks - 1
