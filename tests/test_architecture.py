@@ -24,6 +24,7 @@ NOUNS = {
     "runtime.request": {"runtime.sampling", "runtime.stats"},
     "runtime.verify": {"runtime.errors", "runtime.request", "runtime.sampling"},
     "runtime.files": {"runtime.errors"},
+    "runtime.corpus": {"runtime.config", "runtime.errors", "runtime.files"},
 }
 
 
