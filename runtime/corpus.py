@@ -67,6 +67,16 @@ class Match(NamedTuple):
         return self.end - self.start
 
 
+@dataclass(frozen=True)
+class NgramCounts:
+    """The n-grams of one size. `num_repeated` of the different ones occur more than once."""
+
+    ngram_size: int
+    num_occurrences: int
+    num_distinct: int
+    num_repeated: int
+
+
 class Continuation(NamedTuple):
     """A token that followed a match, and how often."""
 
@@ -120,6 +130,20 @@ class Corpus:
         """The token ids of each document."""
         ends = np.flatnonzero(self.tokens < 0)
         return [document[:-1] for document in np.split(self.tokens, ends[:-1] + 1)]
+
+    def ngram_counts(self, max_size: int) -> list[NgramCounts]:
+        """For each size up to `max_size`. Reads the whole file."""
+        counts = []
+        is_whole = np.ones(self.info.num_tokens, dtype=bool)  # rows whose documents go on for so many tokens
+        is_same = np.append(False, is_whole[1:])  # rows that share so many tokens with the one before
+        for size in range(1, max_size + 1):
+            tokens = self.tokens[np.minimum(self.suffix_array + (size - 1), len(self.tokens) - 1)]
+            is_whole &= tokens >= 0
+            is_same &= is_whole & (tokens == np.roll(tokens, 1))
+            num_occurrences, num_same = int(is_whole.sum()), int(is_same.sum())
+            starts_run = is_same & ~np.roll(is_same, 1)
+            counts.append(NgramCounts(size, num_occurrences, num_occurrences - num_same, int(starts_run.sum())))
+        return counts
 
     def longest_match(self, tail: Sequence[int], max_size: int, min_size: int = 1) -> Match | None:
         """Where the longest end of `tail` of `min_size` to `max_size` tokens occurs with something after it.
