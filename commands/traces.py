@@ -15,6 +15,7 @@ from commands.text import encode, encode_text
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 from runtime.replay import Trace
+from runtime.request import Sequence
 
 _FORM = 'write {"prompt_ids": [...], "output_ids": [...]}, or `prompt` and `output` as text'
 
@@ -33,12 +34,12 @@ def read_traces(path: Path, tokenizer: PreTrainedTokenizerBase | None, vocab_siz
     return traces
 
 
-def write_traces(path: Path, traces: Iterable[Trace]) -> None:
-    """The file whole or as it was."""
+def write_traces(path: Path, answers: Iterable[tuple[Sequence, str | None]]) -> None:
+    """Finished sequences, each with its category, or None. The file is whole or as it was."""
     lines = []
-    for trace in traces:
-        row = {"prompt_ids": list(trace.prompt_tokens), "output_ids": list(trace.output_tokens)}
-        lines.append(json.dumps(row if trace.category is None else row | {"category": trace.category}) + "\n")
+    for sequence, category in answers:
+        row = {"prompt_ids": list(sequence.request.prompt_tokens), "output_ids": sequence.output_tokens}
+        lines.append(json.dumps(row if category is None else row | {"category": category}) + "\n")
     write_file(path, "".join(lines).encode())
 
 
