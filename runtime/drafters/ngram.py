@@ -3,62 +3,130 @@
 Behaviour of TensorRT-LLM's NgramPool (examples/ngram/run_dtm_ngram.py): the longest pattern first, the oldest
 continuation, private to each request. Two of its habits are left out: without a match nothing is drafted (it sends a
 dummy token), and while no continuation has its full length the oldest is taken (it takes the newest, which
-is the shortest). The pool maps a pattern to where it first ended; the continuation is read from the sequence itself.
+is the shortest). Other rankings choose another occurrence. A pattern is mapped to where the chosen one ended; the
+continuation is read from the sequence itself. A public pool is asked where the sequence has no match.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
+from runtime.drafters.lookup import cut_at_end_id, room
+from runtime.drafters.pool import NgramPool
+from runtime.errors import UsageError
 from runtime.request import Draft, Sequence
+
+Ranking = Literal["oldest", "leftmost", "recent", "frequent"]
+Pattern = tuple[int, ...]
 
 
 @dataclass
-class _Pool:
+class _History:
     """Patterns of one request. `num_indexed` tokens have been seen as the end of a pattern that has a follower."""
 
-    first_end: dict[tuple[int, ...], int] = field(default_factory=dict)
+    sequence: Sequence
+    ends: dict[Pattern, int] = field(default_factory=dict)
+    counts: dict[Pattern, dict[int, int]] = field(default_factory=dict)
     num_indexed: int = 0
+
+
+def _keep_first(history: _History, pattern: Pattern, end: int, follower: int) -> None:
+    history.ends.setdefault(pattern, end)
+
+
+def _keep_last(history: _History, pattern: Pattern, end: int, follower: int) -> None:
+    history.ends[pattern] = end
+
+
+def _keep_most_frequent(history: _History, pattern: Pattern, end: int, follower: int) -> None:
+    counts = history.counts.setdefault(pattern, {})
+    count = counts[follower] = counts.get(follower, 0) + 1
+    chosen = history.ends.get(pattern)
+    if chosen is None or count >= counts[history.sequence.tokens[chosen]]:
+        history.ends[pattern] = end
+
+
+_KEEP: dict[Ranking, Callable[[_History, Pattern, int, int], None]] = {
+    "oldest": _keep_first,
+    "leftmost": _keep_first,
+    "recent": _keep_last,
+    "frequent": _keep_most_frequent,
+}
 
 
 class NgramDrafter:
     """Looks up the last `max_matching_ngram_size`, then fewer, tokens of each sequence in that sequence.
 
     With max_matching_ngram_size 2 and the tokens 7 8 9 5 8 9 the pattern (8, 9) first ended before the 5: the draft is
-    5 8 9, cut to the draft length.
+    5 8 9, cut to the draft length. Of several occurrences that have a follower `ranking` chooses
+
+    - oldest: the first;
+    - leftmost: the first too, with drafts token for token those of transformers' prompt lookup
+      (PromptLookupCandidateGenerator), which may reach past the budget; a loop cuts them, and then they are `oldest`'s;
+    - recent: the last;
+    - frequent: the last of those with the most frequent follower (of equally frequent ones the latest).
+
+    The continuations of `recent` and `frequent` often reach the sequence's end, where they go on in the draft itself:
+    after 1 2 3 1 2 3 comes 1 2 3 1 2 3 1 ... .
     """
 
-    def __init__(self, max_matching_ngram_size: int) -> None:
+    def __init__(
+        self,
+        max_matching_ngram_size: int,
+        *,
+        min_matching_ngram_size: int = 1,
+        ranking: Ranking = "oldest",
+        pool: NgramPool | None = None,
+    ) -> None:
+        if not 1 <= min_matching_ngram_size <= max_matching_ngram_size:
+            raise UsageError(
+                f"n-gram sizes are not from 1 up: {min_matching_ngram_size} to {max_matching_ngram_size}",
+                hint="1 <= min_matching_ngram_size <= max_matching_ngram_size",
+            )
+        if ranking not in _KEEP:
+            raise UsageError(f"unknown ranking: {ranking}", hint=f"one of {', '.join(_KEEP)}")
         self.max_matching_ngram_size = max_matching_ngram_size
-        self._pools: dict[int, _Pool] = {}
+        self.min_matching_ngram_size = min_matching_ngram_size
+        self.ranking = ranking
+        self.pool = pool
+        self._keep = _KEEP[ranking]
+        self._histories: dict[int, _History] = {}
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         return [Draft(self._lookup(sequence, max_draft_len)) for sequence in sequences]
 
     def forget(self, request_id: int) -> None:
-        self._pools.pop(request_id, None)
+        history = self._histories.pop(request_id, None)
+        if history is not None and self.pool is not None:
+            self.pool.add(history.sequence)
 
     def _lookup(self, sequence: Sequence, max_draft_len: int) -> list[int]:
         tokens = sequence.tokens
-        pool = self._pools.setdefault(sequence.request.id, _Pool())
-        self._index(pool, tokens)
-        # The target adds a token of its own to whatever it accepts.
-        draft_len = min(max_draft_len, sequence.num_remaining - 1)
-        for n in range(min(self.max_matching_ngram_size, len(tokens) - 1), 0, -1):
-            end = pool.first_end.get(tuple(tokens[-n:]))
-            if end is not None:
-                return _cut_at_end_id(tokens[end : end + max(draft_len, 0)], sequence.request.end_ids)
-        return []
+        history = self._histories.setdefault(sequence.request.id, _History(sequence))
+        history.sequence = sequence
+        self._index(history)
+        draft_len = room(sequence, max_draft_len)
+        if self.ranking == "leftmost" and draft_len:
+            draft_len = max_draft_len
+        sizes = range(min(self.max_matching_ngram_size, len(tokens) - 1), self.min_matching_ngram_size - 1, -1)
+        end = next((end for n in sizes if (end := history.ends.get(tuple(tokens[-n:]))) is not None), None)
+        if end is not None:
+            draft = self._continue(tokens, end, draft_len)
+        else:
+            draft = [] if self.pool is None else self.pool.draft(tokens, draft_len)
+        return cut_at_end_id(draft, sequence.request.end_ids)
 
-    def _index(self, pool: _Pool, tokens: list[int]) -> None:
+    def _continue(self, tokens: list[int], end: int, draft_len: int) -> list[int]:
+        draft = tokens[end : end + draft_len]
+        if self.ranking in ("recent", "frequent") and len(draft) < draft_len:
+            draft = (draft * draft_len)[:draft_len]
+        return draft
+
+    def _index(self, history: _History) -> None:
         """Add the patterns that have a follower by now; those at the very end have none yet."""
-        for end in range(pool.num_indexed + 1, len(tokens)):
-            for n in range(1, min(self.max_matching_ngram_size, end) + 1):
-                pool.first_end.setdefault(tuple(tokens[end - n : end]), end)
-        pool.num_indexed = max(pool.num_indexed, len(tokens) - 1)
-
-
-def _cut_at_end_id(tokens: list[int], end_ids: frozenset[int]) -> list[int]:
-    """The tokens before the first end id. It need not be drafted: it comes as the bonus token at no cost."""
-    for i, token in enumerate(tokens):
-        if token in end_ids:
-            return tokens[:i]
-    return tokens
+        tokens, min_size = history.sequence.tokens, self.min_matching_ngram_size
+        for end in range(history.num_indexed + 1, len(tokens)):
+            follower = tokens[end]
+            for n in range(min_size, min(self.max_matching_ngram_size, end) + 1):
+                self._keep(history, tuple(tokens[end - n : end]), end, follower)
+        history.num_indexed = max(history.num_indexed, len(tokens) - 1)

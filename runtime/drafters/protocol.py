@@ -26,13 +26,7 @@ class Drafter(Protocol):
 
 def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size: int) -> None:
     """SpecDecError unless these are drafts that the target can take: anybody may write a drafter."""
-    if not isinstance(drafts, list) or not all(isinstance(draft, Draft) for draft in drafts):
-        raise SpecDecError("the drafter did not return a list of `Draft`", hint="see `runtime/drafters/protocol.py`")
-    if len(drafts) != num_sequences:
-        raise SpecDecError(
-            f"the drafter returned {len(drafts)} drafts for {num_sequences} sequences",
-            hint="`propose` returns one for each, empty where there is no proposal",
-        )
+    check_num_drafts(drafts, num_sequences)
     for draft in drafts:
         if not isinstance(draft.tokens, list):
             raise SpecDecError(
@@ -52,6 +46,17 @@ def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size
                 )
         if draft.probs is not None:
             _check_probs(draft.probs, (len(draft.tokens), vocab_size))
+
+
+def check_num_drafts(drafts: Any, num_sequences: int) -> None:
+    """SpecDecError unless this is a list with a draft for each sequence."""
+    if not isinstance(drafts, list) or not all(isinstance(draft, Draft) for draft in drafts):
+        raise SpecDecError("the drafter did not return a list of `Draft`", hint="see `runtime/drafters/protocol.py`")
+    if len(drafts) != num_sequences:
+        raise SpecDecError(
+            f"the drafter returned {len(drafts)} drafts for {num_sequences} sequences",
+            hint="`propose` returns one for each, empty where there is no proposal",
+        )
 
 
 def _check_probs(probs: Any, shape: tuple[int, int]) -> None:

@@ -1,0 +1,122 @@
+"""The public pool: what earlier requests generated, as n-gram counts in bounded memory.
+
+The pool is at any time exactly the statistics of its last texts, at most `max_tokens` generated tokens: the oldest text
+leaves as a new one comes, token by token. Prompts are not in it, their last tokens only as patterns before an output's
+first: what users ask repeats less than what a model answers, and a request has its own prompt at hand anyway.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from runtime.errors import UsageError
+from runtime.request import Sequence
+
+
+@dataclass(slots=True)
+class _Followers:
+    """What came after a pattern and how often; `counts` is in the order of the last occurrences."""
+
+    best: int = -1
+    counts: dict[int, int] = field(default_factory=dict)
+
+    def add(self, token: int) -> None:
+        count = self.counts.pop(token, 0) + 1
+        self.counts[token] = count
+        if count >= self.counts.get(self.best, 0):
+            self.best = token
+
+    def remove(self, token: int) -> None:
+        """Take back the oldest occurrence, which leaves the order of the last ones as it is."""
+        self.counts[token] -= 1
+        if not self.counts[token]:
+            del self.counts[token]
+        if token == self.best and self.counts:
+            self.best = max(reversed(self.counts), key=self.counts.__getitem__)
+
+
+@dataclass(frozen=True)
+class _Text:
+    tokens: list[int]
+    num_context: int
+    """So many of its first tokens are the end of the prompt."""
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_context
+
+
+class NgramPool:
+    """Shared by all requests of a run, and written by one drafter: a request's text goes in when it has finished.
+
+    `max_tokens` bounds the generated tokens kept, and so the patterns: at most `max_matching_ngram_size` for each.
+    With many users the drafts of one show what the others' answers were, if only to a clock.
+    """
+
+    def __init__(self, max_tokens: int = 100_000, max_matching_ngram_size: int = 4) -> None:
+        for name, value in (("max_tokens", max_tokens), ("max_matching_ngram_size", max_matching_ngram_size)):
+            if value < 1:
+                raise UsageError(f"the pool's {name} is less than 1: {value}", hint="leave the pool out for none")
+        self.max_tokens = max_tokens
+        self.max_matching_ngram_size = max_matching_ngram_size
+        self.num_tokens = 0
+        self._texts: deque[_Text] = deque()
+        self._followers: dict[tuple[int, ...], _Followers] = {}
+
+    @property
+    def num_patterns(self) -> int:
+        return len(self._followers)
+
+    def add(self, sequence: Sequence) -> None:
+        """Take in what the request generated so far; of a text longer than the pool its end."""
+        tokens = sequence.tokens
+        first = max(len(sequence.request.prompt_tokens), len(tokens) - self.max_tokens)
+        num_context = min(first, self.max_matching_ngram_size)
+        text = _Text(tokens[first - num_context :], num_context)
+        if not text.num_generated:
+            return
+        self.num_tokens += text.num_generated
+        while self.num_tokens > self.max_tokens:
+            self._remove(self._texts.popleft())
+        self._texts.append(text)
+        for pattern, follower in self._patterns(text):
+            self._followers.setdefault(pattern, _Followers()).add(follower)
+
+    def find(self, tokens: list[int], min_size: int = 1) -> tuple[int, int] | None:
+        """(n, token): the most frequent follower, the latest of equals, of the longest known pattern at the end.
+
+        None if not even the last `min_size` tokens are known.
+        """
+        for n in range(min(self.max_matching_ngram_size, len(tokens)), min_size - 1, -1):
+            followers = self._followers.get(tuple(tokens[-n:]))
+            if followers is not None:
+                return n, followers.best
+        return None
+
+    def counts(self, pattern: tuple[int, ...]) -> dict[int, int]:
+        """Follower -> how often it came after the pattern; to be read only."""
+        followers = self._followers.get(pattern)
+        return {} if followers is None else followers.counts
+
+    def draft(self, tokens: list[int], draft_len: int) -> list[int]:
+        """`find` again and again, each token found becoming part of the next pattern."""
+        tail, draft = tokens[-self.max_matching_ngram_size :], list[int]()
+        while len(draft) < draft_len and (found := self.find(tail)) is not None:
+            draft.append(found[1])
+            tail = [*tail, found[1]][-self.max_matching_ngram_size :]
+        return draft
+
+    def _patterns(self, text: _Text) -> list[tuple[tuple[int, ...], int]]:
+        tokens, size = text.tokens, self.max_matching_ngram_size
+        return [
+            (tuple(tokens[end - n : end]), tokens[end])
+            for end in range(text.num_context, len(tokens))
+            for n in range(1, min(size, end) + 1)
+        ]
+
+    def _remove(self, text: _Text) -> None:
+        self.num_tokens -= text.num_generated
+        for pattern, follower in self._patterns(text):
+            followers = self._followers[pattern]
+            followers.remove(follower)
+            if not followers.counts:
+                del self._followers[pattern]

@@ -1,0 +1,122 @@
+"""Replay recorded outputs through a drafter, without a model: what a greedy loop would have counted.
+
+A target that generates greedily says after every prefix of its output what it said when the output was recorded, so the
+record is all that is needed to accept or reject a draft. Steps and drafts are those of `runtime.orchestrator` and
+`runtime.leader`: the step that computes the prompt carries a draft too, drafts are cut to what the budget leaves, and
+the last step yields less where the output ends.
+"""
+
+import sys
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from runtime.drafters.protocol import Drafter, check_drafts, check_num_drafts
+from runtime.drafters.tree import Tree, TreeDrafter
+from runtime.request import Draft, Request, Sequence, Verdict
+from runtime.stats import RequestStats
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded request: token ids of its prompt and of its greedy output, an end id included where there was one."""
+
+    prompt_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+    category: str | None = None
+
+
+@dataclass
+class TreeStats:
+    """Counts of tree drafts; the words are those of `RequestStats`, a draft token is a node."""
+
+    num_steps: int = 0
+    num_generated_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+
+
+def replay(
+    traces: Iterable[Trace], drafter: Drafter, max_draft_len: int, *, max_new_tokens: int | None = None
+) -> list[RequestStats]:
+    """Statistics of each trace; they are replayed one after the other, and forgotten before the next.
+
+    The budget of each request is its output's length. `max_new_tokens` gives all of them that budget instead, and an
+    output shorter than it ends where it was recorded to end, which no drafter can know: that changes no number of
+    steps, but what is drafted in the last ones. Spec-Bench counts so, with 1,024.
+    """
+    all_stats = []
+    for i, trace in enumerate(traces):
+        sequence = _start(trace, i, max_new_tokens)
+        while not _is_done(sequence, trace):
+            draft = _propose(drafter, sequence, max_draft_len)
+            sequence.commit(draft, _verify(draft.tokens, _remaining(trace, sequence)))
+        drafter.forget(i)
+        all_stats.append(sequence.stats)
+    return all_stats
+
+
+def replay_trees(traces: Iterable[Trace], drafter: TreeDrafter, num_nodes: int) -> list[TreeStats]:
+    """The same with trees of at most `num_nodes` nodes, of which the target accepts the longest path that is right."""
+    all_stats = []
+    for i, trace in enumerate(traces):
+        sequence, stats = _start(trace, i, None), TreeStats()
+        while not _is_done(sequence, trace):
+            tree = drafter.propose_tree(sequence, num_nodes)
+            path = accepted_path(tree, _remaining(trace, sequence))
+            new_tokens = sequence.commit(Draft(path), _verify(path, _remaining(trace, sequence)))
+            stats.num_steps += 1
+            stats.num_generated_tokens += len(new_tokens)
+            stats.num_draft_tokens += len(tree.tokens)
+            stats.num_accepted_draft_tokens += len(path)
+        drafter.forget(i)
+        all_stats.append(stats)
+    return all_stats
+
+
+def accepted_path(tree: Tree, target_tokens: Seq[int]) -> list[int]:
+    """The longest path from the root that is a beginning of `target_tokens`."""
+    node, path = -1, list[int]()
+    for token in target_tokens:
+        child = tree.child(node, token)
+        if child is None:
+            break
+        node = child
+        path.append(token)
+    return path
+
+
+def _start(trace: Trace, request_id: int, max_new_tokens: int | None) -> Sequence:
+    def has_ended(tokens: list[int], num_prompt_tokens: int) -> bool:
+        return len(tokens) - num_prompt_tokens >= len(trace.output_tokens)
+
+    budget = len(trace.output_tokens) if max_new_tokens is None else max_new_tokens
+    stop_check = None if max_new_tokens is None else has_ended
+    return Sequence.start(Request(request_id, trace.prompt_tokens, budget, stop_check=stop_check))
+
+
+def _is_done(sequence: Sequence, trace: Trace) -> bool:
+    return sequence.finish_reason is not None or not trace.output_tokens
+
+
+def _remaining(trace: Trace, sequence: Sequence) -> Seq[int]:
+    return trace.output_tokens[sequence.num_generated :]
+
+
+def _propose(drafter: Drafter, sequence: Sequence, max_draft_len: int) -> Draft:
+    """A checked draft, cut to the budget as before a step. A greedy target asks for no probabilities."""
+    drafts = drafter.propose([sequence], max_draft_len)
+    check_num_drafts(drafts, 1)
+    draft = Draft(drafts[0].tokens)
+    check_drafts([draft], 1, max_draft_len, vocab_size=sys.maxsize)
+    return draft.cut(max(sequence.num_remaining - 1, 0))
+
+
+def _verify(draft_tokens: list[int], target_tokens: Seq[int]) -> Verdict:
+    """What a greedy target makes of a draft when it is going to generate `target_tokens`."""
+    pairs = zip(draft_tokens, target_tokens, strict=False)
+    num_accepted = next((i for i, (drafted, right) in enumerate(pairs) if drafted != right), None)
+    if num_accepted is None:
+        num_accepted = min(len(draft_tokens), len(target_tokens))
+    # Beyond the output's end there is no next token, and whatever stands here is cut off with it.
+    return Verdict(num_accepted, target_tokens[num_accepted] if num_accepted < len(target_tokens) else -1)
