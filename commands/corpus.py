@@ -162,10 +162,14 @@ def _read_texts(path: Path, tokenizer: "PreTrainedTokenizerBase") -> list[list[i
 def _show_written(corpus: "Corpus", output: Output) -> None:
     info = corpus.info
     output.result(
-        f"Corpus of {info.num_documents:,} documents, {info.num_tokens:,} tokens: "
+        f"Corpus of {info.num_tokens:,} tokens in {info.num_documents:,} {_plural(info.num_documents, 'document')}: "
         f"{megabytes(corpus.num_bytes)} → {corpus.path}"
     )
     output.document(_record(corpus))
+
+
+def _plural(number: int, noun: str) -> str:
+    return noun if number == 1 else f"{noun}s"
 
 
 def _record(corpus: "Corpus") -> dict[str, Any]:

@@ -210,7 +210,7 @@ def parse_drafter_names(text: str) -> list[DrafterName]:
         name = next((name for name in DRAFTER_NAMES if name == word.strip().lower().replace("_", "-")), None)
         if name is None:
             raise UsageError(
-                f"`--drafters` names no drafter of specdec's: {word.strip() or text!r}",
+                f"`--drafters` names no drafter of specdec's: {word.strip() or repr(text)}",
                 hint=f"there are {', '.join(DRAFTER_NAMES)}; commas stand between them",
             )
         if name in names:

@@ -63,7 +63,7 @@ def _read_tokens(
 def _encode(text: str, name: str, where: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     if tokenizer is None:
         raise SpecDecError(
-            f"`{name}` on {where} is text, and there is no tokenizer", hint="`--tokenizer-dir` names one"
+            f"there is no tokenizer for a text, `{name}` on {where}: {shown(text)}", hint="`--tokenizer-dir` names one"
         )
     # A prompt as `run` reads it; an output goes on from there and has no start of its own.
     tokens = encode(Prompt(text, None), tokenizer, None)[0] if name == "prompt" else encode_text(tokenizer, text)

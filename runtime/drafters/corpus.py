@@ -1,6 +1,7 @@
 """Drafts from a corpus: what most often followed the sequence's last tokens in texts from before this run."""
 
 from runtime.corpus import Corpus
+from runtime.drafters.lookup import cut_at_end_id, room
 from runtime.request import Draft, Sequence
 
 
@@ -23,16 +24,10 @@ class CorpusDrafter:
         """Nothing is kept."""
 
     def _lookup(self, sequence: Sequence, max_draft_len: int) -> list[int]:
-        # The target adds a token of its own to whatever it accepts.
-        draft_len = min(max_draft_len, sequence.num_remaining - 1)
+        draft_len = room(sequence, max_draft_len)
         tail = sequence.tokens[-self.max_matching_ngram_size :]
         match = self.corpus.longest_match(tail, self.max_matching_ngram_size, self.min_matching_ngram_size)
-        if match is None or draft_len < 1:
+        if match is None or not draft_len:
             return []
         draft = [continuation.token for continuation in self.corpus.continuation(match, draft_len)]
-        return _cut_at_end_id(draft, sequence.request.end_ids)
-
-
-def _cut_at_end_id(tokens: list[int], end_ids: frozenset[int]) -> list[int]:
-    """The tokens before the first end id. It need not be drafted: it comes as the bonus token at no cost."""
-    return tokens[: next((i for i, token in enumerate(tokens) if token in end_ids), len(tokens))]
+        return cut_at_end_id(draft, sequence.request.end_ids)

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from runtime.corpus import Corpus, merge_corpora, suffix_array, write_corpus
+from runtime.drafters.corpus import CorpusDrafter
 from runtime.errors import SpecDecError
+from runtime.request import Request, Sequence
 
 # Their order as numbers is not that of their bytes.
 TOKENS = [0, 1, 2, 255, 256, 65_536, 100_000]
@@ -276,3 +278,34 @@ def test_lookup_in_a_large_corpus_is_quick(tmp_path: Path) -> None:
     for i in range(500):
         corpus.longest_match(documents[i % 200][: i + 20], 8)
     assert (time.perf_counter() - start) / 500 < 1e-3
+
+
+def start(tokens: list[int], max_new_tokens: int = 100, end_ids: tuple[int, ...] = ()) -> Sequence:
+    return Sequence(Request(0, tuple(tokens), max_new_tokens, frozenset(end_ids)), list(tokens))
+
+
+@given(
+    documents=st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=12), min_size=1, max_size=8),
+    tokens=st.lists(st.sampled_from(TOKENS), min_size=1, max_size=8),
+    sizes=st.tuples(st.integers(1, 3), st.integers(0, 3)),
+    max_draft_len=st.integers(0, 6),
+    max_new_tokens=st.integers(1, 9),
+    end_ids=st.sampled_from([(), (2,), (0, 256)]),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_draft_equals_brute_force(
+    documents: Documents, tokens: list[int], sizes: tuple[int, int], max_draft_len: int, max_new_tokens: int,
+    end_ids: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    corpus = make(tmp_path_factory.getbasetemp() / "draft.corpus", documents)
+    min_size, max_size = sizes[0], sum(sizes)
+    drafter = CorpusDrafter(corpus, max_size, min_matching_ngram_size=min_size)
+    (draft,) = drafter.propose([start(tokens, max_new_tokens, end_ids)], max_draft_len)
+    found = [n for n in range(min_size, min(max_size, len(tokens)) + 1) if followers(documents, tokens[-n:])]
+    expected: list[int] = []
+    if found:
+        draft_len = min(max_draft_len, max_new_tokens - 1)
+        expected = [token for token, _ in brute_continuation(documents, tokens[-max(found) :], draft_len)]
+    ends = [i for i, token in enumerate(expected) if token in end_ids]
+    assert draft.tokens == (expected[: ends[0]] if ends else expected)
+    assert draft.probs is None
