@@ -163,9 +163,13 @@ def _show_written(corpus: "Corpus", output: Output) -> None:
     info = corpus.info
     output.result(
         f"Corpus of {info.num_tokens:,} tokens in {info.num_documents:,} {_plural(info.num_documents, 'document')}: "
-        f"{megabytes(corpus.num_bytes)} → {corpus.path}"
+        f"{_size(corpus)} → {corpus.path}"
     )
     output.document(_record(corpus))
+
+
+def _size(corpus: "Corpus") -> str:
+    return megabytes(corpus.num_bytes) if corpus.num_bytes >= 100_000 else f"{corpus.num_bytes:,} bytes"
 
 
 def _plural(number: int, noun: str) -> str:
@@ -195,7 +199,7 @@ def _corpus_table(corpus: "Corpus") -> "Table":
         ("tokens", f"{info.num_tokens:,}"),
         ("tokenizer", f"{info.vocab_size:,} ids, digest {info.tokenizer_digest[:12]}"),
         ("format", str(info.format_version)),
-        ("size", megabytes(corpus.num_bytes)),
+        ("size", _size(corpus)),
     ):
         table.add_row(*row)
     return table

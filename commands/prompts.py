@@ -134,7 +134,7 @@ def check_text(value: object, where: str) -> str:
 def check_category(row: dict[str, object], where: str) -> str | None:
     """What a JSON line says of its kind, None for nothing. Raises SpecDecError, naming `where`, unless it is text."""
     category = row.get("category")
-    return None if category is None else check_text(category, where)
+    return None if category in (None, "") else check_text(category, where)
 
 
 def shown(value: object) -> str:

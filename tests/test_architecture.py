@@ -106,7 +106,7 @@ def test_runtime_has_no_import_cycle() -> None:
 
 
 @pytest.mark.skipif(not (ROOT / "specdec_cli" / "app.py").exists(), reason="specdec_cli/app.py is missing yet")
-@pytest.mark.parametrize("arguments", [["--help"], ["convert", "--help"], ["run", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["corpus", "create", "--help"]])
 def test_help_loads_no_torch(arguments: list[str]) -> None:
     """`python -X importtime` names every module that is loaded, on stderr."""
     command = [sys.executable, "-X", "importtime", "-m", "specdec_cli", *arguments]

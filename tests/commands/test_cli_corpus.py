@@ -43,7 +43,8 @@ def documents(path: str | Path) -> list[list[int]]:
 def test_corpus_holds_the_tokens_of_texts_and_traces(
     specdec: Specdec, directory: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    arguments = shlex.split(CREATE + "--traces traces.jsonl --text text.txt --text texts.jsonl --json")
+    arguments = shlex.split(CREATE + "--traces traces.jsonl --text=text.txt --text texts.jsonl --json")
+    arguments[arguments.index("--tokenizer-dir")] = "--tokenizer_dir"
     document = specdec(*arguments).document
     assert_valid("corpus", document)
     texts = ["The dog had a ball.", TEXT + "\nOne day\n", "One day", "The dog"]
