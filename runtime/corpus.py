@@ -106,6 +106,7 @@ class Corpus:
         self.suffix_array: Array = np.frombuffer(self._rows, dtype=f"<i{row_bytes}")
         # What follows the most frequent n-grams takes longest to find, and is asked for most often.
         self._runs = lru_cache(_NUM_KEPT)(self._find_runs)
+        self._rows_of = lru_cache(None)(self._find_rows)  # as many as there are tokens
         # Slices of a map are bytes at once; slices of a view would be views.
         self._map, self._first = data, offsets["tokens"][0]
 
@@ -165,7 +166,7 @@ class Corpus:
         if found is None:
             return None
         size, start = found
-        return Match(size, start, self._end_row(encoded[-_TOKEN_BYTES * size :], start, len(self._rows)))
+        return Match(size, start, self._end_row(encoded[-_TOKEN_BYTES * size :], start))
 
     def continuations(self, match: Match) -> list[Continuation]:
         """The tokens that followed in at least one eighth of the occurrences, the most frequent first.
@@ -197,16 +198,24 @@ class Corpus:
     def _first_row(self, encoded: bytes, size: int) -> int | None:
         """The first row of the last `size` tokens of `encoded`, None if nothing ever follows them."""
         pattern = encoded[len(encoded) - _TOKEN_BYTES * size :]
-        row = bisect_left(self._rows, pattern, key=self._reader(len(pattern)))
-        if row == len(self._rows):
+        start, stop = self._rows_of(pattern[:_TOKEN_BYTES])
+        row = bisect_left(self._rows, pattern, start, stop, key=self._reader(len(pattern)))
+        if row == stop:
             return None
         here = self._reader(len(pattern) + _TOKEN_BYTES)(self._rows[row])
         return row if here.startswith(pattern) and not here.endswith(_CLOSING) else None
 
-    def _end_row(self, pattern: bytes, start: int, stop: int) -> int:
-        """One past the last row between `start` and `stop` in which a token follows the pattern."""
+    def _end_row(self, pattern: bytes, start: int) -> int:
+        """One past the last row from `start` on in which a token follows the pattern."""
         closed = pattern + _CLOSING
+        _, stop = self._rows_of(pattern[:_TOKEN_BYTES])
         return bisect_left(self._rows, closed, start, stop, key=self._reader(len(closed)))
+
+    def _find_rows(self, token: bytes) -> tuple[int, int]:
+        """The first row of a token, and one past its last."""
+        read = self._reader(_TOKEN_BYTES)
+        start = bisect_left(self._rows, token, key=read)
+        return start, bisect_right(self._rows, token, start, key=read)
 
     def _without_ends(self, match: Match) -> Match:
         """The same without those that a document ends with."""
@@ -246,7 +255,7 @@ class Corpus:
     def _reader(self, num_bytes: int, depth: int = 0) -> Callable[[int], bytes]:
         """So many bytes of a suffix, `depth` tokens into it."""
         data, base = self._map, self._first + _TOKEN_BYTES * depth
-        return lambda position: data[base + 4 * position : base + 4 * position + num_bytes]
+        return lambda position: data[(start := base + 4 * position) : start + num_bytes]
 
 
 def write_corpus(
