@@ -173,10 +173,10 @@ def test_loop_left_early_holds_no_blocks_and_no_state(open_engine: Any) -> None:
     engine, drafter = open_engine(), NgramDrafter(2)
     steps = leader.generate(engine, make_requests(9), drafter, 5)
     next(steps)
-    assert drafter._pools
+    assert drafter._histories
     steps.close()
     assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
-    assert drafter._pools == {}
+    assert drafter._histories == {}
 
 
 def test_requests_are_checked_before_the_first_step(open_engine: Any) -> None:

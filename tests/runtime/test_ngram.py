@@ -2,11 +2,16 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.ngram import NgramDrafter, Ranking
+from runtime.drafters.pool import NgramPool
+from runtime.errors import UsageError
 from runtime.request import Request, Sequence
+
+RANKINGS: list[Ranking] = ["oldest", "leftmost", "recent", "frequent"]
 
 
 def start(
@@ -21,40 +26,60 @@ def propose(drafter: NgramDrafter, sequence: Sequence, max_draft_len: int = 10) 
     return draft.tokens
 
 
-def brute_force(tokens: list[int], max_ngram: int, draft_len: int, end_ids: tuple[int, ...]) -> list[int]:
-    """The longest tail that occurred before with a token after it; what followed its first occurrence."""
-    for n in range(max_ngram, 0, -1):
-        for i in range(len(tokens) - n):
-            if tokens[i : i + n] == tokens[-n:]:
-                continuation = tokens[i + n :][: max(draft_len, 0)]
-                ends = [j for j, token in enumerate(continuation) if token in end_ids]
-                return continuation[: ends[0]] if ends else continuation
+def choose(tokens: list[int], ends: list[int], ranking: Ranking) -> int:
+    """Of the places where a pattern ended before a follower, in order, the one that `ranking` means."""
+    if ranking == "frequent":
+        found = [tokens[end] for end in ends]
+        best = max(reversed(found), key=found.count)
+        ends = [end for end in ends if tokens[end] == best]
+    return ends[0] if ranking in ("oldest", "leftmost") else ends[-1]
+
+
+def brute_force(
+    tokens: list[int], sizes: tuple[int, int], ranking: Ranking, draft_len: int, end_ids: tuple[int, ...]
+) -> list[int]:
+    """The longest tail that occurred before with a token after it; what followed the occurrence that was chosen."""
+    for n in range(sizes[1], sizes[0] - 1, -1):
+        ends = [i + n for i in range(len(tokens) - n) if tokens[i : i + n] == tokens[-n:]]
+        if ends:
+            end, draft = choose(tokens, ends, ranking), list[int]()
+            while len(draft) < draft_len and end + len(draft) < len(tokens):
+                draft.append(tokens[end + len(draft)])
+            while len(draft) < draft_len and ranking in ("recent", "frequent"):
+                draft.append(draft[len(draft) - (len(tokens) - end)])
+            cuts = [j for j, token in enumerate(draft) if token in end_ids]
+            return draft[: cuts[0]] if cuts else draft
     return []
 
 
 @given(
     prompt=st.lists(st.integers(0, 2), min_size=1, max_size=12),
     runs=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8),
-    max_ngram=st.integers(1, 4),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(lambda pair: (min(pair), max(pair))),
+    ranking=st.sampled_from(RANKINGS),
     max_draft_len=st.integers(0, 6),
     max_new_tokens=st.integers(1, 40),
     end_ids=st.sampled_from([(), (2,), (0, 2)]),
 )
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=2000, deadline=None, derandomize=True)
 def test_draft_equals_brute_force(
     prompt: list[int],
     runs: list[list[int]],
-    max_ngram: int,
+    sizes: tuple[int, int],
+    ranking: Ranking,
     max_draft_len: int,
     max_new_tokens: int,
     end_ids: tuple[int, ...],
 ) -> None:
     """Grown by runs of random length, as accepted drafts make it grow."""
-    drafter, sequence = NgramDrafter(max_ngram), start(prompt, max_new_tokens, end_ids=end_ids)
+    drafter = NgramDrafter(sizes[1], min_matching_ngram_size=sizes[0], ranking=ranking)
+    sequence = start(prompt, max_new_tokens, end_ids=end_ids)
     for run in [[], *runs]:
         sequence.tokens += run
-        draft_len = min(max_draft_len, sequence.num_remaining - 1)
-        expected = brute_force(sequence.tokens, max_ngram, draft_len, end_ids)
+        draft_len = max(min(max_draft_len, sequence.num_remaining - 1), 0)
+        if ranking == "leftmost" and draft_len:
+            draft_len = max_draft_len  # as transformers has it; the loops cut what the budget has no room for
+        expected = brute_force(sequence.tokens, sizes, ranking, draft_len, end_ids)
         assert propose(drafter, sequence, max_draft_len) == expected
 
 
@@ -66,6 +91,53 @@ def test_longest_pattern_wins() -> None:
 
 def test_oldest_occurrence_wins() -> None:
     assert propose(NgramDrafter(2), start([1, 2, 5, 1, 2, 6, 1, 2]), max_draft_len=1) == [5]
+
+
+def test_latest_occurrence_wins() -> None:
+    assert propose(NgramDrafter(2, ranking="recent"), start([1, 2, 5, 1, 2, 6, 1, 2]), max_draft_len=1) == [6]
+
+
+def test_most_frequent_follower_wins_then_the_latest() -> None:
+    drafter = NgramDrafter(1, ranking="frequent")
+    assert propose(drafter, start([1, 5, 3, 1, 5, 4, 1, 6, 1]), max_draft_len=2) == [5, 4]
+    drafter.forget(0)
+    assert propose(drafter, start([1, 5, 1, 6, 1]), max_draft_len=1) == [6]
+
+
+def test_repetition_goes_on_in_the_draft() -> None:
+    """The last occurrence always has the fewest tokens after it."""
+    tokens = [1, 2, 3, 1, 2, 3]
+    assert propose(NgramDrafter(2, ranking="recent"), start(tokens), max_draft_len=7) == [1, 2, 3, 1, 2, 3, 1]
+    assert propose(NgramDrafter(2, ranking="oldest"), start(tokens), max_draft_len=7) == [1, 2, 3]
+
+
+def test_shorter_pattern_than_the_least_is_no_match() -> None:
+    drafter = NgramDrafter(3, min_matching_ngram_size=2)
+    assert propose(drafter, start([1, 2, 3, 4, 3])) == []
+    drafter.forget(0)
+    assert propose(drafter, start([2, 3, 4, 2, 3]), max_draft_len=1) == [4]
+
+
+def test_pool_is_asked_where_the_sequence_has_no_match() -> None:
+    """7 8 9 were generated before; a match of the sequence's own comes first, however short."""
+    pool = NgramPool()
+    pool.add(Sequence(Request(9, (), 10), [5, 6, 7, 8, 9]))
+    drafter = NgramDrafter(2, ranking="frequent", pool=pool)
+    assert propose(drafter, start([1, 5, 6])) == [7, 8, 9]
+    assert propose(drafter, start([6, 1, 5, 6], request_id=1), max_draft_len=2) == [1, 5]
+    assert propose(drafter, start([1, 5, 6], request_id=2, end_ids=(8,))) == [7]
+    assert propose(drafter, start([1, 5, 6], max_new_tokens=1, request_id=3)) == []
+
+
+@pytest.mark.parametrize("sizes", [(0, 2), (3, 2)])
+def test_sizes_that_leave_no_pattern_are_refused(sizes: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match=f"n-gram sizes are not from 1 up: {sizes[0]} to {sizes[1]}"):
+        NgramDrafter(sizes[1], min_matching_ngram_size=sizes[0])
+
+
+def test_unknown_ranking_is_refused() -> None:
+    with pytest.raises(UsageError, match="unknown ranking: newest"):
+        NgramDrafter(2, ranking="newest")  # type: ignore[arg-type]
 
 
 def test_the_tail_does_not_match_itself() -> None:
@@ -118,11 +190,12 @@ class CountingTokens(list[int]):
         raise AssertionError("the whole sequence is read")
 
 
-def test_cost_of_a_step_does_not_grow_with_the_sequence() -> None:
+@pytest.mark.parametrize("ranking", RANKINGS)
+def test_cost_of_a_step_does_not_grow_with_the_sequence(ranking: Ranking) -> None:
     """Tokens read for one more token, after a prompt of 100 and of 10,000 tokens."""
     num_read = []
     for length in (100, 10_000):
-        drafter = NgramDrafter(3)
+        drafter = NgramDrafter(3, ranking=ranking)
         sequence = start([i * i % 50 for i in range(length)])
         sequence.tokens = CountingTokens(sequence.tokens)
         propose(drafter, sequence)

@@ -187,16 +187,16 @@ def test_any_drafter_gives_the_same_tokens(wrong_every: int, open_engine: Any, l
 def test_drafter_keeps_no_state_of_finished_requests(open_engine: Any) -> None:
     drafter = NgramDrafter(2)
     finish(open_engine(), make_requests(3), drafter)
-    assert drafter._pools == {}
+    assert drafter._histories == {}
 
 
 def test_drafter_keeps_no_state_of_a_loop_left_early(open_engine: Any) -> None:
     drafter = NgramDrafter(2)
     steps = generate(open_engine(), make_requests(3), drafter, 10)
     next(steps)
-    assert drafter._pools.keys() == {0, 1, 2}
+    assert drafter._histories.keys() == {0, 1, 2}
     steps.close()
-    assert drafter._pools == {}
+    assert drafter._histories == {}
 
 
 def test_time_to_first_token_counts_the_wait_for_the_group_before(open_engine: Any) -> None:

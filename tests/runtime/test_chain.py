@@ -1,0 +1,134 @@
+"""A chain asks on only for whom nothing was found, and passes on everything else."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import hf_greedy, make_model, repetitive_prompt
+from transformers import PreTrainedModel
+
+from runtime import leader, orchestrator
+from runtime.drafters.chain import ChainDrafter
+from runtime.drafters.draft_target import DraftTargetDrafter
+from runtime.drafters.ngram import NgramDrafter
+from runtime.engine import Engine
+from runtime.errors import SpecDecError, UsageError
+from runtime.request import Draft, Request, Sequence
+
+
+class Recorder:
+    """Proposes what it is told for each request, nothing for others, and keeps what it was asked."""
+
+    def __init__(self, drafts: dict[int, Draft]) -> None:
+        self.drafts = drafts
+        self.asked: list[list[int]] = []
+        self.forgotten: list[int] = []
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        self.asked.append([s.request.id for s in sequences])
+        return [self.drafts.get(s.request.id, Draft([])).cut(max_draft_len) for s in sequences]
+
+    def forget(self, request_id: int) -> None:
+        self.forgotten.append(request_id)
+
+
+class Picky(Recorder):
+    def check_request(self, request: Request) -> None:
+        if len(request.prompt_tokens) > 3:
+            raise SpecDecError(f"prompt too long for me: {len(request.prompt_tokens)}")
+
+
+def start(request_id: int, tokens: tuple[int, ...] = (5, 6)) -> Sequence:
+    return Sequence(Request(request_id, tokens, 50), list(tokens))
+
+
+def test_next_drafter_is_asked_for_whom_nothing_was_found() -> None:
+    first = Recorder({1: Draft([11])})
+    second = Recorder({0: Draft([20]), 1: Draft([21]), 3: Draft([23, 24])})
+    third = Recorder({2: Draft([32])})
+    chain = ChainDrafter([first, second, third])
+    drafts = chain.propose([start(i) for i in range(5)], 4)
+    assert [draft.tokens for draft in drafts] == [[20], [11], [32], [23, 24], []]
+    assert (first.asked, second.asked, third.asked) == ([[0, 1, 2, 3, 4]], [[0, 2, 3, 4]], [[2, 4]])
+
+
+def test_nobody_is_asked_for_nothing() -> None:
+    first, second = Recorder({0: Draft([1])}), Recorder({})
+    assert ChainDrafter([first, second]).propose([start(0)], 4) == [Draft([1])]
+    assert second.asked == []
+    assert ChainDrafter([first, second]).propose([], 4) == []
+
+
+def test_probabilities_pass_through() -> None:
+    probs = torch.full((1, 8), 1 / 8, dtype=torch.float64)
+    drafts = ChainDrafter([NgramDrafter(2), Recorder({1: Draft([3], probs)})]).propose(
+        [start(0, (1, 2, 1)), start(1)], 1
+    )
+    assert drafts[0] == Draft([2])
+    assert drafts[1].tokens == [3] and drafts[1].probs is probs
+
+
+def test_member_asked_now_and_then_keeps_up() -> None:
+    """The second reads what it was not asked about when it is."""
+    first, lookup = Recorder({0: Draft([9])}), NgramDrafter(2)
+    chain, sequence = ChainDrafter([first, lookup]), start(0, (1, 2))
+    for token in (3, 4, 1):
+        assert chain.propose([sequence], 4)[0].tokens == [9]
+        sequence.tokens.append(token)
+    first.drafts = {}
+    assert chain.propose([sequence], 3)[0].tokens == [2, 3, 4]
+
+
+def test_forget_goes_to_all() -> None:
+    members = [Recorder({}), Recorder({}), Recorder({})]
+    ChainDrafter(members).forget(7)
+    assert [member.forgotten for member in members] == [[7], [7], [7]]
+
+
+def test_members_checks_are_honoured() -> None:
+    chain = ChainDrafter([NgramDrafter(2), Picky({})])
+    chain.check_request(Request(0, (1, 2, 3), 5))
+    with pytest.raises(SpecDecError, match="prompt too long for me: 4"):
+        chain.check_request(Request(0, (1, 2, 3, 4), 5))
+
+
+def test_member_that_returns_too_few_drafts_is_an_error() -> None:
+    class Short(Recorder):
+        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+            return []
+
+    with pytest.raises(SpecDecError, match="returned 0 drafts for 1 sequences"):
+        ChainDrafter([NgramDrafter(2), Short({})]).propose([start(0)], 4)
+
+
+def test_empty_chain_is_refused() -> None:
+    with pytest.raises(UsageError, match="a chain has no drafters"):
+        ChainDrafter([])
+
+
+@pytest.mark.parametrize("loop", [orchestrator, leader], ids=["orchestrator", "leader"])
+def test_draft_model_drafts_where_the_lookup_has_nothing(
+    loop: Any, llama_uncompiled_dir: Path, llama: PreTrainedModel, make_engine: Any
+) -> None:
+    """It misses steps, catches up, and the output is Hugging Face's; both have a share in it."""
+    engine = Engine.open(llama_uncompiled_dir)
+    vocab_size = engine.config.vocab_size
+    draft_engine = make_engine(make_model("llama", vocab_size=vocab_size, num_hidden_layers=1))
+    asked: list[int] = []
+
+    class Counted(DraftTargetDrafter):
+        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+            asked.extend(s.request.id for s in sequences)
+            return super().propose(sequences, max_draft_len)
+
+    chain = ChainDrafter(
+        [NgramDrafter(3, min_matching_ngram_size=2), Counted(draft_engine, vocab_size, use_logits=False)]
+    )
+    requests = [Request(i, tuple(repetitive_prompt(i, 8 + 6 * i)), 40) for i in range(5)]
+    finished = {s.request.id: s for s, _ in loop.generate(engine, requests, chain, 4) if s.finish_reason is not None}
+    for request in requests:
+        chain.check_request(request)
+        assert finished[request.id].output_tokens == hf_greedy(llama, list(request.prompt_tokens), 40)
+    assert 0 < len(asked) < sum(s.stats.num_steps for s in finished.values())
+    assert draft_engine._blocks.num_free_blocks == draft_engine._blocks.num_blocks - 1

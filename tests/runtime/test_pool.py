@@ -1,0 +1,147 @@
+"""The public pool is the statistics of its last texts, whatever went through it, and stays within its bound."""
+
+import random
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.pool import NgramPool
+from runtime.drafters.suffix import SuffixDrafter
+from runtime.drafters.tree import TreeDrafter
+from runtime.errors import UsageError
+from runtime.request import Request, Sequence
+
+Text = tuple[list[int], list[int]]
+"""Prompt and output."""
+
+
+def sequence_of(text: Text, request_id: int = 0, max_new_tokens: int = 100) -> Sequence:
+    prompt, output = text
+    return Sequence(Request(request_id, tuple(prompt), max_new_tokens), prompt + output)
+
+
+def kept(texts: list[Text], max_tokens: int) -> list[Text]:
+    """The last texts that fit together; of one too long for the pool the end, what is before it counts as prompt."""
+    cut = []
+    for prompt, output in texts:
+        too_many = max(len(output) - max_tokens, 0)
+        cut.append((prompt + output[:too_many], output[too_many:]))
+    while sum(len(output) for _, output in cut) > max_tokens:
+        cut = cut[1:]
+    return cut
+
+
+def brute_force(texts: list[Text], size: int, tail: list[int]) -> tuple[int, int] | None:
+    """The longest pattern that has a follower in an output; its most frequent one, the latest of equals."""
+    for n in range(min(size, len(tail)), 0, -1):
+        followers = [
+            tokens[end]
+            for prompt, output in texts
+            for tokens in [prompt + output]
+            for end in range(max(len(prompt), n), len(tokens))
+            if tokens[end - n : end] == tail[-n:]
+        ]
+        if followers:
+            return n, max(reversed(followers), key=followers.count)
+    return None
+
+
+tokens = st.lists(st.integers(0, 2), max_size=8)
+
+
+@given(
+    texts=st.lists(st.tuples(tokens, tokens), max_size=12),
+    max_tokens=st.integers(1, 30),
+    size=st.integers(1, 4),
+    tail=tokens,
+)
+@settings(max_examples=1000, deadline=None, derandomize=True)
+def test_pool_is_the_statistics_of_its_last_texts(
+    texts: list[Text], max_tokens: int, size: int, tail: list[int]
+) -> None:
+    pool = NgramPool(max_tokens, size)
+    for i, text in enumerate(texts):
+        pool.add(sequence_of(text))
+        assert pool.num_tokens == sum(len(output) for _, output in kept(texts[: i + 1], max_tokens))
+    assert pool.find(tail) == brute_force(kept(texts, max_tokens), size, tail)
+    fresh = NgramPool(max_tokens, size)
+    for text in kept(texts, max_tokens):
+        fresh.add(sequence_of(text))
+    assert pool.num_patterns == fresh.num_patterns
+
+
+def test_ten_thousand_requests_leave_the_pool_within_its_bound() -> None:
+    """Memory no longer grows once the pool is full, though every output is another one."""
+    rng, drafter = random.Random(0), SuffixDrafter(pool=NgramPool(max_tokens=2000))
+    pool, sizes = drafter.pool, []
+    assert pool is not None
+    tracemalloc.start()
+    for i in range(10_000):
+        sequence = sequence_of(([rng.randrange(1000) for _ in range(5)], []), i)
+        for _ in range(3):
+            drafter.propose([sequence], 4)
+            sequence.tokens.extend(rng.randrange(1000) for _ in range(rng.randrange(12)))
+        drafter.forget(i)
+        assert pool.num_tokens <= 2000
+        assert pool.num_patterns <= 2000 * pool.max_matching_ngram_size
+        if i in (1000, 9_999):
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert pool.num_tokens > 1900
+    assert sizes[1] < 1.2 * sizes[0]
+
+
+def test_prompts_are_no_ones_draft() -> None:
+    """Only a pattern before the output's first token reaches into the prompt."""
+    pool = NgramPool()
+    pool.add(sequence_of(([1, 2, 3], [4])))
+    assert pool.find([1]) is None and pool.find([2]) is None
+    assert pool.find([2, 3]) == (2, 4)
+    assert pool.counts((3,)) == {4: 1}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda pool: NgramDrafter(2, pool=pool), lambda pool: SuffixDrafter(pool=pool)],
+    ids=["n-gram", "suffix"],
+)
+def test_requests_learn_from_finished_requests_only(make: Any) -> None:
+    drafter = make(NgramPool())
+    first, second = sequence_of(([1], [7, 8]), 0), sequence_of(([5], [7]), 1)
+    assert [draft.tokens for draft in drafter.propose([first, second], 3)] == [[], []]
+    first.tokens.append(9)  # the tokens of a last step come after the last proposal
+    drafter.forget(0)
+    (draft,) = drafter.propose([second], 3)
+    assert draft.tokens == [8, 9]
+    drafter.forget(0)
+    assert drafter.pool.num_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda **kw: NgramDrafter(2, **kw), lambda **kw: SuffixDrafter(**kw)],
+    ids=["n-gram", "suffix"],
+)
+def test_private_is_the_default(make: Any) -> None:
+    drafter = make()
+    drafter.propose([sequence_of(([1], [7, 8, 9]), 0)], 3)
+    drafter.forget(0)
+    (draft,) = drafter.propose([sequence_of(([5], [7]), 1)], 3)
+    assert drafter.pool is None and draft.tokens == []
+
+
+def test_trees_learn_from_finished_requests() -> None:
+    drafter = TreeDrafter(pool=NgramPool())
+    drafter.propose_tree(sequence_of(([1], [7, 8, 9]), 0), 4)
+    drafter.forget(0)
+    assert drafter.propose_tree(sequence_of(([5], [7]), 1), 4).tokens == [8, 9]
+
+
+@pytest.mark.parametrize("settings", [{"max_tokens": 0}, {"max_matching_ngram_size": 0}])
+def test_pool_of_nothing_is_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=f"the pool's {next(iter(settings))} is less than 1: 0"):
+        NgramPool(**settings)
