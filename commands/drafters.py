@@ -4,19 +4,34 @@ import filecmp
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commands.drafter_settings import CustomSettings, DrafterSettings, DraftTargetSettings, NgramSettings
+from transformers import PreTrainedTokenizerBase
+
+from commands.drafter_settings import (
+    ChainSettings,
+    CustomSettings,
+    DrafterSettings,
+    DraftTargetSettings,
+    NgramSettings,
+    SuffixSettings,
+    each_drafter,
+)
 from commands.output import warn
-from commands.text import find_tokenizer
+from commands.text import find_tokenizer, tokenizer_digest
 from runtime.bundle import read_engine_config
 from runtime.config import EngineConfig
+from runtime.corpus import Corpus
+from runtime.drafters.chain import ChainDrafter
+from runtime.drafters.corpus import CorpusDrafter
 from runtime.drafters.draft_target import DraftTargetDrafter
 from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
+from runtime.drafters.suffix import SuffixDrafter
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Sequence
@@ -36,7 +51,14 @@ def open_drafter(settings: DrafterSettings, target: TargetBundle, kv_cache: KVCa
     """The drafter the settings name, for as long as the block lasts."""
     match settings:
         case NgramSettings():
-            yield NgramDrafter(settings.max_matching_ngram_size)
+            yield _ngram_drafter(settings)
+        case SuffixSettings():
+            yield SuffixDrafter(pool=NgramPool() if settings.pool == "public" else None)
+        case ChainSettings():
+            with ExitStack() as stack:
+                opened = [stack.enter_context(open_drafter(s, target, kv_cache)) for s in settings.drafters]
+                lengths = [s.max_draft_len for s in settings.drafters]
+                yield ChainDrafter([ShortDrafter(d, n) if n else d for d, n in zip(opened, lengths, strict=True)])
         case CustomSettings():
             yield load_custom_drafter(settings)
         case DraftTargetSettings():
@@ -49,6 +71,78 @@ def open_drafter(settings: DrafterSettings, target: TargetBundle, kv_cache: KVCa
                 engine = Engine.open(settings.draft_engine_dir, settings.draft_device_id, kv_cache)
             with engine:
                 yield DraftTargetDrafter(engine, target.vocab_size, use_logits=settings.use_logits)
+
+
+class ShortDrafter:
+    """A drafter in a chain in which others may draft more tokens."""
+
+    def __init__(self, drafter: Drafter, max_draft_len: int) -> None:
+        self.drafter, self.max_draft_len = drafter, max_draft_len
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return self.drafter.propose(sequences, min(max_draft_len, self.max_draft_len))
+
+    def forget(self, request_id: int) -> None:
+        self.drafter.forget(request_id)
+
+
+def each_open_drafter(drafter: Drafter | None) -> Iterator[Drafter]:
+    """The drafters that propose, whatever they are put together in."""
+    if isinstance(drafter, ChainDrafter):
+        for member in drafter.drafters:
+            yield from each_open_drafter(member)
+    elif isinstance(drafter, ShortDrafter):
+        yield from each_open_drafter(drafter.drafter)
+    elif drafter is not None:
+        yield drafter
+
+
+def clear_pools(drafter: Drafter | None) -> None:
+    """Forget what finished requests left to others."""
+    for each in each_open_drafter(drafter):
+        if isinstance(each, NgramDrafter | SuffixDrafter) and each.pool is not None:
+            each.pool = NgramPool(each.pool.max_tokens, each.pool.max_matching_ngram_size)
+
+
+def _ngram_drafter(settings: NgramSettings) -> Drafter:
+    """Lookup in the sequence, then in the pool, then in the corpus."""
+    max_size, min_size = settings.max_matching_ngram_size, settings.min_matching_ngram_size
+    pool = NgramPool(max_matching_ngram_size=max_size) if settings.pool == "public" else None
+    ngram = NgramDrafter(max_size, min_matching_ngram_size=min_size, ranking=settings.ranking, pool=pool)
+    if settings.corpus is None:
+        return ngram
+    corpus = CorpusDrafter(Corpus.open(settings.corpus), max_size, min_matching_ngram_size=min_size)
+    return ChainDrafter([ngram, corpus])
+
+
+def check_corpora(
+    settings: DrafterSettings | None, tokenizer: PreTrainedTokenizerBase | None, target_vocab_size: int
+) -> None:
+    """SpecDecError unless the corpora can be read, and mean the same by every token id as the target."""
+    for path in _corpora(settings):
+        info = Corpus.open(path).info
+        if tokenizer is not None and tokenizer_digest(tokenizer) != info.tokenizer_digest:
+            raise SpecDecError(
+                f"the corpus is of another tokenizer: {path}",
+                hint="make it anew, with the target's engine directory as `--tokenizer-dir`",
+            )
+        if info.vocab_size > target_vocab_size:
+            raise SpecDecError(
+                f"the corpus has a vocabulary of {info.vocab_size}, and the target one of {target_vocab_size}: {path}",
+                hint="make it anew, with the target's tokenizer",
+            )
+        if tokenizer is None:
+            warn("corpus and target cannot be compared: the engine has no tokenizer")
+
+
+def check_corpus_files(settings: DrafterSettings | None) -> None:
+    """SpecDecError unless every corpus can be read; its tokenizer is compared when the target's is known."""
+    for path in _corpora(settings):
+        Corpus.open(path)
+
+
+def _corpora(settings: DrafterSettings | None) -> list[Path]:
+    return [s.corpus for s in each_drafter(settings) if isinstance(s, NgramSettings) and s.corpus is not None]
 
 
 @contextmanager

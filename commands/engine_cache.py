@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import runtime
-from commands.drafter_settings import DrafterSettings, DraftTargetSettings
+from commands.drafter_settings import DrafterSettings, DraftTargetSettings, chain, each_drafter
 from commands.leader_settings import ModelFlags
 from commands.models import MODEL_FILES, resolve_model
 from commands.output import Output
@@ -74,8 +74,14 @@ def engines_of_models(
         if models.model_dir is not None:
             wanted = (drafter.max_draft_len if drafter else None) or 0
             engine_dir = engine_of(models.model_dir, max(wanted, _MIN_DRAFT_LEN))
-        if models.draft_model_dir is not None and isinstance(drafter, DraftTargetSettings):
-            drafter = replace(drafter, draft_engine_dir=engine_of(models.draft_model_dir, 0))
+        if models.draft_model_dir is not None:
+            draft_engine_dir = engine_of(models.draft_model_dir, 0)
+            drafter = chain(
+                [
+                    replace(s, draft_engine_dir=draft_engine_dir) if isinstance(s, DraftTargetSettings) else s
+                    for s in each_drafter(drafter)
+                ]
+            )
         yield Engines(engine_dir, drafter)
 
 

@@ -89,6 +89,7 @@ def evaluate_engine(
         runs.append(SystemRun("engine_no_drafter"))
     for run in runs:
         _run_engine_batch(session, batches[0][:1], output_len, SystemRun(run.name))
+    session.clear_pools()
     for batch in batches:
         for run in runs:
             _run_engine_batch(session, batch, output_len, run)

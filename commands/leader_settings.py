@@ -4,12 +4,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from commands.drafter_settings import DrafterSettings, DraftTargetSettings, NgramSettings, parse_custom_drafter
+from commands.drafter_settings import (
+    NO_OPTIONS,
+    DrafterName,
+    DrafterSettings,
+    DraftTargetSettings,
+    NgramOptions,
+    NgramSettings,
+    OneDrafterSettings,
+    SuffixSettings,
+    chain,
+    check_all_named,
+    parse_custom_drafter,
+    parse_drafter_names,
+)
 from commands.output import warn
 from runtime.config import Dtype
 from runtime.errors import UsageError
 
-_ALGORITHMS = ("NGRAM", "DRAFT_TARGET")
+_ALGORITHMS: dict[str, DrafterName] = {"NGRAM": "ngram", "SUFFIX": "suffix", "DRAFT_TARGET": "draft-target"}
 _DEFAULT_DRAFT_LEN, _DEFAULT_NGRAM_SIZE = 4, 2
 _DEFAULT_MAX_BATCH_SIZE = 4
 
@@ -69,39 +82,74 @@ class LeaderFlags:
     def are_given(self) -> bool:
         return any(value not in (None, False) for value in vars(self).values())
 
-    def drafter_settings(self, draft_dir: Path | None, custom: str | None) -> DrafterSettings | None:
-        """The drafter the flags ask for; UsageError for two of them, or half of one.
+    def drafter_settings(
+        self,
+        draft_dir: Path | None,
+        custom: str | None,
+        drafters: str | None = None,
+        ngram_options: NgramOptions = NO_OPTIONS,
+    ) -> DrafterSettings | None:
+        """The drafter the flags ask for; UsageError for two of them without an order, or half of one.
 
         `draft_dir` is the draft model's or its engine's, `custom` is `--drafter`.
         """
-        algorithm = self._algorithm(custom)
-        if self.max_draft_len is not None and algorithm is None and custom is None:
+        names = self._drafter_names(custom, drafters)
+        if self.max_draft_len is not None and not names:
             raise UsageError(
                 f"`--spec-decode-max-draft-len` needs a drafter: {self.max_draft_len}",
                 hint="`--spec-decode-algo NGRAM` is one",
             )
-        if self.max_matching_ngram_size is not None and algorithm != "NGRAM":
+        if self.max_matching_ngram_size is not None and "ngram" not in names:
             raise UsageError(
                 f"`--max-matching-ngram-size` is for n-gram lookup: {self.max_matching_ngram_size}",
                 hint="`--spec-decode-algo NGRAM`",
             )
-        if draft_dir is not None and algorithm != "DRAFT_TARGET":
+        ngram_options.check(names, "`--spec-decode-algo NGRAM`")
+        if draft_dir is not None and "draft-target" not in names:
             raise UsageError(
                 f"a draft model needs `--spec-decode-algo DRAFT_TARGET`: {draft_dir}", hint="or leave the model out"
             )
-        if custom is not None:
-            return replace(parse_custom_drafter(custom), max_draft_len=self.max_draft_len)
+        return chain([self._one_drafter(name, draft_dir, custom, ngram_options) for name in names])
+
+    def _one_drafter(
+        self, name: DrafterName, draft_dir: Path | None, custom: str | None, ngram_options: NgramOptions
+    ) -> OneDrafterSettings:
         max_draft_len = self.max_draft_len or _DEFAULT_DRAFT_LEN
-        if algorithm == "NGRAM":
-            return NgramSettings(max_draft_len, self.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE, device_id=0)
-        if algorithm == "DRAFT_TARGET":
-            if draft_dir is None:
-                raise UsageError(
-                    "`--spec-decode-algo DRAFT_TARGET` needs a draft model",
-                    hint="`--draft-model-dir` names one, or `--draft-engine-dir` its engine",
-                )
-            return DraftTargetSettings(max_draft_len, 0, 0, use_logits=False, draft_engine_dir=draft_dir)
-        return None
+        match name:
+            case "ngram":
+                max_size = self.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE
+                return NgramSettings(max_draft_len, max_size, device_id=0).with_options(ngram_options)
+            case "suffix":
+                return SuffixSettings(max_draft_len, device_id=0).with_options(ngram_options)
+            case "draft-target":
+                if draft_dir is None:
+                    raise UsageError(
+                        "`--spec-decode-algo DRAFT_TARGET` needs a draft model",
+                        hint="`--draft-model-dir` names one, or `--draft-engine-dir` its engine",
+                    )
+                return DraftTargetSettings(max_draft_len, 0, 0, use_logits=False, draft_engine_dir=draft_dir)
+            case "custom":
+                if custom is None:
+                    raise UsageError(
+                        "`--drafters` names custom, which needs `--drafter`", hint="its form is module:factory"
+                    )
+                return replace(parse_custom_drafter(custom), max_draft_len=self.max_draft_len)
+
+    def _drafter_names(self, custom: str | None, drafters: str | None) -> list[DrafterName]:
+        """The drafters asked for, in order."""
+        if drafters is None:
+            algorithm = self._algorithm(custom)
+            if algorithm is not None:
+                return [_ALGORITHMS[algorithm]]
+            return [] if custom is None else ["custom"]
+        if self.algorithm is not None:
+            raise UsageError(
+                f"`--spec-decode-algo` and `--drafters` cannot be given together: {self.algorithm}",
+                hint="`--drafters` names the algorithms in order",
+            )
+        names = parse_drafter_names(drafters)
+        check_all_named(names, [] if custom is None else [("custom", "--drafter")], drafters)
+        return names
 
     def _algorithm(self, custom: str | None) -> str | None:
         if self.algorithm is None:
@@ -114,7 +162,7 @@ class LeaderFlags:
         if algorithm not in _ALGORITHMS:
             raise UsageError(
                 f"`--spec-decode-algo` names no algorithm of specdec's: {self.algorithm}",
-                hint=f"there are {' and '.join(_ALGORITHMS)}; without the flag nothing is drafted",
+                hint=f"there are {', '.join(_ALGORITHMS)}; without the flag nothing is drafted",
             )
         if custom is not None:
             raise UsageError("`--spec-decode-algo` and `--drafter` cannot be given together", hint="choose one drafter")

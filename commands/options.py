@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from commands.drafter_settings import NgramPoolKind, NgramRanking
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +27,66 @@ NgramConfig = Annotated[
         help="Draft by n-gram lookup: [max_draft_len, max_matching_ngram_size, device_list], such as [10,2,[0]].",
         rich_help_panel=SPECULATION,
         show_default="no drafter",
+    ),
+]
+NgramRankingOption = Annotated[
+    NgramRanking | None,
+    typer.Option(
+        "--ngram-ranking",
+        metavar="[oldest|leftmost|recent|frequent]",
+        help="Which earlier occurrence n-gram lookup continues.",
+        rich_help_panel=SPECULATION,
+        show_default="oldest",
+    ),
+]
+MinMatchingNgramSize = Annotated[
+    int | None,
+    typer.Option(min=1, help="Shortest tail n-gram lookup looks up.", rich_help_panel=SPECULATION, show_default="1"),
+]
+NgramPoolOption = Annotated[
+    NgramPoolKind | None,
+    typer.Option(
+        "--ngram-pool",
+        metavar="[private|public]",
+        help="`public` looks in the outputs of the run's finished requests too; for suffix matching too.",
+        rich_help_panel=SPECULATION,
+        show_default="private",
+    ),
+]
+NgramCorpus = Annotated[
+    Path | None,
+    typer.Option(
+        help="Corpus, made by `specdec corpus create`, in which n-gram lookup looks up what it finds nowhere else.",
+        rich_help_panel=SPECULATION,
+        show_default=False,
+    ),
+]
+SuffixConfig = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[INT,[INT]]",
+        help="Draft by suffix matching, what most often followed the longest match of any length: [max_draft_len, "
+        "device_list], such as [10,[0]].",
+        rich_help_panel=SPECULATION,
+        show_default="no drafter",
+    ),
+]
+Drafters = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,NAME",
+        help="Ask several drafters, each where those before it have nothing: ngram, suffix, draft-target, custom. Each "
+        "needs its own flag.",
+        rich_help_panel=SPECULATION,
+        show_default=False,
+    ),
+]
+OutputTraces = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write prompt and output ids as JSON lines, which `corpus create` reads.",
+        rich_help_panel=OUTPUT,
+        show_default=False,
     ),
 ]
 DraftTargetModelConfig = Annotated[
@@ -161,7 +222,7 @@ ModelDir = Annotated[
 SpecDecodeAlgo = Annotated[
     str | None,
     typer.Option(
-        metavar="[NGRAM|DRAFT_TARGET]", help="How to draft.", rich_help_panel=LEADER, show_default="no drafter"
+        metavar="[NGRAM|SUFFIX|DRAFT_TARGET]", help="How to draft.", rich_help_panel=LEADER, show_default="no drafter"
     ),
 ]
 SpecDecodeMaxDraftLen = Annotated[

@@ -19,10 +19,11 @@ MAX_TOKEN_ID = 2**63 - 1  # ids travel as int64
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: exactly one of the two is set, and neither is ever empty."""
+    """One prompt: exactly one of text and ids is set, and neither is ever empty."""
 
     text: str | None
     ids: tuple[int, ...] | None
+    category: str | None = None
 
 
 def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: int | None = None) -> list[Prompt]:
@@ -33,7 +34,7 @@ def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: 
     `.csv`    one row of comma-separated token ids a prompt, rows of any length
     `.npy`    integers, (num_prompts, length) or (length,); `pad_id` is taken off the end of each row. Only
               there, where TensorRT-LLM takes it out anywhere: an end id used as pad id may also be inside
-    `.jsonl`  one object a line with either `prompt` (text) or `prompt_ids` (list of token ids)
+    `.jsonl`  one object a line with either `prompt` (text) or `prompt_ids` (list of token ids), and perhaps `category`
 
     Raises UsageError unless one of the two is given and the suffix is known; SpecDecError, with the line, row
     and column or byte where there is one, where the prompts cannot be used.
@@ -130,6 +131,12 @@ def check_text(value: object, where: str) -> str:
     return value
 
 
+def check_category(row: dict[str, object], where: str) -> str | None:
+    """What a JSON line says of its kind, None for nothing. Raises SpecDecError, naming `where`, unless it is text."""
+    category = row.get("category")
+    return None if category in (None, "") else check_text(category, where)
+
+
 def shown(value: object) -> str:
     """`value` as an error shows it: one line that a terminal can hold."""
     text = repr(value)
@@ -147,7 +154,7 @@ def _csv_prompts(text: str, path: Path) -> Iterator[Prompt]:
     try:
         for number, row in enumerate(reader, 1):
             cells = [_csv_id(cell, f"row {number}, column {i} of {path}") for i, cell in enumerate(row, 1)]
-            yield _id_prompt(cells, f"row {number} of {path}")
+            yield Prompt(None, check_ids(cells, f"row {number} of {path}"))
     except csv.Error as error:
         raise SpecDecError(
             f"line {reader.line_num} is not CSV ({error}): {path}", hint="write integers from 0 up, separated by commas"
@@ -171,21 +178,18 @@ def _jsonl_prompts(text: str, path: Path) -> Iterator[Prompt]:
                 f"line {number} needs either `prompt` or `prompt_ids`, it has {shown(sorted(row))}: {path}",
                 hint='write {"prompt": "..."} or {"prompt_ids": [...]}',
             )
+        category = check_category(row, f"`category` on line {number} of {path}")
         if "prompt" in row:
-            yield Prompt(check_text(row["prompt"], f"`prompt` on line {number} of {path}"), None)
+            yield Prompt(check_text(row["prompt"], f"`prompt` on line {number} of {path}"), None, category)
             continue
-        ids = row["prompt_ids"]
-        where = f"`prompt_ids` on line {number} of {path}"
-        if not isinstance(ids, list):
-            raise SpecDecError(f"{where} is not a list: {shown(ids)}", hint="give a list of token ids")
-        yield _id_prompt(ids, where)
+        yield Prompt(None, check_ids(row["prompt_ids"], f"`prompt_ids` on line {number} of {path}"), category)
 
 
 def _npy_prompts(path: Path, pad_id: int | None) -> Iterator[Prompt]:
     for number, row in enumerate(_npy_rows(path), 1):
         while row and row[-1] == pad_id:
             row.pop()
-        yield _id_prompt(row, f"row {number} of {path}")
+        yield Prompt(None, check_ids(row, f"row {number} of {path}"))
 
 
 def _npy_rows(path: Path) -> list[list[int]]:
@@ -218,7 +222,10 @@ def _npy_rows(path: Path) -> list[list[int]]:
     return rows
 
 
-def _id_prompt(values: Sequence[object], where: str) -> Prompt:
+def check_ids(values: object, where: str) -> tuple[int, ...]:
+    """`values` if they are token ids, at least one. Raises SpecDecError, naming `where`, otherwise."""
+    if not isinstance(values, list):
+        raise SpecDecError(f"{where} is not a list: {shown(values)}", hint="give a list of token ids")
     if not values:
         raise SpecDecError(f"{where} holds no token id", hint="give it token ids, or take it out")
     ids: list[int] = []
@@ -230,7 +237,7 @@ def _id_prompt(values: Sequence[object], where: str) -> Prompt:
                 hint="token ids are integers from 0 up",
             )
         ids.append(value)
-    return Prompt(None, tuple(ids))
+    return tuple(ids)
 
 
 def _unreadable(path: Path, error: OSError) -> NoReturn:

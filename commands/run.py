@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.drafter_settings import parse_drafter
+from commands.drafter_settings import NgramOptions, parse_drafter
 from commands.leader_settings import LeaderFlags, ModelFlags
 from commands.options import (
     INPUT,
@@ -21,6 +21,7 @@ from commands.options import (
     DisableKvCacheReuse,
     DisableOverlapScheduler,
     DraftEngineDir,
+    Drafters,
     DraftModelDir,
     DraftTargetModelConfig,
     EndId,
@@ -32,19 +33,25 @@ from commands.options import (
     MaxNumTokens,
     MaxSeqLen,
     MaxTokensInCache,
+    MinMatchingNgramSize,
     MinP,
     ModelDir,
     ModelDtype,
     NgramConfig,
+    NgramCorpus,
+    NgramPoolOption,
+    NgramRankingOption,
     NoCache,
     NoRepeatNgramSize,
     NumBeams,
+    OutputTraces,
     PresencePenalty,
     Quiet,
     RepetitionPenalty,
     SpecDecodeAlgo,
     SpecDecodeMaxDraftLen,
     StopWords,
+    SuffixConfig,
     Temperature,
     TokenizerDir,
     TopK,
@@ -88,9 +95,15 @@ def run(
     end_id: EndId = None,
     stop_words: StopWords = None,
     ngram_config: NgramConfig = None,
+    ngram_ranking: NgramRankingOption = None,
+    min_matching_ngram_size: MinMatchingNgramSize = None,
+    ngram_pool: NgramPoolOption = None,
+    ngram_corpus: NgramCorpus = None,
+    suffix_config: SuffixConfig = None,
     draft_target_model_config: DraftTargetModelConfig = None,
     draft_engine_dir: DraftEngineDir = None,
     drafter: CustomDrafter = None,
+    drafters: Drafters = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -140,6 +153,7 @@ def run(
             show_default=False,
         ),
     ] = None,
+    output_traces: OutputTraces = None,
     check_lossless: CheckLossless = False,
     num_beams: NumBeams = 1,
     use_py_session: UsePySession = False,
@@ -173,13 +187,22 @@ def run(
         disable_overlap_scheduler,
     )
     is_leader = models.are_given or leader.are_given
+    ngram_options = NgramOptions(ngram_ranking, min_matching_ngram_size, ngram_pool, ngram_corpus)
     if is_leader:
-        _refuse_orchestrator_flags(ngram_config, draft_target_model_config)
+        _refuse_orchestrator_flags(ngram_config, suffix_config, draft_target_model_config)
         models.check(engine_dir, draft_engine_dir)
         draft_dir = Path(draft_model_dir) if draft_model_dir is not None else draft_engine_dir
-        drafter_settings = leader.drafter_settings(draft_dir, drafter)
+        drafter_settings = leader.drafter_settings(draft_dir, drafter, drafters, ngram_options)
     else:
-        drafter_settings = parse_drafter(ngram_config, draft_target_model_config, draft_engine_dir, drafter)
+        drafter_settings = parse_drafter(
+            ngram_config,
+            draft_target_model_config,
+            draft_engine_dir,
+            drafter,
+            suffix_config=suffix_config,
+            drafters=drafters,
+            ngram_options=ngram_options,
+        )
     check_orchestrator_flags(
         block_reuse=kv_cache_enable_block_reuse or is_leader, num_beams=num_beams, py_session=use_py_session
     )
@@ -188,8 +211,14 @@ def run(
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
     check_lossless_flags(check_lossless=check_lossless, has_drafter=drafter_settings is not None)
     logits_npy = _logits_path(output_logits_npy) if output_generation_logits or output_logits_npy is not None else None
-    outputs = [path for path in (output_csv, output_npy, logits_npy) if path is not None]
-    inputs = (engine_dir, draft_engine_dir, input_file, *(Path(m) for m in (model_dir, draft_model_dir) if m))
+    outputs = [path for path in (output_csv, output_npy, logits_npy, output_traces) if path is not None]
+    inputs = (
+        engine_dir,
+        draft_engine_dir,
+        input_file,
+        ngram_corpus,
+        *(Path(m) for m in (model_dir, draft_model_dir) if m),
+    )
     check_output_files(outputs, [path for path in inputs if path is not None])
     sampling = sampling_params(
         temperature=temperature,
@@ -203,6 +232,7 @@ def run(
         random_seed=random_seed,
     )
 
+    from commands.drafters import check_corpus_files
     from commands.engine_cache import engines_of_models
     from commands.session import SessionSettings, open_session
     from runtime.engine import DEFAULT_MAX_NUM_TOKENS, KVCacheConfig
@@ -222,8 +252,10 @@ def run(
         output_csv=output_csv,
         output_npy=output_npy,
         logits_npy=logits_npy,
+        output_traces=output_traces,
         check_lossless=check_lossless,
     )
+    check_corpus_files(drafter_settings)  # before engines are built
     block_reuse = kv_cache_enable_block_reuse and not disable_kv_cache_reuse
     with ExitStack() as stack:
         engines = stack.enter_context(engines_of_models(models, engine_dir, drafter_settings, output))
@@ -255,6 +287,7 @@ class _Job:
     output_csv: Path | None
     output_npy: Path | None
     logits_npy: Path | None
+    output_traces: Path | None
     check_lossless: bool
 
 
@@ -264,6 +297,7 @@ def _answer(session: "Session", job: _Job, output: Output) -> None:
     from commands.output_files import write_ids, write_logits
     from commands.run_output import StreamPrinter, make_document, make_labels, requests_table, show_outputs, time_line
     from commands.session import Interrupted
+    from commands.traces import write_traces
 
     prompts, requests = _make_requests(session, job, output)
     labels = make_labels(len(requests), job.num_return_sequences)
@@ -286,6 +320,8 @@ def _answer(session: "Session", job: _Job, output: Output) -> None:
         if job.logits_npy is not None:
             write_logits(generation.sequences, job.logits_npy)
             output.result(f"logits written: {job.logits_npy}")
+        if job.output_traces is not None:
+            write_traces(job.output_traces, [(s, prompts[s.request.id].category) for s in generation.sequences])
     compares = job.check_lossless and is_whole
     comparison = _compare_with_no_drafter(session, requests, generation, output) if compares else {}
     document = make_document(session, prompts, generation, job.max_input_length, job.max_output_len)
@@ -341,10 +377,13 @@ def _make_requests(session: "Session", job: _Job, output: Output) -> tuple[list[
     return prompts, requests
 
 
-def _refuse_orchestrator_flags(ngram_config: str | None, draft_target_model_config: str | None) -> None:
+def _refuse_orchestrator_flags(
+    ngram_config: str | None, suffix_config: str | None, draft_target_model_config: str | None
+) -> None:
     """UsageError for a drafter of orchestrator mode among flags of leader mode."""
     for flag, value, algorithm in (
         ("--ngram-config", ngram_config, "NGRAM"),
+        ("--suffix-config", suffix_config, "SUFFIX"),
         ("--draft-target-model-config", draft_target_model_config, "DRAFT_TARGET"),
     ):
         if value is not None:

@@ -6,12 +6,20 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from commands.drafter_settings import CustomSettings, DrafterSettings, DraftTargetSettings, NgramSettings
-from commands.drafters import GuardedDrafter, TargetBundle, open_drafter
+from commands.drafter_settings import (
+    CustomSettings,
+    DrafterSettings,
+    DraftTargetSettings,
+    NgramSettings,
+    SuffixSettings,
+    drafter_names,
+    each_drafter,
+)
+from commands.drafters import GuardedDrafter, TargetBundle, check_corpora, clear_pools, each_open_drafter, open_drafter
 from commands.text import StopWords, bad_word_tokens, find_end_ids, find_tokenizer, load_tokenizer, word_tokens
 from runtime import leader, orchestrator
 from runtime.bundle import read_engine_config
@@ -26,6 +34,7 @@ from runtime.stats import LoopTimes, sum_stats
 
 OnTokens = Callable[[Sequence, list[int]], None]
 Mode = Literal["orchestrator", "leader"]
+Settings = TypeVar("Settings", NgramSettings, SuffixSettings, DraftTargetSettings, CustomSettings)
 _LOOPS = {"orchestrator": orchestrator.generate, "leader": leader.generate}
 
 
@@ -74,17 +83,23 @@ class Session:
         return self.settings.tokenizer_dir or self.settings.engine_dir
 
     @property
+    def draft_target(self) -> DraftTargetDrafter | None:
+        """The draft model's drafter, by itself or in a chain."""
+        return next((d for d in each_open_drafter(self.drafter) if isinstance(d, DraftTargetDrafter)), None)
+
+    @property
     def draft_engine(self) -> Engine | None:
-        return self.drafter.engine if isinstance(self.drafter, DraftTargetDrafter) else None
+        return self.draft_target.engine if self.draft_target else None
 
     @property
     def draws_by_probs(self) -> bool:
         """Whether output follows the target's law without being the tokens it draws by itself (rejection sampling)."""
         if self.sampling.is_greedy:
             return False
-        if isinstance(self.drafter, GuardedDrafter):
-            return self.drafter.has_given_probs
-        return isinstance(self.drafter, DraftTargetDrafter) and self.drafter.use_logits
+        custom = [drafter for drafter in each_open_drafter(self.drafter) if isinstance(drafter, GuardedDrafter)]
+        return any(d.has_given_probs for d in custom) or (
+            self.draft_target is not None and self.draft_target.use_logits
+        )
 
     def run(self, requests: Seq[Request], *, speculate: bool, on_tokens: OnTokens | None = None) -> "Generation":
         """Answer the requests, with the drafter or without. Raises Interrupted at Ctrl-C."""
@@ -114,8 +129,8 @@ class Session:
         """SpecDecError if the engine or the draft engine cannot serve one of them."""
         for request in requests:
             self.engine.check_request(request)
-            if isinstance(self.drafter, DraftTargetDrafter):
-                self.drafter.check_request(request)
+            if self.draft_target is not None:
+                self.draft_target.check_request(request)
 
     def warm_up(self, requests: Seq[Request]) -> None:
         """Run a few tokens of the first request with the drafter and without, and forget them."""
@@ -123,6 +138,7 @@ class Session:
         for speculate in (True, False):
             self.run(first, speculate=speculate)
         self.clear_cache()
+        self.clear_pools()
 
     def run_without_drafter(self, requests: Seq[Request]) -> "Generation":
         """The same requests again, from an empty cache and with nothing drafted."""
@@ -135,27 +151,29 @@ class Session:
         if self.draft_engine is not None:
             self.draft_engine.clear_cache()
 
+    def clear_pools(self) -> None:
+        """Forget what finished requests left to others, so that a warm-up's output is not found by what is measured."""
+        clear_pools(self.drafter)
+
     def engine_records(self) -> dict[str, Any]:
         """What made the numbers, for JSON."""
-        draft = self.settings.drafter
-        draft_dir = draft.draft_engine_dir if isinstance(draft, DraftTargetSettings) else None
+        draft = self._settings_of(DraftTargetSettings)
         return {
             "engine": _engine_record(self.settings.engine_dir, self.engine.config),
-            "draft_engine": _engine_record(draft_dir, self.draft_engine.config)
-            if self.draft_engine and draft_dir
+            "draft_engine": _engine_record(draft.draft_engine_dir, self.draft_engine.config)
+            if self.draft_engine and draft
             else None,
         }
 
     def settings_record(self) -> dict[str, Any]:
-        draft = self.settings.drafter
-        draft_target = None
-        if isinstance(draft, DraftTargetSettings):
-            draft_target = dataclasses.asdict(draft) | {"draft_engine_dir": str(draft.draft_engine_dir)}
+        custom = self._settings_of(CustomSettings)
         sampling = dataclasses.asdict(self.sampling) | {"bad_words": self.settings.bad_words}
         return {
-            "ngram_config": dataclasses.asdict(draft) if isinstance(draft, NgramSettings) else None,
-            "draft_target_model_config": draft_target,
-            "drafter": f"{draft.module}:{draft.factory}" if isinstance(draft, CustomSettings) else None,
+            "drafters": drafter_names(self.settings.drafter),
+            "ngram_config": _config_record(self._settings_of(NgramSettings)),
+            "suffix_config": _config_record(self._settings_of(SuffixSettings)),
+            "draft_target_model_config": _config_record(self._settings_of(DraftTargetSettings)),
+            "drafter": f"{custom.module}:{custom.factory}" if custom else None,
             "sampling": sampling,
             "end_ids": sorted(self.end_ids),
             "stop_words": list(self.stop_words.words) if self.stop_words else [],
@@ -163,6 +181,16 @@ class Session:
             "block_reuse": self.engine.block_reuse,
             "max_num_tokens": self.engine.max_num_tokens,
         }
+
+    def _settings_of(self, kind: type[Settings]) -> Settings | None:
+        """The settings of the drafter of that kind, by itself or in a chain."""
+        return next((s for s in each_drafter(self.settings.drafter) if isinstance(s, kind)), None)
+
+
+def _config_record(settings: NgramSettings | SuffixSettings | DraftTargetSettings | None) -> dict[str, Any] | None:
+    if settings is None:
+        return None
+    return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(settings).items()}
 
 
 def _engine_record(engine_dir: Path, config: EngineConfig) -> dict[str, Any]:
@@ -259,6 +287,7 @@ def open_session(settings: SessionSettings) -> Iterator[Session]:
             word_tokens(tokenizer, "--stop-words", word)
         sampling = dataclasses.replace(sampling, bad_words=bad_word_tokens(tokenizer, settings.bad_words))
         stop_words = StopWords(tuple(settings.stop_words), tokenizer) if settings.stop_words else None
+    check_corpora(settings.drafter, tokenizer, config.vocab_size)
     with ExitStack() as stack:
         device_id = settings.drafter.device_id if settings.drafter else 0
         engine = stack.enter_context(Engine.open(engine_dir, device_id, settings.kv_cache, settings.max_num_tokens))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.dataset import DEMO, EvalTask, Sample, load_samples, summarization_prompt
-from commands.drafter_settings import parse_drafter
+from commands.drafter_settings import NgramOptions, parse_drafter
 from commands.options import (
     INPUT,
     OUTPUT,
@@ -21,6 +21,7 @@ from commands.options import (
     CheckLossless,
     CustomDrafter,
     DraftEngineDir,
+    Drafters,
     DraftTargetModelConfig,
     EndId,
     EngineDir,
@@ -28,14 +29,20 @@ from commands.options import (
     FrequencyPenalty,
     Json,
     MaxTokensInCache,
+    MinMatchingNgramSize,
     MinP,
     NgramConfig,
+    NgramCorpus,
+    NgramPoolOption,
+    NgramRankingOption,
     NoRepeatNgramSize,
     NumBeams,
+    OutputTraces,
     PresencePenalty,
     Quiet,
     RepetitionPenalty,
     StopWords,
+    SuffixConfig,
     Temperature,
     TokenizerDir,
     TopK,
@@ -45,7 +52,7 @@ from commands.options import (
     check_orchestrator_flags,
     sampling_params,
 )
-from commands.output import Output, check_new_directory
+from commands.output import Output, check_new_directory, check_output_files
 from commands.prompts import Prompt
 from runtime.errors import SpecDecError, UsageError
 
@@ -94,9 +101,15 @@ def summarize(
     end_id: EndId = None,
     stop_words: StopWords = None,
     ngram_config: NgramConfig = None,
+    ngram_ranking: NgramRankingOption = None,
+    min_matching_ngram_size: MinMatchingNgramSize = None,
+    ngram_pool: NgramPoolOption = None,
+    ngram_corpus: NgramCorpus = None,
+    suffix_config: SuffixConfig = None,
     draft_target_model_config: DraftTargetModelConfig = None,
     draft_engine_dir: DraftEngineDir = None,
     drafter: CustomDrafter = None,
+    drafters: Drafters = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -125,6 +138,7 @@ def summarize(
             help="Write outputs (engine.out, hf.out) and summary.json here.", rich_help_panel=OUTPUT, show_default=False
         ),
     ] = None,
+    output_traces: OutputTraces = None,
     num_beams: NumBeams = 1,
     use_py_session: UsePySession = False,
     json: Json = False,
@@ -134,7 +148,15 @@ def summarize(
 
     The first sample is a warm-up and is run once more. Greedy unless sampling is asked for.
     """
-    drafter_settings = parse_drafter(ngram_config, draft_target_model_config, draft_engine_dir, drafter)
+    drafter_settings = parse_drafter(
+        ngram_config,
+        draft_target_model_config,
+        draft_engine_dir,
+        drafter,
+        suffix_config=suffix_config,
+        drafters=drafters,
+        ngram_options=NgramOptions(ngram_ranking, min_matching_ngram_size, ngram_pool, ngram_corpus),
+    )
     check_orchestrator_flags(block_reuse=kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session)
     if not (test_engine or test_hf):
         raise UsageError("nothing to test", hint="`--test-engine`, `--test-hf` or both")
@@ -147,6 +169,11 @@ def summarize(
     if check_lossless and not test_engine:
         raise UsageError("`--check-lossless` checks the engine", hint="`--test-engine`")
     check_lossless_flags(check_lossless=check_lossless, has_drafter=drafter_settings is not None)
+    if output_traces is not None:
+        if not test_engine:
+            raise UsageError("`--output-traces` writes the engine's outputs", hint="`--test-engine`")
+        inputs = (engine_dir, draft_engine_dir, Path(dataset), ngram_corpus)
+        check_output_files([output_traces], [path for path in inputs if path is not None])
     sampling = sampling_params(
         temperature=temperature,
         top_k=top_k,
@@ -169,6 +196,7 @@ def summarize(
     from commands.models import resolve_model
     from commands.report import accuracy_check, show_summary, summary_document, write_outputs
     from commands.session import SessionSettings, open_session
+    from commands.traces import write_traces
     from runtime.engine import KVCacheConfig
 
     output = Output(json, quiet)
@@ -220,6 +248,8 @@ def summarize(
                 document["checks"]["lossless"] = check_outputs(session, runs[0].sequences, runs[1].sequences, advance)
         if output_dir is not None:
             write_outputs(output_dir, session, runs, document)
+        if output_traces is not None:
+            write_traces(output_traces, zip(runs[0].sequences, [s.category for s in samples], strict=True))
         show_summary(document, samples, runs, output)
         output.document(document)
     fail_unless_lossless(document["checks"])

@@ -9,25 +9,30 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from commands.prompts import Prompt
+from runtime.cache import digest
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import read_json
 
 _REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
 
 
-def load_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer saved in `directory`; SpecDecError if there is none. Truncation keeps a prompt's end."""
+def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) -> PreTrainedTokenizerBase:
+    """The tokenizer saved in `directory`; SpecDecError if there is none. Truncation keeps a prompt's end.
+
+    Without the model's configuration the tokenizer's own files have to say what it is.
+    """
     if not directory.is_dir():
         raise SpecDecError(
             f"tokenizer directory does not exist: {directory}", hint="give the directory of a Hugging Face tokenizer"
         )
-    model_type = pretrained_config["model_type"]
-    if model_type not in CONFIG_MAPPING:
+    if pretrained_config is not None and (model_type := pretrained_config["model_type"]) not in CONFIG_MAPPING:
         raise SpecDecError(
             f"transformers does not know this model type: {model_type}", hint="install the transformers of the build"
         )
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(pretrained_config)
+        config = None
+        if pretrained_config is not None:
+            config = CONFIG_MAPPING[pretrained_config["model_type"]].from_dict(pretrained_config)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, config=config, truncation_side="left", local_files_only=True
         )
@@ -36,6 +41,32 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> PreTra
             f"no usable tokenizer in: {directory}", hint=f"`--tokenizer-dir` names another; transformers said: {error}"
         ) from error
     return tokenizer
+
+
+def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of an engine, checkpoint or model directory, or of one that holds nothing else."""
+    config: dict[str, Any] = {}
+    if (directory / "config.json").is_file():
+        config = read_json(directory / "config.json")
+        config = config.get("pretrained_config", config)
+    return load_tokenizer(directory, config if isinstance(config.get("model_type"), str) else None)
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for two tokenizers that mean the same by every token id."""
+    vocabulary = sorted((i, token) for token, i in tokenizer.get_vocab().items())
+    return digest(f"{i} {token}" for i, token in vocabulary)
+
+
+def tokenizer_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the highest id."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text of any length, without those that mark its start or end."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
 
 
 def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> PreTrainedTokenizerBase | None:

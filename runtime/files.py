@@ -64,6 +64,20 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@contextmanager
+def new_file(path: Path, *, replace: bool) -> Iterator[Path]:
+    """Yield the name of a temporary file that becomes `path` when the block ends without an exception."""
+    if path.exists() and not replace:
+        raise SpecDecError(f"output file exists: {path}", hint="`--force` replaces it")
+    path = path.resolve()
+    temporary = _hidden_sibling(path, "tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def _hidden_sibling(path: Path, suffix: str) -> Path:
     """A name that nobody else uses. It is known before there is anything of that name, so nothing is left behind."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{suffix}")

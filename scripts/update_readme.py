@@ -27,7 +27,10 @@ def flag_table(command: Any) -> str:
     for option in command.params:
         if not option.hidden and option.name != "help":
             names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
-            panels.setdefault(option.rich_help_panel, []).append(f"| {names} | {_default(option)} | {option.help} |")
+            if option.param_type_name == "argument":
+                names = f"`{option.metavar}`"
+            panel = option.rich_help_panel or ""
+            panels.setdefault(panel, []).append(f"| {names} | {_default(option)} | {option.help} |")
     rows = [row for panel in sorted(panels) for row in panels[panel]]
     return "\n".join(["| flag | default | meaning |", "|---|---|---|", *rows])
 
@@ -44,12 +47,14 @@ def _default(option: Any) -> str:
 
 def with_tables(text: str) -> str:
     """The README with every block between `<!-- flags: NAME -->` and `<!-- end -->` made anew."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
     def table(match: re.Match[str]) -> str:
-        return f"<!-- flags: {match[1]} -->\n{flag_table(commands[match[1]])}\n<!-- end -->"
+        command: Any = typer.main.get_command(app)
+        for name in match[1].split():
+            command = command.commands[name]
+        return f"<!-- flags: {match[1]} -->\n{flag_table(command)}\n<!-- end -->"
 
-    return re.sub(r"<!-- flags: (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+    return re.sub(r"<!-- flags: ([\w ]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
 def walk_commands(text: str) -> list[str]:

@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperOption
 
 from commands.build import build
 from commands.convert import convert
+from commands.corpus import create, merge, stats
 from commands.options import normalize_name, split_flags_without_effect
 from commands.output import fail, warn
 from commands.run import run
@@ -43,6 +44,15 @@ _EXAMPLES = {
         "specdec summarize --engine-dir engine --test-engine --dataset my.jsonl --draft-engine-dir draft-engine "
         '--draft-target-model-config "[4,[0],[0],False]" --check-lossless --json',
     ),
+    create: (
+        "specdec corpus create --output code.corpus --tokenizer-dir engine --text manual.txt --text snippets.jsonl",
+        "specdec corpus create --output answers.corpus --tokenizer-dir engine --traces traces.jsonl",
+    ),
+    merge: (
+        "specdec corpus merge --output all.corpus code.corpus answers.corpus",
+        "specdec corpus merge --output answers.corpus --force monday.corpus tuesday.corpus",
+    ),
+    stats: ("specdec corpus stats all.corpus", "specdec corpus stats all.corpus --json"),
 }
 
 
@@ -69,13 +79,21 @@ app = typer.Typer(
 )
 
 
-def _register(command: Callable[..., None]) -> None:
+corpus_app = typer.Typer(
+    help="Make, merge and describe corpora: text that n-gram lookup finds continuations in.", no_args_is_help=True
+)
+app.add_typer(corpus_app, name="corpus")
+
+
+def _register(command: Callable[..., None], group: typer.Typer = app) -> None:
     epilog = "Examples:\n\n" + "\n\n".join(f"`{example}`" for example in _EXAMPLES[command])
-    app.command(cls=_Command, epilog=epilog)(command)
+    group.command(cls=_Command, epilog=epilog)(command)
 
 
 for _command in (convert, build, run, summarize):
     _register(_command)
+for _corpus_command in (create, merge, stats):
+    _register(_corpus_command, corpus_app)
 
 
 def _print_version(asked: bool) -> None:

@@ -24,6 +24,7 @@ NOUNS = {
     "runtime.request": {"runtime.sampling", "runtime.stats"},
     "runtime.verify": {"runtime.errors", "runtime.request", "runtime.sampling"},
     "runtime.files": {"runtime.errors"},
+    "runtime.corpus": {"runtime.config", "runtime.errors", "runtime.files"},
 }
 
 
@@ -75,7 +76,7 @@ def test_nouns_import_only_nouns(noun: str) -> None:
 
 
 def test_drafters_know_no_engine_but_their_own() -> None:
-    allowed = {"runtime.errors", "runtime.request", "runtime.sampling"}
+    allowed = {"runtime.corpus", "runtime.errors", "runtime.request", "runtime.sampling"}
     for drafter in (name for name in modules("runtime") if name.startswith("runtime.drafters.")):
         ours = {name for name in imports(modules("runtime")[drafter]) if name.startswith("runtime")}
         engines = {"runtime.engine"} if drafter == "runtime.drafters.draft_target" else set()
@@ -105,7 +106,7 @@ def test_runtime_has_no_import_cycle() -> None:
 
 
 @pytest.mark.skipif(not (ROOT / "specdec_cli" / "app.py").exists(), reason="specdec_cli/app.py is missing yet")
-@pytest.mark.parametrize("arguments", [["--help"], ["convert", "--help"], ["run", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["corpus", "create", "--help"]])
 def test_help_loads_no_torch(arguments: list[str]) -> None:
     """`python -X importtime` names every module that is loaded, on stderr."""
     command = [sys.executable, "-X", "importtime", "-m", "specdec_cli", *arguments]

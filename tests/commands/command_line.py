@@ -10,6 +10,15 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 NGRAM = "[4,2,[0]]"
+NGRAM_RECORD: dict[str, Any] = {
+    "max_draft_len": 4,
+    "max_matching_ngram_size": 2,
+    "device_id": 0,
+    "min_matching_ngram_size": 1,
+    "ranking": "oldest",
+    "pool": "private",
+    "corpus": None,
+}
 PROMPT = "The little dog had a red ball. The little dog had a"
 PROMPTS = [PROMPT, "One day", "Then a little girl found the red ball and", "the ball the ball the ball the", "The dog"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import NGRAM, PROMPT, Specdec, assert_valid, draft_model, schema
+from command_line import NGRAM, NGRAM_RECORD, PROMPT, Specdec, assert_valid, draft_model, schema
 
 METRICS = (
     "num_spec_steps",
@@ -118,9 +118,7 @@ def test_run_prints_one_valid_document(
     assert_rates_follow_from_counts(document["total"], max_draft_len)
     assert_total_is_the_sum(document["total"], [request["stats"] for request in document["requests"]])
     assert (document["total"]["num_draft_tokens"] > 0) == (drafter != "none")
-    assert document["settings"]["ngram_config"] == (
-        {"max_draft_len": 4, "max_matching_ngram_size": 2, "device_id": 0} if drafter == "ngram" else None
-    )
+    assert document["settings"]["ngram_config"] == (NGRAM_RECORD if drafter == "ngram" else None)
     assert (document["draft_engine"] is not None) == (drafter == "draft model")
     assert (document["speedup"], document["checks"]) == (None, {})
     assert document["engine"]["build_config"]["compiler"] == "aot"

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import NGRAM, PROMPT, Result, Specdec, ids_of
+from command_line import NGRAM, NGRAM_RECORD, PROMPT, Result, Specdec, ids_of
 from tiny import hf_greedy, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -242,9 +242,8 @@ def test_leader_mode_commands_run_as_pasted(
     result = specdec(command, *arguments, *more)
     document_json = result.document
     assert ids_of(document_json) == [hf_greedy(llama, tokenizer(PROMPT)["input_ids"], 6, 299)]
-    settings = {"max_draft_len": 4, "max_matching_ngram_size": 2, "device_id": 0}
     assert document_json["settings"]["mode"] == "leader"
-    assert document_json["settings"]["ngram_config"] == settings
+    assert document_json["settings"]["ngram_config"] == NGRAM_RECORD
     assert "NGRAM is assumed" in result.stderr and "no effect" not in result.stderr
 
 
@@ -263,7 +262,7 @@ def test_spellings_of_the_same_command_do_the_same(
 ) -> None:
     arguments = [argument.replace("ENGINE", str(llama_uncompiled_dir)) for argument in spelled]
     document = specdec("run", *arguments).document
-    assert document["settings"]["ngram_config"] == {"max_draft_len": 4, "max_matching_ngram_size": 2, "device_id": 0}
+    assert document["settings"]["ngram_config"] == NGRAM_RECORD
     assert document["settings"]["max_output_len"] == 6
     assert document["requests"][0]["prompt"] == PROMPT
 

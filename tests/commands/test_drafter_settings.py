@@ -2,18 +2,30 @@
 
 from itertools import combinations
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from commands.drafter_settings import (
+    ChainSettings,
     CustomSettings,
+    DrafterSettings,
     DraftTargetSettings,
+    NgramOptions,
+    NgramRanking,
     NgramSettings,
+    SuffixSettings,
+    drafter_names,
+    each_drafter,
     parse_custom_drafter,
     parse_draft_target_model_config,
     parse_drafter,
+    parse_drafter_names,
     parse_ngram_config,
+    parse_suffix_config,
 )
+from commands.leader_settings import LeaderFlags
+from runtime.drafters.ngram import Ranking
 from runtime.errors import UsageError
 
 DRAFT = Path("draft-engine")
@@ -169,3 +181,193 @@ def test_flags_name_their_drafter() -> None:
     assert parse_drafter("[10,2,[0]]", None, None, None) == NgramSettings(10, 2, 0)
     assert parse_drafter(None, "[4,[0],[1],True]", DRAFT, None) == DraftTargetSettings(4, 0, 1, True, DRAFT)
     assert parse_drafter(None, None, None, "my_drafter:make") == CustomSettings("my_drafter", "make")
+
+
+@pytest.mark.parametrize("text", ["[10,[0]]", " [ 10 , [ 0 ] ] ", "(10, (0,))"])
+def test_suffix_config_is_draft_length_and_device(text: str) -> None:
+    assert parse_suffix_config(text) == SuffixSettings(max_draft_len=10, device_id=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("abc", "`--suffix-config` is not a list: abc"),
+        ("10", "2 entries: 10"),
+        ("[10]", "2 entries: [10]"),
+        ("[10,2,[0]]", "2 entries: [10,2,[0]]"),
+        ("[0,[0]]", "max_draft_len in `--suffix-config` must be a whole number of at least 1: 0"),
+        ("[True,[0]]", "max_draft_len"),
+        ("[10,0]", "device_list in `--suffix-config` must name a device: 0"),
+        ("[10,[-1]]", "must hold device numbers: [-1]"),
+        ("[10,[0,1]]", "more than one device"),
+    ],
+)
+def test_malformed_suffix_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_suffix_config(text)
+    assert wrong in raised.value.message
+    assert raised.value.hint
+
+
+def test_rankings_are_those_of_the_drafter() -> None:
+    assert get_args(NgramRanking) == get_args(Ranking)
+
+
+OPTIONS = NgramOptions("recent", 2, "public", Path("c"))
+CONFIGS: dict[str, Any] = {
+    "ngram": {"ngram_config": "[10,3,[0]]"},
+    "suffix": {"suffix_config": "[8,[0]]"},
+    "draft-target": {"draft_target_model_config": "[4,[0],[0],False]", "draft_engine_dir": DRAFT},
+    "custom": {"drafter": "my_drafter:make"},
+}
+SETTINGS: dict[str, DrafterSettings] = {
+    "ngram": NgramSettings(10, 3, 0),
+    "suffix": SuffixSettings(8, 0),
+    "draft-target": DraftTargetSettings(4, 0, 0, False, DRAFT),
+    "custom": CustomSettings("my_drafter", "make"),
+}
+
+
+def parse(**given: Any) -> DrafterSettings | None:
+    values = dict.fromkeys(("ngram_config", "draft_target_model_config", "draft_engine_dir", "drafter"))
+    return parse_drafter(**(values | given))
+
+
+def flags_of(*names: str) -> dict[str, Any]:
+    return {key: value for name in names for key, value in CONFIGS[name].items()}
+
+
+def leader(algorithm: str | None = None, max_draft_len: int | None = None, max_size: int | None = None) -> LeaderFlags:
+    return LeaderFlags(algorithm, max_draft_len, max_size, False, False)
+
+
+def test_options_of_ngram_lookup_are_its_settings() -> None:
+    expected = NgramSettings(10, 3, 0, 2, "recent", "public", Path("c"))
+    assert parse(ngram_config="[10,3,[0]]", ngram_options=OPTIONS) == expected
+    assert leader("NGRAM", 10, 3).drafter_settings(None, None, None, OPTIONS) == expected
+
+
+def test_suffix_matching_has_a_pool_too() -> None:
+    expected = SuffixSettings(8, 0, "public")
+    options = NgramOptions(pool="public")
+    assert parse(suffix_config="[8,[0]]", ngram_options=options) == expected
+    assert leader("suffix", 8).drafter_settings(None, None, None, options) == expected
+    assert leader("SUFFIX").drafter_settings(None, None) == SuffixSettings(4, 0)
+
+
+@pytest.mark.parametrize("names", [["ngram", "draft-target"], ["draft-target", "ngram"], [*CONFIGS], ["custom"]])
+def test_chain_is_in_the_order_of_its_names(names: list[str]) -> None:
+    settings = parse(**flags_of(*names), drafters=",".join(names))
+    assert each_drafter(settings) == tuple(SETTINGS[name] for name in names)
+    assert drafter_names(settings) == names
+    assert isinstance(settings, ChainSettings) == (len(names) > 1)
+
+
+def test_chain_drafts_as_much_as_its_longest_drafter() -> None:
+    settings = parse(**flags_of("draft-target", "ngram"), drafters="draft-target,ngram")
+    assert settings is not None and (settings.max_draft_len, settings.device_id) == (10, 0)
+    settings = parse(**flags_of("custom", "ngram"), drafters="ngram,custom")
+    assert settings is not None and settings.max_draft_len is None, "somebody's own may draft what the engine takes"
+
+
+def test_chain_of_leader_mode_takes_its_defaults() -> None:
+    settings = leader(None, 6).drafter_settings(DRAFT, "my_drafter:make", "ngram,suffix,draft-target,custom")
+    assert each_drafter(settings) == (
+        NgramSettings(6, 2, 0),
+        SuffixSettings(6, 0),
+        DraftTargetSettings(6, 0, 0, False, DRAFT),
+        CustomSettings("my_drafter", "make", 6),
+    )
+
+
+@pytest.mark.parametrize("text", ["ngram,draft-target", " NGRAM , Draft_Target "])
+def test_names_of_drafters_are_read_whatever_their_case(text: str) -> None:
+    assert parse_drafter_names(text) == ["ngram", "draft-target"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("medusa", "no drafter of specdec's: medusa"),
+        ("ngram,eagle", "no drafter of specdec's: eagle"),
+        ("", "no drafter of specdec's: ''"),
+        ("ngram,", "no drafter of specdec's: 'ngram,'"),
+        ("ngram suffix", "no drafter of specdec's: ngram suffix"),
+        ("ngram,suffix,ngram", "names ngram twice: ngram,suffix,ngram"),
+    ],
+)
+def test_unknown_names_of_drafters_list_the_known(text: str, wrong: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_drafter_names(text)
+    assert wrong in raised.value.message
+    assert raised.value.hint
+    if "twice" not in wrong:
+        assert "ngram, suffix, draft-target, custom" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ({"drafters": "ngram"}, "`--drafters` names ngram, which needs `--ngram-config`: ngram"),
+        ({"drafters": "suffix"}, "`--drafters` names suffix, which needs `--suffix-config`: suffix"),
+        ({"drafters": "custom"}, "`--drafters` names custom, which needs `--drafter`: custom"),
+        (flags_of("ngram") | {"drafters": "ngram,draft-target"}, "which needs `--draft-target-model-config`: ngram,d"),
+        (flags_of("ngram", "suffix") | {"drafters": "ngram"}, "`--suffix-config` is given, and `--drafters` does not"),
+        (flags_of("ngram", "draft-target") | {"drafters": "ngram"}, "`--draft-target-model-config` is given, and"),
+        (flags_of("ngram", "suffix"), "`--ngram-config` and `--suffix-config` cannot be given together"),
+        ({"ngram_options": OPTIONS}, "`--ngram-ranking` is for n-gram lookup: recent"),
+        (flags_of("suffix") | {"ngram_options": OPTIONS}, "`--ngram-ranking` is for n-gram lookup: recent"),
+        (
+            flags_of("suffix") | {"ngram_options": NgramOptions(min_matching_ngram_size=2)},
+            "`--min-matching-ngram-size` is for n-gram lookup: 2",
+        ),
+        (
+            flags_of("draft-target") | {"ngram_options": NgramOptions(pool="private")},
+            "`--ngram-pool` is for n-gram lookup: private",
+        ),
+        (
+            flags_of("custom") | {"ngram_options": NgramOptions(corpus=Path("c"))},
+            "`--ngram-corpus` is for n-gram lookup: c",
+        ),
+        (
+            flags_of("ngram") | {"ngram_options": NgramOptions(min_matching_ngram_size=4)},
+            "`--min-matching-ngram-size` exceeds the longest, 3: 4",
+        ),
+        (
+            flags_of("ngram") | {"suffix_config": "[4,[1]]", "drafters": "ngram,suffix"},
+            "different devices for the target: [0, 1]",
+        ),
+    ],
+)
+def test_flags_that_do_not_fit_together_are_wrong_usage(given: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse(**given)
+    assert wrong in raised.value.message
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("flags", "arguments", "wrong"),
+    [
+        (leader("NGRAM"), (None, None, "ngram"), "`--spec-decode-algo` and `--drafters` cannot be given together"),
+        (leader(None, 4), (None, None, "ngram,custom"), "names custom, which needs `--drafter`"),
+        (leader(None, 4), (None, "a:b", "ngram"), "`--drafter` is given, and `--drafters` does not name custom: ngram"),
+        (leader(None, 4), (None, None, "ngram,draft-target"), "needs a draft model"),
+        (leader(None, 4), (DRAFT, None, "ngram"), "a draft model needs `--spec-decode-algo DRAFT_TARGET`"),
+        (leader(None, None, 3), (None, None, "suffix"), "`--max-matching-ngram-size` is for n-gram lookup: 3"),
+        (leader("SUFFIX"), (None, None, None, OPTIONS), "`--ngram-ranking` is for n-gram lookup: recent"),
+        (leader(), (None, None, None, NgramOptions(pool="public")), "`--ngram-pool` is for n-gram lookup: public"),
+        (
+            leader("NGRAM"),
+            (None, None, None, NgramOptions(min_matching_ngram_size=3)),
+            "`--min-matching-ngram-size` exceeds the longest, 2: 3",
+        ),
+    ],
+)
+def test_leader_flags_that_do_not_fit_together_are_wrong_usage(
+    flags: LeaderFlags, arguments: tuple[Any, ...], wrong: str
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        flags.drafter_settings(*arguments)
+    assert wrong in raised.value.message
+    assert raised.value.hint

@@ -281,3 +281,13 @@ def test_any_bytes_give_prompts_or_an_error_of_ours(tmp_path: Path, suffix: str,
         assert prompts
         assert all((prompt.text is None) != (prompt.ids is None) for prompt in prompts)
         assert all(prompt.text or prompt.ids for prompt in prompts)
+
+
+def test_category_of_a_line_is_kept_and_must_be_text(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    rows = [{"prompt": "a", "category": "b"}, {"prompt_ids": [1], "category": ""}, {"prompt_ids": [1]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [prompt.category for prompt in read_prompts([], path)] == ["b", None, None]
+    path.write_text('{"prompt": "a", "category": ["b"]}')
+    with pytest.raises(SpecDecError, match="`category` on line 1 of .* is not text"):
+        read_prompts([], path)

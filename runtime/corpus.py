@@ -1,0 +1,391 @@
+"""A store of token sequences on disk in which any n-gram's occurrences are found by binary search.
+
+A corpus is one safetensors file with two tensors. `tokens` is int32: the documents one after the other, each closed by
+-1. `suffix_array` has where each suffix of each document starts, sorted by the suffixes' bytes as they lie in the file.
+That order is not the order of the ids, but any order brings the occurrences of an n-gram together, and bytes of the
+file are compared without being made numbers first. The closing -1 is all ones: it sorts behind every token, so in a
+range of occurrences those that nothing follows stand last and are left out.
+
+The file is memory-mapped: a lookup reads the few pages it touches, and processes share them.
+"""
+
+import hashlib
+import json
+import mmap
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from runtime.config import as_json, parse
+from runtime.errors import SpecDecError
+from runtime.files import new_file
+
+CORPUS_FORMAT_VERSION = 1
+_CLOSING = b"\xff\xff\xff\xff"
+_TOKEN_BYTES = 4
+_MIN_SHARE = 8  # one in so many
+_NUM_READ = 32  # rows read one by one
+_NUM_KEPT = 4096
+_DAMAGED = "make it again with `specdec corpus create`"
+_DTYPES = {"tokens": ("I32",), "suffix_array": ("I32", "I64")}
+_KEY = "specdec_corpus"  # of the file's metadata
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class CorpusInfo:
+    """What a corpus says of itself. `content_digest` is of both tensors."""
+
+    vocab_size: int
+    tokenizer_digest: str
+    num_documents: int
+    num_tokens: int
+    content_digest: str
+    format_version: int = CORPUS_FORMAT_VERSION
+
+
+class Match(NamedTuple):
+    """The occurrences of an n-gram that something follows: rows `start` to `end` of the suffix array."""
+
+    ngram_size: int
+    start: int
+    end: int
+
+    @property
+    def num_occurrences(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class NgramCounts:
+    """The n-grams of one size. `num_repeated` of the different ones occur more than once."""
+
+    ngram_size: int
+    num_occurrences: int
+    num_distinct: int
+    num_repeated: int
+
+
+class Continuation(NamedTuple):
+    """A token that followed a match, and how often."""
+
+    token: int
+    num_occurrences: int
+
+
+class _Run(NamedTuple):
+    """Rows in which the same token follows."""
+
+    token: int
+    start: int
+    end: int
+
+
+class Corpus:
+    """An open corpus. Lookups read what they need of the file and nothing else."""
+
+    def __init__(self, path: Path, info: CorpusInfo, data: mmap.mmap, offsets: dict[str, tuple[int, int]]) -> None:
+        self.path, self.info = path, info
+        start, end = offsets["tokens"]
+        self._data = memoryview(data)[start:end]
+        self.tokens: Array = np.frombuffer(self._data, dtype="<i4")
+        start, end = offsets["suffix_array"]
+        row_bytes = (end - start) // info.num_tokens
+        self._rows = memoryview(data)[start:end].cast("i" if row_bytes == 4 else "q")
+        self.suffix_array: Array = np.frombuffer(self._rows, dtype=f"<i{row_bytes}")
+        # What follows the most frequent n-grams takes longest to find, and is asked for most often.
+        self._runs = lru_cache(_NUM_KEPT)(self._find_runs)
+        self._rows_of = lru_cache(None)(self._find_rows)  # as many as there are tokens
+        # Slices of a map are bytes at once; slices of a view would be views.
+        self._map, self._first = data, offsets["tokens"][0]
+
+    @classmethod
+    def open(cls, path: Path) -> "Corpus":
+        """SpecDecError if there is no such file, or if it is no corpus, of another format, or not whole."""
+        info, offsets = _read_header(path)
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return cls(path, info, data, offsets)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._map)
+
+    def check_content(self) -> None:
+        """SpecDecError unless every byte is as it was written. Reads the whole file."""
+        if _content_digest(self.tokens, self.suffix_array) != self.info.content_digest:
+            raise SpecDecError(f"the corpus is damaged, its content has changed: {self.path}", hint=_DAMAGED)
+
+    def documents(self) -> list[Array]:
+        """The token ids of each document."""
+        ends = np.flatnonzero(self.tokens < 0)
+        return [document[:-1] for document in np.split(self.tokens, ends[:-1] + 1)]
+
+    def ngram_counts(self, max_size: int) -> list[NgramCounts]:
+        """For each size up to `max_size`. Reads the whole file."""
+        counts = []
+        is_whole = np.ones(self.info.num_tokens, dtype=bool)  # rows whose documents go on for so many tokens
+        is_same = np.append(False, is_whole[1:])  # rows that share so many tokens with the one before
+        for size in range(1, max_size + 1):
+            tokens = self.tokens[np.minimum(self.suffix_array + (size - 1), len(self.tokens) - 1)]
+            is_whole &= tokens >= 0
+            is_same &= is_whole & (tokens == np.roll(tokens, 1))
+            num_occurrences, num_same = int(is_whole.sum()), int(is_same.sum())
+            starts_run = is_same & ~np.roll(is_same, 1)
+            counts.append(NgramCounts(size, num_occurrences, num_occurrences - num_same, int(starts_run.sum())))
+        return counts
+
+    def longest_match(self, tail: Sequence[int], max_size: int, min_size: int = 1) -> Match | None:
+        """Where the longest end of `tail` of `min_size` to `max_size` tokens occurs with something after it.
+
+        If an n-gram occurs so do its ends, so the size is found by bisection.
+        """
+        encoded = _encode(tail[-max_size:])
+        longest = len(encoded) // _TOKEN_BYTES
+        found: tuple[int, int] | None = None
+        low, high = min_size, longest
+        size = longest
+        while low <= high:
+            start = self._first_row(encoded, size)
+            if start is None:
+                high = size - 1
+            else:
+                found, low = (size, start), size + 1
+            size = (low + high + 1) // 2
+        if found is None:
+            return None
+        size, start = found
+        return Match(size, start, self._end_row(encoded[-_TOKEN_BYTES * size :], start))
+
+    def continuations(self, match: Match) -> list[Continuation]:
+        """The tokens that followed in at least one eighth of the occurrences, the most frequent first.
+
+        Of tokens that are as frequent the one with the lower id comes first.
+        """
+        return [Continuation(run.token, run.end - run.start) for run in self._runs(match)]
+
+    def continuation(self, match: Match, max_len: int) -> list[Continuation]:
+        """What followed most often, token by token: the most frequent token, then the most frequent after that one.
+
+        It ends where documents end, and before a token that followed in less than one eighth of the occurrences.
+        """
+        found: list[Continuation] = []
+        while match.num_occurrences and len(found) < max_len:
+            common = self._common_tokens(match, max_len - len(found))
+            found += [Continuation(token, match.num_occurrences) for token in common]
+            match = self._without_ends(match._replace(ngram_size=match.ngram_size + len(common)))
+            if len(found) == max_len or not match.num_occurrences:
+                break
+            runs = self._runs(match)
+            if not runs:
+                break
+            best = runs[0]
+            found.append(Continuation(best.token, best.end - best.start))
+            match = self._without_ends(Match(match.ngram_size + 1, best.start, best.end))
+        return found
+
+    def _first_row(self, encoded: bytes, size: int) -> int | None:
+        """The first row of the last `size` tokens of `encoded`, None if nothing ever follows them."""
+        pattern = encoded[len(encoded) - _TOKEN_BYTES * size :]
+        start, stop = self._rows_of(pattern[:_TOKEN_BYTES])
+        row = bisect_left(self._rows, pattern, start, stop, key=self._reader(len(pattern)))
+        if row == stop:
+            return None
+        here = self._reader(len(pattern) + _TOKEN_BYTES)(self._rows[row])
+        return row if here.startswith(pattern) and not here.endswith(_CLOSING) else None
+
+    def _end_row(self, pattern: bytes, start: int) -> int:
+        """One past the last row from `start` on in which a token follows the pattern."""
+        closed = pattern + _CLOSING
+        _, stop = self._rows_of(pattern[:_TOKEN_BYTES])
+        return bisect_left(self._rows, closed, start, stop, key=self._reader(len(closed)))
+
+    def _find_rows(self, token: bytes) -> tuple[int, int]:
+        """The first row of a token, and one past its last."""
+        read = self._reader(_TOKEN_BYTES)
+        start = bisect_left(self._rows, token, key=read)
+        return start, bisect_right(self._rows, token, start, key=read)
+
+    def _without_ends(self, match: Match) -> Match:
+        """The same without those that a document ends with."""
+        read = self._reader(_TOKEN_BYTES, match.ngram_size)
+        if read(self._rows[match.end - 1]) != _CLOSING:
+            return match
+        return match._replace(end=bisect_left(self._rows, _CLOSING, match.start, match.end, key=read))
+
+    def _common_tokens(self, match: Match, max_len: int) -> list[int]:
+        """What follows all occurrences alike: rows are sorted, so it is what follows the first and the last."""
+        first, last = (
+            self.tokens[(position := self._rows[row] + match.ngram_size) : position + max_len].tolist()
+            for row in (match.start, match.end - 1)
+        )
+        common = list(takewhile(lambda pair: pair[0] == pair[1] >= 0, zip(first, last, strict=False)))
+        return [token for token, _ in common]
+
+    def _find_runs(self, match: Match) -> list[_Run]:
+        """Rows are sorted, so that those with the same next token are a run; the longest first.
+
+        A run of an eighth of the rows cannot lie between probes that are no further apart.
+        """
+        read = self._reader(_TOKEN_BYTES, match.ngram_size)
+        step = match.num_occurrences // _MIN_SHARE if match.num_occurrences > _NUM_READ else 1
+        next_tokens = [read(position) for position in self._rows[match.start : match.end : step]]
+        runs, probe = [], match.start
+        for token, group in groupby(next_tokens):
+            start, probe = probe, probe + step * len(list(group))
+            end = min(probe, match.end)
+            if step > 1:
+                start = bisect_left(self._rows, token, max(match.start, start - step), start, key=read)
+                end = bisect_right(self._rows, token, probe - step, end, key=read)
+            if (end - start) * _MIN_SHARE >= match.num_occurrences:
+                runs.append(_Run(int.from_bytes(token, "little"), start, end))
+        return sorted(runs, key=lambda run: (run.start - run.end, run.token))
+
+    def _reader(self, num_bytes: int, depth: int = 0) -> Callable[[int], bytes]:
+        """So many bytes of a suffix, `depth` tokens into it."""
+        data, base = self._map, self._first + _TOKEN_BYTES * depth
+        return lambda position: data[(start := base + 4 * position) : start + num_bytes]
+
+
+def write_corpus(
+    path: Path, documents: Iterable[Sequence[int] | Array], *, vocab_size: int, tokenizer_digest: str, replace: bool
+) -> CorpusInfo:
+    """Write a corpus of these documents, whole or not at all; SpecDecError for one that cannot be in it."""
+    pieces = []
+    for number, document in enumerate(documents, 1):
+        tokens = np.asarray(document, dtype=np.int64)
+        if not len(tokens):
+            raise SpecDecError(f"document {number} has no tokens", hint="leave it out")
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            outside = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+            raise SpecDecError(
+                f"document {number} has an id outside the vocabulary of {vocab_size}: {outside}",
+                hint="a corpus holds tokens of one tokenizer",
+            )
+        pieces.append(np.append(tokens, -1).astype("<i4"))
+    if not pieces:
+        raise SpecDecError(f"a corpus needs a document: {path}", hint="give it a text or traces")
+    tokens = np.concatenate(pieces)
+    rows = suffix_array(tokens)
+    digest = _content_digest(tokens, rows)
+    info = CorpusInfo(vocab_size, tokenizer_digest, len(pieces), len(rows), digest)
+    metadata = {_KEY: json.dumps(as_json(info))}
+    with new_file(path, replace=replace) as temporary:
+        save_file({"tokens": tokens, "suffix_array": rows}, temporary, metadata=metadata)
+    return info
+
+
+def merge_corpora(path: Path, corpora: Sequence[Corpus], *, replace: bool) -> CorpusInfo:
+    """Write the documents of several corpora as one; SpecDecError unless they have the same tokenizer."""
+    first = corpora[0]
+    for corpus in corpora:
+        if corpus.info.tokenizer_digest != first.info.tokenizer_digest:
+            raise SpecDecError(
+                f"the corpora have different tokenizers: {first.path} and {corpus.path}",
+                hint="make them with the same `--tokenizer-dir`",
+            )
+        corpus.check_content()
+    return write_corpus(
+        path,
+        [document for corpus in corpora for document in corpus.documents()],
+        vocab_size=first.info.vocab_size,
+        tokenizer_digest=first.info.tokenizer_digest,
+        replace=replace,
+    )
+
+
+def suffix_array(tokens: Array) -> Array:
+    """Where the suffixes of the documents in `tokens` start, in the order of their bytes; int32 if that is enough.
+
+    By prefix doubling: suffixes sorted by their first n tokens are sorted by 2n by the ranks of the two halves, and
+    those that are told apart stay where they are. A closing -1 differs from every other, so that no comparison goes on
+    into the next document, and equal suffixes keep the documents' order.
+    """
+    active, closings = np.flatnonzero(tokens >= 0), np.flatnonzero(tokens < 0)
+    num_rows, num_compared = len(active), 1
+    rows, suffixes = np.arange(num_rows), np.empty(num_rows, dtype=np.int64)
+    ranks = np.empty(len(tokens), dtype=np.int64)
+    ranks[closings] = num_rows + np.arange(len(closings))
+    keys = tokens[active].astype("<u4").view(">u4").astype(np.int64)  # compared as bytes are
+    while True:
+        order = np.argsort(keys)
+        active, keys = active[order], keys[order]
+        is_first = np.append(True, keys[1:] != keys[:-1])
+        suffixes[rows] = active
+        ranks[active] = rows[np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))]
+        is_tied = ~(is_first & np.append(is_first[1:], True))
+        rows, active = rows[is_tied], active[is_tied]
+        if not len(rows):
+            return suffixes.astype("<i4" if len(tokens) < 2**31 else "<i8")
+        keys = ranks[active] * len(tokens) + ranks[active + num_compared]
+        num_compared *= 2
+
+
+def is_corpus(path: Path) -> bool:
+    """Whether the file says that it is a corpus, of whatever format and however damaged."""
+    try:
+        return _KEY in _read_json_header(path)[0].get("__metadata__", {})
+    except (OSError, ValueError, struct.error, AttributeError, TypeError):
+        return False
+
+
+def _read_header(path: Path) -> tuple[CorpusInfo, dict[str, tuple[int, int]]]:
+    """What the file says of itself, and where in it the tensors lie."""
+    if not path.is_file():
+        raise SpecDecError(f"there is no such corpus: {path}", hint="`specdec corpus create` makes one")
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        whole = "the corpus is damaged or cut off" if is_corpus(path) else "this is not a corpus"
+        raise SpecDecError(f"{whole} ({error}): {path}", hint=_DAMAGED) from None
+    if _KEY not in metadata:
+        raise SpecDecError(f"this is not a corpus: {path}", hint="`specdec corpus create` makes one")
+    try:
+        info = parse(CorpusInfo, json.loads(metadata[_KEY]), str(path))
+    except json.JSONDecodeError as error:
+        raise SpecDecError(f"the corpus is damaged ({error}): {path}", hint=_DAMAGED) from None
+    except SpecDecError as error:
+        raise SpecDecError(error.message, hint=_DAMAGED) from None
+    header, first = _read_json_header(path)
+    offsets = {}
+    lengths = {"tokens": info.num_tokens + info.num_documents, "suffix_array": info.num_tokens}
+    for name, dtypes in _DTYPES.items():
+        tensor = header.get(name, {})
+        if tensor.get("dtype") not in dtypes or tensor["shape"] != [lengths[name]] or not info.num_tokens:
+            raise SpecDecError(f"the corpus is damaged, `{name}` is not what it should be: {path}", hint=_DAMAGED)
+        start, end = tensor["data_offsets"]
+        offsets[name] = (first + start, first + end)
+    return info, offsets
+
+
+def _read_json_header(path: Path) -> tuple[dict[str, Any], int]:
+    """A safetensors file's header, and where its data begin."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > 2**20:
+            raise ValueError(length)
+        header: dict[str, Any] = json.loads(file.read(length))
+    return header, 8 + length
+
+
+def _content_digest(tokens: Array, rows: Array) -> str:
+    sha256 = hashlib.sha256(np.ascontiguousarray(tokens).data)
+    sha256.update(np.ascontiguousarray(rows).data)
+    return sha256.hexdigest()
+
+
+def _encode(tokens: Sequence[int]) -> bytes:
+    """Tokens as they lie in the file."""
+    return struct.pack(f"<{len(tokens)}i", *tokens)

@@ -1,0 +1,188 @@
+"""Every drafter flag leaves greedy output what it is, in both modes, and drafts something."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import PROMPT, PROMPTS, Result, Specdec, assert_valid, each, ids_of
+from tiny import hf_greedy
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+NUM_TOKENS = 24
+SEVEN = [*PROMPTS, PROMPT, f"{PROMPT} and"]
+NGRAM = ["--ngram-config", "[4,3,[0]]"]
+V2_NGRAM = ["--spec-decode-algo", "NGRAM", "--max-matching-ngram-size", "3"]
+DRAFT = ["--draft-engine-dir", "DRAFT"]
+V1_DRAFT = [*DRAFT, "--draft-target-model-config", "[2,[0],[0],False]"]
+
+# Name -> (flags of orchestrator mode, those of leader mode, drafters).
+FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
+    **{
+        f"ranking {ranking}": (
+            [*NGRAM, "--ngram-ranking", ranking],
+            [*V2_NGRAM, "--ngram-ranking", ranking],
+            ["ngram"],
+        )
+        for ranking in ("oldest", "leftmost", "recent", "frequent")
+    },
+    "sizes": (
+        [*NGRAM, "--min-matching-ngram-size", "2"],
+        [*V2_NGRAM, "--min-matching-ngram-size", "2"],
+        ["ngram"],
+    ),
+    "pool": ([*NGRAM, "--ngram-pool", "public"], [*V2_NGRAM, "--ngram-pool", "public"], ["ngram"]),
+    "corpus": ([*NGRAM, "--ngram-corpus", "CORPUS"], [*V2_NGRAM, "--ngram-corpus", "CORPUS"], ["ngram"]),
+    "all of n-gram lookup": (
+        [*NGRAM, "--ngram-corpus", "CORPUS", "--ngram-pool", "public", "--ngram-ranking", "frequent"],
+        [*V2_NGRAM, "--ngram-corpus", "CORPUS", "--ngram-pool", "public", "--ngram-ranking", "frequent"],
+        ["ngram"],
+    ),
+    "suffix": (["--suffix-config", "[6,[0]]"], ["--spec-decode-algo", "SUFFIX"], ["suffix"]),
+    "suffix, pool": (
+        ["--suffix-config", "[6,[0]]", "--ngram-pool", "public"],
+        ["--spec-decode-algo", "SUFFIX", "--ngram-pool", "public"],
+        ["suffix"],
+    ),
+    "chain": (
+        [*NGRAM, *V1_DRAFT, "--drafters", "ngram,draft-target"],
+        [*DRAFT, "--spec-decode-max-draft-len", "4", "--drafters", "ngram,draft-target"],
+        ["ngram", "draft-target"],
+    ),
+    "chain of all": (
+        [
+            *NGRAM, "--suffix-config", "[6,[0]]", *V1_DRAFT, "--drafter", "custom_drafters:LastOccurrence",
+            "--ngram-corpus", "CORPUS", "--drafters", "suffix,custom,ngram,draft-target",
+        ],
+        [
+            *DRAFT, "--drafter", "custom_drafters:LastOccurrence", "--max-matching-ngram-size", "3",
+            "--ngram-corpus", "CORPUS", "--drafters", "suffix,custom,ngram,draft-target",
+        ],
+        ["suffix", "custom", "ngram", "draft-target"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A few sentences and many ids, some of which the model is going to say."""
+    from commands.text import tokenizer_digest
+    from runtime.corpus import write_corpus
+
+    path = tmp_path_factory.mktemp("corpus") / "c"
+    documents = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS] + [[i, i % 7 + 3, i] for i in range(3, 300)]
+    write_corpus(path, documents, vocab_size=300, tokenizer_digest=tokenizer_digest(tokenizer), replace=False)
+    return path
+
+
+@pytest.fixture
+def with_paths(corpus: Path, draft_engine_dir: Path) -> Callable[[list[str]], list[str]]:
+    paths = {"CORPUS": str(corpus), "DRAFT": str(draft_engine_dir)}
+    return lambda flags: [paths.get(flag, flag) for flag in flags]
+
+
+@pytest.mark.parametrize("mode", ["orchestrator", "leader"])
+@pytest.mark.parametrize("name", FLAGS)
+def test_greedy_output_is_hugging_faces(
+    name: str, mode: str, run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]],
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast,
+) -> None:  # fmt: skip
+    orchestrator, leader, drafters = FLAGS[name]
+    flags = with_paths(orchestrator if mode == "orchestrator" else leader)
+    more = ["--max-output-len", NUM_TOKENS, "--end-id", 299, "--check-lossless", "--json"]
+    document = run(*each("--input-text", SEVEN), *flags, *more).document
+    assert_valid("run", document)
+    expected = [hf_greedy(llama, tokenizer(prompt)["input_ids"], NUM_TOKENS, 299) for prompt in SEVEN]
+    assert ids_of(document) == expected
+    assert document["checks"]["lossless"]["passed"]
+    assert document["settings"]["drafters"] == drafters
+    assert document["settings"]["mode"] == mode
+    assert document["total"]["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", ["pool", "corpus", "suffix", "chain"])
+def test_sampled_text_is_that_without_a_drafter(
+    name: str, run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]]
+) -> None:
+    sampling = ["--temperature", 0.9, "--random-seed", 5, "--max-output-len", NUM_TOKENS, "--json"]
+    drafted = run(*each("--input-text", SEVEN), *with_paths(FLAGS[name][0]), *sampling).document
+    assert ids_of(drafted) == ids_of(run(*each("--input-text", SEVEN), *sampling).document)
+    assert drafted["total"]["num_draft_tokens"] > 0
+
+
+def test_chain_with_rejection_sampling_follows_the_targets_law(
+    run: Callable[..., Result], draft_engine_dir: Path
+) -> None:
+    flags = [
+        *NGRAM, "--draft-engine-dir", draft_engine_dir, "--draft-target-model-config", "[2,[0],[0],True]",
+        "--drafters", "ngram,draft-target", "--temperature", 0.9, "--check-lossless", "--json",
+    ]  # fmt: skip
+    check = run(*flags).document["checks"]["lossless"]
+    assert check["rule"] == "distribution" and check["passed"] and check["num_tokens"] > 1000
+
+
+@pytest.mark.parametrize("name", ["pool", "corpus", "suffix, pool", "chain"])
+def test_summarize_takes_the_same_flags(
+    name: str, specdec: Specdec, llama_uncompiled_dir: Path, articles: Path,
+    with_paths: Callable[[list[str]], list[str]],
+) -> None:  # fmt: skip
+    document = specdec(
+        "summarize", "--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--test-engine", "--output-len", 12,
+        "--max-ite", 5, "--check-lossless", *with_paths(FLAGS[name][0]), "--json",
+    ).document  # fmt: skip
+    assert_valid("summarize", document)
+    assert document["checks"]["identical_to_no_drafter"] == {"num_identical": 5, "num_samples": 5}
+    assert document["settings"]["drafters"] == FLAGS[name][2]
+    assert document["total"]["num_draft_tokens"] > 0
+
+
+def test_settings_say_what_was_chosen(
+    run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]], corpus: Path, draft_engine_dir: Path
+) -> None:
+    settings: dict[str, Any] = run(*with_paths(FLAGS["chain of all"][0]), "--json").document["settings"]
+    assert settings["ngram_config"] == {
+        "max_draft_len": 4, "max_matching_ngram_size": 3, "device_id": 0, "min_matching_ngram_size": 1,
+        "ranking": "oldest", "pool": "private", "corpus": str(corpus),
+    }  # fmt: skip
+    assert settings["suffix_config"] == {"max_draft_len": 6, "device_id": 0, "pool": "private"}
+    assert settings["draft_target_model_config"]["draft_engine_dir"] == str(draft_engine_dir)
+    assert settings["drafter"] == "custom_drafters:LastOccurrence"
+
+
+def test_each_drafter_of_a_chain_keeps_its_own_length(
+    run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]]
+) -> None:
+    """The draft model may draft 2 tokens, and n-gram lookup, which is asked first, finds nothing that long."""
+    ngram = ["--ngram-config", "[9,90,[0]]", "--min-matching-ngram-size", "80"]
+    flags = with_paths([*ngram, *V1_DRAFT, "--drafters", "ngram,draft-target"])
+    total = run(*flags, "--max-output-len", NUM_TOKENS, "--json").document["total"]
+    assert len(total["acceptance_histogram"]) == 10
+    assert 0 < total["num_draft_tokens"] <= 2 * total["num_spec_steps"]
+
+
+@pytest.mark.parametrize("command", ["run", "summarize"])
+def test_a_warm_ups_output_is_not_found_in_the_pool(
+    command: str, specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path
+) -> None:
+    """One request, run before as a warm-up: what it finds in the pool, which is empty, is nothing."""
+    (tmp_path / "one.jsonl").write_text('{"article": "The dog", "highlights": "A dog."}\n')
+    inputs: list[object] = ["--input-text", "The dog", "--max-output-len", 12]
+    if command == "summarize":
+        inputs = ["--dataset", tmp_path / "one.jsonl", "--test-engine", "--output-len", 12]
+    totals = []
+    for pool in ("private", "public"):
+        flags = ["--ngram-config", "[4,2,[0]]", "--ngram-pool", pool, "--check-lossless", "--json"]
+        totals.append(specdec(command, "--engine-dir", llama_uncompiled_dir, *inputs, *flags).document["total"])
+    counts = ("num_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    assert [totals[0][key] for key in counts] == [totals[1][key] for key in counts]
+
+
+def test_answers_of_other_requests_are_found_in_the_public_pool(run: Callable[..., Result]) -> None:
+    """The same prompt five times, in one group after the other: from the second on the answer is known."""
+    prompts = each("--input-text", [PROMPT] * 9)
+    totals = {}
+    for pool in ("private", "public"):
+        flags = ["--ngram-config", "[4,3,[0]]", "--min-matching-ngram-size", "3", "--ngram-pool", pool]
+        document = run(*prompts, *flags, "--max-output-len", NUM_TOKENS, "--end-id", 299, "--json").document
+        totals[pool] = document["total"]["num_accepted_draft_tokens"]
+    assert totals["public"] > totals["private"] + 5 * NUM_TOKENS // 2

@@ -1,0 +1,311 @@
+"""A corpus finds what a brute-force search of its documents finds, and a file that is not whole is an error."""
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from runtime.corpus import Corpus, merge_corpora, suffix_array, write_corpus
+from runtime.drafters.corpus import CorpusDrafter
+from runtime.errors import SpecDecError
+from runtime.request import Request, Sequence
+
+# Their order as numbers is not that of their bytes.
+TOKENS = [0, 1, 2, 255, 256, 65_536, 100_000]
+VOCAB_SIZE = 100_001
+Documents = list[list[int]]
+
+
+def make(path: Path, documents: Documents, *, tokenizer: str = "t", vocab_size: int = VOCAB_SIZE) -> Corpus:
+    write_corpus(path, documents, vocab_size=vocab_size, tokenizer_digest=tokenizer, replace=True)
+    return Corpus.open(path)
+
+
+def followers(documents: Documents, ngram: list[int]) -> Counter[int]:
+    """What comes after each occurrence."""
+    n = len(ngram)
+    return Counter(d[i + n] for d in documents for i in range(len(d) - n) if d[i : i + n] == ngram)
+
+
+def frequent(counts: Counter[int]) -> list[tuple[int, int]]:
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return [(token, count) for token, count in ordered if count * 8 >= counts.total()]
+
+
+def brute_continuation(documents: Documents, ngram: list[int], max_len: int) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    while len(found) < max_len and (best := frequent(followers(documents, ngram))):
+        found.append(best[0])
+        ngram = [*ngram, best[0][0]]
+    return found
+
+
+def assert_finds_what_is_there(
+    corpus: Corpus, documents: Documents, tail: list[int], max_size: int, min_size: int, max_len: int
+) -> None:
+    sizes = [n for n in range(min_size, min(max_size, len(tail)) + 1) if followers(documents, tail[-n:])]
+    match = corpus.longest_match(tail, max_size, min_size)
+    assert (match is not None) == bool(sizes)
+    if match is not None:
+        ngram = tail[-match.ngram_size :]
+        assert match.ngram_size == max(sizes)
+        assert match.num_occurrences == followers(documents, ngram).total()
+        assert corpus.continuations(match) == frequent(followers(documents, ngram))
+        assert corpus.continuation(match, max_len) == brute_continuation(documents, ngram, max_len)
+
+
+@given(
+    documents=st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=12), min_size=1, max_size=8),
+    tail=st.lists(st.sampled_from(TOKENS), max_size=8),
+    max_size=st.integers(1, 6),
+    min_size=st.integers(1, 3),
+    max_len=st.integers(0, 6),
+)
+@settings(max_examples=500, deadline=None, derandomize=True)
+def test_lookup_equals_brute_force(
+    documents: Documents, tail: list[int], max_size: int, min_size: int, max_len: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    corpus = make(tmp_path_factory.getbasetemp() / "any.corpus", documents)
+    assert_finds_what_is_there(corpus, documents, tail, max_size, min_size, max_len)
+
+
+@given(seed=st.integers(0, 10**6), num_tokens=st.sampled_from([2, 3, 7, 40]), skew=st.sampled_from([0.5, 1.0, 2.0]))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_lookup_equals_brute_force_among_many_occurrences(
+    seed: int, num_tokens: int, skew: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Up to hundreds of occurrences, most of which are not read."""
+    rng = random.Random(seed)
+    weights = [1 / (i + 1) ** skew for i in range(num_tokens)]
+    documents = [rng.choices(range(num_tokens), weights, k=rng.randrange(1, 400)) for _ in range(4)]
+    corpus = make(tmp_path_factory.getbasetemp() / "many.corpus", documents)
+    for tail in ([0], [1], [0, 0], [0, 1, 0], [num_tokens - 1]):
+        assert_finds_what_is_there(corpus, documents, tail, 3, 1, 8)
+
+
+@given(documents=st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=30), min_size=1, max_size=6))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_suffixes_are_sorted_by_their_bytes_and_then_as_they_come(documents: Documents) -> None:
+    tokens = np.concatenate([np.array([*document, -1], dtype="<i4") for document in documents])
+
+    def suffix(start: int) -> tuple[bytes, int]:
+        end = start + tokens[start:].tolist().index(-1) + 1
+        return tokens[start:end].tobytes(), start
+
+    expected = sorted(np.flatnonzero(tokens >= 0).tolist(), key=suffix)
+    assert suffix_array(tokens).tolist() == expected
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    documents = [[5, 6, 7], [8], [5, 6]]
+    info = write_corpus(tmp_path / "c", documents, vocab_size=9, tokenizer_digest="abc", replace=False)
+    corpus = Corpus.open(tmp_path / "c")
+    assert corpus.info == info
+    assert (info.vocab_size, info.tokenizer_digest, info.num_documents, info.num_tokens) == (9, "abc", 3, 6)
+    assert [document.tolist() for document in corpus.documents()] == documents
+    assert corpus.num_bytes == (tmp_path / "c").stat().st_size
+    corpus.check_content()
+
+
+def test_documents_do_not_run_into_each_other(tmp_path: Path) -> None:
+    corpus = make(tmp_path / "c", [[1, 2], [3, 4]])
+    assert corpus.longest_match([2], 1) is None
+    match = corpus.longest_match([1, 2, 3], 2)
+    assert match is not None
+    assert (match.ngram_size, corpus.continuation(match, 9)) == (1, [(4, 1)])
+
+
+def test_merged_corpus_is_the_corpus_of_all_documents(tmp_path: Path) -> None:
+    a, b = [[1, 2, 3], [2, 3]], [[1, 2, 4]]
+    make(tmp_path / "a", a)
+    make(tmp_path / "b", b)
+    merge_corpora(tmp_path / "ab", [Corpus.open(tmp_path / "a"), Corpus.open(tmp_path / "b")], replace=False)
+    make(tmp_path / "whole", a + b)
+    assert (tmp_path / "ab").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_corpora_of_two_tokenizers_are_not_merged(tmp_path: Path) -> None:
+    corpora = [make(tmp_path / "a", [[1]]), make(tmp_path / "b", [[1]], tokenizer="other")]
+    with pytest.raises(SpecDecError, match="different tokenizers"):
+        merge_corpora(tmp_path / "ab", corpora, replace=False)
+    assert not (tmp_path / "ab").exists()
+
+
+@pytest.mark.parametrize(
+    ("documents", "wrong"),
+    [
+        ([], "a corpus needs a document"),
+        ([[1], []], "document 2 has no tokens"),
+        ([[1], [2, 9, 10]], "document 2 has an id outside the vocabulary of 9: 9"),
+        ([[1], [2, -1]], "document 2 has an id outside the vocabulary of 9: -1"),
+    ],
+)
+def test_what_cannot_be_in_a_corpus_is_an_error_and_leaves_nothing(
+    documents: Documents, wrong: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SpecDecError) as raised:
+        write_corpus(tmp_path / "c", documents, vocab_size=9, tokenizer_digest="", replace=False)
+    assert wrong in raised.value.message and raised.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_replaced_if_asked_for_only(tmp_path: Path) -> None:
+    make(tmp_path / "c", [[1, 2]])
+    before = (tmp_path / "c").read_bytes()
+    with pytest.raises(SpecDecError, match="output file exists"):
+        write_corpus(tmp_path / "c", [[3]], vocab_size=9, tokenizer_digest="", replace=False)
+    assert (tmp_path / "c").read_bytes() == before
+    write_corpus(tmp_path / "c", [[3]], vocab_size=9, tokenizer_digest="", replace=True)
+    assert Corpus.open(tmp_path / "c").info.num_tokens == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def with_info(**changes: object) -> Callable[[Path], None]:
+    """Other metadata; None takes a key out."""
+
+    def edit(path: Path) -> None:
+        info = json.loads(_metadata(path)["specdec_corpus"]) | changes
+        info = {key: value for key, value in info.items() if value is not None}
+        save_file(load_file(path), path, metadata={"specdec_corpus": json.dumps(info)})
+
+    return edit
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    data = path.read_bytes()
+    header: dict[str, dict[str, str]] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header["__metadata__"]
+
+
+def without_tokens(path: Path) -> None:
+    tensors, metadata = load_file(path), _metadata(path)
+    del tensors["tokens"]
+    save_file(tensors, path, metadata=metadata)
+
+
+def as_floats(path: Path) -> None:
+    tensors, metadata = load_file(path), _metadata(path)
+    save_file(tensors | {"tokens": tensors["tokens"].astype(np.float32)}, path, metadata=metadata)
+
+
+def cut(share: float) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        data = path.read_bytes()
+        path.write_bytes(data[: int(len(data) * share)])
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "wrong"),
+    [
+        (lambda path: path.unlink(), "there is no such corpus"),
+        (lambda path: path.write_bytes(b""), "this is not a corpus"),
+        (lambda path: path.write_text("some text, long enough for a header"), "this is not a corpus"),
+        (lambda path: save_file({"a": np.zeros(3)}, path), "this is not a corpus"),
+        (cut(0.02), "this is not a corpus"),
+        (cut(0.9), "damaged or cut off"),
+        (cut(0.999), "damaged or cut off"),
+        (with_info(format_version=99), "a format this version cannot read (it reads 1): 99"),
+        (with_info(num_tokens=7), "`tokens` is not what it should be"),
+        (with_info(num_documents="x"), "has a value it cannot have: 'x'"),
+        (with_info(vocab_size=None), "lacks the key: vocab_size"),
+        (lambda p: save_file(load_file(p), p, metadata={"specdec_corpus": "{"}), "the corpus is damaged"),
+        (without_tokens, "`tokens` is not what it should be"),
+        (as_floats, "`tokens` is not what it should be"),
+    ],
+)
+def test_damaged_corpus_is_an_error_that_names_it(damage: Callable[[Path], None], wrong: str, tmp_path: Path) -> None:
+    path = tmp_path / "the.corpus"
+    make(path, [[1, 2, 3, 4, 5] * 100])
+    damage(path)
+    with pytest.raises(SpecDecError) as raised:
+        Corpus.open(path)
+    assert wrong in raised.value.message and str(path) in raised.value.message
+    assert raised.value.hint and "specdec corpus create" in raised.value.hint
+
+
+def test_changed_content_is_found_when_it_is_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    make(path, [[1, 2, 3]])
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(SpecDecError, match="its content has changed"):
+        Corpus.open(path).check_content()
+
+
+def test_lookup_reads_little_of_the_file(tmp_path: Path) -> None:
+    """A hundred thousand tokens, of which a lookup may touch a few hundred."""
+    rng = random.Random(0)
+    documents = [rng.choices(range(50), k=1000) for _ in range(100)]
+    corpus = make(tmp_path / "c", documents)
+    touched: list[int] = []
+
+    class CountingRows:
+        def __init__(self, rows: memoryview) -> None:
+            self.rows = rows
+
+        def __len__(self) -> int:
+            return len(self.rows)
+
+        def __getitem__(self, row: int | slice) -> object:
+            touched.append(1 if isinstance(row, int) else len(range(*row.indices(len(self.rows)))))
+            return self.rows[row]
+
+    corpus._rows = CountingRows(corpus._rows)  # type: ignore[assignment]
+    for start in range(0, 900, 9):
+        match = corpus.longest_match(documents[7][: start + 9], 8)
+        assert match is not None and corpus.continuation(match, 10)
+    assert sum(touched) / 100 < 400
+
+
+def test_lookup_in_a_large_corpus_is_quick(tmp_path: Path) -> None:
+    """A generous bound: what it takes, tens of microseconds, is measured by `scripts/bench_corpus.py`."""
+    rng = random.Random(0)
+    documents = [[int(rng.paretovariate(0.5)) % 5000 for _ in range(1000)] for _ in range(200)]
+    corpus = make(tmp_path / "c", documents)
+    start = time.perf_counter()
+    for i in range(500):
+        corpus.longest_match(documents[i % 200][: i + 20], 8)
+    assert (time.perf_counter() - start) / 500 < 1e-3
+
+
+def start(tokens: list[int], max_new_tokens: int = 100, end_ids: tuple[int, ...] = ()) -> Sequence:
+    return Sequence(Request(0, tuple(tokens), max_new_tokens, frozenset(end_ids)), list(tokens))
+
+
+@given(
+    documents=st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=12), min_size=1, max_size=8),
+    tokens=st.lists(st.sampled_from(TOKENS), min_size=1, max_size=8),
+    sizes=st.tuples(st.integers(1, 3), st.integers(0, 3)),
+    max_draft_len=st.integers(0, 6),
+    max_new_tokens=st.integers(1, 9),
+    end_ids=st.sampled_from([(), (2,), (0, 256)]),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_draft_equals_brute_force(
+    documents: Documents, tokens: list[int], sizes: tuple[int, int], max_draft_len: int, max_new_tokens: int,
+    end_ids: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    corpus = make(tmp_path_factory.getbasetemp() / "draft.corpus", documents)
+    min_size, max_size = sizes[0], sum(sizes)
+    drafter = CorpusDrafter(corpus, max_size, min_matching_ngram_size=min_size)
+    (draft,) = drafter.propose([start(tokens, max_new_tokens, end_ids)], max_draft_len)
+    found = [n for n in range(min_size, min(max_size, len(tokens)) + 1) if followers(documents, tokens[-n:])]
+    expected: list[int] = []
+    if found:
+        draft_len = min(max_draft_len, max_new_tokens - 1)
+        expected = [token for token, _ in brute_continuation(documents, tokens[-max(found) :], draft_len)]
+    ends = [i for i, token in enumerate(expected) if token in end_ids]
+    assert draft.tokens == (expected[: ends[0]] if ends else expected)
+    assert draft.probs is None
