@@ -211,8 +211,8 @@ Stats = Annotated[
     Literal["summary", "detailed", "none"],
     typer.Option(
         "--stats",
-        help="`summary` is the tables; `detailed` adds acceptance by draft length and position and tokens per step over "
-        "time, and the counts of each step to `--json`; `none` leaves outputs and checks only.",
+        help="`summary` is the tables; `detailed` adds acceptance by draft length and position and tokens per step "
+        "over time, and to `--json` the counts of each step; `none` leaves outputs and checks only.",
         rich_help_panel=OUTPUT,
     ),
 ]
