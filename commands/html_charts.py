@@ -37,7 +37,7 @@ def _histogram(page: Page) -> str:
         values=counts,
         largest=max(counts),
         names=[str(i) for i in range(len(counts))],
-        shown=[count(count) for count in counts],
+        shown=[integer(count) for count in counts],
         titles=[
             f"{i} accepted: {count:,} of {num_drafts:,} drafts ({percent(count / num_drafts)})"
             for i, count in enumerate(counts)

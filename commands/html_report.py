@@ -196,7 +196,7 @@ def _system_table(page: Page) -> str:
         )
         lines.append(f"token for token the same as Hugging Face: {num_identical} of {num_samples}")
     note = f'<p class="note">{"; ".join(lines)}</p>\n' if lines else ""
-    return f"<h2>Beside each other</h2>\n{note}{table(['', *(_SYSTEMS[name] for name in names)], rows)}"
+    return f"<h2>Systems side by side</h2>\n{note}{table(['', *(_SYSTEMS[name] for name in names)], rows)}"
 
 
 def _category_table(page: Page) -> str:

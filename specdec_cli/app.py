@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from commands.build import build
+from commands.compare import compare
 from commands.convert import convert
 from commands.options import normalize_name, split_flags_without_effect
 from commands.output import fail, warn
@@ -43,6 +44,10 @@ _EXAMPLES = {
         "specdec summarize --engine-dir engine --test-engine --dataset my.jsonl --draft-engine-dir draft-engine "
         '--draft-target-model-config "[4,[0],[0],False]" --check-lossless --json',
     ),
+    compare: (
+        "specdec compare before.json after.json",
+        "specdec compare ngram.json draft-model.json --json",
+    ),
 }
 
 
@@ -60,7 +65,7 @@ class _Command(TyperCommand):
 
 app = typer.Typer(
     name="specdec",
-    help="Speculative decoding for Hugging Face models: convert, build, run, summarize.",
+    help="Speculative decoding for Hugging Face models: convert, build, run, summarize, compare.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -74,7 +79,7 @@ def _register(command: Callable[..., None]) -> None:
     app.command(cls=_Command, epilog=epilog)(command)
 
 
-for _command in (convert, build, run, summarize):
+for _command in (convert, build, run, summarize, compare):
     _register(_command)
 
 
