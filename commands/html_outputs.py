@@ -5,8 +5,8 @@ from collections.abc import Sequence as Seq
 from itertools import groupby
 from typing import Any
 
-from commands.html_values import NO_DRAFTS, Page, escaped, integer, listed
-from commands.output import milliseconds, number, percent
+from commands.html_values import NO_DRAFTS, Page, escaped, integer, listed, request_time
+from commands.output import number, percent
 from commands.steps import TOKEN_KINDS, Piece
 
 _MAX_OPEN_OUTPUTS = 3  # more than these are folded, the first left open
@@ -47,8 +47,8 @@ def _output(page: Page, i: int, request: dict[str, Any], pieces: Pieces, *, is_o
         f'<span class="extra">{page.show(integer, *stats, "num_steps")}</span>',
         f"<span>{page.show(number, *stats, 'tokens_per_step')}</span>",
         f"<span>{page.show(percent, *stats, 'draft_acceptance_rate', reason=NO_DRAFTS)}</span>",
-        f'<span class="extra">{page.show(milliseconds, *stats, "ttft_s")}</span>',
-        f'<span class="extra">{page.show(milliseconds, *stats, "tpot_s", reason="one token")}</span>',
+        f'<span class="extra">{page.show(request_time, *stats, "ttft_s")}</span>',
+        f'<span class="extra">{page.show(request_time, *stats, "tpot_s", reason="one token")}</span>',
         f'<span class="extra">{escaped(request.get("finish_reason", "–"))}</span>',
     ]
     text = request["output_text"] if request["output_text"] is not None else listed(request["output_ids"])

@@ -13,8 +13,8 @@ from typing import Any
 
 from commands.html_charts import charts_section
 from commands.html_outputs import Pieces, outputs_section
-from commands.html_values import NO_DRAFTS, Page, escaped, integer, seconds, table, tenths, times
-from commands.output import milliseconds, number, percent
+from commands.html_values import NO_DRAFTS, Page, escaped, integer, request_time, seconds, table, tenths, times
+from commands.output import number, percent
 from commands.rouge import ROUGE_TYPES
 from commands.steps import TOKEN_KINDS
 from runtime.files import write_file
@@ -138,7 +138,7 @@ def _acceptance_tile(page: Page) -> str:
 def _throughput_tile(page: Page) -> str:
     figure = page.show(tenths, "total", "output_tokens_per_second", reason="no time was measured")
     wall = page.show(seconds, "total", "wall_s")
-    return _tile("Output", f"{figure} <small>tokens/s</small>", f"wall time {wall}, without loading and warm-up")
+    return _tile("Tokens per second", figure, f"wall time {wall}, without loading and warm-up")
 
 
 def _lossless_tile(page: Page) -> str:
@@ -176,9 +176,9 @@ def _system_table(page: Page) -> str:
 
     rows = [
         *(row(name.replace("rouge", "ROUGE-"), number, "rouge", name) for name in ROUGE_TYPES),
-        row("latency, mean", milliseconds, "mean_latency_s"),
-        row("TTFT, median", milliseconds, "median_ttft_s"),
-        row("TPOT, median", milliseconds, "median_tpot_s"),
+        row("latency, mean", request_time, "mean_latency_s"),
+        row("TTFT, median", request_time, "median_ttft_s"),
+        row("TPOT, median", request_time, "median_tpot_s"),
         row("tokens", integer, "total", "num_generated_tokens"),
         row("tokens/s", tenths, "total", "output_tokens_per_second"),
         row("steps", integer, "total", "num_steps"),
@@ -210,7 +210,7 @@ def _category_table(page: Page) -> str:
             page.show(percent, "categories", name, "draft_acceptance_rate", reason=NO_DRAFTS),
             page.show(number, "categories", name, "rouge", system, "rouge1", reason="no references"),
             page.show(number, "categories", name, "rouge", system, "rougeL", reason="no references"),
-            page.show(milliseconds, "categories", name, "median_tpot_s", system, reason="outputs of one token"),
+            page.show(request_time, "categories", name, "median_tpot_s", system, reason="outputs of one token"),
             page.show(times, "categories", name, "speedup", reason="no drafter"),
         ]
         for name in page.document["categories"]
@@ -250,7 +250,7 @@ def _facts(facts: dict[str, Any], prefix: str = "") -> str:
 def _definitions() -> str:
     words = "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in _DEFINITIONS.items())
     return (
-        '<h2>What the words mean</h2>\n<details class="fold"><summary>Definitions</summary>\n'
+        '<details class="fold"><summary><h2>What the words mean</h2></summary>\n'
         f'<dl class="words">{words}</dl></details>'
     )
 

@@ -43,7 +43,11 @@ def tenths(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    return f"{value:,.2f} s"
+    return f"{value:,.3f} s" if value < 10 else f"{value:,.2f} s"
+
+
+def request_time(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms"
 
 
 def step_time(seconds: float) -> str:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +281,30 @@ def test_report_is_written_though_a_check_fails(
     result = specdec("summarize", *where, *check, "--report", tmp_path / "report.html")
     assert result.exit_code == 1 and "below the threshold" in result.stderr
     assert "ROUGE-1" in Page((tmp_path / "report.html").read_text()).text
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_text_can_be_read_in_light_and_dark() -> None:
+    """WCAG 2's contrast of 4.5 to 1 of every text on what is behind it."""
+    style = files("commands").joinpath("html_report.css").read_text()
+    schemes = [
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block))
+        for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    ]
+    assert len(schemes) == 3  # light, dark, print
+    backgrounds = {
+        "ink": ("page", "card", "accepted", "recovered", "bonus"),
+        "soft": ("page", "card"),
+        "accent": ("card",),
+        "bad": ("card",),
+    }
+    for scheme in schemes[:2]:
+        for text, behind in backgrounds.items():
+            for background in behind:
+                dark, light = sorted([luminance(scheme[text]), luminance(scheme[background])])
+                assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, background)
