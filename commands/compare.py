@@ -113,7 +113,7 @@ def _values(metric: dict[str, Any]) -> list[str]:
     form = _form(metric["unit"], [value for value in (a, b) if value is not None])
     shown = ["-" if value is None else form(value) for value in (a, b, difference)]
     if difference is not None and metric["unit"] == "share":
-        shown[2] = f"{difference * 100:.1f} points"
+        shown[2] = f"{difference * 100:.1f} pp"
     if difference is not None and difference > 0:
         shown[2] = f"+{shown[2]}"
     return shown

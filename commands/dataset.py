@@ -324,5 +324,7 @@ def _sample(
 
 
 def _first(value: object) -> object:
-    """The first of a list, which may be empty; anything else is itself."""
-    return next(iter(value), None) if isinstance(value, list) else value
+    """The first of a list, which may be empty or hold lists (answers that are as good); anything else is itself."""
+    while isinstance(value, list):
+        value = value[0] if value else None
+    return value

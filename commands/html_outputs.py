@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from itertools import groupby
 from typing import Any
 
-from commands.html_values import NO_DRAFTS, Page, escaped, integer, listed, request_time
+from commands.html_values import NO_DRAFTS, Page, dashes_note, escaped, integer, listed, request_time
 from commands.output import number, percent
 from commands.steps import TOKEN_KINDS, Piece
 
@@ -36,6 +36,7 @@ def outputs_section(page: Page, outputs: Seq[Pieces]) -> str:
     return (
         f'<h2>Outputs</h2>\n{f"""<ul class="legend">{legend}</ul>""" if counts else ""}\n'
         f'<div class="outputs">\n<div class="row heads" aria-hidden="true">{heads}</div>\n{"".join(rows)}</div>'
+        f"{dashes_note(''.join(rows))}"
     )
 
 

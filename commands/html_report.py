@@ -63,7 +63,12 @@ def html_report(document: dict[str, Any], outputs: Seq[Pieces]) -> str:
 
 def _title(document: dict[str, Any]) -> str:
     settings, engine = document["settings"], document["engine"]
-    what = settings["dataset"] if document["command"] == "summarize" else f"{len(document['requests'])} requests"
+    num_requests = len(document["requests"])
+    what = (
+        f"{Path(settings['dataset']).name}, {num_requests} samples"
+        if document["command"] == "summarize"
+        else f"{num_requests} request{'s' if num_requests != 1 else ''}"
+    )
     return f"{engine['model_type']} {engine['dtype']}, {_drafter(settings)}: {what}"
 
 
@@ -96,7 +101,7 @@ def _tiles(page: Page) -> str:
     tiles.append(_lossless_tile(page))
     if page.at("rouge"):
         name = next(iter(page.document["rouge"]))
-        caption = f"of {page.show(integer, 'settings', 'num_samples')} outputs, × 100 ({_SYSTEMS[name]})"
+        caption = f"× 100, {page.show(integer, 'num_references')} outputs with a reference ({_SYSTEMS[name]})"
         tiles.append(_tile("ROUGE-1", page.show(number, "rouge", name, "rouge1", reason="no references"), caption))
     return f'<dl class="tiles">\n{"".join(tiles)}</dl>'
 
@@ -138,7 +143,7 @@ def _acceptance_tile(page: Page) -> str:
 def _throughput_tile(page: Page) -> str:
     figure = page.show(tenths, "total", "output_tokens_per_second", reason="no time was measured")
     wall = page.show(seconds, "total", "wall_s")
-    return _tile("Tokens per second", figure, f"wall time {wall}, without loading and warm-up")
+    return _tile("Tokens/s", figure, f"wall time {wall}, without loading and warm-up")
 
 
 def _lossless_tile(page: Page) -> str:
@@ -172,7 +177,12 @@ def _system_table(page: Page) -> str:
     names = list(page.document["systems"])
 
     def row(label: str, form: Callable[[Any], str], *keys: str) -> list[str]:
-        return [label, *(page.show(form, "systems", name, *keys) for name in names)]
+        return [label, *(page.show(form, "systems", name, *keys, reason=reason(name, keys[-1])) for name in names)]
+
+    def reason(name: str, key: str) -> str:
+        if name == "hf" and key not in ROUGE_TYPES:
+            return "Hugging Face has no drafts, and its steps are not counted"
+        return {"median_tpot_s": "outputs of one token"}.get(key, "no references" if key in ROUGE_TYPES else NO_DRAFTS)
 
     rows = [
         *(row(name.replace("rouge", "ROUGE-"), number, "rouge", name) for name in ROUGE_TYPES),

@@ -1,6 +1,7 @@
 """How values of a document are shown on a page: by their place in it, in a form, or as a dash with a reason."""
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
@@ -68,10 +69,17 @@ def listed(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
+def dashes_note(html: str) -> str:
+    """Why there are dashes in this part of the page; nothing where there are none."""
+    reasons = dict.fromkeys(re.findall(r'<span class="none" title="([^"]*)">–</span>', html))
+    return f'\n<p class="note dashes">– {"; ".join(reasons)}</p>' if reasons else ""
+
+
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
     body = "".join(
         "<tr>" + "".join(f"<td>{c}</td>" if i else f'<th scope="row">{c}</th>' for i, c in enumerate(row)) + "</tr>\n"
         for row in rows
     )
-    return f'<div class="card scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>'
+    shown = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>"
+    return f'<div class="card scroll">{shown}{dashes_note(shown)}</div>'

@@ -436,10 +436,11 @@ def test_questions_take_the_first_turn_and_need_no_reference(tmp_path: Path) -> 
     rows: list[dict[str, Any]] = [
         {"question_id": 5, "category": "math", "turns": ["a?", "b?"], "reference": ["A", "B"]},
         {"question_id": 6, "turns": ["c?"]},
+        {"question_id": 7, "turns": ["d?"], "reference": [["D", "the D"], ["E"]]},
     ]
     path = write(tmp_path / "d.jsonl", json_lines(rows))
     samples = sorted(load(path, eval_task="question"), key=lambda sample: sample.id)
-    assert samples == [Sample("5", "math", "a?", "A"), Sample("6", None, "c?", None)]
+    assert samples == [Sample("5", "math", "a?", "A"), Sample("6", None, "c?", None), Sample("7", None, "d?", "D")]
 
 
 @pytest.mark.parametrize("turns", [[], [3], "", None, [""]])
