@@ -55,8 +55,8 @@ def show_outputs(
     *,
     show_tokens: bool,
 ) -> None:
-    mark = mark_for_stdout()
-    if show_tokens:
+    mark = mark_for_stdout() if show_tokens else None
+    if mark is not None:
         output.text(legend(mark))
     for sequence in generation.sequences:
         prompt, label = prompts[sequence.request.id], labels[sequence.request.id]
@@ -69,7 +69,7 @@ def show_outputs(
             shown = prompt.text if prompt.text is not None else f"{len(prompt.ids or ())} token ids"
             if sequence.request.return_index == 0:
                 output.text(f'Input [{label.removesuffix(" Seq 0")}]: "{shown}"')
-            if show_tokens:
+            if mark is not None:
                 pieces = output_pieces(sequence, session.tokenizer, session.stop_words)
                 output.text(f'Output [{label}]: "{marked_text(pieces, mark)}"\n{counts_line(pieces)}')
             else:
