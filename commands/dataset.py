@@ -1,8 +1,9 @@
 """The samples of `specdec summarize`: shipped, from the Hugging Face hub, or from the user's files.
 
-The tasks, the hub datasets and the shuffle are those of TensorRT-LLM's `examples/summarize.py`. Two
-invariants: a sample returned has a text and a reference, and a row without them is an error, never left out;
-and a local file is read as it is now, because nothing derived from it is kept on disk.
+The tasks (but `question`), the hub datasets and the shuffle are those of TensorRT-LLM's `examples/summarize.py`. Two
+invariants: a sample returned has a text and (but for questions, to which there may be none) a reference, and a row
+without them is an error, never left out; and a local file is read as it is now, because nothing derived from it is kept
+on disk.
 """
 
 import csv
@@ -22,10 +23,10 @@ from commands.models import quiet_hub
 from commands.prompts import check_text, parse_json, read_json_lines, read_utf8, shown
 from runtime.errors import SpecDecError, UsageError
 
-EvalTask = Literal["summarize", "code_completion"]
+EvalTask = Literal["summarize", "code_completion", "question"]
 
 DEMO = "demo"
-HUB_DATASETS: dict[EvalTask, str] = {
+HUB_DATASETS = {
     "summarize": "ccdv/cnn_dailymail",
     "code_completion": "openai/openai_humaneval",
 }
@@ -36,23 +37,28 @@ _SPLIT = "test"
 _TEXT_COLUMNS: dict[EvalTask, tuple[str, ...]] = {
     "summarize": ("article", "prompt", "text", "document", "input"),
     "code_completion": ("prompt",),
+    "question": ("turns", "question", "prompt", "instruction", "text"),
 }
 _REFERENCE_COLUMNS: dict[EvalTask, tuple[str, ...]] = {
     "summarize": ("highlights", "reference", "summary", "output"),
     "code_completion": ("canonical_solution",),
+    "question": ("reference", "answer", "output"),
 }
-_ID_COLUMNS = ("id", "task_id")
+_ID_COLUMNS = ("id", "task_id", "question_id")
 _FILE_KINDS = (".csv", ".json", ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row of a dataset. `text` is the row's own: `summarization_prompt` makes an article a prompt."""
+    """One row of a dataset. `text` is the row's own: `summarization_prompt` makes an article a prompt.
+
+    Only a question may be without a reference.
+    """
 
     id: str
     category: str | None
     text: str
-    reference: str
+    reference: str | None
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,9 @@ def load_samples(
     by `save_to_disk`, or a hub id (split `test`). `dataset_dir` is where a hub dataset is looked for instead
     of the hub: the directory holding it, or the one above (`dataset_dir`/`name`).
 
+    A question may be a list of turns, as in MT-Bench and Spec-Bench, of which the first is asked, and its reference a
+    list, of which the first is the first turn's.
+
     The order is that of `datasets.Dataset.shuffle(seed)`, as in TensorRT-LLM. `demo` keeps the order of its
     file, in which the categories alternate, so that the first few samples show each of them.
 
@@ -83,10 +92,14 @@ def load_samples(
     if not len(table.rows):
         raise SpecDecError(f"the dataset has no rows: {name}", hint="give a file with at least one row")
     text_column = _column(table, _TEXT_COLUMNS[eval_task], "text", name)
-    reference_column = _column(table, _REFERENCE_COLUMNS[eval_task], "reference", name)
+    reference_column: str | None
+    if eval_task == "question":
+        reference_column = next((c for c in _REFERENCE_COLUMNS[eval_task] if c in table.columns), None)
+    else:
+        reference_column = _column(table, _REFERENCE_COLUMNS[eval_task], "reference", name)
     order = range(len(table.rows)) if name == DEMO else _shuffled(len(table.rows), seed)
     return [
-        _sample(table.rows[i], f"row {i + 1} of {name}", str(i + 1), text_column, reference_column)
+        _sample(table.rows[i], f"row {i + 1} of {name}", str(i + 1), text_column, reference_column, eval_task)
         for i in islice(order, max_samples)
     ]
 
@@ -288,12 +301,30 @@ def _shuffled(num_rows: int, seed: int) -> Sequence[int]:
     return order
 
 
-def _sample(row: Mapping[str, object], where: str, number: str, text_column: str, reference_column: str) -> Sample:
+def _sample(
+    row: Mapping[str, object],
+    where: str,
+    number: str,
+    text_column: str,
+    reference_column: str | None,
+    eval_task: EvalTask,
+) -> Sample:
     row_id = next((row[column] for column in _ID_COLUMNS if row.get(column) not in (None, "")), number)
     category = row.get("category")
+    text, reference = row.get(text_column), row.get(reference_column) if reference_column else None
+    if eval_task == "question":
+        text, reference = _first(text), _first(reference)
+    has_reference = eval_task != "question" or reference not in (None, "")
     return Sample(
         id=check_text(str(row_id), f"the id of {where}"),
         category=None if category in (None, "") else check_text(str(category), f"`category` in {where}"),
-        text=check_text(row.get(text_column), f"`{text_column}` in {where}"),
-        reference=check_text(row.get(reference_column), f"`{reference_column}` in {where}"),
+        text=check_text(text, f"`{text_column}` in {where}"),
+        reference=check_text(reference, f"`{reference_column}` in {where}") if has_reference else None,
     )
+
+
+def _first(value: object) -> object:
+    """The first of a list, which may be empty or hold lists (answers that are as good); anything else is itself."""
+    while isinstance(value, list):
+        value = value[0] if value else None
+    return value

@@ -268,6 +268,25 @@ NoCache = Annotated[
 ]
 NumBeams = Annotated[int, typer.Option(hidden=True)]
 UsePySession = Annotated[bool, typer.Option("--use-py-session", hidden=True)]
+Stats = Annotated[
+    Literal["summary", "detailed", "none"],
+    typer.Option(
+        "--stats",
+        help="`summary` is the tables; `detailed` adds acceptance by draft length and position and tokens per step "
+        "over time, and to `--json` the counts of each step; `none` leaves outputs and checks only.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        "--report",
+        metavar="FILE.html",
+        help="Write a page with charts, tables, settings and marked outputs; it needs no other file.",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print the result only.", rich_help_panel=OUTPUT)]
 Force = Annotated[

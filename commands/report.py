@@ -8,11 +8,14 @@ from typing import Any
 from rich.table import Table
 
 from commands.dataset import Sample
+from commands.detailed_stats import show_details
+from commands.documents import document_head
 from commands.evaluation import SampleRun, SystemRun
 from commands.lossless import lossless_lines
 from commands.output import Output, milliseconds, number, percent, speedup_line
 from commands.rouge import ROUGE_TYPES, rouge_scores
 from commands.session import Session, Work, total_record
+from commands.steps import tokens_per_step
 from runtime.files import write_file, write_json
 from runtime.stats import LoopTimes
 
@@ -25,6 +28,8 @@ def summary_document(
     prompts: list[list[int]],
     runs: list[SystemRun],
     settings: dict[str, Any],
+    *,
+    per_step: bool,
 ) -> dict[str, Any]:
     """Everything that was measured. `requests` and `total` are the engine's, as in `run`; `systems` has each one."""
     by_name = {run.name: run for run in runs}
@@ -32,9 +37,11 @@ def summary_document(
     engine = by_name.get("engine")
     work = {run.name: run.work for run in runs}
     document: dict[str, Any] = {
-        "requests": _request_records(session, samples, prompts, runs),
+        **document_head("summarize"),
+        "requests": _request_records(session, samples, prompts, runs, per_step=per_step),
         "total": systems["engine"]["total"] if engine else None,
         "rouge": {run.name: systems[run.name]["rouge"] for run in runs},
+        "num_references": sum(sample.reference is not None for sample in samples),
         "hf": systems.get("hf"),
         "systems": systems,
         "categories": _category_records(session, samples, runs),
@@ -50,11 +57,17 @@ def summary_document(
 def _system_record(session: Session, samples: list[Sample], run: SystemRun) -> dict[str, Any]:
     return {
         "total": run.total(session.max_draft_len),
-        "rouge": rouge_scores([s.output_text for s in run.samples], [s.reference for s in samples]),
+        "rouge": _rouge([s.output_text for s in run.samples], [s.reference for s in samples]),
         "median_ttft_s": median([s.ttft_s for s in run.samples if s.ttft_s is not None]),
         "median_tpot_s": _median_or_none([s.tpot_s for s in run.samples if s.tpot_s is not None]),
         "mean_latency_s": mean([s.latency_s for s in run.samples if s.latency_s is not None]),
     }
+
+
+def _rouge(outputs: list[str], references: list[str | None]) -> dict[str, float] | None:
+    """Of the outputs that have a reference; None where none has."""
+    pairs = [(o, reference) for o, reference in zip(outputs, references, strict=True) if reference is not None]
+    return rouge_scores([o for o, _ in pairs], [reference for _, reference in pairs]) if pairs else None
 
 
 def _median_or_none(values: list[float]) -> float | None:
@@ -62,7 +75,7 @@ def _median_or_none(values: list[float]) -> float | None:
 
 
 def _request_records(
-    session: Session, samples: list[Sample], prompts: list[list[int]], runs: list[SystemRun]
+    session: Session, samples: list[Sample], prompts: list[list[int]], runs: list[SystemRun], *, per_step: bool
 ) -> list[dict[str, Any]]:
     main = runs[0]
     records = []
@@ -76,16 +89,17 @@ def _request_records(
             "output_ids": answer.output_tokens,
             "output_text": answer.output_text,
             "outputs": {run.name: run.samples[i].output_tokens for run in runs},
+            "wall_s": {run.name: run.samples[i].wall_s for run in runs},
         }
         if answer.sequence is not None:
             record["finish_reason"] = answer.sequence.finish_reason
-            record["stats"] = answer.sequence.stats.as_dict(session.max_draft_len)
+            record["stats"] = answer.sequence.stats.as_dict(session.max_draft_len, per_step=per_step)
         records.append(record)
     return records
 
 
 def _category_records(session: Session, samples: list[Sample], runs: list[SystemRun]) -> dict[str, Any]:
-    """ROUGE, acceptance and speedup per category; empty where the data names none."""
+    """ROUGE, acceptance, TPOT and speedup per category; empty where the data names none."""
     categories = sorted({sample.category for sample in samples if sample.category is not None})
     return {category: _category_record(session, samples, runs, category) for category in categories}
 
@@ -95,10 +109,17 @@ def _category_record(session: Session, samples: list[Sample], runs: list[SystemR
     references = [samples[i].reference for i in chosen]
     work = {run.name: run.work_on(chosen) for run in runs}
     walls = {name: done.wall_s for name, done in work.items()}
-    record: dict[str, Any] = {"num_samples": len(chosen), "rouge": {}, "wall_s": walls}
+    record: dict[str, Any] = {
+        "num_samples": len(chosen),
+        "num_references": sum(reference is not None for reference in references),
+        "rouge": {},
+        "median_tpot_s": {},
+        "wall_s": walls,
+    }
     for run in runs:
         answers = [run.samples[i] for i in chosen]
-        record["rouge"][run.name] = rouge_scores([answer.output_text for answer in answers], references)
+        record["rouge"][run.name] = _rouge([answer.output_text for answer in answers], references)
+        record["median_tpot_s"][run.name] = _median_or_none([a.tpot_s for a in answers if a.tpot_s is not None])
         if run.name == "engine":
             sequences = [answer.sequence for answer in answers if answer.sequence]
             total = total_record(sequences, LoopTimes(wall_s=walls["engine"]), session.max_draft_len)
@@ -141,16 +162,22 @@ def _num_identical(a: SystemRun, b: SystemRun) -> int:
     return sum(x.output_tokens == y.output_tokens for x, y in zip(a.samples, b.samples, strict=True))
 
 
-def show_summary(document: dict[str, Any], samples: list[Sample], runs: list[SystemRun], output: Output) -> None:
+def show_summary(
+    document: dict[str, Any], samples: list[Sample], runs: list[SystemRun], stats: str, output: Output
+) -> None:
     """The first sample as TensorRT-LLM prints it, a column per system, the categories, and the checks."""
     first: SampleRun = runs[0].samples[0]
     output.result(f"Sample {samples[0].id}")
     if output.human:
-        output.text(f'Input: "{samples[0].text}"\nReference: "{samples[0].reference}"\nOutput: "{first.output_text}"\n')
-    output.result(_system_table(document, runs))
-    if document["categories"]:
-        output.result(_category_table(document["categories"]))
-    for line in _check_lines(document):
+        reference = f'Reference: "{samples[0].reference}"\n' if samples[0].reference is not None else ""
+        output.text(f'Input: "{samples[0].text}"\n{reference}Output: "{first.output_text}"\n')
+    if stats != "none":
+        output.result(_system_table(document, runs))
+        if document["categories"]:
+            output.result(_category_table(document["categories"]))
+    if stats == "detailed" and document["total"]:
+        show_details(document["total"], [tokens_per_step(sequence) for sequence in runs[0].sequences], output)
+    for line in (*(_speedup_lines(document) if stats != "none" else ()), *_check_lines(document)):
         output.result(line)
 
 
@@ -170,7 +197,7 @@ def _system_table(document: dict[str, Any], runs: list[SystemRun]) -> Table:
         table.add_row(label, *(cell(system) for system in systems))
 
     for name in ROUGE_TYPES:
-        row(name.replace("rouge", "ROUGE-"), lambda s, name=name: number(s["rouge"][name]))  # type: ignore[misc]
+        row(name.replace("rouge", "ROUGE-"), lambda s, name=name: _score(s["rouge"], name))  # type: ignore[misc]
     row("latency, mean", lambda s: milliseconds(s["mean_latency_s"]))
     row("tokens", lambda s: f"{s['total']['num_generated_tokens']:,}")
     row("tokens/s", lambda s: number(s["total"]["output_tokens_per_second"], 1))
@@ -198,19 +225,25 @@ def _accepted(system: dict[str, Any]) -> str:
     return f"{total['num_accepted_draft_tokens']:,} / {total['num_draft_tokens']:,}"
 
 
+def _score(rouge: dict[str, float] | None, name: str) -> str:
+    return "-" if rouge is None else number(rouge[name])
+
+
 def _category_table(categories: dict[str, Any]) -> Table:
     table = Table(title="By category", title_justify="left")
-    for column in ("category", "samples", "ROUGE-1", "ROUGE-2", "tokens per step", "acceptance rate", "speedup"):
+    columns = ("category", "samples", "ROUGE-1", "ROUGE-2", "tokens per step", "acceptance rate", "TPOT", "speedup")
+    for column in columns:
         table.add_column(column, justify="left" if column == "category" else "right")
     for name, record in categories.items():
-        rouge = next(iter(record["rouge"].values()))
+        rouge, tpot_s = (next(iter(record[key].values())) for key in ("rouge", "median_tpot_s"))
         table.add_row(
             name,
             str(record["num_samples"]),
-            number(rouge["rouge1"]),
-            number(rouge["rouge2"]),
+            _score(rouge, "rouge1"),
+            _score(rouge, "rouge2"),
             number(record.get("tokens_per_step")),
             percent(record.get("draft_acceptance_rate")),
+            milliseconds(tpot_s),
             _times(record["speedup"]),
         )
     return table
@@ -220,12 +253,17 @@ def _times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
-def _check_lines(document: dict[str, Any]) -> list[str]:
+def _speedup_lines(document: dict[str, Any]) -> list[str]:
     lines = []
     if document["speedup"] is not None:
         lines.append(speedup_line(document["speedup"]))
     if document["speedup_over_hf"] is not None:
         lines.append(f"speedup over Hugging Face: {_times(document['speedup_over_hf'])}")
+    return lines
+
+
+def _check_lines(document: dict[str, Any]) -> list[str]:
+    lines = []
     checks = document["checks"]
     for key, title in (("identical_to_no_drafter", "the engine without drafter"), ("identical_to_hf", "Hugging Face")):
         if key in checks:

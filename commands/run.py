@@ -48,8 +48,10 @@ from commands.options import (
     PresencePenalty,
     Quiet,
     RepetitionPenalty,
+    Report,
     SpecDecodeAlgo,
     SpecDecodeMaxDraftLen,
+    Stats,
     StopWords,
     SuffixConfig,
     Temperature,
@@ -155,6 +157,14 @@ def run(
     ] = None,
     output_traces: OutputTraces = None,
     check_lossless: CheckLossless = False,
+    stats: Stats = "summary",
+    show_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--show-tokens", help="Mark accepted, recovered and bonus tokens in the outputs.", rich_help_panel=OUTPUT
+        ),
+    ] = False,
+    report: Report = None,
     num_beams: NumBeams = 1,
     use_py_session: UsePySession = False,
     model_dir: ModelDir = None,
@@ -209,9 +219,10 @@ def run(
     engine_dir = engine_dir or Path("engine_outputs")
     if streaming and json:
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
+    _check_show_tokens(show_tokens=show_tokens, streaming=streaming, json=json, quiet=quiet)
     check_lossless_flags(check_lossless=check_lossless, has_drafter=drafter_settings is not None)
     logits_npy = _logits_path(output_logits_npy) if output_generation_logits or output_logits_npy is not None else None
-    outputs = [path for path in (output_csv, output_npy, logits_npy, output_traces) if path is not None]
+    outputs = [path for path in (output_csv, output_npy, logits_npy, output_traces, report) if path is not None]
     inputs = (
         engine_dir,
         draft_engine_dir,
@@ -254,6 +265,9 @@ def run(
         logits_npy=logits_npy,
         output_traces=output_traces,
         check_lossless=check_lossless,
+        stats=stats,
+        show_tokens=show_tokens,
+        report=report,
     )
     check_corpus_files(drafter_settings)  # before engines are built
     block_reuse = kv_cache_enable_block_reuse and not disable_kv_cache_reuse
@@ -289,14 +303,19 @@ class _Job:
     logits_npy: Path | None
     output_traces: Path | None
     check_lossless: bool
+    stats: str
+    show_tokens: bool
+    report: Path | None
 
 
 def _answer(session: "Session", job: _Job, output: Output) -> None:
     """Generate, show and write; exit 1 if a check fails, 130 after Ctrl-C, with what had finished."""
+    from commands.html_report import write_report
     from commands.lossless import fail_unless_lossless
     from commands.output_files import write_ids, write_logits
-    from commands.run_output import StreamPrinter, make_document, make_labels, requests_table, show_outputs, time_line
+    from commands.run_output import StreamPrinter, make_document, make_labels, show_outputs, show_stats
     from commands.session import Interrupted
+    from commands.steps import session_pieces
     from commands.traces import write_traces
 
     prompts, requests = _make_requests(session, job, output)
@@ -312,10 +331,9 @@ def _answer(session: "Session", job: _Job, output: Output) -> None:
         output.warning(f"interrupted: {len(generation.sequences)} of {len(requests)} requests had finished")
     is_whole = len(generation.sequences) == len(requests)
     if printer is None:
-        show_outputs(session, prompts, generation, labels, output)
+        show_outputs(session, prompts, generation, labels, output, show_tokens=job.show_tokens)
     if generation.sequences:
-        output.result(requests_table(generation, labels))
-        output.result(time_line(generation.total(session.max_draft_len)))
+        show_stats(generation, labels, session.max_draft_len, job.stats, output)
         write_ids(generation.sequences, min(session.end_ids, default=0), job.output_csv, job.output_npy)
         if job.logits_npy is not None:
             write_logits(generation.sequences, job.logits_npy)
@@ -323,10 +341,17 @@ def _answer(session: "Session", job: _Job, output: Output) -> None:
         if job.output_traces is not None:
             write_traces(job.output_traces, [(s, prompts[s.request.id].category) for s in generation.sequences])
     compares = job.check_lossless and is_whole
-    comparison = _compare_with_no_drafter(session, requests, generation, output) if compares else {}
-    document = make_document(session, prompts, generation, job.max_input_length, job.max_output_len)
+    comparison = _compare_with_no_drafter(session, requests, generation, job, output) if compares else {}
+    is_detailed = job.stats == "detailed"
+    document = make_document(
+        session, prompts, generation, job.max_input_length, job.max_output_len, per_step=is_detailed
+    )
     num_unfinished = len(requests) - len(generation.sequences)
-    output.document(document | {"num_unfinished_requests": num_unfinished, "speedup": None, "checks": {}} | comparison)
+    document |= {"num_unfinished_requests": num_unfinished, "speedup": None, "checks": {}} | comparison
+    output.document(document)
+    if job.report is not None:
+        write_report(job.report, document, session_pieces(session, generation.sequences))
+        output.result(f"report written: {job.report}")
     if not is_whole:
         raise typer.Exit(130)
     if comparison:
@@ -334,7 +359,7 @@ def _answer(session: "Session", job: _Job, output: Output) -> None:
 
 
 def _compare_with_no_drafter(
-    session: "Session", requests: list["Request"], generation: "Generation", output: Output
+    session: "Session", requests: list["Request"], generation: "Generation", job: _Job, output: Output
 ) -> dict[str, Any]:
     """Generate again without a drafter; the `speedup` and `checks` of the document, shown too."""
     from commands.lossless import NUM_PREFIXES, check_outputs, lossless_lines
@@ -343,9 +368,24 @@ def _compare_with_no_drafter(
     speedup = generation.work.speedup_over(baseline.work)
     with output.progress("lossless check", NUM_PREFIXES) as advance:
         check = check_outputs(session, generation.sequences, baseline.sequences, advance)
-    for line in (speedup_line(speedup), *lossless_lines(check)):
+    if job.stats != "none":
+        output.result(speedup_line(speedup))
+    for line in lossless_lines(check):
         output.result(line)
     return {"speedup": speedup, "checks": {"lossless": check}}
+
+
+def _check_show_tokens(*, show_tokens: bool, streaming: bool, json: bool, quiet: bool) -> None:
+    """UsageError where marked outputs are not what stdout is to have."""
+    if show_tokens and streaming:
+        raise UsageError(
+            "`--show-tokens` marks whole outputs, and `--streaming` prints them as they come", hint="choose one"
+        )
+    if show_tokens and (json or quiet):
+        raise UsageError(
+            f"`--show-tokens` marks outputs for people, and stdout is to have {'JSON' if json else 'the result only'}",
+            hint="`--json --stats detailed` has the counts of each step, from which the marks follow",
+        )
 
 
 def _logits_path(path: Path | None) -> Path:

@@ -4,9 +4,13 @@ from typing import Any
 
 from rich.table import Table
 
+from commands.detailed_stats import show_details
+from commands.documents import document_head
 from commands.output import Output, milliseconds, number, percent
 from commands.prompts import Prompt
 from commands.session import Generation, Session
+from commands.show_tokens import counts_line, legend, mark_for_stdout, marked_text
+from commands.steps import output_pieces, tokens_per_step
 from commands.text import TextStream, output_text
 from runtime.errors import SpecDecError
 from runtime.request import Sequence
@@ -43,8 +47,17 @@ def make_labels(num_requests: int, num_return_sequences: int) -> list[str]:
 
 
 def show_outputs(
-    session: Session, prompts: list[Prompt], generation: Generation, labels: list[str], output: Output
+    session: Session,
+    prompts: list[Prompt],
+    generation: Generation,
+    labels: list[str],
+    output: Output,
+    *,
+    show_tokens: bool,
 ) -> None:
+    mark = mark_for_stdout() if show_tokens else None
+    if mark is not None:
+        output.text(legend(mark))
     for sequence in generation.sequences:
         prompt, label = prompts[sequence.request.id], labels[sequence.request.id]
         text = output_text(session.tokenizer, sequence.output_tokens, session.stop_words)
@@ -56,7 +69,22 @@ def show_outputs(
             shown = prompt.text if prompt.text is not None else f"{len(prompt.ids or ())} token ids"
             if sequence.request.return_index == 0:
                 output.text(f'Input [{label.removesuffix(" Seq 0")}]: "{shown}"')
-            output.text(f'Output [{label}]: "{text}"')
+            if mark is not None:
+                pieces = output_pieces(sequence, session.tokenizer, session.stop_words)
+                output.text(f'Output [{label}]: "{marked_text(pieces, mark)}"\n{counts_line(pieces)}')
+            else:
+                output.text(f'Output [{label}]: "{text}"')
+
+
+def show_stats(generation: Generation, labels: list[str], max_draft_len: int, stats: str, output: Output) -> None:
+    """What `--stats` asks for."""
+    if stats == "none":
+        return
+    total = generation.total(max_draft_len)
+    output.result(requests_table(generation, labels))
+    if stats == "detailed":
+        show_details(total, [tokens_per_step(sequence) for sequence in generation.sequences], output)
+    output.result(time_line(total))
 
 
 def requests_table(generation: Generation, labels: list[str]) -> Table:
@@ -97,8 +125,11 @@ def make_document(
     generation: Generation,
     max_input_length: int | None,
     max_output_len: int,
+    *,
+    per_step: bool,
 ) -> dict[str, Any]:
     return {
+        **document_head("run"),
         "requests": [
             {
                 "prompt": prompts[sequence.request.id].text,
@@ -107,7 +138,7 @@ def make_document(
                 "output_ids": sequence.output_tokens,
                 "output_text": output_text(session.tokenizer, sequence.output_tokens, session.stop_words),
                 "finish_reason": sequence.finish_reason,
-                "stats": sequence.stats.as_dict(session.max_draft_len),
+                "stats": sequence.stats.as_dict(session.max_draft_len, per_step=per_step),
             }
             for sequence in generation.sequences
         ],

@@ -41,6 +41,8 @@ from commands.options import (
     PresencePenalty,
     Quiet,
     RepetitionPenalty,
+    Report,
+    Stats,
     StopWords,
     SuffixConfig,
     Temperature,
@@ -55,6 +57,8 @@ from commands.options import (
 from commands.output import Output, check_new_directory, check_output_files
 from commands.prompts import Prompt
 from runtime.errors import SpecDecError, UsageError
+
+OUTPUT_DIR_FILES = ("engine.out", "hf.out", "summary.json")
 
 if TYPE_CHECKING:
     from commands.evaluation import SystemRun
@@ -83,7 +87,9 @@ def summarize(
     ] = None,
     eval_task: Annotated[
         EvalTask,
-        typer.Option(help="What the dataset asks for.", rich_help_panel=INPUT, metavar="[summarize|code_completion]"),
+        typer.Option(
+            help="What the dataset asks for.", rich_help_panel=INPUT, metavar="[summarize|code_completion|question]"
+        ),
     ] = "summarize",
     max_input_length: Annotated[
         int, typer.Option(min=1, help="Keep this many last tokens of a prompt.", rich_help_panel=INPUT)
@@ -132,6 +138,8 @@ def summarize(
         float, typer.Option(min=0.0, max=100.0, help="ROUGE-1 x 100 to reach.", rich_help_panel=OUTPUT)
     ] = 15.0,
     check_lossless: CheckLossless = False,
+    stats: Stats = "summary",
+    report: Report = None,
     output_dir: Annotated[
         Path | None,
         typer.Option(
@@ -188,14 +196,23 @@ def summarize(
     samples = load_samples(
         dataset, eval_task=eval_task, dataset_dir=dataset_dir, max_samples=max_ite * batch_size, seed=random_seed
     )
+    if check_accuracy and all(sample.reference is None for sample in samples):
+        raise SpecDecError(
+            f"`--check-accuracy` compares outputs with references, and there are none: {dataset}",
+            hint="leave the flag out, or add a column `reference`",
+        )
     if output_dir is not None:
         check_new_directory(output_dir)
+    if report is not None:
+        _check_report(report, output_dir, [engine_dir, draft_engine_dir, tokenizer_dir, dataset_dir, Path(dataset)])
 
     from commands.evaluation import HuggingFace, evaluate_engine, evaluate_hf
+    from commands.html_report import write_report
     from commands.lossless import NUM_PREFIXES, check_outputs, fail_unless_lossless
     from commands.models import resolve_model
     from commands.report import accuracy_check, show_summary, summary_document, write_outputs
     from commands.session import SessionSettings, open_session
+    from commands.steps import session_pieces
     from commands.traces import write_traces
     from runtime.engine import KVCacheConfig
 
@@ -240,7 +257,7 @@ def summarize(
             "random_seed": random_seed,
             "hf_model_dir": hf_model_dir,
         }
-        document = summary_document(session, samples, prompts, runs, settings)
+        document = summary_document(session, samples, prompts, runs, settings, per_step=stats == "detailed")
         if check_accuracy:
             document["checks"]["accuracy"] = accuracy_check(document, rouge1_threshold)
         if check_lossless:
@@ -250,8 +267,11 @@ def summarize(
             write_outputs(output_dir, session, runs, document)
         if output_traces is not None:
             write_traces(output_traces, zip(runs[0].sequences, [s.category for s in samples], strict=True))
-        show_summary(document, samples, runs, output)
+        show_summary(document, samples, runs, stats, output)
         output.document(document)
+        if report is not None:
+            write_report(report, document, session_pieces(session, runs[0].sequences) or [None] * len(samples))
+            output.result(f"report written: {report}")
     fail_unless_lossless(document["checks"])
     accuracy = document["checks"].get("accuracy")
     if accuracy is not None and not accuracy["passed"]:
@@ -259,6 +279,16 @@ def summarize(
             f"ROUGE-1 is below the threshold {rouge1_threshold:g}: {accuracy['rouge1']:.2f}",
             hint="look at the outputs, or set `--rouge1-threshold`",
         )
+
+
+def _check_report(report: Path, output_dir: Path | None, inputs: list[Path | None]) -> None:
+    """SpecDecError unless the page can be written; `--output-dir` may be going to make its directory."""
+    if output_dir is not None and report.resolve().parent == output_dir.resolve():
+        if report.name in OUTPUT_DIR_FILES:
+            raise UsageError(f"two outputs have the same file: {report}", hint="give each a name of its own")
+        if not output_dir.exists():
+            return
+    check_output_files([report], [path for path in inputs if path is not None])
 
 
 def _by_category(samples: list[Sample]) -> list[Sample]:

@@ -109,10 +109,12 @@ class RequestStats:
             "num_reused_tokens": self.num_reused_tokens,
         }
 
-    def as_dict(self, max_draft_len: int) -> dict[str, Any]:
-        """One request's record: counts, rates and times."""
+    def as_dict(self, max_draft_len: int, *, per_step: bool = False) -> dict[str, Any]:
+        """One request's record: counts, rates and times; with `per_step` also the raw series."""
         record = self.counts(max_draft_len)
         record |= {"ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "latency_s": self.latency_s}
+        if per_step:
+            record |= {"per_step_drafted": self.per_step_drafted, "per_step_accepted": self.per_step_accepted}
         return record
 
 

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from commands.build import build
+from commands.compare import compare
 from commands.convert import convert
 from commands.corpus import create, merge, stats
 from commands.options import normalize_name, split_flags_without_effect
@@ -53,6 +54,10 @@ _EXAMPLES = {
         "specdec corpus merge --output answers.corpus --force monday.corpus tuesday.corpus",
     ),
     stats: ("specdec corpus stats all.corpus", "specdec corpus stats all.corpus --json"),
+    compare: (
+        "specdec compare before.json after.json",
+        "specdec compare ngram.json draft-model.json --json",
+    ),
 }
 
 
@@ -70,7 +75,7 @@ class _Command(TyperCommand):
 
 app = typer.Typer(
     name="specdec",
-    help="Speculative decoding for Hugging Face models: convert, build, run, summarize.",
+    help="Speculative decoding for Hugging Face models: convert, build, run, summarize, compare.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -90,7 +95,7 @@ def _register(command: Callable[..., None], group: typer.Typer = app) -> None:
     group.command(cls=_Command, epilog=epilog)(command)
 
 
-for _command in (convert, build, run, summarize):
+for _command in (convert, build, run, summarize, compare):
     _register(_command)
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)

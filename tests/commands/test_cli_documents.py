@@ -20,6 +20,7 @@ METRICS = (
     "num_reused_tokens",
 )
 TIMES = ("ttft_s", "tpot_s", "latency_s")
+SERIES = ("per_step_drafted", "per_step_accepted")
 
 
 def assert_rates_follow_from_counts(record: dict[str, Any], max_draft_len: int) -> None:
@@ -56,7 +57,7 @@ def assert_total_is_the_sum(total: dict[str, Any], records: list[dict[str, Any]]
         assert total[f"{part}_time_per_step_s"] == pytest.approx(total[f"{part}_time_s"] / total["num_iterations"])
 
 
-@pytest.mark.parametrize("command", ["convert", "build", "run", "summarize"])
+@pytest.mark.parametrize("command", ["convert", "build", "run", "summarize", "compare"])
 def test_schemas_are_valid_and_name_every_object_they_allow(command: str) -> None:
     def closed(node: Any) -> bool:
         if isinstance(node, list):
@@ -73,7 +74,7 @@ def test_schemas_are_valid_and_name_every_object_they_allow(command: str) -> Non
 @pytest.mark.parametrize("command", ["run", "summarize"])
 def test_schemas_hold_every_metric_of_the_vocabulary(command: str) -> None:
     definitions = schema(command)["$defs"]
-    assert set(METRICS + TIMES) <= set(definitions["stats"]["properties"])
+    assert set(METRICS + TIMES + SERIES) <= set(definitions["stats"]["properties"])
     assert {*METRICS, "output_tokens_per_second", "draft_time_s", "target_time_s", "host_time_s"} <= set(
         definitions["total"]["properties"]
     )

@@ -99,8 +99,11 @@ def run_with_limit(num_bytes: int, *arguments: object, environment: dict[str, st
 
 @pytest.mark.parametrize(
     "command",
-    ["convert", "build", "build --compiler aot", "run --output-csv", "run --output-npy", "run --output-logits-npy"],
-)
+    [
+        "convert", "build", "build --compiler aot", "run --output-csv", "run --output-npy", "run --output-logits-npy",
+        "run --report",
+    ],
+)  # fmt: skip
 def test_full_disk_is_one_error_and_leaves_nothing(
     command: str, llama_dir: Path, llama_checkpoint_dir: Path, llama_uncompiled_dir: Path, tmp_path: Path,
     process_environment: dict[str, str],
@@ -116,6 +119,7 @@ def test_full_disk_is_one_error_and_leaves_nothing(
         "run --output-csv": (1_000, [*run, "--output-csv", output]),
         "run --output-npy": (1_000, [*run, "--output-npy", output]),
         "run --output-logits-npy": (100_000, [*run, "--output-logits-npy", output]),
+        "run --report": (1_000, [*run, "--report", output]),
     }[command]
     done = run_with_limit(limit, *arguments, environment=process_environment)
     assert done.returncode == 1, done.stderr

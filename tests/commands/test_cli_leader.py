@@ -139,7 +139,8 @@ def test_interrupted_run_gives_what_had_finished(
     """Request 4 starts when one of the first four has ended."""
     expected = ids_of(leader(NINE, "--json").document)
     (current_directory / "own.py").write_text(INTERRUPTED_DRAFTER.format(after=after))
-    result = leader(NINE, *mode, "--drafter", "own:make", "--json", "--output-csv", tmp_path / "ids.csv")
+    files = ["--output-csv", tmp_path / "ids.csv", "--report", tmp_path / "report.html"]
+    result = leader(NINE, *mode, "--drafter", "own:make", "--json", *files)
     assert result.exit_code == 130
     document = json.loads(result.stdout)
     assert_valid("run", document)
@@ -149,6 +150,7 @@ def test_interrupted_run_gives_what_had_finished(
     assert f"interrupted: {num_finished} of 9 requests had finished" in result.stderr
     assert all(ids in expected for ids in ids_of(document))
     assert (tmp_path / "ids.csv").exists() == (num_finished > 0)
+    assert f"{num_finished} of 9 requests had finished" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_ctrl_c_ends_a_process_with_what_had_finished(

@@ -1,14 +1,16 @@
 """`summarize`: each option changes what is measured, and the engine's answers are Hugging Face's."""
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
-from command_line import NGRAM, Result, Specdec, draft_model, edit_json
+from command_line import NGRAM, Result, Specdec, assert_valid, draft_model, edit_json
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -118,6 +120,9 @@ def test_categories_have_rows_of_their_own(summarize: Summarize) -> None:
         )
         assert record["draft_acceptance_rate"] == (accepted / drafted if drafted else None)
         assert record["speedup"] == pytest.approx(record["wall_s"]["engine_no_drafter"] / record["wall_s"]["engine"])
+        assert record["median_tpot_s"]["engine"] == median(request["stats"]["tpot_s"] for request in requests)
+        assert record["num_references"] == len(requests)
+        assert record["wall_s"]["engine"] == pytest.approx(sum(request["wall_s"]["engine"] for request in requests))
     shown = summarize(*arguments).stdout
     rows = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
     assert "By category" in shown
@@ -387,3 +392,38 @@ def test_settings_of_sampling_and_seed_are_recorded(summarize: Summarize) -> Non
     settings = summarize("--test-engine", *SAMPLING, "--top-k", 40, "--json").document["settings"]
     assert settings["random_seed"] == settings["sampling"]["random_seed"] == 3
     assert (settings["sampling"]["temperature"], settings["sampling"]["top_k"]) == (0.8, 40)
+
+
+def test_questions_are_asked_as_they_are_and_scored_where_there_is_a_reference(
+    summarize: Summarize, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Rows as in Spec-Bench's question.jsonl: turns, of which the first is asked, and references of some."""
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["The dog?", "And the ball?"]},
+        {"question_id": 241, "category": "qa", "turns": ["One day?"], "reference": ["A dog.", "none"]},
+        {"question_id": 242, "category": "qa", "turns": ["A girl?"], "reference": []},
+    ]
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--test-engine", "--ngram-config", NGRAM, "--dataset", path, "--eval-task", "question"]
+    document = summarize(*arguments, "--json").document
+    assert_valid("summarize", document)
+    requests = {request["id"]: request for request in document["requests"]}
+    assert {i: request["reference"] for i, request in requests.items()} == {"81": None, "241": "A dog.", "242": None}
+    assert requests["81"]["prompt_ids"] == tokenizer("The dog?")["input_ids"]
+    assert document["num_references"] == 1
+    assert document["rouge"]["engine"] == rouge_scores([requests["241"]["output_text"]], ["A dog."])
+    writing, qa = document["categories"]["writing"], document["categories"]["qa"]
+    assert (writing["rouge"]["engine"], writing["num_references"]) == (None, 0)
+    assert (qa["num_samples"], qa["num_references"]) == (2, 1)
+    stdout = summarize(*arguments).stdout
+    assert re.search(r"│ writing +│ +1 │ +- │ +- │", stdout)
+
+
+def test_accuracy_of_questions_without_references_cannot_be_checked(summarize: Summarize, tmp_path: Path) -> None:
+    path = tmp_path / "question.jsonl"
+    path.write_text(json.dumps({"question": "The dog?"}))
+    where = ["--test-engine", "--dataset", path, "--eval-task", "question"]
+    result = summarize(*where, "--check-accuracy")
+    assert result.exit_code == 1 and "there are none: " in result.stderr
+    assert summarize(*where).exit_code == 0

@@ -430,3 +430,21 @@ def test_loading_prints_nothing_and_leaves_no_file(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     left = [path for parent in ("tmp", "home") for path in (tmp_path / parent).rglob("*") if path.is_file()]
     assert left == []
+
+
+def test_questions_take_the_first_turn_and_need_no_reference(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"question_id": 5, "category": "math", "turns": ["a?", "b?"], "reference": ["A", "B"]},
+        {"question_id": 6, "turns": ["c?"]},
+        {"question_id": 7, "turns": ["d?"], "reference": [["D", "the D"], ["E"]]},
+    ]
+    path = write(tmp_path / "d.jsonl", json_lines(rows))
+    samples = sorted(load(path, eval_task="question"), key=lambda sample: sample.id)
+    assert samples == [Sample("5", "math", "a?", "A"), Sample("6", None, "c?", None), Sample("7", None, "d?", "D")]
+
+
+@pytest.mark.parametrize("turns", [[], [3], "", None, [""]])
+def test_question_without_text_is_an_error(tmp_path: Path, turns: object) -> None:
+    path = write(tmp_path / "d.jsonl", json_lines([{"turns": turns}]))
+    with pytest.raises(SpecDecError, match=r"`turns` in row 1 of"):
+        load(path, eval_task="question")

@@ -1,0 +1,50 @@
+"""What the documents of `--json` begin with, so that a program (and `compare`) knows what it reads."""
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from commands.prompts import parse_json, read_utf8
+from runtime.errors import SpecDecError
+
+SCHEMA_VERSION = 1
+"""Of the documents of `run`, `summarize` and `compare`; changed when a key changes its meaning or goes away."""
+
+_COMMANDS = ("run", "summarize")
+
+
+def document_head(command: str) -> dict[str, Any]:
+    return {"command": command, "schema_version": SCHEMA_VERSION, "specdec_version": specdec_version()}
+
+
+def specdec_version() -> str | None:
+    """None where specdec was not installed, but runs from its directory."""
+    try:
+        return version("specdec-cli")
+    except PackageNotFoundError:
+        return None
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """A document of `run` or `summarize`, as `--json` printed it; SpecDecError for anything else."""
+    text = read_utf8(path)
+    data = parse_json(text, path)
+    command = data.get("command") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or "schema_version" not in data or not isinstance(command, str):
+        raise SpecDecError(
+            f"not a document of specdec: {path}", hint="give what `specdec run --json` or `summarize --json` printed"
+        )
+    if command not in _COMMANDS:
+        raise SpecDecError(
+            f"not a document of `run` or `summarize` but of `{command}`: {path}",
+            hint="give what `specdec run --json` or `summarize --json` printed",
+        )
+    if data["schema_version"] != SCHEMA_VERSION:
+        raise SpecDecError(
+            f"the schema version is {data['schema_version']}, and this specdec reads {SCHEMA_VERSION}: {path}",
+            hint="make it again with this specdec",
+        )
+    missing = [key for key in ("requests", "total", "settings", "engine") if key not in data]
+    if missing:
+        raise SpecDecError(f"the document has no {missing[0]}: {path}", hint="it is damaged; make it again")
+    return data
