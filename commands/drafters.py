@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from commands.text import find_tokenizer, tokenizer_digest
 from runtime.bundle import read_engine_config
 from runtime.config import EngineConfig
 from runtime.corpus import Corpus
+from runtime.costs import CostModel
+from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import ChainDrafter
 from runtime.drafters.corpus import CorpusDrafter
 from runtime.drafters.draft_target import DraftTargetDrafter
@@ -39,11 +42,12 @@ from runtime.request import Draft, Sequence
 
 @dataclass(frozen=True)
 class TargetBundle:
-    """What a drafter has to agree with."""
+    """What a drafter has to agree with, and, where it is to draft no more than pays, what steps cost."""
 
     engine_dir: Path
     tokenizer_dir: Path
     vocab_size: int
+    costs: CostModel | None = None
 
 
 @contextmanager
@@ -51,16 +55,16 @@ def open_drafter(settings: DrafterSettings, target: TargetBundle, kv_cache: KVCa
     """The drafter the settings name, for as long as the block lasts."""
     match settings:
         case NgramSettings():
-            yield _ngram_drafter(settings)
+            yield _adapted(_ngram_drafter(settings), target)
         case SuffixSettings():
-            yield SuffixDrafter(pool=NgramPool() if settings.pool == "public" else None)
+            yield _adapted(SuffixDrafter(pool=NgramPool() if settings.pool == "public" else None), target)
         case ChainSettings():
             with ExitStack() as stack:
                 opened = [stack.enter_context(open_drafter(s, target, kv_cache)) for s in settings.drafters]
                 lengths = [s.max_draft_len for s in settings.drafters]
                 yield ChainDrafter([ShortDrafter(d, n) if n else d for d, n in zip(opened, lengths, strict=True)])
         case CustomSettings():
-            yield load_custom_drafter(settings)
+            yield _adapted(load_custom_drafter(settings), target)
         case DraftTargetSettings():
             with _errors_of_the_draft_engine():
                 config = read_engine_config(settings.draft_engine_dir)
@@ -70,7 +74,17 @@ def open_drafter(settings: DrafterSettings, target: TargetBundle, kv_cache: KVCa
             with _errors_of_the_draft_engine():
                 engine = Engine.open(settings.draft_engine_dir, settings.draft_device_id, kv_cache)
             with engine:
-                yield DraftTargetDrafter(engine, target.vocab_size, use_logits=settings.use_logits)
+                drafter = DraftTargetDrafter(engine, target.vocab_size, use_logits=settings.use_logits)
+                yield _adapted(drafter, target, CostModel(config.step_costs, config.host_s) if target.costs else None)
+
+
+def _adapted(drafter: Drafter, target: TargetBundle, draft_costs: CostModel | None = None) -> Drafter:
+    """The drafter itself, or where costs are known its drafts cut to what pays."""
+    if target.costs is None:
+        return drafter
+    if draft_costs is None:
+        return AdaptiveDrafter(drafter, target.costs.iteration_s)
+    return AdaptiveDrafter(drafter, target.costs.iteration_s, partial(draft_costs.iteration_s, draft_len=0))
 
 
 class ShortDrafter:
@@ -91,7 +105,7 @@ def each_open_drafter(drafter: Drafter | None) -> Iterator[Drafter]:
     if isinstance(drafter, ChainDrafter):
         for member in drafter.drafters:
             yield from each_open_drafter(member)
-    elif isinstance(drafter, ShortDrafter):
+    elif isinstance(drafter, ShortDrafter | AdaptiveDrafter):
         yield from each_open_drafter(drafter.drafter)
     elif drafter is not None:
         yield drafter

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from commands.drafter_settings import NgramPoolKind, NgramRanking
+from commands.drafter_settings import DraftLen, NgramPoolKind, NgramRanking
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -69,6 +69,15 @@ SuffixConfig = Annotated[
         "device_list], such as [10,[0]].",
         rich_help_panel=SPECULATION,
         show_default="no drafter",
+    ),
+]
+DraftLenOption = Annotated[
+    DraftLen,
+    typer.Option(
+        "--draft-len",
+        help="`auto` sends of each draft what pays: by what steps cost, measured by `build`, and by how often drafts "
+        "were right so far; nothing, where nothing pays.",
+        rich_help_panel=SPECULATION,
     ),
 ]
 Drafters = Annotated[
@@ -376,8 +385,10 @@ def check_orchestrator_flags(*, block_reuse: bool, num_beams: int, py_session: b
         raise UsageError("there is no Python session to choose: `--use-py-session`", hint="leave the flag out")
 
 
-def check_lossless_flags(*, check_lossless: bool, has_drafter: bool) -> None:
-    """UsageError for a check that has nothing to compare."""
+def check_drafter_flags(*, check_lossless: bool, draft_len: DraftLen, has_drafter: bool) -> None:
+    """UsageError for what needs a drafter where there is none."""
+    if draft_len == "auto" and not has_drafter:
+        raise UsageError("`--draft-len auto` needs a drafter: there is none", hint="`--suffix-config [10,[0]]` is one")
     if check_lossless and not has_drafter:
         raise UsageError(
             "`--check-lossless` compares a drafter with none, and there is no drafter",

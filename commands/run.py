@@ -22,6 +22,7 @@ from commands.options import (
     DisableOverlapScheduler,
     DraftEngineDir,
     Drafters,
+    DraftLenOption,
     DraftModelDir,
     DraftTargetModelConfig,
     EndId,
@@ -59,7 +60,7 @@ from commands.options import (
     TopK,
     TopP,
     UsePySession,
-    check_lossless_flags,
+    check_drafter_flags,
     check_orchestrator_flags,
     sampling_params,
 )
@@ -102,6 +103,7 @@ def run(
     ngram_pool: NgramPoolOption = None,
     ngram_corpus: NgramCorpus = None,
     suffix_config: SuffixConfig = None,
+    draft_len: DraftLenOption = "fixed",
     draft_target_model_config: DraftTargetModelConfig = None,
     draft_engine_dir: DraftEngineDir = None,
     drafter: CustomDrafter = None,
@@ -220,7 +222,7 @@ def run(
     if streaming and json:
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
     _check_show_tokens(show_tokens=show_tokens, streaming=streaming, json=json, quiet=quiet)
-    check_lossless_flags(check_lossless=check_lossless, has_drafter=drafter_settings is not None)
+    check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=drafter_settings is not None)
     logits_npy = _logits_path(output_logits_npy) if output_generation_logits or output_logits_npy is not None else None
     outputs = [path for path in (output_csv, output_npy, logits_npy, output_traces, report) if path is not None]
     inputs = (
@@ -284,6 +286,7 @@ def run(
             bad_words or [],
             "leader" if is_leader else "orchestrator",
             max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
+            draft_len,
         )
         _answer(stack.enter_context(open_session(settings)), job, output)
 

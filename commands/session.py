@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from commands.drafter_settings import (
     CustomSettings,
     DrafterSettings,
+    DraftLen,
     DraftTargetSettings,
     NgramSettings,
     SuffixSettings,
@@ -24,6 +25,7 @@ from commands.text import StopWords, bad_word_tokens, find_end_ids, find_tokeniz
 from runtime import leader, orchestrator
 from runtime.bundle import read_engine_config
 from runtime.config import EngineConfig, as_json
+from runtime.costs import CostModel
 from runtime.drafters.draft_target import DraftTargetDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
@@ -52,6 +54,7 @@ class SessionSettings:
     bad_words: list[str]
     mode: Mode = "orchestrator"
     max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS
+    draft_len: DraftLen = "fixed"
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,7 @@ class Session:
             "sampling": sampling,
             "end_ids": sorted(self.end_ids),
             "stop_words": list(self.stop_words.words) if self.stop_words else [],
+            "draft_len": self.settings.draft_len,
             "mode": self.settings.mode,
             "block_reuse": self.engine.block_reuse,
             "max_num_tokens": self.engine.max_num_tokens,
@@ -293,7 +297,8 @@ def open_session(settings: SessionSettings) -> Iterator[Session]:
         engine = stack.enter_context(Engine.open(engine_dir, device_id, settings.kv_cache, settings.max_num_tokens))
         drafter = None
         if settings.drafter is not None:
-            target = TargetBundle(engine_dir, settings.tokenizer_dir or engine_dir, config.vocab_size)
+            costs = CostModel(config.step_costs, config.host_s) if settings.draft_len == "auto" else None
+            target = TargetBundle(engine_dir, settings.tokenizer_dir or engine_dir, config.vocab_size, costs)
             drafter = stack.enter_context(open_drafter(settings.drafter, target, settings.kv_cache))
         yield Session(settings, engine, drafter, tokenizer, end_ids, stop_words, sampling)
 

@@ -22,6 +22,7 @@ from commands.options import (
     CustomDrafter,
     DraftEngineDir,
     Drafters,
+    DraftLenOption,
     DraftTargetModelConfig,
     EndId,
     EngineDir,
@@ -50,7 +51,7 @@ from commands.options import (
     TopK,
     TopP,
     UsePySession,
-    check_lossless_flags,
+    check_drafter_flags,
     check_orchestrator_flags,
     sampling_params,
 )
@@ -112,6 +113,7 @@ def summarize(
     ngram_pool: NgramPoolOption = None,
     ngram_corpus: NgramCorpus = None,
     suffix_config: SuffixConfig = None,
+    draft_len: DraftLenOption = "fixed",
     draft_target_model_config: DraftTargetModelConfig = None,
     draft_engine_dir: DraftEngineDir = None,
     drafter: CustomDrafter = None,
@@ -176,7 +178,7 @@ def summarize(
         raise UsageError("`--check-accuracy` checks the engine", hint="`--test-engine`")
     if check_lossless and not test_engine:
         raise UsageError("`--check-lossless` checks the engine", hint="`--test-engine`")
-    check_lossless_flags(check_lossless=check_lossless, has_drafter=drafter_settings is not None)
+    check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=drafter_settings is not None)
     if output_traces is not None:
         if not test_engine:
             raise UsageError("`--output-traces` writes the engine's outputs", hint="`--test-engine`")
@@ -227,6 +229,7 @@ def summarize(
         end_id,
         stop_words or [],
         bad_words or [],
+        draft_len=draft_len,
     )
     with open_session(session_settings) as session:
         if batch_size > session.engine.max_batch_size:

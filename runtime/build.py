@@ -21,10 +21,12 @@ from runtime.bundle import current_environment, open_step, uses_kernels
 from runtime.checkpoint import copy_tokenizer_files, open_checkpoint
 from runtime.compilation import StepFunction, compile_aot, torch_compile
 from runtime.config import BuildConfig, EngineConfig, LayerShape, LogitsCheck, as_json
+from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
 from runtime.kernels import LIBRARY, compile_kernels, describe_kernels, load_kernels
 from runtime.kv_cache import KVPool
+from runtime.measure import cache_for_measuring, measure_host, measure_steps
 from runtime.model import Step, load_model, parse_pretrained_config, probe_config
 
 # Largest norm of the difference between two rows of logits, over the norm of the row.
@@ -76,7 +78,6 @@ def build_engine(
         except Exception as error:  # `torch-compile` compiles with the first step
             _raise_machine_error(error)
             raise
-        phase("writing the engine")
         config = EngineConfig(
             pretrained_config=checkpoint.pretrained_config,
             dtype=checkpoint.dtype,
@@ -87,6 +88,10 @@ def build_engine(
             logits_check=logits_check,
             compiler_note=note,
         )
+        phase("measuring steps")
+        with Engine(config, step, device, cache_for_measuring(build)) as engine:
+            config = dataclasses.replace(config, step_costs=measure_steps(engine), host_s=measure_host(engine))
+        phase("writing the engine")
         copy_tokenizer_files(checkpoint_dir, directory)
         write_json(directory / "config.json", as_json(config))
     return config

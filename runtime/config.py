@@ -92,6 +92,16 @@ class LogitsCheck:
 
 
 @dataclass(frozen=True)
+class StepCost:
+    """What a step took when the engine was built, of `num_tokens` in each of `batch_size` rows, after `context_len`."""
+
+    batch_size: int
+    context_len: int
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """`config.json` of an engine directory."""
 
@@ -102,6 +112,9 @@ class EngineConfig:
     vocab_size: int
     environment: Environment
     logits_check: LogitsCheck
+    step_costs: tuple[StepCost, ...] = ()
+    host_s: float = 0.0
+    """Seconds of a loop's turn beside the compiled step."""
     compiler_note: str | None = None
     mapping: Mapping = Mapping()
     format_version: int = ENGINE_FORMAT_VERSION

@@ -248,6 +248,16 @@ class Engine:
         self._forward([context_row(sequence, num_tokens)])
         sequence.num_computed += num_tokens
 
+    def occupy_cache(self) -> None:
+        """Have the whole K/V cache in memory, as if it were full: for measuring."""
+        self._pool.occupy()
+
+    def time_step(self, rows: list[Row]) -> float:
+        """Seconds of the compiled step for these rows. What it writes into the K/V cache is nobody's."""
+        before = self.step_time_s
+        self._forward(rows)
+        return self.step_time_s - before
+
     def _forward(self, rows: list[Row]) -> Tensor:
         """(T, vocab) logits of the rows' last positions."""
         batch = pack(rows, self._blocks.block_size, self.device)

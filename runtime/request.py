@@ -49,12 +49,14 @@ class Draft:
     tokens: list[int]
     probs: Tensor | None = None
     """(draft_len, vocab) float64, the law each token was drawn from; None: a lookup, one-hot."""
+    match_len: int = field(default=0, compare=False)
+    """Tokens of the pattern whose continuation this is: a lookup's confidence. 0: not a lookup."""
 
     def cut(self, max_len: int) -> "Draft":
         """The first `max_len` tokens. A length that does not depend on the tokens leaves verification exact."""
         if len(self.tokens) <= max_len:
             return self
-        return Draft(self.tokens[:max_len], None if self.probs is None else self.probs[:max_len])
+        return Draft(self.tokens[:max_len], None if self.probs is None else self.probs[:max_len], self.match_len)
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,16 @@ class CorpusDrafter:
         self.min_matching_ngram_size = min_matching_ngram_size
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        return [Draft(self._lookup(sequence, max_draft_len)) for sequence in sequences]
+        return [self._lookup(sequence, max_draft_len) for sequence in sequences]
 
     def forget(self, request_id: int) -> None:
         """Nothing is kept."""
 
-    def _lookup(self, sequence: Sequence, max_draft_len: int) -> list[int]:
+    def _lookup(self, sequence: Sequence, max_draft_len: int) -> Draft:
         draft_len = room(sequence, max_draft_len)
         tail = sequence.tokens[-self.max_matching_ngram_size :]
         match = self.corpus.longest_match(tail, self.max_matching_ngram_size, self.min_matching_ngram_size)
         if match is None or not draft_len:
-            return []
+            return Draft([])
         draft = [continuation.token for continuation in self.corpus.continuation(match, draft_len)]
-        return cut_at_end_id(draft, sequence.request.end_ids)
+        return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match.ngram_size)

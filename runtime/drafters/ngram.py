@@ -93,14 +93,14 @@ class NgramDrafter:
         self._histories: dict[int, _History] = {}
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        return [Draft(self._lookup(sequence, max_draft_len)) for sequence in sequences]
+        return [self._lookup(sequence, max_draft_len) for sequence in sequences]
 
     def forget(self, request_id: int) -> None:
         history = self._histories.pop(request_id, None)
         if history is not None and self.pool is not None:
             self.pool.add(history.sequence)
 
-    def _lookup(self, sequence: Sequence, max_draft_len: int) -> list[int]:
+    def _lookup(self, sequence: Sequence, max_draft_len: int) -> Draft:
         tokens = sequence.tokens
         history = self._histories.setdefault(sequence.request.id, _History(sequence))
         history.sequence = sequence
@@ -109,12 +109,14 @@ class NgramDrafter:
         if self.ranking == "leftmost" and draft_len:
             draft_len = max_draft_len
         sizes = range(min(self.max_matching_ngram_size, len(tokens) - 1), self.min_matching_ngram_size - 1, -1)
-        end = next((end for n in sizes if (end := history.ends.get(tuple(tokens[-n:]))) is not None), None)
-        if end is not None:
-            draft = self._continue(tokens, end, draft_len)
-        else:
-            draft = [] if self.pool is None else self.pool.draft(tokens, draft_len)
-        return cut_at_end_id(draft, sequence.request.end_ids)
+        match_len = next((n for n in sizes if tuple(tokens[-n:]) in history.ends), 0)
+        draft = list[int]()
+        if match_len:
+            draft = self._continue(tokens, history.ends[tuple(tokens[-match_len:])], draft_len)
+        elif self.pool is not None and (found := self.pool.find(tokens)) is not None:
+            match_len = found[0]
+            draft = self.pool.draft(tokens, draft_len)
+        return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
 
     def _continue(self, tokens: list[int], end: int, draft_len: int) -> list[int]:
         draft = tokens[end : end + draft_len]

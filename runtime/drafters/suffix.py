@@ -171,20 +171,21 @@ class SuffixDrafter:
         self._histories: dict[int, History] = {}
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        return [Draft(self._follow(sequence, max_draft_len)) for sequence in sequences]
+        return [self._follow(sequence, max_draft_len) for sequence in sequences]
 
     def forget(self, request_id: int) -> None:
         history = self._histories.pop(request_id, None)
         if history is not None and self.pool is not None:
             self.pool.add(history.sequence)
 
-    def _follow(self, sequence: Sequence, max_draft_len: int) -> list[int]:
+    def _follow(self, sequence: Sequence, max_draft_len: int) -> Draft:
         history = self._histories.setdefault(sequence.request.id, History(sequence))
         history.index(sequence)
         automaton, draft_len = history.automaton, room(sequence, max_draft_len)
         size = self.pool.max_matching_ngram_size if self.pool else 0
         tail, draft = sequence.tokens[-size:] if size else [], list[int]()
         state, n = automaton.match()
+        match_len = 0
         while len(draft) < draft_len:
             token = automaton.best[state] if n else _NO_TOKEN
             public = self._find_public(tail, n)
@@ -199,7 +200,7 @@ class SuffixDrafter:
             state, n = automaton.step(state, n, token)
             if size:
                 tail = [*tail, token][-size:]
-        return cut_at_end_id(draft, sequence.request.end_ids)
+        return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
 
     def _find_public(self, tail: list[int], num_private: int) -> tuple[int, int] | None:
         if self.pool is None:

@@ -1,0 +1,168 @@
+"""How much of a draft to send: as many tokens as pay for themselves, none where none does.
+
+A step with a longer draft takes longer, by what the engine's cost model says, and yields more, by how often such drafts
+were right so far. A token is worth sending while the tokens it promises cost less time than they do on average:
+with R tokens per second so far, the length is chosen that makes (expected tokens - R x seconds) largest
+(Dinkelbach 1967, of ratios; expected tokens by the survival of each position, not by one rate for all).
+
+What a draft would have yielded is seen from what was generated, sent or not, because drafts never change that. So
+lookups learn from every proposal, and being off costs nothing but looking. A draft model is asked for no more than is
+sent, and while it does not pay only now and then.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from runtime.drafters.protocol import Drafter
+from runtime.request import Draft, Sequence
+
+IterationSeconds = Callable[[int, int, int], float]
+"""(batch size, context length, longest draft) -> seconds; `CostModel.iteration_s`."""
+DraftSeconds = Callable[[int, int], float]
+"""(batch size, context length) -> seconds for one more token of every draft."""
+
+_MATCH_LENS = (1, 2, 3, 4, 6, 9, 16)
+"""Drafts are told apart by how long their match was: this far, or longer."""
+_OWN_MEMORY, _SHARED_MEMORY = 0.9, 0.995
+"""What remains of a count when another draft is counted."""
+_SHARED_WEIGHT, _PRIOR_WEIGHT = 4.0, 2.0
+"""How many drafts of the request itself count as much as all others', and of others as much as the first guess."""
+_PROBE_INTERVAL = 16
+_RATE_MEMORY = 0.98
+_CONTEXT_STEP = 64
+"""Contexts are rounded, so that the cost model need not be asked anew at every step."""
+
+
+@dataclass
+class _Survival:
+    """How many drafts reached each position, and how many of them were right there; both fade."""
+
+    memory: float
+    reached: list[float] = field(default_factory=list)
+    right: list[float] = field(default_factory=list)
+
+    def add(self, num_right: int, num_known: int) -> None:
+        """A draft of `num_known` tokens, the first `num_right` of them right."""
+        missing = num_known - len(self.reached)
+        self.reached += [0.0] * missing
+        self.right += [0.0] * missing
+        for i in range(min(num_right + 1, num_known)):
+            self.reached[i] = self.reached[i] * self.memory + 1
+            self.right[i] = self.right[i] * self.memory + (i < num_right)
+
+    def at(self, i: int, weight: float, before: float) -> float:
+        """The share that was right at position i, as if `weight` more had been, with the share `before`."""
+        reached, right = (self.reached[i], self.right[i]) if i < len(self.reached) else (0.0, 0.0)
+        return (right + weight * before) / (reached + weight)
+
+
+@dataclass
+class _History:
+    """Of one request: its counts by match length, and drafts whose fate is not known yet."""
+
+    survivals: dict[int, _Survival] = field(default_factory=dict)
+    pending: list[tuple[int, Draft]] = field(default_factory=list)
+    """Position of a draft's first token, and the draft."""
+
+
+class AdaptiveDrafter:
+    """Another drafter's drafts, cut to the length that pays. With `draft_s` it is asked for no more than that."""
+
+    def __init__(self, drafter: Drafter, iteration_s: IterationSeconds, draft_s: DraftSeconds | None = None) -> None:
+        self.drafter = drafter
+        self._iteration_s = iteration_s
+        self._draft_s = draft_s
+        self._shared: dict[int, _Survival] = {}
+        self._histories: dict[int, _History] = {}
+        self._num_tokens = self._seconds = 0.0
+        self._num_since_probe = 0
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        for sequence in sequences:
+            self._learn(sequence)
+        if self._draft_s is None:
+            drafts = self.drafter.propose(sequences, max_draft_len)
+            self._remember(sequences, drafts)
+            longest = max((len(draft.tokens) for draft in drafts), default=0)
+            draft_len = self._best_len(sequences, [(draft.match_len, len(draft.tokens)) for draft in drafts], longest)
+            return [draft.cut(draft_len) for draft in drafts]
+        draft_len = self._best_len(sequences, [(0, max_draft_len)] * len(sequences), max_draft_len)
+        draft_len = max(draft_len, self._probe_len(draft_len))
+        if draft_len == 0:
+            return [Draft([])] * len(sequences)
+        drafts = self.drafter.propose(sequences, draft_len)
+        self._remember(sequences, drafts)
+        return drafts
+
+    def forget(self, request_id: int) -> None:
+        self._histories.pop(request_id, None)
+        self.drafter.forget(request_id)
+
+    def _remember(self, sequences: list[Sequence], drafts: list[Draft]) -> None:
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            if draft.tokens:
+                self._histories[sequence.request.id].pending.append((len(sequence.tokens), draft))
+
+    def _learn(self, sequence: Sequence) -> None:
+        """Count the drafts that by now are known to be right, or where they went wrong."""
+        history = self._histories.setdefault(sequence.request.id, _History())
+        still_pending = []
+        for start, draft in history.pending:
+            known = sequence.tokens[start : start + len(draft.tokens)]
+            num_right = _num_common(draft.tokens, known)
+            if num_right == len(known) < len(draft.tokens):
+                still_pending.append((start, draft))
+                continue
+            match_len = _class_of(draft.match_len)
+            own = history.survivals.setdefault(match_len, _Survival(_OWN_MEMORY))
+            shared = self._shared.setdefault(match_len, _Survival(_SHARED_MEMORY))
+            for survival in (own, shared):
+                survival.add(num_right, len(draft.tokens))
+        history.pending = still_pending
+
+    def _expected_tokens(self, sequence: Sequence, match_len: int, max_len: int) -> list[float]:
+        """Tokens that a step yields with a draft of 0, 1, ... max_len tokens: 1 + sum of P(at least i accepted)."""
+        match_len = _class_of(match_len)
+        own = self._histories[sequence.request.id].survivals.get(match_len, _Survival(_OWN_MEMORY))
+        shared = self._shared.get(match_len, _Survival(_SHARED_MEMORY))
+        first_guess = (match_len + 1) / (match_len + 3)
+        expected, survives = [1.0], 1.0
+        for i in range(max_len):
+            survives *= own.at(i, _SHARED_WEIGHT, shared.at(i, _PRIOR_WEIGHT, first_guess))
+            expected.append(expected[-1] + survives)
+        return expected
+
+    def _best_len(self, sequences: list[Sequence], drafts: list[tuple[int, int]], longest: int) -> int:
+        """The draft length for all rows of a step, which are padded to the longest; `drafts`: match, draft length."""
+        if not sequences:
+            return 0
+        context_len = max(len(sequence.tokens) for sequence in sequences) // _CONTEXT_STEP * _CONTEXT_STEP
+        expected = [self._expected_tokens(s, *draft) for s, draft in zip(sequences, drafts, strict=True)]
+        tokens = [sum(row[min(n, len(row) - 1)] for row in expected) for n in range(longest + 1)]
+        seconds = [self._seconds_of(len(sequences), context_len, n) for n in range(longest + 1)]
+        rate = self._num_tokens / self._seconds if self._seconds else tokens[0] / seconds[0]
+        best = max(range(longest + 1), key=lambda n: tokens[n] - rate * seconds[n])
+        self._num_tokens = self._num_tokens * _RATE_MEMORY + tokens[best]
+        self._seconds = self._seconds * _RATE_MEMORY + seconds[best]
+        return best
+
+    def _seconds_of(self, batch_size: int, context_len: int, draft_len: int) -> float:
+        drafting = draft_len * self._draft_s(batch_size, context_len) if self._draft_s else 0.0
+        return self._iteration_s(batch_size, context_len, draft_len) + drafting
+
+    def _probe_len(self, draft_len: int) -> int:
+        """1 where nothing was drafted for long, so that it is noticed when drafting pays again."""
+        self._num_since_probe = 0 if draft_len else self._num_since_probe + 1
+        if self._num_since_probe < _PROBE_INTERVAL:
+            return 0
+        self._num_since_probe = 0
+        return 1
+
+
+def _class_of(match_len: int) -> int:
+    return next((bound for bound in reversed(_MATCH_LENS) if match_len >= bound), 0)
+
+
+def _num_common(left: list[int], right: list[int]) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))

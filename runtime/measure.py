@@ -1,0 +1,86 @@
+"""Measure what an engine's steps cost, when it is built."""
+
+import time
+from collections.abc import Iterator
+from itertools import count, islice
+
+from runtime.batch import Row
+from runtime.config import BuildConfig, StepCost
+from runtime.engine import Engine, KVCacheConfig
+from runtime.leader import generate
+from runtime.request import Request
+from runtime.stats import LoopTimes
+
+_CONTEXT_LENS = (64, 512, 2048)
+_CONTEXT_NUM_TOKENS = (64, 256, 512)
+"""Pieces of prompts, beside the short rows of generation steps."""
+_MIN_PASSES, _MAX_PASSES, _MAX_S = 3, 5, 15.0
+_NUM_HOST_STEPS = 24
+
+
+def cache_for_measuring(build: BuildConfig) -> KVCacheConfig:
+    """Room for what `measure_steps` does, and no more."""
+    num_tokens = min(_CONTEXT_LENS[-1] + _CONTEXT_NUM_TOKENS[-1], build.max_seq_len)
+    num_blocks = -(-num_tokens // build.tokens_per_block)
+    return KVCacheConfig(max_tokens=build.max_batch_size * num_blocks * build.tokens_per_block)
+
+
+def measure_steps(engine: Engine) -> tuple[StepCost, ...]:
+    """The time of steps of 1 to max_draft_len + 1 tokens, for several batch sizes and contexts, and of prompts' pieces.
+
+    Taken in passes through all of them, so that a busy moment of the machine does not fall on one.
+    """
+    engine.occupy_cache()
+    cells = [cell for cell in _cells(engine) if _fits(engine, *cell)]
+    seconds: list[list[float]] = [[] for _ in cells]
+    start = time.perf_counter()
+    for i in range(_MAX_PASSES + 1):
+        if i > _MIN_PASSES and time.perf_counter() - start > _MAX_S:
+            break
+        for (batch_size, context_len, num_tokens), times in zip(cells, seconds, strict=True):
+            num_logits = num_tokens if num_tokens <= engine.max_draft_len + 1 else 1
+            step_s = engine.time_step(_rows(engine, batch_size, context_len, num_tokens, num_logits))
+            if i > 0:  # the first pass warms up
+                times.append(step_s)
+    # What others do on the machine only ever adds: the lower quartile is nearer to a quiet one than the median.
+    return tuple(StepCost(*cell, sorted(times)[len(times) // 4]) for cell, times in zip(cells, seconds, strict=True))
+
+
+def measure_host(engine: Engine) -> float:
+    """Seconds that a turn of the loop takes beside the compiled step, one sequence at a time and nothing drafted."""
+    build = engine.config.build_config
+    prompt = tuple(range(min(8, build.max_input_len, engine.config.vocab_size)))
+    request = Request(0, prompt, min(_NUM_HOST_STEPS, build.max_request_len - len(prompt)))
+    times = LoopTimes()
+    for _ in range(2):  # the first time warms up
+        times = LoopTimes()
+        for _ in generate(engine, [request], times=times):
+            pass
+    return times.host_time_s / times.num_iterations
+
+
+def _cells(engine: Engine) -> Iterator[tuple[int, int, int]]:
+    """(batch_size, context_len, num_tokens), without a context length twice."""
+    build = engine.config.build_config
+    longest = max(build.max_request_len - build.max_draft_len - 1, 0)
+    context_lens = sorted({min(context_len, longest) for context_len in _CONTEXT_LENS})
+    batch_sizes = [2**i for i in range(build.max_batch_size.bit_length())]
+    for batch_size in sorted({*batch_sizes, build.max_batch_size}):
+        for context_len in context_lens:
+            for num_tokens in range(1, build.max_draft_len + 2):
+                yield batch_size, context_len, num_tokens
+    for context_len in (0, context_lens[-1]):
+        for num_tokens in (1, *_CONTEXT_NUM_TOKENS):
+            yield 1, context_len, num_tokens
+
+
+def _fits(engine: Engine, batch_size: int, context_len: int, num_tokens: int) -> bool:
+    return context_len + num_tokens <= engine.config.build_config.max_request_len
+
+
+def _rows(engine: Engine, batch_size: int, context_len: int, num_tokens: int, num_logits: int) -> list[Row]:
+    """Rows of sequences that own blocks of their own, as long as there are such."""
+    block_size = engine.config.build_config.tokens_per_block
+    num_blocks = -(-(context_len + num_tokens) // block_size)
+    starts = islice(count(1, num_blocks), batch_size)
+    return [Row([0] * num_tokens, context_len, list(range(s, s + num_blocks)), num_logits) for s in starts]
