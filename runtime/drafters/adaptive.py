@@ -6,7 +6,7 @@ with R tokens per second so far, the length is chosen that makes (expected token
 (Dinkelbach 1967, of ratios; expected tokens by the survival of each position, not by one rate for all).
 
 What a draft would have yielded is seen from what was generated, sent or not, because drafts never change that. So
-lookups learn from every proposal, and being off costs nothing but looking. A draft model is asked for no more than is
+lookups learn from every proposal, and being off costs little but looking. A draft model is asked for no more than is
 sent, and while it does not pay only now and then.
 """
 
@@ -29,6 +29,9 @@ _OWN_MEMORY, _SHARED_MEMORY = 0.9, 0.995
 _SHARED_WEIGHT, _PRIOR_WEIGHT = 4.0, 2.0
 """How many drafts of the request itself count as much as all others', and of others as much as the first guess."""
 _PROBE_INTERVAL = 16
+"""Steps without a draft of a draft model, before it is asked for a token to see whether it pays again."""
+_REST_AFTER, _LOOK_INTERVAL = 16, 4
+"""Steps without a draft after which a lookup looks at every fourth only: looking takes time too."""
 _RATE_MEMORY = 0.98
 _CONTEXT_STEP = 64
 """Contexts are rounded, so that the cost model need not be asked anew at every step."""
@@ -74,23 +77,32 @@ class AdaptiveDrafter:
         self._shared: dict[int, _Survival] = {}
         self._histories: dict[int, _History] = {}
         self._num_tokens = self._seconds = 0.0
-        self._num_since_probe = 0
+        self._num_off = 0
+        """Steps in a row for which nothing was sent."""
         self._known_seconds: dict[tuple[int, int], list[float]] = {}
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         for sequence in sequences:
             self._learn(sequence)
-        if self._draft_s is None:
-            drafts = self.drafter.propose(sequences, max_draft_len)
-            self._remember(sequences, drafts)
-            longest = max((len(draft.tokens) for draft in drafts), default=0)
-            draft_len = self._best_len(sequences, [(draft.match_len, len(draft.tokens)) for draft in drafts], longest)
-            return [draft.cut(draft_len) for draft in drafts]
-        draft_len = self._best_len(sequences, [(0, max_draft_len)] * len(sequences), max_draft_len)
-        draft_len = max(draft_len, self._probe_len(draft_len))
-        if draft_len == 0:
+        if self._draft_s is not None:
+            return self._propose_what_pays(sequences, max_draft_len)
+        if self._num_off >= _REST_AFTER and self._num_off % _LOOK_INTERVAL:
+            self._num_off += 1
             return [Draft([])] * len(sequences)
-        drafts = self.drafter.propose(sequences, draft_len)
+        drafts = self.drafter.propose(sequences, max_draft_len)
+        self._remember(sequences, drafts)
+        longest = max((len(draft.tokens) for draft in drafts), default=0)
+        draft_len = self._best_len(sequences, [(draft.match_len, len(draft.tokens)) for draft in drafts], longest)
+        self._num_off = 0 if draft_len else self._num_off + 1
+        return [draft.cut(draft_len) for draft in drafts]
+
+    def _propose_what_pays(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        """Drafts that cost something are not asked for to be thrown away."""
+        draft_len = self._best_len(sequences, [(0, max_draft_len)] * len(sequences), max_draft_len)
+        self._num_off = 0 if draft_len else self._num_off + 1
+        if draft_len == 0 and self._num_off % _PROBE_INTERVAL:
+            return [Draft([])] * len(sequences)
+        drafts = self.drafter.propose(sequences, max(draft_len, 1))
         self._remember(sequences, drafts)
         return drafts
 
@@ -163,14 +175,6 @@ class AdaptiveDrafter:
         for n in range(len(seconds), longest + 1):
             seconds.append(self._iteration_s(batch_size, context_len, n) + n * drafting)
         return seconds
-
-    def _probe_len(self, draft_len: int) -> int:
-        """1 where nothing was drafted for long, so that it is noticed when drafting pays again."""
-        self._num_since_probe = 0 if draft_len else self._num_since_probe + 1
-        if self._num_since_probe < _PROBE_INTERVAL:
-            return 0
-        self._num_since_probe = 0
-        return 1
 
 
 def _class_of(match_len: int) -> int:
