@@ -178,8 +178,10 @@ CheckLossless = Annotated[
     ),
 ]
 BlockReuse = Annotated[
-    bool,
-    typer.Option(help="Find K/V computed before. Orchestrator mode needs it.", rich_help_panel=KV_CACHE),
+    bool | None,
+    typer.Option(
+        help="Find K/V computed before. Orchestrator mode needs it.", rich_help_panel=KV_CACHE, show_default="on"
+    ),
 ]
 FreeGpuMemoryFraction = Annotated[
     float,
@@ -364,9 +366,9 @@ def split_flags_without_effect(arguments: list[str], options_with_value: frozens
     return kept, dropped
 
 
-def check_orchestrator_flags(*, block_reuse: bool, num_beams: int, py_session: bool) -> None:
+def check_orchestrator_flags(*, block_reuse: bool | None, num_beams: int, py_session: bool) -> None:
     """UsageError for what orchestrator mode cannot do, whatever the files hold."""
-    if not block_reuse:
+    if block_reuse is False:
         raise UsageError(
             "orchestrator mode needs block reuse: `--no-kv-cache-enable-block-reuse`", hint="leave the flag out"
         )

@@ -120,7 +120,7 @@ def run(
         int, typer.Option(min=1, help="Outputs for each prompt.", rich_help_panel=SAMPLING)
     ] = 1,
     max_num_tokens: MaxNumTokens = None,
-    kv_cache_enable_block_reuse: BlockReuse = True,
+    kv_cache_enable_block_reuse: BlockReuse = None,
     kv_cache_free_gpu_memory_fraction: FreeGpuMemoryFraction = 0.9,
     max_tokens_in_paged_kv_cache: MaxTokensInCache = None,
     streaming: Annotated[
@@ -214,8 +214,9 @@ def run(
             ngram_options=ngram_options,
         )
     check_orchestrator_flags(
-        block_reuse=kv_cache_enable_block_reuse or is_leader, num_beams=num_beams, py_session=use_py_session
+        block_reuse=is_leader or kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session
     )
+    block_reuse = _block_reuse(kv_cache_enable_block_reuse, disable=disable_kv_cache_reuse)
     engine_dir = engine_dir or Path("engine_outputs")
     if streaming and json:
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
@@ -270,7 +271,6 @@ def run(
         report=report,
     )
     check_corpus_files(drafter_settings)  # before engines are built
-    block_reuse = kv_cache_enable_block_reuse and not disable_kv_cache_reuse
     with ExitStack() as stack:
         engines = stack.enter_context(engines_of_models(models, engine_dir, drafter_settings, output))
         settings = SessionSettings(
@@ -373,6 +373,15 @@ def _compare_with_no_drafter(
     for line in lossless_lines(check):
         output.result(line)
     return {"speedup": speedup, "checks": {"lossless": check}}
+
+
+def _block_reuse(enable: bool | None, *, disable: bool) -> bool:
+    """Whether to find K/V computed before; each mode has a flag for it. UsageError where the two contradict."""
+    if enable and disable:
+        raise UsageError(
+            "`--kv-cache-enable-block-reuse` and `--disable-kv-cache-reuse` cannot be given together", hint="choose one"
+        )
+    return enable is not False and not disable
 
 
 def _check_show_tokens(*, show_tokens: bool, streaming: bool, json: bool, quiet: bool) -> None:

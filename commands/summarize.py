@@ -125,7 +125,7 @@ def summarize(
     frequency_penalty: FrequencyPenalty = 0.0,
     no_repeat_ngram_size: NoRepeatNgramSize = None,
     bad_words: BadWords = None,
-    kv_cache_enable_block_reuse: BlockReuse = True,
+    kv_cache_enable_block_reuse: BlockReuse = None,
     kv_cache_free_gpu_memory_fraction: FreeGpuMemoryFraction = 0.9,
     max_tokens_in_paged_kv_cache: MaxTokensInCache = None,
     check_accuracy: Annotated[
@@ -223,7 +223,7 @@ def summarize(
         tokenizer_dir,
         drafter_settings,
         sampling,
-        KVCacheConfig(kv_cache_enable_block_reuse, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction),
+        KVCacheConfig(True, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction),
         end_id,
         stop_words or [],
         bad_words or [],

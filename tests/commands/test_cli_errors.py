@@ -153,6 +153,11 @@ WRONG_CONFIG = [
     case(RUN + "--spec-decode-algo SUFFIX --max-matching-ngram-size 2", 2, "is for n-gram lookup: 2"),
     case(RUN + "--no-kv-cache-enable-block-reuse", 2, "needs block reuse"),
     case(SUMMARIZE + "--no-kv-cache-enable-block-reuse", 2, "needs block reuse"),
+    case(
+        RUN + "--kv-cache-enable-block-reuse --disable-kv-cache-reuse",
+        2,
+        "`--kv-cache-enable-block-reuse` and `--disable-kv-cache-reuse` cannot be given together",
+    ),
     case(RUN + "--num-beams 2", 2, "beam search is not supported", "2"),
     case(RUN + "--use-py-session", 2, "`--use-py-session`"),
     case(RUN + "--streaming --json", 2, "`--streaming` and `--json`"),
