@@ -1,6 +1,6 @@
 """`specdec run`: generate, with or without speculation, and say how it went."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -329,7 +329,7 @@ def _answer(session: "Session", job: _Job, output: Output) -> None:
     except Interrupted as interrupted:
         generation = interrupted.finished
         output.warning(f"interrupted: {len(generation.sequences)} of {len(requests)} requests had finished")
-    is_whole = len(generation.sequences) == len(requests)
+    num_unfinished = len(requests) - len(generation.sequences)
     if printer is None:
         show_outputs(session, prompts, generation, labels, output, show_tokens=job.show_tokens)
     if generation.sequences:
@@ -340,22 +340,33 @@ def _answer(session: "Session", job: _Job, output: Output) -> None:
             output.result(f"logits written: {job.logits_npy}")
         if job.output_traces is not None:
             write_traces(job.output_traces, [(s, prompts[s.request.id].category) for s in generation.sequences])
-    compares = job.check_lossless and is_whole
-    comparison = _compare_with_no_drafter(session, requests, generation, job, output) if compares else {}
+    comparison = {}
+    if job.check_lossless:
+        comparison = _compare_unless_interrupted(session, requests, generation, job, output)
     is_detailed = job.stats == "detailed"
     document = make_document(
         session, prompts, generation, job.max_input_length, job.max_output_len, per_step=is_detailed
     )
-    num_unfinished = len(requests) - len(generation.sequences)
     document |= {"num_unfinished_requests": num_unfinished, "speedup": None, "checks": {}} | comparison
     output.document(document)
     if job.report is not None:
         write_report(job.report, document, session_pieces(session, generation.sequences))
         output.result(f"report written: {job.report}")
-    if not is_whole:
+    if num_unfinished or (job.check_lossless and not comparison):
         raise typer.Exit(130)
     if comparison:
         fail_unless_lossless(comparison["checks"])
+
+
+def _compare_unless_interrupted(
+    session: "Session", requests: list["Request"], generation: "Generation", job: _Job, output: Output
+) -> dict[str, Any]:
+    """`_compare_with_no_drafter`; empty, with a warning, after Ctrl-C before it or in it."""
+    if len(generation.sequences) == len(requests):
+        with suppress(KeyboardInterrupt):
+            return _compare_with_no_drafter(session, requests, generation, job, output)
+    output.warning("lossless check left out: the run was interrupted")
+    return {}
 
 
 def _compare_with_no_drafter(
