@@ -225,8 +225,14 @@ PROMPTS = [
     case(NO_INPUT, 2, "no prompt given"),
     case(NO_INPUT + "--input-text ''", 1, "is empty: ''"),
     case(NO_INPUT + "--input-text '  '", 1, "prompt 1 of `--input-text` is empty"),
-    case(NO_INPUT + f"--input-text {LONG}", 1, "max_input_len 96: 97 tokens", "`--max-input-length`"),
-    case(RUN + "--max-output-len 159", 1, "exceed the engine's 160 tokens", "+ 159"),
+    case(
+        NO_INPUT + f"--input-text {LONG}", 1, "max_input_len 96: 97 tokens", "`--max-input-length`",
+        "`--max-input-len` to `build` (with `--model-dir`: a larger `--max-seq-len`)",
+    ),
+    case(
+        RUN + "--max-output-len 159", 1, "exceed the engine's 160 tokens", "+ 159",
+        "`--max-seq-len` to `build` (with `--model-dir`: to this command)",
+    ),
     case(NO_INPUT + "--input-file none.txt", 1, "No such file", "none.txt"),
     case(
         NO_INPUT + "--input-file in.pdf", 2, "unknown kind of input file: in.pdf", "`.txt`", damage=file("in.pdf", "x")
