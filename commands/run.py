@@ -227,6 +227,7 @@ def run(
     inputs = (
         engine_dir,
         draft_engine_dir,
+        tokenizer_dir,
         input_file,
         ngram_corpus,
         *(Path(m) for m in (model_dir, draft_model_dir) if m),

@@ -261,6 +261,15 @@ PROMPTS = [
     case(RUN + "--output-traces ids.csv --output-csv ids.csv", 2, "two outputs have the same file: ids.csv"),
     case(SUMMARIZE + "--output-traces none/t.jsonl", 1, "cannot write the file", "none/t.jsonl"),
     case(SUMMARIZE + "--output-traces articles.jsonl", 2, "would replace what is read: articles.jsonl"),
+    case(SUMMARIZE + "--output-traces page --report page", 2, "two outputs have the same file: page"),
+    case(SUMMARIZE + "--output-traces o/hf.out --output-dir o", 2, "two outputs have the same file: o/hf.out"),
+    case(SUMMARIZE + "--output-traces o/o/t.jsonl --output-dir o", 1, "cannot write the file", "o/o/t.jsonl"),
+    case(
+        SUMMARIZE + "--report my.corpus --ngram-config [4,2,[0]] --ngram-corpus my.corpus", 2,
+        "would replace what is read: my.corpus", damage=file("my.corpus", ""),
+    ),
+    case(SUMMARIZE + "--output-traces ckpt/t --tokenizer-dir ckpt", 2, "would replace what is read: ckpt/t"),
+    case(RUN + "--output-csv ckpt/ids.csv --tokenizer-dir ckpt", 2, "would replace what is read: ckpt/ids.csv"),
     case(
         SUMMARIZE.replace("--test-engine", "--test-hf --hf-model-dir model") + "--output-traces t.jsonl", 2,
         "`--output-traces` writes the engine's outputs", "`--test-engine`",
