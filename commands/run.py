@@ -41,6 +41,7 @@ from commands.options import (
     NgramCorpus,
     NgramPoolOption,
     NgramRankingOption,
+    NoBlockReuse,
     NoCache,
     NoRepeatNgramSize,
     NumBeams,
@@ -120,7 +121,8 @@ def run(
         int, typer.Option(min=1, help="Outputs for each prompt.", rich_help_panel=SAMPLING)
     ] = 1,
     max_num_tokens: MaxNumTokens = None,
-    kv_cache_enable_block_reuse: BlockReuse = None,
+    kv_cache_enable_block_reuse: BlockReuse = False,
+    no_kv_cache_enable_block_reuse: NoBlockReuse = False,
     kv_cache_free_gpu_memory_fraction: FreeGpuMemoryFraction = 0.9,
     max_tokens_in_paged_kv_cache: MaxTokensInCache = None,
     streaming: Annotated[
@@ -214,9 +216,9 @@ def run(
             ngram_options=ngram_options,
         )
     check_orchestrator_flags(
-        block_reuse=is_leader or kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session
+        block_reuse=is_leader or not no_kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session
     )
-    block_reuse = _block_reuse(kv_cache_enable_block_reuse, disable=disable_kv_cache_reuse)
+    _check_block_reuse(kv_cache_enable_block_reuse, no_kv_cache_enable_block_reuse, disable_kv_cache_reuse)
     engine_dir = engine_dir or Path("engine_outputs")
     if streaming and json:
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
@@ -279,7 +281,11 @@ def run(
             tokenizer_dir,
             engines.drafter,
             sampling,
-            KVCacheConfig(block_reuse, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction),
+            KVCacheConfig(
+                not (no_kv_cache_enable_block_reuse or disable_kv_cache_reuse),
+                max_tokens_in_paged_kv_cache,
+                kv_cache_free_gpu_memory_fraction,
+            ),
             end_id,
             stop_words or [],
             bad_words or [],
@@ -387,13 +393,11 @@ def _compare_with_no_drafter(
     return {"speedup": speedup, "checks": {"lossless": check}}
 
 
-def _block_reuse(enable: bool | None, *, disable: bool) -> bool:
-    """Whether to find K/V computed before; each mode has a flag for it. UsageError where the two contradict."""
-    if enable and disable:
-        raise UsageError(
-            "`--kv-cache-enable-block-reuse` and `--disable-kv-cache-reuse` cannot be given together", hint="choose one"
-        )
-    return enable is not False and not disable
+def _check_block_reuse(enable: bool, no_enable: bool, disable: bool) -> None:
+    """UsageError for a yes and a no; each mode has a flag to say no."""
+    if enable and (no_enable or disable):
+        no = "--no-kv-cache-enable-block-reuse" if no_enable else "--disable-kv-cache-reuse"
+        raise UsageError(f"`--kv-cache-enable-block-reuse` and `{no}` cannot be given together", hint="choose one")
 
 
 def _check_show_tokens(*, show_tokens: bool, streaming: bool, json: bool, quiet: bool) -> None:

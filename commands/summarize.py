@@ -35,6 +35,7 @@ from commands.options import (
     NgramCorpus,
     NgramPoolOption,
     NgramRankingOption,
+    NoBlockReuse,
     NoRepeatNgramSize,
     NumBeams,
     OutputTraces,
@@ -125,7 +126,8 @@ def summarize(
     frequency_penalty: FrequencyPenalty = 0.0,
     no_repeat_ngram_size: NoRepeatNgramSize = None,
     bad_words: BadWords = None,
-    kv_cache_enable_block_reuse: BlockReuse = None,
+    kv_cache_enable_block_reuse: BlockReuse = False,
+    no_kv_cache_enable_block_reuse: NoBlockReuse = False,
     kv_cache_free_gpu_memory_fraction: FreeGpuMemoryFraction = 0.9,
     max_tokens_in_paged_kv_cache: MaxTokensInCache = None,
     check_accuracy: Annotated[
@@ -165,7 +167,9 @@ def summarize(
         drafters=drafters,
         ngram_options=NgramOptions(ngram_ranking, min_matching_ngram_size, ngram_pool, ngram_corpus),
     )
-    check_orchestrator_flags(block_reuse=kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session)
+    check_orchestrator_flags(
+        block_reuse=not no_kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session
+    )
     if not (test_engine or test_hf):
         raise UsageError("nothing to test", hint="`--test-engine`, `--test-hf` or both")
     if test_hf and hf_model_dir is None:

@@ -158,6 +158,11 @@ WRONG_CONFIG = [
         2,
         "`--kv-cache-enable-block-reuse` and `--disable-kv-cache-reuse` cannot be given together",
     ),
+    case(
+        RUN + "--no-kv-cache-enable-block-reuse --kv-cache-enable-block-reuse --max-matching-ngram-size 2",
+        2,
+        "`--kv-cache-enable-block-reuse` and `--no-kv-cache-enable-block-reuse` cannot be given together",
+    ),
     case(RUN + "--num-beams 2", 2, "beam search is not supported", "2"),
     case(RUN + "--use-py-session", 2, "`--use-py-session`"),
     case(RUN + "--streaming --json", 2, "`--streaming` and `--json`"),
