@@ -2,6 +2,10 @@
 
 #pragma once
 
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -13,6 +17,17 @@ template <typename V, typename T>
 inline V load(const T* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 inline Lanes load(const float* p) { return load<Lanes>(p); }
 inline void store(float* p, Lanes v) { std::memcpy(p, &v, sizeof v); }
+
+// Calls do_task(i) for 0 <= i < num_tasks. A thread takes the next one when it has finished one, so that all end together
+// even where something else runs on their cores: in equal shares each product would wait for the slowest.
+template <typename DoTask>
+inline void share_tasks(int64_t num_tasks, const DoTask& do_task) {
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), num_tasks), 1, [&](int64_t begin, int64_t end) {
+    for (; begin < end; ++begin)
+      for (int64_t i = next++; i < num_tasks; i = next++) do_task(i);
+  });
+}
 
 // Calls use(std::integral_constant<int, rows>()), for 1 <= rows <= most.
 template <int most, typename Use>

@@ -106,26 +106,24 @@ void run(const T* x, const T* packed, const T* bias, T* out, int64_t M, int64_t 
   const int64_t panels = (N + kPanel - 1) / kPanel, tiles = (M + kRows - 1) / kRows;
   // A task is a panel, or with many threads and tokens a part of the tokens of one.
   const int64_t parts = std::clamp<int64_t>(4 * at::get_num_threads() / panels, 1, tiles);
-  at::parallel_for(0, panels * parts, 1, [&](int64_t begin, int64_t end) {
+  share_tasks(panels * parts, [&](int64_t task) {
     thread_local std::vector<float> sums;
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t panel = task / parts, first = panel * kPanel, width = std::min(kPanel, N - first);
-      const int64_t tile_begin = task % parts * tiles / parts, tile_end = (task % parts + 1) * tiles / parts;
-      const int64_t from = tile_begin * M / tiles, to = tile_end * M / tiles;
-      sums.assign((to - from) * kPanel, 0.0f);
-      if (bias)
-        for (int64_t m = 0; m < to - from; ++m)
-          for (int64_t n = 0; n < width; ++n) sums[m * kPanel + n] = static_cast<float>(bias[first + n]);
-      for (int64_t k = 0; k < K; k += kDepth)
-        for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-          const int64_t row = tile * M / tiles, rows = (tile + 1) * M / tiles - row;
-          with_rows<kRows>(rows, [&](auto count) {
-            multiply<count()>(x + row * K + k, K, packed + (panel * K + k) * kPanel, std::min(kDepth, K - k),
-                              sums.data() + (row - from) * kPanel);
-          });
-        }
-      for (int64_t m = from; m < to; ++m) narrow(sums.data() + (m - from) * kPanel, out + m * N + first, width);
-    }
+    const int64_t panel = task / parts, first = panel * kPanel, width = std::min(kPanel, N - first);
+    const int64_t tile_begin = task % parts * tiles / parts, tile_end = (task % parts + 1) * tiles / parts;
+    const int64_t from = tile_begin * M / tiles, to = tile_end * M / tiles;
+    sums.assign((to - from) * kPanel, 0.0f);
+    if (bias)
+      for (int64_t m = 0; m < to - from; ++m)
+        for (int64_t n = 0; n < width; ++n) sums[m * kPanel + n] = static_cast<float>(bias[first + n]);
+    for (int64_t k = 0; k < K; k += kDepth)
+      for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+        const int64_t row = tile * M / tiles, rows = (tile + 1) * M / tiles - row;
+        with_rows<kRows>(rows, [&](auto count) {
+          multiply<count()>(x + row * K + k, K, packed + (panel * K + k) * kPanel, std::min(kDepth, K - k),
+                            sums.data() + (row - from) * kPanel);
+        });
+      }
+    for (int64_t m = from; m < to; ++m) narrow(sums.data() + (m - from) * kPanel, out + m * N + first, width);
   });
 }
 

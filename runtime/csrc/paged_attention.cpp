@@ -337,15 +337,13 @@ void run(const Inputs<T>& in) {
       for (int64_t d = 0; d < in.Dv; ++d) output[d] = static_cast<T>(total[d] / sum);
     }
   };
-  at::parallel_for(0, tasks * splits, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      int64_t b, head, first, count;
-      place(i / splits, b, head, first, count);
-      const int64_t key = i % splits * keys_per_split;
-      attend_fastest(in, b, head, first, count, key, std::min(key + keys_per_split, num_keys),
-                     partial(i / splits, i % splits), width);
-      if (splits == 1) finish(i);
-    }
+  share_tasks(tasks * splits, [&](int64_t i) {
+    int64_t b, head, first, count;
+    place(i / splits, b, head, first, count);
+    const int64_t key = i % splits * keys_per_split;
+    attend_fastest(in, b, head, first, count, key, std::min(key + keys_per_split, num_keys),
+                   partial(i / splits, i % splits), width);
+    if (splits == 1) finish(i);
   });
   if (splits > 1)
     for (int64_t task = 0; task < tasks; ++task) finish(task);
