@@ -84,7 +84,7 @@ class _Command(TyperCommand):
 
 app = typer.Typer(
     name="specdec",
-    help="Speculative decoding for Hugging Face models: convert, build, run, summarize, compare.",
+    help="Speculative decoding for Hugging Face models: convert, build, run, summarize, compare; corpora.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
