@@ -49,7 +49,7 @@ class Candidate:
         """How long its drafts are."""
         if self.drafter is None:
             return "-"
-        return f"auto, to {self.max_draft_len}" if self.draft_len == "auto" else str(self.max_draft_len)
+        return f"auto, to {self.max_draft_len}" if self.draft_len == "auto" else f"to {self.max_draft_len}"
 
     @property
     def flags(self) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.dataset import DEMO, EvalTask, Sample, load_samples, summarization_prompt
-from commands.drafter_settings import NgramOptions, parse_drafter
+from commands.drafter_settings import DrafterSettings, NgramOptions, parse_drafter
 from commands.options import (
     INPUT,
     OUTPUT,
@@ -40,6 +40,7 @@ from commands.options import (
     NumBeams,
     OutputTraces,
     PresencePenalty,
+    ProfileOption,
     Quiet,
     RepetitionPenalty,
     Report,
@@ -53,6 +54,7 @@ from commands.options import (
     UsePySession,
     check_drafter_flags,
     check_orchestrator_flags,
+    check_profile_flags,
     sampling_params,
 )
 from commands.output import Output, check_new_directory, check_output_files
@@ -113,7 +115,8 @@ def summarize(
     ngram_pool: NgramPoolOption = None,
     ngram_corpus: NgramCorpus = None,
     suffix_config: SuffixConfig = None,
-    draft_len: DraftLenOption = "fixed",
+    draft_len: DraftLenOption = None,
+    profile: ProfileOption = None,
     draft_target_model_config: DraftTargetModelConfig = None,
     draft_engine_dir: DraftEngineDir = None,
     drafter: CustomDrafter = None,
@@ -158,7 +161,24 @@ def summarize(
 
     The first sample is a warm-up and is run once more. Greedy unless sampling is asked for.
     """
-    drafter_settings = parse_drafter(
+    check_profile_flags(
+        profile,
+        None,
+        {
+            "--ngram-config": ngram_config,
+            "--ngram-ranking": ngram_ranking,
+            "--min-matching-ngram-size": min_matching_ngram_size,
+            "--ngram-pool": ngram_pool,
+            "--ngram-corpus": ngram_corpus,
+            "--suffix-config": suffix_config,
+            "--draft-len": draft_len,
+            "--draft-target-model-config": draft_target_model_config,
+            "--draft-engine-dir": draft_engine_dir,
+            "--drafter": drafter,
+            "--drafters": drafters,
+        },
+    )
+    drafter_settings: DrafterSettings | None = parse_drafter(
         ngram_config,
         draft_target_model_config,
         draft_engine_dir,
@@ -178,11 +198,16 @@ def summarize(
         raise UsageError("`--check-accuracy` checks the engine", hint="`--test-engine`")
     if check_lossless and not test_engine:
         raise UsageError("`--check-lossless` checks the engine", hint="`--test-engine`")
+    if profile is not None:
+        from commands.profile import profile_for
+
+        tuned = profile_for(profile, engine_dir)
+        drafter_settings, draft_len = tuned.drafter, tuned.draft_len
     check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=drafter_settings is not None)
     if output_traces is not None:
         if not test_engine:
             raise UsageError("`--output-traces` writes the engine's outputs", hint="`--test-engine`")
-        inputs = (engine_dir, draft_engine_dir, Path(dataset), ngram_corpus)
+        inputs = (engine_dir, draft_engine_dir, Path(dataset), ngram_corpus, profile)
         check_output_files([output_traces], [path for path in inputs if path is not None])
     sampling = sampling_params(
         temperature=temperature,
@@ -206,7 +231,9 @@ def summarize(
     if output_dir is not None:
         check_new_directory(output_dir)
     if report is not None:
-        _check_report(report, output_dir, [engine_dir, draft_engine_dir, tokenizer_dir, dataset_dir, Path(dataset)])
+        _check_report(
+            report, output_dir, [engine_dir, draft_engine_dir, tokenizer_dir, dataset_dir, Path(dataset), profile]
+        )
 
     from commands.evaluation import HuggingFace, evaluate_engine, evaluate_hf
     from commands.html_report import write_report
@@ -229,7 +256,8 @@ def summarize(
         end_id,
         stop_words or [],
         bad_words or [],
-        draft_len=draft_len,
+        draft_len=draft_len or "fixed",
+        profile=profile,
     )
     with open_session(session_settings) as session:
         if batch_size > session.engine.max_batch_size:

@@ -52,7 +52,10 @@ def show(tuning: Tuning, output: Output) -> None:
     confirmation = tuning.confirmation
     if confirmation is not None:
         output.result(_live_table(confirmation))
-        output.result(f"predictions of the table above are scaled by {confirmation.factor:.2f}: no drafter's, measured")
+        output.result(
+            f"ratio: predicted ÷ measured, after scaling by what no drafter took to what was predicted for it: "
+            f"{confirmation.factor:.2f}"
+        )
         _show_recommendation(tuning, confirmation, output)
 
 
@@ -153,16 +156,16 @@ def _category_table(traces: Sequence[Trace], one: Replayed, categories: Sequence
 
 def _live_table(confirmation: Confirmation) -> Table:
     none = confirmation.confirmed[0].measured
-    num_prompts = len(none.generation.sequences)
-    title = f"Timed: {num_prompts} requests, median of {len(none.rounds_s)} rounds in turn"
+    title = f"Timed on {len(none.generation.sequences)} requests, {len(none.batches_s)} times in turn; medians"
     table = Table(title=title, title_justify="left")
-    columns = ("setting", "tokens/step", "rate", "predicted", "speedup", "measured", "speedup", "predicted ÷ measured")
+    columns = ("drafter", "draft", "tokens/step", "rate", "predicted", "speedup", "measured", "speedup", "ratio")
     for column in columns:
-        table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=column == "setting")
+        table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
     for one in confirmation.confirmed:
-        counts = one.measured.counts
+        counts, candidate = one.measured.counts, one.replayed.candidate
         table.add_row(
-            _name(one.replayed.candidate),
+            candidate.drafter_name,
+            candidate.draft_name,
             number(counts["tokens_per_step"], 3),
             percent(counts["draft_acceptance_rate"]),
             _seconds(one.predicted_s),
@@ -177,7 +180,7 @@ def _live_table(confirmation: Confirmation) -> Table:
 def _name(candidate: Candidate) -> str:
     if candidate.drafter is None:
         return "no drafter"
-    return f"{candidate.drafter_name}, drafts of {candidate.draft_name}"
+    return f"{candidate.drafter_name}, drafts {candidate.draft_name}"
 
 
 def make_document(tuning: Tuning) -> dict[str, Any]:
@@ -233,7 +236,7 @@ def _confirmed_record(one: Confirmed) -> dict[str, Any]:
         "num_requests": len(one.measured.generation.sequences),
         "replayed": one.replayed.total.counts(one.replayed.candidate.max_draft_len),
         "measured": one.measured.counts,
-        "rounds_s": one.measured.rounds_s,
+        "batches_s": one.measured.batches_s,
         "measured_s": one.measured.seconds,
         "measured_speedup": one.measured_speedup,
         "predicted_s": one.predicted_s,

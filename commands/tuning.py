@@ -1,5 +1,7 @@
 """Find settings: replay traces through candidates, predict what each would take, and time the best on the engine."""
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -9,6 +11,7 @@ from typing import Any
 
 from commands.candidates import Candidate, LookupSettings, private_grid, public, shorter_lens
 from commands.drafters import TargetBundle, open_drafter
+from commands.noise import MIN_PAIRS, paired_shift
 from commands.session import Generation, Session
 from runtime.costs import CostModel
 from runtime.engine import KVCacheConfig
@@ -18,11 +21,11 @@ from runtime.replay import ReplayedBatches, Trace, replay_batches
 from runtime.request import Request
 from runtime.stats import LoopTimes, RequestStats, sum_stats
 
-NUM_SCREENED, NUM_LENGTHS, NUM_LIVE = 3, 2, 3
+NUM_SCREENED, NUM_LENGTHS, NUM_LIVE = 2, 2, 3
 """How many of the best drafters are tried with a public pool, with shorter drafts, and on the engine."""
 _MAX_SCREENING_TOKENS = 30_000
 """Of outputs: with more of them the grid is first replayed on some, or it would take minutes."""
-_NUM_ROUNDS = 3
+_MIN_ROUNDS, _MAX_ROUNDS, _ENOUGH_S = 3, 7, 10.0
 _WARM_UP_TOKENS = 8
 
 Advance = Callable[[], None]
@@ -149,23 +152,26 @@ def _best(replayed: Sequence[Replayed], number: int) -> list[Replayed]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A candidate on the engine: wall seconds of each round, and what the first round generated."""
+    """A candidate on the engine: wall seconds of each batch in each round, and what the first round generated."""
 
     candidate: Candidate
-    rounds_s: list[float]
+    batches_s: list[list[float]]
     generation: Generation
 
     @property
     def seconds(self) -> float:
-        return median(self.rounds_s)
+        """Of all batches, each by its median over the rounds: what disturbs one batch once does not count."""
+        return sum(float(median(rounds)) for rounds in zip(*self.batches_s, strict=True))
 
     @property
     def counts(self) -> dict[str, Any]:
         return sum_stats(s.stats for s in self.generation.sequences).counts(self.candidate.max_draft_len)
 
     def is_faster_than(self, other: "Measured") -> bool:
-        """By more than noise: in its slowest round faster than the other in its fastest."""
-        return max(self.rounds_s) < min(other.rounds_s)
+        """By more than noise, which is told batch by batch."""
+        own, others = ([math.log(s) for seconds in m.batches_s for s in seconds] for m in (self, other))
+        shift = paired_shift(others, own)
+        return shift is not None and shift.high < 0 and self.seconds < other.seconds
 
 
 @dataclass(frozen=True)
@@ -178,34 +184,39 @@ class LiveRun:
     batch_size: int
 
     @property
-    def num_rounds(self) -> int:
-        return _NUM_ROUNDS
-
-    @property
     def num_batches(self) -> int:
         return -(-len(self.prompts) // self.batch_size)
 
+    @property
+    def num_rounds(self) -> int:
+        """At least."""
+        return max(_MIN_ROUNDS, -(-MIN_PAIRS // self.num_batches))
+
     def measure(self, candidates: Sequence[Candidate], advance: Advance) -> list[Measured]:
+        """Rounds through all of them, as many as noise asks for, and more while they are short."""
         for candidate in candidates:
             self._round([candidate], 1, _WARM_UP_TOKENS)
-        measured: list[list[Generation]] = []
-        for _ in range(self.num_rounds):
-            measured.append(self._round(candidates, self.num_batches, None))
+        rounds: list[list[list[Generation]]] = []
+        start = time.perf_counter()
+        while len(rounds) < self.num_rounds or (len(rounds) < _MAX_ROUNDS and time.perf_counter() - start < _ENOUGH_S):
+            rounds.append(self._round(candidates, self.num_batches, None))
             advance()
         return [
-            Measured(candidate, [generations[i].times.wall_s for generations in measured], measured[0][i])
+            Measured(candidate, [[g.times.wall_s for g in one[i]] for one in rounds], _together(rounds[0][i]))
             for i, candidate in enumerate(candidates)
         ]
 
-    def _round(self, candidates: Sequence[Candidate], num_batches: int, max_tokens: int | None) -> list[Generation]:
-        """One generation of each candidate."""
+    def _round(
+        self, candidates: Sequence[Candidate], num_batches: int, max_tokens: int | None
+    ) -> list[list[Generation]]:
+        """Of each candidate the generation of each batch."""
         with ExitStack() as stack:
             sessions = [stack.enter_context(_session_of(self.session, candidate)) for candidate in candidates]
             parts: list[list[Generation]] = [[] for _ in candidates]
             for batch in range(num_batches):
                 for session, done in zip(sessions, parts, strict=True):
                     done.append(self._answer(session, batch, max_tokens))
-        return [_together(done) for done in parts]
+        return parts
 
     def _answer(self, session: Session, batch: int, max_tokens: int | None) -> Generation:
         session.clear_cache()
