@@ -37,12 +37,14 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny(directory / "model", directory)
 
 
-@pytest.fixture
-def tuned(specdec: Specdec, engine_dir: Path, prompts: Path, tmp_path: Path) -> tuple[dict[str, Any], Path]:
+@pytest.fixture(scope="module")
+def tuned(
+    specdec_process: Specdec, engine_dir: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path]:
     """The document of a tuned engine and its profile."""
-    profile = tmp_path / "tuned.json"
+    profile = tmp_path_factory.mktemp("profile") / "tuned.json"
     arguments = ["--input-file", prompts, "--max-output-len", OUTPUT_LEN, "--output", profile, "--json"]
-    return specdec("tune", "--engine-dir", engine_dir, *arguments).document, profile
+    return specdec_process("tune", "--engine-dir", engine_dir, *arguments).document, profile
 
 
 def run_with(specdec: Specdec, engine_dir: Path, prompts: Path, flags: str) -> dict[str, Any]:
@@ -86,6 +88,20 @@ def test_public_pools_and_batches_count_as_live_runs(specdec: Specdec, engine_di
             assert candidate["num_iterations"] == total["num_iterations"]
     for timed in document["timed"]:
         assert timed["measured"]["num_steps"] == timed["replayed"]["num_steps"]
+
+
+def test_the_profile_makes_run_draft_as_recommended(
+    specdec: Specdec, engine_dir: Path, prompts: Path, tuned: tuple[dict[str, Any], Path]
+) -> None:
+    document, profile = tuned
+    recommended, written = document["recommended"], json.loads(profile.read_text())
+    assert (written["drafter"], written["draft_len"]) == (recommended["drafter"], recommended["draft_len"])
+    assert recommended["flags"] in {timed["flags"] for timed in document["timed"]}
+    by_profile = run_with(specdec, engine_dir, prompts, f"--profile {profile}")
+    by_flags = run_with(specdec, engine_dir, prompts, recommended["flags"])
+    assert {**by_profile["settings"], "profile": None} == by_flags["settings"]
+    for key in ("num_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
+        assert by_profile["total"][key] == by_flags["total"][key]
 
 
 def test_categories_add_up(tuned: tuple[dict[str, Any], Path]) -> None:
