@@ -33,7 +33,9 @@ def build(
     speculative_decoding_mode: Annotated[
         SpeculativeDecodingMode,
         typer.Option(
-            help="How drafts reach the engine.", rich_help_panel=SPECULATION, metavar="[none|draft_tokens_external]"
+            help="How drafts reach the engine: none or draft_tokens_external.",
+            rich_help_panel=SPECULATION,
+            metavar="NAME",
         ),
     ] = "none",
     use_paged_context_fmha: Annotated[

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampling"
 KV_CACHE, RUNTIME, LEADER = "KV cache", "Runtime", "Leader mode (V2)"
+PANELS = (INPUT, RUNTIME, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)  # in this order in `--help`
 
 EngineDir = Annotated[Path, typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT)]
 TokenizerDir = Annotated[
@@ -24,7 +25,7 @@ TokenizerDir = Annotated[
 NgramConfig = Annotated[
     str | None,
     typer.Option(
-        metavar="[INT,INT,[INT]]",
+        metavar="LIST",
         help="Draft by n-gram lookup: [max_draft_len, max_matching_ngram_size, device_list], such as [10,2,[0]].",
         rich_help_panel=SPECULATION,
         show_default="no drafter",
@@ -34,8 +35,8 @@ NgramRankingOption = Annotated[
     NgramRanking | None,
     typer.Option(
         "--ngram-ranking",
-        metavar="[oldest|leftmost|recent|frequent]",
-        help="Which earlier occurrence n-gram lookup continues.",
+        metavar="NAME",
+        help="Which earlier occurrence n-gram lookup continues: oldest, leftmost, recent or frequent.",
         rich_help_panel=SPECULATION,
         show_default="oldest",
     ),
@@ -48,8 +49,9 @@ NgramPoolOption = Annotated[
     NgramPoolKind | None,
     typer.Option(
         "--ngram-pool",
-        metavar="[private|public]",
-        help="`public` looks in the outputs of the run's finished requests too; for suffix matching too.",
+        metavar="NAME",
+        help="`public` looks in the outputs of the run's finished requests too, `private` does not; for suffix "
+        "matching too.",
         rich_help_panel=SPECULATION,
         show_default="private",
     ),
@@ -65,7 +67,7 @@ NgramCorpus = Annotated[
 SuffixConfig = Annotated[
     str | None,
     typer.Option(
-        metavar="[INT,[INT]]",
+        metavar="LIST",
         help="Draft by suffix matching, what most often followed the longest match of any length: [max_draft_len, "
         "device_list], such as [10,[0]].",
         rich_help_panel=SPECULATION,
@@ -115,7 +117,7 @@ OutputTraces = Annotated[
 DraftTargetModelConfig = Annotated[
     str | None,
     typer.Option(
-        metavar="[INT,[INT],[INT],BOOL]",
+        metavar="LIST",
         help="Draft by a draft model: [draft_len, draft_device_list, target_device_list, use_logits], such as "
         "[4,[0],[0],False]. use_logits chooses rejection sampling over comparing tokens.",
         rich_help_panel=SPECULATION,
@@ -129,8 +131,8 @@ DraftEngineDir = Annotated[
 CustomDrafter = Annotated[
     str | None,
     typer.Option(
-        metavar="MODULE:FACTORY",
-        help="Draft by what a function of your own returns; the current directory is searched too.",
+        metavar="NAME:NAME",
+        help="Draft by what a function of your own returns: module:factory; the current directory is searched too.",
         rich_help_panel=SPECULATION,
         show_default="no drafter",
     ),
@@ -202,8 +204,14 @@ CheckLossless = Annotated[
 ]
 BlockReuse = Annotated[
     bool,
-    typer.Option(help="Find K/V computed before. Orchestrator mode needs it.", rich_help_panel=KV_CACHE),
+    typer.Option(
+        "--kv-cache-enable-block-reuse",
+        help="Find K/V computed before. Orchestrator mode needs it.",
+        rich_help_panel=KV_CACHE,
+        show_default="on",
+    ),
 ]
+NoBlockReuse = Annotated[bool, typer.Option("--no-kv-cache-enable-block-reuse", hidden=True)]
 FreeGpuMemoryFraction = Annotated[
     float,
     typer.Option(help="Share of free GPU memory for the K/V cache.", min=0.0, max=1.0, rich_help_panel=KV_CACHE),
@@ -245,7 +253,10 @@ ModelDir = Annotated[
 SpecDecodeAlgo = Annotated[
     str | None,
     typer.Option(
-        metavar="[NGRAM|SUFFIX|DRAFT_TARGET]", help="How to draft.", rich_help_panel=LEADER, show_default="no drafter"
+        metavar="NAME",
+        help="How to draft: NGRAM, SUFFIX or DRAFT_TARGET.",
+        rich_help_panel=LEADER,
+        show_default="no drafter",
     ),
 ]
 SpecDecodeMaxDraftLen = Annotated[
@@ -270,7 +281,13 @@ DisableOverlapScheduler = Annotated[
 ]
 ModelDtype = Annotated[
     Literal["auto", "float32", "float16", "bfloat16"] | None,
-    typer.Option("--dtype", help="Dtype of `--model-dir`'s engine.", rich_help_panel=LEADER, show_default="auto"),
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help="Dtype of `--model-dir`'s engine: auto, float32, float16 or bfloat16.",
+        rich_help_panel=LEADER,
+        show_default="auto",
+    ),
 ]
 MaxBatchSize = Annotated[
     int | None,
@@ -295,6 +312,7 @@ Stats = Annotated[
     Literal["summary", "detailed", "none"],
     typer.Option(
         "--stats",
+        metavar="NAME",
         help="`summary` is the tables; `detailed` adds acceptance by draft length and position and tokens per step "
         "over time, and to `--json` the counts of each step; `none` leaves outputs and checks only.",
         rich_help_panel=OUTPUT,
@@ -353,6 +371,12 @@ _WITHOUT_EFFECT = {
     "use-gpu-direct-storage": False,
     "fail-fast-on-attention-window-too-large": False,
 }
+
+
+def sort_by_panel(params: list[Any]) -> list[Any]:
+    """A command's parameters in the order of their panels; arguments and what has no panel first."""
+    places = {panel: i for i, panel in enumerate(PANELS)}
+    return sorted(params, key=lambda param: places.get(getattr(param, "rich_help_panel", None) or "", -1))
 
 
 def normalize_name(name: str) -> str:

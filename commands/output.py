@@ -132,8 +132,11 @@ def _say(label: str, style: str, message: str) -> None:
     stderr().print(Text.assemble((label, style), " ", message), soft_wrap=True)
 
 
-def check_output_files(outputs: list[Path], inputs: list[Path]) -> None:
-    """SpecDecError unless each file can be written, and neither takes the place of another nor of an input."""
+def check_output_files(outputs: list[Path], inputs: list[Path], new_dir: Path | None = None) -> None:
+    """SpecDecError unless each file can be written, and neither takes the place of another nor of an input.
+
+    What is in `new_dir`, a directory that is going to be made, cannot be tried yet.
+    """
     resolved = [path.resolve() for path in outputs]
     for path, place in zip(outputs, resolved, strict=True):
         if resolved.count(place) > 1:
@@ -141,7 +144,8 @@ def check_output_files(outputs: list[Path], inputs: list[Path]) -> None:
         for taken in inputs:
             if taken.resolve() in place.parents or (taken.is_file() and taken.resolve() == place):
                 raise UsageError(f"the output would replace what is read: {path}", hint="choose another path")
-        check_output_file(path)
+        if new_dir is None or place.parent != new_dir.resolve():
+            check_output_file(path)
 
 
 def check_output_file(path: Path) -> None:

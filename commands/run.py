@@ -1,6 +1,6 @@
 """`specdec run`: generate, with or without speculation, and say how it went."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,6 +42,7 @@ from commands.options import (
     NgramCorpus,
     NgramPoolOption,
     NgramRankingOption,
+    NoBlockReuse,
     NoCache,
     NoRepeatNgramSize,
     NumBeams,
@@ -125,7 +126,8 @@ def run(
         int, typer.Option(min=1, help="Outputs for each prompt.", rich_help_panel=SAMPLING)
     ] = 1,
     max_num_tokens: MaxNumTokens = None,
-    kv_cache_enable_block_reuse: BlockReuse = True,
+    kv_cache_enable_block_reuse: BlockReuse = False,
+    no_kv_cache_enable_block_reuse: NoBlockReuse = False,
     kv_cache_free_gpu_memory_fraction: FreeGpuMemoryFraction = 0.9,
     max_tokens_in_paged_kv_cache: MaxTokensInCache = None,
     streaming: Annotated[
@@ -240,8 +242,9 @@ def run(
             ngram_options=ngram_options,
         )
     check_orchestrator_flags(
-        block_reuse=kv_cache_enable_block_reuse or is_leader, num_beams=num_beams, py_session=use_py_session
+        block_reuse=is_leader or not no_kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session
     )
+    _check_block_reuse(kv_cache_enable_block_reuse, no_kv_cache_enable_block_reuse, disable_kv_cache_reuse)
     engine_dir = engine_dir or Path("engine_outputs")
     if streaming and json:
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
@@ -257,6 +260,7 @@ def run(
     inputs = (
         engine_dir,
         draft_engine_dir,
+        tokenizer_dir,
         input_file,
         ngram_corpus,
         profile,
@@ -302,7 +306,6 @@ def run(
         report=report,
     )
     check_corpus_files(drafter_settings)  # before engines are built
-    block_reuse = kv_cache_enable_block_reuse and not disable_kv_cache_reuse
     with ExitStack() as stack:
         engines = stack.enter_context(engines_of_models(models, engine_dir, drafter_settings, output))
         settings = SessionSettings(
@@ -310,7 +313,11 @@ def run(
             tokenizer_dir,
             engines.drafter,
             sampling,
-            KVCacheConfig(block_reuse, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction),
+            KVCacheConfig(
+                not (no_kv_cache_enable_block_reuse or disable_kv_cache_reuse),
+                max_tokens_in_paged_kv_cache,
+                kv_cache_free_gpu_memory_fraction,
+            ),
             end_id,
             stop_words or [],
             bad_words or [],
@@ -363,7 +370,7 @@ def _answer(session: "Session", job: _Job, output: Output) -> None:
     except Interrupted as interrupted:
         generation = interrupted.finished
         output.warning(f"interrupted: {len(generation.sequences)} of {len(requests)} requests had finished")
-    is_whole = len(generation.sequences) == len(requests)
+    num_unfinished = len(requests) - len(generation.sequences)
     if printer is None:
         show_outputs(session, prompts, generation, labels, output, show_tokens=job.show_tokens)
     if generation.sequences:
@@ -374,22 +381,33 @@ def _answer(session: "Session", job: _Job, output: Output) -> None:
             output.result(f"logits written: {job.logits_npy}")
         if job.output_traces is not None:
             write_traces(job.output_traces, [(s, prompts[s.request.id].category) for s in generation.sequences])
-    compares = job.check_lossless and is_whole
-    comparison = _compare_with_no_drafter(session, requests, generation, job, output) if compares else {}
+    comparison = {}
+    if job.check_lossless:
+        comparison = _compare_unless_interrupted(session, requests, generation, job, output)
     is_detailed = job.stats == "detailed"
     document = make_document(
         session, prompts, generation, job.max_input_length, job.max_output_len, per_step=is_detailed
     )
-    num_unfinished = len(requests) - len(generation.sequences)
     document |= {"num_unfinished_requests": num_unfinished, "speedup": None, "checks": {}} | comparison
     output.document(document)
     if job.report is not None:
         write_report(job.report, document, session_pieces(session, generation.sequences))
         output.result(f"report written: {job.report}")
-    if not is_whole:
+    if num_unfinished or (job.check_lossless and not comparison):
         raise typer.Exit(130)
     if comparison:
         fail_unless_lossless(comparison["checks"])
+
+
+def _compare_unless_interrupted(
+    session: "Session", requests: list["Request"], generation: "Generation", job: _Job, output: Output
+) -> dict[str, Any]:
+    """`_compare_with_no_drafter`; empty, with a warning, after Ctrl-C before it or in it."""
+    if len(generation.sequences) == len(requests):
+        with suppress(KeyboardInterrupt):
+            return _compare_with_no_drafter(session, requests, generation, job, output)
+    output.warning("lossless check left out: the run was interrupted")
+    return {}
 
 
 def _compare_with_no_drafter(
@@ -407,6 +425,13 @@ def _compare_with_no_drafter(
     for line in lossless_lines(check):
         output.result(line)
     return {"speedup": speedup, "checks": {"lossless": check}}
+
+
+def _check_block_reuse(enable: bool, no_enable: bool, disable: bool) -> None:
+    """UsageError for a yes and a no; each mode has a flag to say no."""
+    if enable and (no_enable or disable):
+        no = "--no-kv-cache-enable-block-reuse" if no_enable else "--disable-kv-cache-reuse"
+        raise UsageError(f"`--kv-cache-enable-block-reuse` and `{no}` cannot be given together", hint="choose one")
 
 
 def _check_show_tokens(*, show_tokens: bool, streaming: bool, json: bool, quiet: bool) -> None:

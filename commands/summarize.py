@@ -36,6 +36,7 @@ from commands.options import (
     NgramCorpus,
     NgramPoolOption,
     NgramRankingOption,
+    NoBlockReuse,
     NoRepeatNgramSize,
     NumBeams,
     OutputTraces,
@@ -130,7 +131,8 @@ def summarize(
     frequency_penalty: FrequencyPenalty = 0.0,
     no_repeat_ngram_size: NoRepeatNgramSize = None,
     bad_words: BadWords = None,
-    kv_cache_enable_block_reuse: BlockReuse = True,
+    kv_cache_enable_block_reuse: BlockReuse = False,
+    no_kv_cache_enable_block_reuse: NoBlockReuse = False,
     kv_cache_free_gpu_memory_fraction: FreeGpuMemoryFraction = 0.9,
     max_tokens_in_paged_kv_cache: MaxTokensInCache = None,
     check_accuracy: Annotated[
@@ -187,7 +189,9 @@ def summarize(
         drafters=drafters,
         ngram_options=NgramOptions(ngram_ranking, min_matching_ngram_size, ngram_pool, ngram_corpus),
     )
-    check_orchestrator_flags(block_reuse=kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session)
+    check_orchestrator_flags(
+        block_reuse=not no_kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session
+    )
     if not (test_engine or test_hf):
         raise UsageError("nothing to test", hint="`--test-engine`, `--test-hf` or both")
     if test_hf and hf_model_dir is None:
@@ -204,11 +208,10 @@ def summarize(
         tuned = profile_for(profile, engine_dir)
         drafter_settings, draft_len = tuned.drafter, tuned.draft_len
     check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=drafter_settings is not None)
-    if output_traces is not None:
-        if not test_engine:
-            raise UsageError("`--output-traces` writes the engine's outputs", hint="`--test-engine`")
-        inputs = (engine_dir, draft_engine_dir, Path(dataset), ngram_corpus, profile)
-        check_output_files([output_traces], [path for path in inputs if path is not None])
+    if output_traces is not None and not test_engine:
+        raise UsageError("`--output-traces` writes the engine's outputs", hint="`--test-engine`")
+    inputs = (engine_dir, draft_engine_dir, tokenizer_dir, dataset_dir, Path(dataset), ngram_corpus, profile)
+    _check_output_files([output_traces, report], output_dir, [path for path in inputs if path is not None])
     sampling = sampling_params(
         temperature=temperature,
         top_k=top_k,
@@ -230,10 +233,6 @@ def summarize(
         )
     if output_dir is not None:
         check_new_directory(output_dir)
-    if report is not None:
-        _check_report(
-            report, output_dir, [engine_dir, draft_engine_dir, tokenizer_dir, dataset_dir, Path(dataset), profile]
-        )
 
     from commands.evaluation import HuggingFace, evaluate_engine, evaluate_hf
     from commands.html_report import write_report
@@ -252,7 +251,7 @@ def summarize(
         tokenizer_dir,
         drafter_settings,
         sampling,
-        KVCacheConfig(kv_cache_enable_block_reuse, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction),
+        KVCacheConfig(True, max_tokens_in_paged_kv_cache, kv_cache_free_gpu_memory_fraction),
         end_id,
         stop_words or [],
         bad_words or [],
@@ -312,14 +311,13 @@ def summarize(
         )
 
 
-def _check_report(report: Path, output_dir: Path | None, inputs: list[Path | None]) -> None:
-    """SpecDecError unless the page can be written; `--output-dir` may be going to make its directory."""
-    if output_dir is not None and report.resolve().parent == output_dir.resolve():
-        if report.name in OUTPUT_DIR_FILES:
-            raise UsageError(f"two outputs have the same file: {report}", hint="give each a name of its own")
-        if not output_dir.exists():
-            return
-    check_output_files([report], [path for path in inputs if path is not None])
+def _check_output_files(outputs: list[Path | None], output_dir: Path | None, inputs: list[Path]) -> None:
+    """SpecDecError unless each can be written; `--output-dir` has files of its own, and may be going to be made."""
+    given = [path for path in outputs if path is not None]
+    for path in given:
+        if output_dir is not None and path.resolve() in [(output_dir / name).resolve() for name in OUTPUT_DIR_FILES]:
+            raise UsageError(f"two outputs have the same file: {path}", hint="give each a name of its own")
+    check_output_files(given, inputs, new_dir=None if output_dir is None or output_dir.exists() else output_dir)
 
 
 def _by_category(samples: list[Sample]) -> list[Sample]:

@@ -128,7 +128,8 @@ class Engine:
             raise SpecDecError(
                 f"prompt of request {request.id} is longer than the engine's max_input_len {build.max_input_len}: "
                 f"{num_prompt} tokens",
-                hint="`--max-input-length` keeps the last tokens, or build with a larger `--max-input-len`",
+                hint="`--max-input-length` keeps the last tokens, or give a larger `--max-input-len` to `build` "
+                "(with `--model-dir`: a larger `--max-seq-len`)",
             )
         if request.max_new_tokens < 1:
             raise SpecDecError(
@@ -138,7 +139,8 @@ class Engine:
             raise SpecDecError(
                 f"prompt and output of request {request.id} exceed the engine's {build.max_request_len} tokens: "
                 f"{num_prompt} + {request.max_new_tokens}",
-                hint="lower `--max-output-len`, or build with a larger `--max-seq-len`",
+                hint="lower `--max-output-len`, or give a larger `--max-seq-len` to `build` "
+                "(with `--model-dir`: to this command)",
             )
         # The last token's K/V are never needed.
         self._check_cache_size(request, num_prompt + request.max_new_tokens - 1)

@@ -31,7 +31,7 @@ def measure_steps(engine: Engine) -> tuple[StepCost, ...]:
     Taken in passes through all of them, so that a busy moment of the machine does not fall on one.
     """
     engine.occupy_cache()
-    cells = [cell for cell in _cells(engine) if _fits(engine, *cell)]
+    cells = [cell for cell in dict.fromkeys(_cells(engine)) if _fits(engine, *cell)]
     seconds: list[list[float]] = [[] for _ in cells]
     start = time.perf_counter()
     for i in range(_MAX_PASSES + 1):
@@ -60,7 +60,7 @@ def measure_host(engine: Engine) -> float:
 
 
 def _cells(engine: Engine) -> Iterator[tuple[int, int, int]]:
-    """(batch_size, context_len, num_tokens), without a context length twice."""
+    """(batch_size, context_len, num_tokens), some of them twice."""
     build = engine.config.build_config
     longest = max(build.max_request_len - build.max_draft_len - 1, 0)
     context_lens = sorted({min(context_len, longest) for context_len in _CONTEXT_LENS})

@@ -14,6 +14,7 @@ from typing import Any
 
 import typer.main
 
+from commands.options import sort_by_panel
 from specdec_cli.app import app
 
 README = Path(__file__).parents[1] / "README.md"
@@ -23,15 +24,13 @@ _COMMAND = re.compile(r"```bash\n(.*?)```\n<!-- output: \w+ -->\n", re.DOTALL)
 
 def flag_table(command: Any) -> str:
     """A Markdown table of a command's visible options, grouped as in its `--help`."""
-    panels: dict[str, list[str]] = {}
-    for option in command.params:
+    rows = []
+    for option in sort_by_panel(command.params):
         if not option.hidden and option.name != "help":
             names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
             if option.param_type_name == "argument":
                 names = f"`{option.metavar}`"
-            panel = option.rich_help_panel or ""
-            panels.setdefault(panel, []).append(f"| {names} | {_default(option)} | {option.help} |")
-    rows = [row for panel in sorted(panels) for row in panels[panel]]
+            rows.append(f"| {names} | {_default(option)} | {option.help} |")
     return "\n".join(["| flag | default | meaning |", "|---|---|---|", *rows])
 
 

@@ -18,7 +18,7 @@ from commands.build import build
 from commands.compare import compare
 from commands.convert import convert
 from commands.corpus import create, merge, stats
-from commands.options import normalize_name, split_flags_without_effect
+from commands.options import normalize_name, sort_by_panel, split_flags_without_effect
 from commands.output import fail, warn
 from commands.run import run
 from commands.summarize import summarize
@@ -68,6 +68,15 @@ _EXAMPLES = {
 
 class _Command(TyperCommand):
     """A command that takes TensorRT-LLM's flags without meaning here, and says so once."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Panels in the order of all commands, and narrow types: beside wide ones Typer cuts the names of flags."""
+        self.params = sort_by_panel(self.params)
+        for option in self.params:
+            if isinstance(option, TyperOption) and option.metavar is None:
+                shown = option.display_type_rich(ctx)
+                option.metavar = shown and shown.replace(" range", "")
+        super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = [option for option in self.params if isinstance(option, TyperOption)]

@@ -6,10 +6,11 @@ with R tokens per second so far, the length is chosen that makes (expected token
 (Dinkelbach 1967, of ratios; expected tokens by the survival of each position, not by one rate for all).
 
 What a draft would have yielded is seen from what was generated, sent or not, because drafts never change that. So
-lookups learn from every proposal, and being off costs nothing but looking. A draft model is asked for no more than is
+lookups learn from every proposal, and being off costs little but looking. A draft model is asked for no more than is
 sent, and while it does not pay only now and then.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,13 +22,16 @@ IterationSeconds = Callable[[int, int, int], float]
 DraftSeconds = Callable[[int, int], float]
 """(batch size, context length) -> seconds for one more token of every draft."""
 
-_MATCH_LENS = (1, 2, 3, 4, 6, 9, 16)
+_MATCH_LENS = (0, 1, 2, 3, 4, 6, 9, 16)
 """Drafts are told apart by how long their match was: this far, or longer."""
 _OWN_MEMORY, _SHARED_MEMORY = 0.9, 0.995
 """What remains of a count when another draft is counted."""
 _SHARED_WEIGHT, _PRIOR_WEIGHT = 4.0, 2.0
 """How many drafts of the request itself count as much as all others', and of others as much as the first guess."""
 _PROBE_INTERVAL = 16
+"""Steps without a draft of a draft model, before it is asked for a token to see whether it pays again."""
+_REST_AFTER, _LOOK_INTERVAL = 16, 4
+"""Steps without a draft after which a lookup looks at every fourth only: looking takes time too."""
 _RATE_MEMORY = 0.98
 _CONTEXT_STEP = 64
 """Contexts are rounded, so that the cost model need not be asked anew at every step."""
@@ -50,10 +54,8 @@ class _Survival:
             self.reached[i] = self.reached[i] * self.memory + 1
             self.right[i] = self.right[i] * self.memory + (i < num_right)
 
-    def at(self, i: int, weight: float, before: float) -> float:
-        """The share that was right at position i, as if `weight` more had been, with the share `before`."""
-        reached, right = (self.reached[i], self.right[i]) if i < len(self.reached) else (0.0, 0.0)
-        return (right + weight * before) / (reached + weight)
+
+_NOTHING_KNOWN = _Survival(memory=0.0)
 
 
 @dataclass
@@ -75,22 +77,32 @@ class AdaptiveDrafter:
         self._shared: dict[int, _Survival] = {}
         self._histories: dict[int, _History] = {}
         self._num_tokens = self._seconds = 0.0
-        self._num_since_probe = 0
+        self._num_off = 0
+        """Steps in a row for which nothing was sent."""
+        self._known_seconds: dict[tuple[int, int], list[float]] = {}
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         for sequence in sequences:
             self._learn(sequence)
-        if self._draft_s is None:
-            drafts = self.drafter.propose(sequences, max_draft_len)
-            self._remember(sequences, drafts)
-            longest = max((len(draft.tokens) for draft in drafts), default=0)
-            draft_len = self._best_len(sequences, [(draft.match_len, len(draft.tokens)) for draft in drafts], longest)
-            return [draft.cut(draft_len) for draft in drafts]
-        draft_len = self._best_len(sequences, [(0, max_draft_len)] * len(sequences), max_draft_len)
-        draft_len = max(draft_len, self._probe_len(draft_len))
-        if draft_len == 0:
+        if self._draft_s is not None:
+            return self._propose_what_pays(sequences, max_draft_len)
+        if self._num_off >= _REST_AFTER and self._num_off % _LOOK_INTERVAL:
+            self._num_off += 1
             return [Draft([])] * len(sequences)
-        drafts = self.drafter.propose(sequences, draft_len)
+        drafts = self.drafter.propose(sequences, max_draft_len)
+        self._remember(sequences, drafts)
+        longest = max((len(draft.tokens) for draft in drafts), default=0)
+        draft_len = self._best_len(sequences, [(draft.match_len, len(draft.tokens)) for draft in drafts], longest)
+        self._num_off = 0 if draft_len else self._num_off + 1
+        return [draft.cut(draft_len) for draft in drafts]
+
+    def _propose_what_pays(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        """Drafts that cost something are not asked for to be thrown away."""
+        draft_len = self._best_len(sequences, [(0, max_draft_len)] * len(sequences), max_draft_len)
+        self._num_off = 0 if draft_len else self._num_off + 1
+        if draft_len == 0 and self._num_off % _PROBE_INTERVAL:
+            return [Draft([])] * len(sequences)
+        drafts = self.drafter.propose(sequences, max(draft_len, 1))
         self._remember(sequences, drafts)
         return drafts
 
@@ -123,46 +135,54 @@ class AdaptiveDrafter:
     def _expected_tokens(self, sequence: Sequence, match_len: int, max_len: int) -> list[float]:
         """Tokens that a step yields with a draft of 0, 1, ... max_len tokens: 1 + sum of P(at least i accepted)."""
         match_len = _class_of(match_len)
-        own = self._histories[sequence.request.id].survivals.get(match_len, _Survival(_OWN_MEMORY))
-        shared = self._shared.get(match_len, _Survival(_SHARED_MEMORY))
-        first_guess = (match_len + 1) / (match_len + 3)
-        expected, survives = [1.0], 1.0
+        own = self._histories[sequence.request.id].survivals.get(match_len, _NOTHING_KNOWN)
+        shared = self._shared.get(match_len, _NOTHING_KNOWN)
+        first_guess = _PRIOR_WEIGHT * (match_len + 1) / (match_len + 3)
+        expected, survives, total = [1.0], 1.0, 1.0
         for i in range(max_len):
-            survives *= own.at(i, _SHARED_WEIGHT, shared.at(i, _PRIOR_WEIGHT, first_guess))
-            expected.append(expected[-1] + survives)
+            share = first_guess / _PRIOR_WEIGHT
+            if i < len(shared.reached):
+                share = (shared.right[i] + first_guess) / (shared.reached[i] + _PRIOR_WEIGHT)
+            if i < len(own.reached):
+                share = (own.right[i] + _SHARED_WEIGHT * share) / (own.reached[i] + _SHARED_WEIGHT)
+            survives *= share
+            total += survives
+            expected.append(total)
         return expected
 
     def _best_len(self, sequences: list[Sequence], drafts: list[tuple[int, int]], longest: int) -> int:
         """The draft length for all rows of a step, which are padded to the longest; `drafts`: match, draft length."""
         if not sequences:
             return 0
-        context_len = max(len(sequence.tokens) for sequence in sequences) // _CONTEXT_STEP * _CONTEXT_STEP
-        expected = [self._expected_tokens(s, *draft) for s, draft in zip(sequences, drafts, strict=True)]
-        tokens = [sum(row[min(n, len(row) - 1)] for row in expected) for n in range(longest + 1)]
-        seconds = [self._seconds_of(len(sequences), context_len, n) for n in range(longest + 1)]
+        seconds = self._seconds_by_len(sequences, longest)
+        rows = [self._expected_tokens(s, *draft) for s, draft in zip(sequences, drafts, strict=True)]
+        tokens = (
+            rows[0] if len(rows) == 1 else [sum(row[min(n, len(row) - 1)] for row in rows) for n in range(longest + 1)]
+        )
         rate = self._num_tokens / self._seconds if self._seconds else tokens[0] / seconds[0]
-        best = max(range(longest + 1), key=lambda n: tokens[n] - rate * seconds[n])
+        gains = [token - rate * second for token, second in zip(tokens, seconds, strict=False)]
+        best = gains.index(max(gains))
         self._num_tokens = self._num_tokens * _RATE_MEMORY + tokens[best]
         self._seconds = self._seconds * _RATE_MEMORY + seconds[best]
         return best
 
-    def _seconds_of(self, batch_size: int, context_len: int, draft_len: int) -> float:
-        drafting = draft_len * self._draft_s(batch_size, context_len) if self._draft_s else 0.0
-        return self._iteration_s(batch_size, context_len, draft_len) + drafting
-
-    def _probe_len(self, draft_len: int) -> int:
-        """1 where nothing was drafted for long, so that it is noticed when drafting pays again."""
-        self._num_since_probe = 0 if draft_len else self._num_since_probe + 1
-        if self._num_since_probe < _PROBE_INTERVAL:
-            return 0
-        self._num_since_probe = 0
-        return 1
+    def _seconds_by_len(self, sequences: list[Sequence], longest: int) -> list[float]:
+        """Of a step with drafts of 0, 1, ... tokens, at least as far as `longest`."""
+        batch_size = len(sequences)
+        context_len = max(len(sequence.tokens) for sequence in sequences) // _CONTEXT_STEP * _CONTEXT_STEP
+        seconds = self._known_seconds.setdefault((batch_size, context_len), [])
+        drafting = self._draft_s(batch_size, context_len) if self._draft_s else 0.0
+        for n in range(len(seconds), longest + 1):
+            seconds.append(self._iteration_s(batch_size, context_len, n) + n * drafting)
+        return seconds
 
 
 def _class_of(match_len: int) -> int:
-    return next((bound for bound in reversed(_MATCH_LENS) if match_len >= bound), 0)
+    return _MATCH_LENS[bisect_right(_MATCH_LENS, match_len) - 1]
 
 
 def _num_common(left: list[int], right: list[int]) -> int:
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+    num_common = min(len(left), len(right))
+    if left[:num_common] == right[:num_common]:
+        return num_common
+    return next(i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)

@@ -54,6 +54,7 @@ def print_details(details: dict[str, Any]) -> None:
         print(f"| host per step beyond the compiled step, n-gram, batch {batch_size} | {cell(values, 1, 2)} ms |")
     batch = details["batch"]
     print(f"| throughput, n-gram V2, batch {batch['batch_size']} ÷ batch 1 | {batch['throughput_ratio']:.2f} |")
+    print(f"| the same with prompts in the cache | {batch['generation_throughput_ratio']:.2f} |")
 
 
 def draw(results: list[dict[str, Any]], file: Path) -> None:

@@ -153,6 +153,16 @@ WRONG_CONFIG = [
     case(RUN + "--spec-decode-algo SUFFIX --max-matching-ngram-size 2", 2, "is for n-gram lookup: 2"),
     case(RUN + "--no-kv-cache-enable-block-reuse", 2, "needs block reuse"),
     case(SUMMARIZE + "--no-kv-cache-enable-block-reuse", 2, "needs block reuse"),
+    case(
+        RUN + "--kv-cache-enable-block-reuse --disable-kv-cache-reuse",
+        2,
+        "`--kv-cache-enable-block-reuse` and `--disable-kv-cache-reuse` cannot be given together",
+    ),
+    case(
+        RUN + "--no-kv-cache-enable-block-reuse --kv-cache-enable-block-reuse --max-matching-ngram-size 2",
+        2,
+        "`--kv-cache-enable-block-reuse` and `--no-kv-cache-enable-block-reuse` cannot be given together",
+    ),
     case(RUN + "--num-beams 2", 2, "beam search is not supported", "2"),
     case(RUN + "--use-py-session", 2, "`--use-py-session`"),
     case(RUN + "--streaming --json", 2, "`--streaming` and `--json`"),
@@ -220,8 +230,14 @@ PROMPTS = [
     case(NO_INPUT, 2, "no prompt given"),
     case(NO_INPUT + "--input-text ''", 1, "is empty: ''"),
     case(NO_INPUT + "--input-text '  '", 1, "prompt 1 of `--input-text` is empty"),
-    case(NO_INPUT + f"--input-text {LONG}", 1, "max_input_len 96: 97 tokens", "`--max-input-length`"),
-    case(RUN + "--max-output-len 159", 1, "exceed the engine's 160 tokens", "+ 159"),
+    case(
+        NO_INPUT + f"--input-text {LONG}", 1, "max_input_len 96: 97 tokens", "`--max-input-length`",
+        "`--max-input-len` to `build` (with `--model-dir`: a larger `--max-seq-len`)",
+    ),
+    case(
+        RUN + "--max-output-len 159", 1, "exceed the engine's 160 tokens", "+ 159",
+        "`--max-seq-len` to `build` (with `--model-dir`: to this command)",
+    ),
     case(NO_INPUT + "--input-file none.txt", 1, "No such file", "none.txt"),
     case(
         NO_INPUT + "--input-file in.pdf", 2, "unknown kind of input file: in.pdf", "`.txt`", damage=file("in.pdf", "x")
@@ -250,6 +266,15 @@ PROMPTS = [
     case(RUN + "--output-traces ids.csv --output-csv ids.csv", 2, "two outputs have the same file: ids.csv"),
     case(SUMMARIZE + "--output-traces none/t.jsonl", 1, "cannot write the file", "none/t.jsonl"),
     case(SUMMARIZE + "--output-traces articles.jsonl", 2, "would replace what is read: articles.jsonl"),
+    case(SUMMARIZE + "--output-traces page --report page", 2, "two outputs have the same file: page"),
+    case(SUMMARIZE + "--output-traces o/hf.out --output-dir o", 2, "two outputs have the same file: o/hf.out"),
+    case(SUMMARIZE + "--output-traces o/o/t.jsonl --output-dir o", 1, "cannot write the file", "o/o/t.jsonl"),
+    case(
+        SUMMARIZE + "--report my.corpus --ngram-config [4,2,[0]] --ngram-corpus my.corpus", 2,
+        "would replace what is read: my.corpus", damage=file("my.corpus", ""),
+    ),
+    case(SUMMARIZE + "--output-traces ckpt/t --tokenizer-dir ckpt", 2, "would replace what is read: ckpt/t"),
+    case(RUN + "--output-csv ckpt/ids.csv --tokenizer-dir ckpt", 2, "would replace what is read: ckpt/ids.csv"),
     case(
         SUMMARIZE.replace("--test-engine", "--test-hf --hf-model-dir model") + "--output-traces t.jsonl", 2,
         "`--output-traces` writes the engine's outputs", "`--test-engine`",

@@ -153,6 +153,47 @@ def test_interrupted_run_gives_what_had_finished(
     assert f"{num_finished} of 9 requests had finished" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+def test_interrupted_run_is_not_checked_and_says_so(leader: Leader, current_directory: Path) -> None:
+    """The warm-up has request 0 only, and is not interrupted."""
+    (current_directory / "own.py").write_text(INTERRUPTED_DRAFTER.format(after=4))
+    result = leader(NINE, "--drafter", "own:make", "--check-lossless", "--json")
+    assert result.exit_code == 130
+    assert json.loads(result.stdout)["checks"] == {}
+    assert "lossless check left out" in result.stderr
+
+
+DRAFTER_INTERRUPTED_LATER = """
+import torch
+from runtime.request import Draft
+class Interrupting:
+    def __init__(self):
+        self.answered = set()
+    def propose(self, sequences, max_draft_len):
+        if len(self.answered) == 9:
+            raise KeyboardInterrupt
+        return [Draft([5], torch.eye(300, dtype=torch.float64)[5:6])] * len(sequences)
+    def forget(self, request_id):
+        self.answered.add(request_id)
+def make():
+    return Interrupting()
+"""
+
+
+def test_check_that_is_interrupted_leaves_the_outputs(leader: Leader, current_directory: Path, tmp_path: Path) -> None:
+    """The distribution check drafts again, when all nine requests have been answered."""
+    (current_directory / "own.py").write_text(DRAFTER_INTERRUPTED_LATER)
+    page = tmp_path / "report.html"
+    flags = ["--drafter", "own:make", "--temperature", 1, "--end-id", 0, "--check-lossless", "--json", "--report", page]
+    result = leader(NINE, *flags)
+    assert result.exit_code == 130
+    document = json.loads(result.stdout)
+    assert_valid("run", document)
+    assert len(document["requests"]) == len(NINE) and document["num_unfinished_requests"] == 0
+    assert document["checks"] == {} and document["speedup"] is None
+    assert "lossless check left out" in result.stderr
+    assert page.exists()
+
+
 def test_ctrl_c_ends_a_process_with_what_had_finished(
     llama_uncompiled_dir: Path, process_environment: dict[str, str]
 ) -> None:

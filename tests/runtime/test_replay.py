@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from runtime import leader, orchestrator
+from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import ChainDrafter
 from runtime.drafters.ngram import NgramDrafter
 from runtime.drafters.pool import NgramPool
@@ -44,6 +45,12 @@ MAKE_DRAFTER: dict[str, Callable[[], Drafter]] = {
     "suffix, growth": lambda: SuffixDrafter(growth=2),
     "suffix, public": lambda: SuffixDrafter(pool=NgramPool()),
     "suffix, small pool": lambda: SuffixDrafter(pool=NgramPool(max_tokens=30)),
+    "adaptive": lambda: AdaptiveDrafter(
+        SuffixDrafter(), lambda batch_size, context_len, draft_len: 1 + 0.1 * draft_len
+    ),
+    "adaptive, public": lambda: AdaptiveDrafter(
+        NgramDrafter(3, pool=NgramPool()), lambda batch_size, context_len, draft_len: 1 + 0.02 * draft_len * batch_size
+    ),
     "chain": lambda: ChainDrafter([NgramDrafter(4, min_matching_ngram_size=3), SuffixDrafter(pool=NgramPool())]),
 }
 LOOPS: dict[str, Any] = {"orchestrator": orchestrator, "leader": leader}

@@ -1,0 +1,71 @@
+"""The cost model gives back what was measured, and straight lines between; the measured table fits the engine."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.bundle import read_engine_config
+from runtime.config import StepCost
+from runtime.costs import CostModel
+from runtime.errors import SpecDecError
+
+TABLE = [
+    StepCost(batch_size, context_len, num_tokens, 1e-3 * (batch_size * (2 + num_tokens) + context_len / 100))
+    for batch_size in (1, 2, 4)
+    for context_len in (64, 512, 2048)
+    for num_tokens in (1, 2, 3, 5, 11)
+]
+
+
+@pytest.mark.parametrize("cost", TABLE)
+def test_what_was_measured_comes_back(cost: StepCost) -> None:
+    model = CostModel(TABLE, host_s=0.0)
+    assert model.step_s(cost.batch_size, cost.context_len, cost.num_tokens) == pytest.approx(cost.seconds)
+
+
+@given(st.integers(1, 6), st.integers(64, 5000), st.integers(1, 40))
+def test_between_and_beyond_it_is_linear(batch_size: int, context_len: int, num_tokens: int) -> None:
+    expected = 1e-3 * (batch_size * (2 + num_tokens) + context_len / 100)
+    assert CostModel(TABLE, 0.0).step_s(batch_size, context_len, num_tokens) == pytest.approx(expected)
+
+
+@given(st.integers(1, 11))
+def test_lines_are_those_of_numpy(num_tokens: int) -> None:
+    seconds = {1: 0.010, 2: 0.0103, 5: 0.014, 11: 0.030}
+    model = CostModel([StepCost(1, 100, n, s) for n, s in seconds.items()], 0.0)
+    assert model.step_s(1, 7, num_tokens) == pytest.approx(np.interp(num_tokens, list(seconds), list(seconds.values())))
+
+
+def test_line_through_noise_never_gives_steps_for_nothing() -> None:
+    model = CostModel([StepCost(1, 64, 1, 0.010), StepCost(1, 512, 1, 0.008)], 0.0)
+    assert model.step_s(1, 5000, 1) == pytest.approx(0.004)
+
+
+def test_iteration_is_the_step_with_the_draft_and_the_host() -> None:
+    model = CostModel(TABLE, host_s=0.5)
+    assert model.iteration_s(2, 512, 4) == pytest.approx(model.step_s(2, 512, 5) + 0.5)
+
+
+def test_prompt_is_computed_in_pieces() -> None:
+    model = CostModel(TABLE, 0.0)
+    pieces = [model.step_s(1, 0, 500), model.step_s(1, 500, 500), model.step_s(1, 1000, 7)]
+    assert model.context_s(1007, 500) == pytest.approx(sum(pieces))
+
+
+def test_engine_without_costs_is_an_error() -> None:
+    with pytest.raises(SpecDecError, match="nothing is known of what the engine's steps cost"):
+        CostModel([], 0.0)
+
+
+def test_build_measures_every_draft_length_and_never_beyond_the_model(llama_engine_dir: Path) -> None:
+    config = read_engine_config(llama_engine_dir)
+    build = config.build_config
+    short = {(c.batch_size, c.num_tokens) for c in config.step_costs if c.num_tokens <= build.max_draft_len + 1}
+    batch_sizes = {1, build.max_batch_size}
+    assert {(b, n) for b in batch_sizes for n in range(1, build.max_draft_len + 2)} <= short
+    assert all(0 < c.seconds < 60 for c in config.step_costs) and 0 < config.host_s < 1
+    assert max(c.context_len + c.num_tokens for c in config.step_costs) <= build.max_request_len
+    assert len({(c.batch_size, c.context_len, c.num_tokens) for c in config.step_costs}) == len(config.step_costs)
