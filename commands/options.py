@@ -1,5 +1,6 @@
 """What commands share on the command line: annotated options, their spellings, flags without effect."""
 
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -74,12 +75,25 @@ SuffixConfig = Annotated[
     ),
 ]
 DraftLenOption = Annotated[
-    DraftLen,
+    DraftLen | None,
     typer.Option(
         "--draft-len",
+        metavar="[fixed|auto]",
         help="`auto` sends of each draft what pays: by what steps cost, measured by `build`, and by how often drafts "
         "were right so far; nothing, where nothing pays.",
         rich_help_panel=SPECULATION,
+        show_default="fixed",
+    ),
+]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        metavar="FILE",
+        help="Draft as `specdec tune` recommends for this engine, or not at all; in place of all flags that choose a "
+        "drafter.",
+        rich_help_panel=SPECULATION,
+        show_default=False,
     ),
 ]
 Drafters = Annotated[
@@ -409,7 +423,23 @@ def check_orchestrator_flags(*, block_reuse: bool, num_beams: int, py_session: b
         raise UsageError("there is no Python session to choose: `--use-py-session`", hint="leave the flag out")
 
 
-def check_drafter_flags(*, check_lossless: bool, draft_len: DraftLen, has_drafter: bool) -> None:
+def check_profile_flags(profile: Path | None, model_dir: str | None, drafter_flags: Mapping[str, object]) -> None:
+    """UsageError for a profile beside flags that choose a drafter, or for an engine yet to be made of a model."""
+    if profile is None:
+        return
+    given = [flag for flag, value in drafter_flags.items() if value is not None]
+    if given:
+        raise UsageError(
+            f"`{given[0]}` and `--profile` both say how to draft: {profile}", hint="leave one of the two out"
+        )
+    if model_dir is not None:
+        raise UsageError(
+            f"a profile needs `--engine-dir`, and cannot be given with `--model-dir`: {profile}",
+            hint="name the engine that was tuned, or give the drafter by its flags",
+        )
+
+
+def check_drafter_flags(*, check_lossless: bool, draft_len: DraftLen | None, has_drafter: bool) -> None:
     """UsageError for what needs a drafter where there is none."""
     if draft_len == "auto" and not has_drafter:
         raise UsageError("`--draft-len auto` needs a drafter: there is none", hint="`--suffix-config [10,[0]]` is one")

@@ -48,6 +48,7 @@ from commands.options import (
     NumBeams,
     OutputTraces,
     PresencePenalty,
+    ProfileOption,
     Quiet,
     RepetitionPenalty,
     Report,
@@ -63,6 +64,7 @@ from commands.options import (
     UsePySession,
     check_drafter_flags,
     check_orchestrator_flags,
+    check_profile_flags,
     sampling_params,
 )
 from commands.output import Output, check_output_files, speedup_line
@@ -104,7 +106,8 @@ def run(
     ngram_pool: NgramPoolOption = None,
     ngram_corpus: NgramCorpus = None,
     suffix_config: SuffixConfig = None,
-    draft_len: DraftLenOption = "fixed",
+    draft_len: DraftLenOption = None,
+    profile: ProfileOption = None,
     draft_target_model_config: DraftTargetModelConfig = None,
     draft_engine_dir: DraftEngineDir = None,
     drafter: CustomDrafter = None,
@@ -201,6 +204,27 @@ def run(
         disable_overlap_scheduler,
     )
     is_leader = models.are_given or leader.are_given
+    check_profile_flags(
+        profile,
+        model_dir,
+        {
+            "--ngram-config": ngram_config,
+            "--ngram-ranking": ngram_ranking,
+            "--min-matching-ngram-size": min_matching_ngram_size,
+            "--ngram-pool": ngram_pool,
+            "--ngram-corpus": ngram_corpus,
+            "--suffix-config": suffix_config,
+            "--draft-len": draft_len,
+            "--draft-target-model-config": draft_target_model_config,
+            "--draft-engine-dir": draft_engine_dir,
+            "--drafter": drafter,
+            "--drafters": drafters,
+            "--spec-decode-algo": spec_decode_algo,
+            "--spec-decode-max-draft-len": spec_decode_max_draft_len,
+            "--max-matching-ngram-size": max_matching_ngram_size,
+            "--draft-model-dir": draft_model_dir,
+        },
+    )
     ngram_options = NgramOptions(ngram_ranking, min_matching_ngram_size, ngram_pool, ngram_corpus)
     if is_leader:
         _refuse_orchestrator_flags(ngram_config, suffix_config, draft_target_model_config)
@@ -225,6 +249,11 @@ def run(
     if streaming and json:
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
     _check_show_tokens(show_tokens=show_tokens, streaming=streaming, json=json, quiet=quiet)
+    if profile is not None:
+        from commands.profile import profile_for
+
+        tuned = profile_for(profile, engine_dir)
+        drafter_settings, draft_len = tuned.drafter, tuned.draft_len
     check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=drafter_settings is not None)
     logits_npy = _logits_path(output_logits_npy) if output_generation_logits or output_logits_npy is not None else None
     outputs = [path for path in (output_csv, output_npy, logits_npy, output_traces, report) if path is not None]
@@ -234,6 +263,7 @@ def run(
         tokenizer_dir,
         input_file,
         ngram_corpus,
+        profile,
         *(Path(m) for m in (model_dir, draft_model_dir) if m),
     )
     check_output_files(outputs, [path for path in inputs if path is not None])
@@ -293,7 +323,8 @@ def run(
             bad_words or [],
             "leader" if is_leader else "orchestrator",
             max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
-            draft_len,
+            draft_len or "fixed",
+            profile,
         )
         _answer(stack.enter_context(open_session(settings)), job, output)
 

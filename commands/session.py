@@ -55,6 +55,8 @@ class SessionSettings:
     mode: Mode = "orchestrator"
     max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS
     draft_len: DraftLen = "fixed"
+    profile: Path | None = None
+    """Where the drafter's settings are from, if from a file."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ class Session:
             "end_ids": sorted(self.end_ids),
             "stop_words": list(self.stop_words.words) if self.stop_words else [],
             "draft_len": self.settings.draft_len,
+            "profile": None if self.settings.profile is None else str(self.settings.profile),
             "mode": self.settings.mode,
             "block_reuse": self.engine.block_reuse,
             "max_num_tokens": self.engine.max_num_tokens,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.dataset import DEMO, EvalTask, Sample, load_samples, summarization_prompt
-from commands.drafter_settings import NgramOptions, parse_drafter
+from commands.drafter_settings import DrafterSettings, NgramOptions, parse_drafter
 from commands.options import (
     INPUT,
     OUTPUT,
@@ -41,6 +41,7 @@ from commands.options import (
     NumBeams,
     OutputTraces,
     PresencePenalty,
+    ProfileOption,
     Quiet,
     RepetitionPenalty,
     Report,
@@ -54,6 +55,7 @@ from commands.options import (
     UsePySession,
     check_drafter_flags,
     check_orchestrator_flags,
+    check_profile_flags,
     sampling_params,
 )
 from commands.output import Output, check_new_directory, check_output_files
@@ -114,7 +116,8 @@ def summarize(
     ngram_pool: NgramPoolOption = None,
     ngram_corpus: NgramCorpus = None,
     suffix_config: SuffixConfig = None,
-    draft_len: DraftLenOption = "fixed",
+    draft_len: DraftLenOption = None,
+    profile: ProfileOption = None,
     draft_target_model_config: DraftTargetModelConfig = None,
     draft_engine_dir: DraftEngineDir = None,
     drafter: CustomDrafter = None,
@@ -160,7 +163,24 @@ def summarize(
 
     The first sample is a warm-up and is run once more. Greedy unless sampling is asked for.
     """
-    drafter_settings = parse_drafter(
+    check_profile_flags(
+        profile,
+        None,
+        {
+            "--ngram-config": ngram_config,
+            "--ngram-ranking": ngram_ranking,
+            "--min-matching-ngram-size": min_matching_ngram_size,
+            "--ngram-pool": ngram_pool,
+            "--ngram-corpus": ngram_corpus,
+            "--suffix-config": suffix_config,
+            "--draft-len": draft_len,
+            "--draft-target-model-config": draft_target_model_config,
+            "--draft-engine-dir": draft_engine_dir,
+            "--drafter": drafter,
+            "--drafters": drafters,
+        },
+    )
+    drafter_settings: DrafterSettings | None = parse_drafter(
         ngram_config,
         draft_target_model_config,
         draft_engine_dir,
@@ -182,10 +202,15 @@ def summarize(
         raise UsageError("`--check-accuracy` checks the engine", hint="`--test-engine`")
     if check_lossless and not test_engine:
         raise UsageError("`--check-lossless` checks the engine", hint="`--test-engine`")
+    if profile is not None:
+        from commands.profile import profile_for
+
+        tuned = profile_for(profile, engine_dir)
+        drafter_settings, draft_len = tuned.drafter, tuned.draft_len
     check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=drafter_settings is not None)
     if output_traces is not None and not test_engine:
         raise UsageError("`--output-traces` writes the engine's outputs", hint="`--test-engine`")
-    inputs = (engine_dir, draft_engine_dir, tokenizer_dir, dataset_dir, Path(dataset), ngram_corpus)
+    inputs = (engine_dir, draft_engine_dir, tokenizer_dir, dataset_dir, Path(dataset), ngram_corpus, profile)
     _check_output_files([output_traces, report], output_dir, [path for path in inputs if path is not None])
     sampling = sampling_params(
         temperature=temperature,
@@ -230,7 +255,8 @@ def summarize(
         end_id,
         stop_words or [],
         bad_words or [],
-        draft_len=draft_len,
+        draft_len=draft_len or "fixed",
+        profile=profile,
     )
     with open_session(session_settings) as session:
         if batch_size > session.engine.max_batch_size:

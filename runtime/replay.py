@@ -7,9 +7,10 @@ the last step yields less where the output ends.
 """
 
 import sys
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from runtime.drafters.protocol import Drafter, check_drafts, check_num_drafts
 from runtime.drafters.tree import Tree, TreeDrafter
@@ -36,6 +37,24 @@ class TreeStats:
     num_accepted_draft_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class ReplayedStep:
+    """A step of sequences in lockstep: what each had before it (its prompt, in the first), and its draft's length."""
+
+    num_tokens: tuple[int, ...]
+    draft_lens: tuple[int, ...]
+    is_first: bool
+
+
+@dataclass
+class ReplayedBatches:
+    """What a loop would have counted and computed, and the time that the drafter itself took."""
+
+    stats: list[RequestStats] = field(default_factory=list)
+    steps: list[ReplayedStep] = field(default_factory=list)
+    draft_time_s: float = 0.0
+
+
 def replay(
     traces: Iterable[Trace], drafter: Drafter, max_draft_len: int, *, max_new_tokens: int | None = None
 ) -> list[RequestStats]:
@@ -49,11 +68,48 @@ def replay(
     for i, trace in enumerate(traces):
         sequence = _start(trace, i, max_new_tokens)
         while not _is_done(sequence, trace):
-            draft = _propose(drafter, sequence, max_draft_len)
+            (draft,) = _propose(drafter, [sequence], max_draft_len)
             sequence.commit(draft, _verify(draft.tokens, _remaining(trace, sequence)))
         drafter.forget(i)
         all_stats.append(sequence.stats)
     return all_stats
+
+
+def replay_batches(
+    traces: Seq[Trace],
+    drafter: Drafter | None,
+    max_draft_len: int,
+    batch_size: int = 1,
+    *,
+    max_new_tokens: int | None = None,
+    end_ids: frozenset[int] = frozenset(),
+) -> ReplayedBatches:
+    """The traces in groups of `batch_size` that step together, as orchestrator mode answers them; None drafts nothing.
+
+    A group is forgotten when all of it is done. Drafters do not draft `end_ids`; the budget is as in `replay`.
+    """
+    replayed = ReplayedBatches()
+    for start in range(0, len(traces), batch_size):
+        group = traces[start : start + batch_size]
+        sequences = [_start(trace, start + i, max_new_tokens, end_ids) for i, trace in enumerate(group)]
+        running = [i for i, sequence in enumerate(sequences) if not _is_done(sequence, group[i])]
+        is_first = True
+        while running:
+            rows = [sequences[i] for i in running]
+            before = time.perf_counter()
+            drafts = _propose(drafter, rows, max_draft_len)
+            replayed.draft_time_s += time.perf_counter() - before
+            num_tokens = tuple(len(sequence.tokens) for sequence in rows)
+            replayed.steps.append(ReplayedStep(num_tokens, tuple(len(draft.tokens) for draft in drafts), is_first))
+            for i, draft in zip(running, drafts, strict=True):
+                sequences[i].commit(draft, _verify(draft.tokens, _remaining(group[i], sequences[i])))
+            running = [i for i in running if not _is_done(sequences[i], group[i])]
+            is_first = False
+        if drafter is not None:
+            for sequence in sequences:
+                drafter.forget(sequence.request.id)
+        replayed.stats += [sequence.stats for sequence in sequences]
+    return replayed
 
 
 def replay_trees(traces: Iterable[Trace], drafter: TreeDrafter, num_nodes: int) -> list[TreeStats]:
@@ -86,13 +142,15 @@ def accepted_path(tree: Tree, target_tokens: Seq[int]) -> list[int]:
     return path
 
 
-def _start(trace: Trace, request_id: int, max_new_tokens: int | None) -> Sequence:
+def _start(
+    trace: Trace, request_id: int, max_new_tokens: int | None, end_ids: frozenset[int] = frozenset()
+) -> Sequence:
     def has_ended(tokens: list[int], num_prompt_tokens: int) -> bool:
         return len(tokens) - num_prompt_tokens >= len(trace.output_tokens)
 
     budget = len(trace.output_tokens) if max_new_tokens is None else max_new_tokens
     stop_check = None if max_new_tokens is None else has_ended
-    return Sequence.start(Request(request_id, trace.prompt_tokens, budget, stop_check=stop_check))
+    return Sequence.start(Request(request_id, trace.prompt_tokens, budget, end_ids, stop_check))
 
 
 def _is_done(sequence: Sequence, trace: Trace) -> bool:
@@ -103,13 +161,15 @@ def _remaining(trace: Trace, sequence: Sequence) -> Seq[int]:
     return trace.output_tokens[sequence.num_generated :]
 
 
-def _propose(drafter: Drafter, sequence: Sequence, max_draft_len: int) -> Draft:
-    """A checked draft, cut to the budget as before a step. A greedy target asks for no probabilities."""
-    drafts = drafter.propose([sequence], max_draft_len)
-    check_num_drafts(drafts, 1)
-    draft = Draft(drafts[0].tokens)
-    check_drafts([draft], 1, max_draft_len, vocab_size=sys.maxsize)
-    return draft.cut(max(sequence.num_remaining - 1, 0))
+def _propose(drafter: Drafter | None, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+    """Checked drafts, cut to the budget as before a step. A greedy target asks for no probabilities."""
+    if drafter is None:
+        return [Draft([])] * len(sequences)
+    drafts = drafter.propose(sequences, max_draft_len)
+    check_num_drafts(drafts, len(sequences))
+    drafts = [Draft(draft.tokens) for draft in drafts]
+    check_drafts(drafts, len(sequences), max_draft_len, vocab_size=sys.maxsize)
+    return [draft.cut(max(s.num_remaining - 1, 0)) for s, draft in zip(sequences, drafts, strict=True)]
 
 
 def _verify(draft_tokens: list[int], target_tokens: Seq[int]) -> Verdict:

@@ -22,6 +22,7 @@ from commands.options import normalize_name, sort_by_panel, split_flags_without_
 from commands.output import fail, warn
 from commands.run import run
 from commands.summarize import summarize
+from commands.tune import tune
 from runtime.errors import SpecDecError, UsageError
 
 _EXAMPLES = {
@@ -58,6 +59,10 @@ _EXAMPLES = {
         "specdec compare before.json after.json",
         "specdec compare ngram.json draft-model.json --json",
     ),
+    tune: (
+        "specdec tune --engine-dir engine --input-file prompts.jsonl --output tuned.json",
+        "specdec tune --traces traces.jsonl --ngram-pool public",
+    ),
 }
 
 
@@ -84,7 +89,7 @@ class _Command(TyperCommand):
 
 app = typer.Typer(
     name="specdec",
-    help="Speculative decoding for Hugging Face models: convert, build, run, summarize, compare; corpora.",
+    help="Speculative decoding for Hugging Face models: convert, build, run, summarize, compare, tune; corpora.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -104,7 +109,7 @@ def _register(command: Callable[..., None], group: typer.Typer = app) -> None:
     group.command(cls=_Command, epilog=epilog)(command)
 
 
-for _command in (convert, build, run, summarize, compare):
+for _command in (convert, build, run, summarize, compare, tune):
     _register(_command)
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)

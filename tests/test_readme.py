@@ -19,7 +19,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 def test_flag_tables_are_those_of_the_commands() -> None:
     assert update_readme.with_tables(README) == README
-    assert README.count("| `--ngram-config` |") == 2  # run and summarize: the tables are not empty
+    assert README.count("| `--ngram-config` |") == 3  # run, summarize and tune: the tables are not empty
 
 
 def test_the_walk_runs_and_passes_its_own_checks(walk: tuple[Path, list[str]]) -> None:

@@ -78,7 +78,7 @@ class AdaptiveDrafter:
         self._histories: dict[int, _History] = {}
         self._num_tokens = self._seconds = 0.0
         self._num_off = 0
-        """Steps in a row for which nothing was sent."""
+        """Steps in a row for which nothing was sent of what was drafted."""
         self._known_seconds: dict[tuple[int, int], list[float]] = {}
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
@@ -93,7 +93,8 @@ class AdaptiveDrafter:
         self._remember(sequences, drafts)
         longest = max((len(draft.tokens) for draft in drafts), default=0)
         draft_len = self._best_len(sequences, [(draft.match_len, len(draft.tokens)) for draft in drafts], longest)
-        self._num_off = 0 if draft_len else self._num_off + 1
+        if longest:  # or there was nothing to send, which says nothing about what pays
+            self._num_off = 0 if draft_len else self._num_off + 1
         return [draft.cut(draft_len) for draft in drafts]
 
     def _propose_what_pays(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:

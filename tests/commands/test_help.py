@@ -9,7 +9,7 @@ from command_line import Specdec
 from commands.options import PANELS
 from specdec_cli.app import app
 
-COMMANDS = ["convert", "build", "run", "summarize", "compare", "corpus create", "corpus merge", "corpus stats"]
+COMMANDS = ["convert", "build", "run", "summarize", "compare", "tune", "corpus create", "corpus merge", "corpus stats"]
 LONGEST_AT_80 = 28
 
 

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from commands.drafter_settings import DraftLen
 from commands.options import (
-    check_lossless_flags,
+    check_drafter_flags,
     check_orchestrator_flags,
     normalize_name,
     sampling_params,
@@ -70,11 +71,12 @@ def test_what_orchestrator_mode_cannot_do_is_wrong_usage(
     assert raised.value.hint
 
 
-def test_lossless_check_compares_a_drafter() -> None:
-    check_lossless_flags(check_lossless=True, has_drafter=True)
-    check_lossless_flags(check_lossless=False, has_drafter=False)
-    with pytest.raises(UsageError, match="there is no drafter") as raised:
-        check_lossless_flags(check_lossless=True, has_drafter=False)
+@pytest.mark.parametrize(("check_lossless", "draft_len"), [(True, None), (False, "auto")])
+def test_what_needs_a_drafter_says_so(check_lossless: bool, draft_len: DraftLen | None) -> None:
+    check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=True)
+    check_drafter_flags(check_lossless=False, draft_len="fixed", has_drafter=False)
+    with pytest.raises(UsageError, match="there is no(ne| drafter)") as raised:
+        check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=False)
     assert raised.value.hint
 
 

@@ -73,6 +73,19 @@ def test_only_the_part_that_is_right_is_sent() -> None:
     assert set(lengths[30:-4]) == {3}
 
 
+def test_steps_without_a_proposal_are_no_reason_to_look_less() -> None:
+    """A lookup that rarely finds anything is still asked at every step."""
+
+    class Rare(Sayer):
+        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+            drafts = super().propose(sequences, max_draft_len)
+            return drafts if sequences[0].num_generated % 37 == 0 else [Draft([])] * len(sequences)
+
+    sayer = Rare(OUTPUT, [True] * 400)
+    lengths = drafted(OUTPUT, AdaptiveDrafter(sayer, price(0.01)))
+    assert len(sayer.asked) == len(lengths) and sum(length > 0 for length in lengths) >= 3
+
+
 def test_being_off_is_left_again_when_drafts_are_right() -> None:
     """What is not sent is learned from: drafts were wrong for 200 tokens, and are right from then on."""
     lengths = drafted(OUTPUT, AdaptiveDrafter(Sayer(OUTPUT, [i >= 200 for i in range(400)]), price(0.1)))
@@ -112,7 +125,7 @@ def test_draft_model_that_is_right_is_used_again() -> None:
     assert sum(lengths[100:190]) < 10 and max(lengths[190:]) >= 5
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.floats(0, 2), st.integers(1, 10))
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.floats(0, 2, allow_subnormal=False), st.integers(1, 10))
 def test_drafts_are_beginnings_of_the_drafters_own(output: list[int], per_token: float, max_draft_len: int) -> None:
     plain, adaptive = SuffixDrafter(), AdaptiveDrafter(SuffixDrafter(), price(per_token))
     sequence = Sequence.start(Request(0, (1, 2), 100))

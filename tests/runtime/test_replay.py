@@ -49,7 +49,7 @@ MAKE_DRAFTER: dict[str, Callable[[], Drafter]] = {
         SuffixDrafter(), lambda batch_size, context_len, draft_len: 1 + 0.1 * draft_len
     ),
     "adaptive, public": lambda: AdaptiveDrafter(
-        NgramDrafter(3, pool=NgramPool()), lambda batch_size, context_len, draft_len: 1 + 0.02 * draft_len * batch_size
+        NgramDrafter(3, pool=NgramPool()), lambda batch_size, context_len, draft_len: 1 + 0.004 * draft_len * batch_size
     ),
     "chain": lambda: ChainDrafter([NgramDrafter(4, min_matching_ngram_size=3), SuffixDrafter(pool=NgramPool())]),
 }

@@ -1,0 +1,260 @@
+"""`specdec tune`: what it counts is what a live run counts, what it recommends is what it measured, and its errors."""
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Specdec, assert_valid, edit_json, tree
+from test_cli_errors import assert_one_clear_error
+from tiny import VOCAB_SIZE, make_model, repetitive_prompt
+from transformers import PreTrainedTokenizerFast
+
+SPEC_BENCH = Path(__file__).parents[1] / "data" / "traces.jsonl"
+OUTPUT_LEN = 40
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts that repeat themselves, in two categories."""
+    rows = [{"prompt_ids": repetitive_prompt(i, 30 + 7 * i), "category": "ab"[i % 2]} for i in range(5)]
+    return write_lines(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import build_tiny
+
+    directory = tmp_path_factory.mktemp("tuned")
+    make_model("llama").save_pretrained(directory / "model")
+    return build_tiny(directory / "model", directory)
+
+
+@pytest.fixture(scope="module")
+def tuned(
+    specdec_process: Specdec, engine_dir: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path]:
+    """The document of a tuned engine and its profile."""
+    profile = tmp_path_factory.mktemp("profile") / "tuned.json"
+    arguments = ["--input-file", prompts, "--max-output-len", OUTPUT_LEN, "--output", profile, "--json"]
+    return specdec_process("tune", "--engine-dir", engine_dir, *arguments).document, profile
+
+
+def run_with(specdec: Specdec, engine_dir: Path, prompts: Path, flags: str) -> dict[str, Any]:
+    arguments = ["--engine-dir", engine_dir, "--input-file", prompts, "--max-output-len", OUTPUT_LEN, "--json"]
+    return specdec("run", *arguments, *shlex.split(flags)).document
+
+
+def of(document: dict[str, Any], flags: str) -> dict[str, Any]:
+    return next(candidate for candidate in document["candidates"] if candidate["flags"] == flags)
+
+
+def test_counts_are_those_of_live_runs(
+    specdec: Specdec, engine_dir: Path, prompts: Path, tuned: tuple[dict[str, Any], Path]
+) -> None:
+    """One request at a time, as `tune` times them: a run answers together what fits a batch, which `auto` notices."""
+    document, _ = tuned
+    assert_valid("tune", document)
+    assert len(document["candidates"]) > 20
+    for candidate in document["candidates"]:
+        if candidate["draft_len"] == "auto":
+            continue
+        total = run_with(specdec, engine_dir, prompts, candidate["flags"])["total"]
+        for key, value in candidate["total"].items():
+            if key != "num_reused_tokens":
+                assert value == total[key], (candidate["flags"], key)
+    for timed in document["timed"]:
+        same = {key: value for key, value in timed["measured"].items() if key != "num_reused_tokens"}
+        assert same == {key: timed["replayed"][key] for key in same}
+
+
+def test_public_pools_and_batches_count_as_live_runs(specdec: Specdec, engine_dir: Path, prompts: Path) -> None:
+    """The engine takes batches of 4, in which `run` answers; a group's outputs are found by the next group only."""
+    arguments = ["--input-file", prompts, "--max-output-len", OUTPUT_LEN, "--batch-size", 4, "--ngram-pool", "public"]
+    document = specdec("tune", "--engine-dir", engine_dir, *arguments, "--json").document
+    public = [c for c in document["candidates"] if "public" in c["flags"]]
+    assert len({json.dumps(c["drafter"]) for c in public}) >= 2
+    for candidate in public:
+        if candidate["draft_len"] == "fixed":
+            total = run_with(specdec, engine_dir, prompts, candidate["flags"])["total"]
+            assert candidate["total"]["tokens_per_step"] == total["tokens_per_step"], candidate["flags"]
+            assert candidate["num_iterations"] == total["num_iterations"]
+    for timed in document["timed"]:
+        assert timed["measured"]["num_steps"] == timed["replayed"]["num_steps"]
+
+
+def test_the_profile_makes_run_draft_as_recommended(
+    specdec: Specdec, engine_dir: Path, prompts: Path, tuned: tuple[dict[str, Any], Path]
+) -> None:
+    document, profile = tuned
+    recommended, written = document["recommended"], json.loads(profile.read_text())
+    assert (written["drafter"], written["draft_len"]) == (recommended["drafter"], recommended["draft_len"])
+    assert recommended["flags"] in {timed["flags"] for timed in document["timed"]}
+    by_profile = run_with(specdec, engine_dir, prompts, f"--profile {profile}")
+    by_flags = run_with(specdec, engine_dir, prompts, recommended["flags"])
+    assert {**by_profile["settings"], "profile": None} == by_flags["settings"]
+    for key in ("num_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
+        assert by_profile["total"][key] == by_flags["total"][key]
+
+
+def test_categories_add_up(tuned: tuple[dict[str, Any], Path]) -> None:
+    for candidate in tuned[0]["candidates"]:
+        assert set(candidate["by_category"]) == {"a", "b"}
+        for key in ("num_steps", "num_generated_tokens", "num_accepted_draft_tokens"):
+            assert candidate["total"][key] == sum(counts[key] for counts in candidate["by_category"].values())
+
+
+def test_speedups_and_ratio_follow_from_times(tuned: tuple[dict[str, Any], Path]) -> None:
+    document, _ = tuned
+    none = document["timed"][0]
+    assert none["drafter"] is None and none["predicted_s"] == pytest.approx(none["measured_s"])
+    for timed in document["timed"]:
+        by_batch = [sorted(times) for times in zip(*timed["batches_s"], strict=True)]
+        middle = [(times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2 for times in by_batch]
+        assert timed["measured_s"] == pytest.approx(sum(middle))
+        assert timed["measured_speedup"] == pytest.approx(none["measured_s"] / timed["measured_s"])
+        assert timed["predicted_speedup"] == pytest.approx(none["predicted_s"] / timed["predicted_s"])
+        assert timed["ratio"] == pytest.approx(timed["predicted_s"] / timed["measured_s"])
+    best = [c["flags"] for c in document["candidates"] if c["drafter"]][:3]
+    assert [timed["flags"] for timed in document["timed"]] == ["", *best]
+    seconds = [candidate["predicted_s"] for candidate in document["candidates"]]
+    assert seconds == sorted(seconds)
+
+
+def test_without_an_engine_traces_are_counted(specdec: Specdec) -> None:
+    """The recorded figures are those of `tests/runtime/test_replay.py`'s own count, by `replay`."""
+    from commands.traces import read_traces
+    from runtime.drafters.ngram import NgramDrafter
+    from runtime.replay import replay
+    from runtime.stats import sum_stats
+
+    arguments = ["--traces", SPEC_BENCH, "--ngram-config", "[10,3,[0]]", "--ngram-ranking", "leftmost"]
+    document = specdec("tune", *arguments, "--json").document
+    assert_valid("tune", document)
+    assert (document["timed"], document["factor"], document["recommended"]) == (None, None, None)
+    lengths = [c["drafter"]["max_draft_len"] for c in document["candidates"] if c["drafter"]]
+    assert sorted(lengths) == [1, 2, 3, 4, 6, 8, 10]
+    for candidate in document["candidates"]:
+        if candidate["drafter"]:
+            max_draft_len = candidate["drafter"]["max_draft_len"]
+            expected = replay(read_traces(SPEC_BENCH, None), NgramDrafter(3, ranking="leftmost"), max_draft_len)
+            assert candidate["total"] == sum_stats(expected).counts(max_draft_len)
+    shown = specdec("tune", *arguments).stdout
+    assert f"{document['candidates'][0]['total']['tokens_per_step']:.3f}" in shown
+
+
+def test_only_the_named_drafter_is_tried(specdec: Specdec, engine_dir: Path, prompts: Path) -> None:
+    arguments = ["--input-file", prompts, "--max-output-len", 9, "--suffix-config", "[5,[0]]", "--max-draft-len", 4]
+    document = specdec("tune", "--engine-dir", engine_dir, *arguments, "--json").document
+    tried = {
+        (c["drafter"]["name"], c["drafter"]["max_draft_len"], c["draft_len"])
+        for c in document["candidates"]
+        if c["drafter"]
+    }
+    assert tried == {("suffix", n, "fixed") for n in (1, 2, 3, 4)} | {("suffix", 4, "auto")}
+
+
+def test_many_traces_are_screened(specdec: Specdec, tmp_path: Path) -> None:
+    rows = [{"prompt_ids": [i % 7], "output_ids": [(i + j) % 9 for j in range(500)]} for i in range(100)]
+    document = specdec(
+        "tune", "--traces", write_lines(tmp_path / "t.jsonl", rows), "--max-draft-len", 1, "--json"
+    ).document
+    assert_valid("tune", document)
+    assert len(document["screened"]) == 8 and document["screened"][0]["num_traces"] == 50
+    assert all(c["total"]["num_generated_tokens"] == 50_000 for c in document["candidates"])
+
+
+def test_traces_that_do_not_fit_are_left_out_and_counted(specdec: Specdec, engine_dir: Path, tmp_path: Path) -> None:
+    rows = [
+        {"prompt_ids": repetitive_prompt(0, 20), "output_ids": [5, 6, 7, 5, 6, 7]},
+        {"prompt_ids": [5] * 97, "output_ids": [5]},
+        {"prompt_ids": [5] * 90, "output_ids": [5] * 80},
+    ]
+    traces = write_lines(tmp_path / "t.jsonl", rows)
+    result = specdec("tune", "--engine-dir", engine_dir, "--traces", traces, "--json")
+    assert result.document["num_traces"] == 1
+    assert "they do not fit the engine: 2 of 3" in result.stderr
+    result = specdec("tune", "--engine-dir", engine_dir, "--traces", write_lines(traces, rows[1:]))
+    assert_one_clear_error(result, 1, ("none of the 2 requests fits the engine", "max_input_len 96", "97 tokens"))
+
+
+def test_traces_of_another_model_are_a_warning(specdec: Specdec, engine_dir: Path, tmp_path: Path) -> None:
+    rows = [{"prompt_ids": repetitive_prompt(i, 20), "output_ids": [3 + i] * 10} for i in range(3)]
+    result = specdec("tune", "--engine-dir", engine_dir, "--traces", write_lines(tmp_path / "t.jsonl", rows), "--json")
+    assert result.exit_code == 0
+    assert "does not answer as in the traces, so predictions are off: 3 of 3" in result.stderr
+
+
+def test_quiet_prints_the_flags_or_nothing(specdec: Specdec, engine_dir: Path, prompts: Path) -> None:
+    arguments = ["--engine-dir", engine_dir, "--input-file", prompts, "--max-output-len", 9, "--quiet"]
+    quiet = specdec("tune", *arguments)
+    assert quiet.exit_code == 0 and len(quiet.stdout.splitlines()) == 1
+    assert quiet.stdout.startswith(("--ngram-config", "--suffix-config", "\n"))
+    assert specdec("tune", "--traces", SPEC_BENCH, "--quiet").stdout == ""
+
+
+TUNE = "tune --engine-dir engine "
+BAD_LINES = '{"prompt_ids": [5], "output_ids": [6]}\n'
+# In a directory with `engine`, `t.jsonl` (traces) and `p.jsonl` (prompts).
+MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] = [
+    ("tune", 2, ("nothing to tune for", "`--engine-dir`"), None),
+    ("tune --input-text hi", 2, ("nothing to tune for",), None),
+    (TUNE, 2, ("no prompt given",), None),
+    (TUNE + "--traces t.jsonl --input-file p.jsonl", 2, ("`--input-file` cannot be given with `--traces`",), None),
+    (TUNE + "--traces t.jsonl --max-output-len 9", 2, ("`--max-output-len` cannot be given with `--traces`",), None),
+    ("tune --traces t.jsonl --output x.json", 2, ("`--output` needs `--engine-dir`: x.json",), None),
+    ("tune --traces t.jsonl --batch-size 2", 2, ("`--batch-size` needs `--engine-dir`: 2",), None),
+    ("tune --traces t.jsonl --end-id 0", 2, ("`--end-id` needs `--engine-dir`: 0",), None),
+    ("tune --traces t.jsonl --ngram-ranking recent", 2, ("`--ngram-ranking` is for n-gram lookup",), None),
+    ("tune --traces t.jsonl --ngram-config [4,2,[0]] --suffix-config [4,[0]]", 2, ("cannot be given together",), None),
+    ("tune --traces t.jsonl --suffix-config [4,[0]] --max-draft-len 5", 2, ("exceeds the drafter's own, 4: 5",), None),
+    ("tune --traces none.jsonl", 1, ("No such file", "none.jsonl"), None),
+    ("tune --traces t.jsonl", 1, ("line 2 of t.jsonl needs either `output` or `output_ids`", "['prompt_ids']"),
+     lambda d: (d / "t.jsonl").write_text(BAD_LINES + '{"prompt_ids": [5]}\n')),
+    ("tune --traces t.jsonl", 1, ("`output_ids` on line 2 of t.jsonl holds no token id",),
+     lambda d: (d / "t.jsonl").write_text(BAD_LINES + '{"prompt_ids": [5], "output_ids": []}\n')),
+    ("tune --traces t.jsonl", 1, ("no tokenizer for a text, `prompt` on line 1", "`--tokenizer-dir`"),
+     lambda d: (d / "t.jsonl").write_text('{"prompt": "a", "output": "b"}\n')),
+    ("tune --traces t.jsonl", 1, ("the file is empty: t.jsonl",), lambda d: (d / "t.jsonl").write_text("")),
+    ("tune --traces t.jsonl --tokenizer-dir tok", 1, ("line 1 of t.jsonl has an id outside", "300: 300"),
+     lambda d: (d / "t.jsonl").write_text('{"prompt_ids": [5], "output_ids": [300]}')),
+    (TUNE + "--traces t.jsonl", 1, (f"line 1 of t.jsonl has an id outside the vocabulary of {VOCAB_SIZE}: 40",),
+     lambda d: (d / "t.jsonl").write_text('{"prompt_ids": [5], "output_ids": [40]}')),
+    (TUNE + "--traces t.jsonl --output none/x.json", 1, ("cannot write the file", "none/x.json"), None),
+    (TUNE + "--traces t.jsonl --output t.jsonl", 2, ("would replace what is read: t.jsonl",), None),
+    (TUNE + "--traces t.jsonl --batch-size 5", 1, ("max_batch_size 4: 5",), None),
+    (TUNE + "--traces t.jsonl --max-draft-len 11", 1, ("takes drafts of at most 10 tokens", "11"), None),
+    (TUNE + "--traces t.jsonl --ngram-config [4,2,[0]] --ngram-corpus none", 1, ("no such corpus: none",), None),
+    ("tune --engine-dir none --traces t.jsonl", 1, ("none",), None),
+    (TUNE + "--traces t.jsonl", 1, ("nothing is known of what the engine's steps cost", "`specdec build`"),
+     lambda d: edit_json(d / "engine" / "config.json", step_costs=[])),
+    (TUNE + "--traces t.jsonl", 1, ("built without drafts", "draft_tokens_external"),
+     lambda d: edit_json(d / "engine" / "config.json", build_config__max_draft_len=0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "exit_code", "words", "change"), MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_mistake_is_one_clear_error_and_leaves_nothing(
+    command: str, exit_code: int, words: tuple[str, ...], change: Callable[[Path], Any] | None, specdec: Specdec,
+    engine_dir: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:  # fmt: skip
+    import shutil
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(engine_dir, "engine")
+    shutil.copy(prompts, "p.jsonl")
+    tokenizer.save_pretrained("tok")
+    Path("t.jsonl").write_text(BAD_LINES)
+    if change:
+        change(tmp_path)
+    before = tree(tmp_path)
+    assert_one_clear_error(specdec(*shlex.split(command)), exit_code, words)
+    assert tree(tmp_path) == before

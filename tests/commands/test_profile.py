@@ -1,0 +1,177 @@
+"""Profiles: what `tune` wrote is what `run` and `summarize` use, for the same engine only."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import PROMPT, PROMPTS, Specdec, assert_valid, each, edit_json, ids_of
+from test_cli_errors import assert_one_clear_error
+
+from commands.drafter_settings import NgramSettings, SuffixSettings
+from commands.profile import Figures, Profile, ProfileEngine, engine_digest, read_profile, write_profile
+from runtime.bundle import read_engine_config
+
+FIGURES = Figures(8, 1, 1.5, 0.25, 0.9, 1.4, 1.0, 1.25)
+NGRAM = NgramSettings(4, 3, 0, min_matching_ngram_size=2, ranking="frequent", pool="public")
+
+
+@pytest.fixture
+def profile(llama_uncompiled_dir: Path) -> Profile:
+    digest = engine_digest(read_engine_config(llama_uncompiled_dir))
+    return Profile(ProfileEngine(str(llama_uncompiled_dir), digest), NGRAM, "fixed", FIGURES)
+
+
+@pytest.fixture
+def path(profile: Profile, tmp_path: Path) -> Path:
+    write_profile(tmp_path / "tuned.json", profile)
+    return tmp_path / "tuned.json"
+
+
+@pytest.mark.parametrize("drafter", [NGRAM, replace(NGRAM, corpus=Path("/c")), SuffixSettings(9, 0, "public"), None])
+def test_what_is_written_is_what_is_read(drafter: Any, profile: Profile, tmp_path: Path) -> None:
+    written = replace(profile, drafter=drafter, draft_len="auto" if drafter else "fixed")
+    write_profile(tmp_path / "p", written)
+    assert read_profile(tmp_path / "p") == written
+
+
+def test_paths_of_corpora_hold_elsewhere(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_profile(Path("p"), replace(profile, drafter=replace(NGRAM, corpus=Path("c"))))
+    drafter = read_profile(Path("p")).drafter
+    assert isinstance(drafter, NgramSettings) and drafter.corpus == tmp_path / "c"
+
+
+def test_engines_are_told_apart_by_what_they_are_not_by_their_times(llama_uncompiled_dir: Path) -> None:
+    config = read_engine_config(llama_uncompiled_dir)
+    digest = engine_digest(config)
+    assert digest == engine_digest(replace(config, step_costs=(), host_s=9.0))
+    others = [
+        replace(config, dtype="bfloat16"),
+        replace(config, vocab_size=5),
+        replace(config, build_config=replace(config.build_config, max_draft_len=3)),
+        replace(config, environment=replace(config.environment, torch="0")),
+        replace(config, pretrained_config=config.pretrained_config | {"hidden_size": 1}),
+    ]
+    assert len({digest, *map(engine_digest, others)}) == 6
+
+
+@pytest.mark.parametrize("leader", [[], ["--disable-kv-cache-reuse"]], ids=["V1", "V2"])
+@pytest.mark.parametrize("draft_len", ["fixed", "auto"])
+def test_run_drafts_as_the_profile_says(
+    leader: list[str], draft_len: str, specdec: Specdec, profile: Profile, path: Path, llama_uncompiled_dir: Path
+) -> None:
+    write_profile(path, replace(profile, draft_len=draft_len))  # type: ignore[arg-type]
+    common = ["--engine-dir", llama_uncompiled_dir, *each("--input-text", PROMPTS), "--max-output-len", 30, "--json"]
+    document = specdec("run", *common, *leader, "--profile", path).document
+    assert_valid("run", document)
+    flags = ["--ngram-config", "[4,3,[0]]", "--min-matching-ngram-size", 2, "--ngram-ranking", "frequent"]
+    same = specdec("run", *common, *flags, "--ngram-pool", "public", "--draft-len", draft_len).document
+    settings = document["settings"]
+    assert settings["profile"] == str(path) and same["settings"]["profile"] is None
+    assert (settings["ngram_config"], settings["draft_len"]) == (same["settings"]["ngram_config"], draft_len)
+    assert ids_of(document) == ids_of(same)
+    if not leader:
+        for key in ("num_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
+            assert document["total"][key] == same["total"][key]
+
+
+def test_summarize_drafts_as_the_profile_says(
+    specdec: Specdec, path: Path, articles: Path, llama_uncompiled_dir: Path
+) -> None:
+    arguments = ["--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--test-engine", "--output-len", 9]
+    document = specdec(
+        "summarize", *arguments, "--max-ite", 2, "--profile", path, "--check-lossless", "--json"
+    ).document
+    assert_valid("summarize", document)
+    assert document["settings"]["profile"] == str(path)
+    assert document["settings"]["ngram_config"]["ranking"] == "frequent"
+    assert document["checks"]["lossless"]["passed"]
+
+
+def test_profile_of_no_drafter_runs_without_one(
+    specdec: Specdec, profile: Profile, path: Path, llama_uncompiled_dir: Path
+) -> None:
+    write_profile(path, replace(profile, drafter=None))
+    arguments = ["run", "--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--profile", path]
+    document = specdec(*arguments, "--max-output-len", 9, "--json").document
+    assert (document["settings"]["drafters"], document["total"]["num_draft_tokens"]) == ([], 0)
+    assert_one_clear_error(specdec(*arguments, "--check-lossless"), 2, ("there is no drafter",))
+
+
+FLAGS = [
+    ["--ngram-config", "[4,2,[0]]"],
+    ["--ngram-pool", "public"],
+    ["--suffix-config", "[4,[0]]"],
+    ["--draft-len", "fixed"],
+    ["--drafter", "a:b"],
+]
+
+
+@pytest.mark.parametrize("command", ["run", "summarize"])
+@pytest.mark.parametrize("flags", FLAGS, ids=[flags[0] for flags in FLAGS])
+def test_flags_that_choose_a_drafter_contradict_a_profile(
+    command: str, flags: list[str], specdec: Specdec, path: Path, llama_uncompiled_dir: Path
+) -> None:
+    inputs = ["--input-text", PROMPT] if command == "run" else ["--test-engine"]
+    result = specdec(command, "--engine-dir", llama_uncompiled_dir, *inputs, "--profile", path, *flags)
+    assert_one_clear_error(result, 2, (f"`{flags[0]}` and `--profile` both say how to draft: {path}",))
+
+
+def test_leader_modes_own_flags_contradict_a_profile_too(specdec: Specdec, path: Path, llama_dir: Path) -> None:
+    result = specdec("run", "--input-text", PROMPT, "--profile", path, "--spec-decode-algo", "NGRAM")
+    assert_one_clear_error(result, 2, ("`--spec-decode-algo` and `--profile`",))
+    result = specdec("run", "--input-text", PROMPT, "--profile", path, "--model-dir", llama_dir)
+    assert_one_clear_error(result, 2, ("a profile needs `--engine-dir`",))
+
+
+def test_profile_of_another_engine_is_refused(specdec: Specdec, path: Path, llama_uncompiled_dir: Path) -> None:
+    other = path.parent / "other"
+    shutil.copytree(llama_uncompiled_dir, other)
+    edit_json(other / "config.json", build_config__max_batch_size=2)
+    result = specdec("run", "--engine-dir", other, "--input-text", PROMPT, "--profile", path)
+    words = (f"of another engine, {llama_uncompiled_dir}, and not of {other}: {path}", "`specdec tune --engine-dir")
+    assert_one_clear_error(result, 1, words)
+
+
+DAMAGES: list[tuple[str, Any]] = [
+    ("not JSON", "{"),
+    ("the file is empty", ""),
+    ("not a profile", "[]"),
+    ("not a profile", '{"requests": []}'),
+    ("a format this version cannot read (it reads 1): 2", {"format_version": 2}),
+    ("lacks the key: figures", {"figures": None}),
+    ("has an unknown key: extra", {"extra": 1}),
+    ("draft_len` has a value it cannot have: 'short'", {"draft_len": "short"}),
+    ("names no drafter that a profile can have", {"drafter": None}),
+    ("names no drafter that a profile can have", {"drafter__name": "tree"}),
+    ("lacks the key: max_draft_len", {"drafter__max_draft_len": None}),
+    ("has numbers that no drafter can have", {"drafter__max_draft_len": -1}),
+    ("has numbers that no drafter can have", {"drafter__min_matching_ngram_size": 9}),
+    ("ranking` has a value it cannot have: 'best'", {"drafter__ranking": "best"}),
+    ("corpus` has a value it cannot have: 5", {"drafter__corpus": 5}),
+]
+
+
+@pytest.mark.parametrize(("words", "change"), DAMAGES, ids=[str(damage[1]) for damage in DAMAGES])
+def test_damaged_profile_is_one_clear_error(
+    words: str, change: Any, specdec: Specdec, path: Path, llama_uncompiled_dir: Path
+) -> None:
+    if isinstance(change, str):
+        path.write_text(change)
+    else:
+        edit_json(path, **change)
+    result = specdec("run", "--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--profile", path)
+    assert_one_clear_error(result, 1, (words, str(path)))
+
+
+def test_missing_profile_is_one_clear_error(specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+    arguments = ["--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--profile", tmp_path / "none"]
+    assert_one_clear_error(specdec("run", *arguments), 1, ("No such file", str(tmp_path / "none")))
+
+
+def test_profile_is_json_that_says_what_it_is_worth(path: Path) -> None:
+    data = json.loads(path.read_text())
+    assert data["format_version"] == 1 and data["figures"]["measured_speedup"] == 1.25
