@@ -1,7 +1,7 @@
 """Replay counts what a loop with a model counts; speculation by any lookup leaves greedy output as it was."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,14 @@ import torch
 from bench_drafters import read_traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lookups import MAKE_DRAFTER
 from tiny import hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from runtime import leader, orchestrator
-from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.chain import ChainDrafter
 from runtime.drafters.ngram import NgramDrafter
 from runtime.drafters.pool import NgramPool
-from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixDrafter
 from runtime.drafters.tree import ROOT, Tree, TreeDrafter
 from runtime.engine import Engine
@@ -34,25 +32,6 @@ SAMPLE = Path(__file__).parents[1] / "data" / "traces.jsonl"
 SPEC_BENCH = Path(__file__).parents[2] / "../shared/data/spec_bench/vicuna_traces.jsonl"
 needs_spec_bench = pytest.mark.skipif(not SPEC_BENCH.is_file(), reason="shared data spec_bench is absent")
 
-MAKE_DRAFTER: dict[str, Callable[[], Drafter]] = {
-    "oldest": lambda: NgramDrafter(3),
-    "leftmost": lambda: NgramDrafter(3, ranking="leftmost"),
-    "recent": lambda: NgramDrafter(3, ranking="recent"),
-    "frequent": lambda: NgramDrafter(3, ranking="frequent"),
-    "frequent, from 2 tokens": lambda: NgramDrafter(4, min_matching_ngram_size=2, ranking="frequent"),
-    "frequent, public": lambda: NgramDrafter(3, ranking="frequent", pool=NgramPool()),
-    "suffix": lambda: SuffixDrafter(),
-    "suffix, growth": lambda: SuffixDrafter(growth=2),
-    "suffix, public": lambda: SuffixDrafter(pool=NgramPool()),
-    "suffix, small pool": lambda: SuffixDrafter(pool=NgramPool(max_tokens=30)),
-    "adaptive": lambda: AdaptiveDrafter(
-        SuffixDrafter(), lambda batch_size, context_len, draft_len: 1 + 0.1 * draft_len
-    ),
-    "adaptive, public": lambda: AdaptiveDrafter(
-        NgramDrafter(3, pool=NgramPool()), lambda batch_size, context_len, draft_len: 1 + 0.004 * draft_len * batch_size
-    ),
-    "chain": lambda: ChainDrafter([NgramDrafter(4, min_matching_ngram_size=3), SuffixDrafter(pool=NgramPool())]),
-}
 LOOPS: dict[str, Any] = {"orchestrator": orchestrator, "leader": leader}
 
 

@@ -1,0 +1,74 @@
+"""Real models' greedy outputs are the same with every kind of lookup: the shipped demo target, and stories260k."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lookups import MAKE_DRAFTER
+from tiny import hf_greedy, make_build
+from transformers import AutoModelForCausalLM
+
+from commands.models import resolve_model
+from runtime import leader, orchestrator
+from runtime.build import build_engine
+from runtime.checkpoint import convert
+from runtime.engine import Engine
+from runtime.files import read_json
+from runtime.request import Request, Sequence
+
+STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
+NUM_NEW_TOKENS = 60
+LOOPS: dict[str, Any] = {"orchestrator": orchestrator, "leader": leader}
+
+
+def open_engine(model_dir: Path, work_dir: Path) -> Engine:
+    convert(model_dir, work_dir / "checkpoint", "float32", replace=False, progress=lambda *_: None)
+    build = make_build(max_input_len=128, max_seq_len=256)
+    build_engine(
+        work_dir / "checkpoint", work_dir / "engine", build, torch.device("cpu"), replace=False, phase=lambda _: None
+    )
+    return Engine.open(work_dir / "engine")
+
+
+def outputs(steps: Iterable[tuple[Sequence, list[int]]]) -> dict[int, list[int]]:
+    return {s.request.id: s.output_tokens for s, _ in steps if s.finish_reason is not None}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, list[Request], dict[int, list[int]]]]:
+    """The demo target, five prompts made of token ids that come again and again, and Hugging Face's answers."""
+    model_dir = resolve_model("demo")
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 60, (30 + 10 * i,), generator=generator).tolist() for i in range(5)]
+    requests = [Request(i, tuple(prompt), NUM_NEW_TOKENS) for i, prompt in enumerate(prompts)]
+    expected = {i: hf_greedy(model, prompt, NUM_NEW_TOKENS) for i, prompt in enumerate(prompts)}
+    with open_engine(model_dir, tmp_path_factory.mktemp("demo")) as engine:
+        yield engine, requests, expected
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("drafter", MAKE_DRAFTER)
+def test_demo_answers_as_hugging_face_does(
+    drafter: str, loop: str, demo: tuple[Engine, list[Request], dict[int, list[int]]]
+) -> None:
+    engine, requests, expected = demo
+    assert outputs(LOOPS[loop].generate(engine, requests, MAKE_DRAFTER[drafter](), 10)) == expected
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with open_engine(STORIES_DIR, tmp_path_factory.mktemp("stories")) as engine:
+        yield engine
+
+
+@pytest.mark.skipif(not STORIES_DIR.is_dir(), reason="shared data stories260k is absent")
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("drafter", MAKE_DRAFTER)
+def test_stories260k_equals_its_reference(drafter: str, loop: str, stories: Engine) -> None:
+    reference = read_json(STORIES_DIR / "reference.json")
+    requests = [Request(i, tuple(reference["prompt_ids"]), len(reference["greedy_ids"])) for i in range(3)]
+    generated = outputs(LOOPS[loop].generate(stories, requests, MAKE_DRAFTER[drafter](), 10))
+    assert generated == dict.fromkeys(range(3), reference["greedy_ids"])
