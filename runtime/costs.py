@@ -48,7 +48,9 @@ class CostModel:
 
 
 def _in_grid(grid: Grid, context_len: int, num_tokens: int) -> float:
-    return _on_lines({c: _on_lines(row, num_tokens) for c, row in grid.items()}, context_len)
+    """Pieces of prompts are measured after fewer contexts than generation steps; between those they are looked up."""
+    rows = {c: row for c, row in grid.items() if max(row) >= num_tokens} or grid
+    return _on_lines({c: _on_lines(row, num_tokens) for c, row in rows.items()}, context_len)
 
 
 def _on_lines(points: dict[int, float], x: int) -> float:

@@ -39,6 +39,15 @@ def test_lines_are_those_of_numpy(num_tokens: int) -> None:
     assert model.step_s(1, 7, num_tokens) == pytest.approx(np.interp(num_tokens, list(seconds), list(seconds.values())))
 
 
+def test_pieces_of_prompts_are_looked_up_where_they_were_measured() -> None:
+    """After 512 tokens only steps of 1 and 2 were: the line through these two says nothing about 300."""
+    pieces = [StepCost(1, context_len, n, n / 1000) for context_len in (0, 2048) for n in (1, 2, 512)]
+    steps = [StepCost(1, 512, 1, 0.001), StepCost(1, 512, 2, 0.009)]
+    model = CostModel([*pieces, *steps], 0.0)
+    assert model.step_s(1, 512, 300) == pytest.approx(0.3)
+    assert model.step_s(1, 512, 2) == pytest.approx(0.009)
+
+
 def test_line_through_noise_never_gives_steps_for_nothing() -> None:
     model = CostModel([StepCost(1, 64, 1, 0.010), StepCost(1, 512, 1, 0.008)], 0.0)
     assert model.step_s(1, 5000, 1) == pytest.approx(0.004)
