@@ -89,12 +89,21 @@ def build_engine(
             compiler_note=note,
         )
         phase("measuring steps")
-        with Engine(config, step, device, cache_for_measuring(build)) as engine:
-            config = dataclasses.replace(config, step_costs=measure_steps(engine), host_s=measure_host(engine))
+        config = _with_costs(config, step, device)
         phase("writing the engine")
         copy_tokenizer_files(checkpoint_dir, directory)
         write_json(directory / "config.json", as_json(config))
     return config
+
+
+def _with_costs(config: EngineConfig, step: StepFunction, device: torch.device) -> EngineConfig:
+    """The config with what steps cost, or without where there is no memory to measure them: it may still run."""
+    try:
+        engine = Engine(config, step, device, cache_for_measuring(config.build_config))
+    except SpecDecError:
+        return config
+    with engine:
+        return dataclasses.replace(config, step_costs=measure_steps(engine), host_s=measure_host(engine))
 
 
 def default_max_seq_len(checkpoint_dir: Path) -> int:

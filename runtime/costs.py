@@ -26,7 +26,10 @@ class CostModel:
         for cost in costs:
             self._grids.setdefault(cost.batch_size, {}).setdefault(cost.context_len, {})[cost.num_tokens] = cost.seconds
         if not self._grids:
-            raise SpecDecError("nothing is known of what the engine's steps cost", hint="run `specdec build` again")
+            raise SpecDecError(
+                "nothing is known of what the engine's steps cost",
+                hint="run `specdec build` again, with memory free for a K/V cache to measure them with",
+            )
         self._known: dict[tuple[int, int, int], float] = {}
 
     def step_s(self, batch_size: int, context_len: int, num_tokens: int) -> float:

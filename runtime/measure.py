@@ -14,7 +14,10 @@ from runtime.stats import LoopTimes
 _CONTEXT_LENS = (64, 512, 2048)
 _CONTEXT_NUM_TOKENS = (64, 256, 512)
 """Pieces of prompts, beside the short rows of generation steps."""
-_MIN_PASSES, _MAX_PASSES, _MAX_S = 3, 5, 15.0
+_BATCH_SIZES = (1, 2, 4, 8)
+"""Beyond them, and between, the cost model goes on in straight lines: memory and time for measuring stay bounded."""
+_MAX_PASSES, _MAX_S = 5, 15.0
+"""Of a model that is too slow for that one pass is measured, after one that warms up."""
 _NUM_HOST_STEPS = 24
 
 
@@ -22,7 +25,7 @@ def cache_for_measuring(build: BuildConfig) -> KVCacheConfig:
     """Room for what `measure_steps` does, and no more."""
     num_tokens = min(_CONTEXT_LENS[-1] + _CONTEXT_NUM_TOKENS[-1], build.max_seq_len)
     num_blocks = -(-num_tokens // build.tokens_per_block)
-    return KVCacheConfig(max_tokens=build.max_batch_size * num_blocks * build.tokens_per_block)
+    return KVCacheConfig(max_tokens=_batch_sizes(build)[-1] * num_blocks * build.tokens_per_block)
 
 
 def measure_steps(engine: Engine) -> tuple[StepCost, ...]:
@@ -35,7 +38,7 @@ def measure_steps(engine: Engine) -> tuple[StepCost, ...]:
     seconds: list[list[float]] = [[] for _ in cells]
     start = time.perf_counter()
     for i in range(_MAX_PASSES + 1):
-        if i > _MIN_PASSES and time.perf_counter() - start > _MAX_S:
+        if i > 1 and time.perf_counter() - start > _MAX_S:
             break
         for (batch_size, context_len, num_tokens), times in zip(cells, seconds, strict=True):
             num_logits = num_tokens if num_tokens <= engine.max_draft_len + 1 else 1
@@ -64,14 +67,17 @@ def _cells(engine: Engine) -> Iterator[tuple[int, int, int]]:
     build = engine.config.build_config
     longest = max(build.max_request_len - build.max_draft_len - 1, 0)
     context_lens = sorted({min(context_len, longest) for context_len in _CONTEXT_LENS})
-    batch_sizes = [2**i for i in range(build.max_batch_size.bit_length())]
-    for batch_size in sorted({*batch_sizes, build.max_batch_size}):
+    for batch_size in _batch_sizes(build):
         for context_len in context_lens:
             for num_tokens in range(1, build.max_draft_len + 2):
                 yield batch_size, context_len, num_tokens
     for context_len in (0, context_lens[-1]):
         for num_tokens in (1, *_CONTEXT_NUM_TOKENS):
             yield 1, context_len, num_tokens
+
+
+def _batch_sizes(build: BuildConfig) -> list[int]:
+    return sorted({min(batch_size, build.max_batch_size) for batch_size in _BATCH_SIZES})
 
 
 def _fits(engine: Engine, batch_size: int, context_len: int, num_tokens: int) -> bool:

@@ -171,7 +171,13 @@ def test_engine_names_what_it_was_built_for(build: Command, tmp_path: Path, devi
 
 def test_phases_are_named_on_stderr_and_timed_on_stdout(build: Command) -> None:
     result = build()
-    phases = ["loading the checkpoint", "compiling the step", "checking the logits", "measuring steps", "writing the engine"]
+    phases = [
+        "loading the checkpoint",
+        "compiling the step",
+        "checking the logits",
+        "measuring steps",
+        "writing the engine",
+    ]
     assert [line.split(" s  ")[1] for line in result.stderr.splitlines()] == phases
     assert all(phase in " ".join(result.stdout.split()) for phase in phases[:3])
     assert "logits check" in result.stdout

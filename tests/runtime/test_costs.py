@@ -4,13 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import make_build
 
+from runtime.build import build_engine
 from runtime.bundle import read_engine_config
 from runtime.config import StepCost
 from runtime.costs import CostModel
 from runtime.errors import SpecDecError
+from runtime.measure import cache_for_measuring
 
 TABLE = [
     StepCost(batch_size, context_len, num_tokens, 1e-3 * (batch_size * (2 + num_tokens) + context_len / 100))
@@ -73,8 +77,29 @@ def test_build_measures_every_draft_length_and_never_beyond_the_model(llama_engi
     config = read_engine_config(llama_engine_dir)
     build = config.build_config
     short = {(c.batch_size, c.num_tokens) for c in config.step_costs if c.num_tokens <= build.max_draft_len + 1}
-    batch_sizes = {1, build.max_batch_size}
+    batch_sizes = {1, 2, build.max_batch_size}
     assert {(b, n) for b in batch_sizes for n in range(1, build.max_draft_len + 2)} <= short
     assert all(0 < c.seconds < 60 for c in config.step_costs) and 0 < config.host_s < 1
     assert max(c.context_len + c.num_tokens for c in config.step_costs) <= build.max_request_len
     assert len({(c.batch_size, c.context_len, c.num_tokens) for c in config.step_costs}) == len(config.step_costs)
+
+
+def test_large_batches_are_not_measured_one_and_all() -> None:
+    """64 sequences of 2,560 tokens would take more memory than many a machine on which the engine runs has."""
+    build = make_build(max_batch_size=64, max_input_len=4000, max_seq_len=8000, tokens_per_block=32)
+    assert cache_for_measuring(build).max_tokens == 8 * 2560
+
+
+def test_engine_is_built_where_there_is_no_memory_to_measure_it(
+    llama_checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.engine._free_memory", lambda device: 1000)
+    build_engine(
+        llama_checkpoint_dir,
+        tmp_path / "engine",
+        make_build(),
+        torch.device("cpu"),
+        replace=False,
+        phase=lambda _: None,
+    )
+    assert read_engine_config(tmp_path / "engine").step_costs == ()
