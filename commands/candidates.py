@@ -4,7 +4,15 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from commands.drafter_settings import DraftLen, NgramOptions, NgramRanking, NgramSettings, SuffixSettings, parse_drafter
+from commands.drafter_settings import (
+    DrafterFlags,
+    DraftLen,
+    NgramOptions,
+    NgramRanking,
+    NgramSettings,
+    SuffixSettings,
+    parse_drafter,
+)
 from runtime.errors import UsageError
 
 LookupSettings = NgramSettings | SuffixSettings
@@ -89,7 +97,7 @@ def named_drafter(ngram_config: str | None, suffix_config: str | None, options: 
     if ngram_config is None and suffix_config is None:
         replace(options, pool=None).check([], "`--ngram-config` names the one drafter to tune")
         return None
-    drafter = parse_drafter(ngram_config, None, None, None, suffix_config=suffix_config, ngram_options=options)
+    drafter = parse_drafter(DrafterFlags(ngram_config, suffix_config, ngram=options))
     assert isinstance(drafter, NgramSettings | SuffixSettings)
     return drafter
 

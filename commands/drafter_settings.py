@@ -35,19 +35,50 @@ class NgramOptions:
     pool: NgramPoolKind | None = None
     corpus: Path | None = None
 
+    def values(self) -> dict[str, object]:
+        """Flags by name."""
+        return {
+            "--ngram-ranking": self.ranking,
+            "--min-matching-ngram-size": self.min_matching_ngram_size,
+            "--ngram-pool": self.pool,
+            "--ngram-corpus": self.corpus,
+        }
+
     def check(self, names: Sequence[DrafterName], hint: str) -> None:
         """UsageError for an option that none of the drafters has."""
-        for flag, value, users in (
-            ("--ngram-ranking", self.ranking, ("ngram",)),
-            ("--min-matching-ngram-size", self.min_matching_ngram_size, ("ngram",)),
-            ("--ngram-pool", self.pool, ("ngram", "suffix")),
-            ("--ngram-corpus", self.corpus, ("ngram",)),
-        ):
+        for flag, value in self.values().items():
+            users = ("ngram", "suffix") if flag == "--ngram-pool" else ("ngram",)
             if value is not None and not set(users) & set(names):
                 raise UsageError(f"`{flag}` is for n-gram lookup: {value}", hint=hint)
 
 
 NO_OPTIONS = NgramOptions()
+
+
+@dataclass(frozen=True)
+class DrafterFlags:
+    """What a command's flags say of drafters; None where nothing was given."""
+
+    ngram_config: str | None = None
+    suffix_config: str | None = None
+    draft_target_model_config: str | None = None
+    draft_engine_dir: Path | None = None
+    drafter: str | None = None
+    drafters: str | None = None
+    ngram: NgramOptions = NO_OPTIONS
+
+    def given(self) -> dict[str, object]:
+        """Flags by name, with their values."""
+        values = {
+            "--ngram-config": self.ngram_config,
+            **self.ngram.values(),
+            "--suffix-config": self.suffix_config,
+            "--draft-target-model-config": self.draft_target_model_config,
+            "--draft-engine-dir": self.draft_engine_dir,
+            "--drafter": self.drafter,
+            "--drafters": self.drafters,
+        }
+        return {flag: value for flag, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -160,45 +191,37 @@ def chain(drafters: Sequence[OneDrafterSettings]) -> DrafterSettings | None:
     return ChainSettings(tuple(drafters))
 
 
-def parse_drafter(
-    ngram_config: str | None,
-    draft_target_model_config: str | None,
-    draft_engine_dir: Path | None,
-    drafter: str | None,
-    *,
-    suffix_config: str | None = None,
-    drafters: str | None = None,
-    ngram_options: NgramOptions = NO_OPTIONS,
-) -> DrafterSettings | None:
+def parse_drafter(flags: DrafterFlags) -> DrafterSettings | None:
     """The drafter the flags ask for, None for none; UsageError for two of them without an order, or half of one."""
     configs: dict[DrafterName, str | None] = {
-        "ngram": ngram_config,
-        "suffix": suffix_config,
-        "draft-target": draft_target_model_config,
-        "custom": drafter,
+        "ngram": flags.ngram_config,
+        "suffix": flags.suffix_config,
+        "draft-target": flags.draft_target_model_config,
+        "custom": flags.drafter,
     }
     given = [name for name, text in configs.items() if text is not None]
-    if len(given) > 1 and drafters is None:
-        flags = " and ".join(f"`{_FLAGS[name]}`" for name in given)
+    if len(given) > 1 and flags.drafters is None:
         raise UsageError(
-            f"{flags} cannot be given together",
+            f"{' and '.join(f'`{_FLAGS[name]}`' for name in given)} cannot be given together",
             hint=f"choose one drafter, or say in which order to ask them: `--drafters {','.join(given)}`",
         )
-    names = given if drafters is None else parse_drafter_names(drafters)
+    names = given if flags.drafters is None else parse_drafter_names(flags.drafters)
     for name in names:
         if name not in given:
-            raise UsageError(f"`--drafters` names {name}, which needs `{_FLAGS[name]}`: {drafters}", hint=_form(name))
-    check_all_named(names, [(name, _FLAGS[name]) for name in given], drafters)
-    ngram_options.check(names, f"`--ngram-config` chooses it; its form is {_NGRAM_FORM}")
-    if draft_engine_dir is not None and draft_target_model_config is None:
+            raise UsageError(
+                f"`--drafters` names {name}, which needs `{_FLAGS[name]}`: {flags.drafters}", hint=_form(name)
+            )
+    check_all_named(names, [(name, _FLAGS[name]) for name in given], flags.drafters)
+    flags.ngram.check(names, f"`--ngram-config` chooses it; its form is {_NGRAM_FORM}")
+    if flags.draft_engine_dir is not None and flags.draft_target_model_config is None:
         raise UsageError(
-            f"`--draft-engine-dir` needs `--draft-target-model-config`: {draft_engine_dir}",
+            f"`--draft-engine-dir` needs `--draft-target-model-config`: {flags.draft_engine_dir}",
             hint=f"the form of `--draft-target-model-config` is {_DRAFT_TARGET_FORM}",
         )
     parsers: dict[DrafterName, Callable[[str], OneDrafterSettings]] = {
-        "ngram": lambda text: parse_ngram_config(text).with_options(ngram_options),
-        "suffix": lambda text: parse_suffix_config(text).with_options(ngram_options),
-        "draft-target": lambda text: parse_draft_target_model_config(text, draft_engine_dir),
+        "ngram": lambda text: parse_ngram_config(text).with_options(flags.ngram),
+        "suffix": lambda text: parse_suffix_config(text).with_options(flags.ngram),
+        "draft-target": lambda text: parse_draft_target_model_config(text, flags.draft_engine_dir),
         "custom": parse_custom_drafter,
     }
     return chain([parsers[name](configs[name] or "") for name in names])

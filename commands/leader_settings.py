@@ -82,6 +82,14 @@ class LeaderFlags:
     def are_given(self) -> bool:
         return any(value not in (None, False) for value in vars(self).values())
 
+    def drafting(self) -> dict[str, object]:
+        """The flags that choose a drafter, by name."""
+        return {
+            "--spec-decode-algo": self.algorithm,
+            "--spec-decode-max-draft-len": self.max_draft_len,
+            "--max-matching-ngram-size": self.max_matching_ngram_size,
+        }
+
     def drafter_settings(
         self,
         draft_dir: Path | None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.drafter_settings import NgramOptions, parse_drafter
+from commands.drafter_settings import DrafterFlags, NgramOptions, parse_drafter
 from commands.leader_settings import LeaderFlags, ModelFlags
 from commands.options import (
     INPUT,
@@ -204,43 +204,27 @@ def run(
         disable_overlap_scheduler,
     )
     is_leader = models.are_given or leader.are_given
+    flags = DrafterFlags(
+        ngram_config,
+        suffix_config,
+        draft_target_model_config,
+        draft_engine_dir,
+        drafter,
+        drafters,
+        NgramOptions(ngram_ranking, min_matching_ngram_size, ngram_pool, ngram_corpus),
+    )
     check_profile_flags(
         profile,
         model_dir,
-        {
-            "--ngram-config": ngram_config,
-            "--ngram-ranking": ngram_ranking,
-            "--min-matching-ngram-size": min_matching_ngram_size,
-            "--ngram-pool": ngram_pool,
-            "--ngram-corpus": ngram_corpus,
-            "--suffix-config": suffix_config,
-            "--draft-len": draft_len,
-            "--draft-target-model-config": draft_target_model_config,
-            "--draft-engine-dir": draft_engine_dir,
-            "--drafter": drafter,
-            "--drafters": drafters,
-            "--spec-decode-algo": spec_decode_algo,
-            "--spec-decode-max-draft-len": spec_decode_max_draft_len,
-            "--max-matching-ngram-size": max_matching_ngram_size,
-            "--draft-model-dir": draft_model_dir,
-        },
+        {**flags.given(), "--draft-len": draft_len, **leader.drafting(), "--draft-model-dir": draft_model_dir},
     )
-    ngram_options = NgramOptions(ngram_ranking, min_matching_ngram_size, ngram_pool, ngram_corpus)
     if is_leader:
         _refuse_orchestrator_flags(ngram_config, suffix_config, draft_target_model_config)
         models.check(engine_dir, draft_engine_dir)
         draft_dir = Path(draft_model_dir) if draft_model_dir is not None else draft_engine_dir
-        drafter_settings = leader.drafter_settings(draft_dir, drafter, drafters, ngram_options)
+        drafter_settings = leader.drafter_settings(draft_dir, drafter, drafters, flags.ngram)
     else:
-        drafter_settings = parse_drafter(
-            ngram_config,
-            draft_target_model_config,
-            draft_engine_dir,
-            drafter,
-            suffix_config=suffix_config,
-            drafters=drafters,
-            ngram_options=ngram_options,
-        )
+        drafter_settings = parse_drafter(flags)
     check_orchestrator_flags(
         block_reuse=is_leader or not no_kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.dataset import DEMO, EvalTask, Sample, load_samples, summarization_prompt
-from commands.drafter_settings import DrafterSettings, NgramOptions, parse_drafter
+from commands.drafter_settings import DrafterFlags, DrafterSettings, NgramOptions, parse_drafter
 from commands.options import (
     INPUT,
     OUTPUT,
@@ -163,32 +163,17 @@ def summarize(
 
     The first sample is a warm-up and is run once more. Greedy unless sampling is asked for.
     """
-    check_profile_flags(
-        profile,
-        None,
-        {
-            "--ngram-config": ngram_config,
-            "--ngram-ranking": ngram_ranking,
-            "--min-matching-ngram-size": min_matching_ngram_size,
-            "--ngram-pool": ngram_pool,
-            "--ngram-corpus": ngram_corpus,
-            "--suffix-config": suffix_config,
-            "--draft-len": draft_len,
-            "--draft-target-model-config": draft_target_model_config,
-            "--draft-engine-dir": draft_engine_dir,
-            "--drafter": drafter,
-            "--drafters": drafters,
-        },
-    )
-    drafter_settings: DrafterSettings | None = parse_drafter(
+    flags = DrafterFlags(
         ngram_config,
+        suffix_config,
         draft_target_model_config,
         draft_engine_dir,
         drafter,
-        suffix_config=suffix_config,
-        drafters=drafters,
-        ngram_options=NgramOptions(ngram_ranking, min_matching_ngram_size, ngram_pool, ngram_corpus),
+        drafters,
+        NgramOptions(ngram_ranking, min_matching_ngram_size, ngram_pool, ngram_corpus),
     )
+    check_profile_flags(profile, None, {**flags.given(), "--draft-len": draft_len})
+    drafter_settings: DrafterSettings | None = parse_drafter(flags)
     check_orchestrator_flags(
         block_reuse=not no_kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session
     )

@@ -7,8 +7,10 @@ from typing import Any, get_args
 import pytest
 
 from commands.drafter_settings import (
+    NO_OPTIONS,
     ChainSettings,
     CustomSettings,
+    DrafterFlags,
     DrafterSettings,
     DraftTargetSettings,
     NgramOptions,
@@ -156,7 +158,11 @@ FLAGS = {
 def test_one_drafter_is_enough(given: tuple[str, ...], draft_engine_dir: Path | None) -> None:
     values = [FLAGS[flag] if flag in given else None for flag in FLAGS]
     with pytest.raises(UsageError) as raised:
-        parse_drafter(values[0], values[1], draft_engine_dir, values[2])
+        parse_drafter(
+            DrafterFlags(
+                values[0], draft_target_model_config=values[1], draft_engine_dir=draft_engine_dir, drafter=values[2]
+            )
+        )
     assert raised.value.message == f"{' and '.join(f'`{flag}`' for flag in given)} cannot be given together"
     assert raised.value.hint
 
@@ -164,23 +170,25 @@ def test_one_drafter_is_enough(given: tuple[str, ...], draft_engine_dir: Path | 
 @pytest.mark.parametrize(("ngram_config", "drafter"), [(None, None), ("[10,2,[0]]", None), (None, "my_drafter:make")])
 def test_draft_engine_needs_its_configuration(ngram_config: str | None, drafter: str | None) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_drafter(ngram_config, None, DRAFT, drafter)
+        parse_drafter(DrafterFlags(ngram_config, draft_engine_dir=DRAFT, drafter=drafter))
     assert raised.value.message == "`--draft-engine-dir` needs `--draft-target-model-config`: draft-engine"
     assert raised.value.hint and "[4,[0],[0],False]" in raised.value.hint
 
 
 def test_draft_target_model_config_needs_an_engine() -> None:
     with pytest.raises(UsageError) as raised:
-        parse_drafter(None, "[4,[0],[0],False]", None, None)
+        parse_drafter(DrafterFlags(draft_target_model_config="[4,[0],[0],False]"))
     assert "needs the draft model's engine: [4,[0],[0],False]" in raised.value.message
     assert raised.value.hint and "`--draft-engine-dir`" in raised.value.hint
 
 
 def test_flags_name_their_drafter() -> None:
-    assert parse_drafter(None, None, None, None) is None
-    assert parse_drafter("[10,2,[0]]", None, None, None) == NgramSettings(10, 2, 0)
-    assert parse_drafter(None, "[4,[0],[1],True]", DRAFT, None) == DraftTargetSettings(4, 0, 1, True, DRAFT)
-    assert parse_drafter(None, None, None, "my_drafter:make") == CustomSettings("my_drafter", "make")
+    draft_model = DrafterFlags(draft_target_model_config="[4,[0],[1],True]", draft_engine_dir=DRAFT)
+    assert parse_drafter(DrafterFlags()) is None
+    assert parse_drafter(DrafterFlags("[10,2,[0]]")) == NgramSettings(10, 2, 0)
+    assert parse_drafter(draft_model) == DraftTargetSettings(4, 0, 1, True, DRAFT)
+    assert parse_drafter(DrafterFlags(drafter="my_drafter:make")) == CustomSettings("my_drafter", "make")
+    assert draft_model.given() == {"--draft-target-model-config": "[4,[0],[1],True]", "--draft-engine-dir": DRAFT}
 
 
 @pytest.mark.parametrize("text", ["[10,[0]]", " [ 10 , [ 0 ] ] ", "(10, (0,))"])
@@ -228,9 +236,8 @@ SETTINGS: dict[str, DrafterSettings] = {
 }
 
 
-def parse(**given: Any) -> DrafterSettings | None:
-    values = dict.fromkeys(("ngram_config", "draft_target_model_config", "draft_engine_dir", "drafter"))
-    return parse_drafter(**(values | given))
+def parse(*, ngram_options: NgramOptions = NO_OPTIONS, **given: Any) -> DrafterSettings | None:
+    return parse_drafter(DrafterFlags(**given, ngram=ngram_options))
 
 
 def flags_of(*names: str) -> dict[str, Any]:

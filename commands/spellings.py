@@ -1,0 +1,73 @@
+"""How flags may be spelled: hyphens or underscores, TensorRT-LLM's names, and flags of its that mean nothing here."""
+
+from itertools import islice
+
+# TensorRT-LLM's name -> ours, after underscores have become hyphens.
+_ALIASES = {
+    "test-trt-llm": "test-engine",
+    "prompt-lookup-config": "ngram-config",
+    "tensorrt-llm-rouge1-threshold": "rouge1-threshold",
+    "spec-decode-nextn": "spec-decode-max-draft-len",
+    "eagle-model-dir": "draft-model-dir",
+    "prompt": "input-text",
+    "max-tokens": "max-output-len",
+    "kv-cache-fraction": "kv-cache-free-gpu-memory-fraction",
+}
+
+# Flags of TensorRT-LLM's commands that mean nothing here, and whether a value follows.
+_WITHOUT_EFFECT = {
+    "gemm-plugin": True,
+    "gpt-attention-plugin": True,
+    "nccl-plugin": True,
+    "context-fmha": True,
+    "remove-input-padding": True,
+    "kv-cache-type": True,
+    "reduce-fusion": True,
+    "multiple-profiles": True,
+    "max-num-tokens": True,
+    "opt-num-tokens": True,
+    "profiling-verbosity": True,
+    "workers": True,
+    "load-model-on-cpu": False,
+    "log-level": True,
+    "cuda-graph-mode": False,
+    "multi-block-mode": True,
+    "enable-context-fmha-fp32-acc": False,
+    "data-type": True,
+    "hf-data-type": True,
+    "hf-device-map-auto": False,
+    "use-gpu-direct-storage": False,
+    "fail-fast-on-attention-window-too-large": False,
+}
+
+
+def normalize_name(name: str) -> str:
+    """One spelling for every option: hyphens, and our name where TensorRT-LLM has another."""
+    name = name.replace("_", "-")
+    return _ALIASES.get(name, name)
+
+
+def split_flags_without_effect(arguments: list[str], options_with_value: frozenset[str]) -> tuple[list[str], list[str]]:
+    """The arguments that mean something, and the names of the flags that do not.
+
+    A value is taken along: `--gemm_plugin=float16` and `--gemm_plugin float16` both disappear. Nothing after `--` is
+    touched, and neither is one of the command's own `options_with_value` (normalized names) with its value: a prompt
+    may be `--workers`.
+    """
+    kept: list[str] = []
+    dropped: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--":
+            return [*kept, argument, *rest], dropped
+        flag, equals, _ = argument.partition("=")
+        name = normalize_name(flag.removeprefix("--"))
+        if not flag.startswith("--") or name not in _WITHOUT_EFFECT or name in options_with_value:
+            kept.append(argument)
+            if flag.startswith("--") and name in options_with_value and not equals:
+                kept.extend(islice(rest, 1))
+            continue
+        dropped.append(flag)
+        if _WITHOUT_EFFECT[name] and not equals:
+            next(rest, None)
+    return kept, dropped
