@@ -1,7 +1,9 @@
 """All index arithmetic of a step: sequences and drafts in, the tensors the compiled step takes out."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -11,6 +13,9 @@ from torch import Tensor
 from runtime.kv_cache import NULL_BLOCK
 from runtime.request import Sequence
 
+_ROW_CONTEXT, _CONTEXT_STEP = 4096, 256
+"""One more row costs what a token costs after a context of so many, whose K/V its attention reads once more."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -19,12 +24,14 @@ class Row:
     tokens: list[int]
     start: int
     block_table: list[int]
-    num_logits: int  # of the last tokens; at least 1
+    num_logits: int  # of the last tokens
 
 
 @dataclass(frozen=True)
 class Batch:
     """What the compiled step takes, and nothing else. B rows, padded to the longest: Q tokens, N blocks.
+
+    Several rows may be of one sequence, because all K/V are written before any is read.
 
     Example, block_size 4: a row of tokens at positions 5, 6 with blocks [7, 2] in a batch with Q = 3:
     positions [5, 6, 0], slot_mapping [9, 10, 0] (block 2, offsets 1 and 2; padding goes to the null block).
@@ -54,6 +61,8 @@ def context_row(sequence: Sequence, num_tokens: int) -> Row:
 
 def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
     """The rows' batch. A step has few tokens: lists are faster than a dozen operations on small tensors."""
+    if device.type == "cpu":  # a GPU waits for its memory, and computes padding meanwhile
+        rows = fold(rows)
     Q = max(len(row.tokens) for row in rows)
     N = max(-(-(row.start + len(row.tokens)) // block_size) for row in rows)
     positions: list[list[int]] = []
@@ -73,6 +82,38 @@ def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
     return Batch(*(tensor.to(device) for tensor in batch.tensors()))
+
+
+def fold(rows: Seq[Row]) -> Seq[Row]:
+    """The rows, long ones as several where that leaves less padding: 11, 1 and 1 tokens as 13 rows of one."""
+    context_len = max(row.start for row in rows)
+    width = folded_width(tuple(sorted(len(row.tokens) for row in rows)), context_len // _CONTEXT_STEP * _CONTEXT_STEP)
+    if all(len(row.tokens) <= width for row in rows):
+        return rows
+    return [piece for row in rows for piece in _pieces(row, width)]
+
+
+@lru_cache(maxsize=4096)
+def folded_width(lengths: tuple[int, ...], context_len: int) -> int:
+    """Tokens of the longest row after folding rows of these lengths. Rows of one length stay as they are."""
+    longest, row_cost = max(lengths), context_len / _ROW_CONTEXT
+    if longest == min(lengths):
+        return longest
+    return min(range(longest, 0, -1), key=lambda width: _folded_height(lengths, width) * (width + row_cost))
+
+
+def _folded_height(lengths: Seq[int], width: int) -> int:
+    """Rows after folding to at most `width` tokens."""
+    return sum(-(-length // width) for length in lengths)
+
+
+def _pieces(row: Row, width: int) -> Iterator[Row]:
+    num_tokens = len(row.tokens)
+    for i in range(0, num_tokens, width):
+        tokens = row.tokens[i : i + width]
+        num_after = num_tokens - i - len(tokens)
+        num_logits = min(max(row.num_logits - num_after, 0), len(tokens))
+        yield Row(tokens, row.start + i, row.block_table, num_logits)
 
 
 def at_least_two(batch: Batch) -> Batch:

@@ -1,12 +1,16 @@
 """Packing: worked examples, and slots against the definition block_id x block_size + offset."""
 
+from collections.abc import Sequence as Seq
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import repetitive_prompt
 
-from runtime.batch import Batch, Row, at_least_two, context_row, generation_row, pack
+from runtime.batch import Batch, Row, at_least_two, context_row, fold, folded_width, generation_row, pack
 from runtime.engine import Engine
 from runtime.request import Request, Sequence
 
@@ -17,8 +21,9 @@ def as_lists(batch: Batch) -> list[list[object]]:
     return [tensor.tolist() for tensor in batch.tensors()]
 
 
-def test_example_of_the_docstring() -> None:
+def test_example_of_the_docstring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens at positions 5, 6 with blocks [7, 2] of 4, beside three tokens at the start of block 9."""
+    monkeypatch.setattr("runtime.batch.fold", lambda rows: rows)
     rows = [Row([11, 12], 5, [7, 2], 1), Row([21, 22, 23], 0, [9], 2)]
     assert as_lists(pack(rows, 4, CPU)) == [
         [[11, 12, 0], [21, 22, 23]],
@@ -27,6 +32,63 @@ def test_example_of_the_docstring() -> None:
         [[7, 2], [9, 0]],
         [1, 4, 5],
     ]
+
+
+def test_long_row_among_short_ones_is_several_rows() -> None:
+    """Three tokens at positions 5 to 7, the last two with logits, beside one at the start of block 9: no padding."""
+    rows = [Row([11, 12, 13], 5, [7, 2], 2), Row([21], 0, [9], 1)]
+    assert as_lists(pack(rows, 4, CPU)) == [
+        [[11], [12], [13], [21]],
+        [[5], [6], [7], [0]],
+        [[9], [10], [11], [36]],
+        [[7, 2], [7, 2], [7, 2], [9, 0]],
+        [1, 2, 3],
+    ]
+
+
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=8), st.integers(0, 8000), st.randoms(use_true_random=False))
+def test_folded_rows_have_every_token_once_and_never_more_padding(
+    lengths: list[int], context_len: int, random: Random
+) -> None:
+    rows = []
+    for length in lengths:
+        start = random.randint(0, context_len)
+        rows.append(Row([random.randrange(99) for _ in range(length)], start, [start], random.randint(1, length)))
+    folded = fold(rows)
+
+    def tokens(of: Seq[Row]) -> list[tuple[int, int, list[int], bool]]:
+        return [
+            (token, row.start + i, row.block_table, i >= len(row.tokens) - row.num_logits)
+            for row in of
+            for i, token in enumerate(row.tokens)
+        ]
+
+    assert tokens(folded) == tokens(rows)
+    widths = [max(len(row.tokens) for row in of) for of in (folded, rows)]
+    assert widths[0] * len(folded) <= widths[1] * len(rows)
+    assert len(set(lengths)) > 1 or folded == rows
+
+
+def test_folding_pays_less_after_a_long_context() -> None:
+    """Each row reads its sequence's K/V once more."""
+    lengths = (1, 1, 2, 11)
+    assert folded_width(lengths, 0) == 1 < folded_width(lengths, 8192) < folded_width(lengths, 1 << 20) == 11
+
+
+@pytest.mark.parametrize("lengths", [(1, 9, 1), (5, 3, 7), (2, 2, 1)])
+def test_folded_rows_compute_what_each_computes_alone(lengths: tuple[int, ...], llama_engine_dir: Path) -> None:
+    with Engine.open(llama_engine_dir) as engine:
+        rows = [
+            Row(repetitive_prompt(i, length), 0, list(range(1 + 5 * i, 6 + 5 * i)), length)
+            for i, length in enumerate(lengths)
+        ]
+        alone = torch.cat([engine._forward([row]) for row in rows])
+        keys = [pool.clone() for pool in engine._pool.keys]
+        engine._pool.occupy()
+        assert len(fold(rows)) > len(rows)
+        torch.testing.assert_close(engine._forward(rows), alone, rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(engine._pool.keys, keys, strict=True):
+            torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_after_a_chunk_are_not_looked_at() -> None:
@@ -51,6 +113,7 @@ def test_slots_follow_their_definition(block_size: int) -> None:
             blocks = (torch.randperm(60, generator=generator)[:50] + 1).tolist()
             rows.append(Row(list(range(length + 1)), start, blocks, 1))
         batch = pack(rows, block_size, CPU)
+        rows = list(fold(rows))
         for b, row in enumerate(rows):
             for i in range(batch.input_ids.shape[1]):
                 position = row.start + i
@@ -59,7 +122,8 @@ def test_slots_follow_their_definition(block_size: int) -> None:
                 assert batch.slot_mapping[b, i] == slot
                 assert batch.positions[b, i] == (position if is_real else 0)
         Q = batch.input_ids.shape[1]
-        assert batch.logit_indices.tolist() == [b * Q + len(row.tokens) - 1 for b, row in enumerate(rows)]
+        ends = [b * Q + len(row.tokens) - 1 for b, row in enumerate(rows) if row.num_logits]
+        assert batch.logit_indices.tolist() == ends
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
