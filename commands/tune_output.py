@@ -12,6 +12,7 @@ from commands.documents import document_head
 from commands.output import Output, number, percent
 from commands.profile import drafter_record
 from commands.tuning import Confirmation, Confirmed, Replayed, Search
+from runtime.prediction import LoopSeconds
 from runtime.replay import Trace
 from runtime.stats import RequestStats, sum_stats
 
@@ -54,7 +55,7 @@ def show(tuning: Tuning, output: Output) -> None:
         output.result(_live_table(confirmation))
         output.result(
             f"ratio: predicted ÷ measured, after scaling by what no drafter took to what was predicted for it: "
-            f"{confirmation.factor:.2f}"
+            f"prompts x {confirmation.factors.prompts:.2f}, steps x {confirmation.factors.others:.2f}"
         )
         _show_recommendation(tuning, confirmation, output)
 
@@ -126,8 +127,8 @@ def _drafting(one: Replayed) -> str:
 
 
 def _predicted(one: Replayed, none: Replayed) -> list[str]:
-    assert one.predicted_s is not None and none.predicted_s is not None
-    return [_seconds(one.predicted_s), f"{none.predicted_s / one.predicted_s:.2f}x"]
+    assert one.predicted is not None and none.predicted is not None
+    return [_seconds(one.predicted.total), f"{none.predicted.total / one.predicted.total:.2f}x"]
 
 
 def _seconds(seconds: float) -> str:
@@ -156,7 +157,7 @@ def _category_table(traces: Sequence[Trace], one: Replayed, categories: Sequence
 
 def _live_table(confirmation: Confirmation) -> Table:
     none = confirmation.confirmed[0].measured
-    title = f"Timed on {len(none.generation.sequences)} requests, {len(none.batches_s)} times in turn; medians"
+    title = f"Timed on {len(none.generation.sequences)} requests, {len(none.batches)} times in turn; medians"
     table = Table(title=title, title_justify="left")
     columns = ("drafter", "draft", "tokens/step", "rate", "predicted", "speedup", "measured", "speedup", "ratio")
     for column in columns:
@@ -192,11 +193,15 @@ def make_document(tuning: Tuning) -> dict[str, Any]:
         "mean_prompt_len": mean(len(trace.prompt_tokens) for trace in tuning.traces),
         "screened": [_screened_record(one) for one in sorted(tuning.search.screened, key=lambda one: one.rank)],
         "candidates": [_replayed_record(tuning, one) for one in tuning.ranked],
-        "factor": None if confirmation is None else confirmation.factor,
+        "factors": None if confirmation is None else _parts(confirmation.factors),
         "timed": None if confirmation is None else [_confirmed_record(one) for one in confirmation.confirmed],
         "recommended": None if confirmation is None else _candidate_record(confirmation.recommended.replayed.candidate),
         "settings": tuning.settings,
     }
+
+
+def _parts(seconds: LoopSeconds) -> dict[str, float]:
+    return {"prompts": seconds.prompts, "steps": seconds.others}
 
 
 def _candidate_record(candidate: Candidate) -> dict[str, Any]:
@@ -226,7 +231,7 @@ def _replayed_record(tuning: Tuning, one: Replayed) -> dict[str, Any]:
         },
         "num_iterations": len(one.batches.steps),
         "draft_time_s": one.batches.draft_time_s,
-        "predicted_s": one.predicted_s,
+        "predicted_s": None if one.predicted is None else one.predicted.total,
     }
 
 
@@ -236,7 +241,7 @@ def _confirmed_record(one: Confirmed) -> dict[str, Any]:
         "num_requests": len(one.measured.generation.sequences),
         "replayed": one.replayed.total.counts(one.replayed.candidate.max_draft_len),
         "measured": one.measured.counts,
-        "batches_s": one.measured.batches_s,
+        "batches_s": [[seconds.total for seconds in batches] for batches in one.measured.batches],
         "measured_s": one.measured.seconds,
         "measured_speedup": one.measured_speedup,
         "predicted_s": one.predicted_s,

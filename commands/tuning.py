@@ -16,7 +16,7 @@ from commands.session import Generation, Session
 from runtime.costs import CostModel
 from runtime.engine import KVCacheConfig
 from runtime.errors import SpecDecError
-from runtime.prediction import predicted_s
+from runtime.prediction import LoopSeconds, predict
 from runtime.replay import ReplayedBatches, Trace, replay_batches
 from runtime.request import Request
 from runtime.stats import LoopTimes, RequestStats, sum_stats
@@ -45,7 +45,7 @@ class Replayed:
 
     candidate: Candidate
     batches: ReplayedBatches
-    predicted_s: float | None
+    predicted: LoopSeconds | None
 
     @property
     def total(self) -> RequestStats:
@@ -54,7 +54,7 @@ class Replayed:
     @property
     def rank(self) -> float:
         """Less is better: seconds, or without an engine steps."""
-        return self.predicted_s if self.predicted_s is not None else float(self.total.num_steps)
+        return self.predicted.total if self.predicted is not None else float(self.total.num_steps)
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Replayer:
                 max_new_tokens=self.max_new_tokens,
                 end_ids=self.end_ids,
             )
-        seconds = predicted_s(batches, self.cost.costs, self.cost.max_num_tokens) if self.cost else None
-        return Replayed(candidate, batches, seconds)
+        predicted = predict(batches, self.cost.costs, self.cost.max_num_tokens) if self.cost else None
+        return Replayed(candidate, batches, predicted)
 
 
 @dataclass
@@ -152,16 +152,22 @@ def _best(replayed: Sequence[Replayed], number: int) -> list[Replayed]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A candidate on the engine: wall seconds of each batch in each round, and what the first round generated."""
+    """A candidate on the engine: seconds of each batch in each round, and what the first round generated."""
 
     candidate: Candidate
-    batches_s: list[list[float]]
+    batches: list[list[LoopSeconds]]
     generation: Generation
 
     @property
     def seconds(self) -> float:
         """Of all batches, each by its median over the rounds: what disturbs one batch once does not count."""
-        return sum(float(median(rounds)) for rounds in zip(*self.batches_s, strict=True))
+        return sum(float(median(s.total for s in rounds)) for rounds in zip(*self.batches, strict=True))
+
+    @property
+    def parts(self) -> LoopSeconds:
+        """Their first steps, and all others."""
+        prompts = sum(float(median(s.prompts for s in rounds)) for rounds in zip(*self.batches, strict=True))
+        return LoopSeconds(prompts, self.seconds - prompts)
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -169,7 +175,7 @@ class Measured:
 
     def is_faster_than(self, other: "Measured") -> bool:
         """By more than noise, which is told batch by batch."""
-        own, others = ([math.log(s) for seconds in m.batches_s for s in seconds] for m in (self, other))
+        own, others = ([math.log(s.total) for batches in m.batches for s in batches] for m in (self, other))
         shift = paired_shift(others, own)
         return shift is not None and shift.high < 0 and self.seconds < other.seconds
 
@@ -202,7 +208,7 @@ class LiveRun:
             rounds.append(self._round(candidates, self.num_batches, None))
             advance()
         return [
-            Measured(candidate, [[g.times.wall_s for g in one[i]] for one in rounds], _together(rounds[0][i]))
+            Measured(candidate, [[_seconds(g) for g in one[i]] for one in rounds], _together(rounds[0][i]))
             for i, candidate in enumerate(candidates)
         ]
 
@@ -242,6 +248,12 @@ def _session_of(session: Session, candidate: Candidate) -> Iterator[Session]:
         yield replace(session, settings=settings, drafter=drafter)
 
 
+def _seconds(batch: Generation) -> LoopSeconds:
+    """All sequences of a batch have their first token after the first step."""
+    prompts = max(sequence.stats.ttft_s or 0.0 for sequence in batch.sequences)
+    return LoopSeconds(prompts, batch.times.wall_s - prompts)
+
+
 def _together(parts: Sequence[Generation]) -> Generation:
     times = LoopTimes()
     for part in parts:
@@ -266,10 +278,10 @@ class Confirmed:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """The best candidates and *no drafter*, which is first. `factor` is what predictions were multiplied with."""
+    """The best candidates and *no drafter*, which is first. `factors` is what predictions were multiplied with."""
 
     confirmed: list[Confirmed]
-    factor: float
+    factors: LoopSeconds
 
     @property
     def recommended(self) -> Confirmed:
@@ -282,17 +294,18 @@ class Confirmation:
 def confirm(replayed: Sequence[Replayed], measured: Sequence[Measured]) -> Confirmation:
     """Predictions and measurements of the same candidates on the same prompts, no drafter first.
 
-    The machine may be busier than when its steps were measured, or quieter: one factor for all, what no drafter takes
-    over what was predicted for it.
+    The machine may be busier than when its steps were measured, or quieter, which prompts feel more than steps of one
+    token: one factor for the first and one for the second, what no drafter takes over what was predicted for it.
     """
-    predictions = [one.predicted_s or 0.0 for one in replayed]
-    factor = measured[0].seconds / predictions[0]
+    predictions = [one.predicted or LoopSeconds(0.0, 0.0) for one in replayed]
+    factors = measured[0].parts.over(predictions[0])
+    scaled = [seconds.scaled(factors).total for seconds in predictions]
     return Confirmation(
         [
-            Confirmed(r, m, seconds * factor, predictions[0] / seconds, measured[0].seconds / m.seconds)
-            for r, m, seconds in zip(replayed, measured, predictions, strict=True)
+            Confirmed(r, m, seconds, scaled[0] / seconds, measured[0].seconds / m.seconds)
+            for r, m, seconds in zip(replayed, measured, scaled, strict=True)
         ],
-        factor,
+        factors,
     )
 
 

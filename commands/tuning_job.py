@@ -185,11 +185,12 @@ def _confirm(
         measured = live.measure(candidates, advance)
     _warn_of_other_outputs(sample.traces, measured[0], output)
     confirmation = confirm(replayed, measured)
-    if not 1 / _LARGEST_FACTOR <= confirmation.factor <= _LARGEST_FACTOR:
-        output.warning(
-            f"steps take {confirmation.factor:.2f} times as long as when they were measured; if that is to last, build "
-            "the engine again"
-        )
+    for what, factor in (("prompts", confirmation.factors.prompts), ("steps", confirmation.factors.others)):
+        if not 1 / _LARGEST_FACTOR <= factor <= _LARGEST_FACTOR:
+            output.warning(
+                f"{what} take {factor:.2f} times as long as when they were measured; if that is to last, build the "
+                "engine again"
+            )
     return confirmation
 
 

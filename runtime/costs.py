@@ -30,18 +30,21 @@ class CostModel:
                 "nothing is known of what the engine's steps cost",
                 hint="run `specdec build` again, with memory free for a K/V cache to measure them with",
             )
-        self._known: dict[tuple[int, int, int], float] = {}
+        self._known: dict[tuple[int, int, float], float] = {}
 
-    def step_s(self, batch_size: int, context_len: int, num_tokens: int) -> float:
-        """The compiled step for `batch_size` sequences of `context_len` tokens, `num_tokens` more in each of them."""
+    def step_s(self, batch_size: int, context_len: int, num_tokens: float) -> float:
+        """The compiled step for `batch_size` sequences of `context_len` tokens, `num_tokens` more in each of them.
+
+        Or on average: rows are folded (`runtime.batch`), so that short ones among long ones cost little.
+        """
         key = (batch_size, context_len, num_tokens)
         if key not in self._known:
             by_batch = {b: _in_grid(grid, context_len, num_tokens) for b, grid in self._grids.items()}
             self._known[key] = _on_lines(by_batch, batch_size)
         return self._known[key]
 
-    def iteration_s(self, batch_size: int, context_len: int, draft_len: int) -> float:
-        """A whole turn of a loop whose longest draft has `draft_len` tokens, without the drafting."""
+    def iteration_s(self, batch_size: int, context_len: int, draft_len: float) -> float:
+        """A whole turn of a loop whose drafts have `draft_len` tokens, on average, without the drafting."""
         return self.step_s(batch_size, context_len, draft_len + 1) + self.host_s
 
     def context_s(self, num_tokens: int, max_num_tokens: int) -> float:
@@ -50,13 +53,13 @@ class CostModel:
         return sum(self.step_s(1, start, min(max_num_tokens, num_tokens - start)) for start in starts)
 
 
-def _in_grid(grid: Grid, context_len: int, num_tokens: int) -> float:
+def _in_grid(grid: Grid, context_len: int, num_tokens: float) -> float:
     """Pieces of prompts are measured after fewer contexts than generation steps; between those they are looked up."""
     rows = {c: row for c, row in grid.items() if max(row) >= num_tokens} or grid
     return _on_lines({c: _on_lines(row, num_tokens) for c, row in rows.items()}, context_len)
 
 
-def _on_lines(points: dict[int, float], x: int) -> float:
+def _on_lines(points: dict[int, float], x: float) -> float:
     """The value at x on the line through the two points beside it, or through the last two before it.
 
     At least half of the smallest value: what noise makes of a line must not come out as nothing.

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from itertools import count, islice
+from statistics import median
 
 from runtime.batch import Row
 from runtime.config import BuildConfig, StepCost
@@ -45,8 +46,7 @@ def measure_steps(engine: Engine) -> tuple[StepCost, ...]:
             step_s = engine.time_step(_rows(engine, batch_size, context_len, num_tokens, num_logits))
             if i > 0:  # the first pass warms up
                 times.append(step_s)
-    # What others do on the machine only ever adds: the lower quartile is nearer to a quiet one than the median.
-    return tuple(StepCost(*cell, sorted(times)[len(times) // 4]) for cell, times in zip(cells, seconds, strict=True))
+    return tuple(StepCost(*cell, median(times)) for cell, times in zip(cells, seconds, strict=True))
 
 
 def measure_host(engine: Engine) -> float:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from runtime.drafters.protocol import Drafter
 from runtime.request import Draft, Sequence
 
-IterationSeconds = Callable[[int, int, int], float]
-"""(batch size, context length, longest draft) -> seconds; `CostModel.iteration_s`."""
+IterationSeconds = Callable[[int, int, float], float]
+"""(batch size, context length, mean draft length) -> seconds; `CostModel.iteration_s`."""
 DraftSeconds = Callable[[int, int], float]
 """(batch size, context length) -> seconds for one more token of every draft."""
 
@@ -91,15 +91,14 @@ class AdaptiveDrafter:
             return [Draft([])] * len(sequences)
         drafts = self.drafter.propose(sequences, max_draft_len)
         self._remember(sequences, drafts)
-        longest = max((len(draft.tokens) for draft in drafts), default=0)
-        draft_len = self._best_len(sequences, [(draft.match_len, len(draft.tokens)) for draft in drafts], longest)
-        if longest:  # or there was nothing to send, which says nothing about what pays
+        draft_len = self._best_len(sequences, [(draft.match_len, len(draft.tokens)) for draft in drafts])
+        if any(draft.tokens for draft in drafts):  # or there was nothing to send, which says nothing about what pays
             self._num_off = 0 if draft_len else self._num_off + 1
         return [draft.cut(draft_len) for draft in drafts]
 
     def _propose_what_pays(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         """Drafts that cost something are not asked for to be thrown away."""
-        draft_len = self._best_len(sequences, [(0, max_draft_len)] * len(sequences), max_draft_len)
+        draft_len = self._best_len(sequences, [(0, max_draft_len)] * len(sequences))
         self._num_off = 0 if draft_len else self._num_off + 1
         if draft_len == 0 and self._num_off % _PROBE_INTERVAL:
             return [Draft([])] * len(sequences)
@@ -151,30 +150,35 @@ class AdaptiveDrafter:
             expected.append(total)
         return expected
 
-    def _best_len(self, sequences: list[Sequence], drafts: list[tuple[int, int]], longest: int) -> int:
-        """The draft length for all rows of a step, which are padded to the longest; `drafts`: match, draft length."""
+    def _best_len(self, sequences: list[Sequence], drafts: list[tuple[int, int]]) -> int:
+        """The length to cut all drafts of a step to; `drafts`: match, draft length."""
         if not sequences:
             return 0
-        seconds = self._seconds_by_len(sequences, longest)
+        longest = max(draft_len for _, draft_len in drafts)
         rows = [self._expected_tokens(s, *draft) for s, draft in zip(sequences, drafts, strict=True)]
-        tokens = (
-            rows[0] if len(rows) == 1 else [sum(row[min(n, len(row) - 1)] for row in rows) for n in range(longest + 1)]
-        )
+        if len(rows) == 1:
+            tokens, num_drafted = rows[0], list(range(longest + 1))
+        else:
+            tokens = [sum(row[min(n, len(row) - 1)] for row in rows) for n in range(longest + 1)]
+            num_drafted = [sum(min(n, draft_len) for _, draft_len in drafts) for n in range(longest + 1)]
+        known = self._seconds_by_num_drafted(sequences, num_drafted[-1])
+        seconds = [known[n] for n in num_drafted]
         rate = self._num_tokens / self._seconds if self._seconds else tokens[0] / seconds[0]
-        gains = [token - rate * second for token, second in zip(tokens, seconds, strict=False)]
+        gains = [token - rate * second for token, second in zip(tokens, seconds, strict=True)]
         best = gains.index(max(gains))
         self._num_tokens = self._num_tokens * _RATE_MEMORY + tokens[best]
         self._seconds = self._seconds * _RATE_MEMORY + seconds[best]
         return best
 
-    def _seconds_by_len(self, sequences: list[Sequence], longest: int) -> list[float]:
-        """Of a step with drafts of 0, 1, ... tokens, at least as far as `longest`."""
+    def _seconds_by_num_drafted(self, sequences: list[Sequence], most: int) -> list[float]:
+        """Of a step with 0, 1, ... draft tokens in all its rows together, at least as far as `most`."""
         batch_size = len(sequences)
         context_len = max(len(sequence.tokens) for sequence in sequences) // _CONTEXT_STEP * _CONTEXT_STEP
         seconds = self._known_seconds.setdefault((batch_size, context_len), [])
         drafting = self._draft_s(batch_size, context_len) if self._draft_s else 0.0
-        for n in range(len(seconds), longest + 1):
-            seconds.append(self._iteration_s(batch_size, context_len, n) + n * drafting)
+        for n in range(len(seconds), most + 1):
+            draft_len = n / batch_size
+            seconds.append(self._iteration_s(batch_size, context_len, draft_len) + draft_len * drafting)
         return seconds
 
 

@@ -138,7 +138,7 @@ def test_without_an_engine_traces_are_counted(specdec: Specdec) -> None:
     arguments = ["--traces", SPEC_BENCH, "--ngram-config", "[10,3,[0]]", "--ngram-ranking", "leftmost"]
     document = specdec("tune", *arguments, "--json").document
     assert_valid("tune", document)
-    assert (document["timed"], document["factor"], document["recommended"]) == (None, None, None)
+    assert (document["timed"], document["factors"], document["recommended"]) == (None, None, None)
     lengths = [c["drafter"]["max_draft_len"] for c in document["candidates"] if c["drafter"]]
     assert sorted(lengths) == [1, 2, 3, 4, 6, 8, 10]
     for candidate in document["candidates"]:

@@ -7,7 +7,7 @@ from runtime.config import StepCost
 from runtime.costs import CostModel
 from runtime.drafters.ngram import NgramDrafter
 from runtime.drafters.pool import NgramPool
-from runtime.prediction import predicted_s, step_s
+from runtime.prediction import LoopSeconds, predict, step_s
 from runtime.replay import ReplayedBatches, ReplayedStep, Trace, replay, replay_batches
 from runtime.request import Draft, Sequence
 from runtime.stats import sum_stats
@@ -38,9 +38,9 @@ class Fixed:
         pass
 
 
-def test_step_costs_its_longest_draft_at_the_mean_context() -> None:
+def test_step_costs_its_mean_draft_at_the_mean_context() -> None:
     step = ReplayedStep(num_tokens=(31, 91), draft_lens=(0, 3), is_first=False)
-    assert step_s(step, COSTS, 512) == pytest.approx((16 + 3 + 60 / 50 + 0.5) * MS)
+    assert step_s(step, COSTS, 512) == pytest.approx((16 + 1.5 + 60 / 50 + 0.5) * MS)
 
 
 def test_first_step_computes_each_prompt_with_its_draft_in_pieces() -> None:
@@ -55,13 +55,22 @@ def test_prediction_is_the_sum_by_hand() -> None:
     trace = Trace((1, 2), (5, 6, 5, 9, 8))
     replayed = replay_batches([trace], Fixed(), 2)
     assert [(s.num_tokens, s.draft_lens) for s in replayed.steps] == [((2,), (2,)), ((5,), (1,)), ((6,), (0,))]
-    by_hand = (10 + 3 + 0.5) + (10 + 1 + 4 / 50 + 0.5) + (10 + 5 / 50 + 0.5)
+    others = (10 + 1 + 4 / 50 + 0.5) + (10 + 5 / 50 + 0.5)
     replayed.draft_time_s = 7 * MS
-    assert predicted_s(replayed, COSTS, 512) == pytest.approx((by_hand + 7) * MS)
+    predicted = predict(replayed, COSTS, 512)
+    assert predicted.prompts == pytest.approx((10 + 3 + 0.5) * MS)
+    assert predicted.others == pytest.approx((others + 7) * MS)
 
 
 def test_nothing_replayed_takes_no_time() -> None:
-    assert predicted_s(ReplayedBatches(), COSTS, 512) == 0
+    assert predict(ReplayedBatches(), COSTS, 512).total == 0
+
+
+def test_parts_are_scaled_each_by_its_own() -> None:
+    """Prompts took twice as long as predicted and steps as long: so will the prompts of others."""
+    factors = LoopSeconds(4.0, 3.0).over(LoopSeconds(2.0, 3.0))
+    assert LoopSeconds(2.0, 1.0).scaled(factors).total == 5.0
+    assert LoopSeconds(1.0, 0.0).over(LoopSeconds(2.0, 0.0)) == LoopSeconds(0.5, 1.0)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 9])
