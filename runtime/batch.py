@@ -61,8 +61,6 @@ def context_row(sequence: Sequence, num_tokens: int) -> Row:
 
 def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
     """The rows' batch. A step has few tokens: lists are faster than a dozen operations on small tensors."""
-    if device.type == "cpu":  # a GPU waits for its memory, and computes padding meanwhile
-        rows = fold(rows)
     Q = max(len(row.tokens) for row in rows)
     N = max(-(-(row.start + len(row.tokens)) // block_size) for row in rows)
     positions: list[list[int]] = []

@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from runtime.batch import Row, context_row, generation_row, pack
+from runtime.batch import Row, context_row, fold, generation_row, pack
 from runtime.bundle import check_environment, open_step, read_engine_config
 from runtime.compilation import StepFunction
 from runtime.config import EngineConfig
@@ -260,8 +260,10 @@ class Engine:
         self._forward(rows)
         return self.step_time_s - before
 
-    def _forward(self, rows: list[Row]) -> Tensor:
+    def _forward(self, rows: Seq[Row]) -> Tensor:
         """(T, vocab) logits of the rows' last positions."""
+        if self.device.type == "cpu":  # a GPU waits for its memory, and computes padding meanwhile
+            rows = fold(rows)
         batch = pack(rows, self._blocks.block_size, self.device)
         start = time.perf_counter()
         with torch.inference_mode():

@@ -53,6 +53,7 @@ SPEC_BENCH = SCRIPTS.parent.parent / "shared" / "data" / "spec_bench"
 DTYPES = ("float32", "bfloat16")
 NGRAM_DRAFT_LEN, NGRAM_SIZE, DRAFT_MODEL_DRAFT_LEN = 10, 2, 4
 BLOCK, BATCH, MAX_INPUT_LEN, MAX_REQUEST_LEN = 32, 4, 1536, 2048
+NUM_CONCURRENT = 12  # requests that throughput is measured with: as some end, others join the batch
 REFERENCE = "hugging-face none"
 INSTALL_OPENVINO = (
     "python -m venv ov && ov/bin/pip install torch==2.13.0 && ov/bin/pip install openvino-genai optimum-intel[openvino]"
@@ -375,7 +376,7 @@ def bench(
     engine_dir = make_engine(f"{name}-{dtype}", model, NGRAM_DRAFT_LEN, model_dir, work_dir)
     draft_dir = make_model("demo-draft", dtype, work_dir) if name == "demo" else None
     draft_engine_dir = make_engine(f"demo-draft-{dtype}", model, 0, draft_dir, work_dir) if draft_dir else None
-    sets = load_prompts(name, model_dir, max(arguments.prompts, BATCH), arguments.prompt_len)
+    sets = load_prompts(name, model_dir, max(arguments.prompts, NUM_CONCURRENT), arguments.prompt_len)
     # The cache holds what BATCH requests need and no more: its memory counts.
     num_blocks = -(-(arguments.prompt_len + arguments.output_len + NGRAM_DRAFT_LEN) // BLOCK)
     settings = {
@@ -415,11 +416,12 @@ def bench(
     }
     if arguments.details:
         more = {
-            "prompts": [ids for prompts in sets.values() for ids in prompts][:BATCH],
+            "prompts": [ids for prompts in sets.values() for ids in prompts[: NUM_CONCURRENT // len(sets)]],
+            "batch_size": BATCH,
             "output_len": arguments.output_len,
             "runs": arguments.runs,
             "contexts": model.contexts,
-            "max_cache_tokens": max(settings["max_cache_tokens"], sum(model.contexts) + 4 * BLOCK),
+            "max_cache_tokens": max(NUM_CONCURRENT * num_blocks * BLOCK, sum(model.contexts) + 4 * BLOCK),
         }
         result["specdec_details"] = measure_details(settings | more)
     return result

@@ -53,7 +53,8 @@ def print_details(details: dict[str, Any]) -> None:
     for batch_size, values in details["host_ms_per_step"].items():
         print(f"| host per step beyond the compiled step, n-gram, batch {batch_size} | {cell(values, 1, 2)} ms |")
     batch = details["batch"]
-    print(f"| throughput, n-gram V2, batch {batch['batch_size']} ÷ batch 1 | {batch['throughput_ratio']:.2f} |")
+    what = f"throughput of {batch['num_requests']} requests, n-gram V2, batch {batch['batch_size']} ÷ batch 1"
+    print(f"| {what} | {batch['throughput_ratio']:.2f} |")
     print(f"| the same with prompts in the cache | {batch['generation_throughput_ratio']:.2f} |")
 
 

@@ -111,9 +111,10 @@ def main() -> None:
             pair = [wall_s(engine, groups, settings, with_prompts=with_prompts) for groups in (one_by_one, [requests])]
             if run > 0:
                 pairs.append(pair)
+    batch = requests[: settings["batch_size"]]
     host = {
-        "1": [host_ms(engine, group, settings) for _ in range(runs) for group in one_by_one],
-        str(len(requests)): [host_ms(engine, requests, settings) for _ in range(runs)],
+        "1": [host_ms(engine, [request], settings) for _ in range(runs) for request in batch],
+        str(len(batch)): [host_ms(engine, batch, settings) for _ in range(runs)],
     }
     engine.clear_cache()
     steps = {str(context): step_after(engine, context, -1 - i) for i, context in enumerate(contexts)}
@@ -129,7 +130,8 @@ def main() -> None:
         "bound_over_step": bound_ms / step_ms[str(contexts[0])],
         "host_ms_per_step": {batch: {"median": median(v), "min": min(v), "max": max(v)} for batch, v in host.items()},
         "batch": {
-            "batch_size": len(requests),
+            "batch_size": settings["batch_size"],
+            "num_requests": len(requests),
             "sequential_s": [sequential for sequential, _ in walls[True]],
             "concurrent_s": [concurrent for _, concurrent in walls[True]],
             "throughput_ratio": median(sequential / concurrent for sequential, concurrent in walls[True]),

@@ -21,9 +21,8 @@ def as_lists(batch: Batch) -> list[list[object]]:
     return [tensor.tolist() for tensor in batch.tensors()]
 
 
-def test_example_of_the_docstring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_of_the_docstring() -> None:
     """Tokens at positions 5, 6 with blocks [7, 2] of 4, beside three tokens at the start of block 9."""
-    monkeypatch.setattr("runtime.batch.fold", lambda rows: rows)
     rows = [Row([11, 12], 5, [7, 2], 1), Row([21, 22, 23], 0, [9], 2)]
     assert as_lists(pack(rows, 4, CPU)) == [
         [[11, 12, 0], [21, 22, 23]],
@@ -37,7 +36,7 @@ def test_example_of_the_docstring(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long_row_among_short_ones_is_several_rows() -> None:
     """Three tokens at positions 5 to 7, the last two with logits, beside one at the start of block 9: no padding."""
     rows = [Row([11, 12, 13], 5, [7, 2], 2), Row([21], 0, [9], 1)]
-    assert as_lists(pack(rows, 4, CPU)) == [
+    assert as_lists(pack(fold(rows), 4, CPU)) == [
         [[11], [12], [13], [21]],
         [[5], [6], [7], [0]],
         [[9], [10], [11], [36]],
@@ -112,8 +111,8 @@ def test_slots_follow_their_definition(block_size: int) -> None:
             start, length = torch.randint(0, 20, (2,), generator=generator).tolist()
             blocks = (torch.randperm(60, generator=generator)[:50] + 1).tolist()
             rows.append(Row(list(range(length + 1)), start, blocks, 1))
-        batch = pack(rows, block_size, CPU)
         rows = list(fold(rows))
+        batch = pack(rows, block_size, CPU)
         for b, row in enumerate(rows):
             for i in range(batch.input_ids.shape[1]):
                 position = row.start + i
