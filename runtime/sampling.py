@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import SpecDecError, UsageError
+from runtime.kernels import has_argmax
 
 Purpose = Literal["target", "draft", "accept"]
 """What a uniform number is for in rejection sampling. Numbers of one position are independent between purposes."""
@@ -212,12 +213,12 @@ class Sampler:
 
 
 def _argmaxes(logits: Tensor) -> Iterable[int]:
-    """Row by row, none that is not asked for. On a CPU by NumPy: torch looks at one number after the other."""
+    """Row by row. On a CPU by the kernel or by NumPy: torch looks at one number after the other."""
     if logits.device.type != "cpu":
-        yield from logits.argmax(dim=-1).tolist()
-        return
-    for row in logits:
-        yield int(row.float().numpy().argmax())
+        return logits.argmax(dim=-1).tolist()
+    if has_argmax():
+        return torch.ops.specdec.argmax(logits).tolist()  # type: ignore[no-any-return]
+    return (int(row.float().numpy().argmax()) for row in logits)
 
 
 def draw(weights: Tensor, uniform: float) -> int:

@@ -176,3 +176,27 @@ def test_layers_of_one_input_become_one_in_a_compiled_step() -> None:
 
 def test_second_library_is_not_loaded_again(tmp_path: Path) -> None:
     load_kernels(tmp_path / "no such file")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 15, 64, 65, 1000, 16_000])
+def test_argmax_is_numpys(dtype: torch.dtype, size: int, threads: int) -> None:
+    """Of equal numbers the first, and a number that is none before all."""
+    generator = torch.Generator().manual_seed(size)
+    rows = torch.randn(12, size + 3, generator=generator).to(dtype)[:, :size]
+    rows[1] = -torch.inf
+    rows[2, size // 2 :] = torch.nan
+    rows[3] = 7.0
+    rows[4, -1] = torch.inf
+    rows[5] = rows[5].abs().neg()
+    rows[6, 0] = torch.nan
+    assert torch.ops.specdec.argmax(rows).tolist() == [int(row.float().numpy().argmax()) for row in rows]
+
+
+def test_argmax_is_the_first_largest() -> None:
+    rows = torch.zeros(130, 130)
+    expected = []
+    for first in range(130):
+        rows[first, first:] = 1.0 if first % 2 else -1.0
+        expected.append(first if first % 2 else 0)
+    assert torch.ops.specdec.argmax(rows).tolist() == expected
