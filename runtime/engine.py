@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.batch import Row, context_row, fold, generation_row, pack
-from runtime.bundle import check_environment, open_step, read_engine_config
+from runtime.bundle import check_environment, open_step, read_engine_config, uses_kernels
 from runtime.compilation import StepFunction
 from runtime.config import EngineConfig
 from runtime.errors import SpecDecError, UsageError
@@ -61,6 +61,8 @@ class Engine:
         self.block_reuse = kv_cache.block_reuse
         self.step_time_s = 0.0
         self._step = step
+        # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
+        self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
         dtype = getattr(torch, config.dtype)
         num_blocks = _num_blocks(config, kv_cache, device)
         block_size = config.build_config.tokens_per_block
@@ -262,7 +264,7 @@ class Engine:
 
     def _forward(self, rows: Seq[Row]) -> Tensor:
         """(T, vocab) logits of the rows' last positions."""
-        if self.device.type == "cpu":  # a GPU waits for its memory, and computes padding meanwhile
+        if self._reads_in_place:
             rows = fold(rows)
         batch = pack(rows, self._blocks.block_size, self.device)
         start = time.perf_counter()
