@@ -1,5 +1,6 @@
 """What the documents of `--json` begin with, so that a program (and `compare`) knows what it reads."""
 
+import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,18 @@ def read_document(path: Path) -> dict[str, Any]:
             f"the schema version is {data['schema_version']}, and this specdec reads {SCHEMA_VERSION}: {path}",
             hint="make it again with this specdec",
         )
-    missing = [key for key in ("requests", "total", "settings", "engine") if key not in data]
-    if missing:
-        raise SpecDecError(f"the document has no {missing[0]}: {path}", hint="it is damaged; make it again")
+    _check_schema(data, command, path)
     return data
+
+
+def _check_schema(data: dict[str, Any], command: str, path: Path) -> None:
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
+
+    schema = json.loads((Path(__file__).parent / "schemas" / f"{command}.json").read_text(encoding="utf-8"))
+    error = best_match(Draft202012Validator(schema).iter_errors(data))
+    if error is not None:
+        raise SpecDecError(
+            f"the document is not as its schema says, at {error.json_path}: {error.message[:200]}: {path}",
+            hint="it is damaged or was edited; make it again",
+        )

@@ -49,7 +49,8 @@ class NgramOptions:
         for flag, value in self.values().items():
             users = ("ngram", "suffix") if flag == "--ngram-pool" else ("ngram",)
             if value is not None and not set(users) & set(names):
-                raise UsageError(f"`{flag}` is for n-gram lookup: {value}", hint=hint)
+                what = " or suffix matching" if "suffix" in users else ""
+                raise UsageError(f"`{flag}` is for n-gram lookup{what}: {value}", hint=hint)
 
 
 NO_OPTIONS = NgramOptions()

@@ -106,7 +106,8 @@ def _parse_drafter(record: Any, where: str) -> NgramSettings | SuffixSettings | 
         return None
     kind = _KINDS.get(str(record.get("name"))) if isinstance(record, dict) else None
     if kind is None:
-        raise SpecDecError(f"`{where}` names no drafter that a profile can have: {record}")
+        name = record.get("name") if isinstance(record, dict) else record
+        raise SpecDecError(f"`{where}` names no drafter that a profile can have ({', '.join(_KINDS)}): {name}")
     # Paths travel as text, which is what `parse` would refuse.
     settings = {key: value for key, value in record.items() if key not in ("name", "corpus")}
     drafter = parse(kind, settings, where)

@@ -184,7 +184,7 @@ def show_summary(
 def _system_table(document: dict[str, Any], runs: list[SystemRun]) -> Table:
     settings = document["settings"]
     table = Table(
-        title=f"{settings['dataset']}: {settings['num_samples']} samples, batch {settings['batch_size']}, "
+        title=f"{Path(settings['dataset']).name}: {settings['num_samples']} samples, batch {settings['batch_size']}, "
         f"{settings['output_len']} tokens of output, {document['engine']['dtype']}",
         title_justify="left",
     )

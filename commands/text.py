@@ -112,7 +112,7 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, max_length
         )
     if tokenizer is None:
         raise SpecDecError("the engine has no tokenizer for a prompt of text", hint="`--tokenizer-dir` names one")
-    ids: list[int] = tokenizer(prompt.text)["input_ids"]
+    ids: list[int] = tokenizer(prompt.text, verbose=False)["input_ids"]
     if max_length is None or len(ids) <= max_length:
         return ids, False
     return tokenizer(prompt.text, truncation=True, max_length=max_length)["input_ids"], True

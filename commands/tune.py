@@ -127,6 +127,7 @@ def tune(
                 "--num-live-prompts": num_live_prompts,
                 "--end-id": end_id,
             },
+            "name the engine, or leave the flag out: recorded outputs alone are counted, not timed",
         )
         if traces is None:
             raise UsageError(
@@ -134,11 +135,15 @@ def tune(
             )
     if traces is not None:
         given = {"--input-text": input_text, "--input-file": input_file, "--max-output-len": max_output_len}
-        _refuse("cannot be given with `--traces`, which has prompts and outputs", given)
+        _refuse("cannot be given with `--traces`, which has prompts and outputs", given, "leave one of the two out")
     if named is not None and max_draft_len is not None and max_draft_len > named.max_draft_len:
         raise UsageError(
             f"`--max-draft-len` exceeds the drafter's own, {named.max_draft_len}: {max_draft_len}",
             hint="lower it, or raise the drafter's",
+        )
+    if traces is None and not input_text and input_file is None:
+        raise UsageError(
+            "nothing to tune on", hint="`--traces` has recorded outputs, `--input-file` and `--input-text` have prompts"
         )
     prompts = read_prompts(input_text or [], input_file) if traces is None else []
     if output is not None:
@@ -167,10 +172,8 @@ def tune(
         tune_engine(engine_dir, job, Output(json, quiet))
 
 
-def _refuse(reason: str, given: Mapping[str, object]) -> None:
+def _refuse(reason: str, given: Mapping[str, object], hint: str) -> None:
     """UsageError for the first of these flags that was given."""
     for flag, value in given.items():
         if value is not None:
-            raise UsageError(
-                f"`{flag}` {reason}: {value}", hint="leave one of the two out, or see `specdec tune --help`"
-            )
+            raise UsageError(f"`{flag}` {reason}: {value}", hint=hint)

@@ -58,6 +58,8 @@ def show(tuning: Tuning, output: Output) -> None:
             f"prompts x {confirmation.factors.prompts:.2f}, steps x {confirmation.factors.others:.2f}"
         )
         _show_recommendation(tuning, confirmation, output)
+    elif output.quiet:
+        output.text(best.candidate.flags)
 
 
 def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Output) -> None:

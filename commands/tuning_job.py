@@ -28,12 +28,13 @@ from commands.tuning import (
 from runtime.bundle import read_engine_config
 from runtime.costs import CostModel
 from runtime.engine import KVCacheConfig
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, UsageError
 from runtime.replay import Trace
 from runtime.request import Request
 from runtime.sampling import GREEDY
 
 _LARGEST_FACTOR = 1.25
+_LONGEST_DRAFT = 1000
 """By which the machine may differ from when its steps were measured before it is worth a warning."""
 
 
@@ -58,6 +59,10 @@ class Job:
         """The longest draft to try; SpecDecError if the engine takes no such."""
         wanted = self.max_draft_len or (self.named.max_draft_len if self.named else None)
         if engine_max_draft_len is None:
+            if wanted is not None and wanted > _LONGEST_DRAFT:
+                raise UsageError(
+                    f"drafts of more than {_LONGEST_DRAFT} tokens are not replayed: {wanted}", hint="lower it"
+                )
             return wanted or DRAFT_LENS[-1]
         if engine_max_draft_len == 0:
             raise SpecDecError(
@@ -81,8 +86,9 @@ def tune_traces(job: Job, output: Output) -> None:
     vocab_size = tokenizer_vocab_size(tokenizer) if tokenizer is not None else None
     if tokenizer is not None and vocab_size is not None:
         check_corpora(job.named, tokenizer, vocab_size)
+    max_draft_len = job.longest_draft(None)
     traces = read_traces(job.traces, tokenizer, vocab_size)
-    search = _search(Replayer(traces), job, job.longest_draft(None), output)
+    search = _search(Replayer(traces), job, max_draft_len, output)
     tuning = Tuning(search, _settings(job, None))
     show(tuning, output)
     output.document(make_document(tuning))

@@ -36,6 +36,7 @@ _TOKEN_BYTES = 4
 _MIN_SHARE = 8  # one in so many
 _NUM_READ = 32  # rows read one by one
 _NUM_KEPT = 4096
+_NUM_SAMPLED = 64  # rows looked at when a corpus is opened
 _DAMAGED = "make it again with `specdec corpus create`"
 _DTYPES = {"tokens": ("I32",), "suffix_array": ("I32", "I64")}
 _KEY = "specdec_corpus"  # of the file's metadata
@@ -116,11 +117,23 @@ class Corpus:
         info, offsets = _read_header(path)
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return cls(path, info, data, offsets)
+        corpus = cls(path, info, data, offsets)
+        corpus._check_sample()
+        return corpus
 
     @property
     def num_bytes(self) -> int:
         return len(self._map)
+
+    def _check_sample(self) -> None:
+        """SpecDecError if one of a few rows names no place, or a place without a token: more would take reading."""
+        chosen = np.linspace(0, self.info.num_tokens - 1, _NUM_SAMPLED).astype(np.int64)
+        places = self.suffix_array[chosen]
+        if (places < 0).any() or (places >= len(self.tokens)).any():
+            raise SpecDecError(f"the corpus is damaged, rows name places it does not have: {self.path}", hint=_DAMAGED)
+        tokens = self.tokens[places]
+        if (tokens < 0).any() or (tokens >= self.info.vocab_size).any():
+            raise SpecDecError(f"the corpus is damaged, ids are outside its vocabulary: {self.path}", hint=_DAMAGED)
 
     def check_content(self) -> None:
         """SpecDecError unless every byte is as it was written. Reads the whole file."""

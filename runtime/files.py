@@ -5,6 +5,7 @@ leaves nothing behind.
 """
 
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -73,9 +74,17 @@ def new_file(path: Path, *, replace: bool) -> Iterator[Path]:
     temporary = _hidden_sibling(path, "tmp")
     try:
         yield temporary
+        temporary.chmod(0o666 & ~_umask())  # safetensors' files are their writer's own
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """What this process takes from the mode of new files; it can be read by changing it only."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
 
 
 def _hidden_sibling(path: Path, suffix: str) -> Path:

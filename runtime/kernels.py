@@ -70,11 +70,6 @@ def _run_compiler(compiler: str, library: Path) -> None:
         )
 
 
-def has_argmax() -> bool:
-    """Whether an engine of this process has loaded a library that has it."""
-    return hasattr(torch.ops.specdec, "argmax")
-
-
 def load_kernels(path: Path) -> None:
     """Make `torch.ops.specdec` available. The first library of a process serves all engines."""
     if hasattr(torch.ops.specdec, "linear"):

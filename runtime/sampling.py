@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from runtime.errors import SpecDecError, UsageError
-from runtime.kernels import has_argmax
 
 Purpose = Literal["target", "draft", "accept"]
 """What a uniform number is for in rejection sampling. Numbers of one position are independent between purposes."""
@@ -216,7 +215,7 @@ def _argmaxes(logits: Tensor) -> Iterable[int]:
     """Row by row. On a CPU by the kernel or by NumPy: torch looks at one number after the other."""
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1).tolist()
-    if has_argmax():
+    if hasattr(torch.ops.specdec, "argmax"):  # an engine of this process has loaded it
         return torch.ops.specdec.argmax(logits).tolist()  # type: ignore[no-any-return]
     return (int(row.float().numpy().argmax()) for row in logits)
 

@@ -137,7 +137,12 @@ WRONG_CONFIG = [
     case(SUMMARIZE + "--ngram-config [4,2,[0]] --ngram-corpus none", 1, "there is no such corpus: none"),
     case(RUN + "--ngram-config [4,2,[0]] --ngram-corpus articles.jsonl", 1, "not a corpus", ": articles.jsonl"),
     case(RUN + "--ngram-ranking recent", 2, "`--ngram-ranking` is for n-gram lookup: recent", "`--ngram-config`"),
-    case(SUMMARIZE + "--ngram-pool public", 2, "`--ngram-pool` is for n-gram lookup: public", "`--ngram-config`"),
+    case(
+        SUMMARIZE + "--ngram-pool public",
+        2,
+        "`--ngram-pool` is for n-gram lookup or suffix matching: public",
+        "`--ngram-config`",
+    ),
     case(RUN + "--suffix-config [4,[0]] --ngram-corpus c", 2, "`--ngram-corpus` is for n-gram lookup: c"),
     case(
         RUN + "--spec-decode-algo DRAFT_TARGET --draft-engine-dir none --ngram-ranking recent",

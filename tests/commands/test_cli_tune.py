@@ -192,12 +192,13 @@ def test_traces_of_another_model_are_a_warning(specdec: Specdec, engine_dir: Pat
     assert "does not answer as in the traces, so predictions are off: 3 of 3" in result.stderr
 
 
-def test_quiet_prints_the_flags_or_nothing(specdec: Specdec, engine_dir: Path, prompts: Path) -> None:
+def test_quiet_prints_the_flags(specdec: Specdec, engine_dir: Path, prompts: Path) -> None:
     arguments = ["--engine-dir", engine_dir, "--input-file", prompts, "--max-output-len", 9, "--quiet"]
     quiet = specdec("tune", *arguments)
     assert quiet.exit_code == 0 and len(quiet.stdout.splitlines()) == 1
     assert quiet.stdout.startswith(("--ngram-config", "--suffix-config", "\n"))
-    assert specdec("tune", "--traces", SPEC_BENCH, "--quiet").stdout == ""
+    best = specdec("tune", "--traces", SPEC_BENCH, "--json").document["candidates"][0]
+    assert specdec("tune", "--traces", SPEC_BENCH, "--quiet").stdout == best["flags"] + "\n"
 
 
 TUNE = "tune --engine-dir engine "
@@ -206,12 +207,14 @@ BAD_LINES = '{"prompt_ids": [5], "output_ids": [6]}\n'
 MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] = [
     ("tune", 2, ("nothing to tune for", "`--engine-dir`"), None),
     ("tune --input-text hi", 2, ("nothing to tune for",), None),
-    (TUNE, 2, ("no prompt given",), None),
+    (TUNE, 2, ("nothing to tune on",), None),
     (TUNE + "--traces t.jsonl --input-file p.jsonl", 2, ("`--input-file` cannot be given with `--traces`",), None),
     (TUNE + "--traces t.jsonl --max-output-len 9", 2, ("`--max-output-len` cannot be given with `--traces`",), None),
     ("tune --traces t.jsonl --output x.json", 2, ("`--output` needs `--engine-dir`: x.json",), None),
     ("tune --traces t.jsonl --batch-size 2", 2, ("`--batch-size` needs `--engine-dir`: 2",), None),
     ("tune --traces t.jsonl --end-id 0", 2, ("`--end-id` needs `--engine-dir`: 0",), None),
+    ("tune --traces t.jsonl --max-draft-len 99999999999", 2, ("drafts of more than 1000 tokens", "99999999999"), None),
+    ("tune --traces t.jsonl --suffix-config [2000,[0]]", 2, ("drafts of more than 1000 tokens", "2000"), None),
     ("tune --traces t.jsonl --ngram-ranking recent", 2, ("`--ngram-ranking` is for n-gram lookup",), None),
     ("tune --traces t.jsonl --ngram-config [4,2,[0]] --suffix-config [4,[0]]", 2, ("cannot be given together",), None),
     ("tune --traces t.jsonl --suffix-config [4,[0]] --max-draft-len 5", 2, ("exceeds the drafter's own, 4: 5",), None),

@@ -217,6 +217,23 @@ def without(key: str) -> Callable[[Document], object]:
     return lambda document: {k: v for k, v in document.items() if k != key}
 
 
+def with_request(**changes: object) -> Callable[[Document], object]:
+    return lambda document: document | {"requests": [document["requests"][0] | changes]}
+
+
+NOT_AS = "the document is not as its schema says, at"
+
+
+def test_documents_of_two_commands_are_one_error(
+    specdec: Specdec, run_document: Callable[..., Document], summary_document: Document, tmp_path: Path
+) -> None:
+    paths = [tmp_path / "run.json", tmp_path / "summary.json"]
+    for path, document in zip(paths, (run_document("--input-text", "A"), summary_document), strict=True):
+        path.write_text(json.dumps(document))
+    result = specdec("compare", *paths)
+    assert result.exit_code == 1 and result.stderr.startswith("error: the documents are of different commands: ")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -224,11 +241,13 @@ def without(key: str) -> Callable[[Document], object]:
         (without("command"), "not a document of specdec: "),
         (without("schema_version"), "not a document of specdec: "),
         (lambda d: d | {"command": "compare"}, "not a document of `run` or `summarize` but of `compare`: "),
-        (lambda d: d | {"command": "summarize"}, "the documents are of different commands: "),
         (lambda d: d | {"schema_version": 99}, "the schema version is 99, and this specdec reads 1: "),
-        (without("settings"), "the document has no settings: "),
-        (lambda d: d | {"requests": 5}, "a document lacks what its schema promises (TypeError"),
-        (lambda d: d | {"requests": [{}]}, "a document lacks what its schema promises (KeyError: 'prompt_ids'): "),
+        (without("settings"), f"{NOT_AS} $: 'settings' is a required property: "),
+        (lambda d: d | {"requests": 5}, f"{NOT_AS} $.requests: 5 is not of type 'array'"),
+        (lambda d: d | {"requests": [{}]}, f"{NOT_AS} $.requests[0]: "),
+        (with_request(output_ids="x"), f"{NOT_AS} $.requests[0].output_ids: 'x' is not of type 'array'"),
+        (with_request(stats=None), f"{NOT_AS} $.requests[0].stats: None is not of type 'object'"),
+        (lambda d: d | {"total": d["total"] | {"num_steps": -3}}, f"{NOT_AS} $.total.num_steps: -3 is less than"),
     ],
 )
 def test_what_is_no_document_is_one_error(

@@ -330,7 +330,7 @@ def test_unknown_names_of_drafters_list_the_known(text: str, wrong: str) -> None
         ),
         (
             flags_of("draft-target") | {"ngram_options": NgramOptions(pool="private")},
-            "`--ngram-pool` is for n-gram lookup: private",
+            "`--ngram-pool` is for n-gram lookup or suffix matching: private",
         ),
         (
             flags_of("custom") | {"ngram_options": NgramOptions(corpus=Path("c"))},
@@ -363,7 +363,11 @@ def test_flags_that_do_not_fit_together_are_wrong_usage(given: dict[str, Any], w
         (leader(None, 4), (DRAFT, None, "ngram"), "a draft model needs `--spec-decode-algo DRAFT_TARGET`"),
         (leader(None, None, 3), (None, None, "suffix"), "`--max-matching-ngram-size` is for n-gram lookup: 3"),
         (leader("SUFFIX"), (None, None, None, OPTIONS), "`--ngram-ranking` is for n-gram lookup: recent"),
-        (leader(), (None, None, None, NgramOptions(pool="public")), "`--ngram-pool` is for n-gram lookup: public"),
+        (
+            leader(),
+            (None, None, None, NgramOptions(pool="public")),
+            "`--ngram-pool` is for n-gram lookup or suffix matching: public",
+        ),
         (
             leader("NGRAM"),
             (None, None, None, NgramOptions(min_matching_ngram_size=3)),

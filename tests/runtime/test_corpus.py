@@ -309,3 +309,30 @@ def test_draft_equals_brute_force(
     ends = [i for i, token in enumerate(expected) if token in end_ids]
     assert draft.tokens == (expected[: ends[0]] if ends else expected)
     assert draft.probs is None
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("suffix_array", 2_147_483_000, "rows name places it does not have"),
+        ("suffix_array", -5, "rows name places it does not have"),
+        ("tokens", 4_090_000, "ids are outside its vocabulary"),
+    ],
+)
+def test_rows_that_cannot_be_are_noticed_when_it_is_opened(part: str, value: int, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.corpus"
+    make(path, [[1, 2, 3, 1, 2, 3, 4]] * 5)
+    content = path.read_bytes()
+    header_end = 8 + int.from_bytes(content[:8], "little")
+    start, end = json.loads(content[8:header_end])[part]["data_offsets"]
+    damaged = value.to_bytes(4, "little", signed=True) * ((end - start) // 4)
+    path.write_bytes(content[: header_end + start] + damaged + content[header_end + end :])
+    with pytest.raises(SpecDecError, match=f"the corpus is damaged, {message}"):
+        Corpus.open(path)
+
+
+def test_corpus_may_be_read_by_whom_other_files_may(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("")
+    path = tmp_path / "c.corpus"
+    make(path, [[1, 2, 3]])
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
