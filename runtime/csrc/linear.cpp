@@ -78,26 +78,15 @@ inline void accumulate(const at::BFloat16* x, int64_t x_row, const at::BFloat16*
 }
 #endif
 
-template <int R, typename T>
-void multiply(const T* x, int64_t x_row, const T* panel, int64_t depth, float* out) {
-  Lanes sums[R][2];
-  for (int r = 0; r < R; ++r)
-    for (int half = 0; half < 2; ++half) sums[r][half] = load<Lanes>(out + r * kPanel + half * kLanes);
-  accumulate<R>(x, x_row, panel, depth, sums);
-  for (int r = 0; r < R; ++r)
-    for (int half = 0; half < 2; ++half) store(out + r * kPanel + half * kLanes, sums[r][half]);
-}
-
-inline void narrow(const float* from, float* to, int64_t count) { std::copy_n(from, count, to); }
-inline void narrow(const float* from, at::BFloat16* to, int64_t count) {
+// 32 numbers of a panel as T, the first `count` of them.
+inline void narrow(const Lanes (&from)[2], float* to, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
+inline void narrow(const Lanes (&from)[2], at::BFloat16* to, int64_t count) {
 #if defined(__AVX512BF16__)
-  if (count == kPanel) {
-    const auto narrowed = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + kLanes), _mm512_loadu_ps(from));
-    std::memcpy(to, &narrowed, sizeof narrowed);
-    return;
-  }
+  const auto narrowed = _mm512_cvtne2ps_pbh((__m512)from[1], (__m512)from[0]);
+  std::memcpy(to, &narrowed, count * sizeof(at::BFloat16));
+#else
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<at::BFloat16>(from[i / kLanes][i % kLanes]);
 #endif
-  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<at::BFloat16>(from[i]);
 }
 
 // out (M, N) = x (M, K) weight^T + bias
@@ -107,23 +96,29 @@ void run(const T* x, const T* packed, const T* bias, T* out, int64_t M, int64_t 
   // A task is a panel, or with many threads and tokens a part of the tokens of one.
   const int64_t parts = std::clamp<int64_t>(4 * at::get_num_threads() / panels, 1, tiles);
   share_tasks(panels * parts, [&](int64_t task) {
-    thread_local std::vector<float> sums;
+    thread_local std::vector<float> unfinished;  // sums of the columns so far, where there are more than kDepth
     const int64_t panel = task / parts, first = panel * kPanel, width = std::min(kPanel, N - first);
     const int64_t tile_begin = task % parts * tiles / parts, tile_end = (task % parts + 1) * tiles / parts;
     const int64_t from = tile_begin * M / tiles, to = tile_end * M / tiles;
-    sums.assign((to - from) * kPanel, 0.0f);
-    if (bias)
-      for (int64_t m = 0; m < to - from; ++m)
-        for (int64_t n = 0; n < width; ++n) sums[m * kPanel + n] = static_cast<float>(bias[first + n]);
+    if (K > kDepth) unfinished.resize((to - from) * kPanel);
+    float initial[kPanel] = {};
+    if (bias) std::copy_n(bias + first, width, initial);
     for (int64_t k = 0; k < K; k += kDepth)
       for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
         const int64_t row = tile * M / tiles, rows = (tile + 1) * M / tiles - row;
         with_rows<kRows>(rows, [&](auto count) {
-          multiply<count()>(x + row * K + k, K, packed + (panel * K + k) * kPanel, std::min(kDepth, K - k),
-                            sums.data() + (row - from) * kPanel);
+          float* before = unfinished.data() + (row - from) * kPanel;
+          Lanes sums[count()][2];
+          for (int r = 0; r < count(); ++r)
+            for (int half = 0; half < 2; ++half)
+              sums[r][half] = load((k ? before + r * kPanel : initial) + half * kLanes);
+          accumulate<count()>(x + row * K + k, K, packed + (panel * K + k) * kPanel, std::min(kDepth, K - k), sums);
+          for (int r = 0; r < count(); ++r) {
+            if (k + kDepth >= K) narrow(sums[r], out + (row + r) * N + first, width);
+            else std::memcpy(before + r * kPanel, sums[r], sizeof sums[r]);
+          }
         });
       }
-    for (int64_t m = from; m < to; ++m) narrow(sums.data() + (m - from) * kPanel, out + m * N + first, width);
   });
 }
 

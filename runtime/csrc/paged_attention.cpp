@@ -16,41 +16,55 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
 #include "lanes.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
 namespace {
 
-constexpr int64_t kChunk = 128, kRowsPerTask = 64;
+constexpr int64_t kChunk = 128, kRowsPerTask = 36, kSplitsPerThread = 2;
 constexpr int64_t kTileRows = 12;  // 24 sums, two pieces of a row and a factor fit 32 registers
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr float kLog2E = 1.4426950408889634f;
 typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// exp of numbers at most 0, to 2 units in the last place; 0 below -87.
-inline Lanes exp_lanes(Lanes x) {
-  const IntLanes tiny = x < -87.0f;
-  x = tiny ? (Lanes{} - 87.0f) : x;
-  const Lanes magic = Lanes{} + 12582912.0f;  // adding it rounds to a whole number
-  const Lanes n = (x * 1.44269504f + magic) - magic;
-  const Lanes r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  Lanes y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-  const IntLanes exponent = (__builtin_convertvector(n, IntLanes) + 127) << 23;
-  Lanes scale;
-  std::memcpy(&scale, &exponent, sizeof scale);
-  return tiny ? Lanes{} : y * scale;
+// 2 to the power of numbers at most 0, to 2 units in the last place; 0 below -126.
+inline Lanes exp2_lanes(Lanes x) {
+  const Lanes shifted = x + 12582912.0f;  // rounds to a whole number, which is then in the lowest bits
+  const Lanes r = x - (shifted - 12582912.0f);
+  Lanes y = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
+  y = y * r + 9.618437357674640e-3f;
+  y = y * r + 5.550332471162809e-2f;
+  y = y * r + 2.402264791363012e-1f;
+  y = y * r + 6.931472028550421e-1f;
+  y = y * r + 1.0f;
+  const Lanes power = (Lanes)((IntLanes)y + ((IntLanes)shifted << 23));
+  return x < -126.0f ? Lanes{} : power;
 }
+
+#if defined(__AVX512F__)
+inline float largest_of(Lanes v) { return _mm512_reduce_max_ps((__m512)v); }
+inline float sum_of(Lanes v) { return _mm512_reduce_add_ps((__m512)v); }
+#else
+inline float largest_of(Lanes v) {
+  float largest = v[0];
+  for (int i = 1; i < kLanes; ++i) largest = std::max(largest, v[i]);
+  return largest;
+}
+inline float sum_of(Lanes v) {
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += v[i];
+  return sum;
+}
+#endif
 
 // sum (R x W*16) += A (R x depth) B (depth x W*16), A and B row-major.
 template <int R, int W>
@@ -103,38 +117,26 @@ inline void accumulate(const at::BFloat16* a, int64_t lda, const at::BFloat16* b
 }
 #endif
 
-// C (R x W*16) += A (R x depth) B (depth x W*16), all row-major.
-template <int R, int W, typename T>
+// C (R x W*16) = A (R x depth) B (depth x W*16), or C += where `adds`; all row-major.
+template <bool adds, int R, int W, typename T>
 inline void multiply(const T* a, int64_t lda, const T* b, int64_t ldb, float* c, int64_t ldc, int64_t depth) {
   Lanes sum[R][W];
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) sum[r][w] = load(c + r * ldc + w * kLanes);
+    for (int w = 0; w < W; ++w) sum[r][w] = adds ? load(c + r * ldc + w * kLanes) : Lanes{};
   accumulate(a, lda, b, ldb, depth, sum);
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W; ++w) store(c + r * ldc + w * kLanes, sum[r][w]);
 }
 
-template <int R, typename T>
+// The same for a width that is any multiple of 16.
+template <bool adds, int R, typename T>
 void multiply_rows(const T* a, int64_t lda, const T* b, int64_t ldb, float* c, int64_t ldc, int64_t depth,
                    int64_t width) {
   int64_t w = 0;
   if constexpr (R <= 4)  // few rows: more columns, so that sums do not wait for each other
-    for (; w + 4 * kLanes <= width; w += 4 * kLanes) multiply<R, 4>(a, lda, b + w, ldb, c + w, ldc, depth);
-  for (; w + 2 * kLanes <= width; w += 2 * kLanes) multiply<R, 2>(a, lda, b + w, ldb, c + w, ldc, depth);
-  if (w < width) multiply<R, 1>(a, lda, b + w, ldb, c + w, ldc, depth);
-}
-
-// The same for any number of rows; `width` is a multiple of 16.
-template <typename T>
-void multiply_all(int64_t rows, const T* a, int64_t lda, const T* b, int64_t ldb, float* c, int64_t ldc, int64_t depth,
-                  int64_t width) {
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;  // of about equal size: 13 rows are 6 and 7
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t first = tile * rows / tiles;
-    with_rows<kTileRows>((tile + 1) * rows / tiles - first, [&](auto count) {
-      multiply_rows<count()>(a + first * lda, lda, b, ldb, c + first * ldc, ldc, depth, width);
-    });
-  }
+    for (; w + 4 * kLanes <= width; w += 4 * kLanes) multiply<adds, R, 4>(a, lda, b + w, ldb, c + w, ldc, depth);
+  for (; w + 2 * kLanes <= width; w += 2 * kLanes) multiply<adds, R, 2>(a, lda, b + w, ldb, c + w, ldc, depth);
+  if (w < width) multiply<adds, R, 1>(a, lda, b + w, ldb, c + w, ldc, depth);
 }
 
 template <typename T>
@@ -188,17 +190,22 @@ void write_new(const Inputs<T>& in, int64_t token) {
   }
 }
 
-// Running softmax of some rows: their largest score so far, the sum of exponentials, and the weighted sum of values.
-struct Partial {
-  float *maximum, *sum, *weighted;  // (rows), (rows), (rows, width)
+// Some rows of some neighbouring KV heads of one sequence, over keys first_key..last_key (exclusive) of its blocks.
+struct Task {
+  int64_t b, first_head, num_heads, first_row, num_rows, first_key, last_key;
 };
 
-// Scores of `count` keys become exp((score - maximum) * scale), 0 outside begin..end; the partial sums are brought to the
-// same maximum.
+// Running softmax of a task's rows, head by head: their largest score so far, the sum of exponentials in 16 parts, and
+// the weighted sum of values.
+struct Partial {
+  float *maximum, *sums, *weighted;  // (rows), (rows, 16), (rows, width)
+};
+
+// Scores of `count` keys become 2 to the power of (score - maximum) * scale, 0 outside begin..end; the partial sums are
+// brought to the same maximum.
 template <typename E>
 void exponentiate(float* scores, E* weights, int64_t begin, int64_t end, int64_t count, float scale, const Partial& out,
                   int64_t r, int64_t width) {
-  constexpr float kNever = -std::numeric_limits<float>::infinity();
   std::fill(scores, scores + begin, kNever);
   std::fill(scores + end, scores + count, kNever);
   Lanes largest = load(scores);
@@ -206,101 +213,146 @@ void exponentiate(float* scores, E* weights, int64_t begin, int64_t end, int64_t
     const Lanes v = load(scores + j);
     largest = v > largest ? v : largest;
   }
-  float maximum = out.maximum[r];
-  for (int i = 0; i < kLanes; ++i) maximum = std::max(maximum, largest[i]);
-  const float correction = std::exp((out.maximum[r] - maximum) * scale);
-  Lanes total{};
-  for (int64_t j = 0; j < count; j += kLanes) {
-    const Lanes e = exp_lanes((load(scores + j) - maximum) * scale);
-    narrow(e, weights + j);
-    total += e;
+  const float before = out.maximum[r], maximum = std::max(before, largest_of(largest));
+  Lanes sum = load(out.sums + r * kLanes);
+  if (maximum > before) {
+    const float correction = std::exp2((before - maximum) * scale);
+    out.maximum[r] = maximum;
+    sum *= correction;
+    for (float* d = out.weighted + r * width; d < out.weighted + (r + 1) * width; d += kLanes)
+      store(d, load(d) * correction);
   }
-  float sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += total[i];
-  out.maximum[r] = maximum;
-  out.sum[r] = out.sum[r] * correction + sum;
-  if (correction == 1.0f) return;
-  for (float* d = out.weighted + r * width; d < out.weighted + (r + 1) * width; d += kLanes) store(d, load(d) * correction);
+  for (int64_t j = 0; j < count; j += kLanes) {
+    const Lanes power = exp2_lanes((load(scores + j) - maximum) * scale);
+    narrow(power, weights + j);
+    sum += power;
+  }
+  store(out.sums + r * kLanes, sum);
 }
 
-// Rows `first_row`.. of row `b`'s KV head `head` over keys first_key..last_key (exclusive) of its blocks, in numbers of
-// type E: T itself, with keys and values read where they lie, or float, into which they are copied.
+// In numbers of type E: T itself, with keys and values read where they lie, or float, into which they are copied, of one
+// head only.
 template <typename T, typename E, bool direct>
-void attend(const Inputs<T>& in, int64_t b, int64_t head, int64_t first_row, int64_t rows, int64_t first_key,
-            int64_t last_key, const Partial& out, int64_t width) {
+void attend(const Inputs<T>& in, const Task& task, const Partial& out, int64_t width) {
+  const int64_t num_rows = task.num_rows, all_rows = task.num_heads * num_rows;
   thread_local std::vector<E> numbers;
   thread_local std::vector<float> all_scores;
-  numbers.resize(rows * in.D + rows * kChunk + (direct ? 0 : in.D * kChunk + kChunk * width));
-  all_scores.resize(rows * kChunk);
+  numbers.resize(all_rows * (in.D + kChunk) + (direct ? 0 : kChunk * (in.D + width)));
+  all_scores.resize(all_rows * kChunk);
   E* query = numbers.data();
-  E* weights = query + rows * in.D;
-  E* key_copy = weights + rows * kChunk;
+  E* weights = query + all_rows * in.D;
+  E* key_copy = weights + all_rows * kChunk;
   E* value_copy = key_copy + in.D * kChunk;
   float* scores = all_scores.data();
   int64_t positions[kRowsPerTask], lowest = std::numeric_limits<int64_t>::max(), highest = 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t g = (first_row + r) / in.Q, i = (first_row + r) % in.Q, token = b * in.Q + i;
+  for (int64_t row = 0; row < all_rows; ++row) {
+    const int64_t head = task.first_head + row / num_rows, r = row % num_rows;
+    const int64_t g = (task.first_row + r) / in.Q, token = task.b * in.Q + (task.first_row + r) % in.Q;
     const T* source = in.query + (head * (in.H / in.Hk) + g) * in.query_head + token * in.query_token;
-    for (int64_t d = 0; d < in.D; ++d) query[r * in.D + d] = static_cast<E>(source[d]);
+    for (int64_t d = 0; d < in.D; ++d) query[row * in.D + d] = static_cast<E>(source[d]);
     positions[r] = in.positions[token];
     lowest = std::min(lowest, positions[r]);
     highest = std::max(highest, positions[r]);
-    out.maximum[r] = -std::numeric_limits<float>::infinity();
-    out.sum[r] = 0;
-    std::fill_n(out.weighted + r * width, width, 0.0f);
+    out.maximum[row] = kNever;
   }
-  last_key = std::min(last_key, highest + 1);
+  std::fill_n(out.sums, all_rows * kLanes, 0.0f);
+  std::fill_n(out.weighted, all_rows * width, 0.0f);
+  // Tiles of about equal size: 13 rows are 6 and 7.
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  // Calls use(rows, first) for the tiles of a head some of whose rows see a key; `rows` is a constant.
+  const auto for_tiles = [&](int64_t key, auto use) {
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      const int64_t first = tile * num_rows / num_tiles, end = (tile + 1) * num_rows / num_tiles;
+      if (*std::max_element(positions + first, positions + end) < key) continue;
+      with_rows<kTileRows>(end - first, [&](auto rows) { use(rows, first); });
+    }
+  };
+  const int64_t last_key = std::min(task.last_key, highest + 1);
+  int64_t first_key = task.first_key;
   if (in.window > 0) first_key = std::max(first_key, (lowest - in.window + 1) / in.block_size * in.block_size);
   const int64_t blocks_per_chunk = std::max(kChunk / in.block_size, int64_t{1});
   const int64_t chunk = std::min(kChunk, blocks_per_chunk * in.block_size);
+  const int64_t key_row = direct ? in.block_size : kChunk, value_row = direct ? in.Dv : width;
+  const float scale = in.scale * kLog2E;
   for (int64_t start = first_key; start < last_key; start += chunk) {
     const int64_t num_keys = std::min(chunk, last_key - start), padded = round_up(num_keys, kLanes);
-    // Calls use(k, keys, values, count) for the pieces of the chunk that lie in one block, from its key k on.
-    const auto for_pieces = [&](auto use) {
+    // Calls use(k, head, keys, values, count) for the pieces of the chunk that lie in one block, from its key k on.
+    const auto for_blocks = [&](auto use) {
       for (int64_t k = 0; k < num_keys;) {
-        const int64_t block = in.block_tables[b * in.N + (start + k) / in.block_size], offset = (start + k) % in.block_size;
-        const int64_t count = std::min(in.block_size - offset, num_keys - k), base = block * in.Hk + head;
-        use(k, in.key_pool + base * in.D * in.block_size + offset, in.value_pool + (base * in.block_size + offset) * in.Dv,
-            count);
+        const int64_t block = in.block_tables[task.b * in.N + (start + k) / in.block_size];
+        const int64_t offset = (start + k) % in.block_size, count = std::min(in.block_size - offset, num_keys - k);
+        for (int64_t head = 0; head < task.num_heads; ++head) {
+          const int64_t base = block * in.Hk + task.first_head + head;
+          use(k, head, in.key_pool + base * in.D * in.block_size + offset,
+              in.value_pool + (base * in.block_size + offset) * in.Dv, count);
+        }
         k += count;
       }
     };
-    for (int64_t r = 0; r < rows; ++r) std::fill_n(scores + r * kChunk, padded, 0.0f);
-    if constexpr (direct) {
-      for_pieces([&](int64_t k, const T* keys, const T*, int64_t count) {
-        multiply_all(rows, query, in.D, keys, in.block_size, scores + k, kChunk, in.D, round_up(count, kLanes));
-      });
-    } else {
-      for_pieces([&](int64_t k, const T* keys, const T* values, int64_t count) {
+    const auto for_pieces = [&](auto use) {
+      if constexpr (direct) for_blocks(use);
+      else use(int64_t{0}, int64_t{0}, key_copy, value_copy, num_keys);
+    };
+    if constexpr (!direct) {
+      for_blocks([&](int64_t k, int64_t, const T* keys, const T* values, int64_t count) {
         for (int64_t d = 0; d < in.D; ++d) widen(keys + d * in.block_size, key_copy + d * kChunk + k, count);
         for (int64_t j = 0; j < count; ++j) widen(values + j * in.Dv, value_copy + (k + j) * width, in.Dv);
       });
       for (int64_t d = 0; d < in.D; ++d) std::fill_n(key_copy + d * kChunk + num_keys, padded - num_keys, 0.0f);
       for (int64_t j = 0; j < num_keys; ++j) std::fill_n(value_copy + j * width + in.Dv, width - in.Dv, 0.0f);
-      multiply_all(rows, query, in.D, key_copy, kChunk, scores, kChunk, in.D, padded);
     }
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t end = std::min(num_keys, positions[r] + 1 - start);
-      const int64_t begin = in.window > 0 ? std::max(positions[r] - in.window + 1 - start, int64_t{0}) : 0;
-      if (begin < end) exponentiate(scores + r * kChunk, weights + r * kChunk, begin, end, padded, in.scale, out, r, width);
-      else std::fill_n(weights + r * kChunk, padded, E(0.0f));
-    }
-    if constexpr (direct) {
-      for_pieces([&](int64_t k, const T*, const T* values, int64_t count) {
-        // An odd one out has a partner in its block, whose weight is 0.
-        multiply_all(rows, weights + k, kChunk, values, in.Dv, out.weighted, width, count + count % 2, width);
+    for_pieces([&](int64_t k, int64_t head, const E* keys, const E*, int64_t count) {
+      for_tiles(start + k, [&](auto rows, int64_t first) {
+        const int64_t row = head * num_rows + first;
+        multiply_rows<false, rows()>(query + row * in.D, in.D, keys, key_row, scores + row * kChunk + k, kChunk, in.D,
+                                     round_up(count, kLanes));
       });
-    } else {
-      multiply_all(rows, weights, kChunk, value_copy, width, out.weighted, width, num_keys, width);
+    });
+    for (int64_t row = 0; row < all_rows; ++row) {
+      const int64_t position = positions[row % num_rows], end = std::min(num_keys, position + 1 - start);
+      const int64_t begin = in.window > 0 ? std::max(position - in.window + 1 - start, int64_t{0}) : 0;
+      if (begin < end) exponentiate(scores + row * kChunk, weights + row * kChunk, begin, end, padded, scale, out, row, width);
+      else std::fill_n(weights + row * kChunk, padded, E(0.0f));
     }
+    for_pieces([&](int64_t k, int64_t head, const E*, const E* values, int64_t count) {
+      // An odd one out has a partner in its block, whose weight is 0.
+      const int64_t depth = direct ? count + count % 2 : count;
+      for_tiles(start + k, [&](auto rows, int64_t first) {
+        const int64_t row = head * num_rows + first;
+        multiply_rows<true, rows()>(weights + row * kChunk + k, kChunk, values, value_row, out.weighted + row * width, width,
+                                    depth, width);
+      });
+    });
   }
 }
 
-template <typename T, typename... Arguments>
-void attend_fastest(const Inputs<T>& in, const Arguments&... arguments) {
-  if constexpr (kMultiplies<T>)
-    if (in.block_size % kLanes == 0 && in.Dv % kLanes == 0 && in.D % 2 == 0) return attend<T, T, true>(in, arguments...);
-  attend<T, float, false>(in, arguments...);
+// Whether keys and values are multiplied where they lie.
+template <typename T>
+bool reads_in_place(const Inputs<T>& in) {
+  return kMultiplies<T> && in.block_size % kLanes == 0 && in.Dv % kLanes == 0 && in.D % 2 == 0;
+}
+
+// Adds up the parts of a task, whose keys were divided.
+template <typename T, typename GetPartial>
+void finish(const Inputs<T>& in, const Task& task, int64_t num_splits, int64_t width, const GetPartial& partial) {
+  const float scale = in.scale * kLog2E;
+  for (int64_t row = 0; row < task.num_heads * task.num_rows; ++row) {
+    float maximum = kNever;
+    for (int64_t s = 0; s < num_splits; ++s) maximum = std::max(maximum, partial(s).maximum[row]);
+    float* total = partial(0).weighted + row * width;
+    Lanes sum{};
+    for (int64_t s = 0; s < num_splits; ++s) {
+      const Partial part = partial(s);
+      const float factor = std::exp2((part.maximum[row] - maximum) * scale);
+      sum += load(part.sums + row * kLanes) * factor;
+      for (int64_t d = 0; d < width; ++d) total[d] = (s ? total[d] : 0) + part.weighted[row * width + d] * factor;
+    }
+    const int64_t head = task.first_head + row / task.num_rows, r = task.first_row + row % task.num_rows;
+    const int64_t token = task.b * in.Q + r % in.Q;
+    T* output = in.output + (token * in.H + head * (in.H / in.Hk) + r / in.Q) * in.Dv;
+    const float weight = 1 / sum_of(sum);
+    for (int64_t d = 0; d < in.Dv; ++d) output[d] = static_cast<T>(total[d] * weight);
+  }
 }
 
 template <typename T>
@@ -308,49 +360,41 @@ void run(const Inputs<T>& in) {
   at::parallel_for(0, in.B * in.Q, 64, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) write_new(in, token);
   });
-  const int64_t rows = in.H / in.Hk * in.Q, groups = (rows + kRowsPerTask - 1) / kRowsPerTask;
-  const int64_t width = round_up(in.Dv, kLanes), num_keys = in.N * in.block_size;
-  // Few rows and many threads: the keys are divided too, and the parts added up at the end.
-  const int64_t tasks = in.B * in.Hk * groups, threads = at::get_num_threads();
-  const int64_t splits = std::max(std::min(threads / tasks, num_keys / (4 * kChunk)), int64_t{1});
-  const int64_t keys_per_split = round_up((num_keys + splits - 1) / splits, std::max(kChunk, in.block_size));
-  std::vector<float> buffer(tasks * splits * kRowsPerTask * (width + 2));
-  const auto partial = [&](int64_t task, int64_t split) {
-    float* base = buffer.data() + (task * splits + split) * kRowsPerTask * (width + 2);
-    return Partial{base, base + kRowsPerTask, base + 2 * kRowsPerTask};
+  const int64_t rows = in.H / in.Hk * in.Q, row_groups = (rows + kRowsPerTask - 1) / kRowsPerTask;
+  // Few rows: of several heads at a time, because the K/V of a block's heads lie side by side.
+  const int64_t heads = reads_in_place(in) ? std::clamp(kRowsPerTask / rows, int64_t{1}, in.Hk) : 1;
+  const int64_t head_groups = (in.Hk + heads - 1) / heads, num_tasks = in.B * head_groups * row_groups;
+  // Few tasks: their keys are divided too, and the parts added up at the end.
+  const int64_t threads = at::get_num_threads(), num_keys = in.N * in.block_size;
+  const int64_t wanted = num_tasks < threads ? kSplitsPerThread * threads / num_tasks : 1;
+  const int64_t keys_per_split = round_up((num_keys + wanted - 1) / wanted, std::max(kChunk, in.block_size));
+  const int64_t splits = (num_keys + keys_per_split - 1) / keys_per_split;
+  const int64_t width = round_up(in.Dv, kLanes), partial_size = kRowsPerTask * (1 + kLanes + width);
+  const auto buffer = std::make_unique_for_overwrite<float[]>((splits > 1 ? num_tasks * splits : threads) * partial_size);
+  const auto partial = [&](int64_t i) {
+    float* base = buffer.get() + i * partial_size;
+    return Partial{base, base + kRowsPerTask, base + kRowsPerTask * (1 + kLanes)};
   };
-  const auto place = [&](int64_t task, int64_t& b, int64_t& head, int64_t& first, int64_t& count) {
-    first = task % groups * kRowsPerTask, head = task / groups % in.Hk, b = task / groups / in.Hk;
-    count = std::min(kRowsPerTask, rows - first);
+  const auto make_task = [&](int64_t i, int64_t split) {
+    const int64_t row = i % row_groups * kRowsPerTask, head = i / row_groups % head_groups * heads;
+    return Task{i / row_groups / head_groups, head, std::min(heads, in.Hk - head), row, std::min(kRowsPerTask, rows - row),
+                split * keys_per_split, std::min((split + 1) * keys_per_split, num_keys)};
   };
-  const auto finish = [&](int64_t task) {
-    int64_t b, head, first, count;
-    place(task, b, head, first, count);
-    for (int64_t r = 0; r < count; ++r) {
-      float maximum = -std::numeric_limits<float>::infinity(), sum = 0;
-      for (int64_t s = 0; s < splits; ++s) maximum = std::max(maximum, partial(task, s).maximum[r]);
-      float* total = partial(task, 0).weighted + r * width;
-      for (int64_t s = 0; s < splits; ++s) {
-        const Partial part = partial(task, s);
-        const float factor = std::exp((part.maximum[r] - maximum) * in.scale);
-        sum += part.sum[r] * factor;
-        for (int64_t d = 0; d < width; ++d) total[d] = (s ? total[d] : 0) + part.weighted[r * width + d] * factor;
-      }
-      const int64_t g = (first + r) / in.Q, token = b * in.Q + (first + r) % in.Q;
-      T* output = in.output + (token * in.H + head * (in.H / in.Hk) + g) * in.Dv;
-      for (int64_t d = 0; d < in.Dv; ++d) output[d] = static_cast<T>(total[d] / sum);
-    }
+  const auto attend_fastest = [&](const Task& task, const Partial& out) {
+    if constexpr (kMultiplies<T>)
+      if (reads_in_place(in)) return attend<T, T, true>(in, task, out, width);
+    attend<T, float, false>(in, task, out, width);
   };
-  share_tasks(tasks * splits, [&](int64_t i) {
-    int64_t b, head, first, count;
-    place(i / splits, b, head, first, count);
-    const int64_t key = i % splits * keys_per_split;
-    attend_fastest(in, b, head, first, count, key, std::min(key + keys_per_split, num_keys),
-                   partial(i / splits, i % splits), width);
-    if (splits == 1) finish(i);
+  share_tasks(num_tasks * splits, [&](int64_t i) {
+    const Task task = make_task(i / splits, i % splits);
+    if (splits > 1) return attend_fastest(task, partial(i));
+    const Partial own = partial(at::get_thread_num());
+    attend_fastest(task, own);
+    finish(in, task, 1, width, [&](int64_t) { return own; });
   });
   if (splits > 1)
-    for (int64_t task = 0; task < tasks; ++task) finish(task);
+    for (int64_t i = 0; i < num_tasks; ++i)
+      finish(in, make_task(i, 0), splits, width, [&](int64_t split) { return partial(i * splits + split); });
 }
 
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_pool,
