@@ -24,6 +24,8 @@ from runtime.kv_cache import KVPool
 from runtime.weights import save_weights
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
     from runtime.model import Step  # opening an engine must not import model code
 
 StepFunction = Callable[..., Tensor]
@@ -54,21 +56,14 @@ def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig
     from torch.export.pt2_archive._package_weights import Weights
 
     from runtime.linears import use_linear_kernel  # not to open an engine
+    from runtime.selection import select_early
 
-    parameter = next(step.parameters())
-    num_tokens = 2 * build.tokens_per_block + 1 + 5
-    pool = example_pool(layers, num_tokens, build.tokens_per_block, parameter)
-    rows = example_rows([5, 3], 2 * build.tokens_per_block + 1, num_tokens, build.tokens_per_block, 2)
-    batch = pack(rows, build.tokens_per_block, parameter.device)
-    free = torch.export.Dim.DYNAMIC
-    dynamic = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: free}] * len(layers)] * 2
+    on_cpu = next(step.parameters()).device.type == "cpu"
     with _quiet(), torch.no_grad():
-        program = torch.export.export(
-            step, (*batch.tensors(), pool.keys, pool.values), strict=False, dynamic_shapes=tuple(dynamic)
-        )
+        program = export_step(step, layers, build.tokens_per_block)
+        select_early(program, "logit_indices")
         # Freezing prepacks the weights for the CPU's matrix kernels: steps are two to three times faster.
         # torch writes into its own `metadata`, by which a later torch-compile would not be found again.
-        on_cpu = parameter.device.type == "cpu"
         hands_over = on_cpu and use_linear_kernel(program)
         options = {
             "freezing": on_cpu,
@@ -83,6 +78,19 @@ def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig
     package_pt2(str(package), aoti_files=[file for file in made if isinstance(file, str)])
     constants = [file for file in made if isinstance(file, Weights)]
     save_weights(weights, {name: tensor for part in constants for name, (tensor, _) in part.items()})
+
+
+def export_step(step: "Step", layers: tuple[LayerShape, ...], block_size: int) -> "ExportedProgram":
+    """The step's graph, for any number of rows, tokens, blocks and logits."""
+    num_tokens = 2 * block_size + 1 + 5
+    pool = example_pool(layers, num_tokens, block_size, next(step.parameters()))
+    rows = example_rows([5, 3], 2 * block_size + 1, num_tokens, block_size, 2)
+    batch = pack(rows, block_size, pool.keys[0].device)
+    free = torch.export.Dim.DYNAMIC
+    dynamic = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: free}] * len(layers)] * 2
+    return torch.export.export(
+        step, (*batch.tensors(), pool.keys, pool.values), strict=False, dynamic_shapes=tuple(dynamic)
+    )
 
 
 @dataclass(frozen=True)

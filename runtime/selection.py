@@ -1,0 +1,89 @@
+"""An exported step that computes only the tokens whose logits are wanted, from its last attention on.
+
+A model picks them before its output layer. Of a prompt that is one token, and the last layer's feed-forward network has
+computed all others for nobody. Operations that take tokens one by one say the same of a picked token when the picking
+is done before them. (llama.cpp does so in its graphs of each family; here it is done to whatever was exported.)
+"""
+
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+_ATEN = torch.ops.aten
+_NORMS = {_ATEN.layer_norm.default, _ATEN.rms_norm.default}
+_READS_FIRST = {_ATEN.linear.default, *_NORMS, _ATEN.mean.dim, _ATEN.chunk.default, getitem}
+_READS_FIRST |= {_ATEN.dropout.default, _ATEN.contiguous.default, _ATEN.to.dtype, _ATEN.type_as.default}
+"""What takes tokens one by one in its first argument, and looks at no token in others."""
+
+
+def select_early(program: ExportedProgram, indices: str) -> None:
+    """Move `hidden[:, indices]` of (1, S, C), in place, up to where tokens last looked at each other."""
+    graph = program.graph_module.graph
+    picks = [
+        n for n in graph.nodes if n.target is _ATEN.index.Tensor and [str(i) for i in n.args[1]] == ["None", indices]
+    ]
+    if len(picks) != 1:
+        return
+    (pick,) = picks
+    num_tokens = pick.args[0].meta["val"].shape[1]
+    late = {pick}  # what is computed of picked tokens
+    for node in reversed(list(graph.nodes)):
+        users = {user for user in node.users if user.target is not _ATEN._assert_tensor_metadata.default}
+        if users and users <= late and _is_token_wise(node, num_tokens):
+            late.add(node)
+    picked: dict[Node, Node] = {}
+    for node in [n for n in graph.nodes if n in late and n is not pick]:
+        for source in _token_inputs(node, num_tokens):
+            if source in late:
+                continue
+            if source not in picked:
+                with graph.inserting_after(source):
+                    picked[source] = graph.call_function(pick.target, (source, pick.args[1]))
+                picked[source].meta["val"] = _evaluate(picked[source])
+            node.replace_input_with(source, picked[source])
+        node.meta["val"] = _evaluate(node)
+    if pick.args[0] in late:
+        pick.replace_all_uses_with(pick.args[0])
+        graph.erase_node(pick)
+    program.graph_module.recompile()
+
+
+def _is_token_wise(node: Node, num_tokens: int | torch.SymInt) -> bool:
+    """Whether (1, S, C) comes of tensors (1, S, ...), each token of its own."""
+    target: Any = node.target
+    if node.op != "call_function" or not _has_tokens(node, num_tokens):
+        return False
+    if target is _ATEN.mean.dim:
+        return node.args[1] in ([-1], [2])
+    if target is _ATEN.chunk.default:
+        return node.args[2:] in ((-1,), (2,))
+    if target in _NORMS:
+        return len(node.args[1]) == 1  # type: ignore[arg-type]
+    if target in _READS_FIRST:
+        return True
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags and not target._schema.is_mutable
+
+
+def _token_inputs(node: Node, num_tokens: int | torch.SymInt) -> list[Node]:
+    sources = node.all_input_nodes[:1] if node.target in _READS_FIRST else node.all_input_nodes
+    return [source for source in sources if _has_tokens(source, num_tokens)]
+
+
+def _has_tokens(node: Node, num_tokens: int | torch.SymInt) -> bool:
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, list | tuple) else [value]
+    return all(
+        isinstance(tensor, Tensor) and tensor.ndim == 3 and statically_known_true(tensor.shape[1] == num_tokens)
+        for tensor in tensors
+    )
+
+
+def _evaluate(node: Node) -> Any:
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    return node.target(*args, **kwargs)  # type: ignore[operator]
