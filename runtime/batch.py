@@ -84,8 +84,11 @@ def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
 
 def fold(rows: Seq[Row]) -> Seq[Row]:
     """The rows, long ones as several where that leaves less padding: 11, 1 and 1 tokens as 13 rows of one."""
+    lengths = sorted(len(row.tokens) for row in rows)
+    if lengths[0] == lengths[-1]:
+        return rows
     context_len = max(row.start for row in rows)
-    width = folded_width(tuple(sorted(len(row.tokens) for row in rows)), context_len // _CONTEXT_STEP * _CONTEXT_STEP)
+    width = folded_width(tuple(lengths), context_len // _CONTEXT_STEP * _CONTEXT_STEP)
     if all(len(row.tokens) <= width for row in rows):
         return rows
     return [piece for row in rows for piece in _pieces(row, width)]

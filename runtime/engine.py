@@ -233,10 +233,10 @@ class Engine:
         rows = [generation_row(s, draft.tokens) for s, draft in zip(sequences, drafts, strict=True)]
         logits: dict[int, Tensor] = {}
         for group in _similar_lengths(rows):
-            together, start = self._forward([rows[i] for i in group]), 0
-            for i in group:
-                logits[i] = together[start : start + rows[i].num_logits]
-                start += rows[i].num_logits
+            together = self._forward([rows[i] for i in group])
+            # One at a time needs no division, which takes 50 us where the step has emptied the caches.
+            parts = [together] if len(group) == 1 else together.split_with_sizes([rows[i].num_logits for i in group])
+            logits.update(zip(group, parts, strict=True))
         return [logits[i] for i in range(len(rows))]
 
     def release(self, sequence: Sequence) -> None:

@@ -150,6 +150,8 @@ class Sampler:
         self._penalties, self._warpers = penalties(params), warpers(params)
         identity = repr((params.random_seed, return_index, tuple(prompt_tokens)))
         self._key = hashlib.blake2b(identity.encode(), digest_size=16).digest()
+        # An engine of this process has loaded it. Found once: finding it takes twice as long as what it does.
+        self._argmax_kernel = torch.ops.specdec.argmax.default if hasattr(torch.ops.specdec, "argmax") else None
 
     @property
     def is_argmax(self) -> bool:
@@ -193,13 +195,21 @@ class Sampler:
     def choices(self, prefix: list[int], logits: Tensor) -> Iterable[int]:
         """The request's own tokens row by row of (n, vocab) logits, each after the prefix and those before it."""
         if self.is_argmax:
-            yield from _argmaxes(logits)
+            yield from self._argmaxes(logits)
             return
         prefix = list(prefix)
         for row in logits:
             token = self.choose(prefix, row)
             yield token
             prefix.append(token)
+
+    def _argmaxes(self, logits: Tensor) -> Iterable[int]:
+        """Row by row. On a CPU by the kernel or by NumPy: torch looks at one number after the other."""
+        if logits.device.type != "cpu":
+            return logits.argmax(dim=-1).tolist()
+        if self._argmax_kernel is not None:
+            return self._argmax_kernel(logits).tolist()  # type: ignore[no-any-return]
+        return (int(row.float().numpy().argmax()) for row in logits)
 
     def uniform(self, position: int, purpose: Purpose) -> float:
         """In [0, 1), the same for the same arguments. 52 bits: times a sum of probabilities it stays below the sum."""
@@ -209,15 +219,6 @@ class Sampler:
         """64 bits."""
         digest = hashlib.blake2b(f"{position} {purpose}".encode(), key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little")
-
-
-def _argmaxes(logits: Tensor) -> Iterable[int]:
-    """Row by row. On a CPU by the kernel or by NumPy: torch looks at one number after the other."""
-    if logits.device.type != "cpu":
-        return logits.argmax(dim=-1).tolist()
-    if hasattr(torch.ops.specdec, "argmax"):  # an engine of this process has loaded it
-        return torch.ops.specdec.argmax(logits).tolist()  # type: ignore[no-any-return]
-    return (int(row.float().numpy().argmax()) for row in logits)
 
 
 def draw(weights: Tensor, uniform: float) -> int:

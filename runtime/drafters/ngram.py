@@ -126,9 +126,10 @@ class NgramDrafter:
 
     def _index(self, history: _History) -> None:
         """Add the patterns that have a follower by now; those at the very end have none yet."""
-        tokens, min_size = history.sequence.tokens, self.min_matching_ngram_size
-        for end in range(history.num_indexed + 1, len(tokens)):
-            follower = tokens[end]
-            for n in range(min_size, min(self.max_matching_ngram_size, end) + 1):
-                self._keep(history, tuple(tokens[end - n : end]), end, follower)
+        tokens = history.sequence.tokens
+        for n in range(self.min_matching_ngram_size, min(self.max_matching_ngram_size, len(tokens) - 1) + 1):
+            first = max(history.num_indexed + 1, n)
+            patterns = zip(*(tokens[first - n + i : len(tokens) - n + i] for i in range(n)), strict=True)
+            for end, pattern in enumerate(patterns, first):
+                self._keep(history, pattern, end, tokens[end])
         history.num_indexed = max(history.num_indexed, len(tokens) - 1)
