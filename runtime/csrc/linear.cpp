@@ -25,12 +25,12 @@ namespace {
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kRows = 12;     // of a tile: 24 sums, 2 pieces of a panel and a factor fit 32 registers
 constexpr int64_t kDepth = 2048;  // of a panel at a time: its piece stays in the second-level cache
-constexpr int64_t kAhead = 4096;  // bytes that are asked for before they are needed
+constexpr int64_t kAhead = 5120;  // bytes of a panel that are asked for before they are needed
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 
 inline void fetch_ahead(const void* p) {
-  __builtin_prefetch(static_cast<const char*>(p) + kAhead);
-  __builtin_prefetch(static_cast<const char*>(p) + kAhead + 64);
+  fetch_line(static_cast<const char*>(p) + kAhead);
+  fetch_line(static_cast<const char*>(p) + kAhead + 64);
 }
 
 // sums (R x 32) += x (R x depth) panel (depth x 32)

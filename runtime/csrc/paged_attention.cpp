@@ -66,12 +66,28 @@ inline float sum_of(Lanes v) {
 }
 #endif
 
+// Rows of keys or values, and what lies like them and is fetched meanwhile, because it is read soon: the values
+// of these keys, or the keys of the next chunk.
+template <typename T>
+struct Piece {
+  const T *numbers, *upcoming;
+  int64_t stride;
+
+  Piece from_column(int64_t w) const { return {numbers + w, upcoming + w, stride}; }
+  const T* row(int64_t k) const { return numbers + k * stride; }
+  template <int W>
+  void fetch(int64_t k) const {
+    for (int i = 0; i < W * kLanes; i += 64 / sizeof(T)) fetch_line(upcoming + k * stride + i);
+  }
+};
+
 // sum (R x W*16) += A (R x depth) B (depth x W*16), A and B row-major.
 template <int R, int W>
-inline void accumulate(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth, Lanes (&sum)[R][W]) {
+inline void accumulate(const float* a, int64_t lda, const Piece<float>& b, int64_t depth, Lanes (&sum)[R][W]) {
   for (int64_t k = 0; k < depth; ++k) {
+    b.fetch<W>(k);
     Lanes row[W];
-    for (int w = 0; w < W; ++w) row[w] = load(b + k * ldb + w * kLanes);
+    for (int w = 0; w < W; ++w) row[w] = load(b.row(k) + w * kLanes);
     for (int r = 0; r < R; ++r) {
       const float factor = a[r * lda + k];
       for (int w = 0; w < W; ++w) sum[r][w] += row[w] * factor;
@@ -102,11 +118,13 @@ inline void interleave(const at::BFloat16* p, int64_t ldb, __m512bh* pairs) {
 
 // One instruction multiplies two rows of B by a pair of A's: the rows are interleaved as they are read. `depth` is even.
 template <int R, int W>
-inline void accumulate(const at::BFloat16* a, int64_t lda, const at::BFloat16* b, int64_t ldb, int64_t depth,
+inline void accumulate(const at::BFloat16* a, int64_t lda, const Piece<at::BFloat16>& b, int64_t depth,
                        Lanes (&sum)[R][W]) {
   for (int64_t k = 0; k < depth; k += 2) {
+    b.fetch<W>(k);
+    b.fetch<W>(k + 1);
     __m512bh rows[W];
-    for (int w = 0; w < W; w += 2) interleave<W - 1>(b + k * ldb + w * kLanes, ldb, rows + w);
+    for (int w = 0; w < W; w += 2) interleave<W - 1>(b.row(k) + w * kLanes, b.stride, rows + w);
     for (int r = 0; r < R; ++r) {
       int32_t pair;
       std::memcpy(&pair, a + r * lda + k, sizeof pair);
@@ -119,24 +137,23 @@ inline void accumulate(const at::BFloat16* a, int64_t lda, const at::BFloat16* b
 
 // C (R x W*16) = A (R x depth) B (depth x W*16), or C += where `adds`; all row-major.
 template <bool adds, int R, int W, typename T>
-inline void multiply(const T* a, int64_t lda, const T* b, int64_t ldb, float* c, int64_t ldc, int64_t depth) {
+inline void multiply(const T* a, int64_t lda, const Piece<T>& b, float* c, int64_t ldc, int64_t depth) {
   Lanes sum[R][W];
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W; ++w) sum[r][w] = adds ? load(c + r * ldc + w * kLanes) : Lanes{};
-  accumulate(a, lda, b, ldb, depth, sum);
+  accumulate(a, lda, b, depth, sum);
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W; ++w) store(c + r * ldc + w * kLanes, sum[r][w]);
 }
 
 // The same for a width that is any multiple of 16.
 template <bool adds, int R, typename T>
-void multiply_rows(const T* a, int64_t lda, const T* b, int64_t ldb, float* c, int64_t ldc, int64_t depth,
-                   int64_t width) {
+void multiply_rows(const T* a, int64_t lda, const Piece<T>& b, float* c, int64_t ldc, int64_t depth, int64_t width) {
   int64_t w = 0;
   if constexpr (R <= 4)  // few rows: more columns, so that sums do not wait for each other
-    for (; w + 4 * kLanes <= width; w += 4 * kLanes) multiply<adds, R, 4>(a, lda, b + w, ldb, c + w, ldc, depth);
-  for (; w + 2 * kLanes <= width; w += 2 * kLanes) multiply<adds, R, 2>(a, lda, b + w, ldb, c + w, ldc, depth);
-  if (w < width) multiply<adds, R, 1>(a, lda, b + w, ldb, c + w, ldc, depth);
+    for (; w + 4 * kLanes <= width; w += 4 * kLanes) multiply<adds, R, 4>(a, lda, b.from_column(w), c + w, ldc, depth);
+  for (; w + 2 * kLanes <= width; w += 2 * kLanes) multiply<adds, R, 2>(a, lda, b.from_column(w), c + w, ldc, depth);
+  if (w < width) multiply<adds, R, 1>(a, lda, b.from_column(w), c + w, ldc, depth);
 }
 
 template <typename T>
@@ -230,8 +247,8 @@ void exponentiate(float* scores, E* weights, int64_t begin, int64_t end, int64_t
   store(out.sums + r * kLanes, sum);
 }
 
-// In numbers of type E: T itself, with keys and values read where they lie, or float, into which they are copied, of one
-// head only.
+// In numbers of type E: T itself, with keys and values read where they lie, or float, into which those of one head are
+// copied.
 template <typename T, typename E, bool direct>
 void attend(const Inputs<T>& in, const Task& task, const Partial& out, int64_t width) {
   const int64_t num_rows = task.num_rows, all_rows = task.num_heads * num_rows;
@@ -272,54 +289,64 @@ void attend(const Inputs<T>& in, const Task& task, const Partial& out, int64_t w
   if (in.window > 0) first_key = std::max(first_key, (lowest - in.window + 1) / in.block_size * in.block_size);
   const int64_t blocks_per_chunk = std::max(kChunk / in.block_size, int64_t{1});
   const int64_t chunk = std::min(kChunk, blocks_per_chunk * in.block_size);
-  const int64_t key_row = direct ? in.block_size : kChunk, value_row = direct ? in.Dv : width;
   const float scale = in.scale * kLog2E;
+  const auto keys_at = [&](int64_t key, int64_t head) {
+    const int64_t block = in.block_tables[task.b * in.N + key / in.block_size];
+    return in.key_pool + (block * in.Hk + task.first_head + head) * in.D * in.block_size + key % in.block_size;
+  };
+  const auto values_at = [&](int64_t key, int64_t head) {
+    const int64_t block = in.block_tables[task.b * in.N + key / in.block_size];
+    return in.value_pool + ((block * in.Hk + task.first_head + head) * in.block_size + key % in.block_size) * in.Dv;
+  };
   for (int64_t start = first_key; start < last_key; start += chunk) {
     const int64_t num_keys = std::min(chunk, last_key - start), padded = round_up(num_keys, kLanes);
-    // Calls use(k, head, keys, values, count) for the pieces of the chunk that lie in one block, from its key k on.
+    // Calls use(k, head, count) for the pieces of the chunk that lie in one block, from its key k on.
     const auto for_blocks = [&](auto use) {
       for (int64_t k = 0; k < num_keys;) {
-        const int64_t block = in.block_tables[task.b * in.N + (start + k) / in.block_size];
-        const int64_t offset = (start + k) % in.block_size, count = std::min(in.block_size - offset, num_keys - k);
-        for (int64_t head = 0; head < task.num_heads; ++head) {
-          const int64_t base = block * in.Hk + task.first_head + head;
-          use(k, head, in.key_pool + base * in.D * in.block_size + offset,
-              in.value_pool + (base * in.block_size + offset) * in.Dv, count);
-        }
+        const int64_t count = std::min(in.block_size - (start + k) % in.block_size, num_keys - k);
+        for (int64_t head = 0; head < task.num_heads; ++head) use(k, head, count);
         k += count;
       }
     };
     const auto for_pieces = [&](auto use) {
       if constexpr (direct) for_blocks(use);
-      else use(int64_t{0}, int64_t{0}, key_copy, value_copy, num_keys);
+      else use(int64_t{0}, int64_t{0}, num_keys);
     };
     if constexpr (!direct) {
-      for_blocks([&](int64_t k, int64_t, const T* keys, const T* values, int64_t count) {
+      for_blocks([&](int64_t k, int64_t, int64_t count) {
+        const T *keys = keys_at(start + k, 0), *values = values_at(start + k, 0);
         for (int64_t d = 0; d < in.D; ++d) widen(keys + d * in.block_size, key_copy + d * kChunk + k, count);
         for (int64_t j = 0; j < count; ++j) widen(values + j * in.Dv, value_copy + (k + j) * width, in.Dv);
       });
       for (int64_t d = 0; d < in.D; ++d) std::fill_n(key_copy + d * kChunk + num_keys, padded - num_keys, 0.0f);
       for (int64_t j = 0; j < num_keys; ++j) std::fill_n(value_copy + j * width + in.Dv, width - in.Dv, 0.0f);
     }
-    for_pieces([&](int64_t k, int64_t head, const E* keys, const E*, int64_t count) {
+    for_pieces([&](int64_t k, int64_t head, int64_t count) {
+      Piece<E> keys{key_copy, key_copy, kChunk};
+      if constexpr (direct) keys = {keys_at(start + k, head), values_at(start + k, head), in.block_size};
       for_tiles(start + k, [&](auto rows, int64_t first) {
         const int64_t row = head * num_rows + first;
-        multiply_rows<false, rows()>(query + row * in.D, in.D, keys, key_row, scores + row * kChunk + k, kChunk, in.D,
+        multiply_rows<false, rows()>(query + row * in.D, in.D, keys, scores + row * kChunk + k, kChunk, in.D,
                                      round_up(count, kLanes));
       });
     });
     for (int64_t row = 0; row < all_rows; ++row) {
       const int64_t position = positions[row % num_rows], end = std::min(num_keys, position + 1 - start);
       const int64_t begin = in.window > 0 ? std::max(position - in.window + 1 - start, int64_t{0}) : 0;
-      if (begin < end) exponentiate(scores + row * kChunk, weights + row * kChunk, begin, end, padded, scale, out, row, width);
-      else std::fill_n(weights + row * kChunk, padded, E(0.0f));
+      float* row_scores = scores + row * kChunk;
+      E* row_weights = weights + row * kChunk;
+      if (begin < end) exponentiate(row_scores, row_weights, begin, end, padded, scale, out, row, width);
+      else std::fill_n(row_weights, padded, E(0.0f));
     }
-    for_pieces([&](int64_t k, int64_t head, const E*, const E* values, int64_t count) {
+    for_pieces([&](int64_t k, int64_t head, int64_t count) {
+      Piece<E> values{value_copy, value_copy, width};
+      const int64_t next_key = std::min(start + k + chunk, last_key - 1);
+      if constexpr (direct) values = {values_at(start + k, head), keys_at(next_key, head), in.Dv};
       // An odd one out has a partner in its block, whose weight is 0.
       const int64_t depth = direct ? count + count % 2 : count;
       for_tiles(start + k, [&](auto rows, int64_t first) {
         const int64_t row = head * num_rows + first;
-        multiply_rows<true, rows()>(weights + row * kChunk + k, kChunk, values, value_row, out.weighted + row * width, width,
+        multiply_rows<true, rows()>(weights + row * kChunk + k, kChunk, values, out.weighted + row * width, width,
                                     depth, width);
       });
     });
@@ -370,15 +397,16 @@ void run(const Inputs<T>& in) {
   const int64_t keys_per_split = round_up((num_keys + wanted - 1) / wanted, std::max(kChunk, in.block_size));
   const int64_t splits = (num_keys + keys_per_split - 1) / keys_per_split;
   const int64_t width = round_up(in.Dv, kLanes), partial_size = kRowsPerTask * (1 + kLanes + width);
-  const auto buffer = std::make_unique_for_overwrite<float[]>((splits > 1 ? num_tasks * splits : threads) * partial_size);
+  const int64_t num_partials = splits > 1 ? num_tasks * splits : threads;
+  const auto buffer = std::make_unique_for_overwrite<float[]>(num_partials * partial_size);
   const auto partial = [&](int64_t i) {
     float* base = buffer.get() + i * partial_size;
     return Partial{base, base + kRowsPerTask, base + kRowsPerTask * (1 + kLanes)};
   };
   const auto make_task = [&](int64_t i, int64_t split) {
     const int64_t row = i % row_groups * kRowsPerTask, head = i / row_groups % head_groups * heads;
-    return Task{i / row_groups / head_groups, head, std::min(heads, in.Hk - head), row, std::min(kRowsPerTask, rows - row),
-                split * keys_per_split, std::min((split + 1) * keys_per_split, num_keys)};
+    return Task{i / row_groups / head_groups, head, std::min(heads, in.Hk - head), row,
+                std::min(kRowsPerTask, rows - row), split * keys_per_split, std::min((split + 1) * keys_per_split, num_keys)};
   };
   const auto attend_fastest = [&](const Task& task, const Partial& out) {
     if constexpr (kMultiplies<T>)
