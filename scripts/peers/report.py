@@ -46,7 +46,7 @@ def print_details(details: dict[str, Any]) -> None:
     for context, ms in details["step_ms"].items():
         print(f"| 1-token step after {int(context):,} tokens | {ms:.2f} ms |")
     print(f"| longer ÷ shorter context | {details['step_long_over_short']:.2f} |")
-    print(f"| read bandwidth, all threads | {details['read_bandwidth_bytes_per_s'] / 1e9:.1f} GB/s |")
+    print(f"| reading memory, in turn with the steps | {details['read_bandwidth_bytes_per_s'] / 1e9:.1f} GB/s |")
     print(f"| weights a step reads | {details['weight_bytes'] / 1e6:,.1f} MB |")
     print(f"| weights ÷ bandwidth | {details['weights_over_bandwidth_ms']:.2f} ms |")
     print(f"| weights ÷ bandwidth ÷ step at the shorter context | {details['bound_over_step']:.2f} |")

@@ -23,18 +23,7 @@ from runtime.leader import generate
 from runtime.request import Draft, Request, Sequence
 from runtime.stats import LoopTimes
 
-GIGABYTES_READ = 1.5
-
-
-def read_bandwidth() -> float:
-    """Bytes per second that all threads read of an array far larger than the caches; the best of many."""
-    array = torch.ones(int(GIGABYTES_READ * 1e9 / 4))
-    times = []
-    for _ in range(15):
-        start = time.perf_counter()
-        array.sum()
-        times.append(time.perf_counter() - start)
-    return array.nbytes / min(times)
+NUM_BYTES_READ = 1_500_000_000  # far more than the caches hold
 
 
 def num_weight_bytes(model_dir: Path) -> int:
@@ -103,7 +92,6 @@ def main() -> None:
     requests = [Request(i, tuple(ids), settings["output_len"]) for i, ids in enumerate(settings["prompts"])]
     one_by_one = [[request] for request in requests]
     contexts, runs = settings["contexts"], settings["runs"]
-    bandwidth = read_bandwidth()
     engine = Engine.open(Path(settings["engine_dir"]), kv_cache=KVCacheConfig(max_tokens=settings["max_cache_tokens"]))
     walls = {True: [], False: []}
     for run in range(runs + 1):
@@ -118,7 +106,10 @@ def main() -> None:
     }
     engine.clear_cache()
     steps = {str(context): step_after(engine, context, -1 - i) for i, context in enumerate(contexts)}
-    step_ms = alternate(steps, 30)
+    # Read by all threads in turn with the steps: what memory gives varies by half within minutes.
+    array = torch.ones(NUM_BYTES_READ // 4)
+    step_ms = alternate({**steps, "read": array.sum}, 30)
+    bandwidth = array.nbytes / step_ms.pop("read") * 1e3
     weight_bytes = num_weight_bytes(Path(settings["model_dir"]))
     bound_ms = weight_bytes / bandwidth * 1e3
     details = {
