@@ -34,8 +34,9 @@ from runtime.request import Request
 from runtime.sampling import GREEDY
 
 _LARGEST_FACTOR = 1.25
-_LONGEST_DRAFT = 1000
 """By which the machine may differ from when its steps were measured before it is worth a warning."""
+_LONGEST_DRAFT = 1000
+"""Without an engine nothing else bounds the drafts that a replay proposes at every position."""
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ inline float sum_of(Lanes v) {
 }
 #endif
 
-// Rows of keys or values, and what lies like them and is fetched meanwhile, because it is read soon: the values
-// of these keys, or the keys of the next chunk.
+// Rows of keys or values, and what lies like them and is fetched meanwhile, because it is read soon: the values of these
+// keys, or the keys of the next chunk.
 template <typename T>
 struct Piece {
   const T *numbers, *upcoming;
@@ -359,7 +359,7 @@ bool reads_in_place(const Inputs<T>& in) {
   return kMultiplies<T> && in.block_size % kLanes == 0 && in.Dv % kLanes == 0 && in.D % 2 == 0;
 }
 
-// Adds up the parts of a task, whose keys were divided.
+// Adds up the parts of a task, one for each share of the keys, and writes its output.
 template <typename T, typename GetPartial>
 void finish(const Inputs<T>& in, const Task& task, int64_t num_splits, int64_t width, const GetPartial& partial) {
   const float scale = in.scale * kLog2E;
