@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from commands.options import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, Force, Json, Quiet
+from commands.options.shared import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, Force, Json, Quiet
 from commands.output import Output, megabytes
 from runtime.config import BuildConfig, Compiler, EngineConfig, SpeculativeDecodingMode, as_json
 from runtime.errors import UsageError
@@ -67,7 +67,7 @@ def build(
     `--use-paged-context-fmha enable`, as in TensorRT-LLM.
     """
     _check(max_draft_len, speculative_decoding_mode, use_paged_context_fmha, tokens_per_block)
-    from runtime.build import build_engine, default_max_seq_len
+    from runtime.compiler.build import build_engine, default_max_seq_len
     from runtime.engine import resolve_device
     from runtime.files import directory_bytes
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.options import Json, Quiet
+from commands.options.shared import Json, Quiet
 from commands.output import Output, number, percent
 from runtime.errors import SpecDecError
 
@@ -25,8 +25,8 @@ def compare(
 
     Counts such as tokens per step are exact for greedy output. Times are compared request by request, and need six.
     """
-    from commands.comparison import compare_documents
-    from commands.documents import document_head, read_document
+    from commands.documents.head import document_head, read_document
+    from runtime.evaluation.comparison import compare_documents
 
     document_a, document_b = read_document(a), read_document(b)
     if document_a["command"] != document_b["command"]:

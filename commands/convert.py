@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from commands.models import resolve_model
-from commands.options import INPUT, OUTPUT, RUNTIME, Force, Json, Quiet
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, Force, Json, Quiet
 from commands.output import Output, megabytes
 from runtime.config import as_json
 from runtime.errors import UsageError
+from runtime.models import resolve_model
 
 
 def convert(

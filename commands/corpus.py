@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.options import INPUT, OUTPUT, Json, Quiet
+from commands.options.shared import INPUT, OUTPUT, Json, Quiet
 from commands.output import Output, check_output_files, megabytes
 from runtime.errors import SpecDecError, UsageError
 
@@ -62,9 +62,9 @@ def create(
         if path.suffix.lower() not in (".txt", ".jsonl"):
             raise UsageError(f"unknown kind of text file: {path}", hint="use `.txt` or `.jsonl`")
     _check_output_file(output_file, inputs, replace=force)
-    from commands.text import open_tokenizer, tokenizer_digest, tokenizer_vocab_size
-    from commands.traces import read_traces
+    from commands.inputs.traces import read_traces
     from runtime.corpus import Corpus, write_corpus
+    from runtime.text import open_tokenizer, tokenizer_digest, tokenizer_vocab_size
 
     tokenizer = open_tokenizer(tokenizer_dir)
     vocab_size = tokenizer_vocab_size(tokenizer)
@@ -136,8 +136,8 @@ def _check_output_file(path: Path, inputs: list[Path], *, replace: bool) -> None
 
 def _read_texts(path: Path, tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
     """The tokens of each document of a text file."""
-    from commands.prompts import check_text, read_json_lines, read_utf8, shown
-    from commands.text import encode_text
+    from commands.inputs.prompts import check_text, read_json_lines, read_utf8, shown
+    from runtime.text import encode_text
 
     content = read_utf8(path)
     texts = [(content, str(path))]

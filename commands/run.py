@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.drafter_settings import DrafterFlags, NgramOptions, parse_drafter
-from commands.leader_settings import LeaderFlags, ModelFlags
-from commands.options import (
+from commands.inputs.prompts import Prompt, read_prompts
+from commands.options.drafting import DrafterFlags, NgramOptions, parse_drafter
+from commands.options.leader import LeaderFlags, ModelFlags
+from commands.options.shared import (
     INPUT,
     OUTPUT,
     RUNTIME,
@@ -68,12 +69,11 @@ from commands.options import (
     sampling_params,
 )
 from commands.output import Output, check_output_files, speedup_line
-from commands.prompts import Prompt, read_prompts
 from runtime.errors import SpecDecError, UsageError
 
 if TYPE_CHECKING:
-    from commands.session import Generation, Session
     from runtime.request import Request
+    from runtime.session import Generation, Session
 
 
 def run(
@@ -234,7 +234,7 @@ def run(
         raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
     _check_show_tokens(show_tokens=show_tokens, streaming=streaming, json=json, quiet=quiet)
     if profile is not None:
-        from commands.profile import profile_for
+        from runtime.tuning.profile import profile_for
 
         tuned = profile_for(profile, engine_dir)
         drafter_settings, draft_len = tuned.drafter, tuned.draft_len
@@ -263,10 +263,10 @@ def run(
         random_seed=random_seed,
     )
 
-    from commands.drafters import check_corpus_files
-    from commands.engine_cache import engines_of_models
-    from commands.session import SessionSettings, open_session
+    from runtime.drafters.opening import check_corpus_files
     from runtime.engine import DEFAULT_MAX_NUM_TOKENS, KVCacheConfig
+    from runtime.engine_cache import engines_of_models
+    from runtime.session import SessionSettings, open_session
 
     output = Output(json, quiet)
     if num_return_sequences > 1 and sampling.is_greedy:
@@ -335,13 +335,13 @@ class _Job:
 
 def _answer(session: "Session", job: _Job, output: Output) -> None:
     """Generate, show and write; exit 1 if a check fails, 130 after Ctrl-C, with what had finished."""
-    from commands.html_report import write_report
-    from commands.lossless import fail_unless_lossless
-    from commands.output_files import write_ids, write_logits
-    from commands.run_output import StreamPrinter, make_document, make_labels, show_outputs, show_stats
-    from commands.session import Interrupted
-    from commands.steps import session_pieces
-    from commands.traces import write_traces
+    from commands.documents.arrays import write_ids, write_logits
+    from commands.html.report import write_report
+    from commands.inputs.traces import write_traces
+    from commands.tables.run import StreamPrinter, make_document, make_labels, show_outputs, show_stats
+    from runtime.evaluation.lossless import fail_unless_lossless
+    from runtime.evaluation.steps import session_pieces
+    from runtime.session import Interrupted
 
     prompts, requests = _make_requests(session, job, output)
     labels = make_labels(len(requests), job.num_return_sequences)
@@ -398,7 +398,7 @@ def _compare_with_no_drafter(
     session: "Session", requests: list["Request"], generation: "Generation", job: _Job, output: Output
 ) -> dict[str, Any]:
     """Generate again without a drafter; the `speedup` and `checks` of the document, shown too."""
-    from commands.lossless import NUM_PREFIXES, check_outputs, lossless_lines
+    from runtime.evaluation.lossless import NUM_PREFIXES, check_outputs, lossless_lines
 
     baseline = session.run_without_drafter(requests)
     speedup = generation.work.speedup_over(baseline.work)
@@ -441,7 +441,7 @@ def _logits_path(path: Path | None) -> Path:
 
 def _make_requests(session: "Session", job: _Job, output: Output) -> tuple[list[Prompt], list["Request"]]:
     """The requests, num_return_sequences of each prompt, and the prompt of each."""
-    from commands.text import encode
+    from runtime.text import encode
 
     prompts = job.prompts
     if job.input_file is not None and job.input_file.suffix.lower() == ".npy" and session.end_ids:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.dataset import DEMO, EvalTask, Sample, load_samples, summarization_prompt
-from commands.drafter_settings import DrafterFlags, DrafterSettings, NgramOptions, parse_drafter
-from commands.options import (
+from commands.inputs.dataset import DEMO, EvalTask, Sample, load_samples, summarization_prompt
+from commands.inputs.prompts import Prompt
+from commands.options.drafting import DrafterFlags, DrafterSettings, NgramOptions, parse_drafter
+from commands.options.shared import (
     INPUT,
     OUTPUT,
     RUNTIME,
@@ -59,14 +60,13 @@ from commands.options import (
     sampling_params,
 )
 from commands.output import Output, check_new_directory, check_output_files
-from commands.prompts import Prompt
 from runtime.errors import SpecDecError, UsageError
 
 OUTPUT_DIR_FILES = ("engine.out", "hf.out", "summary.json")
 
 if TYPE_CHECKING:
-    from commands.evaluation import SystemRun
-    from commands.session import Session
+    from runtime.evaluation.systems import SystemRun
+    from runtime.session import Session
 
 
 def summarize(
@@ -188,7 +188,7 @@ def summarize(
     if check_lossless and not test_engine:
         raise UsageError("`--check-lossless` checks the engine", hint="`--test-engine`")
     if profile is not None:
-        from commands.profile import profile_for
+        from runtime.tuning.profile import profile_for
 
         tuned = profile_for(profile, engine_dir)
         drafter_settings, draft_len = tuned.drafter, tuned.draft_len
@@ -219,15 +219,15 @@ def summarize(
     if output_dir is not None:
         check_new_directory(output_dir)
 
-    from commands.evaluation import HuggingFace, evaluate_engine, evaluate_hf
-    from commands.html_report import write_report
-    from commands.lossless import NUM_PREFIXES, check_outputs, fail_unless_lossless
-    from commands.models import resolve_model
-    from commands.report import accuracy_check, show_summary, summary_document, write_outputs
-    from commands.session import SessionSettings, open_session
-    from commands.steps import session_pieces
-    from commands.traces import write_traces
+    from commands.html.report import write_report
+    from commands.inputs.traces import write_traces
+    from commands.tables.summarize import accuracy_check, show_summary, summary_document, write_outputs
     from runtime.engine import KVCacheConfig
+    from runtime.evaluation.lossless import NUM_PREFIXES, check_outputs, fail_unless_lossless
+    from runtime.evaluation.steps import session_pieces
+    from runtime.evaluation.systems import HuggingFace, evaluate_engine, evaluate_hf
+    from runtime.models import resolve_model
+    from runtime.session import SessionSettings, open_session
 
     output = Output(json, quiet)
     hf_dir = resolve_model(hf_model_dir) if hf_model_dir is not None and test_hf else None
@@ -327,7 +327,7 @@ def _encode(
     session: "Session", samples: list[Sample], eval_task: EvalTask, max_input_length: int, output: Output
 ) -> list[list[int]]:
     """Token ids of each sample's prompt; those cut to their last tokens are counted."""
-    from commands.text import encode
+    from runtime.text import encode
 
     prompts, num_truncated = [], 0
     for sample in samples:

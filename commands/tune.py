@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from commands.candidates import named_drafter
-from commands.drafter_settings import NgramOptions
-from commands.options import (
+from commands.inputs.prompts import read_prompts
+from commands.options.drafting import NgramOptions
+from commands.options.shared import (
     INPUT,
     OUTPUT,
     RUNTIME,
@@ -25,8 +25,8 @@ from commands.options import (
     TokenizerDir,
 )
 from commands.output import Output, check_output_files
-from commands.prompts import read_prompts
 from runtime.errors import UsageError
+from runtime.tuning.candidates import named_drafter
 
 _DEFAULT_OUTPUT_LEN, _DEFAULT_LIVE_PROMPTS = 128, 8
 

@@ -4,16 +4,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from commands.candidates import DRAFT_LENS, Candidate, LookupSettings
-from commands.drafters import check_corpora, check_corpus_files
+from commands.inputs.prompts import Prompt, read_prompts
+from commands.inputs.traces import read_traces
 from commands.output import Output
-from commands.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
-from commands.prompts import Prompt, read_prompts
-from commands.session import Session, SessionSettings, open_session
-from commands.text import encode, open_tokenizer, tokenizer_vocab_size
-from commands.traces import read_traces
-from commands.tune_output import Tuning, make_document, show
-from commands.tuning import (
+from commands.tables.tune import Tuning, make_document, show
+from runtime.bundle import read_engine_config
+from runtime.costs import CostModel
+from runtime.drafters.opening import check_corpora, check_corpus_files
+from runtime.engine import KVCacheConfig
+from runtime.errors import SpecDecError, UsageError
+from runtime.request import Request
+from runtime.sampling import GREEDY
+from runtime.session import Session, SessionSettings, open_session
+from runtime.text import encode, open_tokenizer, tokenizer_vocab_size
+from runtime.tuning.candidates import DRAFT_LENS, Candidate, LookupSettings
+from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
+from runtime.tuning.replay import Trace
+from runtime.tuning.search import (
     Confirmation,
     Cost,
     LiveRun,
@@ -25,13 +32,6 @@ from commands.tuning import (
     fitting,
     spread,
 )
-from runtime.bundle import read_engine_config
-from runtime.costs import CostModel
-from runtime.engine import KVCacheConfig
-from runtime.errors import SpecDecError, UsageError
-from runtime.replay import Trace
-from runtime.request import Request
-from runtime.sampling import GREEDY
 
 _LARGEST_FACTOR = 1.25
 """By which the machine may differ from when its steps were measured before it is worth a warning."""

@@ -17,12 +17,12 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from runtime.compilation import StepFunction, open_aot, torch_compile
+from runtime.compiler.compilation import StepFunction, open_aot, torch_compile
+from runtime.compiler.kernels import LIBRARY, load_kernels
+from runtime.compiler.weights import open_weights
 from runtime.config import Compiler, Dtype, EngineConfig, Environment, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json
-from runtime.kernels import LIBRARY, load_kernels
-from runtime.weights import open_weights
 
 
 def current_environment(device: torch.device) -> Environment:
@@ -116,9 +116,9 @@ def open_step(
                 hint="run `specdec build` again",
             ) from error
     # Only here does an engine need model code.
-    from runtime.attention import KERNEL, PAGED
-    from runtime.kernels import describe_kernels
-    from runtime.model import Step, load_model, parse_pretrained_config
+    from runtime.compiler.attention import KERNEL, PAGED
+    from runtime.compiler.kernels import describe_kernels
+    from runtime.compiler.model import Step, load_model, parse_pretrained_config
 
     pretrained = parse_pretrained_config(pretrained_config, str(engine_dir / "config.json"))
     if with_kernels:

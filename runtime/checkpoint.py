@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from runtime.compiler.model import parse_pretrained_config, probe_config
 from runtime.config import CheckpointConfig, Dtype, as_json, parse
 from runtime.errors import SpecDecError
 from runtime.files import check_output_is_not_input, new_directory, read_json, write_json
-from runtime.model import parse_pretrained_config, probe_config
 
 # What a tokenizer or generation needs beside the weights.
 _TOKENIZER_FILES = (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runtime.batch import Row, context_row, fold, generation_row, pack
 from runtime.bundle import check_environment, open_step, read_engine_config, uses_kernels
-from runtime.compilation import StepFunction
+from runtime.compiler.compilation import StepFunction
 from runtime.config import EngineConfig
 from runtime.errors import SpecDecError, UsageError
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block

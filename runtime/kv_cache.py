@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from runtime.compiler.memory import huge_pages
 from runtime.config import LayerShape
-from runtime.memory import huge_pages
 from runtime.request import Sequence
 
 NULL_BLOCK = 0

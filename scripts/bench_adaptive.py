@@ -15,11 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commands.models import resolve_model
-from commands.text import find_end_ids, load_tokenizer
-from runtime.build import build_engine
 from runtime.bundle import read_engine_config
 from runtime.checkpoint import convert
+from runtime.compiler.build import build_engine
 from runtime.config import BuildConfig
 from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
@@ -27,8 +25,10 @@ from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixDrafter
 from runtime.engine import Engine, resolve_device
 from runtime.leader import generate
+from runtime.models import resolve_model
 from runtime.request import Request
 from runtime.stats import LoopTimes, RequestStats, sum_stats
+from runtime.text import find_end_ids, load_tokenizer
 
 DRAFT_LEN, MAX_INPUT_LEN, OUTPUT_LEN = 10, 900, 100
 

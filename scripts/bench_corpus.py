@@ -14,14 +14,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from commands.traces import read_traces
+from commands.inputs.traces import read_traces
 from runtime.corpus import Corpus, write_corpus
 from runtime.drafters.chain import ChainDrafter
 from runtime.drafters.corpus import CorpusDrafter
 from runtime.drafters.ngram import NgramDrafter
 from runtime.drafters.protocol import Drafter
-from runtime.replay import Trace, replay
 from runtime.stats import sum_stats
+from runtime.tuning.replay import Trace, replay
 
 BLOCK = 40  # lines
 MAX_SIZE, DRAFT_LEN = 3, 10

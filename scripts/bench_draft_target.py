@@ -20,20 +20,20 @@ from pathlib import Path
 import torch
 from bench_step import alternate
 
-from commands.dataset import load_samples, summarization_prompt
-from commands.models import resolve_model
-from commands.text import find_end_ids, load_tokenizer
+from commands.inputs.dataset import load_samples, summarization_prompt
 from runtime.batch import Row, pack
-from runtime.build import build_engine
 from runtime.checkpoint import convert
+from runtime.compiler.build import build_engine
 from runtime.config import BuildConfig
 from runtime.drafters.draft_target import DraftTargetDrafter
 from runtime.drafters.ngram import NgramDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine
+from runtime.models import resolve_model
 from runtime.orchestrator import generate
 from runtime.request import Request, Sequence
 from runtime.stats import LoopTimes, RequestStats, sum_stats
+from runtime.text import find_end_ids, load_tokenizer
 
 DRAFT_LEN, CONTEXT, OUTPUT_LEN = 4, 300, 100
 

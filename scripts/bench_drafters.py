@@ -27,9 +27,9 @@ from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixDrafter
 from runtime.drafters.tree import TreeDrafter
 from runtime.errors import SpecDecError
-from runtime.replay import Trace, TreeStats, replay, replay_trees
 from runtime.request import Request, Sequence
 from runtime.stats import RequestStats
+from runtime.tuning.replay import Trace, TreeStats, replay, replay_trees
 
 
 def iteration_s(batch_size: int, context_len: int, draft_len: int) -> float:

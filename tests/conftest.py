@@ -17,8 +17,8 @@ from tiny import build_tiny, make_build, make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from runtime.build import build_engine
 from runtime.checkpoint import convert
+from runtime.compiler.build import build_engine
 from runtime.engine import Engine, KVCacheConfig
 
 torch.set_num_threads(1)

@@ -84,7 +84,7 @@ def test_drafters_know_no_engine_but_their_own() -> None:
 
 
 def test_replay_loads_no_engine() -> None:
-    ours = {name for name in imports(modules("runtime")["runtime.replay"]) if name.startswith("runtime")}
+    ours = {name for name in imports(modules("runtime")["runtime.tuning.replay"]) if name.startswith("runtime")}
     assert {name for name in ours if not name.startswith("runtime.drafters")} <= {"runtime.request", "runtime.stats"}
 
 

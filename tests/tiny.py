@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from runtime.build import build_engine
 from runtime.checkpoint import convert
+from runtime.compiler.build import build_engine
 from runtime.config import BuildConfig
 
 VOCAB_SIZE = 32

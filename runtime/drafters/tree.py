@@ -1,4 +1,4 @@
-"""Draft trees: several continuations at once, the most probable first, for `runtime.replay` to judge.
+"""Draft trees: several continuations at once, the most probable first, for `runtime.tuning.replay` to judge.
 
 A target would verify a tree in one step, and keep the longest path that is right. Nodes are added in the order of their
 estimated probability (SuffixDecoding, arXiv 2411.04975; REST, arXiv 2311.08252), so that the tree is

@@ -12,8 +12,8 @@ from command_line import PROMPT, PROMPTS, Result, Specdec, assert_valid, each, i
 from test_cli_errors import assert_one_clear_error
 from transformers import PreTrainedTokenizerFast
 
-from commands.text import tokenizer_digest
 from runtime.corpus import Corpus
+from runtime.text import tokenizer_digest
 
 TEXT = "The dog looked for the ball in the park, and the dog looked for the ball under the bed."
 TRACES = [

@@ -17,7 +17,7 @@ from draft_models import MakeDraftEngineDir
 from tiny import make_build, make_model
 from transformers import PreTrainedTokenizerFast
 
-from runtime.build import build_engine
+from runtime.compiler.build import build_engine
 
 Damage = Callable[[Path], None]
 RUN = "run --engine-dir engine --input-text 'The dog' --max-output-len 8 "

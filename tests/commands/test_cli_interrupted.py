@@ -13,7 +13,7 @@ from command_line import Specdec, tree
 from tiny import make_model
 from transformers import PreTrainedTokenizerFast
 
-from runtime.kernels import LIBRARY, compile_kernels
+from runtime.compiler.kernels import LIBRARY, compile_kernels
 
 # A file that may not grow beyond so many bytes fails like a full disk. Ignored, the signal becomes an OSError.
 WITH_LIMIT = """

@@ -293,7 +293,7 @@ def test_small_kv_cache_is_enough_for_the_check(
     run: Run, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Just what the longest request needs: one sequence at a time."""
-    monkeypatch.setattr("commands.lossless.NUM_DRAWS_PER_PREFIX", 60)
+    monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", 60)
     size = ["--max-tokens-in-paged-kv-cache", 32]
     for sampling in ([], SAMPLING):
         flags = [*draft_model(draft_engine_dir, LOGITS), *sampling, *size, "--max-output-len", 12]

@@ -14,8 +14,8 @@ from command_line import NGRAM, Result, Specdec, assert_valid, draft_model, edit
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from commands.dataset import Sample, summarization_prompt
-from commands.rouge import rouge_scores
+from commands.documents.rouge import rouge_scores
+from commands.inputs.dataset import Sample, summarization_prompt
 from commands.summarize import _batches, _by_category
 
 Summarize = Callable[..., Result]

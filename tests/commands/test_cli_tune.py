@@ -130,10 +130,10 @@ def test_speedups_and_ratio_follow_from_times(tuned: tuple[dict[str, Any], Path]
 
 def test_without_an_engine_traces_are_counted(specdec: Specdec) -> None:
     """The recorded figures are those of `tests/runtime/test_replay.py`'s own count, by `replay`."""
-    from commands.traces import read_traces
+    from commands.inputs.traces import read_traces
     from runtime.drafters.ngram import NgramDrafter
-    from runtime.replay import replay
     from runtime.stats import sum_stats
+    from runtime.tuning.replay import replay
 
     arguments = ["--traces", SPEC_BENCH, "--ngram-config", "[10,3,[0]]", "--ngram-ranking", "leftmost"]
     document = specdec("tune", *arguments, "--json").document

@@ -66,8 +66,8 @@ def test_draft_model_is_built_too(run: Run, cache: Path, tmp_path: Path, tokeniz
 
 def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir: Path, tmp_path: Path) -> None:
     """Settings that only `build` reads; building is stopped by a model that cannot be built."""
-    from commands.engine_cache import EngineSettings, _identity
     from runtime.engine import resolve_device
+    from runtime.engine_cache import EngineSettings, _identity
 
     device, settings = resolve_device("cpu", 0), EngineSettings(None, 4, 128, 10)
     copy = tmp_path / "model"

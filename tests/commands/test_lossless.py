@@ -14,7 +14,8 @@ from tiny import make_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from commands.lossless import (
+from runtime.engine import KVCacheConfig
+from runtime.evaluation.lossless import (
     _is_chosen_within,
     _unit_in_the_last_place,
     chi_squared_of,
@@ -22,10 +23,9 @@ from commands.lossless import (
     compare_tokens,
     next_logits,
 )
-from commands.session import Session, SessionSettings, open_session
-from runtime.engine import KVCacheConfig
 from runtime.request import Request, Sequence
 from runtime.sampling import GREEDY, SamplingParams
+from runtime.session import Session, SessionSettings, open_session
 
 PROMPT = (5, 6, 7, 8)
 NUM_TOKENS = 8

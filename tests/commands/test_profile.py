@@ -10,9 +10,9 @@ import pytest
 from command_line import PROMPT, PROMPTS, Specdec, assert_valid, each, edit_json, ids_of
 from test_cli_errors import assert_one_clear_error
 
-from commands.drafter_settings import NgramSettings, SuffixSettings
-from commands.profile import Figures, Profile, ProfileEngine, engine_digest, read_profile, write_profile
+from commands.options.drafting import NgramSettings, SuffixSettings
 from runtime.bundle import read_engine_config
+from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, read_profile, write_profile
 
 FIGURES = Figures(8, 1, 1.5, 0.25, 0.9, 1.4, 1.0, 1.25)
 NGRAM = NgramSettings(4, 3, 0, min_matching_ngram_size=2, ranking="frequent", pool="public")

@@ -337,7 +337,7 @@ import sys
 from pathlib import Path
 import torch
 from runtime.checkpoint import convert
-from runtime.model import probe_config
+from runtime.compiler.model import probe_config
 from safetensors.torch import load_file
 
 def peak_bytes():

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import make_build
 
-from runtime.build import build_engine
 from runtime.bundle import read_engine_config
+from runtime.compiler.build import build_engine
+from runtime.compiler.measuring import cache_for_measuring
 from runtime.config import StepCost
 from runtime.costs import CostModel
 from runtime.errors import SpecDecError
-from runtime.measure import cache_for_measuring
 
 TABLE = [
     StepCost(batch_size, context_len, num_tokens, 1e-3 * (batch_size * (2 + num_tokens) + context_len / 100))

@@ -10,12 +10,12 @@ from lookups import MAKE_DRAFTER
 from tiny import hf_greedy, make_build
 from transformers import AutoModelForCausalLM
 
-from commands.models import resolve_model
 from runtime import leader, orchestrator
-from runtime.build import build_engine
 from runtime.checkpoint import convert
+from runtime.compiler.build import build_engine
 from runtime.engine import Engine
 from runtime.files import read_json
+from runtime.models import resolve_model
 from runtime.request import Request, Sequence
 
 STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"

@@ -1,0 +1,251 @@
+"""The prompts of `specdec run`: texts from the command line, or a file of texts or token ids.
+
+Every prompt returned has something in it: a row, a line or a cell that cannot be a prompt is an error that
+says where it stands, and none is dropped. The file kinds are those of TensorRT-LLM's `examples/run.py`
+(`parse_input`) and JSON lines. Reading a user's UTF-8 file is done here for `commands.inputs.dataset` too.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from runtime.errors import SpecDecError, UsageError
+
+MAX_TOKEN_ID = 2**63 - 1  # ids travel as int64
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: exactly one of text and ids is set, and neither is ever empty."""
+
+    text: str | None
+    ids: tuple[int, ...] | None
+    category: str | None = None
+
+
+def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: int | None = None) -> list[Prompt]:
+    """The prompts given as texts or in a file, in order.
+
+    The file's suffix says its kind:
+    `.txt`    one text a line, the line end taken off
+    `.csv`    one row of comma-separated token ids a prompt, rows of any length
+    `.npy`    integers, (num_prompts, length) or (length,); `pad_id` is taken off the end of each row. Only
+              there, where TensorRT-LLM takes it out anywhere: an end id used as pad id may also be inside
+    `.jsonl`  one object a line with either `prompt` (text) or `prompt_ids` (list of token ids), and perhaps `category`
+
+    Raises UsageError unless one of the two is given and the suffix is known; SpecDecError, with the line, row
+    and column or byte where there is one, where the prompts cannot be used.
+    """
+    if input_file is None and not input_text:
+        raise UsageError("no prompt given", hint="pass `--input-text` or `--input-file`")
+    if input_file is None:
+        return [Prompt(check_text(text, f"prompt {i} of `--input-text`"), None) for i, text in enumerate(input_text, 1)]
+    if input_text:
+        raise UsageError(f"both `--input-text` and `--input-file` given: {input_file}", hint="pass one of the two")
+    suffix = input_file.suffix.lower()
+    if suffix == ".npy":
+        return list(_npy_prompts(input_file, pad_id))
+    if suffix not in _TEXT_KINDS:
+        raise UsageError(
+            f"unknown kind of input file: {input_file}",
+            hint=f"use one of {', '.join(f'`{kind}`' for kind in sorted([*_TEXT_KINDS, '.npy']))}",
+        )
+    return list(_TEXT_KINDS[suffix](read_utf8(input_file), input_file))
+
+
+def read_utf8(path: Path) -> str:
+    """The whole text of a file without its byte order mark. Line ends are kept.
+
+    Raises SpecDecError where the file cannot be read, holds only white space, or is not UTF-8 (naming the
+    line and the byte offset from the start of the file).
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        _unreadable(path, error)
+    try:
+        text = data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise SpecDecError(
+            f"not UTF-8 text at line {line}, byte offset {error.start}: {path}", hint="save the file as UTF-8"
+        ) from error
+    if not text.strip():
+        raise SpecDecError(f"the file is empty: {path}", hint="put something into it, or give another file")
+    return text
+
+
+def read_json_lines(text: str, path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """(line number, object) of each line of a JSON lines text; `path` is only named in errors.
+
+    A line of white space holds no value and is passed over. Raises SpecDecError naming the line where it is
+    not JSON or not an object.
+    """
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        value = parse_json(line, path, first_line=number)
+        if not isinstance(value, dict):
+            raise SpecDecError(
+                f"line {number} is not a JSON object, {shown(value)}: {path}",
+                hint='write one object a line, such as {"prompt": "..."}',
+            )
+        yield number, value
+
+
+def parse_json(text: str, path: Path, *, first_line: int = 1) -> object:
+    """The value of a JSON text that starts on `first_line` of the file at `path`.
+
+    Raises SpecDecError naming the line and column.
+    """
+    try:
+        value: object = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"line {first_line + error.lineno - 1}, column {error.colno}"
+        raise SpecDecError(
+            f"not JSON at {where} ({error.msg}): {path}", hint="correct the file at that place"
+        ) from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of brackets
+        raise SpecDecError(
+            f"JSON too large to read from line {first_line} ({error}): {path}", hint="check that this is the right file"
+        ) from error
+    return value
+
+
+def check_text(value: object, where: str) -> str:
+    """`value` if it is text that can be tokenised. Raises SpecDecError, naming `where`, otherwise."""
+    if not isinstance(value, str):
+        raise SpecDecError(f"{where} is not text: {shown(value)}", hint="give a string")
+    if not value.strip():
+        raise SpecDecError(f"{where} is empty: {shown(value)}", hint="give it text, or take it out")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:  # half a surrogate pair: from "\ud800" in JSON, or a raw byte in argv
+        raise SpecDecError(
+            f"{where} cannot be written as UTF-8 at character {error.start}: {shown(value)}",
+            hint="remove that character",
+        ) from error
+    return value
+
+
+def check_category(row: dict[str, object], where: str) -> str | None:
+    """What a JSON line says of its kind, None for nothing. Raises SpecDecError, naming `where`, unless it is text."""
+    category = row.get("category")
+    return None if category in (None, "") else check_text(category, where)
+
+
+def shown(value: object) -> str:
+    """`value` as an error shows it: one line that a terminal can hold."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _txt_prompts(text: str, path: Path) -> Iterator[Prompt]:
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
+    for number, line in enumerate(lines, 1):
+        yield Prompt(check_text(line, f"line {number} of {path}"), None)
+
+
+def _csv_prompts(text: str, path: Path) -> Iterator[Prompt]:
+    reader = csv.reader(text.splitlines(), strict=True)
+    try:
+        for number, row in enumerate(reader, 1):
+            cells = [_csv_id(cell, f"row {number}, column {i} of {path}") for i, cell in enumerate(row, 1)]
+            yield Prompt(None, check_ids(cells, f"row {number} of {path}"))
+    except csv.Error as error:
+        raise SpecDecError(
+            f"line {reader.line_num} is not CSV ({error}): {path}", hint="write integers from 0 up, separated by commas"
+        ) from error
+
+
+def _csv_id(cell: str, where: str) -> object:
+    digits = cell.strip()
+    # int() alone would take "1_000" and digits of other scripts, and refuse 5,000 digits with its own error.
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 19):
+        raise SpecDecError(
+            f"{where} is not a token id: {shown(cell)}", hint="write integers from 0 up, separated by commas"
+        )
+    return int(digits)
+
+
+def _jsonl_prompts(text: str, path: Path) -> Iterator[Prompt]:
+    for number, row in read_json_lines(text, path):
+        if ("prompt" in row) == ("prompt_ids" in row):
+            raise SpecDecError(
+                f"line {number} needs either `prompt` or `prompt_ids`, it has {shown(sorted(row))}: {path}",
+                hint='write {"prompt": "..."} or {"prompt_ids": [...]}',
+            )
+        category = check_category(row, f"`category` on line {number} of {path}")
+        if "prompt" in row:
+            yield Prompt(check_text(row["prompt"], f"`prompt` on line {number} of {path}"), None, category)
+            continue
+        yield Prompt(None, check_ids(row["prompt_ids"], f"`prompt_ids` on line {number} of {path}"), category)
+
+
+def _npy_prompts(path: Path, pad_id: int | None) -> Iterator[Prompt]:
+    for number, row in enumerate(_npy_rows(path), 1):
+        while row and row[-1] == pad_id:
+            row.pop()
+        yield Prompt(None, check_ids(row, f"row {number} of {path}"))
+
+
+def _npy_rows(path: Path) -> list[list[int]]:
+    import numpy as np
+
+    try:
+        with path.open("rb") as file:
+            # Not np.load, which would open a .npz archive or a bare pickle under this name as well.
+            array = np.lib.format.read_array(file, allow_pickle=False)
+    except OSError as error:
+        _unreadable(path, error)
+    except Exception as error:  # a broken header fails in numpy, ast, tokenize or in allocating its shape
+        raise SpecDecError(
+            f"not a NumPy array of numbers ({shown(str(error))}): {path}",
+            hint="write it with `numpy.save` from an integer array",
+        ) from error
+    if not np.issubdtype(array.dtype, np.integer):
+        raise SpecDecError(
+            f"token ids must be integers, the array holds {array.dtype}: {path}",
+            hint="save the array with an integer dtype",
+        )
+    if array.ndim not in (1, 2):
+        raise SpecDecError(
+            f"token ids need 1 or 2 dimensions, the array has shape {array.shape}: {path}",
+            hint="save it as (num_prompts, length) or (length,)",
+        )
+    if array.size == 0:
+        raise SpecDecError(f"the array is empty, its shape is {array.shape}: {path}", hint="save at least one prompt")
+    rows: list[list[int]] = np.atleast_2d(array).tolist()
+    return rows
+
+
+def check_ids(values: object, where: str) -> tuple[int, ...]:
+    """`values` if they are token ids, at least one. Raises SpecDecError, naming `where`, otherwise."""
+    if not isinstance(values, list):
+        raise SpecDecError(f"{where} is not a list: {shown(values)}", hint="give a list of token ids")
+    if not values:
+        raise SpecDecError(f"{where} holds no token id", hint="give it token ids, or take it out")
+    ids: list[int] = []
+    for position, value in enumerate(values, 1):
+        # type() and not isinstance: JSON's true is an int to Python.
+        if type(value) is not int or not 0 <= value <= MAX_TOKEN_ID:
+            raise SpecDecError(
+                f"column {position} is not a token id, {shown(value)}: {where}",
+                hint="token ids are integers from 0 up",
+            )
+        ids.append(value)
+    return tuple(ids)
+
+
+def _unreadable(path: Path, error: OSError) -> NoReturn:
+    raise SpecDecError(f"cannot read the file ({error.strerror}): {path}", hint="check the path") from error
+
+
+_TEXT_KINDS: dict[str, Callable[[str, Path], Iterator[Prompt]]] = {
+    ".txt": _txt_prompts,
+    ".csv": _csv_prompts,
+    ".jsonl": _jsonl_prompts,
+}

@@ -1,0 +1,72 @@
+"""Traces: what a model was asked and what it answered, one JSON object a line.
+
+`{"prompt_ids": [...], "output_ids": [...], "category": "..."}`; `prompt` and `output` are the same as text, and the
+category may be left out. `--output-traces` writes ids, so that what is read back is what was generated.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from commands.inputs.prompts import Prompt, check_category, check_ids, check_text, read_json_lines, read_utf8, shown
+from runtime.errors import SpecDecError
+from runtime.files import write_file
+from runtime.request import Sequence
+from runtime.text import encode, encode_text
+from runtime.tuning.replay import Trace
+
+_FORM = 'write {"prompt_ids": [...], "output_ids": [...]}, or `prompt` and `output` as text'
+
+
+def read_traces(path: Path, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None = None) -> list[Trace]:
+    """The traces of a file, at least one; SpecDecError names the line of what is none.
+
+    Texts need the tokenizer; ids must be below `vocab_size`.
+    """
+    traces = []
+    for number, row in read_json_lines(read_utf8(path), path):
+        where = f"line {number} of {path}"
+        prompt = _read_tokens(row, "prompt", where, tokenizer, vocab_size)
+        output = _read_tokens(row, "output", where, tokenizer, vocab_size)
+        traces.append(Trace(prompt, output, check_category(row, f"`category` on {where}")))
+    return traces
+
+
+def write_traces(path: Path, answers: Iterable[tuple[Sequence, str | None]]) -> None:
+    """Finished sequences, each with its category, or None. The file is whole or as it was."""
+    lines = []
+    for sequence, category in answers:
+        row = {"prompt_ids": list(sequence.request.prompt_tokens), "output_ids": sequence.output_tokens}
+        lines.append(json.dumps(row if category is None else row | {"category": category}) + "\n")
+    write_file(path, "".join(lines).encode())
+
+
+def _read_tokens(
+    row: dict[str, object], name: str, where: str, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None
+) -> tuple[int, ...]:
+    """The ids under `name`_ids, or those of the text under `name`."""
+    if (name in row) == (f"{name}_ids" in row):
+        raise SpecDecError(f"{where} needs either `{name}` or `{name}_ids`, it has: {shown(sorted(row))}", hint=_FORM)
+    if name in row:
+        return _encode(check_text(row[name], f"`{name}` on {where}"), name, where, tokenizer)
+    ids = check_ids(row[f"{name}_ids"], f"`{name}_ids` on {where}")
+    if vocab_size is not None and max(ids) >= vocab_size:
+        raise SpecDecError(
+            f"`{name}_ids` on {where} has an id outside the vocabulary of {vocab_size}: {max(ids)}",
+            hint="traces and tokenizer must belong together",
+        )
+    return ids
+
+
+def _encode(text: str, name: str, where: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    if tokenizer is None:
+        raise SpecDecError(
+            f"there is no tokenizer for a text, `{name}` on {where}: {shown(text)}", hint="`--tokenizer-dir` names one"
+        )
+    # A prompt as `run` reads it; an output goes on from there and has no start of its own.
+    tokens = encode(Prompt(text, None), tokenizer, None)[0] if name == "prompt" else encode_text(tokenizer, text)
+    if not tokens:
+        raise SpecDecError(f"the tokenizer makes nothing of `{name}` on {where}: {shown(text)}", hint="leave it out")
+    return tuple(tokens)

@@ -1,0 +1,152 @@
+"""What `run` shows and prints of a generation: text as it comes, outputs, the table, the JSON document."""
+
+from typing import Any
+
+from rich.table import Table
+
+from commands.documents.head import document_head
+from commands.inputs.prompts import Prompt
+from commands.output import Output, milliseconds, number, percent
+from commands.tables.details import show_details
+from commands.tables.tokens import counts_line, legend, mark_for_stdout, marked_text
+from runtime.errors import SpecDecError
+from runtime.evaluation.steps import output_pieces, tokens_per_step
+from runtime.request import Sequence
+from runtime.session import Generation, Session
+from runtime.text import TextStream, output_text
+
+
+class StreamPrinter:
+    """Prints new text every `interval` steps of a request; several requests each with their label in front."""
+
+    def __init__(self, session: Session, output: Output, interval: int, labels: list[str]) -> None:
+        if session.tokenizer is None:
+            raise SpecDecError(
+                "streaming needs a tokenizer, and the engine has none", hint="`--tokenizer-dir` names one"
+            )
+        tokenizer = session.tokenizer
+        self._streams = [TextStream(tokenizer, session.stop_words) for _ in labels]
+        self._output, self._interval, self._labels = output, interval, labels
+
+    def __call__(self, sequence: Sequence, new_tokens: list[int]) -> None:
+        finished = sequence.finish_reason is not None
+        if not finished and sequence.stats.num_steps % self._interval:
+            return
+        piece = self._streams[sequence.request.id].next_piece(sequence.output_tokens, finished=finished)
+        if len(self._streams) == 1:
+            self._output.text(piece, end="\n" if finished else "")
+        elif piece:
+            self._output.text(f"[{self._labels[sequence.request.id]}] {piece}")
+
+
+def make_labels(num_requests: int, num_return_sequences: int) -> list[str]:
+    """As TensorRT-LLM's run.py names outputs: `Text 0`, or `Text 0 Seq 1` where a prompt has several."""
+    if num_return_sequences == 1:
+        return [f"Text {i}" for i in range(num_requests)]
+    return [f"Text {i // num_return_sequences} Seq {i % num_return_sequences}" for i in range(num_requests)]
+
+
+def show_outputs(
+    session: Session,
+    prompts: list[Prompt],
+    generation: Generation,
+    labels: list[str],
+    output: Output,
+    *,
+    show_tokens: bool,
+) -> None:
+    mark = mark_for_stdout() if show_tokens else None
+    if mark is not None:
+        output.text(legend(mark))
+    for sequence in generation.sequences:
+        prompt, label = prompts[sequence.request.id], labels[sequence.request.id]
+        text = output_text(session.tokenizer, sequence.output_tokens, session.stop_words)
+        if text is None:
+            text = " ".join(map(str, sequence.output_tokens))
+        if output.quiet:
+            output.text(text)
+        elif output.human:
+            shown = prompt.text if prompt.text is not None else f"{len(prompt.ids or ())} token ids"
+            if sequence.request.return_index == 0:
+                output.text(f'Input [{label.removesuffix(" Seq 0")}]: "{shown}"')
+            if mark is not None:
+                pieces = output_pieces(sequence, session.tokenizer, session.stop_words)
+                output.text(f'Output [{label}]: "{marked_text(pieces, mark)}"\n{counts_line(pieces)}')
+            else:
+                output.text(f'Output [{label}]: "{text}"')
+
+
+def show_stats(generation: Generation, labels: list[str], max_draft_len: int, stats: str, output: Output) -> None:
+    """What `--stats` asks for."""
+    if stats == "none":
+        return
+    total = generation.total(max_draft_len)
+    output.result(requests_table(generation, labels))
+    if stats == "detailed":
+        show_details(total, [tokens_per_step(sequence) for sequence in generation.sequences], output)
+    output.result(time_line(total))
+
+
+def requests_table(generation: Generation, labels: list[str]) -> Table:
+    table = Table()
+    for column in ("Request", "Tokens", "Steps", "Tokens/step", "Accepted", "Rate", "TTFT", "TPOT", "End"):
+        table.add_column(column, justify="left" if column in ("Request", "End") else "right", no_wrap=True)
+    for sequence in generation.sequences:
+        stats, record = sequence.stats, sequence.stats.as_dict(0)
+        table.add_row(
+            labels[sequence.request.id],
+            str(stats.num_generated_tokens),
+            str(stats.num_steps),
+            number(record["tokens_per_step"]),
+            f"{stats.num_accepted_draft_tokens}/{stats.num_draft_tokens}",
+            percent(record["draft_acceptance_rate"]),
+            milliseconds(stats.ttft_s),
+            milliseconds(stats.tpot_s),
+            str(sequence.finish_reason),
+        )
+    return table
+
+
+def time_line(total: dict[str, Any]) -> str:
+    def part(name: str, key: str) -> str:
+        share = percent(total[f"{key}_time_s"] / total["wall_s"])
+        return f"{name} {milliseconds(total[f'{key}_time_per_step_s'])} ({share})"
+
+    return (
+        f"{total['num_generated_tokens']} tokens in {total['wall_s']:.2f} s: "
+        f"{number(total['output_tokens_per_second'], 1)} tokens/s; a step: "
+        f"{part('target', 'target')}, {part('drafting', 'draft')}, {part('host', 'host')}"
+    )
+
+
+def make_document(
+    session: Session,
+    prompts: list[Prompt],
+    generation: Generation,
+    max_input_length: int | None,
+    max_output_len: int,
+    *,
+    per_step: bool,
+) -> dict[str, Any]:
+    return {
+        **document_head("run"),
+        "requests": [
+            {
+                "prompt": prompts[sequence.request.id].text,
+                "prompt_ids": list(sequence.request.prompt_tokens),
+                "return_index": sequence.request.return_index,
+                "output_ids": sequence.output_tokens,
+                "output_text": output_text(session.tokenizer, sequence.output_tokens, session.stop_words),
+                "finish_reason": sequence.finish_reason,
+                "stats": sequence.stats.as_dict(session.max_draft_len, per_step=per_step),
+            }
+            for sequence in generation.sequences
+        ],
+        "total": generation.total(session.max_draft_len),
+        "settings": {
+            **session.settings_record(),
+            "max_input_length": max_input_length,
+            "max_output_len": max_output_len,
+        },
+        **session.engine_records(),
+    }

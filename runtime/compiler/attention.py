@@ -1,0 +1,161 @@
+"""Attention over a paged K/V cache, registered with transformers under two names.
+
+`specdec_paged` is made of torch's own operations and runs on every device; `specdec_kernel` is the same by the CPU
+kernel of `runtime.compiler.kernels`, which reads K/V where they lie. The model sees one row of B x Q tokens; only
+attention knows that they are B sequences of Q tokens each. Whether a query may see a key is computed from positions
+alone: no mask function is registered, so transformers hands over `attention_mask=None`, and nothing here may rely on
+it.
+
+A third function, `specdec_probe`, computes nothing and records what each layer asks for. A model is supported
+when every one of its layers was recorded (Falcon and BLOOM never call a registered function and would
+run silently wrong).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from runtime.config import LayerShape
+from runtime.errors import SpecDecError
+
+PAGED, KERNEL, PROBE = "specdec_paged", "specdec_kernel", "specdec_probe"
+SEE_README = "the README lists the model families that work"
+
+
+@dataclass
+class PagedInputs:
+    """What attention needs beside the model's own tensors; travels as the forward keyword `paged`."""
+
+    key_pools: list[Tensor]  # per layer (num_blocks, Hk, D, block_size)
+    value_pools: list[Tensor]  # per layer (num_blocks, Hk, block_size, Dv)
+    positions: Tensor  # (B, Q) int64
+    slot_mapping: Tensor  # (B, Q) int64
+    block_tables: Tensor  # (B, N) int64
+    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+
+    def mask(self, sliding_window: int | None, num_groups: int) -> Tensor:
+        """(B, 1, G x Q, N x block_size) bool, True where the query may see the key; made once per kind of layer.
+
+        Key j of a row stands at position j: query position 5 sees keys 0..5, with a window of 3 keys 3..5.
+        """
+        if (sliding_window, num_groups) not in self.masks:
+            block_size = self.key_pools[0].shape[3]
+            key_positions = torch.arange(self.block_tables.shape[1] * block_size, device=self.positions.device)
+            query_positions = self.positions[:, None, :, None]
+            visible = key_positions <= query_positions
+            if sliding_window is not None:
+                visible = visible & (key_positions > query_positions - sliding_window)
+            self.masks[sliding_window, num_groups] = visible.repeat(1, 1, num_groups, 1)
+        return self.masks[sliding_window, num_groups]
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,  # (1, H, B x Q, D)
+    key: Tensor,  # (1, Hk, B x Q, D)
+    value: Tensor,  # (1, Hk, B x Q, Dv)
+    attention_mask: Tensor | None,
+    *,
+    paged: PagedInputs,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Write this step's K/V into the pool, then attend over each row's blocks. Returns (1, B x Q, H, Dv)."""
+    _refuse_unsupported(module, kwargs)
+    B, Q = paged.slot_mapping.shape
+    (H, D), (Hk, Dv) = (query.shape[1], query.shape[3]), (value.shape[1], value.shape[3])
+    layer = _layer_index(module)
+    key_pool, value_pool = paged.key_pools[layer], paged.value_pools[layer]
+    block_size = key_pool.shape[3]
+    S = paged.block_tables.shape[1] * block_size
+    slots = paged.slot_mapping.view(B * Q)
+    blocks, offsets = slots // block_size, slots % block_size
+    key_pool.permute(0, 3, 1, 2).index_put_((blocks, offsets), key[0].transpose(0, 1))
+    value_pool.transpose(1, 2).index_put_((blocks, offsets), value[0].transpose(0, 1))
+    keys = key_pool[paged.block_tables].permute(0, 2, 1, 4, 3).reshape(B, Hk, S, D)
+    values = value_pool[paged.block_tables].transpose(1, 2).reshape(B, Hk, S, Dv)
+    # The query heads of one KV head are folded into the query length: for Q = 1 in bfloat16 SDPA is then ten
+    # times faster than with enable_gqa. Row g * Q + i of a KV head is query i of its head g.
+    rows = query.reshape(H, B, Q, D).transpose(0, 1).reshape(B, Hk, H // Hk * Q, D)
+    mask = paged.mask(sliding_window, H // Hk)
+    output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+    return output.reshape(B, H, Q, Dv).transpose(1, 2).reshape(1, B * Q, H, Dv), None
+
+
+def kernel_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged: PagedInputs,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`paged_attention` by the CPU kernel, which must be loaded."""
+    _refuse_unsupported(module, kwargs)
+    layer = _layer_index(module)
+    output = torch.ops.specdec.paged_attention(
+        query,
+        key,
+        value,
+        paged.key_pools[layer],
+        paged.value_pools[layer],
+        paged.positions,
+        paged.slot_mapping,
+        paged.block_tables,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window or 0,
+    )
+    return output[None], None
+
+
+def probe_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged: dict[int, LayerShape],
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Record the layer's K/V shape in `paged` and return zeros of attention's shape."""
+    _refuse_unsupported(module, kwargs)
+    shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
+    layer = _layer_index(module)
+    if layer in paged:
+        raise SpecDecError(
+            f"a layer computes attention twice, which its K/V cache cannot serve: layer {layer}", hint=SEE_README
+        )
+    paged[layer] = shape
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _layer_index(module: nn.Module) -> int:
+    return int(module.layer_idx)  # type: ignore[arg-type]  # what transformers puts on attention modules
+
+
+def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    name = type(module).__name__
+    if kwargs.get("softcap") is not None:
+        raise SpecDecError(f"soft-capped attention is not supported: {name}", hint=SEE_README)
+    if kwargs.get("s_aux") is not None:
+        raise SpecDecError(f"attention sinks are not supported: {name}", hint=SEE_README)
+    if kwargs.get("position_bias") is not None:
+        raise SpecDecError(f"attention with a position bias is not supported: {name}", hint=SEE_README)
+    if not getattr(module, "is_causal", True):
+        raise SpecDecError(f"attention that is not causal is not supported: {name}", hint=SEE_README)
+
+
+AttentionInterface.register(PAGED, paged_attention)
+AttentionInterface.register(KERNEL, kernel_attention)
+AttentionInterface.register(PROBE, probe_attention)

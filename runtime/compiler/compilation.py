@@ -1,0 +1,171 @@
+"""Export and compile the target's step.
+
+`aot` makes an AOTInductor package: the step with its weights, opened without Python model code or compilation.
+`torch-compile` serves models that cannot be exported: the compiler's cache is kept, and opening finds it there.
+`none` runs the model as it is, for debugging.
+"""
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from runtime.batch import Batch, Row, at_least_two, pack
+from runtime.compiler.weights import save_weights
+from runtime.config import BuildConfig, LayerShape
+from runtime.kv_cache import KVPool
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from runtime.compiler.model import Step  # opening an engine must not import model code
+
+StepFunction = Callable[..., Tensor]
+"""Signature of `Step.forward`."""
+
+
+def example_pool(layers: tuple[LayerShape, ...], num_tokens: int, block_size: int, like: Tensor) -> KVPool:
+    """A pool that just holds two rows of `num_tokens`."""
+    num_blocks = 2 * math.ceil(num_tokens / block_size) + 1
+    return KVPool(layers, num_blocks, block_size, like.dtype, like.device)
+
+
+def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size: int, num_logits: int) -> list[Row]:
+    """Rows at position `start` of sequences that own `num_tokens` slots each."""
+    num_blocks = math.ceil(num_tokens / block_size)
+    return [
+        Row([1] * length, start, list(range(1 + i * num_blocks, 1 + (i + 1) * num_blocks)), num_logits)
+        for i, length in enumerate(row_lengths)
+    ]
+
+
+def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig, package: Path, weights: Path) -> None:
+    """Write the step as an AOTInductor package, and the weights it wants to be handed (on a GPU: none).
+
+    Whatever keeps a model from being exported is raised as it comes.
+    """
+    from torch.export.pt2_archive._package import package_pt2
+    from torch.export.pt2_archive._package_weights import Weights
+
+    from runtime.compiler.linears import use_linear_kernel  # not to open an engine
+    from runtime.compiler.selection import select_early
+
+    on_cpu = next(step.parameters()).device.type == "cpu"
+    with _quiet(), torch.no_grad():
+        program = export_step(step, layers, build.tokens_per_block)
+        select_early(program, "logit_indices")
+        # Freezing prepacks the weights for the CPU's matrix kernels: steps are two to three times faster.
+        # torch writes into its own `metadata`, by which a later torch-compile would not be found again.
+        hands_over = on_cpu and use_linear_kernel(program)
+        options = {
+            "freezing": on_cpu,
+            "aot_inductor.metadata": {},
+            "aot_inductor.package": True,
+            "aot_inductor.package_constants_in_so": not hands_over,
+            "aot_inductor.package_constants_on_disk_format": "pickle_weights" if hands_over else None,
+        }
+        arguments, _ = program.example_inputs
+        made = torch._inductor.aot_compile(program.module(check_guards=False), arguments, options=options)
+    assert isinstance(made, list)  # because it is to be packaged
+    package_pt2(str(package), aoti_files=[file for file in made if isinstance(file, str)])
+    constants = [file for file in made if isinstance(file, Weights)]
+    save_weights(weights, {name: tensor for part in constants for name, (tensor, _) in part.items()})
+
+
+def export_step(step: "Step", layers: tuple[LayerShape, ...], block_size: int) -> "ExportedProgram":
+    """The step's graph, for any number of rows, tokens, blocks and logits."""
+    num_tokens = 2 * block_size + 1 + 5
+    pool = example_pool(layers, num_tokens, block_size, next(step.parameters()))
+    rows = example_rows([5, 3], 2 * block_size + 1, num_tokens, block_size, 2)
+    batch = pack(rows, block_size, pool.keys[0].device)
+    free = torch.export.Dim.DYNAMIC
+    dynamic = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: free}] * len(layers)] * 2
+    return torch.export.export(
+        step, (*batch.tensors(), pool.keys, pool.values), strict=False, dynamic_shapes=tuple(dynamic)
+    )
+
+
+@dataclass(frozen=True)
+class _PackagedStep:
+    """An opened package, and the memory that it reads."""
+
+    loader: Any
+    weights: dict[str, Tensor]
+
+    def __call__(self, *inputs: Tensor | list[Tensor]) -> Tensor:
+        flat: list[Tensor] = []
+        for value in inputs:
+            flat.extend(value if isinstance(value, list) else [value])
+        logits: Tensor
+        (logits,) = self.loader.run(flat)
+        return logits
+
+
+def open_aot(package: Path, weights: dict[str, Tensor], device: torch.device) -> StepFunction:
+    """The packaged step. Its loader is called directly: `torch._inductor` alone takes most of a second to import."""
+    device_index = -1 if device.index is None else device.index
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, device_index)
+    if weights:
+        loader.load_constants(weights, use_inactive=False, check_full_update=True, user_managed=True)
+    return _PackagedStep(loader, weights)
+
+
+def torch_compile(step: "Step", cache_dir: Path) -> StepFunction:
+    """Compiled on the first call, once for all sizes: a step never waits for the compiler again.
+
+    All that the compiler makes, machine code included, is found in `cache_dir` or put there.
+    """
+    compiled = torch.compile(step, dynamic=True)
+
+    def run(*inputs: Any) -> Tensor:
+        batch, pools = Batch(*inputs[:5]), inputs[5:]
+        # Or sizes that are equal in the first call would have to be equal in all.
+        equal_by_chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+        with _compiler_cache(cache_dir), equal_by_chance:
+            logits: Tensor = compiled(*at_least_two(batch).tensors(), *pools)
+        return logits[: len(batch.logit_indices)]
+
+    return run
+
+
+@contextmanager
+def _compiler_cache(cache_dir: Path) -> Iterator[None]:
+    """Inductor reads the place of its cache from the environment, and nowhere else.
+
+    Headers are not precompiled: they would be again in every process, needed or not.
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    os.environ[name] = str(cache_dir)
+    try:
+        with torch._inductor.config.patch(cpp_cache_precompile_headers=False):
+            yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The compiler's warnings concern its developers; what matters to users is raised."""
+    loggers: list[Any] = [logging.getLogger(name) for name in ("torch._inductor", "torch.export", "torch._dynamo")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

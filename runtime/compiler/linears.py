@@ -1,0 +1,66 @@
+"""An exported step whose linear layers are computed by the CPU kernel of `runtime.compiler.kernels`.
+
+Layers that read one input, as query, key and value do, become one. Weights are packed by an operation of the graph,
+which the compiler carries out once, because its input is constant: the package holds packed weights only.
+"""
+
+from operator import getitem
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_ATEN = torch.ops.aten
+# What torch prepacks, in layouts of its own that cannot be written to a file.
+_PRODUCTS = {
+    op.default for op in (_ATEN.linear, _ATEN.addmm, _ATEN.mm, _ATEN.matmul, _ATEN.bmm, _ATEN.baddbmm, _ATEN.conv1d)
+}
+
+
+def use_linear_kernel(program: ExportedProgram) -> bool:
+    """Replace linear layers in place, where the kernel has their dtype; returns whether torch has none to compute."""
+    graph, weights = program.graph_module.graph, program.graph_signature.inputs_to_parameters
+    groups: dict[tuple[Node, bool], list[Node]] = {}
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.linear.default and node.args[1].name in weights and _can_serve(node.args[1]):
+            groups.setdefault((node.args[0], len(node.args) > 2 and node.args[2] is not None), []).append(node)
+    for (x, has_bias), layers in groups.items():
+        _replace(graph, x, layers, has_bias=has_bias)
+    program.graph_module.recompile()
+    return not any(
+        node.target in _PRODUCTS and any(argument.name in weights for argument in node.all_input_nodes)
+        for node in graph.nodes
+    )
+
+
+def _can_serve(weight: Node) -> bool:
+    value = weight.meta["val"]
+    return value.dtype in _DTYPES and value.shape[1] % 2 == 0
+
+
+def _replace(graph: Graph, x: Node, layers: list[Node], *, has_bias: bool) -> None:
+    sizes = [layer.args[1].meta["val"].shape[0] for layer in layers]  # type: ignore[union-attr]
+
+    def call(target: Any, *arguments: Any) -> Node:
+        node = graph.call_function(target, arguments)
+        node.meta["val"] = target(*torch.fx.map_arg(arguments, lambda argument: argument.meta["val"]))
+        return node
+
+    def joined(index: int) -> Node:
+        parts = [layer.args[index] for layer in layers]
+        return call(torch.ops.aten.cat.default, parts, 0) if len(parts) > 1 else parts[0]  # type: ignore[return-value]
+
+    with graph.inserting_before(layers[0]):
+        packed = call(torch.ops.specdec.pack_linear.default, joined(1))
+        bias = joined(2) if has_bias else None
+        outputs = call(torch.ops.specdec.linear.default, x, packed, bias, sum(sizes))
+        if len(layers) == 1:
+            layers[0].replace_all_uses_with(outputs)
+        else:
+            split = call(torch.ops.aten.split_with_sizes.default, outputs, sizes, -1)
+            for i, layer in enumerate(layers):
+                layer.replace_all_uses_with(call(getitem, split, i))
+    for layer in layers:
+        graph.erase_node(layer)

@@ -1,0 +1,182 @@
+"""The transformers model behind an engine: from a config without weights (probe), or from a checkpoint.
+
+Model code is transformers' own. Ours is only the check that a model is one we run correctly, and `Step`, which
+gives the compiled function its signature.
+"""
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from runtime.compiler.attention import PROBE, SEE_README, PagedInputs
+from runtime.config import LayerShape
+from runtime.errors import SpecDecError
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
+    """A Hugging Face config from its JSON; SpecDecError where transformers has no decoder-only model for it."""
+    model_type = data.get("model_type")
+    if model_type is None:
+        raise SpecDecError(f"`{where}` names no `model_type`", hint="it should be a Hugging Face model's config.json")
+    if model_type not in CONFIG_MAPPING:
+        hint = (
+            "models with code of their own (`trust_remote_code`) are not supported"
+            if "auto_map" in data
+            else SEE_README
+        )
+        raise SpecDecError(f"transformers does not know this model type: {model_type}", hint=hint)
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(data)
+    except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
+        raise SpecDecError(
+            f"`{where}` is not a valid {model_type} config: {error}",
+            hint="the file is damaged; download or save the model again",
+        ) from error
+    _refuse_unsupported(config)
+    return config
+
+
+def _refuse_unsupported(config: PreTrainedConfig) -> None:
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise SpecDecError(f"encoder-decoder models are not supported: {kind}", hint=SEE_README)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SpecDecError(f"transformers has no causal language model for this model type: {kind}", hint=SEE_README)
+    if getattr(config, "quantization_config", None):
+        raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise SpecDecError(f"soft-capped attention is not supported: {kind}", hint=SEE_README)
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise SpecDecError(f"chunked attention is not supported: {kind}", hint=SEE_README)
+    if getattr(config, "use_bidirectional_attention", None):
+        raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_README)
+    foreign = sorted(set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES)
+    if foreign:
+        raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}", hint=SEE_README)
+    model_class = _model_class(config)
+    if model_class._is_stateful:
+        raise SpecDecError(f"state-space models are not supported: {kind}", hint=SEE_README)
+    if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
+        raise SpecDecError(
+            f"the model cannot compute logits of chosen positions (`logits_to_keep`): {kind}", hint=SEE_README
+        )
+
+
+def _model_class(config: PreTrainedConfig) -> Any:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
+    """The K/V shape of every layer, found by a forward without weights or memory (`meta` device)."""
+    recorded: dict[int, LayerShape] = {}
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=PROBE)  # type: ignore[no-untyped-call]
+            if hasattr(model, "set_experts_implementation"):
+                # The default mixture of experts looks at values, which a meta tensor has none of.
+                model.set_experts_implementation("batched_mm")
+            _declare_no_padding(model)
+            tokens = torch.zeros(1, 2, dtype=torch.long)
+            model(input_ids=tokens, position_ids=tokens, use_cache=False, paged=recorded)
+    except SpecDecError:
+        raise
+    except Exception as error:  # any failure means the same to the user: not a model that can be served
+        raise SpecDecError(
+            f"the model does not run with attention from outside: {config.model_type}",
+            hint=f"{SEE_README}; transformers said: {type(error).__name__}: {error}",
+        ) from error
+    num_layers = config.num_hidden_layers
+    if sorted(recorded) != list(range(num_layers)):
+        raise SpecDecError(
+            f"only {len(recorded)} of {num_layers} layers hand their attention over, so the output would be wrong: "
+            f"{config.model_type}",
+            hint="its attention does not go through transformers' AttentionInterface",
+        )
+    return tuple(recorded[i] for i in range(num_layers))
+
+
+def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights, fills buffers."""
+    model_class = _model_class(config)
+    try:
+        state_dict = load_file(weights)
+    except FileNotFoundError:
+        raise SpecDecError(f"file is missing: {weights}", hint="run `specdec convert` again") from None
+    except SafetensorError as error:
+        raise SpecDecError(f"`{weights}` is damaged: {error}", hint="run `specdec convert` again") from None
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model, report = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=state_dict,
+        dtype=dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    for problem, names in (("lacks", report["missing_keys"]), ("has the wrong shape of", report["mismatched_keys"])):
+        if names:
+            raise SpecDecError(
+                f"`{weights}` {problem} {len(names)} of the model's weights, such as: {sorted(names)[0]}",
+                hint="config.json and weights are of two models; run `specdec convert` again",
+            )
+    _declare_no_padding(model)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def _declare_no_padding(model: PreTrainedModel) -> None:
+    """Keep the model from looking for padding: on `meta` that fails (GPT-2), elsewhere it warns without cause."""
+    model.config.pad_token_id = None
+
+
+class Step(nn.Module):
+    """The function that is compiled: one step's tokens in, the logits that are needed out; K/V pools in place."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: Tensor,  # (B, Q) int64
+        positions: Tensor,  # (B, Q) int64
+        slot_mapping: Tensor,  # (B, Q) int64
+        block_tables: Tensor,  # (B, N) int64
+        logit_indices: Tensor,  # (T,) int64 into the flattened (B x Q)
+        key_pools: list[Tensor],  # per layer (num_blocks, Hk, D, block_size)
+        value_pools: list[Tensor],  # per layer (num_blocks, Hk, block_size, Dv)
+    ) -> Tensor:  # (T, vocab)
+        paged = PagedInputs(key_pools, value_pools, positions, slot_mapping, block_tables)
+        (B, Q), num_blocks, block_size = input_ids.shape, key_pools[0].shape[0], key_pools[0].shape[3]
+        _declare_equal(B, positions.shape[0], slot_mapping.shape[0], block_tables.shape[0])
+        _declare_equal(Q, positions.shape[1], slot_mapping.shape[1])
+        _declare_equal(num_blocks, *(pool.shape[0] for pool in (*key_pools, *value_pools)))
+        _declare_equal(block_size, *(pool.shape[3] for pool in key_pools), *(pool.shape[2] for pool in value_pools))
+        # One row of B x Q tokens, so that the model's own `logits_to_keep` picks positions across rows.
+        output = self.model(
+            input_ids=input_ids.reshape(1, B * Q),
+            position_ids=positions.reshape(1, B * Q),
+            use_cache=False,
+            logits_to_keep=logit_indices,
+            paged=paged,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+def _declare_equal(size: int, *others: int) -> None:
+    """Tell the compiler; otherwise it computes indices by division in every inner loop, at half the speed."""
+    for other in others:
+        torch._check(other == size)  # type: ignore[no-untyped-call]

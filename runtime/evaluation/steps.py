@@ -1,0 +1,142 @@
+"""What the steps of a request made: the kind of each output token, its text, and how many tokens came from each step.
+
+All of it follows from the counts of each step (`per_step_drafted`, `per_step_accepted`) and the output's length,
+because only the last step can be cut short.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from runtime.request import Sequence
+from runtime.session import Session
+from runtime.text import StopWords, decode, output_text
+
+TokenKind = Literal["accepted", "recovered", "bonus", "plain"]
+TOKEN_KINDS: dict[TokenKind, str] = {
+    "accepted": "drafted, and kept",
+    "recovered": "the target's own in place of the first drafted token that was not kept",
+    "bonus": "the target's own after a draft that was kept whole",
+    "plain": "of a step without a draft",
+}
+
+_REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one output token adds to the text, and where the token came from. `step` counts from 0."""
+
+    text: str
+    kind: TokenKind
+    step: int
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """Steps `first` to `last` of every request that has them (counted from 1), and the tokens they made."""
+
+    first: int
+    last: int
+    num_steps: int
+    num_tokens: int
+
+
+def token_kinds(per_step_drafted: Seq[int], per_step_accepted: Seq[int], num_tokens: int) -> list[list[TokenKind]]:
+    """The kinds of an output's `num_tokens` tokens, step by step.
+
+    A step makes its accepted tokens and one of the target's own; the last may end among the accepted ones. Drafts of
+    3, 0 and 2 tokens of which 1, 0 and 2 were accepted make [accepted, recovered], [plain], [accepted, accepted,
+    bonus], and without the bonus token where `num_tokens` is 5.
+    """
+    kinds: list[list[TokenKind]] = []
+    for num_drafted, num_accepted in zip(per_step_drafted, per_step_accepted, strict=True):
+        own: TokenKind = "plain" if num_drafted == 0 else "bonus" if num_accepted == num_drafted else "recovered"
+        step: list[TokenKind] = ["accepted"] * num_accepted
+        kinds.append([*step, own])
+    num_cut = sum(map(len, kinds)) - num_tokens
+    assert 0 <= num_cut <= 1, f"{num_tokens} tokens do not come from these steps"
+    if num_cut:
+        kinds[-1].pop()
+    return kinds
+
+
+def tokens_over_time(steps: Seq[Seq[int]], max_ranges: int) -> list[StepRange]:
+    """Tokens of each step of each request, added up over requests for ranges of equally many steps."""
+    longest = max(map(len, steps), default=0)
+    width = max(1, -(-longest // max_ranges))
+    ranges = []
+    for start in range(0, longest, width):
+        made = [tokens for request in steps for tokens in request[start : start + width]]
+        ranges.append(StepRange(start + 1, min(start + width, longest), len(made), sum(made)))
+    return ranges
+
+
+def tokens_per_step(sequence: Sequence) -> list[int]:
+    """How many tokens each step of a finished request made."""
+    return [len(step) for step in _kinds_of(sequence)]
+
+
+def _kinds_of(sequence: Sequence) -> list[list[TokenKind]]:
+    stats = sequence.stats
+    return token_kinds(stats.per_step_drafted, stats.per_step_accepted, sequence.num_generated)
+
+
+def output_pieces(
+    sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, stop_words: StopWords | None
+) -> list[Piece]:
+    """A piece for each output token; joined they are the output's text, or its ids where there is no tokenizer."""
+    tokens = sequence.output_tokens
+    if tokenizer is None:
+        texts = [f" {token}" if i else str(token) for i, token in enumerate(tokens)]
+    else:
+        texts = token_texts(tokenizer, tokens, output_text(tokenizer, tokens, stop_words) or "")
+    kinds = [(kind, number) for number, step in enumerate(_kinds_of(sequence)) for kind in step]
+    return [Piece(text, kind, number) for text, (kind, number) in zip(texts, kinds, strict=True)]
+
+
+def session_pieces(session: Session, sequences: Seq[Sequence]) -> list[list[Piece]]:
+    return [output_pieces(sequence, session.tokenizer, session.stop_words) for sequence in sequences]
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int], text: str) -> list[str]:
+    """What each token adds to `text`, which is what the tokens decode to, or the start of it.
+
+    A character that several tokens make comes with the last of them. Special tokens add nothing.
+    """
+    whole = decode(tokenizer, tokens)
+    texts = _texts_by_neighbours(tokenizer, tokens)
+    if "".join(texts) != whole:
+        texts = _texts_by_beginnings(tokenizer, tokens, whole)
+    pieces, start = [], 0
+    for piece in texts:
+        pieces.append(text[start : start + len(piece)])
+        start += len(piece)
+    return pieces
+
+
+def _texts_by_neighbours(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
+    """From the tokens decoded with the few before them: in time linear in the output, and right for most tokenizers."""
+    texts: list[str] = []
+    start = end = 0  # tokens[start:end] are the text before the next piece
+    for i in range(len(tokens)):
+        before, now = decode(tokenizer, tokens[start:end]), decode(tokenizer, tokens[start : i + 1])
+        is_whole = not now.endswith(_REPLACEMENT) or i + 1 == len(tokens)
+        texts.append(now[len(before) :] if is_whole else "")
+        if is_whole and len(now) > len(before):
+            start, end = end, i + 1
+    return texts
+
+
+def _texts_by_beginnings(tokenizer: PreTrainedTokenizerBase, tokens: list[int], whole: str) -> list[str]:
+    """From every beginning of the output decoded: slower, and right whatever the tokenizer does."""
+    texts, shown = [], 0
+    for i in range(len(tokens)):
+        text = decode(tokenizer, tokens[: i + 1]) if i + 1 < len(tokens) else whole
+        stable = text if i + 1 == len(tokens) else text.rstrip(_REPLACEMENT)
+        end = len(stable) if whole.startswith(stable) else shown
+        texts.append(whole[shown : max(end, shown)])
+        shown = max(end, shown)
+    return texts

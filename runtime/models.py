@@ -1,0 +1,62 @@
+"""Where a model comes from: a shipped name, a local directory, or the Hugging Face hub."""
+
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from runtime.errors import SpecDecError
+
+_SHIPPED = {"demo": "target", "demo-draft": "draft"}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+
+
+def resolve_model(name: str) -> Path:
+    """The directory of a Hugging Face model. A shipped name wins; `./demo` is a directory of that name.
+
+    Raises SpecDecError if there is no such directory, or the hub does not have or give it.
+    """
+    if name in _SHIPPED:
+        directory = Path(str(files("runtime") / "demo" / _SHIPPED[name]))
+        if not directory.is_dir():
+            raise SpecDecError(f"the shipped model is missing from this installation: {name}", hint="install it again")
+        return directory
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise SpecDecError(f"model is a file, not a directory: {name}", hint="give the directory that holds it")
+    if not _HUB_ID.fullmatch(name):
+        raise SpecDecError(
+            f"model directory does not exist: {name}", hint="check the path; shipped names are `demo` and `demo-draft`"
+        )
+    return _download(name)
+
+
+def quiet_hub() -> None:
+    """Keep the hub client from talking of its retries; what comes of them is said once."""
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    quiet_hub()
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=MODEL_FILES))
+    except GatedRepoError:
+        raise SpecDecError(f"the hub asks for permission for this model: {hub_id}", hint="`hf auth login`") from None
+    except RepositoryNotFoundError:
+        raise SpecDecError(
+            f"neither a directory here nor a model on the hub: {hub_id}",
+            hint=f"shipped names are {', '.join(f'`{n}`' for n in _SHIPPED)}; a private model needs `hf auth login`",
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise SpecDecError(
+            f"no directory of this name, and the hub cannot be reached for: {hub_id}",
+            hint=f"give the path of a local model, or a shipped name ({', '.join(_SHIPPED)}); the hub said: "
+            f"{str(error).splitlines()[0]}",
+        ) from None

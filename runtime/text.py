@@ -1,0 +1,204 @@
+"""Between text and tokens: the tokenizer, the ids that end an output, stop words, and text that arrives in pieces."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from commands.inputs.prompts import Prompt
+from runtime.cache import digest
+from runtime.errors import SpecDecError, UsageError
+from runtime.files import read_json
+
+_REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
+
+
+def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) -> PreTrainedTokenizerBase:
+    """The tokenizer saved in `directory`; SpecDecError if there is none. Truncation keeps a prompt's end.
+
+    Without the model's configuration the tokenizer's own files have to say what it is.
+    """
+    if not directory.is_dir():
+        raise SpecDecError(
+            f"tokenizer directory does not exist: {directory}", hint="give the directory of a Hugging Face tokenizer"
+        )
+    if pretrained_config is not None and (model_type := pretrained_config["model_type"]) not in CONFIG_MAPPING:
+        raise SpecDecError(
+            f"transformers does not know this model type: {model_type}", hint="install the transformers of the build"
+        )
+    try:
+        config = None
+        if pretrained_config is not None:
+            config = CONFIG_MAPPING[pretrained_config["model_type"]].from_dict(pretrained_config)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, config=config, truncation_side="left", local_files_only=True
+        )
+    except Exception as error:  # transformers raises many kinds; each means: no usable tokenizer here
+        raise SpecDecError(
+            f"no usable tokenizer in: {directory}", hint=f"`--tokenizer-dir` names another; transformers said: {error}"
+        ) from error
+    return tokenizer
+
+
+def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of an engine, checkpoint or model directory, or of one that holds nothing else."""
+    config: dict[str, Any] = {}
+    if (directory / "config.json").is_file():
+        config = read_json(directory / "config.json")
+        config = config.get("pretrained_config", config)
+    return load_tokenizer(directory, config if isinstance(config.get("model_type"), str) else None)
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for two tokenizers that mean the same by every token id."""
+    vocabulary = sorted((i, token) for token, i in tokenizer.get_vocab().items())
+    return digest(f"{i} {token}" for i, token in vocabulary)
+
+
+def tokenizer_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the highest id."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text of any length, without those that mark its start or end."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that an engine directory has, or None."""
+    if (directory / "tokenizer_config.json").is_file() or (directory / "tokenizer.json").is_file():
+        return load_tokenizer(directory, pretrained_config)
+    return None
+
+
+def word_tokens(tokenizer: PreTrainedTokenizerBase, flag: str, word: str) -> list[int]:
+    """The tokens of a word by itself; UsageError if there are none."""
+    tokens: list[int] = tokenizer(word, add_special_tokens=False)["input_ids"]
+    if not tokens or not decode(tokenizer, tokens):
+        raise UsageError(f"`{flag}` has a word that the tokenizer makes nothing of: {word!r}", hint="leave it out")
+    return tokens
+
+
+def bad_word_tokens(tokenizer: PreTrainedTokenizerBase, words: list[str]) -> tuple[tuple[int, ...], ...]:
+    """The token sequences to ban: each word as it starts a text, and after a space."""
+    variants = [tuple(word_tokens(tokenizer, "--bad-words", text)) for word in words for text in (word, f" {word}")]
+    return tuple(dict.fromkeys(variants))
+
+
+def find_end_ids(
+    engine_dir: Path, pretrained_config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    """The model's end ids: generation_config.json's, else config.json's, else the tokenizer's."""
+    generation_config = engine_dir / "generation_config.json"
+    candidates: list[Any] = [pretrained_config.get("eos_token_id"), tokenizer.eos_token_id if tokenizer else None]
+    if generation_config.is_file():
+        candidates.insert(0, read_json(generation_config).get("eos_token_id"))
+    for ids in candidates:
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()
+
+
+def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, max_length: int | None) -> tuple[list[int], bool]:
+    """The prompt's tokens and whether only its last `max_length` were kept."""
+    if prompt.ids is not None:
+        return list(prompt.ids[-max_length:] if max_length else prompt.ids), len(prompt.ids) > (
+            max_length or len(prompt.ids)
+        )
+    if tokenizer is None:
+        raise SpecDecError("the engine has no tokenizer for a prompt of text", hint="`--tokenizer-dir` names one")
+    ids: list[int] = tokenizer(prompt.text, verbose=False)["input_ids"]
+    if max_length is None or len(ids) <= max_length:
+        return ids, False
+    return tokenizer(prompt.text, truncation=True, max_length=max_length)["input_ids"], True
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    """The text of tokens, to the letter, without end ids and their like."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+@dataclass(frozen=True)
+class StopWords:
+    """Ends an output at text, however it was cut into tokens. Meets `runtime.request.StopCheck`."""
+
+    words: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase
+
+    def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
+        """Whether the last token completed a stop word: it is in the text now and was not before."""
+        start = self._window_start(tokens, num_prompt_tokens)
+        text = decode(self.tokenizer, tokens[start:])
+        if not any(word in text for word in self.words):
+            return False
+        before = decode(self.tokenizer, tokens[start:-1])
+        return not any(word in before for word in self.words)
+
+    def cut(self, text: str) -> str:
+        """The text before the first stop word."""
+        return text[: min([i for word in self.words if (i := text.find(word)) >= 0], default=len(text))]
+
+    def _window_start(self, tokens: list[int], num_prompt_tokens: int) -> int:
+        """Where the last tokens begin that can hold a stop word and the character before it.
+
+        A token has at least one byte of text, unless it is special: those are not counted. Tokens that stand for a
+        byte each (Llama 2's fallback) make text only as a whole run, so no run is begun in the middle.
+        """
+        start, num_missing = len(tokens), self._longest_bytes + 4
+        while start > num_prompt_tokens and num_missing:
+            start -= 1
+            num_missing -= tokens[start] not in self._special_ids
+        while start > num_prompt_tokens and self._is_byte(tokens[start]):
+            start -= 1
+        return start
+
+    def _is_byte(self, token: int) -> bool:
+        return str(self.tokenizer.convert_ids_to_tokens(token)).startswith("<0x")
+
+    @cached_property
+    def _longest_bytes(self) -> int:
+        return max(len(word.encode()) for word in self.words)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+
+
+@dataclass
+class TextStream:
+    """Turns a growing output into text, piece by piece; never shows half a character or half a stop word."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_words: StopWords | None = None
+    _shown: int = field(default=0, init=False)
+
+    def next_piece(self, output_tokens: list[int], *, finished: bool) -> str:
+        text = decode(self.tokenizer, output_tokens)
+        if self.stop_words:
+            text = self.stop_words.cut(text)
+        if not finished:
+            text = text.rstrip(_REPLACEMENT)
+            text = text[: len(text) - self._held_back(text)]
+        piece = text[self._shown :]
+        self._shown = max(self._shown, len(text))
+        return piece
+
+    def _held_back(self, text: str) -> int:
+        """Characters at the end that may be the start of a stop word."""
+        words = self.stop_words.words if self.stop_words else ()
+        return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+
+
+def output_text(
+    tokenizer: PreTrainedTokenizerBase | None, tokens: list[int], stop_words: StopWords | None
+) -> str | None:
+    """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    text = decode(tokenizer, tokens)
+    return stop_words.cut(text) if stop_words else text

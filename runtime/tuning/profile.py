@@ -1,0 +1,137 @@
+"""Profiles: what `tune` recommends for an engine, in a file that `run` and `summarize` read."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from commands.documents.head import specdec_version
+from commands.inputs.prompts import parse_json, read_utf8
+from commands.options.drafting import DraftLen, NgramSettings, SuffixSettings
+from runtime.cache import digest
+from runtime.config import EngineConfig, as_json, parse
+from runtime.errors import SpecDecError
+from runtime.files import write_json
+
+PROFILE_FORMAT_VERSION = 1
+_IDENTITY = ("pretrained_config", "dtype", "build_config", "environment", "vocab_size")
+_KINDS: dict[str, type[NgramSettings | SuffixSettings]] = {"ngram": NgramSettings, "suffix": SuffixSettings}
+_AGAIN = "make it again: `specdec tune --engine-dir ENGINE --output PROFILE.json`"
+
+
+@dataclass(frozen=True)
+class ProfileEngine:
+    """Which engine it is for; the directory is for messages only."""
+
+    engine_dir: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the recommendation was worth when it was made, on how many prompts at a time."""
+
+    num_prompts: int
+    batch_size: int
+    tokens_per_step: float
+    draft_acceptance_rate: float | None
+    predicted_s: float
+    predicted_speedup: float
+    measured_s: float
+    measured_speedup: float
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """A profile's file without its drafter, whose form depends on its name."""
+
+    engine: ProfileEngine
+    draft_len: DraftLen
+    figures: Figures
+    specdec_version: str | None
+    format_version: int = PROFILE_FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A recommended drafter, or None for none, and the length of its drafts."""
+
+    engine: ProfileEngine
+    drafter: NgramSettings | SuffixSettings | None
+    draft_len: DraftLen
+    figures: Figures
+
+
+def engine_digest(config: EngineConfig) -> str:
+    """The same for engines of the same model's shape, built alike for the same machine. Measured times do not count."""
+    record = as_json(config)
+    return digest([json.dumps({key: record[key] for key in _IDENTITY}, sort_keys=True)])
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    rest = _Rest(profile.engine, profile.draft_len, profile.figures, specdec_version())
+    write_json(path, dataclasses.asdict(rest) | {"drafter": drafter_record(profile.drafter)})
+
+
+def drafter_record(drafter: NgramSettings | SuffixSettings | None) -> dict[str, Any] | None:
+    """Its name and settings, for JSON."""
+    if drafter is None:
+        return None
+    name = next(name for name, kind in _KINDS.items() if isinstance(drafter, kind))
+    record = {"name": name, **dataclasses.asdict(drafter)}
+    if record.get("corpus") is not None:
+        record["corpus"] = str(Path(record["corpus"]).absolute())  # whoever reads it may be elsewhere
+    return record
+
+
+def read_profile(path: Path) -> Profile:
+    """SpecDecError for a file that is missing, damaged, of another format or something else."""
+    data = parse_json(read_utf8(path), path)
+    if not isinstance(data, dict) or "engine" not in data or "format_version" not in data:
+        raise SpecDecError(f"not a profile: {path}", hint=_AGAIN)
+    record = data.pop("drafter", {})
+    try:
+        rest = parse(_Rest, data, str(path))
+        drafter = _parse_drafter(record, f"{path}: drafter")
+    except SpecDecError as error:
+        raise SpecDecError(error.message, hint=_AGAIN) from error
+    if rest.draft_len == "auto" and drafter is None:
+        raise SpecDecError(f"the profile has no drafter for its draft_len, auto: {path}", hint=_AGAIN)
+    return Profile(rest.engine, drafter, rest.draft_len, rest.figures)
+
+
+def _parse_drafter(record: Any, where: str) -> NgramSettings | SuffixSettings | None:
+    if record is None:
+        return None
+    kind = _KINDS.get(str(record.get("name"))) if isinstance(record, dict) else None
+    if kind is None:
+        name = record.get("name") if isinstance(record, dict) else record
+        raise SpecDecError(f"`{where}` names no drafter that a profile can have ({', '.join(_KINDS)}): {name}")
+    # Paths travel as text, which is what `parse` would refuse.
+    settings = {key: value for key, value in record.items() if key not in ("name", "corpus")}
+    drafter = parse(kind, settings, where)
+    if isinstance(drafter, NgramSettings) and record.get("corpus") is not None:
+        if not isinstance(record["corpus"], str):
+            raise SpecDecError(f"`{where}: corpus` has a value it cannot have: {record['corpus']!r}")
+        drafter = dataclasses.replace(drafter, corpus=Path(record["corpus"]))
+    sizes = [value for key, value in settings.items() if key.startswith(("max_", "min_"))]
+    ordered = not isinstance(drafter, NgramSettings) or (
+        drafter.min_matching_ngram_size <= drafter.max_matching_ngram_size
+    )
+    if min(sizes) < 1 or drafter.device_id < 0 or not ordered:
+        raise SpecDecError(f"`{where}` has numbers that no drafter can have: {settings}")
+    return drafter
+
+
+def profile_for(path: Path, engine_dir: Path) -> Profile:
+    """The profile, if it is of this engine; SpecDecError otherwise."""
+    from runtime.bundle import read_engine_config
+
+    profile = read_profile(path)
+    if profile.engine.digest != engine_digest(read_engine_config(engine_dir)):
+        raise SpecDecError(
+            f"the profile is of another engine, {profile.engine.engine_dir}, and not of {engine_dir}: {path}",
+            hint=f"tune this one: `specdec tune --engine-dir {engine_dir} --output {path}`; or leave `--profile` out",
+        )
+    return profile

@@ -1,0 +1,310 @@
+"""`--report`: the page is parsed again, and says what the JSON says, refers to nothing, and escapes everything."""
+
+import copy
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import NGRAM, PROMPTS, Result, Specdec, each, tree
+
+from commands.html.report import html_report
+from runtime.evaluation.steps import Piece
+
+Document = dict[str, Any]
+Run = Callable[..., Result]
+VOID = {"meta", "br", "line", "rect"}
+ARGUMENTS = ["--ngram-config", NGRAM, *each("--input-text", PROMPTS), "--max-output-len", 30, "--end-id", 0]
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, the text inside each kind of tag, and `<data>` by its path."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.html, self.tags, self.data = html, list[tuple[str, dict[str, str]]](), dict[str, tuple[str, str]]()
+        self.open, self.text, self.marked = list[tuple[str, dict[str, str]]](), "", list[tuple[str, str]]()
+        self.feed(html)
+        self.close()
+        assert self.open == [], f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = {name: value or "" for name, value in attrs}
+        self.tags.append((tag, attributes))
+        if tag not in VOID:
+            self.open.append((tag, attributes))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1][0] == tag, f"</{tag}> closes {self.open[-1:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if not self.open:
+            return
+        tag, attributes = self.open[-1]
+        if tag == "data":
+            self.data[attributes["data-path"]] = (attributes["value"], data)
+        kinds = set(attributes.get("class", "").split())
+        if tag == "span" and "t" in kinds and "title" in attributes and "end" not in kinds:
+            self.marked.append((attributes["class"].split()[1], data))
+
+
+def at(document: Document, pointer: str) -> Any:
+    value: Any = document
+    for key in pointer.split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        value = value[int(key)] if isinstance(value, list) else value[key]
+    return value
+
+
+def assert_says_what_the_document_says(page: Page, document: Document) -> None:
+    """Every number by its place; what is shown is that number, rounded."""
+    assert page.data
+    for pointer, (value, shown) in page.data.items():
+        expected = at(document, pointer)
+        assert json.loads(value) == expected, pointer
+        number = float(re.sub(r"[^\d.e-]", "", shown))
+        scale = 100 if "%" in shown else 1000 if shown.endswith(" ms") else 1
+        digits = len(shown.split()[0].rstrip("×").partition(".")[2])
+        assert number == pytest.approx(expected * scale, abs=0.5001 * 10**-digits, rel=1e-2), (pointer, shown)
+
+
+def visible(text: str) -> str:
+    """Control characters as their pictures."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), text)
+
+
+def assert_needs_nothing_else(html: str) -> None:
+    page = Page(html)
+    for tag, attributes in page.tags:
+        assert tag not in {"script", "link", "iframe", "object", "embed", "img", "base", "use", "image"}
+        assert not {"href", "src", "srcset", "xlink:href", "action", "background"} & set(attributes), tag
+        assert not any(name.startswith("on") for name in attributes)
+        assert "url(" not in attributes.get("style", "")
+    style = html[html.index("<style>") : html.index("</style>")]
+    assert "url(" not in style and "@import" not in style and "http" not in style
+
+
+@pytest.fixture
+def reported(specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path) -> Callable[..., tuple[Document, Page]]:
+    """`reported("run", …)`: the document and the page of one and the same run."""
+
+    def call(command: str, *arguments: object) -> tuple[Document, Page]:
+        path = tmp_path / "report.html"
+        result = specdec(command, "--engine-dir", llama_uncompiled_dir, *arguments, "--json", "--report", path)
+        document, html = result.document, path.read_text(encoding="utf-8")
+        assert_needs_nothing_else(html)
+        return document, Page(html)
+
+    return call
+
+
+Reported = Callable[..., tuple[Document, Page]]
+
+
+@pytest.mark.parametrize("stats", ["summary", "detailed"])
+def test_page_of_a_run_says_what_its_json_says(reported: Reported, stats: str) -> None:
+    document, page = reported("run", *ARGUMENTS, "--check-lossless", "--stats", stats)
+    assert_says_what_the_document_says(page, document)
+    for pointer in (
+        "/speedup", "/total/tokens_per_step", "/total/draft_acceptance_rate", "/total/output_tokens_per_second",
+        "/total/target_time_s", "/total/draft_time_per_step_s", "/total/host_time_s", "/checks/lossless/num_identical",
+        "/requests/0/stats/tokens_per_step", f"/requests/{len(PROMPTS) - 1}/stats/tpot_s",
+    ):  # fmt: skip
+        assert pointer in page.data, pointer
+    titles = re.findall(r"<title>(\d+) accepted: ([\d,]+) of", page.html)
+    assert [int(count.replace(",", "")) for _, count in titles] == document["total"]["acceptance_histogram"]
+    rates = re.findall(r"<title>position \d+: (\S+)", page.html)
+    expected = document["total"]["acceptance_rate_per_position"]
+    assert rates == ["-" if rate is None else f"{rate * 100:.1f}" for rate in expected]
+    over_time = [tuple(map(int, m)) for m in re.findall(r"<title>steps \d+–\d+: (\d+) tokens ÷ (\d+) steps", page.html)]
+    total = document["total"]
+    assert tuple(map(sum, zip(*over_time, strict=True))) == (total["num_generated_tokens"], total["num_steps"])
+
+
+def test_page_of_a_summary_says_what_its_json_says(reported: Reported, llama_dir: Path, articles: Path) -> None:
+    tests = ["--test-engine", "--test-hf", "--hf-model-dir", llama_dir, "--ngram-config", NGRAM, "--output-len", 20]
+    document, page = reported("summarize", "--dataset", articles, *tests)
+    assert_says_what_the_document_says(page, document)
+    for system in document["systems"]:
+        for key in ("rouge/rougeL", "median_tpot_s", "total/output_tokens_per_second"):
+            assert f"/systems/{system}/{key}" in page.data
+    for category in document["categories"]:
+        for key in ("num_samples", "tokens_per_step", "rouge/engine/rouge1", "median_tpot_s/engine", "speedup"):
+            assert f"/categories/{category}/{key}" in page.data
+    assert "/speedup_over_hf" in page.data and "/checks/identical_to_no_drafter/num_identical" in page.data
+
+
+def test_outputs_are_marked_as_the_counts_say(reported: Reported, specdec: Specdec) -> None:
+    document, page = reported("run", *ARGUMENTS)
+    legend = dict(re.findall(r'<span class="t (\w+)">\w+</span> [^<]*: (\d+)</li>', page.html))
+    total = document["total"]
+    assert int(legend["accepted"]) == total["num_accepted_draft_tokens"] > 0
+    assert sum(map(int, legend.values())) == total["num_generated_tokens"]
+    outputs = re.findall(r'<h4>Output</h4><p class="text ">(.*?)</p>', page.html, re.DOTALL)
+    texts = [Page(f"<p>{output.replace('<b></b>', '')}</p>").text for output in outputs]
+    assert texts == [visible(request["output_text"]) for request in document["requests"]]
+
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=y> & \"quotes\" 'and' </p></details></style> \x1b[31m\x00 <!--"
+
+
+def test_everything_is_escaped(reported: Reported, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": HOSTILE}))
+    document, page = reported("run", "--input-file", prompts, "--max-output-len", 5, "--stop-words", "<b>&</b>")
+    assert visible(HOSTILE) in page.text
+    assert '["<b>&</b>"]' in page.text
+    assert_says_what_the_document_says(page, document)
+
+
+def test_names_of_a_dataset_are_escaped(reported: Reported, tmp_path: Path) -> None:
+    dataset = tmp_path / "<i>.jsonl"
+    row = {"id": HOSTILE, "category": "a/b~<u>\"'", "article": "The dog", "highlights": HOSTILE}
+    dataset.write_text(json.dumps(row))
+    document, page = reported("summarize", "--dataset", dataset, "--test-engine", "--output-len", 4)
+    assert page.text.count(visible(HOSTILE)) == 2
+    assert "a/b~<u>\"'" in page.text
+    assert_says_what_the_document_says(page, document)
+
+
+def test_nothing_measured_is_a_dash_with_the_reason(reported: Reported) -> None:
+    document, page = reported("run", "--input-text", "One day", "--max-output-len", 1, "--end-id", 0)
+    assert document["total"]["draft_acceptance_rate"] is None
+    reasons = re.findall(r'<span class="none" title="([^"]*)">–</span>', page.html)
+    assert {"not measured", "nothing was drafted", "one token"} <= set(reasons)
+    assert "nothing was drafted: no acceptance to show" in page.text
+    assert "there is no drafter to compare" in page.text and "not checked" in page.text
+    assert "By category" not in page.text
+    assert_says_what_the_document_says(page, document)
+
+
+def test_hugging_face_alone_has_outputs_without_marks(reported: Reported, llama_dir: Path, articles: Path) -> None:
+    tests = ["--test-hf", "--hf-model-dir", llama_dir, "--output-len", 6]
+    document, page = reported("summarize", "--dataset", articles, *tests)
+    assert document["total"] is None
+    assert page.marked == [] and "the engine was not run" not in page.text
+    assert "Drafts and steps" not in page.text
+    assert all(visible(request["output_text"]) in page.text for request in document["requests"])
+    assert_says_what_the_document_says(page, document)
+
+
+def test_interrupted_run_says_so(reported: Reported) -> None:
+    document, _ = reported("run", *ARGUMENTS)
+    document["num_unfinished_requests"] = 3
+    pieces = [[Piece("x", "plain", i) for i in range(30)] for _ in document["requests"]]
+    page = Page(html_report(document, pieces))
+    assert "Interrupted: 5 of 8 requests had finished" in page.text
+    nothing = copy.deepcopy(document) | {"requests": [], "num_unfinished_requests": 8}
+    nothing["total"] |= {"tokens_per_step": None, "wall_s": 0.0, "output_tokens_per_second": None, "num_steps": 0}
+    html = html_report(nothing, [])
+    assert_needs_nothing_else(html)
+    assert "0 of 8 requests had finished" in Page(html).text and "No request had finished." in Page(html).text
+
+
+def test_many_outputs_are_folded_and_long_prompts_cut(reported: Reported) -> None:
+    document, page = reported("run", *ARGUMENTS)
+    assert Counter("open" in attributes for tag, attributes in page.tags if attributes.get("class") == "output") == {
+        True: 1, False: len(PROMPTS) - 1,
+    }  # fmt: skip
+    document["requests"] = [dict(request) for _ in range(40) for request in document["requests"]]
+    for request in document["requests"]:
+        request["prompt"] = "The dog. " * 20_000
+    pieces = [[Piece("word ", "accepted", i // 5) for i in range(100)]] * len(document["requests"])
+    html = html_report(document, pieces)
+    assert len(html) < 2_500_000
+    assert "[… 176,000 characters …]" in html
+    assert html.count("<details class=") == len(document["requests"]) + 1
+
+
+def test_report_that_cannot_be_written_is_found_before_the_run(run: Run, tmp_path: Path) -> None:
+    """Before the engine is looked for, even."""
+    result = run("--report", tmp_path / "none" / "report.html", "--engine-dir", tmp_path / "no-engine")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: cannot write the file (No such file or directory): ")
+    assert tree(tmp_path) == []
+
+
+@pytest.mark.parametrize("command", ["run", "summarize"])
+def test_report_takes_the_place_of_nothing_else(
+    specdec: Specdec, llama_uncompiled_dir: Path, articles: Path, tmp_path: Path, command: str
+) -> None:
+    path = tmp_path / "x"
+    arguments = {
+        "run": [
+            ["--input-text", "a", "--output-csv", path, "--report", path],
+            ["--input-file", "IN", "--report", "IN"],
+        ],
+        "summarize": [
+            ["--test-engine", "--output-dir", path, "--report", path / "summary.json"],
+            ["--test-engine", "--dataset", "IN", "--report", "IN"],
+        ],
+    }[command]
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(articles.read_bytes())
+    for given in arguments:
+        given = [source if argument == "IN" else argument for argument in given]
+        result = specdec(command, "--engine-dir", llama_uncompiled_dir, *given)
+        assert (result.exit_code, result.stdout) == (2, ""), result
+        assert "two outputs have the same file" in result.stderr or "would replace what is read" in result.stderr
+    assert source.read_bytes() == articles.read_bytes() and tree(tmp_path) == ["in.jsonl"]
+
+
+def test_report_may_be_in_the_new_output_directory(
+    specdec: Specdec, llama_uncompiled_dir: Path, articles: Path, tmp_path: Path
+) -> None:
+    output_dir = tmp_path / "out"
+    where = ["--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--output-dir", output_dir, "--output-len", 3]
+    result = specdec("summarize", "--test-engine", *where, "--report", output_dir / "report.html")
+    assert result.exit_code == 0, result.stderr
+    assert f"report written: {output_dir / 'report.html'}" in result.stdout
+    assert tree(output_dir) == ["engine.out", "report.html", "summary.json"]
+    document = json.loads((output_dir / "summary.json").read_text())
+    page = Page((output_dir / "report.html").read_text())
+    assert_says_what_the_document_says(page, document)
+
+
+def test_report_is_written_though_a_check_fails(
+    specdec: Specdec, llama_uncompiled_dir: Path, articles: Path, tmp_path: Path
+) -> None:
+    where = ["--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--output-len", 3, "--test-engine"]
+    check = ["--check-accuracy", "--rouge1-threshold", 99]
+    result = specdec("summarize", *where, *check, "--report", tmp_path / "report.html")
+    assert result.exit_code == 1 and "below the threshold" in result.stderr
+    assert "ROUGE-1" in Page((tmp_path / "report.html").read_text()).text
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_text_can_be_read_in_light_and_dark() -> None:
+    """WCAG 2's contrast of 4.5 to 1 of every text on what is behind it."""
+    style = files("commands").joinpath("html/report.css").read_text()
+    schemes = [
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block))
+        for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    ]
+    assert len(schemes) == 3  # light, dark, print
+    backgrounds = {
+        "ink": ("page", "card", "accepted", "recovered", "bonus"),
+        "soft": ("page", "card"),
+        "accent": ("card",),
+        "bad": ("card",),
+    }
+    for scheme in schemes[:2]:
+        for text, behind in backgrounds.items():
+            for background in behind:
+                dark, light = sorted([luminance(scheme[text]), luminance(scheme[background])])
+                assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, background)

@@ -1,0 +1,293 @@
+"""Reading prompts: each file kind as TensorRT-LLM's run.py takes it, each mistake named by its place."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from commands.inputs.prompts import Prompt, read_prompts
+from runtime.errors import SpecDecError, UsageError
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def npy(array: Any, path: Path) -> Path:
+    np.save(path, array)
+    return path
+
+
+def texts(*values: str) -> list[Prompt]:
+    return [Prompt(value, None) for value in values]
+
+
+def ids(*rows: list[int]) -> list[Prompt]:
+    return [Prompt(None, tuple(row)) for row in rows]
+
+
+def test_input_texts_become_prompts_in_order_unchanged() -> None:
+    assert read_prompts([" Hello\n", "How are you?"], None) == texts(" Hello\n", "How are you?")
+
+
+def test_neither_texts_nor_file_is_wrong_usage() -> None:
+    with pytest.raises(UsageError, match="no prompt given"):
+        read_prompts([], None)
+
+
+def test_texts_and_file_together_are_wrong_usage(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="both"):
+        read_prompts(["Hello"], write(tmp_path / "in.txt", "a\n"))
+
+
+@pytest.mark.parametrize("text", ["", "  \n"])
+def test_blank_input_text_is_named_by_its_position(text: str) -> None:
+    with pytest.raises(SpecDecError, match="prompt 2 of `--input-text` is empty"):
+        read_prompts(["Hello", text], None)
+
+
+def test_input_text_with_an_undecodable_byte_is_an_error() -> None:
+    with pytest.raises(SpecDecError, match="cannot be written as UTF-8 at character 3"):
+        read_prompts(["caf\udce9"], None)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["one\n two \nthree\n", "one\n two \nthree", "one\r\n two \r\nthree\r\n", "\ufeffone\n two \nthree"],
+)
+def test_txt_holds_one_prompt_a_line_without_its_line_end(tmp_path: Path, content: str) -> None:
+    assert read_prompts([], write(tmp_path / "in.txt", content)) == texts("one", " two ", "three")
+
+
+def test_txt_lines_end_at_line_feeds_and_not_at_other_unicode_separators(tmp_path: Path) -> None:
+    line = "a\u2028b\x0bc\x85d"
+    assert read_prompts([], write(tmp_path / "in.txt", f"{line}\n")) == texts(line)
+
+
+@pytest.mark.parametrize(("content", "line"), [("a\n\nb\n", 2), ("a\nb\n\n", 3), ("a\n  \nb", 2)])
+def test_blank_txt_line_is_named(tmp_path: Path, content: str, line: int) -> None:
+    with pytest.raises(SpecDecError, match=f"line {line} of .* is empty"):
+        read_prompts([], write(tmp_path / "in.txt", content))
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
+def test_invalid_utf8_is_named_by_line_and_byte_offset(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(SpecDecError, match="not UTF-8 text at line 2, byte offset 5:"):
+        read_prompts([], write(tmp_path / f"in{suffix}", b"abc\nd\xff\n"))
+
+
+def test_utf8_byte_offset_counts_the_byte_order_mark(tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="line 1, byte offset 4:"):
+        read_prompts([], write(tmp_path / "in.txt", b"\xef\xbb\xbfa\xff"))
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
+@pytest.mark.parametrize("content", ["", "\n", " \n\n", "\ufeff"])
+def test_empty_text_file_is_an_error(tmp_path: Path, suffix: str, content: str) -> None:
+    with pytest.raises(SpecDecError, match="the file is empty"):
+        read_prompts([], write(tmp_path / f"in{suffix}", content))
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl", ".npy"])
+def test_missing_file_and_directory_are_errors(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(SpecDecError, match="No such file or directory"):
+        read_prompts([], tmp_path / f"missing{suffix}")
+    (tmp_path / f"directory{suffix}").mkdir()
+    with pytest.raises(SpecDecError, match="Is a directory"):
+        read_prompts([], tmp_path / f"directory{suffix}")
+
+
+def test_unknown_suffix_is_wrong_usage_and_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"in\.md") as raised:
+        read_prompts([], write(tmp_path / "in.md", "a"))
+    assert raised.value.hint == "use one of `.csv`, `.jsonl`, `.npy`, `.txt`"
+
+
+def test_suffix_case_does_not_matter(tmp_path: Path) -> None:
+    assert read_prompts([], write(tmp_path / "IN.TXT", "a")) == texts("a")
+
+
+def test_csv_rows_are_ragged_token_ids(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.csv", '1,2,3\n4\r\n 5, "6" \n9223372036854775807\n')
+    with pytest.raises(SpecDecError, match="row 3, column 2"):
+        read_prompts([], path)
+    path = write(tmp_path / "in.csv", '1,2,3\n4\r\n 5,"6"\n9223372036854775807\n')
+    assert read_prompts([], path) == ids([1, 2, 3], [4], [5, 6], [2**63 - 1])
+
+
+@pytest.mark.parametrize("cell", ["-1", "1.5", "x", "", "1e3", "1_000", "٣", "+4", "1 2", "1;2", "9" * 5000])
+def test_csv_cell_that_is_no_token_id_is_named_by_row_and_column(tmp_path: Path, cell: str) -> None:
+    with pytest.raises(SpecDecError, match=r"row 2, column 3 of .*in\.csv is not a token id") as raised:
+        read_prompts([], write(tmp_path / "in.csv", f"7\n8,9,{cell}\n"))
+    assert len(str(raised.value)) < 400
+
+
+def test_csv_id_beyond_int64_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="column 2 is not a token id, 9223372036854775808: row 1 of"):
+        read_prompts([], write(tmp_path / "in.csv", "1,9223372036854775808\n"))
+
+
+def test_blank_csv_row_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="row 2 of .* holds no token id"):
+        read_prompts([], write(tmp_path / "in.csv", "1\n\n2\n"))
+
+
+def test_unbalanced_csv_quote_is_named_by_line(tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="line 2 is not CSV"):
+        read_prompts([], write(tmp_path / "in.csv", '1\n"2\n'))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, np.uint16, np.uint64, ">i4"])
+def test_npy_rows_are_prompts_of_python_ints(tmp_path: Path, dtype: Any) -> None:
+    prompts = read_prompts([], npy(np.array([[1, 2], [3, 0]], dtype=dtype), tmp_path / "in.npy"))
+    assert prompts == ids([1, 2], [3, 0])
+    assert all(type(token) is int for prompt in prompts for token in prompt.ids or ())
+
+
+def test_one_dimensional_npy_is_one_prompt(tmp_path: Path) -> None:
+    assert read_prompts([], npy(np.array([5, 6, 7]), tmp_path / "in.npy")) == ids([5, 6, 7])
+
+
+def test_npy_pad_ids_are_taken_off_the_end_only(tmp_path: Path) -> None:
+    path = npy(np.array([[2, 7, 2, 8, 2], [9, 2, 2, 2, 2]]), tmp_path / "in.npy")
+    assert read_prompts([], path, pad_id=2) == ids([2, 7, 2, 8], [9])
+    assert read_prompts([], path) == ids([2, 7, 2, 8, 2], [9, 2, 2, 2, 2])
+
+
+def test_npy_negative_pad_id_is_taken_off_before_ids_are_checked(tmp_path: Path) -> None:
+    path = npy(np.array([[1, 2], [3, -1]]), tmp_path / "in.npy")
+    assert read_prompts([], path, pad_id=-1) == ids([1, 2], [3])
+    with pytest.raises(SpecDecError, match="column 2 is not a token id, -1: row 2 of"):
+        read_prompts([], path)
+
+
+def test_npy_row_of_pad_ids_alone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="row 2 of .* holds no token id"):
+        read_prompts([], npy(np.array([[1, 0], [0, 0]]), tmp_path / "in.npy"), pad_id=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool", "complex64", "datetime64[s]", "U3", "i4,i4"])
+def test_npy_dtype_that_is_no_integer_is_named(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(SpecDecError, match="token ids must be integers, the array holds"):
+        read_prompts([], npy(np.zeros((2, 2), dtype=dtype), tmp_path / "in.npy"))
+
+
+def test_npy_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (open, (str(tmp_path / "sprung"), "w"))
+
+    path = tmp_path / "in.npy"
+    np.save(path, np.array([Trap()], dtype=object), allow_pickle=True)
+    with pytest.raises(SpecDecError, match="not a NumPy array of numbers"):
+        read_prompts([], path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_npz_archive_named_npy_is_an_error(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    np.savez(buffer, ids=np.array([1]))
+    with pytest.raises(SpecDecError, match="not a NumPy array of numbers"):
+        read_prompts([], write(tmp_path / "in.npy", buffer.getvalue()))
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1, 1)])
+def test_npy_with_other_dimensions_is_an_error(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    with pytest.raises(SpecDecError, match="1 or 2 dimensions"):
+        read_prompts([], npy(np.ones(shape, dtype=int), tmp_path / "in.npy"))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+def test_npy_without_ids_is_an_error(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    with pytest.raises(SpecDecError, match="the array is empty"):
+        read_prompts([], npy(np.ones(shape, dtype=int), tmp_path / "in.npy"))
+
+
+def test_npy_cut_short_or_claiming_a_huge_shape_is_an_error(tmp_path: Path) -> None:
+    whole = npy(np.arange(8), tmp_path / "in.npy").read_bytes()
+    huge = io.BytesIO()
+    header = {"descr": "<i8", "fortran_order": False, "shape": (10**15,)}
+    np.lib.format.write_array_header_1_0(huge, header)
+    for content in (b"", whole[:5], whole[:-3], huge.getvalue()):
+        with pytest.raises(SpecDecError, match="not a NumPy array of numbers"):
+            read_prompts([], write(tmp_path / "in.npy", content))
+
+
+def test_jsonl_takes_prompts_and_prompt_ids_and_passes_over_blank_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", '{"prompt": "Zeile\\n1", "id": 3}\r\n\n{"prompt_ids": [0, 5]}\n{"prompt": "x"}')
+    assert read_prompts([], path) == [*texts("Zeile\n1"), *ids([0, 5]), *texts("x")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"', "not JSON at line 2, column 15"),
+        ("[1, 2]", r"line 2 is not a JSON object, \[1, 2\]"),
+        ("{}", "line 2 needs either `prompt` or `prompt_ids`"),
+        ('{"prompt": "a", "prompt_ids": [1]}', "line 2 needs either `prompt` or `prompt_ids`"),
+        ('{"prompt": 5}', "`prompt` on line 2 of .* is not text: 5"),
+        ('{"prompt": null}', "`prompt` on line 2 of .* is not text: None"),
+        ('{"prompt": " "}', "`prompt` on line 2 of .* is empty"),
+        ('{"prompt": "\\ud800"}', "`prompt` on line 2 of .* cannot be written as UTF-8"),
+        ('{"prompt_ids": "12"}', "`prompt_ids` on line 2 of .* is not a list"),
+        ('{"prompt_ids": []}', "`prompt_ids` on line 2 of .* holds no token id"),
+        ('{"prompt_ids": [1, true]}', "column 2 is not a token id, True: `prompt_ids` on line 2"),
+        ('{"prompt_ids": [1.0]}', "column 1 is not a token id, 1.0: `prompt_ids` on line 2"),
+        ('{"prompt_ids": [-4]}', "column 1 is not a token id, -4: `prompt_ids` on line 2"),
+        ('{"prompt_ids": [' + "9" * 5000 + "]}", "JSON too large to read from line 2"),
+        ("[" * 100_000, "JSON too large to read from line 2"),
+    ],
+)
+def test_jsonl_mistake_is_named_by_its_line(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(SpecDecError, match=message):
+        read_prompts([], write(tmp_path / "in.jsonl", f'{{"prompt": "ok"}}\n{line}\n'))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5), min_size=1, max_size=5))
+def test_csv_and_jsonl_give_back_the_ids_written(tmp_path: Path, rows: list[list[int]]) -> None:
+    as_csv = "\n".join(",".join(map(str, row)) for row in rows)
+    as_jsonl = "\n".join(json.dumps({"prompt_ids": row}) for row in rows)
+    assert read_prompts([], write(tmp_path / "in.csv", as_csv)) == ids(*rows)
+    assert read_prompts([], write(tmp_path / "in.jsonl", as_jsonl)) == ids(*rows)
+
+
+NPY_HEADER = b"\x93NUMPY\x01\x00"
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    suffix=st.sampled_from([".txt", ".csv", ".jsonl", ".npy"]),
+    content=st.one_of(
+        st.binary(max_size=60),
+        st.text(alphabet='0123456789,"[]{}:\n\r\\ pround_is', max_size=60).map(str.encode),
+        st.binary(max_size=60).map(lambda data: NPY_HEADER + bytes([len(data), 0]) + data),
+    ),
+)
+@example(suffix=".npy", content=NPY_HEADER + b"\x30\x00{'descr': 'O', 'fortran_order': 0, 'shape': (1,)}  ")
+@example(suffix=".csv", content=b"1\x00,2")
+def test_any_bytes_give_prompts_or_an_error_of_ours(tmp_path: Path, suffix: str, content: bytes) -> None:
+    try:
+        prompts = read_prompts([], write(tmp_path / f"in{suffix}", content))
+    except SpecDecError as error:
+        assert str(error)
+    else:
+        assert prompts
+        assert all((prompt.text is None) != (prompt.ids is None) for prompt in prompts)
+        assert all(prompt.text or prompt.ids for prompt in prompts)
+
+
+def test_category_of_a_line_is_kept_and_must_be_text(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    rows = [{"prompt": "a", "category": "b"}, {"prompt_ids": [1], "category": ""}, {"prompt_ids": [1]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [prompt.category for prompt in read_prompts([], path)] == ["b", None, None]
+    path.write_text('{"prompt": "a", "category": ["b"]}')
+    with pytest.raises(SpecDecError, match="`category` on line 1 of .* is not text"):
+        read_prompts([], path)

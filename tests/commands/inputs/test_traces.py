@@ -1,0 +1,126 @@
+"""Traces are read back as they were written, and a line that is none is named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import NGRAM, PROMPT, PROMPTS, Result, Specdec, each, ids_of
+from transformers import PreTrainedTokenizerFast
+
+from commands.inputs.traces import read_traces
+from runtime.errors import SpecDecError
+from runtime.tuning.replay import Trace
+
+IDS = '{"prompt_ids": [5, 6], "output_ids": [7]}\n'
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_ids_and_texts_are_read_in_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(
+        tmp_path / "t.jsonl",
+        {"prompt_ids": [5, 6], "output_ids": [7], "category": "a"},
+        {"prompt": "The dog", "output": " had a ball."},
+        {"prompt": "The dog", "output_ids": [299], "category": None},
+    )
+    dog = tuple(tokenizer("The dog")["input_ids"])
+    ball = tuple(tokenizer(" had a ball.", add_special_tokens=False)["input_ids"])
+    expected = [Trace((5, 6), (7,), "a"), Trace(dog, ball, None), Trace(dog, (299,), None)]
+    assert read_traces(path, tokenizer, 300) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        (None, "cannot read the file (No such file or directory): "),
+        ("", "the file is empty: "),
+        ("\n \n", "the file is empty: "),
+        (b"\xff\xfe", "not UTF-8 text at line 1"),
+        (IDS.encode() + b"\xff", "not UTF-8 text at line 2"),
+        (IDS + "{", "not JSON at line 2, column 2"),
+        (IDS + "[1]", "line 2 is not a JSON object, [1]"),
+        (IDS + "{}", "line 2 of PATH needs either `prompt` or `prompt_ids`, it has: []"),
+        (IDS + '{"prompt_ids": [1]}', "line 2 of PATH needs either `output` or `output_ids`, it has: ['prompt_ids']"),
+        (IDS + '{"output_ids": [1]}', "line 2 of PATH needs either `prompt` or `prompt_ids`"),
+        ('{"prompt": "a", "prompt_ids": [1], "output_ids": [1]}', "line 1 of PATH needs either `prompt` or"),
+        ('{"prompt_ids": [1], "output": "a", "output_ids": [1]}', "line 1 of PATH needs either `output` or"),
+        (IDS + '\n{"prompt_ids": [1], "output_ids": []}', "`output_ids` on line 3 of PATH holds no token id"),
+        ('{"prompt_ids": [], "output_ids": [1]}', "`prompt_ids` on line 1 of PATH holds no token id"),
+        ('{"prompt_ids": [1], "output_ids": 5}', "`output_ids` on line 1 of PATH is not a list: 5"),
+        ('{"prompt_ids": [1], "output_ids": [1, 2.0]}', "column 2 is not a token id, 2.0: `output_ids` on line 1"),
+        ('{"prompt_ids": [1], "output_ids": [true]}', "column 1 is not a token id, True: `output_ids` on line 1"),
+        ('{"prompt_ids": ["1"], "output_ids": [1]}', "column 1 is not a token id, '1': `prompt_ids` on line 1"),
+        ('{"prompt_ids": [-1], "output_ids": [1]}', "column 1 is not a token id, -1: `prompt_ids` on line 1"),
+        ('{"prompt_ids": [1], "output_ids": [9, 300]}', "`output_ids` on line 1 of PATH has an id outside the vocab"),
+        (IDS + '{"prompt_ids": [301], "output_ids": [9]}', "outside the vocabulary of 300: 301"),
+        ('{"prompt_ids": [1], "output": ""}', "`output` on line 1 of PATH is empty: ''"),
+        ('{"prompt": "", "output_ids": [1]}', "`prompt` on line 1 of PATH is empty: ''"),
+        ('{"prompt": 5, "output_ids": [1]}', "`prompt` on line 1 of PATH is not text: 5"),
+        ('{"prompt_ids": [1], "output_ids": [1], "category": 5}', "`category` on line 1 of PATH is not text: 5"),
+    ],
+)
+def test_line_that_is_no_trace_is_named(
+    content: str | bytes | None, wrong: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "t.jsonl"
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(SpecDecError) as raised:
+        read_traces(path, tokenizer, 300)
+    assert wrong.replace("PATH", str(path)) in raised.value.message
+    assert str(path) in raised.value.message or "vocabulary" in raised.value.message
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a", "output_ids": [1]}, {"prompt_ids": [1], "output": "a"}])
+def test_text_needs_a_tokenizer(row: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError) as raised:
+        read_traces(write(tmp_path / "t.jsonl", row), None)
+    assert "there is no tokenizer for a text" in raised.value.message and "line 1" in raised.value.message
+    assert raised.value.hint and "`--tokenizer-dir`" in raised.value.hint
+
+
+@pytest.mark.parametrize("flags", [[], ["--spec-decode-algo", "NGRAM"]], ids=["V1", "V2"])
+def test_what_run_writes_is_read_back_to_the_same_tokens(
+    flags: list[str], run: Callable[..., Result], tmp_path: Path
+) -> None:
+    path = tmp_path / "traces.jsonl"
+    document = run(*each("--input-text", PROMPTS), *flags, "--output-traces", path, "--json").document
+    traces = read_traces(path, None)
+    assert [list(trace.output_tokens) for trace in traces] == ids_of(document)
+    assert [list(trace.prompt_tokens) for trace in traces] == [r["prompt_ids"] for r in document["requests"]]
+    assert {trace.category for trace in traces} == {None}
+
+
+def test_written_traces_are_prompts_again_with_their_categories(run: Callable[..., Result], tmp_path: Path) -> None:
+    rows = [{"prompt": PROMPT, "category": "dogs"}, {"prompt_ids": [5, 6, 7]}]
+    prompts = write(tmp_path / "prompts.jsonl", *rows)
+    run("--input-file", prompts, "--output-traces", tmp_path / "a.jsonl")
+    run("--input-file", tmp_path / "a.jsonl", "--output-traces", tmp_path / "b.jsonl")
+    assert [trace.category for trace in read_traces(tmp_path / "a.jsonl", None)] == ["dogs", None]
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+def test_each_return_sequence_is_a_trace(run: Callable[..., Result], tmp_path: Path) -> None:
+    sampling = ["--temperature", 0.8, "--num-return-sequences", 3, "--max-output-len", 4]
+    document = run(*sampling, "--output-traces", tmp_path / "t.jsonl", "--json").document
+    assert [list(trace.output_tokens) for trace in read_traces(tmp_path / "t.jsonl", None)] == ids_of(document)
+
+
+def test_summarize_writes_the_engines_answers_with_their_categories(
+    specdec: Specdec, llama_uncompiled_dir: Path, articles: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "traces.jsonl"
+    result = specdec(
+        "summarize", "--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--test-engine", "--output-len", 6,
+        "--max-ite", 5, "--ngram-config", NGRAM, "--output-traces", path, "--json",
+    )  # fmt: skip
+    traces, requests = read_traces(path, None), result.document["requests"]
+    assert [list(trace.output_tokens) for trace in traces] == [request["output_ids"] for request in requests]
+    assert [list(trace.prompt_tokens) for trace in traces] == [request["prompt_ids"] for request in requests]
+    assert sorted(str(trace.category) for trace in traces) == ["dogs"] * 3 + ["girls"] * 2

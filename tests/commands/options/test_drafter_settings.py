@@ -1,0 +1,384 @@
+"""What the speculation flags say, and which part of them is wrong."""
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from commands.options.drafting import (
+    NO_OPTIONS,
+    ChainSettings,
+    CustomSettings,
+    DrafterFlags,
+    DrafterSettings,
+    DraftTargetSettings,
+    NgramOptions,
+    NgramRanking,
+    NgramSettings,
+    SuffixSettings,
+    drafter_names,
+    each_drafter,
+    parse_custom_drafter,
+    parse_draft_target_model_config,
+    parse_drafter,
+    parse_drafter_names,
+    parse_ngram_config,
+    parse_suffix_config,
+)
+from commands.options.leader import LeaderFlags
+from runtime.drafters.ngram import Ranking
+from runtime.errors import UsageError
+
+DRAFT = Path("draft-engine")
+
+
+@pytest.mark.parametrize("text", ["[10,2,[0]]", " [ 10 , 2 , [ 0 ] ] ", "(10, 2, (0,))"])
+def test_ngram_config_is_draft_length_pattern_length_and_device(text: str) -> None:
+    assert parse_ngram_config(text) == NgramSettings(max_draft_len=10, max_matching_ngram_size=2, device_id=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("abc", "not a list: abc"),
+        ("", "not a list: "),
+        ("[10,2,[0]", "not a list: [10,2,[0]"),
+        ("__import__('os').getcwd()", "not a list"),
+        ("[" * 10_000, "not a list"),
+        ("10", "3 entries: 10"),
+        ("{1: 2}", "3 entries"),
+        ("[10,2]", "3 entries: [10,2]"),
+        ("[10,2,[0],1]", "3 entries"),
+        ("[0,2,[0]]", "max_draft_len in `--ngram-config` must be a whole number of at least 1: 0"),
+        ("[-1,2,[0]]", "max_draft_len"),
+        ("[1.5,2,[0]]", "max_draft_len in `--ngram-config` must be a whole number of at least 1: 1.5"),
+        ("[True,2,[0]]", "max_draft_len"),
+        ("['4',2,[0]]", "max_draft_len in `--ngram-config` must be a whole number of at least 1: '4'"),
+        ("[10,0,[0]]", "max_matching_ngram_size in `--ngram-config` must be a whole number of at least 1: 0"),
+        ("[10,2,[]]", "must name a device: []"),
+        ("[10,2,0]", "must name a device: 0"),
+        ("[10,2,[-1]]", "must hold device numbers: [-1]"),
+        ("[10,2,['0']]", "must hold device numbers: ['0']"),
+        ("[10,2,[0,1]]", "more than one device"),
+    ],
+)
+def test_malformed_ngram_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_ngram_config(text)
+    assert wrong in raised.value.message
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "use_logits"),
+    [
+        ("[4,[0],[1],True]", True),
+        ("[4,[0],[1],False]", False),
+        (" [ 4 , [ 0 ] , [ 1 ] , True ] ", True),
+        ("(4, (0,), (1,), False)", False),
+    ],
+)
+def test_draft_target_model_config_is_draft_length_two_devices_and_the_rule(text: str, use_logits: bool) -> None:
+    assert parse_draft_target_model_config(text, DRAFT) == DraftTargetSettings(
+        max_draft_len=4, draft_device_id=0, device_id=1, use_logits=use_logits, draft_engine_dir=DRAFT
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("abc", "`--draft-target-model-config` is not a list: abc"),
+        ("", "not a list: "),
+        ("[4,[0],[0],True", "not a list: [4,[0],[0],True"),
+        ("[4,[0],[0],true]", "not a list: [4,[0],[0],true]"),
+        ("__import__('os').getcwd()", "not a list"),
+        ("[" * 10_000, "not a list"),
+        ("4", "4 entries: 4"),
+        ("'abcd'", "4 entries"),
+        ("[4,[0],[0]]", "4 entries: [4,[0],[0]]"),
+        ("[4,[0],[0],True,1]", "4 entries"),
+        ("[10,2,[0]]", "4 entries: [10,2,[0]]"),
+        ("[0,[0],[0],True]", "draft_len in `--draft-target-model-config` must be a whole number of at least 1: 0"),
+        ("[-4,[0],[0],True]", "draft_len in `--draft-target-model-config` must be a whole number of at least 1: -4"),
+        ("[4.0,[0],[0],True]", "draft_len in `--draft-target-model-config` must be a whole number of at least 1: 4.0"),
+        ("[True,[0],[0],True]", "draft_len in `--draft-target-model-config` must be a whole number"),
+        ("['4',[0],[0],True]", "draft_len in `--draft-target-model-config` must be a whole number of at least 1: '4'"),
+        ("[None,[0],[0],True]", "draft_len"),
+        ("[4,[],[0],True]", "draft_device_list in `--draft-target-model-config` must name a device: []"),
+        ("[4,0,[0],True]", "draft_device_list in `--draft-target-model-config` must name a device: 0"),
+        ("[4,[-1],[0],True]", "draft_device_list in `--draft-target-model-config` must hold device numbers: [-1]"),
+        ("[4,['0'],[0],True]", "draft_device_list in `--draft-target-model-config` must hold device numbers: ['0']"),
+        ("[4,[True],[0],True]", "draft_device_list in `--draft-target-model-config` must hold device numbers: [True]"),
+        ("[4,[0,1],[0],True]", "draft_device_list in `--draft-target-model-config` names more than one device"),
+        ("[4,[0],[],True]", "target_device_list in `--draft-target-model-config` must name a device: []"),
+        ("[4,[0],0,True]", "target_device_list in `--draft-target-model-config` must name a device: 0"),
+        ("[4,[0],[-1],True]", "target_device_list in `--draft-target-model-config` must hold device numbers: [-1]"),
+        ("[4,[0],[0,1],True]", "target_device_list in `--draft-target-model-config` names more than one device"),
+        ("[4,[0],[0],0]", "use_logits in `--draft-target-model-config` must be True or False: 0"),
+        ("[4,[0],[0],1]", "use_logits in `--draft-target-model-config` must be True or False: 1"),
+        ("[4,[0],[0],'True']", "use_logits in `--draft-target-model-config` must be True or False: 'True'"),
+        ("[4,[0],[0],None]", "use_logits in `--draft-target-model-config` must be True or False: None"),
+    ],
+)
+def test_malformed_draft_target_model_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_draft_target_model_config(text, DRAFT)
+    assert wrong in raised.value.message
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "module", "factory"),
+    [("my_drafter:make", "my_drafter", "make"), ("package.module:Drafter", "package.module", "Drafter")],
+)
+def test_drafter_of_ones_own_is_a_module_and_a_factory(text: str, module: str, factory: str) -> None:
+    settings = parse_custom_drafter(text)
+    assert (settings.module, settings.factory) == (module, factory)
+    assert settings.max_draft_len is None
+
+
+@pytest.mark.parametrize("text", ["", ":", "abc", "abc:", ":abc", "package.module.factory"])
+def test_drafter_of_another_form_is_wrong_usage(text: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_custom_drafter(text)
+    assert raised.value.message == f"`--drafter` is not of the form module:factory: {text}"
+    assert raised.value.hint
+
+
+FLAGS = {
+    "--ngram-config": "[10,2,[0]]",
+    "--draft-target-model-config": "[4,[0],[0],False]",
+    "--drafter": "my_drafter:make",
+}
+
+
+@pytest.mark.parametrize("given", [flags for n in (2, 3) for flags in combinations(FLAGS, n)], ids=" ".join)
+@pytest.mark.parametrize("draft_engine_dir", [None, DRAFT])
+def test_one_drafter_is_enough(given: tuple[str, ...], draft_engine_dir: Path | None) -> None:
+    values = [FLAGS[flag] if flag in given else None for flag in FLAGS]
+    with pytest.raises(UsageError) as raised:
+        parse_drafter(
+            DrafterFlags(
+                values[0], draft_target_model_config=values[1], draft_engine_dir=draft_engine_dir, drafter=values[2]
+            )
+        )
+    assert raised.value.message == f"{' and '.join(f'`{flag}`' for flag in given)} cannot be given together"
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize(("ngram_config", "drafter"), [(None, None), ("[10,2,[0]]", None), (None, "my_drafter:make")])
+def test_draft_engine_needs_its_configuration(ngram_config: str | None, drafter: str | None) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_drafter(DrafterFlags(ngram_config, draft_engine_dir=DRAFT, drafter=drafter))
+    assert raised.value.message == "`--draft-engine-dir` needs `--draft-target-model-config`: draft-engine"
+    assert raised.value.hint and "[4,[0],[0],False]" in raised.value.hint
+
+
+def test_draft_target_model_config_needs_an_engine() -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_drafter(DrafterFlags(draft_target_model_config="[4,[0],[0],False]"))
+    assert "needs the draft model's engine: [4,[0],[0],False]" in raised.value.message
+    assert raised.value.hint and "`--draft-engine-dir`" in raised.value.hint
+
+
+def test_flags_name_their_drafter() -> None:
+    draft_model = DrafterFlags(draft_target_model_config="[4,[0],[1],True]", draft_engine_dir=DRAFT)
+    assert parse_drafter(DrafterFlags()) is None
+    assert parse_drafter(DrafterFlags("[10,2,[0]]")) == NgramSettings(10, 2, 0)
+    assert parse_drafter(draft_model) == DraftTargetSettings(4, 0, 1, True, DRAFT)
+    assert parse_drafter(DrafterFlags(drafter="my_drafter:make")) == CustomSettings("my_drafter", "make")
+    assert draft_model.given() == {"--draft-target-model-config": "[4,[0],[1],True]", "--draft-engine-dir": DRAFT}
+
+
+@pytest.mark.parametrize("text", ["[10,[0]]", " [ 10 , [ 0 ] ] ", "(10, (0,))"])
+def test_suffix_config_is_draft_length_and_device(text: str) -> None:
+    assert parse_suffix_config(text) == SuffixSettings(max_draft_len=10, device_id=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("abc", "`--suffix-config` is not a list: abc"),
+        ("10", "2 entries: 10"),
+        ("[10]", "2 entries: [10]"),
+        ("[10,2,[0]]", "2 entries: [10,2,[0]]"),
+        ("[0,[0]]", "max_draft_len in `--suffix-config` must be a whole number of at least 1: 0"),
+        ("[True,[0]]", "max_draft_len"),
+        ("[10,0]", "device_list in `--suffix-config` must name a device: 0"),
+        ("[10,[-1]]", "must hold device numbers: [-1]"),
+        ("[10,[0,1]]", "more than one device"),
+    ],
+)
+def test_malformed_suffix_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_suffix_config(text)
+    assert wrong in raised.value.message
+    assert raised.value.hint
+
+
+def test_rankings_are_those_of_the_drafter() -> None:
+    assert get_args(NgramRanking) == get_args(Ranking)
+
+
+OPTIONS = NgramOptions("recent", 2, "public", Path("c"))
+CONFIGS: dict[str, Any] = {
+    "ngram": {"ngram_config": "[10,3,[0]]"},
+    "suffix": {"suffix_config": "[8,[0]]"},
+    "draft-target": {"draft_target_model_config": "[4,[0],[0],False]", "draft_engine_dir": DRAFT},
+    "custom": {"drafter": "my_drafter:make"},
+}
+SETTINGS: dict[str, DrafterSettings] = {
+    "ngram": NgramSettings(10, 3, 0),
+    "suffix": SuffixSettings(8, 0),
+    "draft-target": DraftTargetSettings(4, 0, 0, False, DRAFT),
+    "custom": CustomSettings("my_drafter", "make"),
+}
+
+
+def parse(*, ngram_options: NgramOptions = NO_OPTIONS, **given: Any) -> DrafterSettings | None:
+    return parse_drafter(DrafterFlags(**given, ngram=ngram_options))
+
+
+def flags_of(*names: str) -> dict[str, Any]:
+    return {key: value for name in names for key, value in CONFIGS[name].items()}
+
+
+def leader(algorithm: str | None = None, max_draft_len: int | None = None, max_size: int | None = None) -> LeaderFlags:
+    return LeaderFlags(algorithm, max_draft_len, max_size, False, False)
+
+
+def test_options_of_ngram_lookup_are_its_settings() -> None:
+    expected = NgramSettings(10, 3, 0, 2, "recent", "public", Path("c"))
+    assert parse(ngram_config="[10,3,[0]]", ngram_options=OPTIONS) == expected
+    assert leader("NGRAM", 10, 3).drafter_settings(None, None, None, OPTIONS) == expected
+
+
+def test_suffix_matching_has_a_pool_too() -> None:
+    expected = SuffixSettings(8, 0, "public")
+    options = NgramOptions(pool="public")
+    assert parse(suffix_config="[8,[0]]", ngram_options=options) == expected
+    assert leader("suffix", 8).drafter_settings(None, None, None, options) == expected
+    assert leader("SUFFIX").drafter_settings(None, None) == SuffixSettings(4, 0)
+
+
+@pytest.mark.parametrize("names", [["ngram", "draft-target"], ["draft-target", "ngram"], [*CONFIGS], ["custom"]])
+def test_chain_is_in_the_order_of_its_names(names: list[str]) -> None:
+    settings = parse(**flags_of(*names), drafters=",".join(names))
+    assert each_drafter(settings) == tuple(SETTINGS[name] for name in names)
+    assert drafter_names(settings) == names
+    assert isinstance(settings, ChainSettings) == (len(names) > 1)
+
+
+def test_chain_drafts_as_much_as_its_longest_drafter() -> None:
+    settings = parse(**flags_of("draft-target", "ngram"), drafters="draft-target,ngram")
+    assert settings is not None and (settings.max_draft_len, settings.device_id) == (10, 0)
+    settings = parse(**flags_of("custom", "ngram"), drafters="ngram,custom")
+    assert settings is not None and settings.max_draft_len is None, "somebody's own may draft what the engine takes"
+
+
+def test_chain_of_leader_mode_takes_its_defaults() -> None:
+    settings = leader(None, 6).drafter_settings(DRAFT, "my_drafter:make", "ngram,suffix,draft-target,custom")
+    assert each_drafter(settings) == (
+        NgramSettings(6, 2, 0),
+        SuffixSettings(6, 0),
+        DraftTargetSettings(6, 0, 0, False, DRAFT),
+        CustomSettings("my_drafter", "make", 6),
+    )
+
+
+@pytest.mark.parametrize("text", ["ngram,draft-target", " NGRAM , Draft_Target "])
+def test_names_of_drafters_are_read_whatever_their_case(text: str) -> None:
+    assert parse_drafter_names(text) == ["ngram", "draft-target"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("medusa", "no drafter of specdec's: medusa"),
+        ("ngram,eagle", "no drafter of specdec's: eagle"),
+        ("", "no drafter of specdec's: ''"),
+        ("ngram,", "no drafter of specdec's: 'ngram,'"),
+        ("ngram suffix", "no drafter of specdec's: ngram suffix"),
+        ("ngram,suffix,ngram", "names ngram twice: ngram,suffix,ngram"),
+    ],
+)
+def test_unknown_names_of_drafters_list_the_known(text: str, wrong: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_drafter_names(text)
+    assert wrong in raised.value.message
+    assert raised.value.hint
+    if "twice" not in wrong:
+        assert "ngram, suffix, draft-target, custom" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ({"drafters": "ngram"}, "`--drafters` names ngram, which needs `--ngram-config`: ngram"),
+        ({"drafters": "suffix"}, "`--drafters` names suffix, which needs `--suffix-config`: suffix"),
+        ({"drafters": "custom"}, "`--drafters` names custom, which needs `--drafter`: custom"),
+        (flags_of("ngram") | {"drafters": "ngram,draft-target"}, "which needs `--draft-target-model-config`: ngram,d"),
+        (flags_of("ngram", "suffix") | {"drafters": "ngram"}, "`--suffix-config` is given, and `--drafters` does not"),
+        (flags_of("ngram", "draft-target") | {"drafters": "ngram"}, "`--draft-target-model-config` is given, and"),
+        (flags_of("ngram", "suffix"), "`--ngram-config` and `--suffix-config` cannot be given together"),
+        ({"ngram_options": OPTIONS}, "`--ngram-ranking` is for n-gram lookup: recent"),
+        (flags_of("suffix") | {"ngram_options": OPTIONS}, "`--ngram-ranking` is for n-gram lookup: recent"),
+        (
+            flags_of("suffix") | {"ngram_options": NgramOptions(min_matching_ngram_size=2)},
+            "`--min-matching-ngram-size` is for n-gram lookup: 2",
+        ),
+        (
+            flags_of("draft-target") | {"ngram_options": NgramOptions(pool="private")},
+            "`--ngram-pool` is for n-gram lookup or suffix matching: private",
+        ),
+        (
+            flags_of("custom") | {"ngram_options": NgramOptions(corpus=Path("c"))},
+            "`--ngram-corpus` is for n-gram lookup: c",
+        ),
+        (
+            flags_of("ngram") | {"ngram_options": NgramOptions(min_matching_ngram_size=4)},
+            "`--min-matching-ngram-size` exceeds the longest, 3: 4",
+        ),
+        (
+            flags_of("ngram") | {"suffix_config": "[4,[1]]", "drafters": "ngram,suffix"},
+            "different devices for the target: [0, 1]",
+        ),
+    ],
+)
+def test_flags_that_do_not_fit_together_are_wrong_usage(given: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse(**given)
+    assert wrong in raised.value.message
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("flags", "arguments", "wrong"),
+    [
+        (leader("NGRAM"), (None, None, "ngram"), "`--spec-decode-algo` and `--drafters` cannot be given together"),
+        (leader(None, 4), (None, None, "ngram,custom"), "names custom, which needs `--drafter`"),
+        (leader(None, 4), (None, "a:b", "ngram"), "`--drafter` is given, and `--drafters` does not name custom: ngram"),
+        (leader(None, 4), (None, None, "ngram,draft-target"), "needs a draft model"),
+        (leader(None, 4), (DRAFT, None, "ngram"), "a draft model needs `--spec-decode-algo DRAFT_TARGET`"),
+        (leader(None, None, 3), (None, None, "suffix"), "`--max-matching-ngram-size` is for n-gram lookup: 3"),
+        (leader("SUFFIX"), (None, None, None, OPTIONS), "`--ngram-ranking` is for n-gram lookup: recent"),
+        (
+            leader(),
+            (None, None, None, NgramOptions(pool="public")),
+            "`--ngram-pool` is for n-gram lookup or suffix matching: public",
+        ),
+        (
+            leader("NGRAM"),
+            (None, None, None, NgramOptions(min_matching_ngram_size=3)),
+            "`--min-matching-ngram-size` exceeds the longest, 2: 3",
+        ),
+    ],
+)
+def test_leader_flags_that_do_not_fit_together_are_wrong_usage(
+    flags: LeaderFlags, arguments: tuple[Any, ...], wrong: str
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        flags.drafter_settings(*arguments)
+    assert wrong in raised.value.message
+    assert raised.value.hint

@@ -1,0 +1,447 @@
+"""What `build` writes was compared with transformers, opens where it was built, and nowhere else by mistake."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import SLIDING_WINDOW, hf_greedy, make_build, make_model, repetitive_prompt
+from torch import Tensor
+from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
+
+from runtime.bundle import current_environment, read_engine_config
+from runtime.checkpoint import convert
+from runtime.compiler.attention import PAGED, PagedInputs, paged_attention
+from runtime.compiler.build import build_engine
+from runtime.config import ENGINE_FORMAT_VERSION, EngineConfig
+from runtime.engine import Engine
+from runtime.errors import SpecDecError
+from runtime.orchestrator import generate
+from runtime.request import Request
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+
+
+def build(checkpoint_dir: Path, output_dir: Path, *, replace: bool = False, **settings: Any) -> EngineConfig:
+    return build_engine(
+        checkpoint_dir, output_dir, make_build(**settings), CPU, replace=replace, phase=lambda name: None
+    )
+
+
+def make_checkpoint(model: PreTrainedModel, work_dir: Path, dtype: Any = None) -> Path:
+    model.save_pretrained(work_dir / "model")
+    convert(work_dir / "model", work_dir / "checkpoint", dtype, replace=False, progress=lambda done, total: None)
+    return work_dir / "checkpoint"
+
+
+@pytest.fixture
+def engine_dir(llama_uncompiled_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the uncompiled engine that may be damaged."""
+    shutil.copytree(llama_uncompiled_dir, tmp_path / "engine")
+    return tmp_path / "engine"
+
+
+def edit_config(engine_dir: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    data = json.loads((engine_dir / "config.json").read_text())
+    edit(data)
+    (engine_dir / "config.json").write_text(json.dumps(data))
+
+
+def test_config_reads_back_as_it_was_built(llama_checkpoint_dir: Path, tmp_path: Path) -> None:
+    config = build(llama_checkpoint_dir, tmp_path / "engine", max_batch_size=2)
+    assert read_engine_config(tmp_path / "engine") == config
+    assert config.build_config == make_build(max_batch_size=2)
+    assert config.environment == current_environment(CPU)
+    assert [(layer.num_kv_heads, layer.key_head_dim) for layer in config.layers] == [(2, 8), (2, 8)]
+    assert config.vocab_size == config.pretrained_config["vocab_size"]
+
+
+@pytest.mark.parametrize("fixture", ["llama_uncompiled_dir", "llama_engine_dir"])
+def test_logits_were_checked_when_built(fixture: str, request: pytest.FixtureRequest) -> None:
+    check = read_engine_config(request.getfixturevalue(fixture)).logits_check
+    assert 0 < check.max_abs_difference < 1e-3
+    assert 0 < check.relative_difference < 1e-5 < check.tolerance == 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_passes_its_own_tolerance(dtype: str, tmp_path: Path) -> None:
+    checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, dtype)
+    config = build(checkpoint_dir, tmp_path / "engine")
+    assert config.dtype == dtype
+    assert 1e-5 < config.logits_check.relative_difference < config.logits_check.tolerance
+    with Engine.open(tmp_path / "engine") as engine:
+        assert {pool.dtype for pool in engine._pool.keys} == {getattr(torch, dtype)}
+        sequences = [s for s, _ in generate(engine, [Request(0, (5, 6, 7), 5)], None, 0)]
+        assert len(sequences[-1].output_tokens) == 5
+
+
+def test_files_of_each_kind_of_engine(llama_uncompiled_dir: Path, llama_engine_dir: Path, llama_dir: Path) -> None:
+    """A compiled engine carries its weights within the step."""
+    text = "the little dog found the red ball"
+    for directory, step_files in (
+        (llama_uncompiled_dir, {"rank0.safetensors"}),
+        (llama_engine_dir, {"rank0.pt2", "rank0.safetensors", "kernels.so"}),
+    ):
+        assert {path.name for path in directory.iterdir()} == {
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            *step_files,
+        }
+        ids = AutoTokenizer.from_pretrained(llama_dir).encode(text)
+        assert AutoTokenizer.from_pretrained(directory).encode(text) == ids
+
+
+# Attention broken in ways that still give plausible numbers.
+
+
+def sees_one_key_too_many(mask: Callable[..., Tensor], self: PagedInputs, *arguments: Any) -> Tensor:
+    return mask(dataclasses.replace(self, positions=self.positions + 1, masks={}), *arguments)
+
+
+def forgets_the_window(mask: Callable[..., Tensor], self: PagedInputs, window: int | None, groups: int) -> Tensor:
+    return mask(self, None, groups)
+
+
+def has_a_window_one_too_short(mask: Callable[..., Tensor], self: PagedInputs, window: Any, groups: int) -> Tensor:
+    return mask(self, window - 1, groups)
+
+
+@pytest.mark.parametrize(
+    ("family", "broken"),
+    [
+        ("llama", sees_one_key_too_many),
+        ("mistral-sliding", forgets_the_window),
+        ("mistral-sliding", has_a_window_one_too_short),
+    ],
+)
+def test_wrong_mask_fails_the_build(
+    family: str, broken: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert 2 * make_build().tokens_per_block + 7 > SLIDING_WINDOW
+    checkpoint_dir = make_checkpoint(make_model(family), tmp_path)
+    monkeypatch.setattr(PagedInputs, "mask", functools.partialmethod(functools.partial(broken, PagedInputs.mask)))
+    check_refused(checkpoint_dir, tmp_path)
+
+
+@pytest.fixture
+def wrong_scaling() -> Iterator[None]:
+    def wrong(*arguments: Any, scaling: float, **kwargs: Any) -> Any:
+        return paged_attention(*arguments, scaling=scaling * 1.01, **kwargs)
+
+    AttentionInterface.register(PAGED, wrong)
+    yield
+    AttentionInterface.register(PAGED, paged_attention)
+
+
+@pytest.mark.usefixtures("wrong_scaling")
+def test_wrong_scaling_fails_the_build(tmp_path: Path) -> None:
+    check_refused(make_checkpoint(make_model("llama"), tmp_path), tmp_path)
+
+
+def check_refused(checkpoint_dir: Path, tmp_path: Path) -> None:
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(
+        SpecDecError, match=r"logits differ from transformers' by more than 0.0001 .*: \d\.\d+e"
+    ) as error:
+        build(checkpoint_dir, tmp_path / "engine")
+    assert float(error.value.message.split("norm: ")[1].split()[0]) > 1e-4
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_nan_fails_the_build(tmp_path: Path) -> None:
+    checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path)
+    tensors = load_file(checkpoint_dir / "rank0.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, checkpoint_dir / "rank0.safetensors")
+    with pytest.raises(SpecDecError, match="logits differ from transformers' .*: nan"):
+        build(checkpoint_dir, tmp_path / "engine")
+
+
+@pytest.mark.parametrize("phase", ["loading the checkpoint", "compiling the step", "writing the engine"])
+def test_interrupted_build_leaves_nothing(phase: str, llama_checkpoint_dir: Path, tmp_path: Path) -> None:
+    def interrupt(name: str) -> None:
+        if name == phase:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(llama_checkpoint_dir, tmp_path / "engine", make_build(), CPU, replace=False, phase=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_engine_is_replaced_only_if_asked(llama_checkpoint_dir: Path, engine_dir: Path) -> None:
+    with pytest.raises(SpecDecError, match="output directory is not empty"):
+        build(llama_checkpoint_dir, engine_dir, max_batch_size=1)
+    assert read_engine_config(engine_dir).build_config.max_batch_size == 4
+    build(llama_checkpoint_dir, engine_dir, max_batch_size=1, replace=True)
+    assert read_engine_config(engine_dir).build_config.max_batch_size == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param({"max_input_len": 160}, "leaves no room for output in max_seq_len 160: 160", id="no output"),
+        pytest.param({"max_seq_len": 267}, "exceeds the 256 positions the model has: 257", id="too few positions"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_errors(
+    settings: dict[str, int], message: str, llama_checkpoint_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SpecDecError, match=message):
+        build(llama_checkpoint_dir, tmp_path / "engine", **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+@pytest.mark.parametrize(("max_input_len", "max_draft_len"), [(31, 10), (1, 31), (20, 0)])
+def test_every_position_of_the_model_can_be_used(
+    family: str, max_input_len: int, max_draft_len: int, make_engine: Any
+) -> None:
+    """Learned positions end at 32: neither the logits check nor generation may pass them."""
+    model = make_model(family, max_position_embeddings=32)
+    engine = make_engine(
+        model,
+        max_input_len=max_input_len,
+        max_seq_len=32 + max_draft_len,
+        max_draft_len=max_draft_len,
+        tokens_per_block=16,
+    )
+    prompt = repetitive_prompt(0, max_input_len)
+    *_, (sequence, _) = generate(engine, [Request(0, tuple(prompt), 32 - max_input_len)], None, 0)
+    assert sequence.output_tokens == hf_greedy(model, prompt, 32 - max_input_len)
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(
+            without("model.layers.1.mlp.up_proj.weight"),
+            "lacks 1 of the model's weights, such as: ",
+            id="lacks a tensor",
+        ),
+        pytest.param(
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(5)}),
+            "has the wrong shape of 1 of the model's weights",
+            id="wrong shape",
+        ),
+    ],
+)
+def test_checkpoint_that_does_not_fill_the_model_is_an_error(
+    damage: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path
+) -> None:
+    checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path)
+    tensors = load_file(checkpoint_dir / "rank0.safetensors")
+    damage(tensors)
+    save_file(tensors, checkpoint_dir / "rank0.safetensors")
+    with pytest.raises(SpecDecError, match=message):
+        build(checkpoint_dir, tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+
+
+OTHER_ENVIRONMENTS = [
+    ("torch", "1.0.0", torch.__version__),
+    ("transformers", "4.0.0", current_environment(CPU).transformers),
+    ("capability", "z80 NO-AVX", current_environment(CPU).capability),
+]
+
+
+@pytest.mark.parametrize(("entry", "built", "here"), OTHER_ENVIRONMENTS)
+def test_engine_of_another_environment_is_refused(entry: str, built: str, here: str, engine_dir: Path) -> None:
+    edit_config(engine_dir, lambda data: data["environment"].update({entry: built}))
+    with pytest.raises(SpecDecError) as error:
+        Engine.open(engine_dir)
+    assert error.value.message == f"`{engine_dir}` was built for another {entry}: it needs {built}, here is {here}"
+    hint = error.value.hint or ""
+    assert "specdec build" in hint and str(engine_dir) in hint
+    assert "--max-seq-len 160 " in hint and "--max-draft-len 10 " in hint and "--compiler none" in hint
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_engine_of_a_gpu_is_refused_without_one(engine_dir: Path) -> None:
+    edit_config(engine_dir, lambda data: data["environment"].update(device="cuda", capability="NVIDIA H100 sm_90"))
+    with pytest.raises(SpecDecError, match="was built for another device: it needs cuda, here is cpu") as error:
+        Engine.open(engine_dir)
+    assert error.value.hint is not None and "specdec build" in error.value.hint
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+ENGINE_DAMAGES = [
+    pytest.param(shutil.rmtree, "engine directory does not exist: {dir}", id="no directory"),
+    pytest.param(lambda d: (d / "config.json").unlink(), "file is missing: {dir}/config.json", id="no config"),
+    pytest.param(lambda d: truncate(d / "config.json"), "`{dir}/config.json` is not valid JSON", id="truncated config"),
+    pytest.param(
+        lambda d: (d / "rank0.safetensors").unlink(), "file is missing: {dir}/rank0.safetensors", id="no weights"
+    ),
+    pytest.param(
+        lambda d: truncate(d / "rank0.safetensors"), "`{dir}/rank0.safetensors` is damaged", id="truncated weights"
+    ),
+    pytest.param(
+        lambda d: edit_config(d, lambda data: data.pop("build_config")),
+        "this is not an engine directory: {dir}",
+        id="other",
+    ),
+    pytest.param(
+        lambda d: edit_config(d, lambda data: data.update(format_version=ENGINE_FORMAT_VERSION + 1)),
+        "`{dir}/config.json` has a format this version cannot read (it reads ",
+        id="newer format",
+    ),
+    pytest.param(
+        lambda d: edit_config(d, lambda data: data.update(extra=1)),
+        "`{dir}/config.json` has an unknown key: extra",
+        id="unknown key",
+    ),
+    pytest.param(
+        lambda d: edit_config(d, lambda data: data["build_config"].update(max_batch_size="4")),
+        "`{dir}/config.json: build_config: max_batch_size` has a value it cannot have: '4'",
+        id="wrong type",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), ENGINE_DAMAGES)
+def test_damaged_engine_is_named(damage: Callable[[Path], Any], message: str, engine_dir: Path) -> None:
+    damage(engine_dir)
+    with pytest.raises(SpecDecError) as error:
+        Engine.open(engine_dir)
+    assert error.value.message.startswith(message.format(dir=engine_dir))
+
+
+@pytest.mark.parametrize("name", ["rank0.pt2", "rank0.safetensors"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(Path.unlink, "file is missing: {path}", id="missing"),
+        pytest.param(truncate, "`{path}` {is_damaged}", id="truncated"),
+        pytest.param(lambda path: path.write_bytes(b""), "`{path}` {is_damaged}", id="empty"),
+    ],
+)
+def test_damaged_compiled_step_is_named(
+    damage: Callable[[Path], Any], message: str, name: str, llama_engine_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(llama_engine_dir, tmp_path / "engine")
+    path = tmp_path / "engine" / name
+    damage(path)
+    with pytest.raises(SpecDecError) as error:
+        Engine.open(tmp_path / "engine")
+    is_damaged = "cannot be opened" if path.suffix == ".pt2" else "is damaged"
+    assert error.value.message.startswith(message.format(path=path, is_damaged=is_damaged))
+
+
+def test_weights_of_another_model_are_an_error(
+    llama_engine_dir: Path, llama_checkpoint_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(llama_engine_dir, tmp_path / "engine")
+    shutil.copyfile(llama_checkpoint_dir / "rank0.safetensors", tmp_path / "engine" / "rank0.safetensors")
+    with pytest.raises(SpecDecError, match="rank0.pt2` cannot be opened"):
+        Engine.open(tmp_path / "engine")
+
+
+# torch-compile
+
+
+FIRST_PROCESS = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from tiny import build_tiny
+
+def refuse(*arguments, **kwargs):
+    raise RuntimeError("this model looks at values\\nand so on")
+
+torch.export.export = refuse
+build_tiny(Path(sys.argv[1]), Path(sys.argv[2]), compiler="aot")
+"""
+
+
+def run_python(code: str, *arguments: str, work_dir: Path) -> str:
+    """Stdout of a process with an empty compile cache, whose compiler lists in `compiled` what it compiles."""
+    compiler = work_dir / "bin" / "g++"
+    compiler.parent.mkdir(exist_ok=True)
+    script = f'for word; do case $word in *.cpp|*.hpp) echo "$word" >> {work_dir / "compiled"};; esac; done'
+    compiler.write_text(f'#!/bin/sh\n{script}\nexec {shutil.which("g++")} "$@"\n')
+    compiler.chmod(0o755)
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(work_dir / "cache"),
+        "PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "tests"),
+    }
+    command = [sys.executable, "-c", code, *arguments]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True, env=environment)
+    shutil.rmtree(work_dir / "cache", ignore_errors=True)
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def fallback_engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a build with compiler aot makes of a model that cannot be exported."""
+    work_dir = tmp_path_factory.mktemp("fallback")
+    make_model("llama").save_pretrained(work_dir / "model")
+    run_python(FIRST_PROCESS, str(work_dir / "model"), str(work_dir), work_dir=work_dir)
+    return work_dir / "engine"
+
+
+def test_model_that_cannot_be_exported_falls_back_with_a_note(fallback_engine_dir: Path) -> None:
+    config = read_engine_config(fallback_engine_dir)
+    assert config.build_config.compiler == "torch-compile"
+    assert config.compiler_note == "cannot be compiled ahead of time: RuntimeError: this model looks at values"
+    assert config.logits_check.relative_difference < 1e-5
+    assert list((fallback_engine_dir / "rank0.cache").rglob("*.so"))
+    assert not (fallback_engine_dir / "rank0.pt2").exists()
+
+
+SECOND_PROCESS = """
+import json, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from torch._dynamo.utils import counters
+from runtime.drafters.ngram import NgramDrafter
+from runtime.engine import Engine
+from runtime.orchestrator import generate
+from runtime.request import Request
+
+prompts = json.loads(sys.argv[2])
+outputs = {}
+with Engine.open(Path(sys.argv[1])) as engine:
+    requests = [Request(i, tuple(prompt), 20) for i, prompt in enumerate(prompts)]
+    for drafter in (None, NgramDrafter(2)):
+        for sequence, _ in generate(engine, requests, drafter, 10):
+            outputs[sequence.request.id, drafter is None] = sequence.output_tokens
+print(json.dumps([list(outputs.values()), counters["inductor"]]))
+"""
+
+
+def test_second_process_finds_everything_compiled(fallback_engine_dir: Path) -> None:
+    """All comes from the engine directory, which stays as it is, and the output equals Hugging Face's."""
+    compiled = fallback_engine_dir.parent / "compiled"
+    assert ".main.cpp" in compiled.read_text()
+    compiled.unlink()
+    before = sorted(fallback_engine_dir.rglob("*"))
+    prompts = [repetitive_prompt(seed, length) for seed, length in ((0, 21), (1, 6), (2, 1))]
+    arguments = str(fallback_engine_dir), json.dumps(prompts)
+    outputs, counters = json.loads(run_python(SECOND_PROCESS, *arguments, work_dir=fallback_engine_dir.parent))
+    model = make_model("llama")
+    assert outputs == [hf_greedy(model, prompt, 20) for prompt in prompts] * 2
+    assert not compiled.exists(), compiled.read_text()
+    assert counters.get("fxgraph_cache_hit", 0) > 0
+    assert counters.get("fxgraph_cache_miss", 0) == 0
+    assert sorted(fallback_engine_dir.rglob("*")) == before

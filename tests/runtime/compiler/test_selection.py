@@ -1,0 +1,72 @@
+"""Tokens whose logits nobody wants are not computed after the last attention; the others' logits stay the same."""
+
+import copy
+
+import pytest
+import torch
+from tiny import FAMILIES, make_model
+from torch.export import ExportedProgram
+
+from runtime.batch import pack
+from runtime.compiler.attention import PAGED
+from runtime.compiler.compilation import example_pool, example_rows, export_step
+from runtime.compiler.model import Step, probe_config
+from runtime.compiler.selection import select_early
+
+BLOCK_SIZE = 16
+# Linear layers after the last attention, the output layer aside. Who folds tokens into another shape keeps them all.
+NUM_LATE = {"gpt2": 0, "opt": 0, "mixtral": 0, "phi3": 3, "gpt-neox": 3}
+
+
+def num_linears(program: ExportedProgram, num_tokens: str) -> int:
+    """Linear layers that compute so many tokens."""
+    layers = [n for n in program.graph.nodes if n.target is torch.ops.aten.linear.default]
+    return sum(str(layer.meta["val"].shape[-2]) == num_tokens for layer in layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unwanted_tokens_are_not_computed_and_logits_stay(family: str) -> None:
+    model = make_model(family)
+    model.set_attn_implementation(PAGED)
+    layers = probe_config(copy.deepcopy(model.config))
+    step = Step(model)
+    pool = example_pool(layers, 40, BLOCK_SIZE, next(model.parameters()))
+    batch = pack(example_rows([7, 2], 0, 40, BLOCK_SIZE, 2), BLOCK_SIZE, torch.device("cpu"))
+    with torch.no_grad():
+        expected = step(*batch.tensors(), pool.keys, pool.values)
+        program = export_step(step, layers, BLOCK_SIZE)
+        indices = next(n for n in program.graph.nodes if n.name == "logit_indices").meta["val"]
+        num_wanted = str(indices.shape[0])
+        assert num_linears(program, num_wanted) == 1
+        select_early(program, "logit_indices")
+        assert num_linears(program, num_wanted) == 1 + NUM_LATE.get(family, 4)
+        program.graph.lint()
+        logits = program.module(check_guards=False)(*batch.tensors(), pool.keys, pool.values)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_step_that_picks_nothing_is_left_alone() -> None:
+    class Plain(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.relu()[:, :2]
+
+    program = torch.export.export(Plain(), (torch.ones(1, 4, 3),))
+    before = str(program.graph)
+    select_early(program, "logit_indices")
+    assert str(program.graph) == before
+
+
+def test_operation_that_looks_at_other_tokens_is_not_passed() -> None:
+    """What adds tokens up must see them all; what comes after it need not."""
+
+    class Sums(torch.nn.Module):
+        def forward(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+            return (x.cumsum(1) * 2)[:, indices]
+
+    tokens = torch.export.Dim("tokens", min=2)
+    x, indices = torch.arange(15.0).reshape(1, 5, 3), torch.tensor([1, 4])
+    program = torch.export.export(Sums(), (x, indices), dynamic_shapes=({1: tokens}, {0: torch.export.Dim.DYNAMIC}))
+    select_early(program, "indices")
+    targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function" and "assert" not in str(n.target)]
+    assert targets[-3:] == ["aten.cumsum.default", "aten.index.Tensor", "aten.mul.Tensor"]
+    assert torch.equal(program.module()(x, indices), (x.cumsum(1) * 2)[:, indices])

@@ -1,0 +1,171 @@
+"""Drafts are cut to what pays: nothing where nothing is right, everything where it costs nothing, and back again."""
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.drafters.adaptive import AdaptiveDrafter, IterationSeconds
+from runtime.drafters.suffix import SuffixDrafter
+from runtime.request import Draft, Request, Sequence
+from runtime.tuning.replay import Trace, replay
+
+TRACES = Path(__file__).parents[3].parent / "shared/data/spec_bench/vicuna_traces.jsonl"
+
+
+def price(per_token: float) -> IterationSeconds:
+    """A step takes a second, and every draft token so much of one more."""
+    return lambda batch_size, context_len, draft_len: 1 + per_token * draft_len
+
+
+class Sayer:
+    """Drafts the recorded output, with every token wrong for which `is_right` says so. Notes what it was asked."""
+
+    def __init__(self, output: list[int], is_right: list[bool], match_len: int = 0) -> None:
+        self.output, self.is_right, self.match_len = output, is_right, match_len
+        self.asked: list[int] = []
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        self.asked.append(max_draft_len)
+        drafts = []
+        for sequence in sequences:
+            start = sequence.num_generated
+            right = zip(self.output[start:], self.is_right[start:], strict=False)
+            tokens = [token if is_right else token + WRONG for token, is_right in right]
+            drafts.append(Draft(tokens[:max_draft_len], match_len=self.match_len))
+        return drafts
+
+    def forget(self, request_id: int) -> None:
+        pass
+
+
+def drafted(output: list[int], drafter: AdaptiveDrafter) -> list[int]:
+    (stats,) = replay([Trace((1,), tuple(output))], drafter, 10)
+    return stats.per_step_drafted
+
+
+WRONG = 1000
+OUTPUT = [random.Random(0).randrange(WRONG) for _ in range(400)]
+
+
+def test_free_tokens_are_all_sent() -> None:
+    drafter = AdaptiveDrafter(Sayer(OUTPUT, [i % 3 == 0 for i in range(400)]), price(0.0))
+    lengths = drafted(OUTPUT, drafter)
+    assert set(lengths[:-10]) == {10}
+
+
+def test_nothing_is_sent_while_nothing_is_right() -> None:
+    lengths = drafted(OUTPUT, AdaptiveDrafter(Sayer(OUTPUT, [False] * 400), price(0.1)))
+    assert sum(lengths[:20]) > 0 and sum(lengths[40:]) == 0
+
+
+def test_all_is_sent_that_is_right() -> None:
+    lengths = drafted(OUTPUT, AdaptiveDrafter(Sayer(OUTPUT, [True] * 400), price(0.1)))
+    assert set(lengths[8:-1]) == {10}
+
+
+def test_only_the_part_that_is_right_is_sent() -> None:
+    """Every fourth token is wrong, and a step ends there: three tokens are right, whatever is sent."""
+    is_right = [i % 4 != 3 for i in range(400)]
+    lengths = drafted(OUTPUT, AdaptiveDrafter(Sayer(OUTPUT, is_right), price(0.15)))
+    assert set(lengths[30:-4]) == {3}
+
+
+def test_steps_without_a_proposal_are_no_reason_to_look_less() -> None:
+    """A lookup that rarely finds anything is still asked at every step."""
+
+    class Rare(Sayer):
+        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+            drafts = super().propose(sequences, max_draft_len)
+            return drafts if sequences[0].num_generated % 37 == 0 else [Draft([])] * len(sequences)
+
+    sayer = Rare(OUTPUT, [True] * 400)
+    lengths = drafted(OUTPUT, AdaptiveDrafter(sayer, price(0.01)))
+    assert len(sayer.asked) == len(lengths) and sum(length > 0 for length in lengths) >= 3
+
+
+def test_being_off_is_left_again_when_drafts_are_right() -> None:
+    """What is not sent is learned from: drafts were wrong for 200 tokens, and are right from then on."""
+    lengths = drafted(OUTPUT, AdaptiveDrafter(Sayer(OUTPUT, [i >= 200 for i in range(400)]), price(0.1)))
+    assert sum(lengths[60:200]) == 0
+    assert max(lengths[200:230]) == 10
+
+
+def test_long_matches_are_trusted_apart_from_short_ones() -> None:
+    """Two sayers in one: after a match of 8 all is right, after one of 1 nothing."""
+
+    class Mixed(Sayer):
+        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+            is_good = sequences[0].num_generated % 2 == 0
+            self.is_right = [is_good] * 400
+            return [Draft(d.tokens, match_len=8 if is_good else 1) for d in super().propose(sequences, max_draft_len)]
+
+    mixed = AdaptiveDrafter(Mixed(OUTPUT, []), price(0.1))
+    (stats,) = replay([Trace((1,), tuple(OUTPUT))], mixed, 10)
+    position, by_kind = 0, {True: [], False: []}
+    for num_drafted, num_accepted in zip(stats.per_step_drafted, stats.per_step_accepted, strict=True):
+        by_kind[position % 2 == 0].append(num_drafted)
+        position += num_accepted + 1
+    assert set(by_kind[True][3:-1]) <= {9, 10} and sum(by_kind[False][20:]) == 0
+
+
+def test_draft_model_is_asked_for_no_more_than_pays_and_rarely_while_nothing_does() -> None:
+    sayer = Sayer(OUTPUT, [False] * 400)
+    lengths = drafted(OUTPUT, AdaptiveDrafter(sayer, price(0.05), lambda batch_size, context_len: 0.2))
+    late = lengths[100:]
+    assert set(late) == {0, 1} and late.count(1) == pytest.approx(len(late) / 16, abs=1)
+    assert len(sayer.asked) < 60
+
+
+def test_draft_model_that_is_right_is_used_again() -> None:
+    sayer = Sayer(OUTPUT, [i >= 200 for i in range(400)])
+    lengths = drafted(OUTPUT, AdaptiveDrafter(sayer, price(0.02), lambda batch_size, context_len: 0.02))
+    assert sum(lengths[100:190]) < 10 and max(lengths[190:]) >= 5
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.floats(0, 2, allow_subnormal=False), st.integers(1, 10))
+def test_drafts_are_beginnings_of_the_drafters_own(output: list[int], per_token: float, max_draft_len: int) -> None:
+    plain, adaptive = SuffixDrafter(), AdaptiveDrafter(SuffixDrafter(), price(per_token))
+    sequence = Sequence.start(Request(0, (1, 2), 100))
+    for token in output:
+        whole, cut = (drafter.propose([sequence], max_draft_len)[0] for drafter in (plain, adaptive))
+        assert cut.tokens == whole.tokens[: len(cut.tokens)]
+        sequence.tokens.append(token)
+
+
+def test_rows_of_a_batch_are_decided_together() -> None:
+    """A step is as long as its longest draft: where one row's draft is worth it, the others' ride along."""
+    asked: list[int] = []
+
+    def seconds(batch_size: int, context_len: int, draft_len: int) -> float:
+        asked.append(batch_size)
+        return 1 + 0.1 * draft_len
+
+    drafter = AdaptiveDrafter(Sayer(OUTPUT, [True] * 400), seconds)
+    sequences = [Sequence.start(Request(i, (1,), 400)) for i in range(3)]
+    drafts = drafter.propose(sequences, 10)
+    assert len({len(draft.tokens) for draft in drafts}) == 1 and set(asked) == {3}
+
+
+def test_forgotten_request_leaves_nothing_of_its_own() -> None:
+    drafter = AdaptiveDrafter(SuffixDrafter(), price(0.1))
+    replay([Trace((1, 2, 1, 2), (1, 2, 1, 2, 1))] * 3, drafter, 4)
+    assert not drafter._histories
+
+
+@pytest.mark.skipif(not TRACES.exists(), reason="../shared/data/spec_bench is not here")
+def test_a_quarter_is_accepted_at_the_best_lengths_yield() -> None:
+    """The issue's figure: at 97 % of the tokens per step of drafts of 10, at least 0.25 of what is sent is accepted."""
+    from commands.inputs.traces import read_traces
+
+    traces = read_traces(TRACES, None)
+    rates = {}
+    for name, drafter in (("fixed", SuffixDrafter()), ("auto", AdaptiveDrafter(SuffixDrafter(), price(0.04)))):
+        stats = replay(traces, drafter, 10)
+        tokens, steps = (sum(getattr(s, f"num_{what}") for s in stats) for what in ("generated_tokens", "steps"))
+        drafted_, accepted = (sum(getattr(s, f"num_{w}draft_tokens") for s in stats) for w in ("", "accepted_"))
+        rates[name] = (tokens / steps, accepted / drafted_)
+    assert rates["auto"][0] >= 0.97 * rates["fixed"][0]
+    assert rates["auto"][1] >= 0.25

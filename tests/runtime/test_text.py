@@ -1,0 +1,193 @@
+"""Stop words against brute force over the whole text, and streamed text against the text that is not streamed."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from commands.inputs.prompts import Prompt
+from runtime.text import StopWords, TextStream, decode, encode, output_text
+
+WORDS = ["ab", "aé", "é", "€€", "b a", "\n", "🙂b", "the dog"]
+SPECIALS = ["<pad>", "<s>", "</s>"]
+
+
+@cache
+def byte_level() -> PreTrainedTokenizerFast:
+    """Tokens are bytes (as GPT-2 writes them) and a few words."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*SPECIALS, *letters, "ab", "th", "the", "Ġd", "Ġdo", "Ġdog"])}
+    merges = [("a", "b"), ("t", "h"), ("th", "e"), ("Ġ", "d"), ("Ġd", "o"), ("Ġdo", "g")]
+    bpe = Tokenizer(models.BPE(vocab, merges))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+@cache
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Tokens are characters, with bytes for those it lacks, and a space in front that decoding drops (Llama 2)."""
+    letters = [*"abdeghot\n", "▁", "ab", "▁d"]
+    vocab = {token: i for i, token in enumerate([*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), *letters])}
+    bpe = Tokenizer(models.BPE(vocab, [("a", "b"), ("▁", "d")], byte_fallback=True, unk_token="<s>", fuse_unk=True))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    bpe.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+TOKENIZERS = pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
+
+texts = st.lists(st.sampled_from(["a", "b", " ", "é", "€", "🙂", "\n", "the dog"]), max_size=12).map("".join)
+words = st.lists(st.sampled_from(WORDS), min_size=1, max_size=3, unique=True)
+
+
+@st.composite
+def any_byte_level_tokens(draw: st.DrawFn) -> list[int]:
+    """Ids of bytes that need not be UTF-8, of words, and of special tokens."""
+    tokenizer = byte_level()
+    ids = {*range(len(SPECIALS)), *tokenizer("ab the dogé€🙂\n")["input_ids"]}
+    ids |= set(tokenizer.convert_tokens_to_ids(["a", "b", "t", "h", "e", "Ġ"]))
+    return draw(st.lists(st.sampled_from(sorted(ids)), max_size=24))
+
+
+def generate(tokens: Sequence[int], prompt: list[int], stops: StopWords | None) -> tuple[list[int], bool]:
+    """The output, as the loop commits it: token by token up to the first that ends it."""
+    output: list[int] = []
+    for token in tokens:
+        output.append(token)
+        if stops and stops([*prompt, *output], len(prompt)):
+            return output, True
+    return output, False
+
+
+def generate_by_brute_force(tokens: Sequence[int], stops: StopWords) -> tuple[list[int], bool]:
+    for length in range(1, len(tokens) + 1):
+        text = stops.tokenizer.decode(tokens[:length], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if any(word in text for word in stops.words):
+            return list(tokens[:length]), True
+    return list(tokens), False
+
+
+@settings(deadline=None, max_examples=200)
+@given(any_byte_level_tokens(), any_byte_level_tokens(), words)
+def test_output_ends_where_its_text_first_holds_a_stop_word(
+    prompt: list[int], tokens: list[int], stop_words: list[str]
+) -> None:
+    stops = StopWords(tuple(stop_words), byte_level())
+    assert generate(tokens, prompt, stops) == generate_by_brute_force(tokens, stops)
+
+
+@TOKENIZERS
+@settings(deadline=None, max_examples=100)
+@given(text=texts, stop_words=words)
+def test_stop_words_end_text_of_either_kind_of_tokenizer(
+    make_tokenizer: Callable[[], PreTrainedTokenizerFast], text: str, stop_words: list[str]
+) -> None:
+    tokenizer = make_tokenizer()
+    stops = StopWords(tuple(stop_words), tokenizer)
+    tokens = tokenizer(text)["input_ids"]
+    assert generate(tokens, tokenizer("ab")["input_ids"], stops) == generate_by_brute_force(tokens, stops)
+
+
+@TOKENIZERS
+@pytest.mark.parametrize("word", ["the dog", "€", "a🙂b", "ab"])
+def test_stop_word_of_several_tokens_ends_the_output_at_its_last(
+    make_tokenizer: Callable[[], PreTrainedTokenizerFast], word: str
+) -> None:
+    tokenizer = make_tokenizer()
+    tokens = tokenizer(f"o{word}oo")["input_ids"]
+    output, stopped = generate(tokens, [], StopWords((word,), tokenizer))
+    assert stopped
+    assert decode(tokenizer, output) == f"o{word}"
+    assert output_text(tokenizer, output, StopWords((word,), tokenizer)) == "o"
+
+
+def test_stop_word_with_special_tokens_inside_ends_the_output() -> None:
+    tokenizer = byte_level()
+    a, b, pad = tokenizer.convert_tokens_to_ids(["a", "b", "<pad>"])
+    tokens = [a, *[pad] * 30, b]
+    assert generate([*tokens, a], [], StopWords(("ab",), tokenizer)) == (tokens, True)
+
+
+def test_stop_word_in_the_prompt_or_across_its_end_does_not_stop() -> None:
+    tokenizer = byte_level()
+    (a,), (b,), (ab,) = (tokenizer(text)["input_ids"] for text in ("a", "b", "ab"))
+    stops = StopWords(("ab",), tokenizer)
+    assert generate([b, b], [ab, b], stops) == ([b, b], False)
+    assert generate([b, b], [b, a], stops) == ([b, b], False)
+    assert generate([b, a, b, b], [ab, a], stops) == ([b, a, b], True)
+
+
+def stream(
+    tokenizer: PreTrainedTokenizerFast, output: list[int], stops: StopWords | None, cuts: Sequence[int]
+) -> list[str]:
+    """The pieces of text when the output is looked at after each length of `cuts`, and at its end."""
+    text_stream = TextStream(tokenizer, stops)
+    pieces = [
+        text_stream.next_piece(output[:cut], finished=False) for cut in sorted({c for c in cuts if c < len(output)})
+    ]
+    return [*pieces, text_stream.next_piece(output, finished=True)]
+
+
+def assert_pieces_make_the_text(pieces: list[str], text: str | None) -> None:
+    """Together they are the text. So no piece shows part of a stop word, which the text does not hold."""
+    assert "".join(pieces) == text
+
+
+@settings(deadline=None, max_examples=300)
+@given(any_byte_level_tokens(), words | st.none(), st.lists(st.integers(0, 24)))
+def test_pieces_of_any_output_make_its_text(tokens: list[int], stop_words: list[str] | None, cuts: list[int]) -> None:
+    stops = StopWords(tuple(stop_words), byte_level()) if stop_words else None
+    output, _ = generate(tokens, [], stops)
+    assert_pieces_make_the_text(stream(byte_level(), output, stops, cuts), output_text(byte_level(), output, stops))
+
+
+@TOKENIZERS
+@settings(deadline=None, max_examples=150)
+@given(text=texts, stop_words=words | st.none(), cuts=st.lists(st.integers(0, 60)))
+@example(text="baé", stop_words=["aé"], cuts=[2, 3, 4])
+def test_pieces_of_text_make_the_text(
+    make_tokenizer: Callable[[], PreTrainedTokenizerFast], text: str, stop_words: list[str] | None, cuts: list[int]
+) -> None:
+    tokenizer = make_tokenizer()
+    stops = StopWords(tuple(stop_words), tokenizer) if stop_words else None
+    output, _ = generate(tokenizer(text)["input_ids"], [], stops)
+    assert_pieces_make_the_text(stream(tokenizer, output, stops, cuts), output_text(tokenizer, output, stops))
+
+
+def test_stop_word_is_held_back_while_a_character_in_it_is_unfinished() -> None:
+    """`é` is two bytes: after the first the text ends in `a`, which `aé` begins with."""
+    tokenizer = byte_level()
+    b, a, *e = (token for text in ("b", "a", "é") for token in tokenizer(text)["input_ids"])
+    pieces = stream(tokenizer, [b, a, *e], StopWords(("aé",), tokenizer), [1, 2, 3])
+    assert pieces == ["b", "", "", ""]
+
+
+def test_characters_appear_whole() -> None:
+    tokenizer = byte_level()
+    output = tokenizer("a🙂")["input_ids"]
+    assert stream(tokenizer, output, None, range(1, len(output))) == ["a", "", "", "", "🙂"]
+
+
+def test_text_held_back_comes_when_no_stop_word_followed() -> None:
+    tokenizer = byte_level()
+    output = [tokenizer(letter)["input_ids"][0] for letter in "bab"] + tokenizer("a")["input_ids"]
+    assert stream(tokenizer, output, StopWords(("aa",), tokenizer), range(1, 4)) == ["b", "", "ab", "a"]
+
+
+def test_long_prompts_keep_their_last_tokens() -> None:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level()._tokenizer, pad_token="<pad>", truncation_side="left"
+    )
+    ids = tokenizer("the dog ab")["input_ids"]
+    assert encode(Prompt("the dog ab", None), tokenizer, 2) == (ids[-2:], True)
+    assert encode(Prompt("the dog ab", None), tokenizer, len(ids)) == (ids, False)
+    assert encode(Prompt("the dog ab", None), tokenizer, None) == (ids, False)
+    assert encode(Prompt(None, (5, 6, 7)), None, 2) == ([6, 7], True)
+    assert encode(Prompt(None, (5, 6, 7)), None, 3) == ([5, 6, 7], False)
