@@ -13,8 +13,8 @@ from runtime.costs import CostModel
 from runtime.drafters.opening import check_corpora, check_corpus_files
 from runtime.engine import KVCacheConfig
 from runtime.errors import SpecDecError, UsageError
+from runtime.params import GREEDY
 from runtime.request import Request
-from runtime.sampling import GREEDY
 from runtime.session import Session, SessionSettings, open_session
 from runtime.text import encode, open_tokenizer, tokenizer_vocab_size
 from runtime.tuning.candidates import DRAFT_LENS, Candidate, LookupSettings

@@ -209,7 +209,7 @@ class Engine:
         verdicts = []
         for sequence, draft, logits in zip(sequences, drafts, self.forward(sequences, drafts), strict=True):
             verdict = verify(sequence, draft, logits)
-            if sequence.request.keep_logits:
+            if sequence.request.wants_logits:
                 verdict = dataclasses.replace(verdict, logits=logits[: verdict.num_accepted + 1])
             sequence.num_computed = len(sequence.tokens) + verdict.num_accepted
             verdicts.append(verdict)
@@ -244,8 +244,8 @@ class Engine:
         self._blocks.release(sequence)
 
     def max_draft_len_of(self, sequence: Sequence) -> int:
-        """What a draft may have: the target adds a token of its own, and the budget holds for both."""
-        return min(self.max_draft_len, max(sequence.num_remaining - 1, 0))
+        """Tokens that a draft may have for the engine and for the sequence's budget."""
+        return min(self.max_draft_len, sequence.max_draft_len)
 
     def compute_context(self, sequence: Sequence, num_tokens: int) -> None:
         """Compute the next `num_tokens` of an admitted sequence's uncomputed tail, which must be longer."""

@@ -1,17 +1,27 @@
-"""Errors a user can cause; `specdec_cli.app` turns them into one message, a hint and an exit code."""
+"""Errors a user can cause, and warnings. They state facts; which flag to turn is the commands' to say.
+
+`specdec_cli.app` turns errors into one message, a hint and an exit code, and warnings into one line.
+"""
 
 
 class SpecDecError(Exception):
     """Something the user's files, machine or settings make impossible (exit code 1).
 
-    `message` says what is wrong and ends with the value; `hint` says what to do.
+    `message` says what is wrong and ends with the value; `hint` says what to do. `fact` names what is wrong for those
+    who know a better hint, in words of their own: the command line names its flags, from `values`.
     """
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, fact: str | None = None, **values: object) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.fact = fact
+        self.values = values
 
 
 class UsageError(SpecDecError):
-    """A command line that is wrong whatever the files hold (exit code 2)."""
+    """A setting that is wrong whatever the files hold (exit code 2)."""
+
+
+class SpecDecWarning(UserWarning):
+    """Something that is worth knowing and stops nothing."""

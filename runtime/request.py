@@ -11,7 +11,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from runtime.sampling import GREEDY, Sampler, SamplingParams
+from runtime.params import GREEDY, SamplingConfig
+from runtime.sampling import Sampler
 from runtime.stats import RequestStats
 
 FinishReason = Literal["end_id", "stop", "length"]
@@ -37,9 +38,25 @@ class Request:
     max_new_tokens: int
     end_ids: frozenset[int] = frozenset()
     stop_check: StopCheck | None = None
-    sampling: SamplingParams = GREEDY
+    sampling: SamplingConfig = GREEDY
     return_index: int = 0
     keep_logits: bool = False
+    num_logprobs: int | None = None
+    """Log-probabilities of so many best tokens are kept for each generated token, and its own; None: none are."""
+
+    @property
+    def wants_logits(self) -> bool:
+        return self.keep_logits or self.num_logprobs is not None
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities at a generated token: its own, and the best tokens'."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token, log-probability), the best first."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     logits: list[Tensor] = field(default_factory=list)
     """Where the request keeps them: (vocab,) float32 on the CPU, per generated token."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Where the request asks for them, per generated token."""
 
     @classmethod
     def start(cls, request: Request) -> "Sequence":
@@ -104,6 +123,11 @@ class Sequence:
         return self.request.max_new_tokens - self.num_generated
 
     @property
+    def max_draft_len(self) -> int:
+        """Tokens a draft may have: the target adds a token of its own to whatever it accepts, within the budget."""
+        return max(self.num_remaining - 1, 0)
+
+    @property
     def output_tokens(self) -> list[int]:
         return self.tokens[len(self.request.prompt_tokens) :]
 
@@ -122,11 +146,22 @@ class Sequence:
         new_tokens = self.tokens[start:]
         self.num_computed = min(self.num_computed, len(self.tokens))
         if verdict.logits is not None:
-            self.logits.extend(verdict.logits[: len(new_tokens)].to("cpu", torch.float32, copy=True))
+            self._keep(verdict.logits[: len(new_tokens)].to("cpu", torch.float32, copy=True), new_tokens)
         self.stats.record_step(len(draft.tokens), min(verdict.num_accepted, len(new_tokens)), len(new_tokens))
         if self.finish_reason is not None:
             self.stats.finish()
         return new_tokens
+
+    def _keep(self, logits: Tensor, tokens: list[int]) -> None:
+        """What the request keeps of (num_tokens, vocab) float32 logits, row i those that token i was chosen by."""
+        if self.request.keep_logits:
+            self.logits.extend(logits)
+        if self.request.num_logprobs is not None:
+            all_logprobs = torch.log_softmax(logits, dim=-1)
+            for token, logprobs in zip(tokens, all_logprobs, strict=True):
+                values, ids = logprobs.topk(min(self.request.num_logprobs, len(logprobs)))
+                top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+                self.logprobs.append(TokenLogprobs(token, float(logprobs[token]), top))
 
     def _finish_reason(self) -> FinishReason | None:
         if self.tokens[-1] in self.request.end_ids:

@@ -10,64 +10,16 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from runtime.errors import SpecDecError, UsageError
+from runtime.errors import SpecDecError
+from runtime.params import GREEDY, SamplingConfig
 
 Purpose = Literal["target", "draft", "accept"]
 """What a uniform number is for in rejection sampling. Numbers of one position are independent between purposes."""
-
-_AT_LEAST_0 = ("temperature", "top_k", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
-_SHARES = ("top_p", "min_p")
-_HINTS = {
-    "temperature": "0 is greedy, 1 no effect",
-    "top_k": "0 is the whole vocabulary, 1 greedy",
-    "repetition_penalty": "1 is no effect",
-}
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """TensorRT-LLM's names and defaults; `bad_words` and penalties see the prompt too, as there.
-
-    top_k 1 and temperature 0 (below 1e-5) are greedy; top_k 0 leaves the whole vocabulary; top_p 0.0 and 1.0, min_p
-    0.0, no_repeat_ngram_size 0 and neutral penalties (1.0, 0.0, 0.0) change nothing. UsageError if out of range.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 1
-    top_p: float = 0.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    random_seed: int = 0
-
-    def __post_init__(self) -> None:
-        ranges = [(name, 0 <= getattr(self, name) < math.inf, "at least 0") for name in _AT_LEAST_0]
-        ranges += [(name, 0 <= getattr(self, name) <= 1, "between 0 and 1") for name in _SHARES]
-        ranges.append(("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0"))
-        for name, is_valid, form in ranges:
-            if not is_valid:
-                raise UsageError(
-                    f"{name} must be {form}: {getattr(self, name)}", hint=_HINTS.get(name, "0 is no effect")
-                )
-        if any(not word for word in self.bad_words):
-            raise UsageError("a bad word has no tokens: ()", hint="leave it out")
-
-    @property
-    def is_greedy(self) -> bool:
-        # Colder than this, logits over temperature leave the range of float32.
-        return self.top_k == 1 or self.temperature < 1e-5
-
-
-GREEDY = SamplingParams()
 
 Processor = Callable[..., Tensor]
 """As transformers' LogitsProcessor: (1, n) int64 prefix, (1, vocab) scores -> (1, vocab) scores."""
@@ -80,7 +32,8 @@ class NoTokenLeft(SpecDecError):
         super().__init__(
             "there is no token left to choose, penalties and bans leave none or the model's logits are not numbers: "
             f"position {position}",
-            hint="relax the penalties, `no_repeat_ngram_size` or `bad_words`",
+            hint="relax the penalties, no_repeat_ngram_size or bad_words",
+            fact="no_token_left",
         )
         self.position = position
 
@@ -96,7 +49,7 @@ class OccurrencePenalty:
         return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
-def penalties(params: SamplingParams) -> list[Processor]:
+def penalties(params: SamplingConfig) -> list[Processor]:
     """What depends on the tokens before, in the order of transformers' `generate`, which has no occurrence penalty."""
     neutral = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words")
     if all(getattr(params, name) == getattr(GREEDY, name) for name in neutral):
@@ -119,7 +72,7 @@ def penalties(params: SamplingParams) -> list[Processor]:
     return processors
 
 
-def warpers(params: SamplingParams) -> list[Processor]:
+def warpers(params: SamplingConfig) -> list[Processor]:
     """What shapes the law to draw from, in the order of transformers' `generate`; nothing for greedy requests."""
     if params.is_greedy:
         return []
@@ -145,7 +98,7 @@ def warpers(params: SamplingParams) -> list[Processor]:
 class Sampler:
     """Chooses the tokens of one request. Identical requests choose alike unless their `return_index` differs."""
 
-    def __init__(self, params: SamplingParams, prompt_tokens: Seq[int], return_index: int = 0) -> None:
+    def __init__(self, params: SamplingConfig, prompt_tokens: Seq[int], return_index: int = 0) -> None:
         self.is_greedy = params.is_greedy
         self._penalties, self._warpers = penalties(params), warpers(params)
         identity = repr((params.random_seed, return_index, tuple(prompt_tokens)))

@@ -36,8 +36,8 @@ from runtime.drafters.opening import (
 from runtime.drafters.protocol import Drafter
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.errors import SpecDecError, UsageError
+from runtime.params import SamplingConfig
 from runtime.request import Request, Sequence
-from runtime.sampling import SamplingParams
 from runtime.stats import LoopTimes, sum_stats
 from runtime.text import StopWords, bad_word_tokens, find_end_ids, find_tokenizer, load_tokenizer, word_tokens
 
@@ -54,7 +54,7 @@ class SessionSettings:
     engine_dir: Path
     tokenizer_dir: Path | None
     drafter: DrafterSettings | None
-    sampling: SamplingParams
+    sampling: SamplingConfig
     kv_cache: KVCacheConfig
     end_id: int | None
     stop_words: list[str]
@@ -76,7 +76,7 @@ class Session:
     tokenizer: PreTrainedTokenizerBase | None
     end_ids: frozenset[int]
     stop_words: StopWords | None
-    sampling: SamplingParams
+    sampling: SamplingConfig
 
     def request(self, request_id: int, prompt_tokens: Seq[int], max_new_tokens: int) -> Request:
         return Request(

@@ -85,6 +85,21 @@ class RequestStats:
             return None
         return _ratio(self.end_s - self.first_token_s, self.num_generated_tokens - 1)
 
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted / drafted; None where nothing was drafted."""
+        return _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted tokens per draft; None where nothing was drafted."""
+        per_spec_step = _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
+        return None if per_spec_step is None else 1 + per_spec_step
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        return _ratio(self.num_generated_tokens, self.num_steps)
+
     def counts(self, max_draft_len: int) -> dict[str, Any]:
         """Counts and the rates derived from them; a rate with nothing to divide by is None.
 
@@ -93,16 +108,15 @@ class RequestStats:
         histogram = self.acceptance_histogram + [0] * (max_draft_len + 1 - len(self.acceptance_histogram))
         drafted = self.drafted_per_position + [0] * (max_draft_len - len(self.drafted_per_position))
         accepted = self.accepted_per_position + [0] * (len(drafted) - len(self.accepted_per_position))
-        per_spec_step = _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
         return {
             "num_generated_tokens": self.num_generated_tokens,
             "num_steps": self.num_steps,
             "num_spec_steps": self.num_spec_steps,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
-            "draft_acceptance_rate": _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens),
-            "mean_acceptance_length": None if per_spec_step is None else 1 + per_spec_step,
-            "tokens_per_step": _ratio(self.num_generated_tokens, self.num_steps),
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "tokens_per_step": self.tokens_per_step,
             "acceptance_histogram": histogram,
             "num_drafts_per_position": drafted,
             "acceptance_rate_per_position": [_ratio(a, d) for a, d in zip(accepted, drafted, strict=True)],

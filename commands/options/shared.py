@@ -10,7 +10,7 @@ from commands.options.drafting import DraftLen, NgramPoolKind, NgramRanking
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from runtime.sampling import SamplingParams
+    from runtime.params import SamplingConfig
 
 INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampling"
 KV_CACHE, RUNTIME, LEADER = "KV cache", "Runtime", "Leader mode (V2)"
@@ -387,13 +387,13 @@ def sampling_params(
     min_p: float | None,
     no_repeat_ngram_size: int | None,
     **others: Any,
-) -> "SamplingParams":
-    """The parameters as given; `others` are `SamplingParams`' own. UsageError for one that is out of range.
+) -> "SamplingConfig":
+    """The parameters as given; `others` are `SamplingConfig`' own. UsageError for one that is out of range.
 
     Without `--top-k` TensorRT-LLM is greedy, whatever temperature it is given. Here, to give one is to ask for samples.
     """
     from commands.output import warn
-    from runtime.sampling import SamplingParams
+    from runtime.params import SamplingConfig
 
     asks_to_sample = temperature is not None or bool(top_p) or bool(min_p)
     if top_k is None:
@@ -402,7 +402,7 @@ def sampling_params(
         warn("`--top-k 1` is greedy: `--temperature`, `--top-p` and `--min-p` have no effect")
     if temperature == 0 and (top_k > 1 or top_p or min_p):
         warn("`--temperature 0` is greedy: `--top-k`, `--top-p` and `--min-p` have no effect")
-    return SamplingParams(
+    return SamplingConfig(
         temperature=1.0 if temperature is None else temperature,
         top_k=top_k,
         top_p=top_p or 0.0,

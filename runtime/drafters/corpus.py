@@ -1,7 +1,7 @@
 """Drafts from a corpus: what most often followed the sequence's last tokens in texts from before this run."""
 
 from runtime.corpus import Corpus
-from runtime.drafters.lookup import cut_at_end_id, room
+from runtime.drafters.lookup import cut_at_end_id
 from runtime.request import Draft, Sequence
 
 
@@ -24,7 +24,7 @@ class CorpusDrafter:
         """Nothing is kept."""
 
     def _lookup(self, sequence: Sequence, max_draft_len: int) -> Draft:
-        draft_len = room(sequence, max_draft_len)
+        draft_len = min(max_draft_len, sequence.max_draft_len)
         tail = sequence.tokens[-self.max_matching_ngram_size :]
         match = self.corpus.longest_match(tail, self.max_matching_ngram_size, self.min_matching_ngram_size)
         if match is None or not draft_len:

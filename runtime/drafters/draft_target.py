@@ -40,7 +40,7 @@ class DraftTargetDrafter:
             raise SpecDecError(f"draft engine: {error.message}", hint=error.hint) from error
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        proposals = [_Proposal(self._follow(s), min(max_draft_len, s.num_remaining - 1)) for s in sequences]
+        proposals = [_Proposal(self._follow(s), min(max_draft_len, s.max_draft_len)) for s in sequences]
         while drafting := [p for p in proposals if not p.is_done and self._is_ready(p.follower, sequences)]:
             for start in range(0, len(drafting), self.engine.max_batch_size):
                 self._draft_tokens(drafting[start : start + self.engine.max_batch_size])

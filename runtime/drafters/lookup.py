@@ -1,11 +1,4 @@
-"""What all lookups have in common: how long a draft may be, and where it ends early."""
-
-from runtime.request import Sequence
-
-
-def room(sequence: Sequence, max_draft_len: int) -> int:
-    """Tokens a draft may have: the target adds a token of its own to whatever it accepts."""
-    return max(min(max_draft_len, sequence.num_remaining - 1), 0)
+"""What all lookups have in common: where a draft ends early."""
 
 
 def cut_at_end_id(tokens: list[int], end_ids: frozenset[int]) -> list[int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from runtime.drafters.lookup import cut_at_end_id, room
+from runtime.drafters.lookup import cut_at_end_id
 from runtime.drafters.pool import NgramPool
 from runtime.errors import UsageError
 from runtime.request import Draft, Sequence
@@ -105,7 +105,7 @@ class NgramDrafter:
         history = self._histories.setdefault(sequence.request.id, _History(sequence))
         history.sequence = sequence
         self._index(history)
-        draft_len = room(sequence, max_draft_len)
+        draft_len = min(max_draft_len, sequence.max_draft_len)
         if self.ranking == "leftmost" and draft_len:
             draft_len = max_draft_len
         sizes = range(min(self.max_matching_ngram_size, len(tokens) - 1), self.min_matching_ngram_size - 1, -1)

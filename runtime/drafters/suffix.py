@@ -9,7 +9,7 @@ most. SuffixDecoding's trees end at 64 tokens for the same reason.
 
 from dataclasses import dataclass, field
 
-from runtime.drafters.lookup import cut_at_end_id, room
+from runtime.drafters.lookup import cut_at_end_id
 from runtime.drafters.pool import NgramPool
 from runtime.errors import UsageError
 from runtime.request import Draft, Sequence
@@ -181,7 +181,7 @@ class SuffixDrafter:
     def _follow(self, sequence: Sequence, max_draft_len: int) -> Draft:
         history = self._histories.setdefault(sequence.request.id, History(sequence))
         history.index(sequence)
-        automaton, draft_len = history.automaton, room(sequence, max_draft_len)
+        automaton, draft_len = history.automaton, min(max_draft_len, sequence.max_draft_len)
         size = self.pool.max_matching_ngram_size if self.pool else 0
         tail, draft = sequence.tokens[-size:] if size else [], list[int]()
         state, n = automaton.match()

@@ -9,7 +9,6 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from runtime.drafters.lookup import room
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.suffix import History
 from runtime.request import Sequence
@@ -71,7 +70,7 @@ class TreeDrafter:
         """A tree of at most `num_nodes` nodes, none of them deeper than what the budget leaves."""
         history = self._histories.setdefault(sequence.request.id, History(sequence))
         history.index(sequence)
-        max_depth, tree = room(sequence, num_nodes), Tree()
+        max_depth, tree = min(num_nodes, sequence.max_draft_len), Tree()
         size = self.pool.max_matching_ngram_size if self.pool else 0
         place = _Place(*history.automaton.match(), sequence.tokens[-size:] if size else [])
         # (minus probability, number in which it came, parent, its place, token, depth)

@@ -15,6 +15,7 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from runtime.evaluation.noise import LEVEL, MIN_PAIRS, Interval, paired_shift, unpaired_shift
+from runtime.params import is_greedy
 
 Kind = Literal["count", "time", "speedup"]
 Unit = Literal["", "share", "s", "tokens/s", "x"]
@@ -106,7 +107,7 @@ def _keys(document: Record) -> list[tuple[Any, ...]]:
 
 def _is_greedy(document: Record) -> bool:
     sampling = document["settings"]["sampling"]
-    return bool(sampling["top_k"] == 1 or sampling["temperature"] == 0)
+    return is_greedy(sampling["temperature"], sampling["top_k"])
 
 
 # How a difference is judged

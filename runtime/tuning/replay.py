@@ -169,7 +169,7 @@ def _propose(drafter: Drafter | None, sequences: list[Sequence], max_draft_len: 
     check_num_drafts(drafts, len(sequences))
     drafts = [Draft(draft.tokens) for draft in drafts]
     check_drafts(drafts, len(sequences), max_draft_len, vocab_size=sys.maxsize)
-    return [draft.cut(max(s.num_remaining - 1, 0)) for s, draft in zip(sequences, drafts, strict=True)]
+    return [draft.cut(s.max_draft_len) for s, draft in zip(sequences, drafts, strict=True)]
 
 
 def _verify(draft_tokens: list[int], target_tokens: Seq[int]) -> Verdict:

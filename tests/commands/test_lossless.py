@@ -23,8 +23,8 @@ from runtime.evaluation.lossless import (
     compare_tokens,
     next_logits,
 )
+from runtime.params import GREEDY, SamplingConfig
 from runtime.request import Request, Sequence
-from runtime.sampling import GREEDY, SamplingParams
 from runtime.session import Session, SessionSettings, open_session
 
 PROMPT = (5, 6, 7, 8)
@@ -46,7 +46,7 @@ def twin_engine_dirs(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTr
 
 
 @contextmanager
-def session_of(engine_dir: Path, sampling: SamplingParams = GREEDY) -> Iterator[Session]:
+def session_of(engine_dir: Path, sampling: SamplingConfig = GREEDY) -> Iterator[Session]:
     settings = SessionSettings(engine_dir, None, None, sampling, KVCacheConfig(), end_id=0, stop_words=[], bad_words=[])
     with open_session(settings) as session:
         yield session
@@ -157,7 +157,7 @@ def test_token_that_cannot_be_chosen_is_no_near_tie(twin_engine_dirs: dict[str, 
     """The twin has the same logit, and is banned."""
     with session_of(twin_engine_dirs["bfloat16"]) as session:
         banned = twin(generated(session)[0].output_tokens[1])
-    with session_of(twin_engine_dirs["bfloat16"], SamplingParams(bad_words=((banned,),))) as session:
+    with session_of(twin_engine_dirs["bfloat16"], SamplingConfig(bad_words=((banned,),))) as session:
         (sequence,) = generated(session)
         check = compare_tokens(session, [with_token(sequence, 1, banned)], [sequence])
     (difference,) = check["differences"]
@@ -192,10 +192,10 @@ def test_rounding_is_the_spacing_of_the_dtype(dtype: str, largest: float) -> Non
 def sampled_sequence() -> Sequence:
     """A sampling sequence with a cut after two tokens, whose noise at the next position prefers tokens 1 and 2."""
     for seed in range(1000):
-        plain = Sequence.start(Request(0, (1,), 4, sampling=SamplingParams(top_k=0, random_seed=seed)))
+        plain = Sequence.start(Request(0, (1,), 4, sampling=SamplingConfig(top_k=0, random_seed=seed)))
         noise = plain.sampler.ranking([1], torch.zeros(3)).tolist()
         if min(noise[1], noise[2]) > noise[0] + 1:
-            return Sequence.start(Request(0, (1,), 4, sampling=SamplingParams(top_k=2, random_seed=seed)))
+            return Sequence.start(Request(0, (1,), 4, sampling=SamplingConfig(top_k=2, random_seed=seed)))
     raise AssertionError("no such seed")
 
 
@@ -217,7 +217,7 @@ def test_samples_nearer_than_rounding_are_near_ties(
     measured: float, is_near_tie: bool, twin_engine_dirs: dict[str, Path]
 ) -> None:
     """The second best with the noise, where `build` found logits to be off by so much."""
-    with session_of(twin_engine_dirs["bfloat16"], SamplingParams(top_k=0)) as session:
+    with session_of(twin_engine_dirs["bfloat16"], SamplingConfig(top_k=0)) as session:
         (sequence,) = generated(session)
         config = session.engine.config
         check = replace(config.logits_check, max_abs_difference=measured)
@@ -228,7 +228,7 @@ def test_samples_nearer_than_rounding_are_near_ties(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_samples_that_differ_beyond_rounding_fail(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
-    with session_of(twin_engine_dirs[dtype], SamplingParams(top_k=0)) as session:
+    with session_of(twin_engine_dirs[dtype], SamplingConfig(top_k=0)) as session:
         (sequence,) = generated(session)
         check = compare_tokens(session, [with_token(sequence, 2, worst_at(session, sequence, 2))], [sequence])
     assert (check["num_near_ties"], check["num_different"], check["passed"]) == (0, 1, False)

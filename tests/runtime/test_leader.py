@@ -14,8 +14,8 @@ from runtime.drafters.draft_target import DraftTargetDrafter
 from runtime.drafters.ngram import NgramDrafter
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError
+from runtime.params import SamplingConfig
 from runtime.request import Request, Sequence
-from runtime.sampling import SamplingParams
 from runtime.stats import LoopTimes
 
 NUM_NEW_TOKENS = 24
@@ -89,7 +89,7 @@ def test_v2_is_v1_is_hugging_face(
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_same_seed_same_text_in_v1_and_v2(drafter: str, open_engine: Any, make_drafter: Any) -> None:
-    requests = make_requests(6, sampling=SamplingParams(temperature=0.9, top_k=0, random_seed=3))
+    requests = make_requests(6, sampling=SamplingConfig(temperature=0.9, top_k=0, random_seed=3))
     v1 = finish(open_engine(), requests, None, orchestrator)
     assert outputs(finish(open_engine(), requests, make_drafter(drafter))) == outputs(v1)
 

@@ -22,8 +22,8 @@ from runtime.drafters.ngram import NgramDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine
 from runtime.orchestrator import generate
+from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence
-from runtime.sampling import SamplingParams
 from runtime.verify import verify
 
 SMALLEST_P_VALUE = 1e-3
@@ -106,7 +106,7 @@ def outputs(kind: str, sampling: dict[str, Any], num_draws: int) -> list[list[in
     draft_tokens, probs = drafts(kind, laws(DRAFT_LOGITS, sampling), num_draws)
     result = []
     for seed, tokens in enumerate(draft_tokens):
-        params = SamplingParams(**({"top_k": 0} | sampling), random_seed=seed)
+        params = SamplingConfig(**({"top_k": 0} | sampling), random_seed=seed)
         verdict = verify(Sequence.start(Request(0, (1, 2), 9, sampling=params)), Draft(tokens, probs), TARGET_LOGITS)
         result.append([*tokens[: verdict.num_accepted], verdict.next_token])
     return result
@@ -236,7 +236,7 @@ def test_texts_follow_hugging_faces_law(
     num_texts = 3000
     engine = Engine.open(engine_dirs["target"])
     requests = [
-        Request(i, tuple(PROMPT), NUM_TOKENS, sampling=SamplingParams(**TEXT_SAMPLING[sampling], random_seed=i))
+        Request(i, tuple(PROMPT), NUM_TOKENS, sampling=SamplingConfig(**TEXT_SAMPLING[sampling], random_seed=i))
         for i in range(num_texts)
     ]
     finished = [

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from runtime.drafters.ngram import NgramDrafter
 from runtime.engine import Engine
 from runtime.orchestrator import generate
+from runtime.params import SamplingConfig
 from runtime.request import Draft, FinishReason, Request, Sequence, StopCheck, Verdict
-from runtime.sampling import SamplingParams
 
 PROMPT = (1, 2, 3)
 DRAFT = [11, 12, 13]
@@ -21,8 +21,8 @@ DRAFT_LEN = 5
 # float32 against float32: the logits are of the order of 10, and sums are taken in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 MODES = {
-    "greedy": SamplingParams(),
-    "sampling": SamplingParams(temperature=1.2, top_k=0, top_p=0.95, repetition_penalty=1.2, random_seed=3),
+    "greedy": SamplingConfig(),
+    "sampling": SamplingConfig(temperature=1.2, top_k=0, top_p=0.95, repetition_penalty=1.2, random_seed=3),
 }
 
 

@@ -22,15 +22,16 @@ from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError, UsageError
 from runtime.orchestrator import generate
+from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence
-from runtime.sampling import OccurrencePenalty, Sampler, SamplingParams, draw
+from runtime.sampling import OccurrencePenalty, Sampler, draw
 
 NUM_NEW_TOKENS = 24
 PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(3)]
 
 
 def processed_by_hf(
-    model: PreTrainedModel, prompt: tuple[int, ...], params: SamplingParams, num_tokens: int
+    model: PreTrainedModel, prompt: tuple[int, ...], params: SamplingConfig, num_tokens: int
 ) -> tuple[list[int], Tensor, Tensor]:
     """Tokens of `generate` and, per step, its logits and what it made of them, (num_tokens, vocab) each.
 
@@ -116,7 +117,7 @@ LAWS = [
 @pytest.mark.parametrize("sampling", LAWS, ids=str)
 def test_law_is_hugging_faces(sampling: dict[str, Any], target: PreTrainedModel) -> None:
     """Of the same prefix and logits, step by step; nothing of the sampler is used to make them."""
-    params = SamplingParams(**sampling)
+    params = SamplingConfig(**sampling)
     for seed, prompt in enumerate(PROMPTS):
         torch.manual_seed(seed)
         tokens, logits, scores = processed_by_hf(target, prompt, params, 12)
@@ -133,7 +134,7 @@ def test_law_is_hugging_faces(sampling: dict[str, Any], target: PreTrainedModel)
 def test_law_of_a_greedy_request_is_its_argmax(
     greedy: dict[str, Any], penalty: dict[str, Any], target: PreTrainedModel
 ) -> None:
-    params = SamplingParams(top_p=0.9, random_seed=4, **greedy, **penalty)
+    params = SamplingConfig(top_p=0.9, random_seed=4, **greedy, **penalty)
     tokens, logits, scores = processed_by_hf(target, PROMPTS[1], params, 12)
     assert tokens == scores.argmax(dim=-1).tolist()
     sampler = Sampler(params, PROMPTS[1])
@@ -201,24 +202,24 @@ def p_value(counts: Tensor) -> float:
 
 def test_uniform_numbers_differ_by_everything_they_depend_on() -> None:
     numbers = [
-        Sampler(SamplingParams(random_seed=seed), prompt, return_index).uniform(position, purpose)
+        Sampler(SamplingConfig(random_seed=seed), prompt, return_index).uniform(position, purpose)
         for seed, prompt, return_index, position, purpose in itertools.product(
             (0, 1, -1, 12), ((5,), (5, 6), (6, 5), (56,)), (0, 1, 2), (1, 2, 21), ("target", "draft", "accept")
         )
     ]
     assert len(set(numbers)) == len(numbers) == 4 * 4 * 3 * 3 * 3
-    again = Sampler(SamplingParams(random_seed=12, temperature=0.4), [56], 2)  # of the parameters only the seed counts
+    again = Sampler(SamplingConfig(random_seed=12, temperature=0.4), [56], 2)  # of the parameters only the seed counts
     assert again.uniform(21, "accept") == numbers[-1]
 
 
 def uniform_pairs(what: str) -> Iterator[tuple[float, float]]:
     """Numbers that one request, or requests that differ by one thing, take side by side."""
     for seed in range(100):
-        sampler = Sampler(SamplingParams(random_seed=seed), (5, 6))
+        sampler = Sampler(SamplingConfig(random_seed=seed), (5, 6))
         other = {
-            "seed": Sampler(SamplingParams(random_seed=seed + 1000), (5, 6)),
-            "return_index": Sampler(SamplingParams(random_seed=seed), (5, 6), 1),
-            "prompt": Sampler(SamplingParams(random_seed=seed), (5, 7)),
+            "seed": Sampler(SamplingConfig(random_seed=seed + 1000), (5, 6)),
+            "return_index": Sampler(SamplingConfig(random_seed=seed), (5, 6), 1),
+            "prompt": Sampler(SamplingConfig(random_seed=seed), (5, 7)),
         }.get(what, sampler)
         for position in range(2, 202):
             if what == "position":
@@ -267,7 +268,7 @@ def make_drafter(name: str, dirs: dict[str, Path], *, use_logits: bool = False) 
 
 
 def make_requests(sampling: dict[str, Any], random_seed: int = 0) -> list[Request]:
-    params = SamplingParams(**sampling, random_seed=random_seed)
+    params = SamplingConfig(**sampling, random_seed=random_seed)
     return [Request(i, prompt, NUM_NEW_TOKENS, sampling=params) for i, prompt in enumerate(PROMPTS)]
 
 
@@ -356,7 +357,7 @@ def test_other_seeds_and_other_return_sequences_give_other_texts(drafter: str, e
     engine = Engine.open(engine_dirs["target"])
     requests = [
         Request(
-            3 * seed + i, PROMPTS[0], NUM_NEW_TOKENS, sampling=SamplingParams(top_k=0, random_seed=seed), return_index=i
+            3 * seed + i, PROMPTS[0], NUM_NEW_TOKENS, sampling=SamplingConfig(top_k=0, random_seed=seed), return_index=i
         )
         for seed in range(3)
         for i in range(3)
@@ -386,7 +387,7 @@ def test_penalties_see_the_exact_prefix_of_every_draft_token(
 ) -> None:
     requests = make_requests(penalty)
     expected = [processed_by_hf(target, r.prompt_tokens, r.sampling, NUM_NEW_TOKENS)[0] for r in requests]
-    without = [processed_by_hf(target, r.prompt_tokens, SamplingParams(), NUM_NEW_TOKENS)[0] for r in requests]
+    without = [processed_by_hf(target, r.prompt_tokens, SamplingConfig(), NUM_NEW_TOKENS)[0] for r in requests]
     assert expected != without
     sequences = finish(Engine.open(engine_dirs["target"]), requests, make_drafter(drafter, engine_dirs), 6)
     assert texts(sequences) == expected
@@ -431,7 +432,7 @@ def test_penalties_see_the_exact_prefix_of_every_draft_token(
 )
 def test_value_out_of_range_is_wrong_usage(name: str, value: float) -> None:
     with pytest.raises(UsageError) as error:
-        SamplingParams(**{name: value})
+        SamplingConfig(**{name: value})
     assert error.value.message.startswith(f"{name} must be ")
     assert error.value.message.endswith(f": {value}")
     assert error.value.hint
@@ -439,7 +440,7 @@ def test_value_out_of_range_is_wrong_usage(name: str, value: float) -> None:
 
 def test_bad_word_of_no_tokens_is_wrong_usage() -> None:
     with pytest.raises(UsageError, match=r"a bad word has no tokens: \(\)"):
-        SamplingParams(bad_words=((5,), ()))
+        SamplingConfig(bad_words=((5,), ()))
 
 
 @pytest.mark.parametrize(
@@ -454,8 +455,8 @@ def test_what_the_vocabulary_does_not_have_is_an_error(
     sampling: dict[str, Any], message: str, engine_dirs: dict[str, Path]
 ) -> None:
     engine = Engine.open(engine_dirs["target"])
-    engine.check_request(Request(7, (5, 6), 5, sampling=SamplingParams(top_k=VOCAB_SIZE, bad_words=((31,), (0, 31)))))
-    request = Request(7, (5, 6), 5, sampling=SamplingParams(**sampling))
+    engine.check_request(Request(7, (5, 6), 5, sampling=SamplingConfig(top_k=VOCAB_SIZE, bad_words=((31,), (0, 31)))))
+    request = Request(7, (5, 6), 5, sampling=SamplingConfig(**sampling))
     with pytest.raises(SpecDecError, match=message):
         engine.check_request(request)
     with pytest.raises(SpecDecError, match=message):
@@ -468,7 +469,7 @@ def test_what_the_vocabulary_does_not_have_is_an_error(
 def test_everything_banned_is_an_error(drafter: str, sampling: dict[str, Any], engine_dirs: dict[str, Path]) -> None:
     """The engine can be used afterwards."""
     engine = Engine.open(engine_dirs["target"])
-    everything = SamplingParams(**sampling, bad_words=tuple((token,) for token in range(VOCAB_SIZE)))
+    everything = SamplingConfig(**sampling, bad_words=tuple((token,) for token in range(VOCAB_SIZE)))
     requests = [Request(0, PROMPTS[0], 5), Request(1, PROMPTS[1], 5, sampling=everything)]
     with pytest.raises(SpecDecError, match="no token left to choose") as error:
         list(generate(engine, requests, make_drafter(drafter, engine_dirs), 3))
@@ -481,7 +482,7 @@ def test_everything_banned_is_an_error(drafter: str, sampling: dict[str, Any], e
 def test_everything_banned_by_an_ngram_is_an_error() -> None:
     """Two tokens, and both would repeat a pair."""
     for sampling in ({"top_k": 1}, {"top_k": 0}):
-        sampler = Sampler(SamplingParams(no_repeat_ngram_size=2, **sampling), (0, 0, 1, 0))
+        sampler = Sampler(SamplingConfig(no_repeat_ngram_size=2, **sampling), (0, 0, 1, 0))
         with pytest.raises(SpecDecError, match="no token left to choose"):
             sampler.choose([0, 0, 1, 0], torch.tensor([0.5, 0.5]))
         assert sampler.choose([0, 0, 1], torch.tensor([-0.5, 0.5])) == 1
@@ -505,7 +506,7 @@ def test_running_out_of_tokens_beyond_the_end_is_no_error(
     by: str, sampling: dict[str, Any], engine_dirs: dict[str, Path]
 ) -> None:
     """Every token but 3 is in the prompt and may not be repeated; a stop word ends the text at the first of them."""
-    prompt, params = tuple(range(3, VOCAB_SIZE)), SamplingParams(**sampling, no_repeat_ngram_size=1)
+    prompt, params = tuple(range(3, VOCAB_SIZE)), SamplingConfig(**sampling, no_repeat_ngram_size=1)
     (plain,) = texts(finish(Engine.open(engine_dirs["target"]), [Request(0, prompt, 3, sampling=params)], None, 0))
     assert sorted(plain) == [0, 1, 2]
     drafters = {
@@ -522,4 +523,4 @@ def test_running_out_of_tokens_beyond_the_end_is_no_error(
 
 def test_temperatures_that_float32_cannot_divide_by_are_greedy() -> None:
     logits = torch.tensor([1.0, 3.0, -2.0])
-    assert Sampler(SamplingParams(temperature=1e-40, top_k=0), (5,)).choose([5], logits) == 1
+    assert Sampler(SamplingConfig(temperature=1e-40, top_k=0), (5,)).choose([5], logits) == 1

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runtime.errors import SpecDecError
+from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence, Verdict
-from runtime.sampling import SamplingParams
 from runtime.verify import verify, verify_tokens
 
 PROMPT = (1, 2, 3)
@@ -51,7 +51,7 @@ def test_output_is_what_the_target_alone_would_say(law: list[int], draft: list[i
 
 def start(*generated: int, prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> Sequence:
     """A sequence that asks for the whole vocabulary, unless told otherwise."""
-    params = SamplingParams(**({"top_k": 0} | sampling))
+    params = SamplingConfig(**({"top_k": 0} | sampling))
     return Sequence(Request(0, prompt, 20, sampling=params), [*prompt, *generated])
 
 

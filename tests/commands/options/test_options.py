@@ -11,7 +11,7 @@ from commands.options.shared import (
     sampling_params,
 )
 from runtime.errors import SpecDecError, UsageError
-from runtime.sampling import GREEDY, SamplingParams
+from runtime.params import GREEDY, SamplingConfig
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_what_needs_a_drafter_says_so(check_lossless: bool, draft_len: DraftLen 
     assert raised.value.hint
 
 
-def params(**given: Any) -> SamplingParams:
+def params(**given: Any) -> SamplingConfig:
     flags = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "no_repeat_ngram_size"))
     return sampling_params(**(flags | given))
 
@@ -51,22 +51,22 @@ def params(**given: Any) -> SamplingParams:
     [
         ({}, GREEDY),
         ({"top_k": 1}, GREEDY),
-        ({"top_k": 0}, SamplingParams(top_k=0)),
-        ({"top_k": 40}, SamplingParams(top_k=40)),
-        ({"temperature": 0.8}, SamplingParams(temperature=0.8, top_k=0)),
-        ({"temperature": 1.0}, SamplingParams(top_k=0)),
-        ({"temperature": 0.0}, SamplingParams(temperature=0.0, top_k=0)),
-        ({"top_p": 0.9}, SamplingParams(top_k=0, top_p=0.9)),
-        ({"top_p": 1.0}, SamplingParams(top_k=0, top_p=1.0)),
-        ({"min_p": 0.1}, SamplingParams(top_k=0, min_p=0.1)),
+        ({"top_k": 0}, SamplingConfig(top_k=0)),
+        ({"top_k": 40}, SamplingConfig(top_k=40)),
+        ({"temperature": 0.8}, SamplingConfig(temperature=0.8, top_k=0)),
+        ({"temperature": 1.0}, SamplingConfig(top_k=0)),
+        ({"temperature": 0.0}, SamplingConfig(temperature=0.0, top_k=0)),
+        ({"top_p": 0.9}, SamplingConfig(top_k=0, top_p=0.9)),
+        ({"top_p": 1.0}, SamplingConfig(top_k=0, top_p=1.0)),
+        ({"min_p": 0.1}, SamplingConfig(top_k=0, min_p=0.1)),
         ({"top_p": 0.0, "min_p": 0.0}, GREEDY),
-        ({"temperature": 0.8, "top_k": 1}, SamplingParams(temperature=0.8)),
-        ({"repetition_penalty": 1.2, "random_seed": 7}, SamplingParams(repetition_penalty=1.2, random_seed=7)),
-        ({"no_repeat_ngram_size": 3}, SamplingParams(no_repeat_ngram_size=3)),
+        ({"temperature": 0.8, "top_k": 1}, SamplingConfig(temperature=0.8)),
+        ({"repetition_penalty": 1.2, "random_seed": 7}, SamplingConfig(repetition_penalty=1.2, random_seed=7)),
+        ({"no_repeat_ngram_size": 3}, SamplingConfig(no_repeat_ngram_size=3)),
     ],
 )
 def test_asking_for_a_temperature_or_a_cut_is_asking_for_samples(
-    given: dict[str, Any], expected: SamplingParams
+    given: dict[str, Any], expected: SamplingConfig
 ) -> None:
     """Unless `--top-k` is given, which decides."""
     assert params(**given) == expected

@@ -21,8 +21,8 @@ from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError
 from runtime.orchestrator import generate
+from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence
-from runtime.sampling import SamplingParams
 
 # float32 against float32: the logits are of the order of 10, and sums are taken in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -32,9 +32,9 @@ PROMPTS = [
     tuple(repetitive_prompt(i, 6 + 5 * i, vocab_size=20)) for i in range(4)
 ]  # even the smallest model reads them
 SMALLER, LARGER = 20, 40
-GREEDY = SamplingParams()
-SAMPLED = SamplingParams(temperature=0.9, top_k=0, top_p=0.95, random_seed=5)
-PENALISED = SamplingParams(top_k=10, repetition_penalty=1.3, no_repeat_ngram_size=3, frequency_penalty=0.1)
+GREEDY = SamplingConfig()
+SAMPLED = SamplingConfig(temperature=0.9, top_k=0, top_p=0.95, random_seed=5)
+PENALISED = SamplingConfig(top_k=10, repetition_penalty=1.3, no_repeat_ngram_size=3, frequency_penalty=0.1)
 BY = pytest.mark.parametrize("use_logits", [False, True], ids=["by tokens", "by probabilities"])
 
 OpenEngine = Callable[..., Engine]
@@ -88,7 +88,7 @@ def open_engine(engine_dirs: dict[str, Path]) -> OpenEngine:
     return lambda name, **kv_cache: Engine.open(engine_dirs[name], kv_cache=KVCacheConfig(**kv_cache))
 
 
-def make_requests(num_requests: int, sampling: SamplingParams = GREEDY, **settings: Any) -> list[Request]:
+def make_requests(num_requests: int, sampling: SamplingConfig = GREEDY, **settings: Any) -> list[Request]:
     return [
         Request(i, prompt, **({"max_new_tokens": NUM_NEW_TOKENS} | settings), sampling=sampling)
         for i, prompt in enumerate(PROMPTS[:num_requests])
@@ -177,7 +177,7 @@ def test_end_id_ends_as_in_hf(
 
 @BY
 @pytest.mark.parametrize("sampling", [SAMPLED, PENALISED], ids=["sampled", "penalised"])
-def test_same_weights_accept_everything(sampling: SamplingParams, use_logits: bool, open_engine: OpenEngine) -> None:
+def test_same_weights_accept_everything(sampling: SamplingConfig, use_logits: bool, open_engine: OpenEngine) -> None:
     """Both sides apply the request's settings to the same prefix, and where tokens count draw the same number."""
     drafter = DraftTargetDrafter(open_engine("same"), VOCAB_SIZE, use_logits=use_logits)
     sequences = finish(open_engine("target"), make_requests(3, sampling), drafter)
@@ -299,7 +299,7 @@ def test_every_number_of_accepted_tokens_is_rolled_back(
 @BY
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_draft_engine_computes_each_token_once(
-    sampling: SamplingParams, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
+    sampling: SamplingConfig, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
 ) -> None:
     """In the real loop, of three requests at once."""
     drafter = DraftTargetDrafter(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)
@@ -345,7 +345,7 @@ def test_forgotten_request_starts_from_nothing(open_engine: OpenEngine, models: 
     ids=["greedy by tokens", "greedy by probabilities", "sampled by tokens"],
 )
 def test_small_pools_change_no_token(
-    sampling: SamplingParams,
+    sampling: SamplingConfig,
     use_logits: bool,
     draft: str,
     target_tokens: int | None,
@@ -405,7 +405,7 @@ def test_batch_larger_than_the_draft_engines_is_drafted_in_parts(
 @pytest.mark.parametrize("draft", ["smaller", "larger"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 def test_draft_model_of_another_vocabulary_drafts_what_both_know(
-    sampling: SamplingParams, draft: str, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
+    sampling: SamplingConfig, draft: str, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
 ) -> None:
     """Once the target said a token that the draft model cannot read, it drafts nothing any more."""
     requests, vocab_size = make_requests(4, sampling), {"smaller": SMALLER, "larger": LARGER}[draft]
@@ -444,7 +444,7 @@ def test_draft_model_with_no_token_left_drafts_no_further(
     sampling: dict[str, Any], use_logits: bool, open_engine: OpenEngine
 ) -> None:
     """All that a draft model of 20 tokens knows is banned; the target has 12 more to choose from."""
-    banned = SamplingParams(**sampling, bad_words=tuple((token,) for token in range(SMALLER)))
+    banned = SamplingConfig(**sampling, bad_words=tuple((token,) for token in range(SMALLER)))
     requests = make_requests(2, banned)
     drafter = DraftTargetDrafter(open_engine("smaller"), VOCAB_SIZE, use_logits=use_logits)
     sequences = finish(open_engine("target"), requests, drafter)
@@ -463,7 +463,7 @@ def test_request_the_target_can_serve_needs_no_token_of_the_draft_model(
     prompt: tuple[int, ...], sampling: dict[str, Any], open_engine: OpenEngine
 ) -> None:
     """What the smaller vocabulary lacks matters as little in a request as in what the target says."""
-    request = Request(0, prompt, NUM_NEW_TOKENS, sampling=SamplingParams(**sampling))
+    request = Request(0, prompt, NUM_NEW_TOKENS, sampling=SamplingConfig(**sampling))
     drafter = DraftTargetDrafter(open_engine("smaller"), VOCAB_SIZE, use_logits=False)
     sequences = finish(open_engine("target"), [request], drafter)
     assert texts(sequences) == texts(finish(open_engine("target"), [request], None))
@@ -475,7 +475,7 @@ def test_request_the_target_can_serve_needs_no_token_of_the_draft_model(
 @BY
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_draft_ends_at_an_end_id(
-    sampling: SamplingParams, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
+    sampling: SamplingConfig, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
 ) -> None:
     """Drawn from its law the end id belongs to the draft; chosen as the target will, it comes at no cost."""
     end_ids = frozenset(range(3, 8))
@@ -502,7 +502,7 @@ def test_draft_ends_at_an_end_id(
 @BY
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_draft_is_no_longer_than_the_budget(
-    sampling: SamplingParams, use_logits: bool, open_engine: OpenEngine
+    sampling: SamplingConfig, use_logits: bool, open_engine: OpenEngine
 ) -> None:
     """The target adds a token of its own."""
     drafter = DraftTargetDrafter(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)

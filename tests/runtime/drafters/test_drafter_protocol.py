@@ -13,8 +13,8 @@ from runtime.drafters.protocol import check_drafts
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.orchestrator import generate
+from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence
-from runtime.sampling import SamplingParams
 
 VOCAB_SIZE = 6
 GOOD = Draft([1, 5])
@@ -104,7 +104,7 @@ def test_wrong_drafter_ends_the_loop_and_leaves_the_engine_usable(
     make_draft: Any, message: str, llama_uncompiled_dir: Path, llama: PreTrainedModel
 ) -> None:
     engine, prompt = Engine.open(llama_uncompiled_dir), [5, 6, 7]
-    request = Request(4, tuple(prompt), 8, sampling=SamplingParams(top_k=0))
+    request = Request(4, tuple(prompt), 8, sampling=SamplingConfig(top_k=0))
     drafter = Constant(make_draft(engine.config.vocab_size))
     with pytest.raises(SpecDecError, match=message) as error:
         list(generate(engine, [request], drafter, 3))

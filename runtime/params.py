@@ -1,0 +1,122 @@
+"""How tokens are to be chosen: what a Python user asks for, and what an engine does. Imports no torch.
+
+`SamplingParams` has vLLM's names and defaults, and knows words; `SamplingConfig` has TensorRT-LLM's, and knows tokens.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.errors import UsageError
+
+_AT_LEAST_0 = ("temperature", "top_k", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
+_SHARES = ("top_p", "min_p")
+_HINTS = {
+    "temperature": "0 is greedy, 1 no effect",
+    "top_k": "0 is the whole vocabulary, 1 greedy",
+    "repetition_penalty": "1 is no effect",
+}
+
+
+def is_greedy(temperature: float, top_k: int) -> bool:
+    """Whether the best token is taken. Colder than 1e-5, logits over temperature leave the range of float32."""
+    return top_k == 1 or temperature < 1e-5
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """TensorRT-LLM's names and defaults; `bad_words` and penalties see the prompt too, as there.
+
+    top_k 1 and temperature 0 (below 1e-5) are greedy; top_k 0 leaves the whole vocabulary; top_p 0.0 and 1.0, min_p
+    0.0, no_repeat_ngram_size 0 and neutral penalties (1.0, 0.0, 0.0) change nothing. UsageError if out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 1
+    top_p: float = 0.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    random_seed: int = 0
+
+    def __post_init__(self) -> None:
+        ranges = [(name, 0 <= getattr(self, name) < math.inf, "at least 0") for name in _AT_LEAST_0]
+        ranges += [(name, 0 <= getattr(self, name) <= 1, "between 0 and 1") for name in _SHARES]
+        ranges.append(("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0"))
+        for name, is_valid, form in ranges:
+            if not is_valid:
+                raise UsageError(
+                    f"{name} must be {form}: {getattr(self, name)}", hint=_HINTS.get(name, "0 is no effect")
+                )
+        if any(not word for word in self.bad_words):
+            raise UsageError("a bad word has no tokens: ()", hint="leave it out")
+
+    @property
+    def is_greedy(self) -> bool:
+        return is_greedy(self.temperature, self.top_k)
+
+
+GREEDY = SamplingConfig()
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to answer a prompt; names and defaults are vLLM's where it has them.
+
+    Temperature 0 is greedy; top_k 0 or -1 and top_p 1.0 leave the whole vocabulary. Without a `seed` every call draws
+    one. Penalties and `no_repeat_ngram_size` see the prompt too. `stop` is text that ends an output and is not part of
+    it. `logprobs` asks for the log-probabilities of that many best tokens and of the chosen one, by the model's own
+    logits, before any penalty or cut. UsageError if a value is out of range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    ignore_eos: bool = False
+    """Whether the model's own end ids are tokens like any other; `stop_token_ids` end an output in either case."""
+    max_tokens: int = 16
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        bounds = (("n", self.n, 1), ("max_tokens", self.max_tokens, 1), ("logprobs", self.logprobs, 0))
+        for name, value, least in bounds:
+            if value is not None and value < least:
+                raise UsageError(f"{name} must be at least {least}: {value}", hint="raise it")
+        for name, words in (("stop", self.stop_words), ("bad_words", tuple(self.bad_words or ()))):
+            if any(not word for word in words):
+                raise UsageError(
+                    f"{name} has a word of no letters: ''", hint="leave it out", fact="empty_word", name=name
+                )
+        self.config()
+
+    @property
+    def stop_words(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def config(self, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingConfig:
+        """The same for an engine; `bad_words` as tokens. Without a seed it is 0."""
+        return SamplingConfig(
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            no_repeat_ngram_size=self.no_repeat_ngram_size,
+            bad_words=bad_words,
+            random_seed=self.seed or 0,
+        )
