@@ -136,7 +136,8 @@ def _check_output_file(path: Path, inputs: list[Path], *, replace: bool) -> None
 
 def _read_texts(path: Path, tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
     """The tokens of each document of a text file."""
-    from commands.inputs.prompts import check_text, read_json_lines, read_utf8, shown
+    from commands.inputs.prompts import check_text
+    from runtime.reading import read_json_lines, read_utf8, shown
     from runtime.text import encode_text
 
     content = read_utf8(path)

@@ -10,6 +10,7 @@ import platform
 import shlex
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,27 @@ def step_files(config: EngineConfig) -> list[str]:
 def uses_kernels(compiler: Compiler, device: str) -> bool:
     """Whether attention is our kernel: where the step is compiled, on the CPU."""
     return compiler != "none" and device == "cpu"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An engine's directory, and its configuration: read once, and checked."""
+
+    directory: Path
+    config: EngineConfig
+
+
+def read_bundle(engine_dir: Path) -> Bundle:
+    """SpecDecError names what is missing or wrong."""
+    return Bundle(engine_dir, read_engine_config(engine_dir))
+
+
+def is_engine_dir(directory: Path) -> bool:
+    """Whether the directory says that it is an engine's, whatever else may be wrong with it."""
+    try:
+        return "build_config" in read_json(directory / "config.json")
+    except SpecDecError:
+        return False
 
 
 def read_engine_config(engine_dir: Path) -> EngineConfig:

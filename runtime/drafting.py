@@ -1,8 +1,17 @@
-"""Ask a drafter for drafts that an engine can take: what both loops do before a step."""
+"""What both loops do before the first step and before every step: check requests, and ask for drafts."""
 
-from runtime.drafters.protocol import Drafter, check_drafts
+from collections.abc import Iterable
+
+from runtime.drafters.protocol import Drafter, check_drafts, check_request
 from runtime.engine import Engine
-from runtime.request import Draft, Sequence
+from runtime.request import Draft, Request, Sequence
+
+
+def check_requests(engine: Engine, drafter: Drafter | None, requests: Iterable[Request]) -> None:
+    """SpecDecError if the engine, or a drafter that has something to say about requests, cannot serve one of them."""
+    for request in requests:
+        engine.check_request(request)
+        check_request(drafter, request)
 
 
 def propose(drafter: Drafter | None, engine: Engine, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:

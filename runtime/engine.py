@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.batch import Row, context_row, fold, generation_row, pack
-from runtime.bundle import check_environment, open_step, read_engine_config, uses_kernels
+from runtime.bundle import Bundle, check_environment, open_step, read_bundle, uses_kernels
 from runtime.compiler.compilation import StepFunction
 from runtime.config import EngineConfig
 from runtime.errors import SpecDecError, UsageError
@@ -79,10 +79,21 @@ class Engine:
     ) -> "Engine":
         """Open an engine directory on a device; on a machine without a GPU device 0 is the CPU.
 
-        Of a prompt `max_num_tokens` are computed at a time.
-        Raises SpecDecError if the directory is damaged or was built for another environment, or the cache does not fit.
+        Prompts are computed `max_num_tokens` tokens at a time. Raises SpecDecError if the directory is damaged or was
+        built for another environment, or the cache does not fit.
         """
-        config = read_engine_config(engine_dir)
+        return cls.of_bundle(read_bundle(engine_dir), device_id, kv_cache, max_num_tokens)
+
+    @classmethod
+    def of_bundle(
+        cls,
+        bundle: Bundle,
+        device_id: int = 0,
+        kv_cache: KVCacheConfig | None = None,
+        max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
+    ) -> "Engine":
+        """`open`, of a directory whose configuration has been read."""
+        config, engine_dir = bundle.config, bundle.directory
         if config.environment.device == "cuda" and not torch.cuda.is_available():
             check_environment(config, engine_dir, torch.device("cpu"))
         device = resolve_device(config.environment.device, device_id)

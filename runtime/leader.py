@@ -10,7 +10,7 @@ from collections.abc import Generator
 from collections.abc import Sequence as Seq
 
 from runtime.drafters.protocol import Drafter
-from runtime.drafting import propose
+from runtime.drafting import check_requests, propose
 from runtime.engine import Engine
 from runtime.request import Request, Sequence
 from runtime.stats import LoopTimes
@@ -29,8 +29,7 @@ def generate(
     """
     max_draft_len = engine.max_draft_len if max_draft_len is None else max_draft_len
     engine.check_draft_len(max_draft_len if drafter else 0)
-    for request in requests:
-        engine.check_request(request)
+    check_requests(engine, drafter, requests)
     times = times if times is not None else LoopTimes()
     batch = _Batch(engine, [Sequence.start(request) for request in requests])
     try:

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from collections.abc import Sequence as Seq
 
 from runtime.drafters.protocol import Drafter
-from runtime.drafting import propose
+from runtime.drafting import check_requests, propose
 from runtime.engine import Engine
 from runtime.errors import UsageError
 from runtime.request import Request, Sequence
@@ -33,8 +33,7 @@ def generate(
         raise UsageError("orchestrator mode needs block reuse", hint="leave `--kv-cache-enable-block-reuse` on")
     max_draft_len = engine.max_draft_len if max_draft_len is None else max_draft_len
     engine.check_draft_len(max_draft_len if drafter else 0)
-    for request in requests:
-        engine.check_request(request)
+    check_requests(engine, drafter, requests)
     times = times if times is not None else LoopTimes()
     sequences = [Sequence.start(request) for request in requests]  # their clocks run while they wait for their group
     for start in range(0, len(sequences), engine.max_batch_size):

@@ -4,7 +4,8 @@ A sequence is its tokens plus one number, `num_computed`: tokens below it have v
 does is to shrink the tail beyond it, and rejecting a draft is to leave `num_computed` where it was.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -43,6 +44,10 @@ class Request:
     keep_logits: bool = False
     num_logprobs: int | None = None
     """Log-probabilities of so many best tokens are kept for each generated token, and its own; None: none are."""
+
+    def with_prompt(self, request_id: int, prompt_tokens: Seq[int], return_index: int = 0) -> "Request":
+        """The same asked of another prompt."""
+        return replace(self, id=request_id, prompt_tokens=tuple(prompt_tokens), return_index=return_index)
 
     @property
     def wants_logits(self) -> bool:

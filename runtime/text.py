@@ -1,5 +1,6 @@
 """Between text and tokens: the tokenizer, the ids that end an output, stop words, and text that arrives in pieces."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -8,10 +9,11 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from commands.inputs.prompts import Prompt
 from runtime.cache import digest
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import read_json
+from runtime.request import Request
+from runtime.request import Sequence as Generated
 
 _REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
 
@@ -38,7 +40,10 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
         )
     except Exception as error:  # transformers raises many kinds; each means: no usable tokenizer here
         raise SpecDecError(
-            f"no usable tokenizer in: {directory}", hint=f"`--tokenizer-dir` names another; transformers said: {error}"
+            f"no usable tokenizer in: {directory}",
+            hint=f"name another; transformers said: {error}",
+            fact="bad_tokenizer",
+            reason=error,
         ) from error
     return tokenizer
 
@@ -76,17 +81,22 @@ def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> PreTra
     return None
 
 
-def word_tokens(tokenizer: PreTrainedTokenizerBase, flag: str, word: str) -> list[int]:
+def word_tokens(tokenizer: PreTrainedTokenizerBase, name: str, word: str) -> list[int]:
     """The tokens of a word by itself; UsageError if there are none."""
     tokens: list[int] = tokenizer(word, add_special_tokens=False)["input_ids"]
     if not tokens or not decode(tokenizer, tokens):
-        raise UsageError(f"`{flag}` has a word that the tokenizer makes nothing of: {word!r}", hint="leave it out")
+        raise UsageError(
+            f"{name} has a word that the tokenizer makes nothing of: {word!r}",
+            hint="leave it out",
+            fact="empty_word",
+            name=name,
+        )
     return tokens
 
 
-def bad_word_tokens(tokenizer: PreTrainedTokenizerBase, words: list[str]) -> tuple[tuple[int, ...], ...]:
+def bad_word_tokens(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """The token sequences to ban: each word as it starts a text, and after a space."""
-    variants = [tuple(word_tokens(tokenizer, "--bad-words", text)) for word in words for text in (word, f" {word}")]
+    variants = [tuple(word_tokens(tokenizer, "bad_words", text)) for word in words for text in (word, f" {word}")]
     return tuple(dict.fromkeys(variants))
 
 
@@ -104,18 +114,21 @@ def find_end_ids(
     return frozenset()
 
 
-def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, max_length: int | None) -> tuple[list[int], bool]:
-    """The prompt's tokens and whether only its last `max_length` were kept."""
-    if prompt.ids is not None:
-        return list(prompt.ids[-max_length:] if max_length else prompt.ids), len(prompt.ids) > (
-            max_length or len(prompt.ids)
-        )
+def encode(
+    prompt: str | Sequence[int], tokenizer: PreTrainedTokenizerBase | None, max_length: int | None = None
+) -> tuple[list[int], bool]:
+    """The tokens of a prompt, text or ids, and whether only its last `max_length` were kept."""
+    if not isinstance(prompt, str):
+        kept = list(prompt)[-max_length:] if max_length else list(prompt)
+        return kept, len(kept) < len(prompt)
     if tokenizer is None:
-        raise SpecDecError("the engine has no tokenizer for a prompt of text", hint="`--tokenizer-dir` names one")
-    ids: list[int] = tokenizer(prompt.text, verbose=False)["input_ids"]
+        raise SpecDecError(
+            "the engine has no tokenizer for a prompt of text", hint="name one, or give token ids", fact="no_tokenizer"
+        )
+    ids: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
     if max_length is None or len(ids) <= max_length:
         return ids, False
-    return tokenizer(prompt.text, truncation=True, max_length=max_length)["input_ids"], True
+    return tokenizer(prompt, truncation=True, max_length=max_length)["input_ids"], True
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
@@ -202,3 +215,12 @@ def output_text(
         return None
     text = decode(tokenizer, tokens)
     return stop_words.cut(text) if stop_words else text
+
+
+def stop_words_of(request: Request) -> StopWords | None:
+    return request.stop_check if isinstance(request.stop_check, StopWords) else None
+
+
+def sequence_text(tokenizer: PreTrainedTokenizerBase | None, sequence: Generated) -> str | None:
+    """`output_text` of a sequence."""
+    return output_text(tokenizer, sequence.output_tokens, stop_words_of(sequence.request))

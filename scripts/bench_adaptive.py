@@ -22,7 +22,7 @@ from runtime.config import BuildConfig
 from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.suffix import SuffixDrafter
+from runtime.drafters.suffix import SuffixLookup
 from runtime.engine import Engine, resolve_device
 from runtime.leader import generate
 from runtime.models import resolve_model
@@ -112,8 +112,8 @@ def main() -> None:
             for category, texts in read_prompts(arguments.data, arguments.num_prompts).items():
                 prompts = [tuple(tokenizer(text)["input_ids"][-MAX_INPUT_LEN:]) for text in texts]
                 requests = [Request(i, prompt, OUTPUT_LEN, end_ids) for i, prompt in enumerate(prompts)]
-                none, fixed = System(lambda: None), System(SuffixDrafter)
-                auto = System(lambda: AdaptiveDrafter(SuffixDrafter(), costs.iteration_s))
+                none, fixed = System(lambda: None), System(SuffixLookup)
+                auto = System(lambda: AdaptiveDrafter(SuffixLookup(), costs.iteration_s))
                 answer_all(engine, [none, fixed, auto], requests, arguments.runs)
                 print(table_row(category, none, fixed, auto), flush=True)
 

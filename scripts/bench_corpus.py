@@ -16,9 +16,9 @@ from pathlib import Path
 
 from commands.inputs.traces import read_traces
 from runtime.corpus import Corpus, write_corpus
-from runtime.drafters.chain import ChainDrafter
-from runtime.drafters.corpus import CorpusDrafter
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.chain import DrafterChain
+from runtime.drafters.corpus import CorpusLookup
+from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.stats import sum_stats
 from runtime.tuning.replay import Trace, replay
@@ -56,9 +56,9 @@ def tokens_per_step(traces: list[Trace], corpora: list[Corpus] | None) -> str:
     """With n-gram lookup, and with the corpus that a block of traces is not in."""
     stats = []
     for start in range(0, len(traces), BLOCK):
-        drafter: Drafter = NgramDrafter(MAX_SIZE)
+        drafter: Drafter = NgramLookup(MAX_SIZE)
         if corpora is not None:
-            drafter = ChainDrafter([drafter, CorpusDrafter(corpora[(start // BLOCK + 1) % 2], MAX_SIZE)])
+            drafter = DrafterChain([drafter, CorpusLookup(corpora[(start // BLOCK + 1) % 2], MAX_SIZE)])
         stats += replay(traces[start : start + BLOCK], drafter, DRAFT_LEN)
     total = sum_stats(stats)
     share = total.num_accepted_draft_tokens / total.num_draft_tokens

@@ -25,8 +25,8 @@ from runtime.batch import Row, pack
 from runtime.checkpoint import convert
 from runtime.compiler.build import build_engine
 from runtime.config import BuildConfig
-from runtime.drafters.draft_target import DraftTargetDrafter
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine
 from runtime.models import resolve_model
@@ -106,7 +106,7 @@ def print_systems(systems: list[System]) -> None:
         print(f"\n{system.name}: {same} of {len(system.outputs)} outputs token for token those without a drafter")
 
 
-def drafting(drafter: DraftTargetDrafter) -> Callable[[], object]:
+def drafting(drafter: DraftModel) -> Callable[[], object]:
     """A proposal of DRAFT_LEN tokens after some CONTEXT tokens, the one before accepted whole."""
     sequence = Sequence.start(Request(-1, (5,) * CONTEXT, 1000))
 
@@ -120,7 +120,7 @@ def drafting(drafter: DraftTargetDrafter) -> Callable[[], object]:
 def print_costs(target: Engine, system: System) -> None:
     """The terms in the generation phase; the formula leaves prompts out."""
     drafter, categories = system.drafter, list(system.times)
-    assert isinstance(drafter, DraftTargetDrafter)
+    assert isinstance(drafter, DraftModel)
     calls = {
         "target 1": step_of(target, 1),
         "target 5": step_of(target, DRAFT_LEN + 1),
@@ -175,12 +175,12 @@ def main() -> None:
             tokenizer = load_tokenizer(target_dir, config.pretrained_config)
             end_ids = find_end_ids(target_dir, config.pretrained_config, tokenizer)
             draft_target = System(
-                f"draft model [{DRAFT_LEN}]", DraftTargetDrafter(draft, config.vocab_size, use_logits=False), DRAFT_LEN
+                f"draft model [{DRAFT_LEN}]", DraftModel(draft, config.vocab_size, use_logits=False), DRAFT_LEN
             )
             systems = [
                 System("no drafter", None, 0),
-                System("n-gram [4,2]", NgramDrafter(2), 4),
-                System("n-gram [10,2]", NgramDrafter(2), 10),
+                System("n-gram [4,2]", NgramLookup(2), 4),
+                System("n-gram [10,2]", NgramLookup(2), 10),
                 draft_target,
             ]
             for i, sample in enumerate([samples[0], *samples]):

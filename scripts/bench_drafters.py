@@ -20,11 +20,11 @@ from statistics import mean, median
 from typing import Any
 
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.chain import ChainDrafter
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.chain import DrafterChain
+from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.suffix import SuffixDrafter
+from runtime.drafters.suffix import SuffixLookup
 from runtime.drafters.tree import TreeDrafter
 from runtime.errors import SpecDecError
 from runtime.request import Request, Sequence
@@ -39,21 +39,21 @@ def iteration_s(batch_size: int, context_len: int, draft_len: int) -> float:
 
 HISTORY, NUM_UNTIMED, NUM_TIMED = 50_000, 100, 1000
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "n-gram 3, leftmost": lambda: NgramDrafter(3, ranking="leftmost"),
-    "n-gram 3, oldest": lambda: NgramDrafter(3),
-    "n-gram 3, recent": lambda: NgramDrafter(3, ranking="recent"),
-    "n-gram 3, frequent": lambda: NgramDrafter(3, ranking="frequent"),
-    "n-gram 6 to 3 recent, then 2 frequent": lambda: ChainDrafter(
-        [NgramDrafter(6, min_matching_ngram_size=3, ranking="recent"), NgramDrafter(2, ranking="frequent")]
+    "n-gram 3, leftmost": lambda: NgramLookup(3, ranking="leftmost"),
+    "n-gram 3, oldest": lambda: NgramLookup(3),
+    "n-gram 3, recent": lambda: NgramLookup(3, ranking="recent"),
+    "n-gram 3, frequent": lambda: NgramLookup(3, ranking="frequent"),
+    "n-gram 6 to 3 recent, then 2 frequent": lambda: DrafterChain(
+        [NgramLookup(6, min_matching_ngram_size=3, ranking="recent"), NgramLookup(2, ranking="frequent")]
     ),
-    "suffix": lambda: SuffixDrafter(),
-    "suffix, growth 4": lambda: SuffixDrafter(growth=4),
-    "suffix, auto": lambda: AdaptiveDrafter(SuffixDrafter(), iteration_s),
-    "n-gram 3, oldest, public": lambda: NgramDrafter(3, pool=NgramPool()),
-    "n-gram 3, frequent, public": lambda: NgramDrafter(3, ranking="frequent", pool=NgramPool()),
-    "suffix, public": lambda: SuffixDrafter(pool=NgramPool()),
-    "suffix, growth 4, public": lambda: SuffixDrafter(growth=4, pool=NgramPool()),
-    "suffix, auto, public": lambda: AdaptiveDrafter(SuffixDrafter(pool=NgramPool()), iteration_s),
+    "suffix": lambda: SuffixLookup(),
+    "suffix, growth 4": lambda: SuffixLookup(growth=4),
+    "suffix, auto": lambda: AdaptiveDrafter(SuffixLookup(), iteration_s),
+    "n-gram 3, oldest, public": lambda: NgramLookup(3, pool=NgramPool()),
+    "n-gram 3, frequent, public": lambda: NgramLookup(3, ranking="frequent", pool=NgramPool()),
+    "suffix, public": lambda: SuffixLookup(pool=NgramPool()),
+    "suffix, growth 4, public": lambda: SuffixLookup(growth=4, pool=NgramPool()),
+    "suffix, auto, public": lambda: AdaptiveDrafter(SuffixLookup(pool=NgramPool()), iteration_s),
 }
 TREE_DRAFTERS: dict[str, Callable[[], TreeDrafter]] = {
     "tree": lambda: TreeDrafter(),

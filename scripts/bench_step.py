@@ -22,7 +22,7 @@ from runtime.batch import Row, pack
 from runtime.checkpoint import convert
 from runtime.compiler.build import build_engine
 from runtime.config import BuildConfig
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.orchestrator import generate
 from runtime.request import Request, Sequence
@@ -106,7 +106,7 @@ def time_iterations(engine: Engine) -> tuple[float, float]:
     prompt = torch.randint(0, 16000, (900,), generator=torch.Generator().manual_seed(2)).tolist()
     times, first = LoopTimes(), LoopTimes()
     requests = [Request(0, tuple(prompt), 128)]
-    for _, _ in generate(engine, requests, NgramDrafter(2), DRAFT_LEN, times):
+    for _, _ in generate(engine, requests, NgramLookup(2), DRAFT_LEN, times):
         if first.num_iterations == 0:
             first.add(times)
     num_iterations = times.num_iterations - 1
@@ -118,7 +118,7 @@ def time_drafting() -> float:
     """Median microseconds of a proposal after 50,000 tokens of history, tokens arriving a few at a time."""
     rng = random.Random(0)
     sequence = Sequence.start(Request(0, tuple(rng.randrange(16000) for _ in range(HISTORY)), 10_000))
-    drafter = NgramDrafter(2)
+    drafter = NgramLookup(2)
     drafter.propose([sequence], DRAFT_LEN)
     times = []
     for _ in range(500):

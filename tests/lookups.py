@@ -3,28 +3,28 @@
 from collections.abc import Callable
 
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.chain import ChainDrafter
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.chain import DrafterChain
+from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.suffix import SuffixDrafter
+from runtime.drafters.suffix import SuffixLookup
 
 MAKE_DRAFTER: dict[str, Callable[[], Drafter]] = {
-    "oldest": lambda: NgramDrafter(3),
-    "leftmost": lambda: NgramDrafter(3, ranking="leftmost"),
-    "recent": lambda: NgramDrafter(3, ranking="recent"),
-    "frequent": lambda: NgramDrafter(3, ranking="frequent"),
-    "frequent, from 2 tokens": lambda: NgramDrafter(4, min_matching_ngram_size=2, ranking="frequent"),
-    "frequent, public": lambda: NgramDrafter(3, ranking="frequent", pool=NgramPool()),
-    "suffix": lambda: SuffixDrafter(),
-    "suffix, growth": lambda: SuffixDrafter(growth=2),
-    "suffix, public": lambda: SuffixDrafter(pool=NgramPool()),
-    "suffix, small pool": lambda: SuffixDrafter(pool=NgramPool(max_tokens=30)),
+    "oldest": lambda: NgramLookup(3),
+    "leftmost": lambda: NgramLookup(3, ranking="leftmost"),
+    "recent": lambda: NgramLookup(3, ranking="recent"),
+    "frequent": lambda: NgramLookup(3, ranking="frequent"),
+    "frequent, from 2 tokens": lambda: NgramLookup(4, min_matching_ngram_size=2, ranking="frequent"),
+    "frequent, public": lambda: NgramLookup(3, ranking="frequent", pool=NgramPool()),
+    "suffix": lambda: SuffixLookup(),
+    "suffix, growth": lambda: SuffixLookup(growth=2),
+    "suffix, public": lambda: SuffixLookup(pool=NgramPool()),
+    "suffix, small pool": lambda: SuffixLookup(pool=NgramPool(max_tokens=30)),
     "adaptive": lambda: AdaptiveDrafter(
-        SuffixDrafter(), lambda batch_size, context_len, draft_len: 1 + 0.1 * draft_len
+        SuffixLookup(), lambda batch_size, context_len, draft_len: 1 + 0.1 * draft_len
     ),
     "adaptive, public": lambda: AdaptiveDrafter(
-        NgramDrafter(3, pool=NgramPool()), lambda batch_size, context_len, draft_len: 1 + 0.004 * draft_len * batch_size
+        NgramLookup(3, pool=NgramPool()), lambda batch_size, context_len, draft_len: 1 + 0.004 * draft_len * batch_size
     ),
-    "chain": lambda: ChainDrafter([NgramDrafter(4, min_matching_ngram_size=3), SuffixDrafter(pool=NgramPool())]),
+    "chain": lambda: DrafterChain([NgramLookup(4, min_matching_ngram_size=3), SuffixLookup(pool=NgramPool())]),
 }

@@ -1,12 +1,12 @@
 """What the documents of `--json` begin with, so that a program (and `compare`) knows what it reads."""
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from commands.inputs.prompts import parse_json, read_utf8
 from runtime.errors import SpecDecError
+from runtime.reading import parse_json, read_utf8
+from runtime.version import specdec_version
 
 SCHEMA_VERSION = 1
 """Of the documents of `run`, `summarize` and `compare`; changed when a key changes its meaning or goes away."""
@@ -16,14 +16,6 @@ _COMMANDS = ("run", "summarize")
 
 def document_head(command: str) -> dict[str, Any]:
     return {"command": command, "schema_version": SCHEMA_VERSION, "specdec_version": specdec_version()}
-
-
-def specdec_version() -> str | None:
-    """None where specdec was not installed, but runs from its directory."""
-    try:
-        return version("specdec-cli")
-    except PackageNotFoundError:
-        return None
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Literal
 
-from commands.inputs.prompts import check_text, parse_json, read_json_lines, read_utf8, shown
+from commands.inputs.prompts import check_text
 from runtime.errors import SpecDecError, UsageError
 from runtime.models import quiet_hub
+from runtime.reading import parse_json, read_json_lines, read_utf8, shown
 
 EvalTask = Literal["summarize", "code_completion", "question"]
 

@@ -2,17 +2,16 @@
 
 Every prompt returned has something in it: a row, a line or a cell that cannot be a prompt is an error that
 says where it stands, and none is dropped. The file kinds are those of TensorRT-LLM's `examples/run.py`
-(`parse_input`) and JSON lines. Reading a user's UTF-8 file is done here for `commands.inputs.dataset` too.
+(`parse_input`) and JSON lines.
 """
 
 import csv
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from runtime.errors import SpecDecError, UsageError
+from runtime.reading import raise_unreadable, read_json_lines, read_utf8, shown
 
 MAX_TOKEN_ID = 2**63 - 1  # ids travel as int64
 
@@ -56,65 +55,6 @@ def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: 
     return list(_TEXT_KINDS[suffix](read_utf8(input_file), input_file))
 
 
-def read_utf8(path: Path) -> str:
-    """The whole text of a file without its byte order mark. Line ends are kept.
-
-    Raises SpecDecError where the file cannot be read, holds only white space, or is not UTF-8 (naming the
-    line and the byte offset from the start of the file).
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        _unreadable(path, error)
-    try:
-        text = data.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise SpecDecError(
-            f"not UTF-8 text at line {line}, byte offset {error.start}: {path}", hint="save the file as UTF-8"
-        ) from error
-    if not text.strip():
-        raise SpecDecError(f"the file is empty: {path}", hint="put something into it, or give another file")
-    return text
-
-
-def read_json_lines(text: str, path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """(line number, object) of each line of a JSON lines text; `path` is only named in errors.
-
-    A line of white space holds no value and is passed over. Raises SpecDecError naming the line where it is
-    not JSON or not an object.
-    """
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        value = parse_json(line, path, first_line=number)
-        if not isinstance(value, dict):
-            raise SpecDecError(
-                f"line {number} is not a JSON object, {shown(value)}: {path}",
-                hint='write one object a line, such as {"prompt": "..."}',
-            )
-        yield number, value
-
-
-def parse_json(text: str, path: Path, *, first_line: int = 1) -> object:
-    """The value of a JSON text that starts on `first_line` of the file at `path`.
-
-    Raises SpecDecError naming the line and column.
-    """
-    try:
-        value: object = json.loads(text)
-    except json.JSONDecodeError as error:
-        where = f"line {first_line + error.lineno - 1}, column {error.colno}"
-        raise SpecDecError(
-            f"not JSON at {where} ({error.msg}): {path}", hint="correct the file at that place"
-        ) from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of brackets
-        raise SpecDecError(
-            f"JSON too large to read from line {first_line} ({error}): {path}", hint="check that this is the right file"
-        ) from error
-    return value
-
-
 def check_text(value: object, where: str) -> str:
     """`value` if it is text that can be tokenised. Raises SpecDecError, naming `where`, otherwise."""
     if not isinstance(value, str):
@@ -135,12 +75,6 @@ def check_category(row: dict[str, object], where: str) -> str | None:
     """What a JSON line says of its kind, None for nothing. Raises SpecDecError, naming `where`, unless it is text."""
     category = row.get("category")
     return None if category in (None, "") else check_text(category, where)
-
-
-def shown(value: object) -> str:
-    """`value` as an error shows it: one line that a terminal can hold."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _txt_prompts(text: str, path: Path) -> Iterator[Prompt]:
@@ -200,7 +134,7 @@ def _npy_rows(path: Path) -> list[list[int]]:
             # Not np.load, which would open a .npz archive or a bare pickle under this name as well.
             array = np.lib.format.read_array(file, allow_pickle=False)
     except OSError as error:
-        _unreadable(path, error)
+        raise_unreadable(path, error)
     except Exception as error:  # a broken header fails in numpy, ast, tokenize or in allocating its shape
         raise SpecDecError(
             f"not a NumPy array of numbers ({shown(str(error))}): {path}",
@@ -238,10 +172,6 @@ def check_ids(values: object, where: str) -> tuple[int, ...]:
             )
         ids.append(value)
     return tuple(ids)
-
-
-def _unreadable(path: Path, error: OSError) -> NoReturn:
-    raise SpecDecError(f"cannot read the file ({error.strerror}): {path}", hint="check the path") from error
 
 
 _TEXT_KINDS: dict[str, Callable[[str, Path], Iterator[Prompt]]] = {

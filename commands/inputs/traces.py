@@ -10,9 +10,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from commands.inputs.prompts import Prompt, check_category, check_ids, check_text, read_json_lines, read_utf8, shown
+from commands.inputs.prompts import Prompt, check_category, check_ids, check_text
 from runtime.errors import SpecDecError
 from runtime.files import write_file
+from runtime.reading import read_json_lines, read_utf8, shown
 from runtime.request import Sequence
 from runtime.text import encode, encode_text
 from runtime.tuning.replay import Trace

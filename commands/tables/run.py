@@ -1,31 +1,33 @@
-"""What `run` shows and prints of a generation: text as it comes, outputs, the table, the JSON document."""
+"""What `run` shows of a generation: text as it comes, outputs, the table of requests."""
 
 from typing import Any
 
 from rich.table import Table
 
-from commands.documents.head import document_head
 from commands.inputs.prompts import Prompt
 from commands.output import Output, milliseconds, number, percent
 from commands.tables.details import show_details
 from commands.tables.tokens import counts_line, legend, mark_for_stdout, marked_text
 from runtime.errors import SpecDecError
 from runtime.evaluation.steps import output_pieces, tokens_per_step
+from runtime.generation import Generation
+from runtime.llm import LLM
 from runtime.request import Sequence
-from runtime.session import Generation, Session
-from runtime.text import TextStream, output_text
+from runtime.text import StopWords, TextStream
 
 
 class StreamPrinter:
     """Prints new text every `interval` steps of a request; several requests each with their label in front."""
 
-    def __init__(self, session: Session, output: Output, interval: int, labels: list[str]) -> None:
-        if session.tokenizer is None:
+    def __init__(
+        self, llm: LLM, stop_words: StopWords | None, output: Output, interval: int, labels: list[str]
+    ) -> None:
+        if llm.tokenizer is None:
             raise SpecDecError(
-                "streaming needs a tokenizer, and the engine has none", hint="`--tokenizer-dir` names one"
+                "streaming needs a tokenizer, and the engine has none", hint="name one", fact="no_tokenizer"
             )
-        tokenizer = session.tokenizer
-        self._streams = [TextStream(tokenizer, session.stop_words) for _ in labels]
+        tokenizer = llm.tokenizer
+        self._streams = [TextStream(tokenizer, stop_words) for _ in labels]
         self._output, self._interval, self._labels = output, interval, labels
 
     def __call__(self, sequence: Sequence, new_tokens: list[int]) -> None:
@@ -47,7 +49,7 @@ def make_labels(num_requests: int, num_return_sequences: int) -> list[str]:
 
 
 def show_outputs(
-    session: Session,
+    llm: LLM,
     prompts: list[Prompt],
     generation: Generation,
     labels: list[str],
@@ -60,7 +62,7 @@ def show_outputs(
         output.text(legend(mark))
     for sequence in generation.sequences:
         prompt, label = prompts[sequence.request.id], labels[sequence.request.id]
-        text = output_text(session.tokenizer, sequence.output_tokens, session.stop_words)
+        text = llm.text(sequence)
         if text is None:
             text = " ".join(map(str, sequence.output_tokens))
         if output.quiet:
@@ -70,7 +72,7 @@ def show_outputs(
             if sequence.request.return_index == 0:
                 output.text(f'Input [{label.removesuffix(" Seq 0")}]: "{shown}"')
             if mark is not None:
-                pieces = output_pieces(sequence, session.tokenizer, session.stop_words)
+                pieces = output_pieces(sequence, llm.tokenizer)
                 output.text(f'Output [{label}]: "{marked_text(pieces, mark)}"\n{counts_line(pieces)}')
             else:
                 output.text(f'Output [{label}]: "{text}"')
@@ -117,36 +119,3 @@ def time_line(total: dict[str, Any]) -> str:
         f"{number(total['output_tokens_per_second'], 1)} tokens/s; a step: "
         f"{part('target', 'target')}, {part('drafting', 'draft')}, {part('host', 'host')}"
     )
-
-
-def make_document(
-    session: Session,
-    prompts: list[Prompt],
-    generation: Generation,
-    max_input_length: int | None,
-    max_output_len: int,
-    *,
-    per_step: bool,
-) -> dict[str, Any]:
-    return {
-        **document_head("run"),
-        "requests": [
-            {
-                "prompt": prompts[sequence.request.id].text,
-                "prompt_ids": list(sequence.request.prompt_tokens),
-                "return_index": sequence.request.return_index,
-                "output_ids": sequence.output_tokens,
-                "output_text": output_text(session.tokenizer, sequence.output_tokens, session.stop_words),
-                "finish_reason": sequence.finish_reason,
-                "stats": sequence.stats.as_dict(session.max_draft_len, per_step=per_step),
-            }
-            for sequence in generation.sequences
-        ],
-        "total": generation.total(session.max_draft_len),
-        "settings": {
-            **session.settings_record(),
-            "max_input_length": max_input_length,
-            "max_output_len": max_output_len,
-        },
-        **session.engine_records(),
-    }

@@ -1,165 +1,20 @@
-"""The summary of a dataset run: one JSON document, and tables and files that are views of it."""
+"""What `summarize` shows: views of its document."""
 
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, median
 from typing import Any
 
 from rich.table import Table
 
-from commands.documents.head import document_head
-from commands.documents.rouge import ROUGE_TYPES, rouge_scores
+from commands.documents.rouge import ROUGE_TYPES
 from commands.inputs.dataset import Sample
 from commands.output import Output, milliseconds, number, percent, speedup_line
 from commands.tables.details import show_details
 from runtime.evaluation.lossless import lossless_lines
 from runtime.evaluation.steps import tokens_per_step
 from runtime.evaluation.systems import SampleRun, SystemRun
-from runtime.files import write_file, write_json
-from runtime.session import Session, Work, total_record
-from runtime.stats import LoopTimes
 
 _TITLES = {"hf": "Hugging Face", "engine": "engine", "engine_no_drafter": "engine, no drafter"}
-
-
-def summary_document(
-    session: Session,
-    samples: list[Sample],
-    prompts: list[list[int]],
-    runs: list[SystemRun],
-    settings: dict[str, Any],
-    *,
-    per_step: bool,
-) -> dict[str, Any]:
-    """Everything that was measured. `requests` and `total` are the engine's, as in `run`; `systems` has each one."""
-    by_name = {run.name: run for run in runs}
-    systems = {run.name: _system_record(session, samples, run) for run in runs}
-    engine = by_name.get("engine")
-    work = {run.name: run.work for run in runs}
-    document: dict[str, Any] = {
-        **document_head("summarize"),
-        "requests": _request_records(session, samples, prompts, runs, per_step=per_step),
-        "total": systems["engine"]["total"] if engine else None,
-        "rouge": {run.name: systems[run.name]["rouge"] for run in runs},
-        "num_references": sum(sample.reference is not None for sample in samples),
-        "hf": systems.get("hf"),
-        "systems": systems,
-        "categories": _category_records(session, samples, runs),
-        "speedup": _speedup(work.get("engine_no_drafter"), work.get("engine")),
-        "speedup_over_hf": _speedup(work.get("hf"), work.get("engine")),
-        "checks": _identity_checks(session, by_name),
-        "settings": settings,
-        **session.engine_records(),
-    }
-    return document
-
-
-def _system_record(session: Session, samples: list[Sample], run: SystemRun) -> dict[str, Any]:
-    return {
-        "total": run.total(session.max_draft_len),
-        "rouge": _rouge([s.output_text for s in run.samples], [s.reference for s in samples]),
-        "median_ttft_s": median([s.ttft_s for s in run.samples if s.ttft_s is not None]),
-        "median_tpot_s": _median_or_none([s.tpot_s for s in run.samples if s.tpot_s is not None]),
-        "mean_latency_s": mean([s.latency_s for s in run.samples if s.latency_s is not None]),
-    }
-
-
-def _rouge(outputs: list[str], references: list[str | None]) -> dict[str, float] | None:
-    """Of the outputs that have a reference; None where none has."""
-    pairs = [(o, reference) for o, reference in zip(outputs, references, strict=True) if reference is not None]
-    return rouge_scores([o for o, _ in pairs], [reference for _, reference in pairs]) if pairs else None
-
-
-def _median_or_none(values: list[float]) -> float | None:
-    return median(values) if values else None
-
-
-def _request_records(
-    session: Session, samples: list[Sample], prompts: list[list[int]], runs: list[SystemRun], *, per_step: bool
-) -> list[dict[str, Any]]:
-    main = runs[0]
-    records = []
-    for i, (sample, prompt, answer) in enumerate(zip(samples, prompts, main.samples, strict=True)):
-        record: dict[str, Any] = {
-            "id": sample.id,
-            "category": sample.category,
-            "prompt": sample.text,
-            "prompt_ids": prompt,
-            "reference": sample.reference,
-            "output_ids": answer.output_tokens,
-            "output_text": answer.output_text,
-            "outputs": {run.name: run.samples[i].output_tokens for run in runs},
-            "wall_s": {run.name: run.samples[i].wall_s for run in runs},
-        }
-        if answer.sequence is not None:
-            record["finish_reason"] = answer.sequence.finish_reason
-            record["stats"] = answer.sequence.stats.as_dict(session.max_draft_len, per_step=per_step)
-        records.append(record)
-    return records
-
-
-def _category_records(session: Session, samples: list[Sample], runs: list[SystemRun]) -> dict[str, Any]:
-    """ROUGE, acceptance, TPOT and speedup per category; empty where the data names none."""
-    categories = sorted({sample.category for sample in samples if sample.category is not None})
-    return {category: _category_record(session, samples, runs, category) for category in categories}
-
-
-def _category_record(session: Session, samples: list[Sample], runs: list[SystemRun], category: str) -> dict[str, Any]:
-    chosen = [i for i, sample in enumerate(samples) if sample.category == category]
-    references = [samples[i].reference for i in chosen]
-    work = {run.name: run.work_on(chosen) for run in runs}
-    walls = {name: done.wall_s for name, done in work.items()}
-    record: dict[str, Any] = {
-        "num_samples": len(chosen),
-        "num_references": sum(reference is not None for reference in references),
-        "rouge": {},
-        "median_tpot_s": {},
-        "wall_s": walls,
-    }
-    for run in runs:
-        answers = [run.samples[i] for i in chosen]
-        record["rouge"][run.name] = _rouge([answer.output_text for answer in answers], references)
-        record["median_tpot_s"][run.name] = _median_or_none([a.tpot_s for a in answers if a.tpot_s is not None])
-        if run.name == "engine":
-            sequences = [answer.sequence for answer in answers if answer.sequence]
-            total = total_record(sequences, LoopTimes(wall_s=walls["engine"]), session.max_draft_len)
-            record |= {key: total[key] for key in _CATEGORY_COUNTS}
-    record["speedup"] = _speedup(work.get("engine_no_drafter"), work.get("engine"))
-    return record
-
-
-_CATEGORY_COUNTS = (
-    "num_generated_tokens",
-    "num_steps",
-    "num_draft_tokens",
-    "num_accepted_draft_tokens",
-    "draft_acceptance_rate",
-    "tokens_per_step",
-)
-
-
-def _speedup(base: Work | None, engine: Work | None) -> float | None:
-    return engine.speedup_over(base) if base and engine else None
-
-
-def _identity_checks(session: Session, runs: dict[Any, SystemRun]) -> dict[str, Any]:
-    """How many outputs are token for token those of the other systems; left out where draws differ by nature."""
-    comparable = {"hf": session.sampling.is_greedy, "engine_no_drafter": not session.draws_by_probs}
-    checks: dict[str, Any] = {}
-    engine = runs.get("engine")
-    for other, key in (("hf", "identical_to_hf"), ("engine_no_drafter", "identical_to_no_drafter")):
-        if engine and other in runs and comparable[other]:
-            checks[key] = {"num_identical": _num_identical(engine, runs[other]), "num_samples": len(engine.samples)}
-    return checks
-
-
-def accuracy_check(document: dict[str, Any], rouge1_threshold: float) -> dict[str, Any]:
-    rouge1 = document["rouge"]["engine"]["rouge1"]
-    return {"rouge1": rouge1, "threshold": rouge1_threshold, "passed": rouge1 >= rouge1_threshold}
-
-
-def _num_identical(a: SystemRun, b: SystemRun) -> int:
-    return sum(x.output_tokens == y.output_tokens for x, y in zip(a.samples, b.samples, strict=True))
 
 
 def show_summary(
@@ -277,15 +132,3 @@ def _check_lines(document: dict[str, Any]) -> list[str]:
         result = "passed" if check["passed"] else "FAILED"
         lines.append(f"accuracy check {result}: ROUGE-1 {check['rouge1']:.2f}, threshold {check['threshold']:g}")
     return lines
-
-
-def write_outputs(output_dir: Path, session: Session, runs: list[SystemRun], document: dict[str, Any]) -> None:
-    """`engine.out` and `hf.out` with one output per sample, as TensorRT-LLM's summarize.py, and `summary.json`."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    for run in runs:
-        if run.name == "engine_no_drafter":
-            continue
-        lines = [f"Engine path: {session.settings.engine_dir}", f"Tokenizer path: {session.tokenizer_dir}"]
-        lines += [f"[{i}] {sample.output_text}" for i, sample in enumerate(run.samples)]
-        write_file(output_dir / f"{run.name}.out", ("\n".join(lines) + "\n").encode())
-    write_json(output_dir / "summary.json", document)

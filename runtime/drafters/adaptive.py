@@ -14,8 +14,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from runtime.drafters.protocol import Drafter
-from runtime.request import Draft, Sequence
+from runtime.drafters.protocol import Drafter, check_request
+from runtime.request import Draft, Request, Sequence
 
 IterationSeconds = Callable[[int, int, float], float]
 """(batch size, context length, mean draft length) -> seconds; `CostModel.iteration_s`."""
@@ -80,6 +80,9 @@ class AdaptiveDrafter:
         self._num_off = 0
         """Steps in a row for which nothing was sent of what was drafted."""
         self._known_seconds: dict[tuple[int, int], list[float]] = {}
+
+    def check_request(self, request: Request) -> None:
+        check_request(self.drafter, request)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         for sequence in sequences:

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-from runtime.drafters.protocol import Drafter, check_num_drafts
+from runtime.drafters.protocol import Drafter, check_num_drafts, check_request
 from runtime.errors import UsageError
 from runtime.request import Draft, Request, Sequence
 
 
-class ChainDrafter:
+class DrafterChain:
     """Asks each drafter for those sequences for which all before it proposed nothing: the cheap one first.
 
     A drafter is not asked at every step then, and finds several tokens new when it is: all of ours can cope.
@@ -21,9 +21,7 @@ class ChainDrafter:
     def check_request(self, request: Request) -> None:
         """What the members say who have something to say about a request before it starts."""
         for drafter in self.drafters:
-            check = getattr(drafter, "check_request", None)
-            if check is not None:
-                check(request)
+            check_request(drafter, request)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         drafts = [Draft([])] * len(sequences)

@@ -5,7 +5,7 @@ from runtime.drafters.lookup import cut_at_end_id
 from runtime.request import Draft, Sequence
 
 
-class CorpusDrafter:
+class CorpusLookup:
     """Looks up the longest end of each sequence, of at most `max_matching_ngram_size` tokens, that is in the corpus.
 
     The draft is the most frequent token after it, then the most frequent after that one, as long as one occurrence in

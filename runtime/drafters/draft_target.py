@@ -18,7 +18,7 @@ from runtime.request import Draft, Request, Sequence
 from runtime.sampling import NoTokenLeft, draw
 
 
-class DraftTargetDrafter:
+class DraftModel:
     """Drafts with the request's own sampling parameters, up to an end id, the request's budget or the draft length.
 
     Without `use_logits` the draft model chooses as the target will, with the same noise at each position, so that like
@@ -55,7 +55,6 @@ class DraftTargetDrafter:
         """The sequence's follower, with its tokens, and K/V of as many of them as are still true."""
         request = sequence.request
         if request.id not in self._followers:
-            self.check_request(request)
             self._followers[request.id] = Sequence.start(request)
         follower, tokens = self._followers[request.id], sequence.tokens
         num_common = min(len(follower.tokens), len(tokens))

@@ -9,14 +9,13 @@ continuation is read from the sequence itself. A public pool is asked where the 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from runtime.drafters.lookup import cut_at_end_id
 from runtime.drafters.pool import NgramPool
+from runtime.drafters.settings import NgramRanking
 from runtime.errors import UsageError
 from runtime.request import Draft, Sequence
 
-Ranking = Literal["oldest", "leftmost", "recent", "frequent"]
 Pattern = tuple[int, ...]
 
 
@@ -46,7 +45,7 @@ def _keep_most_frequent(history: _History, pattern: Pattern, end: int, follower:
         history.ends[pattern] = end
 
 
-_KEEP: dict[Ranking, Callable[[_History, Pattern, int, int], None]] = {
+_KEEP: dict[NgramRanking, Callable[[_History, Pattern, int, int], None]] = {
     "oldest": _keep_first,
     "leftmost": _keep_first,
     "recent": _keep_last,
@@ -54,7 +53,7 @@ _KEEP: dict[Ranking, Callable[[_History, Pattern, int, int], None]] = {
 }
 
 
-class NgramDrafter:
+class NgramLookup:
     """Looks up the last `max_matching_ngram_size`, then fewer, tokens of each sequence in that sequence.
 
     With max_matching_ngram_size 2 and the tokens 7 8 9 5 8 9 the pattern (8, 9) first ended before the 5: the draft is
@@ -75,7 +74,7 @@ class NgramDrafter:
         max_matching_ngram_size: int,
         *,
         min_matching_ngram_size: int = 1,
-        ranking: Ranking = "oldest",
+        ranking: NgramRanking = "oldest",
         pool: NgramPool | None = None,
     ) -> None:
         if not 1 <= min_matching_ngram_size <= max_matching_ngram_size:

@@ -62,6 +62,12 @@ class NgramPool:
         self._texts: deque[_Text] = deque()
         self._followers: dict[tuple[int, ...], _Followers] = {}
 
+    def clear(self) -> None:
+        """Forget all texts."""
+        self.num_tokens = 0
+        self._texts.clear()
+        self._followers.clear()
+
     @property
     def num_patterns(self) -> int:
         return len(self._followers)

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from runtime.errors import SpecDecError
-from runtime.request import Draft, Sequence
+from runtime.request import Draft, Request, Sequence
 
 
 class Drafter(Protocol):
@@ -22,6 +22,13 @@ class Drafter(Protocol):
     def forget(self, request_id: int) -> None:
         """Drop the state of a finished request."""
         ...
+
+
+def check_request(drafter: Drafter | None, request: Request) -> None:
+    """Let a drafter that has a method of this name say, by SpecDecError, that it cannot serve a request."""
+    check = getattr(drafter, "check_request", None)
+    if check is not None:
+        check(request)
 
 
 def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size: int) -> None:

@@ -153,7 +153,7 @@ class History:
         self.num_indexed = len(sequence.tokens)
 
 
-class SuffixDrafter:
+class SuffixLookup:
     """Follows, token by token, the most frequent follower of the longest match (of equals the latest).
 
     Matches are looked for in the sequence itself, the draft so far included. With a `pool` its longest pattern

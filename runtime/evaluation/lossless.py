@@ -1,8 +1,8 @@
 """Whether speculation left the output what it is: compared token by token, or by distribution.
 
 By tokens wherever the target draws its own tokens: greedy, and sampling with one seed. Where two outputs part, the
-target's logits at that place say how near the two tokens are. Rejection sampling follows the target's law with other
-draws; there, many next tokens are drawn from the same texts and counted against that law.
+target's logits at that place say how near the two tokens are. Rejection sampling follows the target's distribution with
+other draws; there, many next tokens are drawn from the same texts and counted against that distribution.
 """
 
 import math
@@ -11,22 +11,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.engine import Engine
-from runtime.errors import SpecDecError
-from runtime.orchestrator import generate
 from runtime.request import Draft, Request, Sequence
 from runtime.session import Session
 
 P_VALUE_THRESHOLD = 1e-4
 NUM_PREFIXES, NUM_DRAWS_PER_PREFIX = 8, 250
-_MIN_DRAWS_OF_A_PREFIX = 50  # fewer say nothing about a law
+_MIN_DRAWS_OF_A_PREFIX = 50  # fewer say nothing about a distribution
 _MIN_EXPECTED_COUNT = 5  # of a cell of the chi-squared statistic
 _IMPOSSIBLE = 1e-12
 
@@ -48,7 +45,7 @@ def check_outputs(
     session: Session, sequences: Seq[Sequence], without_drafter: Seq[Sequence], advance: Callable[[], None]
 ) -> dict[str, Any]:
     """The `lossless` check by the rule that fits; `advance` is called up to NUM_PREFIXES times."""
-    if session.draws_by_probs:
+    if session.draws_by_probs(sequences):
         return check_distribution(session, sequences, advance)
     return compare_tokens(session, sequences, without_drafter)
 
@@ -130,34 +127,35 @@ def check_distribution(session: Session, sequences: Seq[Sequence], advance: Call
     """The `lossless` check by distribution: chi-squared over speculated tokens after prefixes of these outputs.
 
     Every draw is one step from a prefix, with its own random numbers. The tokens of a step are counted by the text
-    before them, and compared with the law that a step without a draft gives for that text.
+    before them, and compared with the distribution that a step without a draft gives for that text.
     """
     prefixes = _choose_prefixes(session, sequences)
     counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for prefix in prefixes:
         for start in range(0, NUM_DRAWS_PER_PREFIX, session.engine.max_batch_size):
             draws = range(start, min(start + session.engine.max_batch_size, NUM_DRAWS_PER_PREFIX))
-            for tokens, num_new in _draw_once(session, prefix, draws):
+            for tokens, num_new in _draw_once(session, sequences[0].request, prefix, draws):
                 for i in range(len(tokens) - num_new, len(tokens)):
                     counts[tuple(tokens[:i])][tokens[i]] += 1
         advance()
-    chi_squared, degrees_of_freedom, num_laws, num_counted = 0.0, 0, 0, 0
+    chi_squared, degrees_of_freedom, num_distributions, num_counted = 0.0, 0, 0, 0
     for text, counter in counts.items():
         if counter.total() < _MIN_DRAWS_OF_A_PREFIX:
             continue
-        request = session.request(0, text, 1)
-        law = Sequence.start(request).sampler.probs(list(text), next_logits(session.engine, request, list(text)))
-        statistic, freedom = chi_squared_of(counter, law)
+        request = replace(sequences[0].request, prompt_tokens=text, max_new_tokens=1)
+        logits = next_logits(session.engine, request, list(text))
+        distribution = Sequence.start(request).sampler.probs(list(text), logits)
+        statistic, freedom = chi_squared_of(counter, distribution)
         chi_squared += statistic
         degrees_of_freedom += freedom
-        num_laws += 1
+        num_distributions += 1
         num_counted += counter.total()
     p_value = chi_squared_p_value(chi_squared, degrees_of_freedom)
     return {
         "rule": "distribution",
         "num_prefixes": len(prefixes),
         "num_draws": len(prefixes) * NUM_DRAWS_PER_PREFIX,
-        "num_laws": num_laws,
+        "num_distributions": num_distributions,
         "num_tokens": num_counted,
         "chi_squared": chi_squared if math.isfinite(chi_squared) else None,
         "degrees_of_freedom": degrees_of_freedom,
@@ -177,7 +175,7 @@ class _Prefix:
 
 def _choose_prefixes(session: Session, sequences: Seq[Sequence]) -> list[_Prefix]:
     """Prompts with some of their outputs, no longer than a prompt may be."""
-    rng = random.Random(session.sampling.random_seed)
+    rng = random.Random(sequences[0].request.sampling.random_seed)
     engines = [session.engine, *([session.draft_engine] if session.draft_engine else [])]
     max_input_len = min(engine.config.build_config.max_input_len for engine in engines)
     prefixes = set()
@@ -193,24 +191,41 @@ def _choose_prefixes(session: Session, sequences: Seq[Sequence]) -> list[_Prefix
     return sorted(prefixes, key=lambda prefix: prefix.tokens)
 
 
-def _draw_once(session: Session, prefix: _Prefix, draws: range) -> list[tuple[list[int], int]]:
-    """(tokens, how many of them are new) after one speculated step from the prefix, for each draw."""
+def _draw_once(session: Session, like: Request, prefix: _Prefix, draws: range) -> list[tuple[list[int], int]]:
+    """(tokens, how many of them are new) after one speculated step from the prefix, for each draw.
+
+    The requests are like the given one, but that stop words are left out.
+    """
     requests = [
-        Request(i, prefix.tokens, prefix.max_new_tokens, session.end_ids, sampling=session.sampling, return_index=i)
+        replace(
+            like,
+            id=i,
+            prompt_tokens=prefix.tokens,
+            max_new_tokens=prefix.max_new_tokens,
+            return_index=i,
+            stop_check=None,
+            keep_logits=False,
+            num_logprobs=None,
+        )
         for i in draws
     ]
-    with closing(generate(session.engine, requests, session.drafter, session.max_draft_len)) as steps:
-        return [(list(sequence.tokens), len(new_tokens)) for sequence, new_tokens in islice(steps, len(requests))]
+    first: dict[int, tuple[list[int], int]] = {}
+    with closing(session.steps(requests)) as steps:
+        for sequence, new_tokens in steps:  # some may step again before others begin
+            first.setdefault(sequence.request.id, (list(sequence.tokens), len(new_tokens)))
+            if len(first) == len(requests):
+                break
+    return [first[request.id] for request in requests]
 
 
-def chi_squared_of(counter: Counter[int], law: Tensor) -> tuple[float, int]:
-    """(statistic, degrees of freedom) of counts against a (vocab,) law; rare tokens share cells."""
+def chi_squared_of(counter: Counter[int], distribution: Tensor) -> tuple[float, int]:
+    """(statistic, degrees of freedom) of counts against a (vocab,) distribution; rare tokens share cells."""
     num_draws = counter.total()
-    if any(float(law[token]) < _IMPOSSIBLE for token in counter):
+    if any(float(distribution[token]) < _IMPOSSIBLE for token in counter):
         return math.inf, 1
     cells = [(0, 0.0)]  # counted, expected
     rare = (0, 0.0)
-    for token, expected in enumerate((law * num_draws).tolist()):
+    for token, expected in enumerate((distribution * num_draws).tolist()):
         if expected >= _MIN_EXPECTED_COUNT:
             cells.append((counter[token], expected))
             continue
@@ -232,55 +247,3 @@ def chi_squared_p_value(chi_squared: float, degrees_of_freedom: int) -> float:
         return 1.0
     half = torch.tensor([degrees_of_freedom / 2, chi_squared / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
-
-
-def fail_unless_lossless(checks: dict[str, Any]) -> None:
-    """SpecDecError (exit code 1) if the check was made and failed."""
-    check = checks.get("lossless")
-    if check is None or check["passed"]:
-        return
-    if check["rule"] == "distribution":
-        raise SpecDecError(
-            f"speculated tokens do not follow the target's distribution: p = {check['p_value']:.3g}",
-            hint="a drafter's `Draft.probs` must be the law that its tokens are drawn from",
-        )
-    num_differing = check["num_samples"] - check["num_identical"]
-    raise SpecDecError(
-        f"speculation changed outputs: {num_differing} of {check['num_samples']}",
-        hint=f"the first: {_difference_line(check['differences'][0], check['dtype'])}",
-    )
-
-
-def lossless_lines(check: dict[str, Any]) -> list[str]:
-    """The check in words, for the terminal."""
-    result = "passed" if check["passed"] else "FAILED"
-    if check["rule"] == "distribution":
-        statistic = "infinite" if check["chi_squared"] is None else f"{check['chi_squared']:.1f}"
-        return [
-            "rejection sampling draws other tokens than the target alone: its distribution is checked instead",
-            *(
-                ["the texts leave one token to choose each: there was nothing to compare"]
-                if not check["degrees_of_freedom"]
-                else []
-            ),
-            f"lossless check {result}: chi-squared {statistic} with {check['degrees_of_freedom']} degrees of freedom, "
-            f"p = {check['p_value']:.3g} (threshold {check['threshold']:g}), {check['num_tokens']:,} tokens after "
-            f"{check['num_laws']} texts, {check['num_draws']:,} draws",
-        ]
-    lines = [_difference_line(difference, check["dtype"]) for difference in check["differences"]]
-    near_ties = f" (near ties: {check['num_near_ties']})" if check["num_near_ties"] else ""
-    return [
-        *lines,
-        f"lossless check {result}: {check['num_identical']} of {check['num_samples']} outputs token for token the same "
-        f"as without a drafter{near_ties}",
-    ]
-
-
-def _difference_line(difference: dict[str, Any], dtype: str) -> str:
-    margin = difference["logit_margin"]
-    return (
-        f"request {difference['request']} differs at position {difference['position']} of its output: "
-        f"token {difference['token']}, without a drafter {difference['token_without_drafter']}; logit margin "
-        f"{'none' if margin is None else f'{margin:.3g}'}, rounding of {dtype} {difference['rounding']:.3g}"
-        f"{', a near tie' if difference['is_near_tie'] else ''}"
-    )

@@ -11,8 +11,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from runtime.request import Sequence
-from runtime.session import Session
-from runtime.text import StopWords, decode, output_text
+from runtime.text import decode, sequence_text
 
 TokenKind = Literal["accepted", "recovered", "bonus", "plain"]
 TOKEN_KINDS: dict[TokenKind, str] = {
@@ -84,21 +83,19 @@ def _kinds_of(sequence: Sequence) -> list[list[TokenKind]]:
     return token_kinds(stats.per_step_drafted, stats.per_step_accepted, sequence.num_generated)
 
 
-def output_pieces(
-    sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, stop_words: StopWords | None
-) -> list[Piece]:
+def output_pieces(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None) -> list[Piece]:
     """A piece for each output token; joined they are the output's text, or its ids where there is no tokenizer."""
     tokens = sequence.output_tokens
     if tokenizer is None:
         texts = [f" {token}" if i else str(token) for i, token in enumerate(tokens)]
     else:
-        texts = token_texts(tokenizer, tokens, output_text(tokenizer, tokens, stop_words) or "")
+        texts = token_texts(tokenizer, tokens, sequence_text(tokenizer, sequence) or "")
     kinds = [(kind, number) for number, step in enumerate(_kinds_of(sequence)) for kind in step]
     return [Piece(text, kind, number) for text, (kind, number) in zip(texts, kinds, strict=True)]
 
 
-def session_pieces(session: Session, sequences: Seq[Sequence]) -> list[list[Piece]]:
-    return [output_pieces(sequence, session.tokenizer, session.stop_words) for sequence in sequences]
+def all_pieces(tokenizer: PreTrainedTokenizerBase | None, sequences: Seq[Sequence]) -> list[list[Piece]]:
+    return [output_pieces(sequence, tokenizer) for sequence in sequences]
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int], text: str) -> list[str]:

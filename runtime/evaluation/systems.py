@@ -21,11 +21,13 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from runtime.errors import SpecDecError
-from runtime.request import Sequence
+from runtime.generation import Work, total_record
+from runtime.llm import LLM
+from runtime.request import Request, Sequence
 from runtime.sampling import Processor, penalties, warpers
-from runtime.session import Session, Work, total_record
+from runtime.session import Session
 from runtime.stats import LoopTimes
-from runtime.text import output_text
+from runtime.text import output_text, sequence_text, stop_words_of
 
 SystemName = Literal["hf", "engine", "engine_no_drafter"]
 Batches = list[list[list[int]]]
@@ -79,34 +81,43 @@ class SystemRun:
         return total_record(self.sequences, self.times, max_draft_len)
 
 
+@dataclass(frozen=True)
+class Question:
+    """What the systems are asked: the model, and a request without a prompt that every prompt's is made of."""
+
+    llm: LLM
+    template: Request
+
+
 def evaluate_engine(
-    session: Session, batches: Batches, output_len: int, advance: Callable[[], None]
+    question: Question, session: Session, batches: Batches, advance: Callable[[], None]
 ) -> list[SystemRun]:
     """The engine with its drafter and without (or, if there is none, only without), batch by batch in turn."""
-    session.check_requests([session.request(0, prompt, output_len) for batch in batches for prompt in batch])
+    # All of them, before the first is answered.
+    session.check_requests([question.template.with_prompt(0, prompt) for batch in batches for prompt in batch])
     runs = [SystemRun("engine")]
-    if session.drafter is not None:
+    if session.has_drafter:
         runs.append(SystemRun("engine_no_drafter"))
     for run in runs:
-        _run_engine_batch(session, batches[0][:1], output_len, SystemRun(run.name))
+        _run_engine_batch(question, session, batches[0][:1], SystemRun(run.name))
     session.clear_pools()
     for batch in batches:
         for run in runs:
-            _run_engine_batch(session, batch, output_len, run)
+            _run_engine_batch(question, session, batch, run)
         advance()
     return runs
 
 
-def _run_engine_batch(session: Session, batch: list[list[int]], output_len: int, run: SystemRun) -> None:
+def _run_engine_batch(question: Question, session: Session, batch: list[list[int]], run: SystemRun) -> None:
     session.clear_cache()
-    requests = [session.request(len(run.samples) + i, prompt, output_len) for i, prompt in enumerate(batch)]
+    requests = [question.template.with_prompt(len(run.samples) + i, prompt) for i, prompt in enumerate(batch)]
     generation = session.run(requests, speculate=run.name == "engine")
     run.times.add(generation.times)
     for sequence in generation.sequences:
         run.samples.append(
             SampleRun(
                 sequence.output_tokens,
-                output_text(session.tokenizer, sequence.output_tokens, session.stop_words) or "",
+                sequence_text(question.llm.tokenizer, sequence) or "",
                 sequence.stats.ttft_s,
                 sequence.stats.tpot_s,
                 sequence.stats.latency_s,
@@ -119,51 +130,54 @@ def _run_engine_batch(session: Session, batch: list[list[int]], output_len: int,
 class HuggingFace:
     """The same model run by transformers' `generate`, with the same sampling, its default attention and K/V cache."""
 
-    def __init__(self, model: PreTrainedModel, session: Session) -> None:
+    def __init__(self, model: PreTrainedModel, question: Question) -> None:
         self.model = model
-        self.session = session
+        self.tokenizer, self.template = question.llm.tokenizer, question.template
+        self.stop_words = stop_words_of(question.template)
 
     @classmethod
-    def load(cls, model_dir: Path, session: Session) -> "HuggingFace":
+    def load(cls, model_dir: Path, question: Question) -> "HuggingFace":
         """Load in the engine's dtype, on the engine's device."""
+        engine = question.llm.engine
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        dtype = getattr(torch, session.engine.config.dtype)
+        dtype = getattr(torch, engine.config.dtype)
         try:
             model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
         except Exception as error:  # transformers raises many kinds; the user needs the directory
             raise SpecDecError(f"transformers cannot load: {model_dir}", hint=str(error)) from error
-        if model.config.vocab_size != session.engine.config.vocab_size:
+        if model.config.vocab_size != engine.config.vocab_size:
             raise SpecDecError(
-                f"`--hf-model-dir` is another model: its vocabulary has {model.config.vocab_size} tokens and the "
-                f"engine's {session.engine.config.vocab_size}",
+                f"this is another model, its vocabulary has {model.config.vocab_size} tokens and the "
+                f"engine's {engine.config.vocab_size}",
                 hint="give the model that the engine was made from",
+                fact="other_model",
             )
         # What a model suggests for sampling (penalties, least lengths) changes greedy output too.
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
         model.train(False)
-        torch.nn.Module.to(model, session.engine.device)
-        return cls(model, session)
+        torch.nn.Module.to(model, engine.device)
+        return cls(model, question)
 
-    def answer(self, batch: list[list[int]], output_len: int, run: SystemRun) -> None:
+    def answer(self, batch: list[list[int]], run: SystemRun) -> None:
         """Left-padded generation of one batch; the times of its tokens are taken as they are chosen."""
         longest = max(map(len, batch))
-        pad = min(self.session.end_ids, default=0)
+        pad = min(self.template.end_ids, default=0)
         ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in batch], device=self.model.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in batch], device=self.model.device)
-        clock, sampling = _TokenClock(), self.session.sampling
+        clock, sampling = _TokenClock(), self.template.sampling
         start = time.perf_counter()
         with torch.inference_mode():
             output = self.model.generate(  # type: ignore[operator]  # a mixin's method, untyped
                 ids,
                 attention_mask=mask,
-                max_new_tokens=output_len,
+                max_new_tokens=self.template.max_new_tokens,
                 do_sample=not sampling.is_greedy,
                 top_k=None if sampling.is_greedy else 0,  # the processors have the request's own
                 num_beams=1,
                 logits_processor=LogitsProcessorList(
                     [_WithoutPadding(penalties(sampling), longest, batch), *warpers(sampling)]
                 ),
-                eos_token_id=sorted(self.session.end_ids) or -1,
+                eos_token_id=sorted(self.template.end_ids) or -1,
                 pad_token_id=pad,
                 stopping_criteria=StoppingCriteriaList([clock]),
             )
@@ -173,15 +187,15 @@ class HuggingFace:
             tokens = self._cut(row)
             last = clock.times[len(tokens) - 1]
             tpot_s = (last - clock.times[0]) / (len(tokens) - 1) if len(tokens) > 1 else None
-            text = output_text(self.session.tokenizer, tokens, self.session.stop_words) or ""
+            text = output_text(self.tokenizer, tokens, self.stop_words) or ""
             ttft_s, latency_s = clock.times[0] - start, last - start
             run.samples.append(SampleRun(tokens, text, ttft_s, tpot_s, latency_s, wall_s / len(batch)))
 
     def _cut(self, tokens: list[int]) -> list[int]:
         """The tokens up to the first that ends the output: an end id, or one that completes a stop word."""
         for i, token in enumerate(tokens):
-            ended = token in self.session.end_ids
-            if ended or (self.session.stop_words and self.session.stop_words(tokens[: i + 1], 0)):
+            ended = token in self.template.end_ids
+            if ended or (self.stop_words and self.stop_words(tokens[: i + 1], 0)):
                 return tokens[: i + 1]
         return tokens
 
@@ -214,11 +228,11 @@ class _TokenClock(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def evaluate_hf(hugging_face: HuggingFace, batches: Batches, output_len: int, advance: Callable[[], None]) -> SystemRun:
+def evaluate_hf(hugging_face: HuggingFace, batches: Batches, advance: Callable[[], None]) -> SystemRun:
     run = SystemRun("hf")
-    torch.manual_seed(hugging_face.session.sampling.random_seed)
-    hugging_face.answer(batches[0][:1], output_len, SystemRun("hf"))
+    torch.manual_seed(hugging_face.template.sampling.random_seed)
+    hugging_face.answer(batches[0][:1], SystemRun("hf"))
     for batch in batches:
-        hugging_face.answer(batch, output_len, run)
+        hugging_face.answer(batch, run)
         advance()
     return run

@@ -1,21 +1,10 @@
-"""What `tune` tries: a grid of drafters, each with drafts of several lengths, or the one drafter the flags name."""
+"""What is tried: a grid of drafters, each with drafts of several lengths."""
 
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from commands.options.drafting import (
-    DrafterFlags,
-    DraftLen,
-    NgramOptions,
-    NgramRanking,
-    NgramSettings,
-    SuffixSettings,
-    parse_drafter,
-)
-from runtime.errors import UsageError
+from runtime.drafters.settings import DraftLenMode, LookupDrafter, NgramDrafter, NgramRanking, SuffixDrafter
 
-LookupSettings = NgramSettings | SuffixSettings
 DRAFT_LENS = (1, 2, 3, 4, 6, 8, 10)
 _NGRAMS: tuple[tuple[int, NgramRanking], ...] = (
     (2, "oldest"),
@@ -32,8 +21,8 @@ _NGRAMS: tuple[tuple[int, NgramRanking], ...] = (
 class Candidate:
     """One way to generate; without a drafter for None."""
 
-    drafter: LookupSettings | None = None
-    draft_len: DraftLen = "fixed"
+    drafter: LookupDrafter | None = None
+    draft_len_mode: DraftLenMode = "fixed"
 
     @property
     def max_draft_len(self) -> int:
@@ -44,9 +33,9 @@ class Candidate:
         match self.drafter:
             case None:
                 return "none"
-            case SuffixSettings(pool=pool):
-                return f"suffix{_public(pool)}"
-            case NgramSettings() as ngram:
+            case SuffixDrafter() as suffix:
+                return f"suffix{_public(suffix.pool)}"
+            case NgramDrafter() as ngram:
                 smallest = ngram.min_matching_ngram_size
                 sizes = f"{smallest}-" if smallest > 1 else ""
                 corpus = ", corpus" if ngram.corpus else ""
@@ -57,28 +46,7 @@ class Candidate:
         """How long its drafts are."""
         if self.drafter is None:
             return "-"
-        return f"auto, to {self.max_draft_len}" if self.draft_len == "auto" else f"to {self.max_draft_len}"
-
-    @property
-    def flags(self) -> str:
-        """What `run` is told to generate in this way."""
-        match self.drafter:
-            case None:
-                return ""
-            case SuffixSettings() as settings:
-                flags = [f"--suffix-config '[{settings.max_draft_len},[{settings.device_id}]]'"]
-            case NgramSettings() as settings:
-                sizes = f"{settings.max_draft_len},{settings.max_matching_ngram_size}"
-                flags = [f"--ngram-config '[{sizes},[{settings.device_id}]]'"]
-                if settings.ranking != "oldest":
-                    flags.append(f"--ngram-ranking {settings.ranking}")
-                if settings.min_matching_ngram_size > 1:
-                    flags.append(f"--min-matching-ngram-size {settings.min_matching_ngram_size}")
-                if settings.corpus is not None:
-                    flags.append(f"--ngram-corpus {shlex.quote(str(settings.corpus))}")
-        if settings.pool == "public":
-            flags.append("--ngram-pool public")
-        return " ".join([*flags, *(["--draft-len auto"] if self.draft_len == "auto" else [])])
+        return f"auto, to {self.max_draft_len}" if self.draft_len_mode == "auto" else f"to {self.max_draft_len}"
 
     def with_length(self, max_draft_len: int) -> "Candidate":
         return (
@@ -90,25 +58,13 @@ def _public(pool: str) -> str:
     return ", public" if pool == "public" else ""
 
 
-def named_drafter(ngram_config: str | None, suffix_config: str | None, options: NgramOptions) -> LookupSettings | None:
-    """The one drafter the flags name; None for the grid, which of the options knows `--ngram-pool` only."""
-    if ngram_config is not None and suffix_config is not None:
-        raise UsageError("`--ngram-config` and `--suffix-config` cannot be given together", hint="tune one at a time")
-    if ngram_config is None and suffix_config is None:
-        replace(options, pool=None).check([], "`--ngram-config` names the one drafter to tune")
-        return None
-    drafter = parse_drafter(DrafterFlags(ngram_config, suffix_config, ngram=options))
-    assert isinstance(drafter, NgramSettings | SuffixSettings)
-    return drafter
-
-
-def private_grid(max_draft_len: int) -> list[LookupSettings]:
+def private_grid(max_draft_len: int) -> list[LookupDrafter]:
     """All drafters of the grid with their longest drafts. `leftmost` is left out: a loop makes it `oldest`."""
-    ngrams = [NgramSettings(max_draft_len, n, 0, ranking=ranking) for n, ranking in _NGRAMS]
-    return [*ngrams, SuffixSettings(max_draft_len, 0)]
+    ngrams = [NgramDrafter(max_draft_len, n, ranking=ranking) for n, ranking in _NGRAMS]
+    return [*ngrams, SuffixDrafter(max_draft_len)]
 
 
-def public(drafters: Iterable[LookupSettings]) -> list[LookupSettings]:
+def public(drafters: Iterable[LookupDrafter]) -> list[LookupDrafter]:
     return [replace(drafter, pool="public") for drafter in drafters]
 
 

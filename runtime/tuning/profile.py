@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commands.documents.head import specdec_version
-from commands.inputs.prompts import parse_json, read_utf8
-from commands.options.drafting import DraftLen, NgramSettings, SuffixSettings
+from runtime.bundle import Bundle
 from runtime.cache import digest
 from runtime.config import EngineConfig, as_json, parse
-from runtime.errors import SpecDecError
+from runtime.drafters.settings import DraftLenMode, LookupDrafter, NgramDrafter, SuffixDrafter
+from runtime.errors import SpecDecError, UsageError
 from runtime.files import write_json
+from runtime.reading import parse_json, read_utf8
+from runtime.version import specdec_version
 
-PROFILE_FORMAT_VERSION = 1
+PROFILE_FORMAT_VERSION = 2
 _IDENTITY = ("pretrained_config", "dtype", "build_config", "environment", "vocab_size")
-_KINDS: dict[str, type[NgramSettings | SuffixSettings]] = {"ngram": NgramSettings, "suffix": SuffixSettings}
-_AGAIN = "make it again: `specdec tune --engine-dir ENGINE --output PROFILE.json`"
+_KINDS: dict[str, type[LookupDrafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+_AGAIN = "tune again"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class _Rest:
     """A profile's file without its drafter, whose form depends on its name."""
 
     engine: ProfileEngine
-    draft_len: DraftLen
+    draft_len_mode: DraftLenMode
     figures: Figures
     specdec_version: str | None
     format_version: int = PROFILE_FORMAT_VERSION
@@ -58,8 +59,8 @@ class Profile:
     """A recommended drafter, or None for none, and the length of its drafts."""
 
     engine: ProfileEngine
-    drafter: NgramSettings | SuffixSettings | None
-    draft_len: DraftLen
+    drafter: LookupDrafter | None
+    draft_len_mode: DraftLenMode
     figures: Figures
 
 
@@ -70,11 +71,11 @@ def engine_digest(config: EngineConfig) -> str:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    rest = _Rest(profile.engine, profile.draft_len, profile.figures, specdec_version())
+    rest = _Rest(profile.engine, profile.draft_len_mode, profile.figures, specdec_version())
     write_json(path, dataclasses.asdict(rest) | {"drafter": drafter_record(profile.drafter)})
 
 
-def drafter_record(drafter: NgramSettings | SuffixSettings | None) -> dict[str, Any] | None:
+def drafter_record(drafter: LookupDrafter | None) -> dict[str, Any] | None:
     """Its name and settings, for JSON."""
     if drafter is None:
         return None
@@ -89,19 +90,21 @@ def read_profile(path: Path) -> Profile:
     """SpecDecError for a file that is missing, damaged, of another format or something else."""
     data = parse_json(read_utf8(path), path)
     if not isinstance(data, dict) or "engine" not in data or "format_version" not in data:
-        raise SpecDecError(f"not a profile: {path}", hint=_AGAIN)
+        raise SpecDecError(f"not a profile: {path}", hint=_AGAIN, fact="profile")
     record = data.pop("drafter", {})
     try:
         rest = parse(_Rest, data, str(path))
         drafter = _parse_drafter(record, f"{path}: drafter")
     except SpecDecError as error:
-        raise SpecDecError(error.message, hint=_AGAIN) from error
-    if rest.draft_len == "auto" and drafter is None:
-        raise SpecDecError(f"the profile has no drafter for its draft_len, auto: {path}", hint=_AGAIN)
-    return Profile(rest.engine, drafter, rest.draft_len, rest.figures)
+        raise SpecDecError(error.message, hint=_AGAIN, fact="profile") from error
+    if rest.draft_len_mode == "auto" and drafter is None:
+        raise SpecDecError(
+            f"the profile has no drafter for its draft_len_mode, auto: {path}", hint=_AGAIN, fact="profile"
+        )
+    return Profile(rest.engine, drafter, rest.draft_len_mode, rest.figures)
 
 
-def _parse_drafter(record: Any, where: str) -> NgramSettings | SuffixSettings | None:
+def _parse_drafter(record: Any, where: str) -> LookupDrafter | None:
     if record is None:
         return None
     kind = _KINDS.get(str(record.get("name"))) if isinstance(record, dict) else None
@@ -110,28 +113,26 @@ def _parse_drafter(record: Any, where: str) -> NgramSettings | SuffixSettings | 
         raise SpecDecError(f"`{where}` names no drafter that a profile can have ({', '.join(_KINDS)}): {name}")
     # Paths travel as text, which is what `parse` would refuse.
     settings = {key: value for key, value in record.items() if key not in ("name", "corpus")}
-    drafter = parse(kind, settings, where)
-    if isinstance(drafter, NgramSettings) and record.get("corpus") is not None:
+    try:
+        drafter = parse(kind, settings, where)
+    except UsageError as error:
+        raise SpecDecError(f"`{where}` has numbers that no drafter can have: {settings}") from error
+    if isinstance(drafter, NgramDrafter) and record.get("corpus") is not None:
         if not isinstance(record["corpus"], str):
             raise SpecDecError(f"`{where}: corpus` has a value it cannot have: {record['corpus']!r}")
         drafter = dataclasses.replace(drafter, corpus=Path(record["corpus"]))
-    sizes = [value for key, value in settings.items() if key.startswith(("max_", "min_"))]
-    ordered = not isinstance(drafter, NgramSettings) or (
-        drafter.min_matching_ngram_size <= drafter.max_matching_ngram_size
-    )
-    if min(sizes) < 1 or drafter.device_id < 0 or not ordered:
-        raise SpecDecError(f"`{where}` has numbers that no drafter can have: {settings}")
     return drafter
 
 
-def profile_for(path: Path, engine_dir: Path) -> Profile:
+def profile_for(path: Path, bundle: Bundle) -> Profile:
     """The profile, if it is of this engine; SpecDecError otherwise."""
-    from runtime.bundle import read_engine_config
-
     profile = read_profile(path)
-    if profile.engine.digest != engine_digest(read_engine_config(engine_dir)):
+    if profile.engine.digest != engine_digest(bundle.config):
         raise SpecDecError(
-            f"the profile is of another engine, {profile.engine.engine_dir}, and not of {engine_dir}: {path}",
-            hint=f"tune this one: `specdec tune --engine-dir {engine_dir} --output {path}`; or leave `--profile` out",
+            f"the profile is of another engine, {profile.engine.engine_dir}, and not of {bundle.directory}: {path}",
+            hint="tune this one",
+            fact="profile_of_another_engine",
+            engine_dir=bundle.directory,
+            profile=path,
         )
     return profile

@@ -17,7 +17,7 @@ from bench_step import alternate
 from safetensors import safe_open
 
 from runtime.batch import Row, pack
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine, KVCacheConfig
 from runtime.leader import generate
 from runtime.request import Draft, Request, Sequence
@@ -57,7 +57,7 @@ def step_after(engine: Engine, num_tokens: int, request_id: int) -> Callable[[],
 def host_ms(engine: Engine, requests: list[Request], settings: dict[str, Any]) -> float:
     """Milliseconds per step outside the compiled step, from when all requests have a token to when one is done."""
     engine.clear_cache()
-    drafter, times, started = NgramDrafter(settings["ngram_size"]), LoopTimes(), set()
+    drafter, times, started = NgramLookup(settings["ngram_size"]), LoopTimes(), set()
     begin = end = None
     for sequence, _ in generate(engine, requests, drafter, settings["ngram_draft_len"], times):
         started.add(sequence.request.id)
@@ -78,7 +78,7 @@ def wall_s(engine: Engine, groups: list[list[Request]], settings: dict[str, Any]
     """
     if with_prompts:
         engine.clear_cache()
-    drafter = NgramDrafter(settings["ngram_size"])
+    drafter = NgramLookup(settings["ngram_size"])
     start = time.perf_counter()
     for group in groups:
         for _ in generate(engine, group, drafter, settings["ngram_draft_len"]):

@@ -11,8 +11,8 @@ import torch
 from peers.worker import Variant, serve
 
 from runtime import leader, orchestrator
-from runtime.drafters.draft_target import DraftTargetDrafter
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine, KVCacheConfig
 from runtime.request import Request
 
@@ -24,13 +24,13 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
     systems: dict[str, tuple[Any, Any, int]] = {
         "none-v1": (orchestrator.generate, None, 0),
         "none-v2": (leader.generate, None, 0),
-        "ngram-v1": (orchestrator.generate, NgramDrafter(settings["ngram_size"]), settings["ngram_draft_len"]),
-        "ngram-v2": (leader.generate, NgramDrafter(settings["ngram_size"]), settings["ngram_draft_len"]),
+        "ngram-v1": (orchestrator.generate, NgramLookup(settings["ngram_size"]), settings["ngram_draft_len"]),
+        "ngram-v2": (leader.generate, NgramLookup(settings["ngram_size"]), settings["ngram_draft_len"]),
     }
     engines = [engine]
     if settings["draft_engine_dir"]:
         engines.append(Engine.open(Path(settings["draft_engine_dir"]), kv_cache=kv_cache))
-        drafter = DraftTargetDrafter(engines[1], engine.config.vocab_size, use_logits=False)
+        drafter = DraftModel(engines[1], engine.config.vocab_size, use_logits=False)
         systems["draft-target"] = (orchestrator.generate, drafter, settings["draft_model_draft_len"])
     ids = count()
 

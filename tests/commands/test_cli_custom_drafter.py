@@ -138,7 +138,7 @@ def test_module_that_exits_is_one_error_too(run: Run, current_directory: Path, s
     [
         ("raises", ("`custom_drafters:raises` failed: OSError: no weights here",)),
         ("needs_an_argument", ("failed: TypeError", "'path'")),
-        ("makes_a_number", ("returns is no drafter, it lacks `propose` and `forget`: int",)),
+        ("makes_a_number", ("is no drafter, it lacks `propose` and `forget`: int",)),
         ("WithoutForget", ("it lacks `forget`: WithoutForget",)),
         ("WithoutPropose", ("it lacks `propose`: WithoutPropose",)),
         ("TakesNoArguments", ("`custom_drafters:TakesNoArguments` failed: TypeError",)),

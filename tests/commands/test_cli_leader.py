@@ -96,7 +96,7 @@ def test_streamed_pieces_make_up_each_text_and_come_interleaved(
 
 def test_own_drafter_and_check_lossless_work_in_leader_mode(leader: Leader, current_directory: Path) -> None:
     (current_directory / "own.py").write_text(
-        "from runtime.drafters.ngram import NgramDrafter\ndef make():\n    return NgramDrafter(1)\n"
+        "from runtime.drafters.ngram import NgramLookup\ndef make():\n    return NgramLookup(1)\n"
     )
     flags = ["--drafter", "own:make", "--spec-decode-max-draft-len", 3, "--check-lossless", "--json"]
     document = leader(NINE, *flags).document

@@ -131,7 +131,7 @@ def test_speedups_and_ratio_follow_from_times(tuned: tuple[dict[str, Any], Path]
 def test_without_an_engine_traces_are_counted(specdec: Specdec) -> None:
     """The recorded figures are those of `tests/runtime/test_replay.py`'s own count, by `replay`."""
     from commands.inputs.traces import read_traces
-    from runtime.drafters.ngram import NgramDrafter
+    from runtime.drafters.ngram import NgramLookup
     from runtime.stats import sum_stats
     from runtime.tuning.replay import replay
 
@@ -144,7 +144,7 @@ def test_without_an_engine_traces_are_counted(specdec: Specdec) -> None:
     for candidate in document["candidates"]:
         if candidate["drafter"]:
             max_draft_len = candidate["drafter"]["max_draft_len"]
-            expected = replay(read_traces(SPEC_BENCH, None), NgramDrafter(3, ranking="leftmost"), max_draft_len)
+            expected = replay(read_traces(SPEC_BENCH, None), NgramLookup(3, ranking="leftmost"), max_draft_len)
             assert candidate["total"] == sum_stats(expected).counts(max_draft_len)
     shown = specdec("tune", *arguments).stdout
     assert f"{document['candidates'][0]['total']['tokens_per_step']:.3f}" in shown

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from runtime.corpus import Corpus, merge_corpora, suffix_array, write_corpus
-from runtime.drafters.corpus import CorpusDrafter
+from runtime.drafters.corpus import CorpusLookup
 from runtime.errors import SpecDecError
 from runtime.request import Request, Sequence
 
@@ -299,7 +299,7 @@ def test_draft_equals_brute_force(
 ) -> None:  # fmt: skip
     corpus = make(tmp_path_factory.getbasetemp() / "draft.corpus", documents)
     min_size, max_size = sizes[0], sum(sizes)
-    drafter = CorpusDrafter(corpus, max_size, min_matching_ngram_size=min_size)
+    drafter = CorpusLookup(corpus, max_size, min_matching_ngram_size=min_size)
     (draft,) = drafter.propose([start(tokens, max_new_tokens, end_ids)], max_draft_len)
     found = [n for n in range(min_size, min(max_size, len(tokens)) + 1) if followers(documents, tokens[-n:])]
     expected: list[int] = []

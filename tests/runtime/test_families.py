@@ -7,7 +7,7 @@ import pytest
 from tiny import FAMILIES, SLIDING_WINDOW, build_tiny, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.files import read_json
 from runtime.orchestrator import generate
@@ -21,7 +21,7 @@ NUM_NEW_TOKENS = 40
 
 def run(engine: Engine, prompts: list[list[int]], num_new_tokens: int, *, ngram: bool) -> list[Sequence]:
     requests = [Request(i, tuple(prompt), num_new_tokens) for i, prompt in enumerate(prompts)]
-    drafter = NgramDrafter(2) if ngram else None
+    drafter = NgramLookup(2) if ngram else None
     finished = {s.request.id: s for s, _ in generate(engine, requests, drafter, 10) if s.finish_reason is not None}
     assert len(finished) == len(prompts)
     return [finished[i] for i in range(len(prompts))]

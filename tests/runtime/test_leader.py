@@ -10,8 +10,8 @@ from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
 from runtime import leader, orchestrator
-from runtime.drafters.draft_target import DraftTargetDrafter
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError
 from runtime.params import SamplingConfig
@@ -38,8 +38,8 @@ def draft_engine_dir(make_engine_dir: Any, tokenizer: Any) -> Path:
 def make_drafter(draft_engine_dir: Path, tokenizer: Any) -> Any:
     def make(kind: str) -> Any:
         if kind == "draft model":
-            return DraftTargetDrafter(Engine.open(draft_engine_dir), len(tokenizer), use_logits=False)
-        return NgramDrafter(2) if kind == "ngram" else None
+            return DraftModel(Engine.open(draft_engine_dir), len(tokenizer), use_logits=False)
+        return NgramLookup(2) if kind == "ngram" else None
 
     return make
 
@@ -170,7 +170,7 @@ def test_any_requests_end_with_the_right_tokens(
 
 
 def test_loop_left_early_holds_no_blocks_and_no_state(open_engine: Any) -> None:
-    engine, drafter = open_engine(), NgramDrafter(2)
+    engine, drafter = open_engine(), NgramLookup(2)
     steps = leader.generate(engine, make_requests(9), drafter, 5)
     next(steps)
     assert drafter._histories
@@ -184,5 +184,5 @@ def test_requests_are_checked_before_the_first_step(open_engine: Any) -> None:
     with pytest.raises(SpecDecError, match="prompt is empty: request 5"):
         next(leader.generate(engine, [*make_requests(5), Request(5, (), 5)], None, 0))
     with pytest.raises(SpecDecError, match="draft length exceeds the engine's max_draft_len 10: 11"):
-        next(leader.generate(engine, make_requests(1), NgramDrafter(2), 11))
+        next(leader.generate(engine, make_requests(1), NgramLookup(2), 11))
     assert engine.step_time_s == 0

@@ -7,7 +7,7 @@ import pytest
 from tiny import hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
 
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError, UsageError
 from runtime.orchestrator import generate
@@ -48,7 +48,7 @@ def expected(llama: PreTrainedModel, requests: list[Request]) -> list[list[int]]
 
 def test_more_requests_than_the_batch_holds_run_in_groups(open_engine: Any, llama: PreTrainedModel) -> None:
     requests, times = make_requests(6), LoopTimes()
-    sequences = finish(open_engine(), requests, NgramDrafter(2))
+    sequences = finish(open_engine(), requests, NgramLookup(2))
     assert [s.output_tokens for s in sequences] == expected(llama, requests)
     assert [s.finish_reason for s in sequences] == ["length"] * 6
     for _ in generate(open_engine(), requests, None, 0, times):
@@ -62,7 +62,7 @@ def test_pool_too_small_for_the_whole_batch_serves_it(ngram: bool, open_engine: 
     """60 tokens of K/V; the longest request needs 21 + 24 - 1, all four together 150."""
     requests = make_requests(4)
     engine = open_engine(max_tokens=60)
-    sequences = finish(engine, requests, NgramDrafter(2) if ngram else None)
+    sequences = finish(engine, requests, NgramLookup(2) if ngram else None)
     assert [s.output_tokens for s in sequences] == expected(llama, requests)
 
 
@@ -70,10 +70,10 @@ def test_pool_that_just_holds_a_request_serves_it(open_engine: Any, llama: PreTr
     (request,) = make_requests(1)
     num_tokens = len(request.prompt_tokens) + NUM_NEW_TOKENS - 1  # the last token's K/V are never needed
     assert -(-num_tokens // 4) * 4 == 32
-    (sequence,) = finish(open_engine(max_tokens=32), [request], NgramDrafter(2))
+    (sequence,) = finish(open_engine(max_tokens=32), [request], NgramLookup(2))
     assert [sequence.output_tokens] == expected(llama, [request])
     with pytest.raises(SpecDecError, match="K/V cache of 24 tokens is too small for request 0"):
-        finish(open_engine(max_tokens=24), [request], NgramDrafter(2))
+        finish(open_engine(max_tokens=24), [request], NgramLookup(2))
 
 
 def test_request_that_would_not_fit_is_refused_before_the_first_step(open_engine: Any) -> None:
@@ -107,7 +107,7 @@ def test_failing_drafter_leaves_the_engine_usable(open_engine: Any, llama: PreTr
 
 def test_loop_left_early_holds_no_blocks(open_engine: Any) -> None:
     engine = open_engine()
-    for _ in generate(engine, make_requests(3), NgramDrafter(2), 10):
+    for _ in generate(engine, make_requests(3), NgramLookup(2), 10):
         break
     assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
 
@@ -117,7 +117,7 @@ def test_every_step_computes_only_what_is_new(ngram: bool, open_engine: Any) -> 
     """After the first step the K/V of every token but the last are found, whatever part of a block they fill."""
     engine = open_engine()
     (request,) = make_requests(1)
-    (sequence,) = finish(engine, [request], NgramDrafter(2) if ngram else None)
+    (sequence,) = finish(engine, [request], NgramLookup(2) if ngram else None)
     lengths, length = [], len(request.prompt_tokens)
     for num_accepted in sequence.stats.per_step_accepted[:-1]:
         length += num_accepted + 1
@@ -145,7 +145,7 @@ def test_end_id_ends_as_in_hf(ngram: bool, open_engine: Any, llama: PreTrainedMo
         prompt = list(request.prompt_tokens)
         end_id = hf_greedy(llama, prompt, NUM_NEW_TOKENS)[7]
         ended = Request(0, request.prompt_tokens, NUM_NEW_TOKENS, frozenset([end_id]))
-        (sequence,) = finish(open_engine(), [ended], NgramDrafter(2) if ngram else None)
+        (sequence,) = finish(open_engine(), [ended], NgramLookup(2) if ngram else None)
         assert sequence.finish_reason == "end_id"
         assert sequence.output_tokens == hf_greedy(llama, prompt, NUM_NEW_TOKENS, end_id)
         assert sequence.output_tokens.index(end_id) == len(sequence.output_tokens) - 1
@@ -185,13 +185,13 @@ def test_any_drafter_gives_the_same_tokens(wrong_every: int, open_engine: Any, l
 
 
 def test_drafter_keeps_no_state_of_finished_requests(open_engine: Any) -> None:
-    drafter = NgramDrafter(2)
+    drafter = NgramLookup(2)
     finish(open_engine(), make_requests(3), drafter)
     assert drafter._histories == {}
 
 
 def test_drafter_keeps_no_state_of_a_loop_left_early(open_engine: Any) -> None:
-    drafter = NgramDrafter(2)
+    drafter = NgramLookup(2)
     steps = generate(open_engine(), make_requests(3), drafter, 10)
     next(steps)
     assert drafter._histories.keys() == {0, 1, 2}
@@ -208,7 +208,7 @@ def test_time_to_first_token_counts_the_wait_for_the_group_before(open_engine: A
 def test_draft_length_bounds_every_draft(open_engine: Any, llama: PreTrainedModel) -> None:
     requests = make_requests(2)
     for max_draft_len in (0, 1, 3):
-        sequences = finish(open_engine(), requests, NgramDrafter(2), max_draft_len)
+        sequences = finish(open_engine(), requests, NgramLookup(2), max_draft_len)
         assert [s.output_tokens for s in sequences] == expected(llama, requests)
         drafted = [n for s in sequences for n in s.stats.per_step_drafted]
         assert max(drafted) == max_draft_len
@@ -221,7 +221,7 @@ def test_block_reuse_off_is_wrong_usage(open_engine: Any) -> None:
 
 def test_draft_length_above_the_engines_is_an_error(open_engine: Any) -> None:
     with pytest.raises(SpecDecError, match="draft length exceeds the engine's max_draft_len 10: 11") as error:
-        next(generate(open_engine(), make_requests(1), NgramDrafter(2), 11))
+        next(generate(open_engine(), make_requests(1), NgramLookup(2), 11))
     assert error.value.hint is not None and "--max-draft-len 11" in error.value.hint
 
 

@@ -17,8 +17,8 @@ from tiny import eager_logits, make_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from runtime.drafters.draft_target import DraftTargetDrafter
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine
 from runtime.orchestrator import generate
@@ -220,9 +220,9 @@ def make_drafter(name: str, dirs: dict[str, Path], vocab_size: int) -> Drafter |
     if name == "none":
         return None
     if name == "ngram":
-        return NgramDrafter(2)
+        return NgramLookup(2)
     model, rule = name.split(" by ")
-    return DraftTargetDrafter(Engine.open(dirs[model]), vocab_size, use_logits=rule == "probabilities")
+    return DraftModel(Engine.open(dirs[model]), vocab_size, use_logits=rule == "probabilities")
 
 
 @pytest.mark.parametrize("sampling", TEXT_SAMPLING)

@@ -9,7 +9,7 @@ from tiny import eager_logits, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.orchestrator import generate
 from runtime.params import SamplingConfig
@@ -239,7 +239,7 @@ def test_kept_logits_equal_hf(mode: str, drafter: str, llama_uncompiled_dir: Pat
         plain = run(Engine.open(llama_uncompiled_dir), request)
         drafters = {
             "none": None,
-            "ngram": NgramDrafter(2),
+            "ngram": NgramLookup(2),
             "right": Oracle(plain.output_tokens),
             "often wrong": Oracle(plain.output_tokens, wrong_every=3),
         }

@@ -16,8 +16,8 @@ from tiny import VOCAB_SIZE, eager_logits, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from runtime.drafters.draft_target import DraftTargetDrafter
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError, UsageError
@@ -263,8 +263,8 @@ def engine_dirs(target: PreTrainedModel, make_engine_dir: Any) -> dict[str, Path
 
 def make_drafter(name: str, dirs: dict[str, Path], *, use_logits: bool = False) -> Drafter | None:
     if name == "draft model":
-        return DraftTargetDrafter(Engine.open(dirs["similar"]), VOCAB_SIZE, use_logits=use_logits)
-    return NgramDrafter(2) if name == "ngram" else None
+        return DraftModel(Engine.open(dirs["similar"]), VOCAB_SIZE, use_logits=use_logits)
+    return NgramLookup(2) if name == "ngram" else None
 
 
 def make_requests(sampling: dict[str, Any], random_seed: int = 0) -> list[Request]:

@@ -414,7 +414,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from torch._dynamo.utils import counters
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.orchestrator import generate
 from runtime.request import Request
@@ -423,7 +423,7 @@ prompts = json.loads(sys.argv[2])
 outputs = {}
 with Engine.open(Path(sys.argv[1])) as engine:
     requests = [Request(i, tuple(prompt), 20) for i, prompt in enumerate(prompts)]
-    for drafter in (None, NgramDrafter(2)):
+    for drafter in (None, NgramLookup(2)):
         for sequence, _ in generate(engine, requests, drafter, 10):
             outputs[sequence.request.id, drafter is None] = sequence.output_tokens
 print(json.dumps([list(outputs.values()), counters["inductor"]]))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.drafters.adaptive import AdaptiveDrafter, IterationSeconds
-from runtime.drafters.suffix import SuffixDrafter
+from runtime.drafters.suffix import SuffixLookup
 from runtime.request import Draft, Request, Sequence
 from runtime.tuning.replay import Trace, replay
 
@@ -127,7 +127,7 @@ def test_draft_model_that_is_right_is_used_again() -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.floats(0, 2, allow_subnormal=False), st.integers(1, 10))
 def test_drafts_are_beginnings_of_the_drafters_own(output: list[int], per_token: float, max_draft_len: int) -> None:
-    plain, adaptive = SuffixDrafter(), AdaptiveDrafter(SuffixDrafter(), price(per_token))
+    plain, adaptive = SuffixLookup(), AdaptiveDrafter(SuffixLookup(), price(per_token))
     sequence = Sequence.start(Request(0, (1, 2), 100))
     for token in output:
         whole, cut = (drafter.propose([sequence], max_draft_len)[0] for drafter in (plain, adaptive))
@@ -150,7 +150,7 @@ def test_rows_of_a_batch_are_decided_together() -> None:
 
 
 def test_forgotten_request_leaves_nothing_of_its_own() -> None:
-    drafter = AdaptiveDrafter(SuffixDrafter(), price(0.1))
+    drafter = AdaptiveDrafter(SuffixLookup(), price(0.1))
     replay([Trace((1, 2, 1, 2), (1, 2, 1, 2, 1))] * 3, drafter, 4)
     assert not drafter._histories
 
@@ -162,7 +162,7 @@ def test_a_quarter_is_accepted_at_the_best_lengths_yield() -> None:
 
     traces = read_traces(TRACES, None)
     rates = {}
-    for name, drafter in (("fixed", SuffixDrafter()), ("auto", AdaptiveDrafter(SuffixDrafter(), price(0.04)))):
+    for name, drafter in (("fixed", SuffixLookup()), ("auto", AdaptiveDrafter(SuffixLookup(), price(0.04)))):
         stats = replay(traces, drafter, 10)
         tokens, steps = (sum(getattr(s, f"num_{what}") for s in stats) for what in ("generated_tokens", "steps"))
         drafted_, accepted = (sum(getattr(s, f"num_{w}draft_tokens") for s in stats) for w in ("", "accepted_"))

@@ -9,9 +9,9 @@ from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
 from runtime import leader, orchestrator
-from runtime.drafters.chain import ChainDrafter
-from runtime.drafters.draft_target import DraftTargetDrafter
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.chain import DrafterChain
+from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, UsageError
 from runtime.request import Draft, Request, Sequence
@@ -47,7 +47,7 @@ def test_next_drafter_is_asked_for_whom_nothing_was_found() -> None:
     first = Recorder({1: Draft([11])})
     second = Recorder({0: Draft([20]), 1: Draft([21]), 3: Draft([23, 24])})
     third = Recorder({2: Draft([32])})
-    chain = ChainDrafter([first, second, third])
+    chain = DrafterChain([first, second, third])
     drafts = chain.propose([start(i) for i in range(5)], 4)
     assert [draft.tokens for draft in drafts] == [[20], [11], [32], [23, 24], []]
     assert (first.asked, second.asked, third.asked) == ([[0, 1, 2, 3, 4]], [[0, 2, 3, 4]], [[2, 4]])
@@ -55,14 +55,14 @@ def test_next_drafter_is_asked_for_whom_nothing_was_found() -> None:
 
 def test_nobody_is_asked_for_nothing() -> None:
     first, second = Recorder({0: Draft([1])}), Recorder({})
-    assert ChainDrafter([first, second]).propose([start(0)], 4) == [Draft([1])]
+    assert DrafterChain([first, second]).propose([start(0)], 4) == [Draft([1])]
     assert second.asked == []
-    assert ChainDrafter([first, second]).propose([], 4) == []
+    assert DrafterChain([first, second]).propose([], 4) == []
 
 
 def test_probabilities_pass_through() -> None:
     probs = torch.full((1, 8), 1 / 8, dtype=torch.float64)
-    drafts = ChainDrafter([NgramDrafter(2), Recorder({1: Draft([3], probs)})]).propose(
+    drafts = DrafterChain([NgramLookup(2), Recorder({1: Draft([3], probs)})]).propose(
         [start(0, (1, 2, 1)), start(1)], 1
     )
     assert drafts[0] == Draft([2])
@@ -71,8 +71,8 @@ def test_probabilities_pass_through() -> None:
 
 def test_member_asked_now_and_then_keeps_up() -> None:
     """The second reads what it was not asked about when it is."""
-    first, lookup = Recorder({0: Draft([9])}), NgramDrafter(2)
-    chain, sequence = ChainDrafter([first, lookup]), start(0, (1, 2))
+    first, lookup = Recorder({0: Draft([9])}), NgramLookup(2)
+    chain, sequence = DrafterChain([first, lookup]), start(0, (1, 2))
     for token in (3, 4, 1):
         assert chain.propose([sequence], 4)[0].tokens == [9]
         sequence.tokens.append(token)
@@ -82,12 +82,12 @@ def test_member_asked_now_and_then_keeps_up() -> None:
 
 def test_forget_goes_to_all() -> None:
     members = [Recorder({}), Recorder({}), Recorder({})]
-    ChainDrafter(members).forget(7)
+    DrafterChain(members).forget(7)
     assert [member.forgotten for member in members] == [[7], [7], [7]]
 
 
 def test_members_checks_are_honoured() -> None:
-    chain = ChainDrafter([NgramDrafter(2), Picky({})])
+    chain = DrafterChain([NgramLookup(2), Picky({})])
     chain.check_request(Request(0, (1, 2, 3), 5))
     with pytest.raises(SpecDecError, match="prompt too long for me: 4"):
         chain.check_request(Request(0, (1, 2, 3, 4), 5))
@@ -99,12 +99,12 @@ def test_member_that_returns_too_few_drafts_is_an_error() -> None:
             return []
 
     with pytest.raises(SpecDecError, match="returned 0 drafts for 1 sequences"):
-        ChainDrafter([NgramDrafter(2), Short({})]).propose([start(0)], 4)
+        DrafterChain([NgramLookup(2), Short({})]).propose([start(0)], 4)
 
 
 def test_empty_chain_is_refused() -> None:
     with pytest.raises(UsageError, match="a chain has no drafters"):
-        ChainDrafter([])
+        DrafterChain([])
 
 
 @pytest.mark.parametrize("loop", [orchestrator, leader], ids=["orchestrator", "leader"])
@@ -117,13 +117,13 @@ def test_draft_model_drafts_where_the_lookup_has_nothing(
     draft_engine = make_engine(make_model("llama", vocab_size=vocab_size, num_hidden_layers=1))
     asked: list[int] = []
 
-    class Counted(DraftTargetDrafter):
+    class Counted(DraftModel):
         def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
             asked.extend(s.request.id for s in sequences)
             return super().propose(sequences, max_draft_len)
 
-    chain = ChainDrafter(
-        [NgramDrafter(3, min_matching_ngram_size=2), Counted(draft_engine, vocab_size, use_logits=False)]
+    chain = DrafterChain(
+        [NgramLookup(3, min_matching_ngram_size=2), Counted(draft_engine, vocab_size, use_logits=False)]
     )
     requests = [Request(i, tuple(repetitive_prompt(i, 8 + 6 * i)), 40) for i in range(5)]
     finished = {s.request.id: s for s, _ in loop.generate(engine, requests, chain, 4) if s.finish_reason is not None}

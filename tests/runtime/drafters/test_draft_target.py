@@ -16,7 +16,7 @@ from tiny import VOCAB_SIZE, eager_logits, hf_greedy, make_model, repetitive_pro
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from runtime.drafters.draft_target import DraftTargetDrafter
+from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError
@@ -123,7 +123,7 @@ def finish(target: Engine, requests: list[Request], drafter: Drafter | None) -> 
     finished = [s for s, _ in generate(target, requests, drafter, DRAFT_LEN) if s.finish_reason is not None]
     check_idle(target)
     inner = drafter.drafter if isinstance(drafter, Recorded) else drafter
-    if isinstance(inner, DraftTargetDrafter):
+    if isinstance(inner, DraftModel):
         assert inner._followers == {}
         check_idle(inner.engine)
     return sorted(finished, key=lambda sequence: sequence.request.id)
@@ -149,7 +149,7 @@ def test_greedy_tokens_are_hugging_faces(
     batch_size: int, draft: str, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
 ) -> None:
     requests = make_requests(batch_size)
-    drafter = DraftTargetDrafter(open_engine(draft), VOCAB_SIZE, use_logits=use_logits)
+    drafter = DraftModel(open_engine(draft), VOCAB_SIZE, use_logits=use_logits)
     sequences = finish(open_engine("target"), requests, drafter)
     assert texts(sequences) == [hf_greedy(models["target"], list(r.prompt_tokens), NUM_NEW_TOKENS) for r in requests]
     num_accepted, num_drafted = acceptance(sequences)
@@ -169,7 +169,7 @@ def test_end_id_ends_as_in_hf(
     for prompt in PROMPTS:
         end_id = hf_greedy(models["target"], list(prompt), NUM_NEW_TOKENS)[7]
         request = Request(0, prompt, NUM_NEW_TOKENS, frozenset([end_id]))
-        drafter = DraftTargetDrafter(open_engine(draft), VOCAB_SIZE, use_logits=use_logits)
+        drafter = DraftModel(open_engine(draft), VOCAB_SIZE, use_logits=use_logits)
         (sequence,) = finish(open_engine("target"), [request], drafter)
         assert sequence.finish_reason == "end_id"
         assert sequence.output_tokens == hf_greedy(models["target"], list(prompt), NUM_NEW_TOKENS, end_id)
@@ -179,7 +179,7 @@ def test_end_id_ends_as_in_hf(
 @pytest.mark.parametrize("sampling", [SAMPLED, PENALISED], ids=["sampled", "penalised"])
 def test_same_weights_accept_everything(sampling: SamplingConfig, use_logits: bool, open_engine: OpenEngine) -> None:
     """Both sides apply the request's settings to the same prefix, and where tokens count draw the same number."""
-    drafter = DraftTargetDrafter(open_engine("same"), VOCAB_SIZE, use_logits=use_logits)
+    drafter = DraftModel(open_engine("same"), VOCAB_SIZE, use_logits=use_logits)
     sequences = finish(open_engine("target"), make_requests(3, sampling), drafter)
     assert acceptance(sequences) == (60, 60)
     if not use_logits:
@@ -246,7 +246,7 @@ def test_rejected_draft_leaves_no_trace_in_the_draft_engine(
     "random" has a sliding window of 8.
     """
     chance = random.Random(seed)
-    drafter = DraftTargetDrafter(open_engine(draft), VOCAB_SIZE, use_logits=False)
+    drafter = DraftModel(open_engine(draft), VOCAB_SIZE, use_logits=False)
     rows, sequence = record_forwards(drafter.engine), Sequence.start(Request(0, PROMPTS[1], 60))
     num_undrafted, accepted = 0, set()
     while sequence.num_remaining > 0:
@@ -280,7 +280,7 @@ def test_every_number_of_accepted_tokens_is_rolled_back(
 ) -> None:
     """One after the other, in drafts of 4; what is computed next is what the target said and no more."""
     for num_accepted in range(5):
-        drafter = DraftTargetDrafter(open_engine("other"), VOCAB_SIZE, use_logits=True)
+        drafter = DraftModel(open_engine("other"), VOCAB_SIZE, use_logits=True)
         rows, sequence = record_forwards(drafter.engine), Sequence.start(Request(0, PROMPTS[1], 60))
         num_uncomputed = []
         for _ in range(4):
@@ -302,7 +302,7 @@ def test_draft_engine_computes_each_token_once(
     sampling: SamplingConfig, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
 ) -> None:
     """In the real loop, of three requests at once."""
-    drafter = DraftTargetDrafter(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)
+    drafter = DraftModel(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)
     rows = record_forwards(drafter.engine)
     sequences = finish(open_engine("target"), make_requests(3, sampling), drafter)
     assert 0 < acceptance(sequences)[0] < acceptance(sequences)[1]
@@ -316,7 +316,7 @@ def test_draft_engine_computes_each_token_once(
 
 def test_forgotten_request_starts_from_nothing(open_engine: OpenEngine, models: dict[str, PreTrainedModel]) -> None:
     """Its id may be used again, by another prompt and other settings."""
-    drafter = DraftTargetDrafter(open_engine("same"), VOCAB_SIZE, use_logits=False)
+    drafter = DraftModel(open_engine("same"), VOCAB_SIZE, use_logits=False)
     for prompt in PROMPTS[:2]:
         (draft,) = drafter.propose([Sequence.start(Request(0, prompt, 20))], 4)
         assert draft.tokens == hf_greedy(models["same"], list(prompt), 4)
@@ -356,7 +356,7 @@ def test_small_pools_change_no_token(
     requests = make_requests(4, sampling)
     expected = texts(finish(open_engine("target"), requests, None))
     draft_engine = open_engine(draft, max_tokens=draft_tokens)
-    drafter = Recorded(DraftTargetDrafter(draft_engine, VOCAB_SIZE, use_logits=use_logits))
+    drafter = Recorded(DraftModel(draft_engine, VOCAB_SIZE, use_logits=use_logits))
     sequences = finish(open_engine("target", max_tokens=target_tokens), requests, drafter)
     assert texts(sequences) == expected
     lengths = [(len(draft.tokens), min(DRAFT_LEN, num_remaining - 1)) for _, num_remaining, draft in drafter.proposals]
@@ -372,7 +372,7 @@ def test_small_pools_change_no_token(
 
 def test_requests_that_wait_give_their_blocks(open_engine: OpenEngine, models: dict[str, PreTrainedModel]) -> None:
     """Two requests in turn, in a pool that holds one: both are drafted for, and nothing wrong is found again."""
-    drafter = DraftTargetDrafter(open_engine("same", max_tokens=36), VOCAB_SIZE, use_logits=False)
+    drafter = DraftModel(open_engine("same", max_tokens=36), VOCAB_SIZE, use_logits=False)
     sequences = [Sequence.start(request) for request in make_requests(4, max_new_tokens=16)[2:]]
     for _ in range(3):
         for sequence in sequences:
@@ -390,7 +390,7 @@ def test_batch_larger_than_the_draft_engines_is_drafted_in_parts(
     use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
 ) -> None:
     requests = make_requests(4)
-    drafter = DraftTargetDrafter(open_engine("narrow"), VOCAB_SIZE, use_logits=use_logits)
+    drafter = DraftModel(open_engine("narrow"), VOCAB_SIZE, use_logits=use_logits)
     rows = record_forwards(drafter.engine)
     sequences = finish(open_engine("target"), requests, drafter)
     assert texts(sequences) == [hf_greedy(models["target"], list(r.prompt_tokens), NUM_NEW_TOKENS) for r in requests]
@@ -409,7 +409,7 @@ def test_draft_model_of_another_vocabulary_drafts_what_both_know(
 ) -> None:
     """Once the target said a token that the draft model cannot read, it drafts nothing any more."""
     requests, vocab_size = make_requests(4, sampling), {"smaller": SMALLER, "larger": LARGER}[draft]
-    drafter = Recorded(DraftTargetDrafter(open_engine(draft), VOCAB_SIZE, use_logits=use_logits))
+    drafter = Recorded(DraftModel(open_engine(draft), VOCAB_SIZE, use_logits=use_logits))
     rows = record_forwards(drafter.drafter.engine)
     sequences = finish(open_engine("target"), requests, drafter)
     if sampling.is_greedy or not use_logits:
@@ -446,7 +446,7 @@ def test_draft_model_with_no_token_left_drafts_no_further(
     """All that a draft model of 20 tokens knows is banned; the target has 12 more to choose from."""
     banned = SamplingConfig(**sampling, bad_words=tuple((token,) for token in range(SMALLER)))
     requests = make_requests(2, banned)
-    drafter = DraftTargetDrafter(open_engine("smaller"), VOCAB_SIZE, use_logits=use_logits)
+    drafter = DraftModel(open_engine("smaller"), VOCAB_SIZE, use_logits=use_logits)
     sequences = finish(open_engine("target"), requests, drafter)
     assert texts(sequences) == texts(finish(open_engine("target"), requests, None))
 
@@ -464,7 +464,7 @@ def test_request_the_target_can_serve_needs_no_token_of_the_draft_model(
 ) -> None:
     """What the smaller vocabulary lacks matters as little in a request as in what the target says."""
     request = Request(0, prompt, NUM_NEW_TOKENS, sampling=SamplingConfig(**sampling))
-    drafter = DraftTargetDrafter(open_engine("smaller"), VOCAB_SIZE, use_logits=False)
+    drafter = DraftModel(open_engine("smaller"), VOCAB_SIZE, use_logits=False)
     sequences = finish(open_engine("target"), [request], drafter)
     assert texts(sequences) == texts(finish(open_engine("target"), [request], None))
 
@@ -480,7 +480,7 @@ def test_draft_ends_at_an_end_id(
     """Drawn from its law the end id belongs to the draft; chosen as the target will, it comes at no cost."""
     end_ids = frozenset(range(3, 8))
     is_drawn = use_logits and not sampling.is_greedy
-    drafter = DraftTargetDrafter(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)
+    drafter = DraftModel(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)
     num_ended = 0
     for i in range(60):
         prompt = tuple(repetitive_prompt(i, 6))
@@ -505,7 +505,7 @@ def test_draft_is_no_longer_than_the_budget(
     sampling: SamplingConfig, use_logits: bool, open_engine: OpenEngine
 ) -> None:
     """The target adds a token of its own."""
-    drafter = DraftTargetDrafter(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)
+    drafter = DraftModel(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)
     for max_new_tokens in range(1, 8):
         sequence = Sequence.start(Request(max_new_tokens, PROMPTS[0], max_new_tokens, sampling=sampling))
         (draft,) = drafter.propose([sequence], 4)
@@ -526,7 +526,7 @@ def test_request_the_draft_engine_cannot_follow_is_an_error_before_any_step(
     prompt: tuple[int, ...], max_new_tokens: int, message: str, open_engine: OpenEngine
 ) -> None:
     target = open_engine("target")
-    drafter = DraftTargetDrafter(open_engine("short"), VOCAB_SIZE, use_logits=True)
+    drafter = DraftModel(open_engine("short"), VOCAB_SIZE, use_logits=True)
     drafter.check_request(Request(3, (5,) * 12, 28))  # just fits
     request = Request(3, prompt, max_new_tokens)
     target.check_request(request)
@@ -544,7 +544,7 @@ def test_request_the_draft_engine_cannot_follow_is_an_error_before_any_step(
 
 
 def test_draft_pool_too_small_for_a_request_is_an_error_before_any_step(open_engine: OpenEngine) -> None:
-    target, drafter = open_engine("target"), DraftTargetDrafter(open_engine("same", max_tokens=40), 32, use_logits=True)
+    target, drafter = open_engine("target"), DraftModel(open_engine("same", max_tokens=40), 32, use_logits=True)
     with pytest.raises(SpecDecError, match="^draft engine: K/V cache of 40 tokens is too small for request 3"):
         list(generate(target, make_requests(4), drafter, 4))
     assert target.step_time_s == drafter.engine.step_time_s == 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.drafters.ngram import NgramDrafter, Ranking
+from runtime.drafters.ngram import NgramLookup, Ranking
 from runtime.drafters.pool import NgramPool
 from runtime.errors import UsageError
 from runtime.request import Request, Sequence
@@ -20,7 +20,7 @@ def start(
     return Sequence(Request(request_id, tuple(tokens), max_new_tokens, frozenset(end_ids)), list(tokens))
 
 
-def propose(drafter: NgramDrafter, sequence: Sequence, max_draft_len: int = 10) -> list[int]:
+def propose(drafter: NgramLookup, sequence: Sequence, max_draft_len: int = 10) -> list[int]:
     (draft,) = drafter.propose([sequence], max_draft_len)
     assert draft.probs is None
     return draft.tokens
@@ -72,7 +72,7 @@ def test_draft_equals_brute_force(
     end_ids: tuple[int, ...],
 ) -> None:
     """Grown by runs of random length, as accepted drafts make it grow."""
-    drafter = NgramDrafter(sizes[1], min_matching_ngram_size=sizes[0], ranking=ranking)
+    drafter = NgramLookup(sizes[1], min_matching_ngram_size=sizes[0], ranking=ranking)
     sequence = start(prompt, max_new_tokens, end_ids=end_ids)
     for run in [[], *runs]:
         sequence.tokens += run
@@ -85,20 +85,20 @@ def test_draft_equals_brute_force(
 
 def test_longest_pattern_wins() -> None:
     """3 was followed by 9 first, but 2 3 by 7."""
-    assert propose(NgramDrafter(2), start([3, 9, 2, 3, 7, 5, 2, 3])) == [7, 5, 2, 3]
-    assert propose(NgramDrafter(1), start([3, 9, 2, 3, 7, 5, 2, 3])) == [9, 2, 3, 7, 5, 2, 3]
+    assert propose(NgramLookup(2), start([3, 9, 2, 3, 7, 5, 2, 3])) == [7, 5, 2, 3]
+    assert propose(NgramLookup(1), start([3, 9, 2, 3, 7, 5, 2, 3])) == [9, 2, 3, 7, 5, 2, 3]
 
 
 def test_oldest_occurrence_wins() -> None:
-    assert propose(NgramDrafter(2), start([1, 2, 5, 1, 2, 6, 1, 2]), max_draft_len=1) == [5]
+    assert propose(NgramLookup(2), start([1, 2, 5, 1, 2, 6, 1, 2]), max_draft_len=1) == [5]
 
 
 def test_latest_occurrence_wins() -> None:
-    assert propose(NgramDrafter(2, ranking="recent"), start([1, 2, 5, 1, 2, 6, 1, 2]), max_draft_len=1) == [6]
+    assert propose(NgramLookup(2, ranking="recent"), start([1, 2, 5, 1, 2, 6, 1, 2]), max_draft_len=1) == [6]
 
 
 def test_most_frequent_follower_wins_then_the_latest() -> None:
-    drafter = NgramDrafter(1, ranking="frequent")
+    drafter = NgramLookup(1, ranking="frequent")
     assert propose(drafter, start([1, 5, 3, 1, 5, 4, 1, 6, 1]), max_draft_len=2) == [5, 4]
     drafter.forget(0)
     assert propose(drafter, start([1, 5, 1, 6, 1]), max_draft_len=1) == [6]
@@ -107,12 +107,12 @@ def test_most_frequent_follower_wins_then_the_latest() -> None:
 def test_repetition_goes_on_in_the_draft() -> None:
     """The last occurrence always has the fewest tokens after it."""
     tokens = [1, 2, 3, 1, 2, 3]
-    assert propose(NgramDrafter(2, ranking="recent"), start(tokens), max_draft_len=7) == [1, 2, 3, 1, 2, 3, 1]
-    assert propose(NgramDrafter(2, ranking="oldest"), start(tokens), max_draft_len=7) == [1, 2, 3]
+    assert propose(NgramLookup(2, ranking="recent"), start(tokens), max_draft_len=7) == [1, 2, 3, 1, 2, 3, 1]
+    assert propose(NgramLookup(2, ranking="oldest"), start(tokens), max_draft_len=7) == [1, 2, 3]
 
 
 def test_shorter_pattern_than_the_least_is_no_match() -> None:
-    drafter = NgramDrafter(3, min_matching_ngram_size=2)
+    drafter = NgramLookup(3, min_matching_ngram_size=2)
     assert propose(drafter, start([1, 2, 3, 4, 3])) == []
     drafter.forget(0)
     assert propose(drafter, start([2, 3, 4, 2, 3]), max_draft_len=1) == [4]
@@ -122,7 +122,7 @@ def test_pool_is_asked_where_the_sequence_has_no_match() -> None:
     """7 8 9 were generated before; a match of the sequence's own comes first, however short."""
     pool = NgramPool()
     pool.add(Sequence(Request(9, (), 10), [5, 6, 7, 8, 9]))
-    drafter = NgramDrafter(2, ranking="frequent", pool=pool)
+    drafter = NgramLookup(2, ranking="frequent", pool=pool)
     assert propose(drafter, start([1, 5, 6])) == [7, 8, 9]
     assert propose(drafter, start([6, 1, 5, 6], request_id=1), max_draft_len=2) == [1, 5]
     assert propose(drafter, start([1, 5, 6], request_id=2, end_ids=(8,))) == [7]
@@ -132,36 +132,36 @@ def test_pool_is_asked_where_the_sequence_has_no_match() -> None:
 @pytest.mark.parametrize("sizes", [(0, 2), (3, 2)])
 def test_sizes_that_leave_no_pattern_are_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match=f"n-gram sizes are not from 1 up: {sizes[0]} to {sizes[1]}"):
-        NgramDrafter(sizes[1], min_matching_ngram_size=sizes[0])
+        NgramLookup(sizes[1], min_matching_ngram_size=sizes[0])
 
 
 def test_unknown_ranking_is_refused() -> None:
     with pytest.raises(UsageError, match="unknown ranking: newest"):
-        NgramDrafter(2, ranking="newest")  # type: ignore[arg-type]
+        NgramLookup(2, ranking="newest")  # type: ignore[arg-type]
 
 
 def test_the_tail_does_not_match_itself() -> None:
-    assert propose(NgramDrafter(2), start([1, 2, 3])) == []
-    assert propose(NgramDrafter(2), start([1])) == []
+    assert propose(NgramLookup(2), start([1, 2, 3])) == []
+    assert propose(NgramLookup(2), start([1])) == []
 
 
 def test_overlapping_occurrence_is_found() -> None:
-    assert propose(NgramDrafter(2), start([4, 4, 4])) == [4]
+    assert propose(NgramLookup(2), start([4, 4, 4])) == [4]
 
 
 def test_draft_leaves_room_for_the_targets_own_token() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 1]
     for max_new_tokens, draft in ((5, [2, 3, 4, 5]), (2, [2]), (1, [])):
-        assert propose(NgramDrafter(2), start(tokens, max_new_tokens)) == draft
+        assert propose(NgramLookup(2), start(tokens, max_new_tokens)) == draft
 
 
 def test_draft_ends_before_the_first_end_id() -> None:
-    assert propose(NgramDrafter(2), start([1, 2, 3, 9, 4, 9, 1], end_ids=(9,))) == [2, 3]
-    assert propose(NgramDrafter(2), start([1, 9, 3, 1], end_ids=(9,))) == []
+    assert propose(NgramLookup(2), start([1, 2, 3, 9, 4, 9, 1], end_ids=(9,))) == [2, 3]
+    assert propose(NgramLookup(2), start([1, 9, 3, 1], end_ids=(9,))) == []
 
 
 def test_requests_do_not_see_each_other() -> None:
-    drafter = NgramDrafter(2)
+    drafter = NgramLookup(2)
     first, second = start([1, 2, 3, 1], request_id=0), start([5, 1], request_id=1)
     drafts = drafter.propose([first, second], 10)
     assert [draft.tokens for draft in drafts] == [[2, 3, 1], []]
@@ -169,7 +169,7 @@ def test_requests_do_not_see_each_other() -> None:
 
 def test_forget_drops_the_state() -> None:
     """A request id that is used again starts from nothing."""
-    drafter = NgramDrafter(2)
+    drafter = NgramLookup(2)
     assert propose(drafter, start([1, 2, 3, 4, 5, 6, 1])) == [2, 3, 4, 5, 6, 1]
     drafter.forget(0)
     drafter.forget(0)
@@ -195,7 +195,7 @@ def test_cost_of_a_step_does_not_grow_with_the_sequence(ranking: Ranking) -> Non
     """Tokens read for one more token, after a prompt of 100 and of 10,000 tokens."""
     num_read = []
     for length in (100, 10_000):
-        drafter = NgramDrafter(3, ranking=ranking)
+        drafter = NgramLookup(3, ranking=ranking)
         sequence = start([i * i % 50 for i in range(length)])
         sequence.tokens = CountingTokens(sequence.tokens)
         propose(drafter, sequence)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
-from runtime.drafters.suffix import SuffixDrafter
+from runtime.drafters.suffix import SuffixLookup
 from runtime.drafters.tree import TreeDrafter
 from runtime.errors import UsageError
 from runtime.request import Request, Sequence
@@ -76,7 +76,7 @@ def test_pool_is_the_statistics_of_its_last_texts(
 
 def test_ten_thousand_requests_leave_the_pool_within_its_bound() -> None:
     """Memory no longer grows once the pool is full, though every output is another one."""
-    rng, drafter = random.Random(0), SuffixDrafter(pool=NgramPool(max_tokens=2000))
+    rng, drafter = random.Random(0), SuffixLookup(pool=NgramPool(max_tokens=2000))
     pool, sizes = drafter.pool, []
     assert pool is not None
     tracemalloc.start()
@@ -106,7 +106,7 @@ def test_prompts_are_no_ones_draft() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda pool: NgramDrafter(2, pool=pool), lambda pool: SuffixDrafter(pool=pool)],
+    [lambda pool: NgramLookup(2, pool=pool), lambda pool: SuffixLookup(pool=pool)],
     ids=["n-gram", "suffix"],
 )
 def test_requests_learn_from_finished_requests_only(make: Any) -> None:
@@ -123,7 +123,7 @@ def test_requests_learn_from_finished_requests_only(make: Any) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda **kw: NgramDrafter(2, **kw), lambda **kw: SuffixDrafter(**kw)],
+    [lambda **kw: NgramLookup(2, **kw), lambda **kw: SuffixLookup(**kw)],
     ids=["n-gram", "suffix"],
 )
 def test_private_is_the_default(make: Any) -> None:

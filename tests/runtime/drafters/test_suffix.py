@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.drafters.pool import NgramPool
-from runtime.drafters.suffix import MAX_COUNTED, History, SuffixAutomaton, SuffixDrafter
+from runtime.drafters.suffix import MAX_COUNTED, History, SuffixAutomaton, SuffixLookup
 from runtime.errors import UsageError
 from runtime.request import Request, Sequence
 
@@ -21,7 +21,7 @@ def start(
     return Sequence(Request(request_id, tuple(tokens), max_new_tokens, frozenset(end_ids)), list(tokens))
 
 
-def propose(drafter: SuffixDrafter, sequence: Sequence, max_draft_len: int = 10) -> list[int]:
+def propose(drafter: SuffixLookup, sequence: Sequence, max_draft_len: int = 10) -> list[int]:
     (draft,) = drafter.propose([sequence], max_draft_len)
     assert draft.probs is None
     return draft.tokens
@@ -107,7 +107,7 @@ def test_draft_equals_brute_force(
     for tokens in earlier:
         assert pool is not None
         pool.add(Sequence(Request(9, (), 10), tokens))
-    drafter, sequence = SuffixDrafter(pool=pool), start(runs[0], max_new_tokens)
+    drafter, sequence = SuffixLookup(pool=pool), start(runs[0], max_new_tokens)
     drafter._histories[0] = History(sequence, SuffixAutomaton(max_counted))
     for run in [[], *runs[1:]]:
         sequence.tokens += run
@@ -118,30 +118,30 @@ def test_draft_equals_brute_force(
 
 def test_longest_match_wins() -> None:
     """9 follows 3 twice, 7 follows 1 2 3 once."""
-    assert propose(SuffixDrafter(), start([3, 9, 3, 9, 1, 2, 3, 7, 5, 1, 2, 3]), 2) == [7, 5]
+    assert propose(SuffixLookup(), start([3, 9, 3, 9, 1, 2, 3, 7, 5, 1, 2, 3]), 2) == [7, 5]
 
 
 def test_most_frequent_continuation_wins_then_the_latest() -> None:
-    assert propose(SuffixDrafter(), start([1, 5, 1, 5, 1, 6, 1]), 1) == [5]
-    assert propose(SuffixDrafter(), start([1, 5, 1, 6, 1]), 1) == [6]
+    assert propose(SuffixLookup(), start([1, 5, 1, 5, 1, 6, 1]), 1) == [5]
+    assert propose(SuffixLookup(), start([1, 5, 1, 6, 1]), 1) == [6]
 
 
 def test_repetition_goes_on_in_the_draft() -> None:
-    assert propose(SuffixDrafter(), start([1, 2, 3, 1, 2, 3]), 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert propose(SuffixLookup(), start([1, 2, 3, 1, 2, 3]), 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_nothing_repeated_is_no_draft() -> None:
-    assert propose(SuffixDrafter(), start([1, 2, 3])) == []
-    assert propose(SuffixDrafter(), start([1])) == []
+    assert propose(SuffixLookup(), start([1, 2, 3])) == []
+    assert propose(SuffixLookup(), start([1])) == []
 
 
 def test_draft_ends_before_the_first_end_id() -> None:
-    assert propose(SuffixDrafter(), start([1, 2, 3, 9, 4, 1], end_ids=(9,))) == [2, 3]
+    assert propose(SuffixLookup(), start([1, 2, 3, 9, 4, 1], end_ids=(9,))) == [2, 3]
 
 
 def test_draft_leaves_room_for_the_targets_own_token() -> None:
     for max_new_tokens, draft in ((4, [2, 3, 1]), (2, [2]), (1, [])):
-        assert propose(SuffixDrafter(), start([1, 2, 3, 1], max_new_tokens)) == draft
+        assert propose(SuffixLookup(), start([1, 2, 3, 1], max_new_tokens)) == draft
 
 
 @pytest.mark.parametrize(
@@ -152,13 +152,13 @@ def test_drafts_grow_with_the_match(repeated: int, growth: float, draft_len: int
     """A match longer than what is counted has its full length."""
     phrase = list(range(100, 100 + repeated))
     sequence = start([*phrase, *range(20), *phrase])
-    assert propose(SuffixDrafter(growth=growth), sequence) == list(range(20))[:draft_len]
+    assert propose(SuffixLookup(growth=growth), sequence) == list(range(20))[:draft_len]
 
 
 @pytest.mark.parametrize("growth", [0.0, -1.0, float("nan")])
 def test_growth_that_is_none_is_refused(growth: float) -> None:
     with pytest.raises(UsageError, match="growth is not above 0"):
-        SuffixDrafter(growth=growth)
+        SuffixLookup(growth=growth)
 
 
 def test_much_longer_public_match_is_followed() -> None:
@@ -166,19 +166,19 @@ def test_much_longer_public_match_is_followed() -> None:
     pool = NgramPool()
     pool.add(Sequence(Request(9, (), 10), [1, 2, 3, 4, 5, 6]))
     sequence = start([4, 9, 1, 2, 3, 4])
-    assert propose(SuffixDrafter(), sequence, 1) == [9]
-    assert propose(SuffixDrafter(pool=pool), sequence, 2) == [5, 6]
-    assert propose(SuffixDrafter(pool=pool), start([4, 9, 8, 2, 3, 4]), 1) == [9]
+    assert propose(SuffixLookup(), sequence, 1) == [9]
+    assert propose(SuffixLookup(pool=pool), sequence, 2) == [5, 6]
+    assert propose(SuffixLookup(pool=pool), start([4, 9, 8, 2, 3, 4]), 1) == [9]
 
 
 def test_requests_do_not_see_each_other() -> None:
     first, second = start([1, 2, 3, 1], request_id=0), start([5, 1], request_id=1)
-    drafts = SuffixDrafter().propose([first, second], 10)
+    drafts = SuffixLookup().propose([first, second], 10)
     assert [draft.tokens[:3] for draft in drafts] == [[2, 3, 1], []]
 
 
 def test_forget_drops_the_state() -> None:
-    drafter = SuffixDrafter()
+    drafter = SuffixLookup()
     assert propose(drafter, start([1, 2, 3, 1]), 1) == [2]
     drafter.forget(0)
     drafter.forget(0)
@@ -187,7 +187,7 @@ def test_forget_drops_the_state() -> None:
 
 def median_step_s(tokens: list[int]) -> float:
     """Of a step with one more token of the same text, after all the others."""
-    drafter, sequence = SuffixDrafter(), start(tokens[:-201], max_new_tokens=1000)
+    drafter, sequence = SuffixLookup(), start(tokens[:-201], max_new_tokens=1000)
     propose(drafter, sequence)
     times = []
     for token in tokens[-201:]:

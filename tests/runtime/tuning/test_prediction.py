@@ -5,7 +5,7 @@ from tiny import repetitive_prompt
 
 from runtime.config import StepCost
 from runtime.costs import CostModel
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.request import Draft, Sequence
 from runtime.stats import sum_stats
@@ -75,8 +75,8 @@ def test_parts_are_scaled_each_by_its_own() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 9])
 def test_batches_count_as_one_by_one(batch_size: int) -> None:
-    batches = replay_batches(TRACES, NgramDrafter(3), 4, batch_size)
-    one_by_one = replay(TRACES, NgramDrafter(3), 4)
+    batches = replay_batches(TRACES, NgramLookup(3), 4, batch_size)
+    one_by_one = replay(TRACES, NgramLookup(3), 4)
     for stats, expected in zip(batches.stats, one_by_one, strict=True):
         assert stats.counts(4) == expected.counts(4)
         assert stats.per_step_accepted == expected.per_step_accepted
@@ -87,8 +87,8 @@ def test_batches_count_as_one_by_one(batch_size: int) -> None:
 
 def test_public_text_comes_from_groups_before() -> None:
     """In one group nobody has finished before the others start."""
-    together = replay_batches(TRACES, NgramDrafter(3, pool=NgramPool()), 4, len(TRACES))
-    private = replay_batches(TRACES, NgramDrafter(3), 4)
+    together = replay_batches(TRACES, NgramLookup(3, pool=NgramPool()), 4, len(TRACES))
+    private = replay_batches(TRACES, NgramLookup(3), 4)
     assert sum_stats(together.stats).counts(4) == sum_stats(private.stats).counts(4)
 
 
@@ -112,6 +112,6 @@ def test_tokens_per_step_follow_from_survival(draft_len: int) -> None:
 def test_end_ids_are_not_drafted() -> None:
     trace = Trace((3, 4, 7, 3, 4), (7, 3, 4, 7))
     drafted = [
-        sum_stats(replay_batches([trace], NgramDrafter(2), 4, end_ids=ends).stats) for ends in (frozenset(), {7})
+        sum_stats(replay_batches([trace], NgramLookup(2), 4, end_ids=ends).stats) for ends in (frozenset(), {7})
     ]
     assert drafted[0].num_draft_tokens > drafted[1].num_draft_tokens == 0

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from runtime import leader, orchestrator
-from runtime.drafters.ngram import NgramDrafter
+from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
-from runtime.drafters.suffix import SuffixDrafter
+from runtime.drafters.suffix import SuffixLookup
 from runtime.drafters.tree import ROOT, Tree, TreeDrafter
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
@@ -121,17 +121,17 @@ def test_budget_beyond_the_output_changes_what_is_drafted_and_no_step() -> None:
 
 
 def test_without_drafts_every_step_yields_one_token() -> None:
-    (stats,) = replay([Trace((1,), (5, 6, 7))], NgramDrafter(2), 0)
+    (stats,) = replay([Trace((1,), (5, 6, 7))], NgramLookup(2), 0)
     assert (stats.num_steps, stats.num_spec_steps, stats.num_generated_tokens) == (3, 0, 3)
 
 
 def test_empty_output_takes_no_step() -> None:
-    assert [stats.num_steps for stats in replay([Trace((1, 1), ())], SuffixDrafter(), 4)] == [0]
+    assert [stats.num_steps for stats in replay([Trace((1, 1), ())], SuffixLookup(), 4)] == [0]
     assert replay_trees([Trace((1, 1), ())], TreeDrafter(), 4) == [TreeStats()]
 
 
 def test_drafter_that_drafts_too_much_is_an_error() -> None:
-    class TooLong(NgramDrafter):
+    class TooLong(NgramLookup):
         def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
             return [Draft([1] * (max_draft_len + 1))]
 
@@ -153,7 +153,7 @@ def test_leftmost_is_transformers_prompt_lookup(max_ngram: int, num_end_ids: int
             max_matching_ngram_size=max_ngram,
             max_length=len(trace.prompt_tokens) + len(trace.output_tokens),
         )
-        ours = NgramDrafter(max_ngram, ranking="leftmost")
+        ours = NgramLookup(max_ngram, ranking="leftmost")
         request = Request(0, trace.prompt_tokens, len(trace.output_tokens), frozenset(end_ids))
         sequence = Sequence(request, list(trace.prompt_tokens))
         while sequence.num_remaining > 0:
@@ -174,10 +174,10 @@ def test_leftmost_is_transformers_prompt_lookup(max_ngram: int, num_end_ids: int
 def test_prompt_lookup_on_spec_bench_gives_the_published_figure() -> None:
     """1.755, of which Spec-Bench's own run gave 1.75; acceptance 0.119 where the budget is its 1,024 tokens."""
     traces = read_traces(SPEC_BENCH)
-    total = sum_stats(replay(traces, NgramDrafter(3, ranking="leftmost"), 10)).counts(10)
+    total = sum_stats(replay(traces, NgramLookup(3, ranking="leftmost"), 10)).counts(10)
     assert total["tokens_per_step"] == pytest.approx(1.755, abs=0.001)
     assert total["draft_acceptance_rate"] == pytest.approx(0.122, abs=0.0005)
-    as_there = sum_stats(replay(traces, NgramDrafter(3, ranking="leftmost"), 10, max_new_tokens=1024)).counts(10)
+    as_there = sum_stats(replay(traces, NgramLookup(3, ranking="leftmost"), 10, max_new_tokens=1024)).counts(10)
     assert as_there["tokens_per_step"] == total["tokens_per_step"]
     assert as_there["draft_acceptance_rate"] == pytest.approx(0.119, abs=0.0005)
 
@@ -196,7 +196,7 @@ def test_what_trees_are_worth_on_spec_bench() -> None:
     """32 nodes against lines of 10, on every fifth trace."""
     traces = read_traces(SPEC_BENCH)[::5]
     trees = replay_trees(traces, TreeDrafter(pool=NgramPool()), 32)
-    line = sum_stats(replay(traces, SuffixDrafter(pool=NgramPool()), 10)).counts(10)["tokens_per_step"]
+    line = sum_stats(replay(traces, SuffixLookup(pool=NgramPool()), 10)).counts(10)["tokens_per_step"]
     assert sum(t.num_generated_tokens for t in trees) / sum(t.num_steps for t in trees) > line + 0.2
 
 
@@ -252,7 +252,7 @@ def test_tree_goes_deep_where_one_path_is_nearly_certain() -> None:
     """In a text that repeats itself ten nodes are about as good as a line of ten."""
     endless = [trace for trace in read_traces(SAMPLE) if trace.category == "endless"]
     (tree,) = replay_trees(endless, TreeDrafter(), 10)
-    (line,) = replay(endless, SuffixDrafter(), 10)
+    (line,) = replay(endless, SuffixLookup(), 10)
     assert tree.num_generated_tokens == line.num_generated_tokens == 300
     assert tree.num_steps <= 1.1 * line.num_steps < 70
     assert tree.num_accepted_draft_tokens <= tree.num_draft_tokens <= 10 * tree.num_steps
@@ -267,7 +267,7 @@ def test_bench_prints_a_row_for_each_drafter(
     bench_drafters.main()
     header, _, *rows = capsys.readouterr().out.splitlines()
     assert "digest" in header and len(rows) == len(bench_drafters.DRAFTERS) + len(bench_drafters.TREE_DRAFTERS)
-    leftmost = sum_stats(replay(read_traces(SAMPLE), NgramDrafter(3, ranking="leftmost"), 10)).counts(10)
+    leftmost = sum_stats(replay(read_traces(SAMPLE), NgramLookup(3, ranking="leftmost"), 10)).counts(10)
     assert f"| {leftmost['tokens_per_step']:.3f} |" in rows[0]
 
 

@@ -1,0 +1,113 @@
+"""The JSON document of `specdec tune`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from commands.documents.head import document_head
+from commands.options.drafting import candidate_flags
+from runtime.stats import RequestStats, sum_stats
+from runtime.tuning.candidates import Candidate
+from runtime.tuning.live import Confirmation, Confirmed
+from runtime.tuning.prediction import LoopSeconds
+from runtime.tuning.profile import drafter_record
+from runtime.tuning.replay import Trace
+from runtime.tuning.search import Replayed, Search
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was replayed, *no drafter* first, and with an engine what was timed."""
+
+    search: Search
+    settings: dict[str, Any]
+    confirmation: Confirmation | None = None
+
+    @property
+    def traces(self) -> Sequence[Trace]:
+        return self.search.replayer.traces
+
+    @property
+    def replayed(self) -> Sequence[Replayed]:
+        return self.search.replayed
+
+    @property
+    def ranked(self) -> list[Replayed]:
+        """The best first; without an engine the most tokens per step."""
+        return sorted(self.replayed, key=lambda one: one.rank)
+
+
+def categories_of(traces: Sequence[Trace]) -> list[str]:
+    return sorted({trace.category for trace in traces if trace.category is not None})
+
+
+def stats_of_category(traces: Sequence[Trace], one: Replayed, category: str) -> RequestStats:
+    pairs = zip(traces, one.batches.stats, strict=True)
+    return sum_stats(stats for trace, stats in pairs if trace.category == category)
+
+
+def tune_document(tuning: Tuning) -> dict[str, Any]:
+    confirmation = tuning.confirmation
+    return {
+        **document_head("tune"),
+        "num_traces": len(tuning.traces),
+        "num_output_tokens": sum(len(trace.output_tokens) for trace in tuning.traces),
+        "mean_prompt_len": mean(len(trace.prompt_tokens) for trace in tuning.traces),
+        "screened": [_screened_record(one) for one in sorted(tuning.search.screened, key=lambda one: one.rank)],
+        "candidates": [_replayed_record(tuning, one) for one in tuning.ranked],
+        "factors": None if confirmation is None else _parts(confirmation.factors),
+        "timed": None if confirmation is None else [_confirmed_record(one) for one in confirmation.confirmed],
+        "recommended": None if confirmation is None else _candidate_record(confirmation.recommended.replayed.candidate),
+        "settings": tuning.settings,
+    }
+
+
+def _parts(seconds: LoopSeconds) -> dict[str, float]:
+    return {"prompts": seconds.prompts, "steps": seconds.others}
+
+
+def _candidate_record(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "drafter": drafter_record(candidate.drafter),
+        "draft_len_mode": candidate.draft_len_mode,
+        "flags": candidate_flags(candidate),
+    }
+
+
+def _screened_record(one: Replayed) -> dict[str, Any]:
+    return {
+        **_candidate_record(one.candidate),
+        "num_traces": len(one.batches.stats),
+        "total": one.total.counts(one.candidate.max_draft_len),
+    }
+
+
+def _replayed_record(tuning: Tuning, one: Replayed) -> dict[str, Any]:
+    max_draft_len = one.candidate.max_draft_len
+    return {
+        **_candidate_record(one.candidate),
+        "total": one.total.counts(max_draft_len),
+        "by_category": {
+            category: stats_of_category(tuning.traces, one, category).counts(max_draft_len)
+            for category in categories_of(tuning.traces)
+        },
+        "num_iterations": len(one.batches.steps),
+        "draft_time_s": one.batches.draft_time_s,
+        "predicted_s": None if one.predicted is None else one.predicted.total,
+    }
+
+
+def _confirmed_record(one: Confirmed) -> dict[str, Any]:
+    return {
+        **_candidate_record(one.replayed.candidate),
+        "num_requests": len(one.measured.generation.sequences),
+        "replayed": one.replayed.total.counts(one.replayed.candidate.max_draft_len),
+        "measured": one.measured.counts,
+        "batches_s": [[seconds.total for seconds in batches] for batches in one.measured.batches],
+        "measured_s": one.measured.seconds,
+        "measured_speedup": one.measured_speedup,
+        "predicted_s": one.predicted_s,
+        "predicted_speedup": one.predicted_speedup,
+        "ratio": one.ratio,
+    }

@@ -1,0 +1,57 @@
+"""The lossless check in words, and as exit code."""
+
+from typing import Any
+
+from runtime.errors import SpecDecError
+
+
+def fail_unless_lossless(checks: dict[str, Any]) -> None:
+    """SpecDecError (exit code 1) if the check was made and failed."""
+    check = checks.get("lossless")
+    if check is None or check["passed"]:
+        return
+    if check["rule"] == "distribution":
+        raise SpecDecError(
+            f"speculated tokens do not follow the target's distribution: p = {check['p_value']:.3g}",
+            hint="a drafter's `Draft.probs` must be the distribution that its tokens are drawn from",
+        )
+    num_differing = check["num_samples"] - check["num_identical"]
+    raise SpecDecError(
+        f"speculation changed outputs: {num_differing} of {check['num_samples']}",
+        hint=f"the first: {_difference_line(check['differences'][0], check['dtype'])}",
+    )
+
+
+def lossless_lines(check: dict[str, Any]) -> list[str]:
+    """The check in words, for the terminal."""
+    result = "passed" if check["passed"] else "FAILED"
+    if check["rule"] == "distribution":
+        statistic = "infinite" if check["chi_squared"] is None else f"{check['chi_squared']:.1f}"
+        return [
+            "rejection sampling draws other tokens than the target alone: its distribution is checked instead",
+            *(
+                ["the texts leave one token to choose each: there was nothing to compare"]
+                if not check["degrees_of_freedom"]
+                else []
+            ),
+            f"lossless check {result}: chi-squared {statistic} with {check['degrees_of_freedom']} degrees of freedom, "
+            f"p = {check['p_value']:.3g} (threshold {check['threshold']:g}), {check['num_tokens']:,} tokens after "
+            f"{check['num_distributions']} texts, {check['num_draws']:,} draws",
+        ]
+    lines = [_difference_line(difference, check["dtype"]) for difference in check["differences"]]
+    near_ties = f" (near ties: {check['num_near_ties']})" if check["num_near_ties"] else ""
+    return [
+        *lines,
+        f"lossless check {result}: {check['num_identical']} of {check['num_samples']} outputs token for token the same "
+        f"as without a drafter{near_ties}",
+    ]
+
+
+def _difference_line(difference: dict[str, Any], dtype: str) -> str:
+    margin = difference["logit_margin"]
+    return (
+        f"request {difference['request']} differs at position {difference['position']} of its output: "
+        f"token {difference['token']}, without a drafter {difference['token_without_drafter']}; logit margin "
+        f"{'none' if margin is None else f'{margin:.3g}'}, rounding of {dtype} {difference['rounding']:.3g}"
+        f"{', a near tie' if difference['is_near_tie'] else ''}"
+    )

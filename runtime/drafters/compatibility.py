@@ -1,0 +1,114 @@
+"""Whether drafter and target mean the same by every token id, found out before anything is opened."""
+
+import filecmp
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from runtime.bundle import Bundle
+from runtime.corpus import Corpus
+from runtime.drafters.settings import DrafterSettings, corpora_of
+from runtime.errors import SpecDecError, SpecDecWarning
+from runtime.text import find_tokenizer, tokenizer_digest
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """What a drafter has to agree with."""
+
+    bundle: Bundle
+    tokenizer_dir: Path
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.bundle.config.vocab_size
+
+
+def check_draft_len(settings: DrafterSettings, engine_max_draft_len: int) -> None:
+    """SpecDecError if the engine was built for shorter drafts, or for none."""
+    wanted = settings.max_draft_len
+    if engine_max_draft_len == 0 or (wanted or 0) > engine_max_draft_len:
+        built = f"takes drafts of at most {engine_max_draft_len} tokens" if engine_max_draft_len else _NO_DRAFTS
+        raise SpecDecError(
+            f"the engine {built}, and the drafter's are of up to: {wanted or 'any number'}",
+            hint=f"lower it, or build with a max_draft_len of {wanted or 10}",
+            fact="draft_len",
+            max_draft_len=wanted or 10,
+        )
+
+
+_NO_DRAFTS = "was built without drafts"
+
+
+def check_corpora(
+    settings: DrafterSettings | None, tokenizer: PreTrainedTokenizerBase | None, target_vocab_size: int
+) -> None:
+    """SpecDecError unless the corpora can be read, and mean the same by every token id as the target."""
+    for path in corpora_of(settings):
+        info = Corpus.open(path).info
+        if tokenizer is not None and tokenizer_digest(tokenizer) != info.tokenizer_digest:
+            raise SpecDecError(
+                f"the corpus is of another tokenizer: {path}",
+                hint="make it anew, with the target's tokenizer",
+                fact="corpus_tokenizer",
+            )
+        if info.vocab_size > target_vocab_size:
+            raise SpecDecError(
+                f"the corpus has a vocabulary of {info.vocab_size}, and the target one of {target_vocab_size}: {path}",
+                hint="make it anew, with the target's tokenizer",
+            )
+        if tokenizer is None:
+            warnings.warn(
+                "corpus and target cannot be compared: the engine has no tokenizer", SpecDecWarning, stacklevel=2
+            )
+
+
+def check_corpus_files(settings: DrafterSettings | None) -> None:
+    """SpecDecError unless every corpus can be read; its tokenizer is compared when the target's is known."""
+    for path in corpora_of(settings):
+        Corpus.open(path)
+
+
+def check_draft_engine(draft: Bundle, target: TargetIdentity) -> None:
+    """SpecDecError unless draft and target model mean the same by every token id.
+
+    Their tokenizers must have the same content; the models' own vocabularies may be padded to different sizes. Without
+    tokenizers to compare, the sizes must be equal.
+    """
+    if draft.directory.resolve() == target.bundle.directory.resolve():
+        warnings.warn(
+            "the draft model is the target itself: every draft costs more than it can save",
+            SpecDecWarning,
+            stacklevel=2,
+        )
+    config = draft.config
+    sizes = f"{config.vocab_size} ids in {draft.directory}, {target.vocab_size} in {target.bundle.directory}"
+    tokenizer = find_tokenizer(draft.directory, config.pretrained_config)
+    if tokenizer is None or target.tokenizer is None:
+        if config.vocab_size != target.vocab_size:
+            raise SpecDecError(
+                f"draft and target model have different vocabularies, and no tokenizers to compare: {sizes}",
+                hint="use models that share a tokenizer, and build engines from checkpoints that have it",
+            )
+        warnings.warn(
+            "draft and target model cannot be compared: an engine has no tokenizer", SpecDecWarning, stacklevel=2
+        )
+        return
+    if _same_file(draft.directory / "tokenizer.json", target.tokenizer_dir / "tokenizer.json"):
+        return
+    vocabulary, target_vocabulary = tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    if vocabulary != target_vocabulary:
+        differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
+        example = f", for one {min(differing, key=vocabulary.__getitem__)!r}" if differing else ""
+        raise SpecDecError(
+            f"draft and target model have different tokenizers: {len(vocabulary)} tokens in {draft.directory}, "
+            f"{len(target_vocabulary)} in {target.tokenizer_dir}; {len(differing)} of the draft's differ{example}",
+            hint="use a draft model with the target's own tokenizer",
+        )
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    return a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False)

@@ -1,0 +1,94 @@
+"""Somebody's own drafter: imported, checked, and guarded, so that its failures are told as its own."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from runtime.drafters.protocol import Drafter
+from runtime.drafters.settings import CustomDrafter, DraftFunction
+from runtime.errors import SpecDecError
+from runtime.request import Draft, Sequence
+
+
+def load_custom_drafter(settings: CustomDrafter) -> "GuardedDrafter":
+    """Call the factory; SpecDecError if there is none, if it fails, or if what it returns is no drafter."""
+    name = f"{settings.module}:{settings.factory}"
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(settings.module)
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        raise SpecDecError(
+            f"cannot import the drafter's module ({type(error).__name__}: {error}): {settings.module}",
+            hint="it is looked for in the current directory and where Python finds packages",
+        ) from error
+    factory = getattr(module, settings.factory, None)
+    if not callable(factory):
+        known = ", ".join(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
+        raise SpecDecError(f"the drafter is nothing that can be called: {name}", hint=f"the module has: {known}")
+    return guarded_drafter(name, _guarded(name, factory))
+
+
+def guarded_drafter(name: str, drafter: Any) -> "GuardedDrafter":
+    """SpecDecError for an object that is no drafter; a function becomes one."""
+    missing = [method for method in ("propose", "forget") if not callable(getattr(drafter, method, None))]
+    if missing == ["propose", "forget"] and callable(drafter) and not isinstance(drafter, type):
+        return GuardedDrafter(name, _FunctionDrafter(drafter))
+    if missing:
+        raise SpecDecError(
+            f"what `{name}` gives is no drafter, it lacks `{'` and `'.join(missing)}`: {type(drafter).__name__}",
+            hint="a drafter has `propose(sequences, max_draft_len)` and `forget(request_id)`",
+        )
+    return GuardedDrafter(name, drafter)
+
+
+class _FunctionDrafter:
+    """A function of a sequence's tokens and the longest draft."""
+
+    def __init__(self, function: DraftFunction) -> None:
+        self._function = function
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [Draft(list(self._function(list(s.tokens), max_draft_len))[:max_draft_len]) for s in sequences]
+
+    def forget(self, request_id: int) -> None:
+        """Nothing is kept."""
+
+
+class GuardedDrafter:
+    """Somebody's drafter, whose failures are theirs to mend, with a note of whether it ever gave probabilities."""
+
+    def __init__(self, name: str, drafter: Drafter) -> None:
+        self._name, self._drafter = name, drafter
+        self.has_given_probs = False
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        before = [list(sequence.tokens) for sequence in sequences]
+        drafts: list[Draft] = _guarded(self._name, self._drafter.propose, sequences, max_draft_len)
+        for sequence, tokens in zip(sequences, before, strict=True):
+            if sequence.tokens != tokens:
+                raise SpecDecError(
+                    f"the drafter `{self._name}` changed the tokens of request {sequence.request.id}",
+                    hint="work on a copy: `tokens = list(sequence.tokens)`",
+                )
+        if isinstance(drafts, list):
+            self.has_given_probs |= any(getattr(draft, "probs", None) is not None for draft in drafts)
+        return drafts
+
+    def forget(self, request_id: int) -> None:
+        _guarded(self._name, self._drafter.forget, request_id)
+
+
+def _guarded(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except SpecDecError:
+        raise
+    except (Exception, SystemExit) as error:  # somebody else's code
+        raise SpecDecError(
+            f"the drafter `{name}` failed: {type(error).__name__}: {error}",
+            hint="the traceback shows where",
+            fact="drafter_failed",
+        ) from error

@@ -1,0 +1,68 @@
+"""What came of a run: finished sequences, and where the time went."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.request import Sequence
+from runtime.stats import LoopTimes, sum_stats
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Finished sequences and where the time went."""
+
+    sequences: list[Sequence]
+    times: LoopTimes
+
+    @property
+    def work(self) -> "Work":
+        return Work(self.times.wall_s, sum(sequence.num_generated for sequence in self.sequences))
+
+    def total(self, max_draft_len: int) -> dict[str, Any]:
+        """Counts over all requests, the rates derived from them, and the times."""
+        return total_record(self.sequences, self.times, max_draft_len)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with what had finished by then."""
+
+    def __init__(self, finished: Generation) -> None:
+        super().__init__()
+        self.finished = finished
+
+
+@dataclass(frozen=True)
+class Work:
+    """How long so many tokens took."""
+
+    wall_s: float
+    num_tokens: int
+
+    def speedup_over(self, other: "Work") -> float:
+        """The other's time for a token over this one's; of wall times, where both made as many tokens."""
+        return other.wall_s / self.wall_s * (self.num_tokens / other.num_tokens)
+
+
+def total_record(sequences: Seq[Sequence], times: LoopTimes, max_draft_len: int) -> dict[str, Any]:
+    """The `total` of a document: counts, rates and times."""
+    stats = [sequence.stats for sequence in sequences]
+    record = sum_stats(stats).counts(max_draft_len)
+    num_tokens = sum(s.num_generated_tokens for s in stats)
+    return {
+        "num_requests": len(sequences),
+        **record,
+        "wall_s": times.wall_s,
+        "output_tokens_per_second": num_tokens / times.wall_s if times.wall_s else None,
+        "draft_time_s": times.draft_time_s,
+        "draft_model_time_s": times.draft_model_time_s,
+        "target_time_s": times.target_time_s,
+        "host_time_s": times.host_time_s,
+        "num_iterations": times.num_iterations,
+        **{f"{part}_time_per_step_s": _per_step(times, part) for part in ("draft", "draft_model", "target", "host")},
+    }
+
+
+def _per_step(times: LoopTimes, part: str) -> float | None:
+    seconds: float = getattr(times, f"{part}_time_s")
+    return seconds / times.num_iterations if times.num_iterations else None

@@ -1,0 +1,321 @@
+"""A model that answers: text in, text out. What Python users import, and what `run` and `summarize` stand on.
+
+An `LLM` is an opened engine with its tokenizer. It answers prompts in sessions, one for each way to draft; a session is
+opened when it is first asked for, and kept, so that a draft model is opened once and lookups remember what they
+learned.
+"""
+
+import dataclasses
+import secrets
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
+
+from runtime.bundle import Bundle, is_engine_dir, read_bundle
+from runtime.config import Dtype
+from runtime.costs import CostModel
+from runtime.drafters.compatibility import TargetIdentity, check_corpora, check_draft_engine, check_draft_len
+from runtime.drafters.opening import Opening, open_drafter
+from runtime.drafters.protocol import Drafter
+from runtime.drafters.settings import DrafterSettings, DraftFunction, DraftLenMode, as_settings
+from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
+from runtime.engine_cache import EngineSettings, engine_of_model
+from runtime.errors import SpecDecError, UsageError
+from runtime.params import SamplingParams
+from runtime.request import FinishReason, Request, Sequence, TokenLogprobs
+from runtime.session import Mode, Session
+from runtime.stats import RequestStats
+from runtime.text import (
+    StopWords,
+    TextStream,
+    bad_word_tokens,
+    encode,
+    find_end_ids,
+    find_tokenizer,
+    load_tokenizer,
+    sequence_text,
+    stop_words_of,
+    word_tokens,
+)
+
+Prompt = str | Seq[int]
+"""A text, or the ids of its tokens."""
+AnyDrafter = DrafterSettings | Drafter | DraftFunction
+"""How to draft: settings such as `NgramDrafter()`, or a drafter of one's own, an object or a function."""
+
+
+class EngineOptions(TypedDict, total=False):
+    """What the engine of a model is built for (`runtime.engine_cache.EngineSettings`)."""
+
+    dtype: Literal["auto"] | Dtype
+    max_batch_size: int
+    max_seq_len: int | None
+    max_draft_len: int
+    use_cache: bool
+
+
+@dataclass(frozen=True)
+class Output:
+    """What came of a prompt."""
+
+    index: int
+    """Among the `n` outputs of its prompt."""
+    prompt: str | None
+    """None where it was given as token ids."""
+    prompt_token_ids: list[int]
+    text: str | None
+    """Without end ids and what follows a stop word; None without a tokenizer."""
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stats: RequestStats
+    logprobs: list[TokenLogprobs] | None
+    """For each token, where `SamplingParams.logprobs` asks for them."""
+
+
+class LLM:
+    """An engine that answers prompts, opened from its directory, or made of a model (a directory, hub id or `demo`).
+
+    `mode` "leader" keeps sequences in a running batch; "orchestrator" calls the engine once for each step, as
+    TensorRT-LLM's examples do. Prompts are computed `max_num_tokens` tokens at a time. `engine` says what a model's
+    engine is built for; a directory of an engine is as it was built. SpecDecError if any of it cannot be.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Bundle,
+        *,
+        tokenizer: str | Path | None = None,
+        mode: Mode = "leader",
+        kv_cache: KVCacheConfig | None = None,
+        max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
+        device_id: int = 0,
+        **engine: Unpack[EngineOptions],
+    ) -> None:
+        self.mode = mode
+        self.kv_cache = kv_cache or KVCacheConfig()
+        self.device_id = device_id
+        self._engine_options = engine
+        self._sessions: dict[tuple[DrafterSettings | None, DraftLenMode], Session] = {}
+        with ExitStack() as stack:
+            self._stack = stack
+            self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model))
+            config = self.bundle.config
+            self.tokenizer_dir = self.bundle.directory if tokenizer is None else Path(tokenizer)
+            find = find_tokenizer if tokenizer is None else load_tokenizer
+            self.tokenizer = find(self.tokenizer_dir, config.pretrained_config)
+            self.end_ids = find_end_ids(self.bundle.directory, config.pretrained_config, self.tokenizer)
+            self.engine = stack.enter_context(Engine.of_bundle(self.bundle, device_id, self.kv_cache, max_num_tokens))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back the memory of the engine, and of draft models."""
+        self._sessions.clear()
+        self._stack.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        drafter: AnyDrafter | None = None,
+        draft_len_mode: DraftLenMode = "fixed",
+    ) -> list[Output]:
+        """The outputs of the prompts in order, `n` of each. One prompt or several; parameters for all, or for each."""
+        session = self.session(drafter, draft_len_mode)
+        asked, requests = self._requests(prompts, sampling_params)
+        generation = session.run(requests)
+        return [self.output(s, asked[s.request.id]) for s in generation.sequences]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        drafter: AnyDrafter | None = None,
+        draft_len_mode: DraftLenMode = "fixed",
+    ) -> Iterator[str]:
+        """The output of one prompt piece by piece, as it comes; never half a character or half a stop word."""
+        session = self.session(drafter, draft_len_mode)
+        _, requests = self._requests(prompt, sampling_params)
+        if len(requests) != 1:
+            raise UsageError(f"one output is streamed: n {len(requests)}", hint="leave `n` at 1")
+        return self._pieces(session, requests)
+
+    def check_lossless(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        drafter: AnyDrafter,
+        draft_len_mode: DraftLenMode = "fixed",
+    ) -> dict[str, Any]:
+        """Generate with the drafter and without, and compare: `passed`, and what differs or how much was looked at."""
+        from runtime.evaluation.lossless import check_outputs
+
+        session = self.session(drafter, draft_len_mode)
+        _, requests = self._requests(prompts, sampling_params)
+        generation = session.run(requests)
+        without = session.run_without_drafter(requests)
+        return check_outputs(session, generation.sequences, without.sequences, lambda: None)
+
+    def session(self, drafter: AnyDrafter | None = None, draft_len_mode: DraftLenMode = "fixed") -> Session:
+        """The session that drafts in this way; SpecDecError if such a drafter does not fit the engine."""
+        settings = None if drafter is None else as_settings(drafter)
+        key = (settings, draft_len_mode)
+        if key not in self._sessions:
+            self._sessions[key] = self.open_session(settings, draft_len_mode, self._stack)
+        return self._sessions[key]
+
+    def open_session(self, settings: DrafterSettings | None, draft_len_mode: DraftLenMode, stack: ExitStack) -> Session:
+        """A session that has learned nothing yet; its drafter is closed by `stack`."""
+        if settings is None:
+            return Session(self.engine, self.mode)
+        config = self.bundle.config
+        check_draft_len(settings, config.build_config.max_draft_len)
+        check_corpora(settings, self.tokenizer, config.vocab_size)
+        target = TargetIdentity(self.bundle, self.tokenizer_dir, self.tokenizer)
+        opening = Opening(
+            config.vocab_size,
+            CostModel(config.step_costs, config.host_s) if draft_len_mode == "auto" else None,
+            self.kv_cache,
+            partial(self._find_engine, max_draft_len=0),
+            partial(check_draft_engine, target=target),
+        )
+        opened = stack.enter_context(open_drafter(settings, opening))
+        return Session(self.engine, self.mode, settings, opened, draft_len_mode)
+
+    def request_of(self, params: SamplingParams) -> Request:
+        """A request without a prompt, which others are made of: words are looked up once."""
+        return Request(
+            0,
+            (),
+            params.max_tokens,
+            self._end_ids_of(params),
+            self.stop_words(params),
+            sampling=params.config(self._bad_words(params)),
+            num_logprobs=params.logprobs,
+        )
+
+    def stop_words(self, params: SamplingParams) -> StopWords | None:
+        """What ends an output by its text; SpecDecError without a tokenizer, or for a word it makes nothing of."""
+        if not params.stop_words:
+            return None
+        tokenizer = self._tokenizer_for_words()
+        for word in params.stop_words:
+            word_tokens(tokenizer, "stop", word)
+        return StopWords(params.stop_words, tokenizer)
+
+    def encode(self, prompt: Prompt, max_length: int | None = None) -> tuple[list[int], bool]:
+        """The prompt's tokens, and whether only its last `max_length` were kept."""
+        return encode(prompt, self.tokenizer, max_length)
+
+    def text(self, sequence: Sequence) -> str | None:
+        """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
+        return sequence_text(self.tokenizer, sequence)
+
+    def output(self, sequence: Sequence, prompt: Prompt) -> Output:
+        request = sequence.request
+        return Output(
+            request.return_index,
+            prompt if isinstance(prompt, str) else None,
+            list(request.prompt_tokens),
+            self.text(sequence),
+            sequence.output_tokens,
+            sequence.finish_reason,
+            sequence.stats,
+            None if request.num_logprobs is None else sequence.logprobs,
+        )
+
+    def _requests(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
+    ) -> tuple[list[Prompt], list[Request]]:
+        """The requests, `n` of each prompt, and the prompt of each."""
+        given = _as_list(prompts)
+        params = _one_for_each(sampling_params, len(given))
+        asked: list[Prompt] = []
+        requests: list[Request] = []
+        for prompt, one in zip(given, params, strict=True):
+            if one.seed is None:
+                one = dataclasses.replace(one, seed=secrets.randbits(63))
+            template, tokens = self.request_of(one), self.encode(prompt)[0]
+            for index in range(one.n):
+                requests.append(template.with_prompt(len(requests), tokens, index))
+                asked.append(prompt)
+        return asked, requests
+
+    def _pieces(self, session: Session, requests: list[Request]) -> Iterator[str]:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise SpecDecError(
+                "streaming needs a tokenizer, and the engine has none", hint="name one", fact="no_tokenizer"
+            )
+        text = TextStream(tokenizer, stop_words_of(requests[0]))
+        with closing(session.steps(requests)) as steps:
+            for sequence, _ in steps:
+                piece = text.next_piece(sequence.output_tokens, finished=sequence.finish_reason is not None)
+                if piece:
+                    yield piece
+
+    def _end_ids_of(self, params: SamplingParams) -> frozenset[int]:
+        own = frozenset(params.stop_token_ids or ())
+        foreign = next((i for i in own if not 0 <= i < self.bundle.config.vocab_size), None)
+        if foreign is not None:
+            raise SpecDecError(
+                f"an end id is outside the vocabulary of {self.bundle.config.vocab_size}: {foreign}",
+                hint="give an id of the engine's tokenizer",
+                fact="end_id",
+            )
+        return own if params.ignore_eos else own | self.end_ids
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        return bad_word_tokens(self._tokenizer_for_words(), params.bad_words) if params.bad_words else ()
+
+    def _tokenizer_for_words(self) -> Any:
+        if self.tokenizer is None:
+            raise SpecDecError(
+                "stop words and bad words need a tokenizer, and the engine has none",
+                hint="name one",
+                fact="no_tokenizer",
+            )
+        return self.tokenizer
+
+    def _find_engine(self, model: str | Path, max_draft_len: int | None = None) -> Path:
+        """The engine's directory of a model, or the directory itself where it is one. A `Path` is no hub id."""
+        path = Path(model).expanduser()
+        if is_engine_dir(path) or (isinstance(model, Path) and not path.is_dir()):
+            return path
+        options: dict[str, Any] = dict(self._engine_options)
+        use_cache = options.pop("use_cache", True)
+        if options.get("dtype") == "auto":
+            options["dtype"] = None
+        if max_draft_len is not None:
+            options["max_draft_len"] = max_draft_len
+        return self._stack.enter_context(engine_of_model(str(model), EngineSettings(**options), use_cache=use_cache))
+
+
+def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt is a list of one; a list of ids is one prompt."""
+    if isinstance(prompts, str) or (prompts and all(isinstance(one, int) for one in prompts)):
+        return [prompts]  # type: ignore[list-item]  # a list of ints
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_for_each(params: SamplingParams | Seq[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise UsageError(
+            f"there are {num_prompts} prompts, and sampling parameters for: {len(params)}",
+            hint="give one for all, or one for each",
+        )
+    return list(params)

@@ -1,0 +1,169 @@
+"""Tuning: from recorded outputs, or prompts, to a recommended drafter and draft length."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from runtime.costs import CostModel
+from runtime.drafters.compatibility import check_corpora
+from runtime.drafters.settings import LookupDrafter
+from runtime.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.llm import LLM
+from runtime.request import Request
+from runtime.tuning.candidates import DRAFT_LENS, Candidate
+from runtime.tuning.live import Confirmation, LiveRun, Measured, confirm, fitting, spread
+from runtime.tuning.replay import Trace
+from runtime.tuning.search import Advance, Cost, Replayer, Search, best_candidates
+
+_LARGEST_FACTOR = 1.25
+"""By which the machine may differ from when its steps were measured before it is worth a warning."""
+_LONGEST_DRAFT = 1000
+"""Without an engine nothing else bounds the drafts that a replay proposes at every position."""
+
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
+"""Opens a display of that many things to do, under that name."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is to be tried. `named` is the one drafter to tune, None for the grid; `max_draft_len` None: up to 10."""
+
+    named: LookupDrafter | None = None
+    tries_public: bool = False
+    max_draft_len: int | None = None
+
+    def longest_draft(self, engine_max_draft_len: int | None) -> int:
+        """The longest draft to try; SpecDecError if the engine takes no such."""
+        wanted = self.max_draft_len or (self.named.max_draft_len if self.named else None)
+        if engine_max_draft_len is None:
+            if wanted is not None and wanted > _LONGEST_DRAFT:
+                raise UsageError(
+                    f"drafts of more than {_LONGEST_DRAFT} tokens are not replayed: {wanted}", hint="lower it"
+                )
+            return wanted or DRAFT_LENS[-1]
+        if engine_max_draft_len == 0:
+            raise SpecDecError(
+                "the engine was built without drafts, so there is nothing to tune",
+                hint="build it with a max_draft_len of 10",
+                fact="no_drafts_to_tune",
+            )
+        if wanted is not None and wanted > engine_max_draft_len:
+            raise SpecDecError(
+                f"the engine takes drafts of at most {engine_max_draft_len} tokens, and this asks for: {wanted}",
+                hint="lower it, or build with a larger max_draft_len",
+                fact="tune_draft_len",
+            )
+        return wanted or min(DRAFT_LENS[-1], engine_max_draft_len)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Requests that fit an engine, and what it answers, or was recorded to have answered."""
+
+    requests: list[Request]
+    traces: list[Trace]
+    max_new_tokens: int | None
+    """The budget of all requests; None where each had its own, which is what its output has."""
+
+
+def replay_alone(traces: Sequence[Trace], scope: Scope, progress: Progress) -> Search:
+    """Without an engine: what each candidate would have counted."""
+    return _search(Replayer(traces), scope, scope.longest_draft(None), progress)
+
+
+def check_tuning(llm: LLM, scope: Scope, batch_size: int) -> None:
+    """SpecDecError for what cannot be tuned on this engine."""
+    scope.longest_draft(llm.engine.max_draft_len)
+    if batch_size > llm.engine.max_batch_size:
+        raise SpecDecError(
+            f"the batch size exceeds the engine's max_batch_size {llm.engine.max_batch_size}: {batch_size}",
+            hint="lower it, or build with a larger max_batch_size",
+            fact="batch_size",
+        )
+    check_corpora(scope.named, llm.tokenizer, llm.engine.config.vocab_size)
+
+
+def fitting_requests(llm: LLM, requests: Sequence[Request]) -> list[int]:
+    """Indices of the requests that the engine takes; a warning counts the others."""
+    kept = fitting(llm.engine, requests)
+    if len(kept) < len(requests):
+        left_out = len(requests) - len(kept)
+        _warn(f"left out, because they do not fit the engine: {left_out} of {len(requests)}")
+    return kept
+
+
+def answer(llm: LLM, requests: Sequence[Request], categories: Sequence[str | None], progress: Progress) -> list[Trace]:
+    """Traces of the engine's own answers, without a drafter."""
+    session = llm.session()
+    session.check_requests(requests)
+    traces = []
+    with progress("answering", len(requests)) as advance:
+        for request, category in zip(requests, categories, strict=True):
+            (sequence,) = session.run([request]).sequences
+            traces.append(Trace(request.prompt_tokens, tuple(sequence.output_tokens), category))
+            advance()
+    return traces
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How candidates are timed: how many requests at a time, and on how many."""
+
+    batch_size: int = 1
+    num_live_prompts: int = 8
+
+
+def tune(llm: LLM, answered: Answered, scope: Scope, timing: Timing, progress: Progress) -> tuple[Search, Confirmation]:
+    """Predict by replay, time the best, recommend."""
+    config = llm.engine.config
+    cost = Cost(CostModel(config.step_costs, config.host_s), llm.engine.max_num_tokens)
+    end_ids = answered.requests[0].end_ids
+    replayer = Replayer(answered.traces, timing.batch_size, cost, end_ids, answered.max_new_tokens)
+    search = _search(replayer, scope, scope.longest_draft(llm.engine.max_draft_len), progress)
+    return search, _confirm(llm, answered, replayer, best_candidates(search.replayed), timing, progress)
+
+
+def _search(replayer: Replayer, scope: Scope, max_draft_len: int, progress: Progress) -> Search:
+    search = Search(replayer, max_draft_len, scope.named, scope.tries_public)
+    with progress("replaying", search.most) as advance:
+        search.run(advance)
+    return search
+
+
+def _confirm(
+    llm: LLM,
+    answered: Answered,
+    replayer: Replayer,
+    candidates: Sequence[Candidate],
+    timing: Timing,
+    progress: Progress,
+) -> Confirmation:
+    """The candidates on some of the requests: replayed once more, and run."""
+    chosen = spread(len(answered.requests), timing.num_live_prompts)
+    sample = replace(replayer, traces=[answered.traces[i] for i in chosen])
+    replayed = [sample.replay(candidate) for candidate in candidates]
+    live = LiveRun(llm, [replace(answered.requests[i], id=n) for n, i in enumerate(chosen)], timing.batch_size)
+    with progress("timing", live.num_rounds) as advance:
+        measured = live.measure(candidates, advance)
+    _warn_of_other_outputs(sample.traces, measured[0])
+    confirmation = confirm(replayed, measured)
+    for what, factor in (("prompts", confirmation.factors.prompts), ("steps", confirmation.factors.others)):
+        if not 1 / _LARGEST_FACTOR <= factor <= _LARGEST_FACTOR:
+            _warn(
+                f"{what} take {factor:.2f} times as long as when they were measured; if that is to last, build the "
+                "engine again"
+            )
+    return confirmation
+
+
+def _warn_of_other_outputs(traces: Sequence[Trace], measured: Measured) -> None:
+    """Traces may be another model's; then predictions are not about what is run."""
+    answers = [tuple(sequence.output_tokens) for sequence in measured.generation.sequences]
+    num_other = sum(one != t.output_tokens for one, t in zip(answers, traces, strict=True))
+    if num_other:
+        _warn(f"the engine does not answer as in the traces, so predictions are off: {num_other} of {len(traces)}")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, SpecDecWarning, stacklevel=3)
