@@ -7,7 +7,6 @@ A compiled step is machine code: open only bundles you would run as a program.
 
 import atexit
 import platform
-import shlex
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ from runtime.compiler.weights import open_weights
 from runtime.config import Compiler, Dtype, EngineConfig, Environment, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json
+
+_BUILD_AGAIN = "build it again"
 
 
 def current_environment(device: torch.device) -> Environment:
@@ -82,16 +83,16 @@ def is_engine_dir(directory: Path) -> bool:
 def read_engine_config(engine_dir: Path) -> EngineConfig:
     """Parse and check an engine directory; SpecDecError names what is missing or wrong."""
     if not engine_dir.is_dir():
-        raise SpecDecError(f"engine directory does not exist: {engine_dir}", hint="make it with `specdec build`")
+        raise SpecDecError(f"engine directory does not exist: {engine_dir}", hint="build it", fact="no_engine")
     data = read_json(engine_dir / "config.json")
     if "build_config" not in data:
-        raise SpecDecError(f"this is not an engine directory: {engine_dir}", hint="make one with `specdec build`")
+        raise SpecDecError(f"this is not an engine directory: {engine_dir}", hint="build one", fact="not_an_engine")
     config = parse(EngineConfig, data, str(engine_dir / "config.json"))
     if not isinstance(config.pretrained_config.get("model_type"), str):
-        raise SpecDecError(f"`{engine_dir / 'config.json'}` names no `model_type`", hint="run `specdec build` again")
+        raise SpecDecError(f"`{engine_dir / 'config.json'}` names no `model_type`", hint=_BUILD_AGAIN, fact="engine")
     for name in step_files(config):
         if not (engine_dir / name).exists():
-            raise SpecDecError(f"file is missing: {engine_dir / name}", hint="run `specdec build` again")
+            raise SpecDecError(f"file is missing: {engine_dir / name}", hint=_BUILD_AGAIN, fact="engine")
     return config
 
 
@@ -101,19 +102,12 @@ def check_environment(config: EngineConfig, engine_dir: Path, device: torch.devi
     for name in ("device", "capability", "torch", "transformers"):
         built, now = getattr(config.environment, name), getattr(here, name)
         if built != now:
-            build = config.build_config
             raise SpecDecError(
                 f"`{engine_dir}` was built for another {name}: it needs {built}, here is {now}",
-                hint="rebuild it here: specdec build --checkpoint-dir CKPT "
-                f"--output-dir {shlex.quote(str(engine_dir))} --force "
-                f"--max-batch-size {build.max_batch_size} --max-input-len {build.max_input_len} "
-                f"--max-seq-len {build.max_request_len} --max-draft-len {build.max_draft_len} "
-                f"--tokens-per-block {build.tokens_per_block} --compiler {build.compiler}"
-                + (
-                    f" --speculative-decoding-mode {build.speculative_decoding_mode} --use-paged-context-fmha enable"
-                    if build.max_draft_len
-                    else ""
-                ),
+                hint="build it again here, from its checkpoint",
+                fact="other_environment",
+                engine_dir=engine_dir,
+                build=config.build_config,
             )
 
 
@@ -129,13 +123,14 @@ def open_step(
         try:
             constants = open_weights(weights)
         except SafetensorError as error:
-            raise SpecDecError(f"`{weights}` is damaged: {error}", hint="run `specdec build` again") from error
+            raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_BUILD_AGAIN, fact="engine") from error
         try:
             return open_aot(engine_dir / "rank0.pt2", constants, device)
         except Exception as error:  # torch raises RuntimeError, OSError or zip errors; all mean the same
             raise SpecDecError(
                 f"`{engine_dir / 'rank0.pt2'}` cannot be opened: {str(error).splitlines()[0]}",
-                hint="run `specdec build` again",
+                hint=_BUILD_AGAIN,
+                fact="engine",
             ) from error
     # Only here does an engine need model code.
     from runtime.compiler.attention import KERNEL, PAGED

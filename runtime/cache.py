@@ -43,7 +43,8 @@ def locked_entry(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     except OSError as error:
         raise SpecDecError(
             f"the cache directory cannot be written ({error.strerror or error}): {cache_dir()}",
-            hint="SPECDEC_CACHE_DIR names another, and `--no-cache` does without",
+            hint="SPECDEC_CACHE_DIR names another",
+            fact="cache_unwritable",
         ) from error
     try:
         for left_over in path.parent.glob(f".{path.name}.*"):

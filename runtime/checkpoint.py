@@ -68,7 +68,8 @@ def convert(
     if "format_version" in pretrained_config:
         raise SpecDecError(
             f"this is a directory that specdec wrote, not a Hugging Face model: {model_dir}",
-            hint="a checkpoint goes to `specdec build --checkpoint-dir`, an engine to `specdec run --engine-dir`",
+            hint="an engine is built of a checkpoint, and an engine answers prompts",
+            fact="already_converted",
         )
     probe_config(parse_pretrained_config(pretrained_config, str(model_dir / "config.json")))
     entries = _read_entries(model_dir)
@@ -85,23 +86,30 @@ def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
     """Parse and check a checkpoint directory; SpecDecError names what is missing or wrong."""
     if not checkpoint_dir.is_dir():
         raise SpecDecError(
-            f"checkpoint directory does not exist: {checkpoint_dir}", hint="make it with `specdec convert`"
+            f"checkpoint directory does not exist: {checkpoint_dir}",
+            hint="convert a model",
+            fact="no_checkpoint",
         )
     data = read_json(checkpoint_dir / "config.json")
     if "build_config" in data:
         raise SpecDecError(
             f"this is an engine directory, not a checkpoint: {checkpoint_dir}",
-            hint="give the directory that `specdec convert` wrote",
+            hint="give the directory of a converted model",
+            fact="engine_for_checkpoint",
         )
     if "model_type" in data:
         raise SpecDecError(
             f"this is a Hugging Face model, not a checkpoint: {checkpoint_dir}",
-            hint=f"`specdec convert --model-dir {checkpoint_dir}` makes a checkpoint of it",
+            hint="convert it first",
+            fact="model_for_checkpoint",
+            model_dir=checkpoint_dir,
         )
     config = parse(CheckpointConfig, data, str(checkpoint_dir / "config.json"))
     if not (checkpoint_dir / "rank0.safetensors").is_file():
         raise SpecDecError(
-            f"file is missing: {checkpoint_dir / 'rank0.safetensors'}", hint="run `specdec convert` again"
+            f"file is missing: {checkpoint_dir / 'rank0.safetensors'}",
+            hint="convert the model again",
+            fact="checkpoint",
         )
     return config
 

@@ -37,7 +37,7 @@ _MIN_SHARE = 8  # one in so many
 _NUM_READ = 32  # rows read one by one
 _NUM_KEPT = 4096
 _NUM_SAMPLED = 64  # rows looked at when a corpus is opened
-_DAMAGED = "make it again with `specdec corpus create`"
+_DAMAGED = "make it again"
 _DTYPES = {"tokens": ("I32",), "suffix_array": ("I32", "I64")}
 _KEY = "specdec_corpus"  # of the file's metadata
 
@@ -130,15 +130,25 @@ class Corpus:
         chosen = np.linspace(0, self.info.num_tokens - 1, _NUM_SAMPLED).astype(np.int64)
         places = self.suffix_array[chosen]
         if (places < 0).any() or (places >= len(self.tokens)).any():
-            raise SpecDecError(f"the corpus is damaged, rows name places it does not have: {self.path}", hint=_DAMAGED)
+            raise SpecDecError(
+                f"the corpus is damaged, rows name places it does not have: {self.path}",
+                hint=_DAMAGED,
+                fact="damaged_corpus",
+            )
         tokens = self.tokens[places]
         if (tokens < 0).any() or (tokens >= self.info.vocab_size).any():
-            raise SpecDecError(f"the corpus is damaged, ids are outside its vocabulary: {self.path}", hint=_DAMAGED)
+            raise SpecDecError(
+                f"the corpus is damaged, ids are outside its vocabulary: {self.path}",
+                hint=_DAMAGED,
+                fact="damaged_corpus",
+            )
 
     def check_content(self) -> None:
         """SpecDecError unless every byte is as it was written. Reads the whole file."""
         if _content_digest(self.tokens, self.suffix_array) != self.info.content_digest:
-            raise SpecDecError(f"the corpus is damaged, its content has changed: {self.path}", hint=_DAMAGED)
+            raise SpecDecError(
+                f"the corpus is damaged, its content has changed: {self.path}", hint=_DAMAGED, fact="damaged_corpus"
+            )
 
     def documents(self) -> list[Array]:
         """The token ids of each document."""
@@ -306,7 +316,8 @@ def merge_corpora(path: Path, corpora: Sequence[Corpus], *, replace: bool) -> Co
         if corpus.info.tokenizer_digest != first.info.tokenizer_digest:
             raise SpecDecError(
                 f"the corpora have different tokenizers: {first.path} and {corpus.path}",
-                hint="make them with the same `--tokenizer-dir`",
+                hint="make them with the same tokenizer",
+                fact="corpora_of_two_tokenizers",
             )
         corpus.check_content()
     return write_corpus(
@@ -356,28 +367,32 @@ def is_corpus(path: Path) -> bool:
 def _read_header(path: Path) -> tuple[CorpusInfo, dict[str, tuple[int, int]]]:
     """What the file says of itself, and where in it the tensors lie."""
     if not path.is_file():
-        raise SpecDecError(f"there is no such corpus: {path}", hint="`specdec corpus create` makes one")
+        raise SpecDecError(f"there is no such corpus: {path}", hint="make one of texts or traces", fact="no_corpus")
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
     except SafetensorError as error:
         whole = "the corpus is damaged or cut off" if is_corpus(path) else "this is not a corpus"
-        raise SpecDecError(f"{whole} ({error}): {path}", hint=_DAMAGED) from None
+        raise SpecDecError(f"{whole} ({error}): {path}", hint=_DAMAGED, fact="damaged_corpus") from None
     if _KEY not in metadata:
-        raise SpecDecError(f"this is not a corpus: {path}", hint="`specdec corpus create` makes one")
+        raise SpecDecError(f"this is not a corpus: {path}", hint="make one of texts or traces", fact="no_corpus")
     try:
         info = parse(CorpusInfo, json.loads(metadata[_KEY]), str(path))
     except json.JSONDecodeError as error:
-        raise SpecDecError(f"the corpus is damaged ({error}): {path}", hint=_DAMAGED) from None
+        raise SpecDecError(f"the corpus is damaged ({error}): {path}", hint=_DAMAGED, fact="damaged_corpus") from None
     except SpecDecError as error:
-        raise SpecDecError(error.message, hint=_DAMAGED) from None
+        raise SpecDecError(error.message, hint=_DAMAGED, fact="damaged_corpus") from None
     header, first = _read_json_header(path)
     offsets = {}
     lengths = {"tokens": info.num_tokens + info.num_documents, "suffix_array": info.num_tokens}
     for name, dtypes in _DTYPES.items():
         tensor = header.get(name, {})
         if tensor.get("dtype") not in dtypes or tensor["shape"] != [lengths[name]] or not info.num_tokens:
-            raise SpecDecError(f"the corpus is damaged, `{name}` is not what it should be: {path}", hint=_DAMAGED)
+            raise SpecDecError(
+                f"the corpus is damaged, `{name}` is not what it should be: {path}",
+                hint=_DAMAGED,
+                fact="damaged_corpus",
+            )
         start, end = tensor["data_offsets"]
         offsets[name] = (first + start, first + end)
     return info, offsets

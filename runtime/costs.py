@@ -28,7 +28,8 @@ class CostModel:
         if not self._grids:
             raise SpecDecError(
                 "nothing is known of what the engine's steps cost",
-                hint="run `specdec build` again, with memory free for a K/V cache to measure them with",
+                hint="build it again, with memory free for a K/V cache to measure them with",
+                fact="no_step_costs",
             )
         self._known: dict[tuple[int, int, float], float] = {}
 

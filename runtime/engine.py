@@ -141,8 +141,8 @@ class Engine:
             raise SpecDecError(
                 f"prompt of request {request.id} is longer than the engine's max_input_len {build.max_input_len}: "
                 f"{num_prompt} tokens",
-                hint="`--max-input-length` keeps the last tokens, or give a larger `--max-input-len` to `build` "
-                "(with `--model-dir`: a larger `--max-seq-len`)",
+                hint="give a shorter one, or build with a larger max_input_len",
+                fact="prompt_too_long",
             )
         if request.max_new_tokens < 1:
             raise SpecDecError(
@@ -152,8 +152,8 @@ class Engine:
             raise SpecDecError(
                 f"prompt and output of request {request.id} exceed the engine's {build.max_request_len} tokens: "
                 f"{num_prompt} + {request.max_new_tokens}",
-                hint="lower `--max-output-len`, or give a larger `--max-seq-len` to `build` "
-                "(with `--model-dir`: to this command)",
+                hint="ask for fewer tokens, or build with a larger max_seq_len",
+                fact="request_too_long",
             )
         # The last token's K/V are never needed.
         self._check_cache_size(request, num_prompt + request.max_new_tokens - 1)
@@ -181,7 +181,8 @@ class Engine:
             raise SpecDecError(
                 f"K/V cache of {(self._blocks.num_blocks - 1) * self._blocks.block_size} tokens is too small for "
                 f"request {request.id}: it needs {num_tokens}",
-                hint="raise `--max-tokens-in-paged-kv-cache` or `--kv-cache-free-gpu-memory-fraction`",
+                hint="raise max_tokens or free_gpu_memory_fraction of the K/V cache",
+                fact="cache_too_small",
             )
 
     def check_draft_len(self, max_draft_len: int) -> None:
@@ -189,8 +190,9 @@ class Engine:
         if max_draft_len > self.max_draft_len:
             raise SpecDecError(
                 f"draft length exceeds the engine's max_draft_len {self.max_draft_len}: {max_draft_len}",
-                hint="lower it, or build with `--speculative-decoding-mode draft_tokens_external "
-                f"--use-paged-context-fmha enable --max-draft-len {max_draft_len}`",
+                hint=f"lower it, or build with a max_draft_len of {max_draft_len}",
+                fact="draft_len",
+                max_draft_len=max_draft_len,
             )
 
     def admit(self, sequence: Sequence) -> bool:
@@ -301,7 +303,7 @@ def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torc
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         count = torch.cuda.device_count()
         if count == 0:
-            raise SpecDecError("this machine has no GPU to run on", hint="build with `--device cpu`")
+            raise SpecDecError("this machine has no GPU to run on", hint="build for the CPU", fact="no_gpu")
         if device_id >= count:
             raise UsageError(
                 f"there is no such GPU (this machine has {count}): {device_id}", hint="GPUs are numbered from 0"
@@ -324,19 +326,20 @@ def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.dev
             raise UsageError(f"a K/V cache holds at least one token: {kv_cache.max_tokens}", hint="raise `max_tokens`")
         num_blocks = -(-kv_cache.max_tokens // build.tokens_per_block)
     free_bytes = _free_memory(device)
-    usable_bytes, hint = free_bytes, "lower `--max-tokens-in-paged-kv-cache`, or free memory"
+    usable_bytes, hint, fact = free_bytes, "lower max_tokens of the K/V cache, or free memory", "cache_too_large"
     if device.type == "cuda":
         usable_bytes = int(free_bytes * kv_cache.free_gpu_memory_fraction)
         fitting = usable_bytes // block_bytes - 1  # one is the null block
         num_blocks = min(num_blocks, fitting) if kv_cache.max_tokens is not None else fitting
         num_blocks = max(num_blocks, 1)
-        hint = "raise `--kv-cache-free-gpu-memory-fraction`, or free memory on the device"
+        hint, fact = "raise free_gpu_memory_fraction, or free memory on the device", "cache_too_large_for_gpu"
     if (num_blocks + 1) * block_bytes > usable_bytes:
         raise SpecDecError(
             f"a K/V cache of {num_blocks * build.tokens_per_block} tokens needs "
             f"{(num_blocks + 1) * block_bytes / 1e6:,.1f} MB, and {device} has for it: "
             f"{usable_bytes / 1e6:,.1f} MB of {free_bytes / 1e6:,.1f} MB free",
             hint=hint,
+            fact=fact,
         )
     return num_blocks + 1
 

@@ -22,7 +22,11 @@ def check_output_directory(path: Path, *, replace: bool) -> None:
         raise SpecDecError(f"output directory is not a directory: {path}", hint="choose another name")
     if path.exists() and any(path.iterdir()):
         if not replace:
-            raise SpecDecError(f"output directory is not empty: {path}", hint="`--force` replaces it")
+            raise SpecDecError(
+                f"output directory is not empty: {path}",
+                hint="allow it to be replaced, or choose another",
+                fact="exists",
+            )
         try:
             ours = "format_version" in read_json(path / "config.json")
         except SpecDecError:
@@ -30,7 +34,8 @@ def check_output_directory(path: Path, *, replace: bool) -> None:
         if not ours:
             raise SpecDecError(
                 f"output directory holds something other than a checkpoint or engine: {path}",
-                hint="`--force` replaces only what specdec wrote; choose another directory or remove this one",
+                hint="only what specdec wrote is replaced; choose another directory or remove this one",
+                fact="not_ours",
             )
 
 
@@ -69,7 +74,9 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
 def new_file(path: Path, *, replace: bool) -> Iterator[Path]:
     """Yield the name of a temporary file that becomes `path` when the block ends without an exception."""
     if path.exists() and not replace:
-        raise SpecDecError(f"output file exists: {path}", hint="`--force` replaces it")
+        raise SpecDecError(
+            f"output file exists: {path}", hint="allow it to be replaced, or choose another", fact="exists"
+        )
     path = path.resolve()
     temporary = _hidden_sibling(path, "tmp")
     try:

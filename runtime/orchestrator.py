@@ -30,7 +30,7 @@ def generate(
     as the loop goes.
     """
     if not engine.block_reuse:
-        raise UsageError("orchestrator mode needs block reuse", hint="leave `--kv-cache-enable-block-reuse` on")
+        raise UsageError("orchestrator mode needs block reuse", hint="leave it on", fact="block_reuse")
     max_draft_len = engine.max_draft_len if max_draft_len is None else max_draft_len
     engine.check_draft_len(max_draft_len if drafter else 0)
     check_requests(engine, drafter, requests)

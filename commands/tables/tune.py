@@ -9,8 +9,9 @@ from commands.options.drafting import candidate_flags
 from commands.output import Output, number, percent
 from runtime.stats import RequestStats
 from runtime.tuning.candidates import Candidate, drafters_of
+from runtime.tuning.live import Confirmation
 from runtime.tuning.replay import Trace
-from runtime.tuning.search import Confirmation, Replayed
+from runtime.tuning.search import Replayed
 
 _NUM_SHOWN = 12
 

@@ -112,19 +112,24 @@ def default_max_seq_len(checkpoint_dir: Path) -> int:
     for name in ("max_position_embeddings", "n_positions"):
         if isinstance(config.get(name), int):
             return int(config[name])
-    raise SpecDecError("the model's config does not say how many positions it has", hint="give `--max-seq-len`")
+    raise SpecDecError(
+        "the model's config does not say how many positions it has", hint="give max_seq_len", fact="no_positions"
+    )
 
 
 def _check_lengths(build: BuildConfig, max_position_embeddings: int | None) -> None:
     if build.max_input_len >= build.max_request_len:
         raise SpecDecError(
             f"max_input_len leaves no room for output in max_seq_len {build.max_request_len}: {build.max_input_len}",
-            hint="raise `--max-seq-len` or lower `--max-input-len`",
+            hint="raise max_seq_len or lower max_input_len",
+            fact="no_room_for_output",
         )
     if max_position_embeddings is not None and build.max_request_len > max_position_embeddings:
         raise SpecDecError(
             f"max_seq_len exceeds the {max_position_embeddings} positions the model has: {build.max_request_len}",
-            hint=f"`--max-seq-len {max_position_embeddings}`",
+            hint=f"max_seq_len {max_position_embeddings} is the most",
+            fact="positions",
+            max_seq_len=max_position_embeddings,
         )
 
 
@@ -153,7 +158,8 @@ def _raise_machine_error(error: Exception) -> None:
     if type(cause).__name__ == "InvalidCxxCompiler":
         raise SpecDecError(
             f"no working C++ compiler to build with: {os.environ.get('CXX', 'g++')}",
-            hint="install one (the package `g++`) or name it in the variable CXX; `--compiler none` does without",
+            hint="install one (the package `g++`) or name it in the variable CXX",
+            fact="no_compiler",
         ) from error
 
 

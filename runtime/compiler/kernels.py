@@ -61,7 +61,8 @@ def _run_compiler(compiler: str, library: Path) -> None:
     except OSError as error:
         raise SpecDecError(
             f"no working C++ compiler to build with: {compiler}",
-            hint="install one (the package `g++`) or name it in the variable CXX; `--compiler none` does without",
+            hint="install one (the package `g++`) or name it in the variable CXX",
+            fact="no_compiler",
         ) from error
     if result.returncode != 0:
         raise SpecDecError(
@@ -77,7 +78,7 @@ def load_kernels(path: Path) -> None:
     try:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except OSError as error:
-        raise SpecDecError(f"`{path}` cannot be loaded: {error}", hint="run `specdec build` again") from error
+        raise SpecDecError(f"`{path}` cannot be loaded: {error}", hint="build it again", fact="engine") from error
 
 
 def describe_kernels() -> None:

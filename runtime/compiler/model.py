@@ -24,6 +24,9 @@ from runtime.errors import SpecDecError
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
+_CONVERT_AGAIN = "convert the model again"
+
+
 def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
     """A Hugging Face config from its JSON; SpecDecError where transformers has no decoder-only model for it."""
     model_type = data.get("model_type")
@@ -112,9 +115,9 @@ def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, atte
     try:
         state_dict = load_file(weights)
     except FileNotFoundError:
-        raise SpecDecError(f"file is missing: {weights}", hint="run `specdec convert` again") from None
+        raise SpecDecError(f"file is missing: {weights}", hint=_CONVERT_AGAIN, fact="checkpoint") from None
     except SafetensorError as error:
-        raise SpecDecError(f"`{weights}` is damaged: {error}", hint="run `specdec convert` again") from None
+        raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_CONVERT_AGAIN, fact="checkpoint") from None
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model, report = model_class.from_pretrained(
         None,
@@ -129,7 +132,8 @@ def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, atte
         if names:
             raise SpecDecError(
                 f"`{weights}` {problem} {len(names)} of the model's weights, such as: {sorted(names)[0]}",
-                hint="config.json and weights are of two models; run `specdec convert` again",
+                hint="config.json and weights are of two models; convert the model again",
+                fact="checkpoint_of_two_models",
             )
     _declare_no_padding(model)
     loaded: PreTrainedModel = model.eval()

@@ -1,0 +1,87 @@
+"""Which flag to turn: for what the library says is wrong, the command line's own hint.
+
+One table from facts (`SpecDecError.fact`) to hints. The values of an error stand in braces; an error without a fact, or
+with one that the library's own words are best for, keeps its hint.
+"""
+
+import shlex
+from typing import Any
+
+from runtime.errors import SpecDecError
+
+_BUILD_AGAIN = "run `specdec build` again"
+_CONVERT_AGAIN = "run `specdec convert` again"
+_DRAFTS = "--speculative-decoding-mode draft_tokens_external --use-paged-context-fmha enable --max-draft-len"
+
+HINTS: dict[str, str] = {
+    "already_converted": "a checkpoint goes to `specdec build --checkpoint-dir`, an engine to `specdec run "
+    "--engine-dir`",
+    "bad_tokenizer": "`--tokenizer-dir` names another; transformers said: {reason}",
+    "batch_size": "lower it, or build with a larger `--max-batch-size`",
+    "block_reuse": "leave `--kv-cache-enable-block-reuse` on",
+    "cache_too_large": "lower `--max-tokens-in-paged-kv-cache`, or free memory",
+    "cache_too_large_for_gpu": "raise `--kv-cache-free-gpu-memory-fraction`, or free memory on the device",
+    "cache_too_small": "raise `--max-tokens-in-paged-kv-cache` or `--kv-cache-free-gpu-memory-fraction`",
+    "cache_unwritable": "SPECDEC_CACHE_DIR names another, and `--no-cache` does without",
+    "checkpoint": _CONVERT_AGAIN,
+    "checkpoint_of_two_models": f"config.json and weights are of two models; {_CONVERT_AGAIN}",
+    "corpora_of_two_tokenizers": "make them with the same `--tokenizer-dir`",
+    "corpus_tokenizer": "make it anew, with the target's engine directory as `--tokenizer-dir`",
+    "damaged_corpus": "make it again with `specdec corpus create`",
+    "draft_len": f"lower it, or build with `{_DRAFTS} {{max_draft_len}}`",
+    "drafter_failed": "`specdec --debug` shows where",
+    "empty_word": "leave it out of `{flag}`",
+    "end_id": "give an id of the engine's tokenizer with `--end-id`",
+    "engine": _BUILD_AGAIN,
+    "engine_for_checkpoint": "give the directory that `specdec convert` wrote",
+    "exists": "`--force` replaces it",
+    "model_for_checkpoint": "`specdec convert --model-dir {model_dir}` makes a checkpoint of it",
+    "no_checkpoint": "make it with `specdec convert`",
+    "no_compiler": "install one (the package `g++`) or name it in the variable CXX; `--compiler none` does without",
+    "no_corpus": "`specdec corpus create` makes one",
+    "no_drafts_to_tune": f"build it with `{_DRAFTS} 10`",
+    "no_engine": "make it with `specdec build`",
+    "no_gpu": "build with `--device cpu`",
+    "no_positions": "give `--max-seq-len`",
+    "no_room_for_output": "raise `--max-seq-len` or lower `--max-input-len`",
+    "no_step_costs": f"{_BUILD_AGAIN}, with memory free for a K/V cache to measure them with",
+    "no_token_left": "relax the penalties, `--no-repeat-ngram-size` or `--bad-words`",
+    "no_tokenizer": "`--tokenizer-dir` names one",
+    "none_fits": "give shorter ones, or build with larger `--max-input-len` and `--max-seq-len`",
+    "not_an_engine": "make one with `specdec build`",
+    "not_ours": "`--force` replaces only what specdec wrote; choose another directory or remove this one",
+    "other_model": "give the model that the engine was made from with `--hf-model-dir`",
+    "positions": "`--max-seq-len {max_seq_len}`",
+    "profile": "make it again: `specdec tune --engine-dir ENGINE --output PROFILE.json`",
+    "profile_of_another_engine": "tune this one: `specdec tune --engine-dir {engine_dir} --output {profile}`; or leave "
+    "`--profile` out",
+    "prompt_too_long": "`--max-input-length` keeps the last tokens, or give a larger `--max-input-len` to `build` "
+    "(with `--model-dir`: a larger `--max-seq-len`)",
+    "request_too_long": "lower `--max-output-len`, or give a larger `--max-seq-len` to `build` (with `--model-dir`: to "
+    "this command)",
+    "tune_draft_len": "lower it, or build with a larger `--max-draft-len`",
+}
+
+
+def hint_of(error: SpecDecError) -> str | None:
+    """What to do about an error on the command line."""
+    if error.fact == "other_environment":
+        return _rebuild(**error.values)
+    template = HINTS.get(error.fact or "")
+    if template is None:
+        return error.hint
+    return template.format(**error.values | {"flag": _FLAGS.get(str(error.values.get("name")), "")})
+
+
+_FLAGS = {"stop": "--stop-words", "bad_words": "--bad-words"}
+
+
+def _rebuild(engine_dir: object, build: Any) -> str:
+    """The command that made the engine."""
+    drafts = f" {_DRAFTS} {build.max_draft_len}" if build.max_draft_len else " --max-draft-len 0"
+    return (
+        f"rebuild it here: specdec build --checkpoint-dir CKPT --output-dir {shlex.quote(str(engine_dir))} --force "
+        f"--max-batch-size {build.max_batch_size} --max-input-len {build.max_input_len} "
+        f"--max-seq-len {build.max_request_len} --tokens-per-block {build.tokens_per_block} "
+        f"--compiler {build.compiler}{drafts}"
+    )
