@@ -31,7 +31,7 @@ class StopCheck(Protocol):
 class Request:
     """What the user asked. Generation ends at one of `end_ids`, at a stop word, or after `max_new_tokens`.
 
-    Of several sampling requests with one prompt and one seed, `return_index` makes each its own.
+    `return_index` tells sampling requests with the same prompt and the same seed apart.
     """
 
     id: int
@@ -70,7 +70,7 @@ class Draft:
 
     tokens: list[int]
     probs: Tensor | None = None
-    """(draft_len, vocab) float64, the law each token was drawn from; None: a lookup, one-hot."""
+    """(draft_len, vocab) float64, the distribution each token was drawn from; None: a lookup, one-hot."""
     match_len: int = field(default=0, compare=False)
     """Tokens of the pattern whose continuation this is: a lookup's confidence. 0: not a lookup."""
 

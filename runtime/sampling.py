@@ -1,9 +1,9 @@
-"""How a request chooses tokens: the law its parameters make of the target's logits, and the draws from that law.
+"""How a request chooses tokens: the distribution its parameters make of the target's logits, and draws from it.
 
 A draw is a function of (random_seed, prompt, return_index, position) and of nothing else. So the same request gets the
 same text with any drafter or none, in any batch, with K/V found or computed again. A token is chosen as the argmax of
 scores and Gumbel noise, which makes it a sample; a draft model that uses the same noise chooses the same token almost
-as often as their laws allow (Daliri et al., arXiv 2408.07978).
+as often as their distributions allow (Daliri et al., arXiv 2408.07978).
 """
 
 import hashlib
@@ -73,7 +73,7 @@ def penalties(params: SamplingConfig) -> list[Processor]:
 
 
 def warpers(params: SamplingConfig) -> list[Processor]:
-    """What shapes the law to draw from, in the order of transformers' `generate`; nothing for greedy requests."""
+    """What shapes the distribution, in the order of transformers' `generate`; nothing for greedy requests."""
     if params.is_greedy:
         return []
     from transformers.generation.logits_process import (
@@ -126,7 +126,7 @@ class Sampler:
         return scores[0]
 
     def probs(self, prefix: list[int], logits: Tensor) -> Tensor:
-        """(vocab,) float64 law of the token after `prefix`; one-hot for a greedy request."""
+        """(vocab,) float64 distribution of the token after `prefix`; one-hot for a greedy request."""
         scores = self.scores(prefix, logits)
         if self.is_greedy:
             return torch.nn.functional.one_hot(scores.argmax(), len(scores)).double()

@@ -1,7 +1,7 @@
-"""Compare drafts with the target's logits, so that what is kept follows the target's own law.
+"""Compare drafts with the target's logits, so that what is kept follows the target's own distribution.
 
 By tokens: the target chooses its own token at every position, and a draft token is accepted while it is that token. By
-probabilities, for a sampling request whose draft tells the law it was drawn from: modified rejection sampling
+probabilities, for a sampling request whose draft tells the distribution it was drawn from: modified rejection sampling
 (Chen et al., arXiv 2302.01318, Algorithm 2).
 """
 
@@ -52,11 +52,11 @@ def _verify_probs(sampler: Sampler, prefix: list[int], draft: Draft, logits: Ten
         if not draft_prob > 0:
             raise SpecDecError(
                 f"the drafter says that token {token} has the probability {draft_prob}, and proposed it",
-                hint="`Draft.probs` must be the law the tokens were drawn from",
+                hint="`Draft.probs` must be the distribution the tokens were drawn from",
             )
         if sampler.uniform(len(prefix), "accept") * draft_prob >= float(target_probs[token]):
             residual = (target_probs - draft_probs).clamp(min=0)
-            # Equal up to rounding: nothing is left of the residual, and either law is right.
+            # Equal up to rounding: nothing is left of the residual, and either distribution is right.
             weights = residual if float(residual.sum()) > 0 else target_probs
             return Verdict(i, draw(weights, sampler.uniform(len(prefix), "target")))
         prefix.append(token)

@@ -20,9 +20,7 @@ MAKE_DRAFTER: dict[str, Callable[[], Drafter]] = {
     "suffix, growth": lambda: SuffixLookup(growth=2),
     "suffix, public": lambda: SuffixLookup(pool=NgramPool()),
     "suffix, small pool": lambda: SuffixLookup(pool=NgramPool(max_tokens=30)),
-    "adaptive": lambda: AdaptiveDrafter(
-        SuffixLookup(), lambda batch_size, context_len, draft_len: 1 + 0.1 * draft_len
-    ),
+    "adaptive": lambda: AdaptiveDrafter(SuffixLookup(), lambda batch_size, context_len, draft_len: 1 + 0.1 * draft_len),
     "adaptive, public": lambda: AdaptiveDrafter(
         NgramLookup(3, pool=NgramPool()), lambda batch_size, context_len, draft_len: 1 + 0.004 * draft_len * batch_size
     ),

@@ -9,7 +9,7 @@ from runtime.reading import parse_json, read_utf8
 from runtime.version import specdec_version
 
 SCHEMA_VERSION = 1
-"""Of the documents of `run`, `summarize` and `compare`; changed when a key changes its meaning or goes away."""
+"""The version of all commands' documents; changed when a key changes its meaning or goes away."""
 
 _COMMANDS = ("run", "summarize")
 

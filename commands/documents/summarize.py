@@ -63,7 +63,7 @@ def _system_record(max_draft_len: int, samples: list[Sample], run: SystemRun) ->
 
 
 def _rouge(outputs: list[str], references: list[str | None]) -> dict[str, float] | None:
-    """Of the outputs that have a reference; None where none has."""
+    """ROUGE of the outputs that have a reference; None where none has."""
     pairs = [(o, reference) for o, reference in zip(outputs, references, strict=True) if reference is not None]
     return rouge_scores([o for o, _ in pairs], [reference for _, reference in pairs]) if pairs else None
 

@@ -18,7 +18,7 @@ _CONTEXT_NUM_TOKENS = (64, 256, 512)
 _BATCH_SIZES = (1, 2, 4, 8)
 """Beyond them, and between, the cost model goes on in straight lines: memory and time for measuring stay bounded."""
 _MAX_PASSES, _MAX_S = 5, 15.0
-"""Of a model that is too slow for that one pass is measured, after one that warms up."""
+"""A model that is too slow for that is measured in one pass, after one that warms up."""
 _NUM_HOST_STEPS = 24
 
 

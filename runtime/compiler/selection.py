@@ -1,7 +1,7 @@
 """An exported step that computes only the tokens whose logits are wanted, from its last attention on.
 
-A model picks them before its output layer. Of a prompt that is one token, and the last layer's feed-forward network has
-computed all others for nobody. Operations that take tokens one by one say the same of a picked token when the picking
+A model picks them before its output layer. For a prompt that is one token, and the last layer's feed-forward network
+has computed all others for nobody. Operations that take tokens one by one say the same of a picked token when the picking
 is done before them. (llama.cpp does so in its graphs of each family; here it is done to whatever was exported.)
 """
 

@@ -60,7 +60,7 @@ _NOTHING_KNOWN = _Survival(memory=0.0)
 
 @dataclass
 class _History:
-    """Of one request: its counts by match length, and drafts whose fate is not known yet."""
+    """What is known of one request: counts by match length, and drafts whose outcome is not known yet."""
 
     survivals: dict[int, _Survival] = field(default_factory=dict)
     pending: list[tuple[int, Draft]] = field(default_factory=list)
@@ -174,7 +174,7 @@ class AdaptiveDrafter:
         return best
 
     def _seconds_by_num_drafted(self, sequences: list[Sequence], most: int) -> list[float]:
-        """Of a step with 0, 1, ... draft tokens in all its rows together, at least as far as `most`."""
+        """Seconds of a step with 0, 1, ... draft tokens in all its rows together, at least as far as `most`."""
         batch_size = len(sequences)
         context_len = max(len(sequence.tokens) for sequence in sequences) // _CONTEXT_STEP * _CONTEXT_STEP
         seconds = self._known_seconds.setdefault((batch_size, context_len), [])

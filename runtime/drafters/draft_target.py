@@ -21,9 +21,10 @@ from runtime.sampling import NoTokenLeft, draw
 class DraftModel:
     """Drafts with the request's own sampling parameters, up to an end id, the request's budget or the draft length.
 
-    Without `use_logits` the draft model chooses as the target will, with the same noise at each position, so that like
-    laws choose alike. With it the tokens of sampling requests are drawn from the draft model's law, and the drafts have
-    that law for rejection sampling. `vocab_size` is the target's; ids that only one of the two has are never drafted.
+    Without `use_logits` the draft model chooses as the target will, with the same noise at each position, so that
+    similar distributions choose the same token. With it the tokens of sampling requests are drawn from the draft
+    model's distribution, which the drafts carry for rejection sampling. `vocab_size` is the target's; ids that only one
+    of the two has are never drafted.
     """
 
     def __init__(self, engine: Engine, vocab_size: int, *, use_logits: bool) -> None:
@@ -105,7 +106,7 @@ class DraftModel:
             probs = follower.sampler.probs(follower.tokens, logits)
             token = draw(probs, follower.sampler.uniform(len(follower.tokens), "draft"))
             proposal.add(token, probs)
-            # Drawn is drawn: to leave an end id out would change the law of what is verified.
+            # It was drawn, so it stays: leaving an end id out would change the distribution of what is verified.
             proposal.has_ended = token in follower.request.end_ids
         else:
             token = follower.sampler.choose(follower.tokens, logits)

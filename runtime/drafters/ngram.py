@@ -57,7 +57,7 @@ class NgramLookup:
     """Looks up the last `max_matching_ngram_size`, then fewer, tokens of each sequence in that sequence.
 
     With max_matching_ngram_size 2 and the tokens 7 8 9 5 8 9 the pattern (8, 9) first ended before the 5: the draft is
-    5 8 9, cut to the draft length. Of several occurrences that have a follower `ranking` chooses
+    5 8 9, cut to the draft length. Where several occurrences have a follower, `ranking` chooses
 
     - oldest: the first;
     - leftmost: the first too, with drafts token for token those of transformers' prompt lookup

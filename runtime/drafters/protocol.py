@@ -11,8 +11,8 @@ from runtime.request import Draft, Request, Sequence
 class Drafter(Protocol):
     """Proposes draft tokens for sequences; may keep state per request between steps.
 
-    A proposal cannot change what is generated, only how fast, unless `Draft.probs` is not the law that the tokens
-    were drawn from. A drafter must leave the sequences as they are.
+    A proposal cannot change what is generated, only how fast, unless `Draft.probs` is not the distribution that the
+    tokens were drawn from. A drafter must leave the sequences as they are.
     """
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
@@ -78,6 +78,7 @@ def _check_probs(probs: Any, shape: tuple[int, int]) -> None:
     sums = probs.sum(dim=-1)
     if not (bool((probs >= 0).all()) and bool(((sums - 1).abs() < 1e-3).all())):
         raise SpecDecError(
-            f"the drafter's probabilities are no law, they are negative, no numbers, or add up to: {sums.tolist()}",
+            "the drafter's probabilities are no distribution, they are negative, no numbers, or add up to: "
+            f"{sums.tolist()}",
             hint="each row is at least 0 and adds up to 1",
         )

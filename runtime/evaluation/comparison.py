@@ -169,7 +169,7 @@ def _waiting(metric: Metric, a: Record, b: Record) -> str | None:
 
 
 def _interval_of(metric: Metric, a: Record, b: Record, matching: _Matching) -> tuple[Interval | None, tuple[int, int]]:
-    """Of the ratio of B to A; and how many observations there are of each."""
+    """The interval of the ratio B to A, and how many observations there are of each."""
     assert metric.of_request is not None
     values_a, values_b = (_logs(metric.of_request, document["requests"]) for document in (a, b))
     groups_a, groups_b = (_groups(metric.kind, document) for document in (a, b))
@@ -300,7 +300,7 @@ def _over_requests(
 
 
 def _system(key: str) -> Callable[[Record], float | None]:
-    """Of the first system of `summarize`, which is the engine unless only Hugging Face was run."""
+    """A figure of the first system, which is the engine unless only Hugging Face was run."""
     return lambda document: _at(key)(next(iter(document["systems"].values())))
 
 

@@ -1,8 +1,8 @@
 """How far a difference of two measurements can be told from chance, from one value per observation.
 
 Rank methods, because times have outliers: Wilcoxon's signed ranks where each observation of one side belongs to one of
-the other, Mann and Whitney's ranks where it does not. They assume no law, and give an interval only where there are
-observations enough for one. The estimates are Hodges and Lehmann's.
+the other, Mann and Whitney's ranks where it does not. They assume no distribution, and give an interval only where
+there are observations enough for one. The estimates are Hodges and Lehmann's.
 """
 
 import math
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 LEVEL = 0.95
 MIN_PAIRS = 6  # fewer never exclude anything at this level
-_MAX_EXACT_PAIRS, _MAX_EXACT_PRODUCT = 300, 10_000  # beyond them the laws are normal to all digits that matter
+_MAX_EXACT_PAIRS, _MAX_EXACT_PRODUCT = 300, 10_000  # beyond them the distributions are normal to all digits that matter
 
 _Floats: TypeAlias = NDArray[np.float64]
 
@@ -29,7 +29,7 @@ class Interval:
     high: float
 
     def exp(self) -> "Interval":
-        """Of a difference of logarithms: the ratio."""
+        """The ratio, where this is the difference of logarithms."""
         return Interval(math.exp(self.estimate), math.exp(self.low), math.exp(self.high))
 
     def overlaps(self, other: "Interval") -> bool:
@@ -49,7 +49,7 @@ def paired_shift(a: Seq[float], b: Seq[float]) -> Interval | None:
     i, j = np.triu_indices(n)
     exact = n <= _MAX_EXACT_PAIRS
     mean, variance = n * (n + 1) / 4, n * (n + 1) * (2 * n + 1) / 24
-    num_cut = _num_cut(_signed_rank_law(n)) if exact else _normal_num_cut(mean, variance)
+    num_cut = _num_cut(_signed_rank_distribution(n)) if exact else _normal_num_cut(mean, variance)
     return _interval(np.sort((differences[i] + differences[j]) / 2), num_cut)
 
 
@@ -61,7 +61,7 @@ def unpaired_shift(a: Seq[float], b: Seq[float]) -> Interval | None:
     values_a, values_b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     m, n = len(a), len(b)
     exact = m * n <= _MAX_EXACT_PRODUCT
-    num_cut = _num_cut(_rank_sum_law(m, n)) if exact else _normal_num_cut(m * n / 2, m * n * (m + n + 1) / 12)
+    num_cut = _num_cut(_rank_sum_distribution(m, n)) if exact else _normal_num_cut(m * n / 2, m * n * (m + n + 1) / 12)
     return _interval(np.sort((values_b[:, None] - values_a[None, :]).ravel()), num_cut)
 
 
@@ -72,38 +72,38 @@ def _interval(values: _Floats, num_cut: int) -> Interval | None:
     return Interval(float(np.median(values)), float(values[num_cut - 1]), float(values[len(values) - num_cut]))
 
 
-def _num_cut(law: _Floats) -> int:
+def _num_cut(distribution: _Floats) -> int:
     """The largest k for which fewer than k values are below the truth with at most 2.5 % probability."""
-    return int(np.searchsorted(np.cumsum(law), (1 - LEVEL) / 2, side="right"))
+    return int(np.searchsorted(np.cumsum(distribution), (1 - LEVEL) / 2, side="right"))
 
 
 def _normal_num_cut(mean: float, variance: float) -> int:
     return math.floor(mean - 1.959964 * math.sqrt(variance))
 
 
-def _signed_rank_law(n: int) -> _Floats:
+def _signed_rank_distribution(n: int) -> _Floats:
     """Probability of each sum of positive ranks, 0 to n (n + 1) / 2, of n values symmetric around 0."""
-    law = np.zeros(n * (n + 1) // 2 + 1)
-    law[0] = 1.0
+    distribution = np.zeros(n * (n + 1) // 2 + 1)
+    distribution[0] = 1.0
     for rank in range(1, n + 1):
-        shifted = np.zeros_like(law)
-        shifted[rank:] = law[: len(law) - rank]
-        law = (law + shifted) / 2
-    return law
+        shifted = np.zeros_like(distribution)
+        shifted[rank:] = distribution[: len(distribution) - rank]
+        distribution = (distribution + shifted) / 2
+    return distribution
 
 
-def _rank_sum_law(m: int, n: int) -> _Floats:
-    """Probability of each number of pairs in the one order, 0 to m n, of m and n values of one law.
+def _rank_sum_distribution(m: int, n: int) -> _Floats:
+    """Probability of each number of pairs in the one order, 0 to m n, of m and n values of one distribution.
 
     By which value is the largest of all: one of the m, which is then above all n, or one of the n.
     """
-    laws = [np.ones(1) for _ in range(n + 1)]  # of 0 values against 0..n
+    distributions = [np.ones(1) for _ in range(n + 1)]  # of 0 values against 0..n
     for i in range(1, m + 1):
         row = [np.ones(1)]
         for j in range(1, n + 1):
-            law = np.zeros(i * j + 1)
-            law[j:] += laws[j] * (i / (i + j))
-            law[: i * (j - 1) + 1] += row[j - 1] * (j / (i + j))
-            row.append(law)
-        laws = row
-    return laws[n]
+            distribution = np.zeros(i * j + 1)
+            distribution[j:] += distributions[j] * (i / (i + j))
+            distribution[: i * (j - 1) + 1] += row[j - 1] * (j / (i + j))
+            row.append(distribution)
+        distributions = row
+    return distributions[n]

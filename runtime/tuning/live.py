@@ -34,7 +34,7 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """Of all batches, each by its median over the rounds: what disturbs one batch once does not count."""
+        """All batches, each by its median over the rounds: what disturbs one batch once does not count."""
         return sum(float(median(s.total for s in rounds)) for rounds in zip(*self.batches, strict=True))
 
     @property

@@ -1,6 +1,7 @@
 """How long a loop would take, from what it would do (`runtime.tuning.replay`) and what steps cost (`runtime.costs`).
 
-Times are added up, step by step, and divided only at the end: a mean of speedups counts cheap steps like dear ones.
+Times are added up, step by step, and divided only at the end: a mean of speedups gives short steps the weight of long
+ones.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from runtime.tuning.replay import ReplayedBatches, ReplayedStep
 
 @dataclass(frozen=True)
 class LoopSeconds:
-    """Of a loop: its first steps, which compute the prompts, and all others, with the drafting."""
+    """The time of a loop: its first steps, which compute the prompts, and all others, with the drafting."""
 
     prompts: float
     others: float

@@ -14,7 +14,7 @@ from runtime.tuning.replay import ReplayedBatches, Trace, replay_batches
 NUM_SCREENED, NUM_LENGTHS, NUM_LIVE = 2, 2, 3
 """How many of the best drafters are tried with a public pool, with shorter drafts, and on the engine."""
 _MAX_SCREENING_TOKENS = 30_000
-"""Of outputs: with more of them the grid is first replayed on some, or it would take minutes."""
+"""Output tokens; with more of them the grid is first replayed on some, or it would take minutes."""
 
 Advance = Callable[[], None]
 
@@ -131,7 +131,7 @@ class Search:
 
 
 def _best(replayed: Sequence[Replayed], number: int) -> list[Replayed]:
-    """Of those with a drafter."""
+    """The best of those with a drafter."""
     return sorted((r for r in replayed if r.candidate.drafter), key=lambda r: r.rank)[:number]
 
 

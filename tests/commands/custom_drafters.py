@@ -31,28 +31,28 @@ class LastOccurrence(_Drafter):
 
 
 class Draws(_Drafter):
-    """Draws every token from one law, and says so."""
+    """Draws every token from one distribution, and says so."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.law = torch.softmax(2 * torch.randn(VOCAB_SIZE, generator=generator, dtype=torch.float64), dim=0)
-        self.told = self.law
+        self.distribution = torch.softmax(2 * torch.randn(VOCAB_SIZE, generator=generator, dtype=torch.float64), dim=0)
+        self.told = self.distribution
         self.generator = torch.Generator().manual_seed(2)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         return [self.draft(max_draft_len) for _ in sequences]
 
     def draft(self, length: int) -> Draft:
-        tokens = torch.multinomial(self.law, length, replacement=True, generator=self.generator).tolist()
+        tokens = torch.multinomial(self.distribution, length, replacement=True, generator=self.generator).tolist()
         return Draft(tokens, self.told.repeat(length, 1))
 
 
-class DrawsFromAnotherLaw(Draws):
-    """Has the columns of its law in the wrong order."""
+class DrawsFromAnotherDistribution(Draws):
+    """Has the columns of its distribution in the wrong order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = self.law.flip(0)
+        self.told = self.distribution.flip(0)
 
 
 class DrawsOneWord(_Drafter):

@@ -121,7 +121,7 @@ def test_rejection_sampling_is_compared_by_distribution(
     assert check["passed"] and 1e-4 <= check["p_value"] < 1
     assert check["threshold"] == 1e-4
     assert check["num_draws"] == 250 * check["num_prefixes"] == 2000
-    assert check["num_tokens"] >= 2000 and check["num_laws"] >= 8
+    assert check["num_tokens"] >= 2000 and check["num_distributions"] >= 8
     assert check["chi_squared"] > 0 and check["degrees_of_freedom"] > 20
     assert "identical_to_no_drafter" not in document["checks"]
 
@@ -131,7 +131,7 @@ def test_accepted_tokens_are_checked_too(run_wide: Run, drafters: dict[str, list
     check = lossless_of(run_wide(*drafters["logits"], "--top-k", 3, "--check-lossless", "--json").document)
     assert check["passed"]
     assert check["num_tokens"] > 2500
-    assert check["num_laws"] > check["num_prefixes"]
+    assert check["num_distributions"] > check["num_prefixes"]
 
 
 def test_terminal_says_why_it_compares_distributions_and_with_what_p_value(
@@ -155,9 +155,9 @@ def test_cuts_leave_the_distribution_right(
     assert check["passed"] and check["degrees_of_freedom"] > 0
 
 
-@pytest.mark.parametrize("factory", ["DrawsOneWord", "DrawsFromAnotherLaw"])
+@pytest.mark.parametrize("factory", ["DrawsOneWord", "DrawsFromAnotherDistribution"])
 @pytest.mark.parametrize("command", ["run", "summarize"])
-def test_drafter_that_is_wrong_about_its_law_is_caught(
+def test_drafter_that_is_wrong_about_its_distribution_is_caught(
     run_wide: Run, summarize: Run, command: str, factory: str
 ) -> None:
     call = {"run": run_wide, "summarize": summarize}[command]
@@ -172,7 +172,7 @@ def test_drafter_that_is_wrong_about_its_law_is_caught(
     assert "hint: " in result.stderr and "`Draft.probs`" in result.stderr
 
 
-def test_wrong_law_is_caught_on_the_terminal(run_wide: Run) -> None:
+def test_wrong_distribution_is_caught_on_the_terminal(run_wide: Run) -> None:
     arguments = ["--drafter", "custom_drafters:DrawsOneWord", "--temperature", 1.2, "--check-lossless"]
     result = run_wide(*arguments)
     assert result.exit_code == 1

@@ -136,27 +136,27 @@ def test_document_records_the_sampling_parameters(run: Run) -> None:
 
 
 def laws_of(model: PreTrainedModel, request: dict[str, Any], temperature: float) -> np.ndarray:
-    """(output, vocab) float64: Hugging Face's law of every token of the output."""
+    """(output, vocab) float64: Hugging Face's distribution of every token of the output."""
     tokens, num_prompt = request["prompt_ids"] + request["output_ids"], len(request["prompt_ids"])
     logits = eager_logits(model, tokens)[num_prompt - 1 : -1].double() / temperature
-    law: np.ndarray = torch.softmax(logits, dim=-1).numpy()
-    return law
+    distribution: np.ndarray = torch.softmax(logits, dim=-1).numpy()
+    return distribution
 
 
 def sample_with(run: Run, model: PreTrainedModel, *flags: object) -> tuple[np.ndarray, np.ndarray]:
-    """(n, vocab) laws at temperature 1.5 of about a hundred tokens drawn with a cut, and their (n,) probabilities."""
+    """(n, vocab) distributions at temperature 1.5 of about a hundred tokens drawn with a cut, and their (n,) probabilities."""
     arguments = ["--temperature", 1.5, "--num-return-sequences", 5, "--max-output-len", 40, "--json", *flags]
     requests = run(*arguments).document["requests"]
-    laws = np.concatenate([laws_of(model, request, 1.5) for request in requests])
+    distributions = np.concatenate([laws_of(model, request, 1.5) for request in requests])
     tokens = [token for request in requests for token in request["output_ids"]]
     assert len(tokens) > 60
-    return laws, laws[np.arange(len(tokens)), tokens]
+    return distributions, distributions[np.arange(len(tokens)), tokens]
 
 
 @DRAFTERS
 def test_top_k_leaves_the_k_best(run: Run, llama: PreTrainedModel, drafters: Drafters, drafter: str) -> None:
-    laws, chosen = sample_with(run, llama, "--top-k", 3, *drafters[drafter])
-    assert set((laws > chosen[:, None]).sum(axis=1)) == {0, 1, 2}
+    distributions, chosen = sample_with(run, llama, "--top-k", 3, *drafters[drafter])
+    assert set((distributions > chosen[:, None]).sum(axis=1)) == {0, 1, 2}
 
 
 @DRAFTERS
@@ -164,38 +164,38 @@ def test_top_p_leaves_the_best_of_that_probability(
     run: Run, llama: PreTrainedModel, drafters: Drafters, drafter: str
 ) -> None:
     """A token is left while those that are better have not reached it."""
-    laws, chosen = sample_with(run, llama, "--top-p", 0.6, *drafters[drafter])
-    assert 0.4 < (laws * (laws > chosen[:, None])).sum(axis=1).max() < 0.6 + 1e-4
+    distributions, chosen = sample_with(run, llama, "--top-p", 0.6, *drafters[drafter])
+    assert 0.4 < (distributions * (distributions > chosen[:, None])).sum(axis=1).max() < 0.6 + 1e-4
 
 
 @DRAFTERS
 def test_min_p_leaves_a_share_of_the_best(run: Run, llama: PreTrainedModel, drafters: Drafters, drafter: str) -> None:
-    laws, chosen = sample_with(run, llama, "--min-p", 0.3, *drafters[drafter])
-    assert 0.3 - 1e-4 < (chosen / laws.max(axis=1)).min() < 0.5
+    distributions, chosen = sample_with(run, llama, "--min-p", 0.3, *drafters[drafter])
+    assert 0.3 - 1e-4 < (chosen / distributions.max(axis=1)).min() < 0.5
 
 
-def test_draws_follow_the_law(run: Run, llama: PreTrainedModel) -> None:
+def test_draws_follow_the_distribution(run: Run, llama: PreTrainedModel) -> None:
     """1,000 first tokens of one prompt, each with random numbers of its own: within 4 standard deviations."""
     arguments = ["--temperature", 1.2, "--num-return-sequences", 1000, "--max-output-len", 1, "--end-id", 0, "--json"]
     requests = run(*arguments).document["requests"]
     counts = np.bincount([request["output_ids"][0] for request in requests], minlength=300)
-    (law,) = laws_of(llama, requests[0], 1.2)
-    likely = law > 0.01
+    (distribution,) = laws_of(llama, requests[0], 1.2)
+    likely = distribution > 0.01
     assert likely.sum() > 5
-    z = (counts - 1000 * law) / np.sqrt(1000 * law * (1 - law))
+    z = (counts - 1000 * distribution) / np.sqrt(1000 * distribution * (1 - distribution))
     assert np.abs(z[likely]).max() < 4
-    assert counts[~likely].sum() == pytest.approx(1000 * law[~likely].sum(), abs=4 * np.sqrt(1000) / 2)
+    assert counts[~likely].sum() == pytest.approx(1000 * distribution[~likely].sum(), abs=4 * np.sqrt(1000) / 2)
 
 
 def test_draft_model_guesses_the_draw_by_the_same_number(
     run: Run, make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast, llama: PreTrainedModel
 ) -> None:
-    """Two draws from one law with numbers of their own would agree as often as its tokens meet themselves."""
+    """Two draws from one distribution with numbers of their own would agree as often as its tokens meet themselves."""
     draft_engine_dir = make_draft_engine_dir(with_noise(make_model("llama", vocab_size=len(tokenizer)), 0.001))
     arguments = ["--temperature", 1.0, "--num-return-sequences", 20, "--max-output-len", 40, "--json"]
     document = run(*arguments, *draft_model(draft_engine_dir)).document
-    laws = np.concatenate([laws_of(llama, request, 1.0) for request in document["requests"]])
-    assert document["total"]["draft_acceptance_rate"] > 4 * (laws**2).sum(axis=1).mean()
+    distributions = np.concatenate([laws_of(llama, request, 1.0) for request in document["requests"]])
+    assert document["total"]["draft_acceptance_rate"] > 4 * (distributions**2).sum(axis=1).mean()
 
 
 def hf_with(model: PreTrainedModel, prompt: list[int], length: int, **settings: Any) -> list[int]:

@@ -262,32 +262,32 @@ def law_of(*weights: float) -> Tensor:
 
 
 def test_statistic_is_the_sum_over_tokens() -> None:
-    counts, law = [30, 12, 8, 0], law_of(4, 3, 2, 1)
-    expected = 50 * law.numpy()
+    counts, distribution = [30, 12, 8, 0], law_of(4, 3, 2, 1)
+    expected = 50 * distribution.numpy()
     brute_force = ((np.array(counts) - expected) ** 2 / expected).sum()
-    statistic, degrees_of_freedom = chi_squared_of(Counter(dict(enumerate(counts))), law)
+    statistic, degrees_of_freedom = chi_squared_of(Counter(dict(enumerate(counts))), distribution)
     assert (statistic, degrees_of_freedom) == (pytest.approx(brute_force), 3)
 
 
 def test_rare_tokens_share_cells() -> None:
     """Of 100 draws each of the ten rare ones is expected once, so five of them make a cell."""
-    law = law_of(50, 40, *[1] * 10)
+    distribution = law_of(50, 40, *[1] * 10)
     counter = Counter({0: 45, 1: 40, 5: 9, 11: 6})
-    statistic, degrees_of_freedom = chi_squared_of(counter, law)
+    statistic, degrees_of_freedom = chi_squared_of(counter, distribution)
     assert statistic == pytest.approx((45 - 50) ** 2 / 50 + 0 + (9 - 5) ** 2 / 5 + (6 - 5) ** 2 / 5)
     assert degrees_of_freedom == 3
 
 
 def test_rare_tokens_too_few_for_a_cell_join_the_last() -> None:
-    law = law_of(50, 48, 1, 1)
-    statistic, degrees_of_freedom = chi_squared_of(Counter({0: 60, 1: 37, 2: 3}), law)
+    distribution = law_of(50, 48, 1, 1)
+    statistic, degrees_of_freedom = chi_squared_of(Counter({0: 60, 1: 37, 2: 3}), distribution)
     assert statistic == pytest.approx((60 - 50) ** 2 / 50 + (40 - 50) ** 2 / 50)
     assert degrees_of_freedom == 1
 
 
-@pytest.mark.parametrize("law", [law_of(1, 0, 0), law_of(1000, 1, 1)], ids=["certain", "all but certain"])
-def test_law_of_one_token_leaves_nothing_to_compare(law: Tensor) -> None:
-    assert chi_squared_of(Counter({0: 100}), law) == (pytest.approx(0.0, abs=1e-3), 0)
+@pytest.mark.parametrize("distribution", [law_of(1, 0, 0), law_of(1000, 1, 1)], ids=["certain", "all but certain"])
+def test_distribution_of_one_token_leaves_nothing_to_compare(distribution: Tensor) -> None:
+    assert chi_squared_of(Counter({0: 100}), distribution) == (pytest.approx(0.0, abs=1e-3), 0)
 
 
 def test_token_that_cannot_come_is_infinitely_wrong() -> None:
@@ -295,12 +295,12 @@ def test_token_that_cannot_come_is_infinitely_wrong() -> None:
     assert chi_squared_p_value(statistic, degrees_of_freedom) == 0
 
 
-def p_values(draws_of: Tensor, law: Tensor, num_samples: int) -> np.ndarray:
+def p_values(draws_of: Tensor, distribution: Tensor, num_samples: int) -> np.ndarray:
     """Of many samples of 250 draws."""
     rng = np.random.default_rng(0)
     counts = rng.multinomial(250, draws_of.numpy(), size=num_samples)
     return np.array(
-        [chi_squared_p_value(*chi_squared_of(Counter({i: int(n) for i, n in enumerate(row) if n}), law))
+        [chi_squared_p_value(*chi_squared_of(Counter({i: int(n) for i, n in enumerate(row) if n}), distribution))
          for row in counts]
     )  # fmt: skip
 
@@ -312,18 +312,18 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-def test_p_values_of_right_draws_are_uniform(law: Tensor) -> None:
-    values = np.sort(p_values(law, law, 1000))
+@pytest.mark.parametrize("distribution", LAWS.values(), ids=LAWS)
+def test_p_values_of_right_draws_are_uniform(distribution: Tensor) -> None:
+    values = np.sort(p_values(distribution, distribution, 1000))
     distance = np.abs(values - (np.arange(1000) + 0.5) / 1000).max()
     assert distance < 1.63 / np.sqrt(1000) + 0.03  # Kolmogorov's 1 % point, and room for counts being whole numbers
     assert (values < 1e-4).sum() <= 2
     assert 0.02 < (values < 0.05).mean() < 0.08
 
 
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-def test_p_values_of_wrong_draws_are_tiny(law: Tensor) -> None:
-    """Every second draw comes from the even law over the first ten tokens."""
-    other = torch.zeros_like(law)
+@pytest.mark.parametrize("distribution", LAWS.values(), ids=LAWS)
+def test_p_values_of_wrong_draws_are_tiny(distribution: Tensor) -> None:
+    """Every second draw comes from the even distribution over the first ten tokens."""
+    other = torch.zeros_like(distribution)
     other[:10] = 0.1
-    assert (p_values((law + other) / 2, law, 50) < 1e-4).mean() > 0.95
+    assert (p_values((distribution + other) / 2, distribution, 50) < 1e-4).mean() > 0.95

@@ -1,6 +1,6 @@
-"""What is generated follows the target's law, whatever law the drafts follow: statistics of many seeds.
+"""What is generated follows the target's distribution, whatever distribution the drafts follow: statistics of many seeds.
 
-The laws are computed here by brute force, and draft tokens are really drawn from the law that the draft claims. The
+The distributions are computed here by brute force, and draft tokens are really drawn from the distribution that the draft claims. The
 seeds are fixed, so a test passes or fails for good; a p-value says how far the code is from failing by chance.
 """
 
@@ -43,7 +43,9 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-def brute_force_law(logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0) -> list[float]:
+def brute_force_distribution(
+    logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0
+) -> list[float]:
     """The `top_k` most likely tokens, and of those the fewest that have `top_p` together."""
     weights = {token: math.exp(logit / temperature) for token, logit in enumerate(logits)}
     kept = sorted(weights, key=lambda token: -weights[token])[: top_k or None]
@@ -55,20 +57,20 @@ def brute_force_law(logits: list[float], temperature: float = 1.0, top_k: int = 
     return [weights[token] / total if token in kept else 0.0 for token in weights]
 
 
-def laws(logits: Tensor, sampling: dict[str, Any]) -> Tensor:
-    """(n, vocab) float64 laws of (n, vocab) logits."""
-    return torch.tensor([brute_force_law(row, **sampling) for row in logits.tolist()], dtype=torch.float64)
+def distributions(logits: Tensor, sampling: dict[str, Any]) -> Tensor:
+    """(n, vocab) float64 distributions of (n, vocab) logits."""
+    return torch.tensor([brute_force_distribution(row, **sampling) for row in logits.tolist()], dtype=torch.float64)
 
 
 class Fit(NamedTuple):
-    """How observed counts fit a law: Pearson's chi-squared over the cells, and how many were observed."""
+    """How observed counts fit a distribution: Pearson's chi-squared over the cells, and how many were observed."""
 
     p_value: float
     num_observed: int
 
 
 def fit(counts: Tensor, probs: Tensor) -> Fit:
-    """Of (groups, cells) counts, each group with a number of its own, to the law of one group, (cells,).
+    """Of (groups, cells) counts, each group with a number of its own, to the distribution of one group, (cells,).
 
     Cells of probability zero must be empty. Groups in which a cell has less than 5 expected counts are left out.
     """
@@ -88,13 +90,13 @@ def total_variation(a: Tensor, b: Tensor) -> float:
 
 
 def drafts(kind: str, probs: Tensor, num_drafts: int) -> tuple[list[list[int]], Tensor | None]:
-    """Draft tokens, and the law the draft claims: looked up (always the same) or drawn from (draft_len, vocab) `probs`.
+    """Draft tokens, and the distribution the draft claims: looked up (always the same) or drawn from (draft_len, vocab) `probs`.
 
-    With "wrong" they are drawn from another law than is claimed.
+    With "wrong" they are drawn from another distribution than is claimed.
     """
     if kind == "lookup":
         return [LOOKUP] * num_drafts, None
-    if kind == "one-hot law":
+    if kind == "one-hot distribution":
         return [LOOKUP] * num_drafts, torch.eye(VOCAB_SIZE, dtype=torch.float64)[LOOKUP]
     drawn_from = probs.flip(0) if kind == "wrong" else probs
     generator = torch.Generator().manual_seed(0)
@@ -103,7 +105,7 @@ def drafts(kind: str, probs: Tensor, num_drafts: int) -> tuple[list[list[int]], 
 
 def outputs(kind: str, sampling: dict[str, Any], num_draws: int) -> list[list[int]]:
     """The accepted tokens and the one after them, of sequences that differ in their seed."""
-    draft_tokens, probs = drafts(kind, laws(DRAFT_LOGITS, sampling), num_draws)
+    draft_tokens, probs = drafts(kind, distributions(DRAFT_LOGITS, sampling), num_draws)
     result = []
     for seed, tokens in enumerate(draft_tokens):
         params = SamplingConfig(**({"top_k": 0} | sampling), random_seed=seed)
@@ -122,45 +124,47 @@ def counts_at(position: int, all_tokens: list[list[int]]) -> Tensor:
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("kind", ["lookup", "one-hot law", "drawn"])
-def test_every_position_follows_the_targets_law(kind: str, sampling: str) -> None:
+@pytest.mark.parametrize("kind", ["lookup", "one-hot distribution", "drawn"])
+def test_every_position_follows_the_targets_distribution(kind: str, sampling: str) -> None:
     """The second given the first that was accepted, the bonus token given a draft accepted whole."""
     all_tokens = outputs(kind, SAMPLING[sampling], 10_000)
     num_kept = Counter(map(len, all_tokens))
     assert min(num_kept[n] for n in (1, 2, 3)) > 300  # else nothing would be tested
-    for position, probs in enumerate(laws(TARGET_LOGITS, SAMPLING[sampling])):
+    for position, probs in enumerate(distributions(TARGET_LOGITS, SAMPLING[sampling])):
         assert fit(counts_at(position, all_tokens), probs).p_value > SMALLEST_P_VALUE, POSITIONS[position]
 
 
 def test_wrong_probabilities_are_noticed() -> None:
-    """The same statistic, where the draft claims another law than it was drawn from: it can fail."""
+    """The same statistic, where the draft claims another distribution than it was drawn from: it can fail."""
     all_tokens = outputs("wrong", {}, 10_000)
     first, second, bonus = (
-        fit(counts_at(i, all_tokens), probs).p_value for i, probs in enumerate(laws(TARGET_LOGITS, {}))
+        fit(counts_at(i, all_tokens), probs).p_value for i, probs in enumerate(distributions(TARGET_LOGITS, {}))
     )
     assert first < 1e-20 and second < 1e-20
-    assert bonus > SMALLEST_P_VALUE  # after the draft the law is the target's own
+    assert bonus > SMALLEST_P_VALUE  # after the draft the distribution is the target's own
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("kind", ["lookup", "one-hot law", "drawn"])
+@pytest.mark.parametrize("kind", ["lookup", "one-hot distribution", "drawn"])
 def test_no_more_is_rejected_than_must_be(kind: str, sampling: str) -> None:
-    """No rule that follows the target's law accepts more than the laws have in common: 1 - total variation."""
+    """No rule that follows the target's distribution accepts more than the distributions have in common: 1 - total variation."""
     num_draws = 2000
-    target_probs = laws(TARGET_LOGITS, SAMPLING[sampling])[0]
-    draft_probs = laws(DRAFT_LOGITS, SAMPLING[sampling])[0]
+    target_probs = distributions(TARGET_LOGITS, SAMPLING[sampling])[0]
+    draft_probs = distributions(DRAFT_LOGITS, SAMPLING[sampling])[0]
     in_common = 1 - total_variation(draft_probs, target_probs) if kind == "drawn" else float(target_probs[LOOKUP[0]])
     num_accepted = sum(len(tokens) > 1 for tokens in outputs(kind, SAMPLING[sampling], num_draws))
     assert abs(num_accepted / num_draws - in_common) < 4 * math.sqrt(in_common * (1 - in_common) / num_draws)
 
 
 @pytest.mark.parametrize("kind", ["lookup", "drawn"])
-def test_distance_to_the_targets_law_falls_as_one_over_the_root_of_n(kind: str) -> None:
+def test_distance_to_the_targets_distribution_falls_as_one_over_the_root_of_n(kind: str) -> None:
     """Frequencies of n draws are sqrt(2 p (1 - p) / (pi n)) off on average, each; a bias would stay."""
     sizes = (500, 2000, 8000, 32_000)
     all_tokens = outputs(kind, {}, sizes[-1])
-    target_probs = laws(TARGET_LOGITS, {})
-    draft_probs = laws(DRAFT_LOGITS, {}) if kind == "drawn" else torch.eye(VOCAB_SIZE, dtype=torch.float64)[LOOKUP]
+    target_probs = distributions(TARGET_LOGITS, {})
+    draft_probs = (
+        distributions(DRAFT_LOGITS, {}) if kind == "drawn" else torch.eye(VOCAB_SIZE, dtype=torch.float64)[LOOKUP]
+    )
     for position in (0, 1):
         probs = target_probs[position]
         rooted = float((2 * probs * (1 - probs) / math.pi).sqrt().sum() / 2)
@@ -171,7 +175,7 @@ def test_distance_to_the_targets_law_falls_as_one_over_the_root_of_n(kind: str) 
         assert distance < total_variation(draft_probs[position], probs) / 10
 
 
-# -- The same of whole texts, from tiny engines, against Hugging Face's laws --
+# -- The same of whole texts, from tiny engines, against Hugging Face's distributions --
 
 NUM_TOKENS = 3
 PROMPT = [14, 8, 14, 8, 14]  # the target likes to go on with 8, so that lookups are accepted too
@@ -209,7 +213,7 @@ def law_of_texts(model: PreTrainedModel, sampling: dict[str, Any]) -> dict[tuple
             (*text, token): prob * token_prob
             for text, prob in texts.items()
             for token, token_prob in enumerate(
-                brute_force_law(eager_logits(model, [*PROMPT, *text])[-1].tolist(), **sampling)
+                brute_force_distribution(eager_logits(model, [*PROMPT, *text])[-1].tolist(), **sampling)
             )
             if token_prob > 0
         }
@@ -229,7 +233,7 @@ def make_drafter(name: str, dirs: dict[str, Path], vocab_size: int) -> Drafter |
 @pytest.mark.parametrize(
     "drafter", ["none", "ngram", "similar by tokens", "similar by probabilities", "small by probabilities"]
 )
-def test_texts_follow_hugging_faces_law(
+def test_texts_follow_hugging_faces_distribution(
     drafter: str, sampling: str, models: dict[str, PreTrainedModel], engine_dirs: dict[str, Path]
 ) -> None:
     """Draft tokens and their verification draw from one hash: what they draw must not depend on each other."""

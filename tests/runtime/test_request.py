@@ -126,7 +126,7 @@ def test_logits_end_where_the_tokens_end() -> None:
     assert all(torch.equal(*rows) for rows in zip(sequence.logits, before, strict=True))
 
 
-def test_cut_draft_keeps_its_first_tokens_and_their_law() -> None:
+def test_cut_draft_keeps_its_first_tokens_and_their_distribution() -> None:
     probs = torch.rand(3, 20, dtype=torch.float64)
     for max_len in range(5):
         lookup, drawn = Draft(DRAFT).cut(max_len), Draft(DRAFT, probs).cut(max_len)

@@ -1,4 +1,4 @@
-"""A request's law is Hugging Face's, and its draws depend on its seed and the position, not on how it is run."""
+"""A request's distribution is Hugging Face's, and its draws depend on its seed and the position, not on how it is run."""
 
 import copy
 import itertools
@@ -84,7 +84,7 @@ def target() -> PreTrainedModel:
     return make_model("llama")
 
 
-# -- The law --
+# -- The distribution --
 
 LAWS = [
     {"top_k": 0},
@@ -115,7 +115,7 @@ LAWS = [
 
 
 @pytest.mark.parametrize("sampling", LAWS, ids=str)
-def test_law_is_hugging_faces(sampling: dict[str, Any], target: PreTrainedModel) -> None:
+def test_distribution_is_hugging_faces(sampling: dict[str, Any], target: PreTrainedModel) -> None:
     """Of the same prefix and logits, step by step; nothing of the sampler is used to make them."""
     params = SamplingConfig(**sampling)
     for seed, prompt in enumerate(PROMPTS):
@@ -131,7 +131,7 @@ def test_law_is_hugging_faces(sampling: dict[str, Any], target: PreTrainedModel)
 
 @pytest.mark.parametrize("greedy", [{"top_k": 1}, {"temperature": 0.0, "top_k": 0}])
 @pytest.mark.parametrize("penalty", [{}, {"repetition_penalty": 1.5}, {"frequency_penalty": 0.5}], ids=str)
-def test_law_of_a_greedy_request_is_its_argmax(
+def test_distribution_of_a_greedy_request_is_its_argmax(
     greedy: dict[str, Any], penalty: dict[str, Any], target: PreTrainedModel
 ) -> None:
     params = SamplingConfig(top_p=0.9, random_seed=4, **greedy, **penalty)

@@ -1,6 +1,6 @@
 """By tokens: accepted while the draft is the target's choice. By probabilities: what can be said without statistics.
 
-That rejection sampling follows the target's law is in test_rejection.py.
+That rejection sampling follows the target's distribution is in test_rejection.py.
 """
 
 from typing import Any
@@ -38,15 +38,15 @@ def test_verify_tokens(draft: list[int], target: list[int], verdict: Verdict) ->
 
 
 @given(
-    law=st.lists(st.integers(0, 2), min_size=8, max_size=8),
+    distribution=st.lists(st.integers(0, 2), min_size=8, max_size=8),
     draft=st.lists(st.integers(0, 2), max_size=7),
 )
-def test_output_is_what_the_target_alone_would_say(law: list[int], draft: list[int]) -> None:
-    """A target that says law[i] at position i, whatever came before: it is followed, at least one token far."""
-    verdict = verify_tokens(draft, law[: len(draft) + 1])
+def test_output_is_what_the_target_alone_would_say(distribution: list[int], draft: list[int]) -> None:
+    """A target that says distribution[i] at position i, whatever came before: it is followed, at least one token far."""
+    verdict = verify_tokens(draft, distribution[: len(draft) + 1])
     output = [*draft[: verdict.num_accepted], verdict.next_token]
-    assert output == law[: len(output)]
-    assert len(output) == len(draft) + 1 or draft[len(output) - 1] != law[len(output) - 1]
+    assert output == distribution[: len(output)]
+    assert len(output) == len(draft) + 1 or draft[len(output) - 1] != distribution[len(output) - 1]
 
 
 def start(*generated: int, prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> Sequence:
@@ -56,11 +56,11 @@ def start(*generated: int, prompt: tuple[int, ...] = PROMPT, **sampling: Any) ->
 
 
 def log(*rows: list[float]) -> Tensor:
-    """Logits whose softmax is these laws."""
+    """Logits whose softmax is these distributions."""
     return torch.tensor(rows, dtype=torch.float64).log().float()
 
 
-def law(*rows: list[float]) -> Tensor:
+def distribution(*rows: list[float]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -92,10 +92,10 @@ def test_by_tokens_a_draft_changes_nothing_but_the_number_of_steps(sampling: dic
 
 
 def test_greedy_request_takes_no_notice_of_probabilities() -> None:
-    """Its law is one-hot: the argmax, though the drafter calls another token certain, or its own impossible."""
+    """Its distribution is one-hot: the argmax, though the drafter calls another token certain, or its own impossible."""
     logits = log([0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8])
     for greedy in ({"top_k": 1}, {"temperature": 0.0}):
-        for probs in (law([0, 1, 0], [0, 1, 0]), law([0, 0, 1], [1 / 3] * 3)):
+        for probs in (distribution([0, 1, 0], [0, 1, 0]), distribution([0, 0, 1], [1 / 3] * 3)):
             assert verify(start(**greedy), Draft([1, 1], probs), logits) == Verdict(1, 0)
             assert verify(start(**greedy), Draft([1, 0], probs), logits) == Verdict(2, 2)
 
@@ -106,13 +106,13 @@ def verdicts(draft: Draft, logits: Tensor, **sampling: Any) -> list[Verdict]:
 
 def test_token_at_least_as_likely_for_the_target_is_always_accepted() -> None:
     logits = log([0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7])
-    draft = Draft([0, 2], law([0.45, 0.35, 0.2], [0.79, 0.02, 0.19]))
+    draft = Draft([0, 2], distribution([0.45, 0.35, 0.2], [0.79, 0.02, 0.19]))
     assert {v.num_accepted for v in verdicts(draft, logits)} == {2}
     assert {v.next_token for v in verdicts(draft, logits)} == {0, 1, 2}
 
 
-def test_equal_laws_accept_everything_whatever_the_rounding() -> None:
-    """The draft model is the target: logits in float32 on both sides, their laws made one by one."""
+def test_equal_distributions_accept_everything_whatever_the_rounding() -> None:
+    """The draft model is the target: logits in float32 on both sides, their distributions made one by one."""
     logits = 3 * torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
     probs = torch.softmax(logits[:4].double() / 0.7, dim=-1)
     draft = Draft([int(row.argmin()) for row in probs], probs)
@@ -121,28 +121,28 @@ def test_equal_laws_accept_everything_whatever_the_rounding() -> None:
 
 def test_token_the_target_cannot_say_is_never_accepted() -> None:
     """top_k 2 leaves it nothing of token 2. Of the residual only token 1 is left, which the draft underrated."""
-    logits, draft = log([0.5, 0.3, 0.2], [0.4, 0.3, 0.3]), Draft([2], law([0.7, 0.1, 0.2]))
+    logits, draft = log([0.5, 0.3, 0.2], [0.4, 0.3, 0.3]), Draft([2], distribution([0.7, 0.1, 0.2]))
     assert {(v.num_accepted, v.next_token) for v in verdicts(draft, logits, top_k=2)} == {(0, 1)}
 
 
 def test_recovered_token_is_one_the_draft_underrated() -> None:
-    logits, draft = log([0.2, 0.3, 0.25, 0.25], [1, 0, 0, 0]), Draft([0], law([0.6, 0.1, 0.25, 0.05]))
+    logits, draft = log([0.2, 0.3, 0.25, 0.25], [1, 0, 0, 0]), Draft([0], distribution([0.6, 0.1, 0.25, 0.05]))
     recovered = {v.next_token for v in verdicts(draft, logits) if v.num_accepted == 0}
     assert recovered == {1, 3}
     assert {v.num_accepted for v in verdicts(draft, logits)} == {0, 1}
 
 
-def test_where_rounding_leaves_no_residual_the_targets_law_is_drawn_from() -> None:
-    """Rounding errors are rare; a draft law of twice the target's is rejected half the time and underrates nothing."""
+def test_where_rounding_leaves_no_residual_the_targets_distribution_is_drawn_from() -> None:
+    """Rounding errors are rare; a draft distribution of twice the target's is rejected half the time and underrates nothing."""
     probs = [0.5, 0.3, 0.2]
-    outcome = verdicts(Draft([0], 2 * law(probs)), log(probs, [0.0, 0.0, 1.0]))
+    outcome = verdicts(Draft([0], 2 * distribution(probs)), log(probs, [0.0, 0.0, 1.0]))
     assert {v.next_token for v in outcome if v.num_accepted == 0} == {0, 1, 2}
     assert {v.next_token for v in outcome if v.num_accepted == 1} == {2}
 
 
 def test_penalties_see_the_draft_tokens_before() -> None:
     """After the draft's own 0 the bad words are 0 1 and 0 2: 1 is rejected, and the target says 0 or 3 instead."""
-    logits, probs = log(*[[0.25] * 4] * 3), law(*[[0.25] * 4] * 2)
+    logits, probs = log(*[[0.25] * 4] * 3), distribution(*[[0.25] * 4] * 2)
     for prompt in ((3,), (3, 0)):
         after_0 = verdicts(Draft([0, 1], probs), logits, prompt=prompt, bad_words=((0, 1), (0, 2)))
         assert {(v.num_accepted, v.next_token) for v in after_0} == {(1, 0), (1, 3)}
@@ -152,13 +152,13 @@ def test_penalties_see_the_draft_tokens_before() -> None:
 
 def test_verification_leaves_the_sequence_as_it_is() -> None:
     logits = log([0.5, 0.5], [0.5, 0.5], [0.5, 0.5])
-    for draft in (Draft([0, 1]), Draft([0, 1], law([0.5, 0.5], [0.5, 0.5]))):
+    for draft in (Draft([0, 1]), Draft([0, 1], distribution([0.5, 0.5], [0.5, 0.5]))):
         sequence = start(0, 1, repetition_penalty=1.1)
         verify(sequence, draft, logits)
         assert (sequence.tokens, draft.tokens, sequence.num_computed) == ([*PROMPT, 0, 1], [0, 1], 0)
 
 
-@pytest.mark.parametrize("probs", [None, law([0.5, 0.5])], ids=["by tokens", "by probabilities"])
+@pytest.mark.parametrize("probs", [None, distribution([0.5, 0.5])], ids=["by tokens", "by probabilities"])
 @pytest.mark.parametrize(
     ("sampling", "bad_row"),
     [

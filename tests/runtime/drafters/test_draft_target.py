@@ -477,7 +477,7 @@ def test_request_the_target_can_serve_needs_no_token_of_the_draft_model(
 def test_draft_ends_at_an_end_id(
     sampling: SamplingConfig, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
 ) -> None:
-    """Drawn from its law the end id belongs to the draft; chosen as the target will, it comes at no cost."""
+    """Drawn from its distribution the end id belongs to the draft; chosen as the target will, it comes at no cost."""
     end_ids = frozenset(range(3, 8))
     is_drawn = use_logits and not sampling.is_greedy
     drafter = DraftModel(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)

@@ -20,7 +20,7 @@ VOCAB_SIZE = 6
 GOOD = Draft([1, 5])
 
 
-def law(*shape: int) -> Tensor:
+def distribution(*shape: int) -> Tensor:
     return torch.full(shape, 1 / VOCAB_SIZE, dtype=torch.float64)
 
 
@@ -28,8 +28,10 @@ def law(*shape: int) -> Tensor:
     "drafts",
     [
         pytest.param([GOOD, Draft([])], id="lookups"),
-        pytest.param([Draft([0, 5, 3, 0], law(4, VOCAB_SIZE)), GOOD], id="with probabilities, as long as can be"),
-        pytest.param([Draft([], law(0, VOCAB_SIZE)), GOOD], id="probabilities of nothing"),
+        pytest.param(
+            [Draft([0, 5, 3, 0], distribution(4, VOCAB_SIZE)), GOOD], id="with probabilities, as long as can be"
+        ),
+        pytest.param([Draft([], distribution(0, VOCAB_SIZE)), GOOD], id="probabilities of nothing"),
     ],
 )
 def test_drafts_the_target_can_take_pass(drafts: list[Draft]) -> None:
@@ -54,12 +56,16 @@ def test_drafts_the_target_can_take_pass(drafts: list[Draft]) -> None:
         pytest.param(
             [GOOD, Draft([1], [[1.0]])], r"not a tensor of shape \(1, 6\): list", id="probabilities in a list"
         ),
-        pytest.param([GOOD, Draft([1], law(6))], r"not a tensor of shape \(1, 6\): \(6,\)", id="no row"),
-        pytest.param([GOOD, Draft([1], law(2, 6))], r"not a tensor of shape \(1, 6\): \(2, 6\)", id="a row too many"),
+        pytest.param([GOOD, Draft([1], distribution(6))], r"not a tensor of shape \(1, 6\): \(6,\)", id="no row"),
         pytest.param(
-            [GOOD, Draft([1], law(1, 7))], r"not a tensor of shape \(1, 6\): \(1, 7\)", id="a column too many"
+            [GOOD, Draft([1], distribution(2, 6))], r"not a tensor of shape \(1, 6\): \(2, 6\)", id="a row too many"
         ),
-        pytest.param([GOOD, Draft([], law(1, 6))], r"not a tensor of shape \(0, 6\): \(1, 6\)", id="rows, no tokens"),
+        pytest.param(
+            [GOOD, Draft([1], distribution(1, 7))], r"not a tensor of shape \(1, 6\): \(1, 7\)", id="a column too many"
+        ),
+        pytest.param(
+            [GOOD, Draft([], distribution(1, 6))], r"not a tensor of shape \(0, 6\): \(1, 6\)", id="rows, no tokens"
+        ),
     ],
 )
 def test_what_the_target_cannot_take_is_an_error(drafts: Any, message: str) -> None:
@@ -96,8 +102,10 @@ def one_hot(token: int, size: int) -> Tensor:
         pytest.param(
             lambda size: Draft([5], one_hot(6, size)), r"token 5 has the probability 0\.0, and proposed it", id="zero"
         ),
-        pytest.param(lambda size: Draft([5], one_hot(5, size) * torch.nan), "probabilities are no law", id="no number"),
-        pytest.param(lambda size: Draft([5], -one_hot(5, size)), "probabilities are no law", id="negative"),
+        pytest.param(
+            lambda size: Draft([5], one_hot(5, size) * torch.nan), "probabilities are no distribution", id="no number"
+        ),
+        pytest.param(lambda size: Draft([5], -one_hot(5, size)), "probabilities are no distribution", id="negative"),
     ],
 )
 def test_wrong_drafter_ends_the_loop_and_leaves_the_engine_usable(
@@ -133,7 +141,7 @@ def test_draft_longer_than_the_budget_is_cut(llama_uncompiled_dir: Path, llama: 
     [[1.0] * 6, [torch.inf] * 6, [torch.nan] * 6, [1.5, -0.5, 0.0, 0.0, 0.0, 0.0], [0.1] * 6],
     ids=["ones", "infinite", "no numbers", "negative", "too little"],
 )
-def test_probabilities_that_are_no_law_are_an_error(row: list[float]) -> None:
+def test_probabilities_that_are_no_distribution_are_an_error(row: list[float]) -> None:
     check_drafts([Draft([0], torch.full((1, 6), 1 / 6))], 1, 5, 6)
-    with pytest.raises(SpecDecError, match="probabilities are no law"):
+    with pytest.raises(SpecDecError, match="probabilities are no distribution"):
         check_drafts([Draft([0], torch.tensor([row]))], 1, 5, 6)

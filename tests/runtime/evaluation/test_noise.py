@@ -6,25 +6,31 @@ import math
 import numpy as np
 import pytest
 
-from runtime.evaluation.noise import Interval, _rank_sum_law, _signed_rank_law, paired_shift, unpaired_shift
+from runtime.evaluation.noise import (
+    Interval,
+    _rank_sum_distribution,
+    _signed_rank_distribution,
+    paired_shift,
+    unpaired_shift,
+)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
-def test_law_of_signed_ranks_is_that_of_all_signs(n: int) -> None:
+def test_distribution_of_signed_ranks_is_that_of_all_signs(n: int) -> None:
     sums = [
         sum(r for r, up in zip(range(1, n + 1), signs, strict=True) if up)
         for signs in itertools.product([0, 1], repeat=n)
     ]
-    assert _signed_rank_law(n) == pytest.approx(np.bincount(sums, minlength=n * (n + 1) // 2 + 1) / 2**n)
+    assert _signed_rank_distribution(n) == pytest.approx(np.bincount(sums, minlength=n * (n + 1) // 2 + 1) / 2**n)
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (2, 3), (4, 4), (3, 6)])
-def test_law_of_rank_sums_is_that_of_all_orders(m: int, n: int) -> None:
+def test_distribution_of_rank_sums_is_that_of_all_orders(m: int, n: int) -> None:
     numbers = []
     for of_the_m in itertools.combinations(range(m + n), m):
         of_the_n = set(range(m + n)) - set(of_the_m)
         numbers.append(sum(x > y for x in of_the_m for y in of_the_n))
-    assert _rank_sum_law(m, n) == pytest.approx(np.bincount(numbers, minlength=m * n + 1) / len(numbers))
+    assert _rank_sum_distribution(m, n) == pytest.approx(np.bincount(numbers, minlength=m * n + 1) / len(numbers))
 
 
 def signed_rank_p_value(differences: list[float]) -> float:

@@ -111,7 +111,5 @@ def test_tokens_per_step_follow_from_survival(draft_len: int) -> None:
 
 def test_end_ids_are_not_drafted() -> None:
     trace = Trace((3, 4, 7, 3, 4), (7, 3, 4, 7))
-    drafted = [
-        sum_stats(replay_batches([trace], NgramLookup(2), 4, end_ids=ends).stats) for ends in (frozenset(), {7})
-    ]
+    drafted = [sum_stats(replay_batches([trace], NgramLookup(2), 4, end_ids=ends).stats) for ends in (frozenset(), {7})]
     assert drafted[0].num_draft_tokens > drafted[1].num_draft_tokens == 0
