@@ -1,8 +1,8 @@
 """An exported step that computes only the tokens whose logits are wanted, from its last attention on.
 
 A model picks them before its output layer. For a prompt that is one token, and the last layer's feed-forward network
-has computed all others for nobody. Operations that take tokens one by one say the same of a picked token when the picking
-is done before them. (llama.cpp does so in its graphs of each family; here it is done to whatever was exported.)
+has computed all others for nobody. Operations that take tokens one by one say the same of a picked token when the
+picking is done before them. (llama.cpp does so in its graphs of each family; here it is done to whatever was exported.)
 """
 
 from operator import getitem

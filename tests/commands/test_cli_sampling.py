@@ -144,7 +144,7 @@ def laws_of(model: PreTrainedModel, request: dict[str, Any], temperature: float)
 
 
 def sample_with(run: Run, model: PreTrainedModel, *flags: object) -> tuple[np.ndarray, np.ndarray]:
-    """(n, vocab) distributions at temperature 1.5 of about a hundred tokens drawn with a cut, and their (n,) probabilities."""
+    """(n, vocab) distributions at temperature 1.5 of about a hundred tokens drawn with a cut, and their (n,) odds."""
     arguments = ["--temperature", 1.5, "--num-return-sequences", 5, "--max-output-len", 40, "--json", *flags]
     requests = run(*arguments).document["requests"]
     distributions = np.concatenate([laws_of(model, request, 1.5) for request in requests])

@@ -1,6 +1,6 @@
-"""What is generated follows the target's distribution, whatever distribution the drafts follow: statistics of many seeds.
+"""What is generated follows the target's distribution, whatever the drafts follow: statistics of many seeds.
 
-The distributions are computed here by brute force, and draft tokens are really drawn from the distribution that the draft claims. The
+The distributions are computed here by brute force, and draft tokens are really drawn from what the draft claims. The
 seeds are fixed, so a test passes or fails for good; a p-value says how far the code is from failing by chance.
 """
 
@@ -90,7 +90,7 @@ def total_variation(a: Tensor, b: Tensor) -> float:
 
 
 def drafts(kind: str, probs: Tensor, num_drafts: int) -> tuple[list[list[int]], Tensor | None]:
-    """Draft tokens, and the distribution the draft claims: looked up (always the same) or drawn from (draft_len, vocab) `probs`.
+    """Draft tokens, and the distribution that is claimed: looked up (always the same) or drawn from `probs`.
 
     With "wrong" they are drawn from another distribution than is claimed.
     """
@@ -147,7 +147,7 @@ def test_wrong_probabilities_are_noticed() -> None:
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("kind", ["lookup", "one-hot distribution", "drawn"])
 def test_no_more_is_rejected_than_must_be(kind: str, sampling: str) -> None:
-    """No rule that follows the target's distribution accepts more than the distributions have in common: 1 - total variation."""
+    """No rule that follows the target accepts more than the distributions have in common: 1 - total variation."""
     num_draws = 2000
     target_probs = distributions(TARGET_LOGITS, SAMPLING[sampling])[0]
     draft_probs = distributions(DRAFT_LOGITS, SAMPLING[sampling])[0]

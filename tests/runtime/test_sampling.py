@@ -1,4 +1,4 @@
-"""A request's distribution is Hugging Face's, and its draws depend on its seed and the position, not on how it is run."""
+"""A request's distribution is Hugging Face's; its draws depend on its seed and the position, not on how it is run."""
 
 import copy
 import itertools

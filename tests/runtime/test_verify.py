@@ -42,7 +42,7 @@ def test_verify_tokens(draft: list[int], target: list[int], verdict: Verdict) ->
     draft=st.lists(st.integers(0, 2), max_size=7),
 )
 def test_output_is_what_the_target_alone_would_say(distribution: list[int], draft: list[int]) -> None:
-    """A target that says distribution[i] at position i, whatever came before: it is followed, at least one token far."""
+    """A target that says distribution[i] at position i, whatever came before: it is followed, one token at least."""
     verdict = verify_tokens(draft, distribution[: len(draft) + 1])
     output = [*draft[: verdict.num_accepted], verdict.next_token]
     assert output == distribution[: len(output)]
@@ -92,7 +92,7 @@ def test_by_tokens_a_draft_changes_nothing_but_the_number_of_steps(sampling: dic
 
 
 def test_greedy_request_takes_no_notice_of_probabilities() -> None:
-    """Its distribution is one-hot: the argmax, though the drafter calls another token certain, or its own impossible."""
+    """Its distribution is one-hot, though the drafter calls another token certain, or the argmax impossible."""
     logits = log([0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8])
     for greedy in ({"top_k": 1}, {"temperature": 0.0}):
         for probs in (distribution([0, 1, 0], [0, 1, 0]), distribution([0, 0, 1], [1 / 3] * 3)):
@@ -133,7 +133,7 @@ def test_recovered_token_is_one_the_draft_underrated() -> None:
 
 
 def test_where_rounding_leaves_no_residual_the_targets_distribution_is_drawn_from() -> None:
-    """Rounding errors are rare; a draft distribution of twice the target's is rejected half the time and underrates nothing."""
+    """Rounding errors are rare; a draft of twice the target's weights is rejected half the time, with no residual."""
     probs = [0.5, 0.3, 0.2]
     outcome = verdicts(Draft([0], 2 * distribution(probs)), log(probs, [0.0, 0.0, 1.0]))
     assert {v.next_token for v in outcome if v.num_accepted == 0} == {0, 1, 2}
