@@ -1,0 +1,60 @@
+"""Speculative decoding for Hugging Face models: the names that Python users import.
+
+They are loaded when they are first asked for, so that the command line starts without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runtime.drafters.settings import ChainDrafter as ChainDrafter
+    from runtime.drafters.settings import DraftTargetDrafter as DraftTargetDrafter
+    from runtime.drafters.settings import NgramDrafter as NgramDrafter
+    from runtime.drafters.settings import SuffixDrafter as SuffixDrafter
+    from runtime.engine import KVCacheConfig as KVCacheConfig
+    from runtime.errors import SpecDecError as SpecDecError
+    from runtime.errors import SpecDecWarning as SpecDecWarning
+    from runtime.errors import UsageError as UsageError
+    from runtime.llm import LLM as LLM
+    from runtime.llm import Output as Output
+    from runtime.params import SamplingParams as SamplingParams
+    from runtime.request import Draft as Draft
+    from runtime.request import Sequence as Sequence
+    from runtime.request import TokenLogprobs as TokenLogprobs
+
+_HOMES = {
+    "runtime.drafters.settings": ("ChainDrafter", "DraftTargetDrafter", "NgramDrafter", "SuffixDrafter"),
+    "runtime.engine": ("KVCacheConfig",),
+    "runtime.errors": ("SpecDecError", "SpecDecWarning", "UsageError"),
+    "runtime.llm": ("LLM", "Output"),
+    "runtime.params": ("SamplingParams",),
+    "runtime.request": ("Draft", "Sequence", "TokenLogprobs"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = [
+    "LLM",
+    "ChainDrafter",
+    "Draft",
+    "DraftTargetDrafter",
+    "KVCacheConfig",
+    "NgramDrafter",
+    "Output",
+    "SamplingParams",
+    "Sequence",
+    "SpecDecError",
+    "SpecDecWarning",
+    "SuffixDrafter",
+    "TokenLogprobs",
+    "UsageError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """PEP 562: import a public name from where it lives."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Annotated, Any
@@ -18,13 +19,14 @@ from commands.build import build
 from commands.compare import compare
 from commands.convert import convert
 from commands.corpus import create, merge, stats
+from commands.options.hints import hint_of
 from commands.options.shared import sort_by_panel
 from commands.options.spellings import normalize_name, split_flags_without_effect
 from commands.output import fail, warn
 from commands.run import run
 from commands.summarize import summarize
 from commands.tune import tune
-from runtime.errors import SpecDecError, UsageError
+from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 
 _EXAMPLES = {
     convert: (
@@ -139,6 +141,8 @@ def main() -> None:
     """The `specdec` command."""
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, _stop)
+    warnings.simplefilter("always", SpecDecWarning)
+    warnings.showwarning = _show_warning
     try:
         app(prog_name="specdec")
     except Exception as error:
@@ -154,7 +158,7 @@ def _report(error: Exception) -> int:
     """Say what went wrong; returns the exit code. What is not the user's to correct is raised again."""
     match error:
         case SpecDecError():
-            fail(error.message, error.hint)
+            fail(error.message, hint_of(error))
             return 2 if isinstance(error, UsageError) else 1
         case OSError():
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -163,6 +167,17 @@ def _report(error: Exception) -> int:
             return 1
         case _:
             raise error
+
+
+_show_foreign_warning = warnings.showwarning
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *others: Any, **named: Any) -> None:
+    """Ours as one line; those of the libraries as Python shows them."""
+    if issubclass(category, SpecDecWarning):
+        warn(str(message))
+    else:
+        _show_foreign_warning(message, category, *others, **named)
 
 
 _stopped_by: list[int] = []
