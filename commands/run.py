@@ -23,7 +23,7 @@ from commands.options.shared import (
     DisableOverlapScheduler,
     DraftEngineDir,
     Drafters,
-    DraftLenOption,
+    DraftLenModeOption,
     DraftModelDir,
     DraftTargetModelConfig,
     EndId,
@@ -106,7 +106,7 @@ def run(
     ngram_pool: NgramPoolOption = None,
     ngram_corpus: NgramCorpus = None,
     suffix_config: SuffixConfig = None,
-    draft_len: DraftLenOption = None,
+    draft_len_mode: DraftLenModeOption = None,
     profile: ProfileOption = None,
     draft_target_model_config: DraftTargetModelConfig = None,
     draft_engine_dir: DraftEngineDir = None,
@@ -216,7 +216,12 @@ def run(
     check_profile_flags(
         profile,
         model_dir,
-        {**flags.given(), "--draft-len": draft_len, **leader.drafting(), "--draft-model-dir": draft_model_dir},
+        {
+            **flags.given(),
+            "--draft-len-mode": draft_len_mode,
+            **leader.drafting(),
+            "--draft-model-dir": draft_model_dir,
+        },
     )
     if is_leader:
         _refuse_orchestrator_flags(ngram_config, suffix_config, draft_target_model_config)
@@ -237,8 +242,10 @@ def run(
         from runtime.tuning.profile import profile_for
 
         tuned = profile_for(profile, engine_dir)
-        drafter_settings, draft_len = tuned.drafter, tuned.draft_len
-    check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=drafter_settings is not None)
+        drafter_settings, draft_len_mode = tuned.drafter, tuned.draft_len_mode
+    check_drafter_flags(
+        check_lossless=check_lossless, draft_len_mode=draft_len_mode, has_drafter=drafter_settings is not None
+    )
     logits_npy = _logits_path(output_logits_npy) if output_generation_logits or output_logits_npy is not None else None
     outputs = [path for path in (output_csv, output_npy, logits_npy, output_traces, report) if path is not None]
     inputs = (
@@ -307,7 +314,7 @@ def run(
             bad_words or [],
             "leader" if is_leader else "orchestrator",
             max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
-            draft_len or "fixed",
+            draft_len_mode or "fixed",
             profile,
         )
         _answer(stack.enter_context(open_session(settings)), job, output)

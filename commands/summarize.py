@@ -23,7 +23,7 @@ from commands.options.shared import (
     CustomDrafter,
     DraftEngineDir,
     Drafters,
-    DraftLenOption,
+    DraftLenModeOption,
     DraftTargetModelConfig,
     EndId,
     EngineDir,
@@ -116,7 +116,7 @@ def summarize(
     ngram_pool: NgramPoolOption = None,
     ngram_corpus: NgramCorpus = None,
     suffix_config: SuffixConfig = None,
-    draft_len: DraftLenOption = None,
+    draft_len_mode: DraftLenModeOption = None,
     profile: ProfileOption = None,
     draft_target_model_config: DraftTargetModelConfig = None,
     draft_engine_dir: DraftEngineDir = None,
@@ -172,7 +172,7 @@ def summarize(
         drafters,
         NgramOptions(ngram_ranking, min_matching_ngram_size, ngram_pool, ngram_corpus),
     )
-    check_profile_flags(profile, None, {**flags.given(), "--draft-len": draft_len})
+    check_profile_flags(profile, None, {**flags.given(), "--draft-len-mode": draft_len_mode})
     drafter_settings: DrafterSettings | None = parse_drafter(flags)
     check_orchestrator_flags(
         block_reuse=not no_kv_cache_enable_block_reuse, num_beams=num_beams, py_session=use_py_session
@@ -191,8 +191,10 @@ def summarize(
         from runtime.tuning.profile import profile_for
 
         tuned = profile_for(profile, engine_dir)
-        drafter_settings, draft_len = tuned.drafter, tuned.draft_len
-    check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=drafter_settings is not None)
+        drafter_settings, draft_len_mode = tuned.drafter, tuned.draft_len_mode
+    check_drafter_flags(
+        check_lossless=check_lossless, draft_len_mode=draft_len_mode, has_drafter=drafter_settings is not None
+    )
     if output_traces is not None and not test_engine:
         raise UsageError("`--output-traces` writes the engine's outputs", hint="`--test-engine`")
     inputs = (engine_dir, draft_engine_dir, tokenizer_dir, dataset_dir, Path(dataset), ngram_corpus, profile)
@@ -240,7 +242,7 @@ def summarize(
         end_id,
         stop_words or [],
         bad_words or [],
-        draft_len=draft_len or "fixed",
+        draft_len_mode=draft_len_mode or "fixed",
         profile=profile,
     )
     with open_session(session_settings) as session:

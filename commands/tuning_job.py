@@ -122,7 +122,7 @@ def tune_engine(engine_dir: Path, job: Job, output: Output) -> None:
             identity = ProfileEngine(str(engine_dir), engine_digest(config))
             figures = _figures(tuning, job.batch_size)
             candidate = recommended.replayed.candidate
-            write_profile(job.profile, Profile(identity, candidate.drafter, candidate.draft_len, figures))
+            write_profile(job.profile, Profile(identity, candidate.drafter, candidate.draft_len_mode, figures))
     show(tuning, output)
     output.document(make_document(tuning))
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from commands.options.drafting import (
     CustomSettings,
     DrafterSettings,
-    DraftLen,
+    DraftLenMode,
     DraftTargetSettings,
     NgramSettings,
     SuffixSettings,
@@ -61,7 +61,7 @@ class SessionSettings:
     bad_words: list[str]
     mode: Mode = "orchestrator"
     max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS
-    draft_len: DraftLen = "fixed"
+    draft_len_mode: DraftLenMode = "fixed"
     profile: Path | None = None
     """Where the drafter's settings are from, if from a file."""
 
@@ -189,7 +189,7 @@ class Session:
             "sampling": sampling,
             "end_ids": sorted(self.end_ids),
             "stop_words": list(self.stop_words.words) if self.stop_words else [],
-            "draft_len": self.settings.draft_len,
+            "draft_len_mode": self.settings.draft_len_mode,
             "profile": None if self.settings.profile is None else str(self.settings.profile),
             "mode": self.settings.mode,
             "block_reuse": self.engine.block_reuse,
@@ -307,7 +307,7 @@ def open_session(settings: SessionSettings) -> Iterator[Session]:
         engine = stack.enter_context(Engine.open(engine_dir, device_id, settings.kv_cache, settings.max_num_tokens))
         drafter = None
         if settings.drafter is not None:
-            costs = CostModel(config.step_costs, config.host_s) if settings.draft_len == "auto" else None
+            costs = CostModel(config.step_costs, config.host_s) if settings.draft_len_mode == "auto" else None
             target = TargetBundle(engine_dir, settings.tokenizer_dir or engine_dir, config.vocab_size, costs)
             drafter = stack.enter_context(open_drafter(settings.drafter, target, settings.kv_cache))
         yield Session(settings, engine, drafter, tokenizer, end_ids, stop_words, sampling)

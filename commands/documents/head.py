@@ -8,7 +8,7 @@ from typing import Any
 from commands.inputs.prompts import parse_json, read_utf8
 from runtime.errors import SpecDecError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of the documents of `run`, `summarize` and `compare`; changed when a key changes its meaning or goes away."""
 
 _COMMANDS = ("run", "summarize")

@@ -15,7 +15,7 @@ _FIRST_DEVICE = "[0] is the first device"
 
 NgramRanking = Literal["oldest", "leftmost", "recent", "frequent"]
 NgramPoolKind = Literal["private", "public"]
-DraftLen = Literal["fixed", "auto"]
+DraftLenMode = Literal["fixed", "auto"]
 DrafterName = Literal["ngram", "suffix", "draft-target", "custom"]
 DRAFTER_NAMES: tuple[DrafterName, ...] = get_args(DrafterName)
 _FLAGS: dict[DrafterName, str] = {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from commands.options.drafting import DraftLen, NgramPoolKind, NgramRanking
+from commands.options.drafting import DraftLenMode, NgramPoolKind, NgramRanking
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,10 +73,10 @@ SuffixConfig = Annotated[
         show_default="no drafter",
     ),
 ]
-DraftLenOption = Annotated[
-    DraftLen | None,
+DraftLenModeOption = Annotated[
+    DraftLenMode | None,
     typer.Option(
-        "--draft-len",
+        "--draft-len-mode",
         metavar="[fixed|auto]",
         help="`auto` sends of each draft what pays: by what steps cost, measured by `build`, and by how often drafts "
         "were right so far; nothing, where nothing pays.",
@@ -368,10 +368,12 @@ def check_profile_flags(profile: Path | None, model_dir: str | None, drafter_fla
         )
 
 
-def check_drafter_flags(*, check_lossless: bool, draft_len: DraftLen | None, has_drafter: bool) -> None:
+def check_drafter_flags(*, check_lossless: bool, draft_len_mode: DraftLenMode | None, has_drafter: bool) -> None:
     """UsageError for what needs a drafter where there is none."""
-    if draft_len == "auto" and not has_drafter:
-        raise UsageError("`--draft-len auto` needs a drafter: there is none", hint="`--suffix-config [10,[0]]` is one")
+    if draft_len_mode == "auto" and not has_drafter:
+        raise UsageError(
+            "`--draft-len-mode auto` needs a drafter: there is none", hint="`--suffix-config [10,[0]]` is one"
+        )
     if check_lossless and not has_drafter:
         raise UsageError(
             "`--check-lossless` compares a drafter with none, and there is no drafter",

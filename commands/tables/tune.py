@@ -209,7 +209,7 @@ def _parts(seconds: LoopSeconds) -> dict[str, float]:
 def _candidate_record(candidate: Candidate) -> dict[str, Any]:
     return {
         "drafter": drafter_record(candidate.drafter),
-        "draft_len": candidate.draft_len,
+        "draft_len_mode": candidate.draft_len_mode,
         "flags": candidate.flags,
     }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from commands.options.drafting import (
     DrafterFlags,
-    DraftLen,
+    DraftLenMode,
     NgramOptions,
     NgramRanking,
     NgramSettings,
@@ -33,7 +33,7 @@ class Candidate:
     """One way to generate; without a drafter for None."""
 
     drafter: LookupSettings | None = None
-    draft_len: DraftLen = "fixed"
+    draft_len_mode: DraftLenMode = "fixed"
 
     @property
     def max_draft_len(self) -> int:
@@ -57,7 +57,7 @@ class Candidate:
         """How long its drafts are."""
         if self.drafter is None:
             return "-"
-        return f"auto, to {self.max_draft_len}" if self.draft_len == "auto" else f"to {self.max_draft_len}"
+        return f"auto, to {self.max_draft_len}" if self.draft_len_mode == "auto" else f"to {self.max_draft_len}"
 
     @property
     def flags(self) -> str:
@@ -78,7 +78,7 @@ class Candidate:
                     flags.append(f"--ngram-corpus {shlex.quote(str(settings.corpus))}")
         if settings.pool == "public":
             flags.append("--ngram-pool public")
-        return " ".join([*flags, *(["--draft-len auto"] if self.draft_len == "auto" else [])])
+        return " ".join([*flags, *(["--draft-len-mode auto"] if self.draft_len_mode == "auto" else [])])
 
     def with_length(self, max_draft_len: int) -> "Candidate":
         return (

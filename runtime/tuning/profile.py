@@ -8,13 +8,13 @@ from typing import Any
 
 from commands.documents.head import specdec_version
 from commands.inputs.prompts import parse_json, read_utf8
-from commands.options.drafting import DraftLen, NgramSettings, SuffixSettings
+from commands.options.drafting import DraftLenMode, NgramSettings, SuffixSettings
 from runtime.cache import digest
 from runtime.config import EngineConfig, as_json, parse
 from runtime.errors import SpecDecError
 from runtime.files import write_json
 
-PROFILE_FORMAT_VERSION = 1
+PROFILE_FORMAT_VERSION = 2
 _IDENTITY = ("pretrained_config", "dtype", "build_config", "environment", "vocab_size")
 _KINDS: dict[str, type[NgramSettings | SuffixSettings]] = {"ngram": NgramSettings, "suffix": SuffixSettings}
 _AGAIN = "make it again: `specdec tune --engine-dir ENGINE --output PROFILE.json`"
@@ -47,7 +47,7 @@ class _Rest:
     """A profile's file without its drafter, whose form depends on its name."""
 
     engine: ProfileEngine
-    draft_len: DraftLen
+    draft_len_mode: DraftLenMode
     figures: Figures
     specdec_version: str | None
     format_version: int = PROFILE_FORMAT_VERSION
@@ -59,7 +59,7 @@ class Profile:
 
     engine: ProfileEngine
     drafter: NgramSettings | SuffixSettings | None
-    draft_len: DraftLen
+    draft_len_mode: DraftLenMode
     figures: Figures
 
 
@@ -70,7 +70,7 @@ def engine_digest(config: EngineConfig) -> str:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    rest = _Rest(profile.engine, profile.draft_len, profile.figures, specdec_version())
+    rest = _Rest(profile.engine, profile.draft_len_mode, profile.figures, specdec_version())
     write_json(path, dataclasses.asdict(rest) | {"drafter": drafter_record(profile.drafter)})
 
 
@@ -96,9 +96,9 @@ def read_profile(path: Path) -> Profile:
         drafter = _parse_drafter(record, f"{path}: drafter")
     except SpecDecError as error:
         raise SpecDecError(error.message, hint=_AGAIN) from error
-    if rest.draft_len == "auto" and drafter is None:
-        raise SpecDecError(f"the profile has no drafter for its draft_len, auto: {path}", hint=_AGAIN)
-    return Profile(rest.engine, drafter, rest.draft_len, rest.figures)
+    if rest.draft_len_mode == "auto" and drafter is None:
+        raise SpecDecError(f"the profile has no drafter for its draft_len_mode, auto: {path}", hint=_AGAIN)
+    return Profile(rest.engine, drafter, rest.draft_len_mode, rest.figures)
 
 
 def _parse_drafter(record: Any, where: str) -> NgramSettings | SuffixSettings | None:

@@ -76,7 +76,7 @@ class Replayer:
         with ExitStack() as stack:
             drafter = None
             if candidate.drafter is not None:
-                costs = self.cost.costs if self.cost and candidate.draft_len == "auto" else None
+                costs = self.cost.costs if self.cost and candidate.draft_len_mode == "auto" else None
                 # Lookups look at nothing of the target but what its steps cost.
                 target = TargetBundle(Path(), Path(), 0, costs)
                 drafter = stack.enter_context(open_drafter(candidate.drafter, target, KVCacheConfig()))
@@ -124,7 +124,7 @@ class Search:
             self._try([Candidate(drafter) for drafter in public(best)], advance)
         for best_one in _best(self.replayed, NUM_LENGTHS):
             lengths = [best_one.candidate.with_length(n) for n in shorter_lens(self.max_draft_len)]
-            auto = [replace(best_one.candidate, draft_len="auto")] if self.replayer.cost else []
+            auto = [replace(best_one.candidate, draft_len_mode="auto")] if self.replayer.cost else []
             self._try([*lengths, *auto], advance)
 
     def _drafters(self, advance: Advance) -> list[LookupSettings]:
@@ -237,12 +237,12 @@ class LiveRun:
 @contextmanager
 def _session_of(session: Session, candidate: Candidate) -> Iterator[Session]:
     """The session's engine with the candidate's drafter, newly made."""
-    settings = replace(session.settings, drafter=candidate.drafter, draft_len=candidate.draft_len)
+    settings = replace(session.settings, drafter=candidate.drafter, draft_len_mode=candidate.draft_len_mode)
     if candidate.drafter is None:
         yield replace(session, settings=settings, drafter=None)
         return
     config = session.engine.config
-    costs = CostModel(config.step_costs, config.host_s) if candidate.draft_len == "auto" else None
+    costs = CostModel(config.step_costs, config.host_s) if candidate.draft_len_mode == "auto" else None
     target = TargetBundle(settings.engine_dir, session.tokenizer_dir, config.vocab_size, costs)
     with open_drafter(candidate.drafter, target, settings.kv_cache) as drafter:
         yield replace(session, settings=settings, drafter=drafter)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from commands.options.drafting import DraftLen
+from commands.options.drafting import DraftLenMode
 from commands.options.shared import (
     check_drafter_flags,
     check_orchestrator_flags,
@@ -32,12 +32,12 @@ def test_what_orchestrator_mode_cannot_do_is_wrong_usage(
     assert raised.value.hint
 
 
-@pytest.mark.parametrize(("check_lossless", "draft_len"), [(True, None), (False, "auto")])
-def test_what_needs_a_drafter_says_so(check_lossless: bool, draft_len: DraftLen | None) -> None:
-    check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=True)
-    check_drafter_flags(check_lossless=False, draft_len="fixed", has_drafter=False)
+@pytest.mark.parametrize(("check_lossless", "draft_len_mode"), [(True, None), (False, "auto")])
+def test_what_needs_a_drafter_says_so(check_lossless: bool, draft_len_mode: DraftLenMode | None) -> None:
+    check_drafter_flags(check_lossless=check_lossless, draft_len_mode=draft_len_mode, has_drafter=True)
+    check_drafter_flags(check_lossless=False, draft_len_mode="fixed", has_drafter=False)
     with pytest.raises(UsageError, match="there is no(ne| drafter)") as raised:
-        check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=False)
+        check_drafter_flags(check_lossless=check_lossless, draft_len_mode=draft_len_mode, has_drafter=False)
     assert raised.value.hint
 
 
