@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 import runtime
-from commands.options.drafting import DrafterSettings, DraftTargetSettings, chain, each_drafter
-from commands.options.leader import ModelFlags
+from commands.options.drafter_settings import DrafterSettings, DraftTargetSettings, chain, each_drafter
 from commands.output import Output
 from runtime.bundle import current_environment, read_engine_config
 from runtime.cache import cache_dir, digest, file_digest, locked_entry
@@ -52,6 +51,18 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
+class Models:
+    """Models to make engines of, and what for; None: the model's own dtype, and its positions up to 4,096."""
+
+    model_dir: str | None
+    draft_model_dir: str | None
+    dtype: Dtype | None
+    max_batch_size: int
+    max_seq_len: int | None
+    use_cache: bool
+
+
+@dataclass(frozen=True)
 class Engines:
     """Where the target's engine is, and the drafter with its engine."""
 
@@ -61,15 +72,14 @@ class Engines:
 
 @contextmanager
 def engines_of_models(
-    models: ModelFlags, engine_dir: Path, drafter: DrafterSettings | None, output: Output
+    models: Models, engine_dir: Path, drafter: DrafterSettings | None, output: Output
 ) -> Iterator[Engines]:
     """The engines that are given, and those of the models that are given instead."""
-    dtype = None if models.dtype == "auto" else models.dtype
     with ExitStack() as stack:
 
         def engine_of(name: str, max_draft_len: int) -> Path:
-            settings = EngineSettings(dtype, models.batch_size, models.max_seq_len, max_draft_len)
-            return stack.enter_context(engine_of_model(name, settings, output, use_cache=not models.no_cache))
+            settings = EngineSettings(models.dtype, models.max_batch_size, models.max_seq_len, max_draft_len)
+            return stack.enter_context(engine_of_model(name, settings, output, use_cache=models.use_cache))
 
         if models.model_dir is not None:
             wanted = (drafter.max_draft_len if drafter else None) or 0

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from commands.options.drafting import (
+from commands.options.drafter_settings import (
     CustomSettings,
     DrafterSettings,
     DraftLenMode,

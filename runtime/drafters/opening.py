@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from commands.options.drafting import (
+from commands.options.drafter_settings import (
     ChainSettings,
     CustomSettings,
     DrafterSettings,

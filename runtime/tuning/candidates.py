@@ -4,16 +4,12 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from commands.options.drafting import (
-    DrafterFlags,
+from commands.options.drafter_settings import (
     DraftLenMode,
-    NgramOptions,
     NgramRanking,
     NgramSettings,
     SuffixSettings,
-    parse_drafter,
 )
-from runtime.errors import UsageError
 
 LookupSettings = NgramSettings | SuffixSettings
 DRAFT_LENS = (1, 2, 3, 4, 6, 8, 10)
@@ -88,18 +84,6 @@ class Candidate:
 
 def _public(pool: str) -> str:
     return ", public" if pool == "public" else ""
-
-
-def named_drafter(ngram_config: str | None, suffix_config: str | None, options: NgramOptions) -> LookupSettings | None:
-    """The one drafter the flags name; None for the grid, which of the options knows `--ngram-pool` only."""
-    if ngram_config is not None and suffix_config is not None:
-        raise UsageError("`--ngram-config` and `--suffix-config` cannot be given together", hint="tune one at a time")
-    if ngram_config is None and suffix_config is None:
-        replace(options, pool=None).check([], "`--ngram-config` names the one drafter to tune")
-        return None
-    drafter = parse_drafter(DrafterFlags(ngram_config, suffix_config, ngram=options))
-    assert isinstance(drafter, NgramSettings | SuffixSettings)
-    return drafter
 
 
 def private_grid(max_draft_len: int) -> list[LookupSettings]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from commands.documents.head import specdec_version
 from commands.inputs.prompts import parse_json, read_utf8
-from commands.options.drafting import DraftLenMode, NgramSettings, SuffixSettings
+from commands.options.drafter_settings import DraftLenMode, NgramSettings, SuffixSettings
 from runtime.cache import digest
 from runtime.config import EngineConfig, as_json, parse
 from runtime.errors import SpecDecError

@@ -10,7 +10,7 @@ import pytest
 from command_line import PROMPT, PROMPTS, Specdec, assert_valid, each, edit_json, ids_of
 from test_cli_errors import assert_one_clear_error
 
-from commands.options.drafting import NgramSettings, SuffixSettings
+from commands.options.drafter_settings import NgramSettings, SuffixSettings
 from runtime.bundle import read_engine_config
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, read_profile, write_profile
 
