@@ -1,54 +1,64 @@
 """`specdec convert`: a Hugging Face model becomes a checkpoint."""
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from commands.options.shared import INPUT, OUTPUT, RUNTIME, Force, Json, Quiet
+from commands.options.expand import expand_groups
+from commands.options.panels import INPUT, OUTPUT, RUNTIME
+from commands.options.single import Force
 from commands.output import Output, megabytes
 from runtime.config import as_json
 from runtime.errors import UsageError
 from runtime.models import resolve_model
 
 
-def convert(
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """What is converted, and to what. The sizes are TensorRT-LLM's, and refused."""
+
     model_dir: Annotated[
         str,
         typer.Option(help="Model directory, hub id, or shipped name (`demo`, `demo-draft`).", rich_help_panel=INPUT),
-    ],
-    output_dir: Annotated[Path, typer.Option(help="Checkpoint directory to write.", rich_help_panel=OUTPUT)],
+    ]
+    output_dir: Annotated[Path, typer.Option(help="Checkpoint directory to write.", rich_help_panel=OUTPUT)]
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
         typer.Option(help="Dtype of the weights; `auto` keeps the one they were saved in.", rich_help_panel=RUNTIME),
-    ] = "auto",
-    tp_size: Annotated[int, typer.Option(hidden=True)] = 1,
-    pp_size: Annotated[int, typer.Option(hidden=True)] = 1,
-    force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+    ] = "auto"
+    tp_size: Annotated[int, typer.Option(hidden=True)] = 1
+    pp_size: Annotated[int, typer.Option(hidden=True)] = 1
+    force: Force = False
+
+    def check(self) -> None:
+        """UsageError for a model split over devices."""
+        if (self.tp_size, self.pp_size) != (1, 1):
+            raise UsageError(
+                f"models are not split over devices in this version: --tp-size {self.tp_size} --pp-size {self.pp_size}",
+                hint="leave both flags out",
+            )
+
+
+@expand_groups
+def convert(options: ConvertOptions, output: Output) -> None:
     """Convert a Hugging Face model into a checkpoint: config.json and rank0.safetensors.
 
     Weights are copied tensor by tensor, so a model larger than memory converts.
     """
-    if (tp_size, pp_size) != (1, 1):
-        raise UsageError(
-            f"models are not split over devices in this version: --tp-size {tp_size} --pp-size {pp_size}",
-            hint="leave both flags out",
-        )
+    options.check()
     from runtime import checkpoint
     from runtime.files import check_output_directory, directory_bytes
 
-    output = Output(json, quiet)
-    check_output_directory(output_dir, replace=force)
-    source = resolve_model(model_dir)
+    output_dir = options.output_dir
+    check_output_directory(output_dir, replace=options.force)
+    source = resolve_model(options.model_dir)
     start = time.perf_counter()
     with output.byte_progress("converting") as progress:
-        config = checkpoint.convert(
-            source, output_dir, None if dtype == "auto" else dtype, replace=force, progress=progress
-        )
+        dtype = None if options.dtype == "auto" else options.dtype
+        config = checkpoint.convert(source, output_dir, dtype, replace=options.force, progress=progress)
     elapsed, size = time.perf_counter() - start, directory_bytes(output_dir)
     output.result(
         f"Converted {config.pretrained_config['model_type']} to {config.dtype}: "
@@ -57,7 +67,7 @@ def convert(
     output.document(
         {
             "checkpoint_dir": str(output_dir),
-            "model_dir": str(model_dir),
+            "model_dir": options.model_dir,
             "checkpoint": as_json(config),
             "size_bytes": size,
             "convert_time_s": elapsed,

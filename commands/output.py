@@ -12,21 +12,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from rich.text import Text
 
+from commands.options.panels import OUTPUT
 from runtime.errors import SpecDecError, UsageError
 
 
 @dataclass(frozen=True)
 class Output:
-    """How one command talks."""
+    """How one command talks; a group of options of all commands."""
 
-    json: bool = False
-    quiet: bool = False
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.", rich_help_panel=OUTPUT)] = (
+        False
+    )
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.", rich_help_panel=OUTPUT)] = False
 
     @property
     def human(self) -> bool:

@@ -1,4 +1,4 @@
-"""Is `--draft-len auto` ever slower than no drafter? The demo target on prompts it was never made for, by category.
+"""Is `--draft-len-mode auto` ever slower than no drafter? The demo target on prompts it never learned, by category.
 
 Every prompt is answered greedily without a drafter, with drafts of a fixed length and with `auto`, in turns, `--runs`
 times, each with an empty cache; of each the fastest run counts. Ratios are of wall times added up over a category.

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer.main
 
-from commands.options.shared import sort_by_panel
+from commands.options.panels import sort_by_panel
 from specdec_cli.app import app
 
 README = Path(__file__).parents[1] / "README.md"

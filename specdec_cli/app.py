@@ -20,7 +20,7 @@ from commands.compare import compare
 from commands.convert import convert
 from commands.corpus import create, merge, stats
 from commands.options.hints import hint_of
-from commands.options.shared import sort_by_panel
+from commands.options.panels import sort_by_panel
 from commands.options.spellings import normalize_name, split_flags_without_effect
 from commands.output import fail, warn
 from commands.run import run

@@ -8,7 +8,7 @@ from runtime.errors import SpecDecError
 from runtime.reading import parse_json, read_utf8
 from runtime.version import specdec_version
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """The version of all commands' documents; changed when a key changes its meaning or goes away."""
 
 _COMMANDS = ("run", "summarize")

@@ -28,7 +28,7 @@ def run_document(
 
 
 def _request_record(setup: Setup, prompt: Prompt, sequence: Sequence, *, per_step: bool) -> dict[str, Any]:
-    record = {
+    record: dict[str, Any] = {
         "prompt": prompt.text,
         "prompt_ids": list(sequence.request.prompt_tokens),
         "return_index": sequence.request.return_index,

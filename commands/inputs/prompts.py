@@ -24,6 +24,11 @@ class Prompt:
     ids: tuple[int, ...] | None
     category: str | None = None
 
+    @property
+    def content(self) -> str | tuple[int, ...]:
+        assert self.text is not None or self.ids is not None
+        return self.text if self.text is not None else self.ids or ()
+
 
 def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: int | None = None) -> list[Prompt]:
     """The prompts given as texts or in a file, in order.

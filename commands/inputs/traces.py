@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from commands.inputs.prompts import Prompt, check_category, check_ids, check_text
+from commands.inputs.prompts import check_category, check_ids, check_text
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 from runtime.reading import read_json_lines, read_utf8, shown
@@ -64,10 +64,12 @@ def _read_tokens(
 def _encode(text: str, name: str, where: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     if tokenizer is None:
         raise SpecDecError(
-            f"there is no tokenizer for a text, `{name}` on {where}: {shown(text)}", hint="`--tokenizer-dir` names one"
+            f"there is no tokenizer for a text, `{name}` on {where}: {shown(text)}",
+            hint="name one",
+            fact="no_tokenizer",
         )
     # A prompt as `run` reads it; an output goes on from there and has no start of its own.
-    tokens = encode(Prompt(text, None), tokenizer, None)[0] if name == "prompt" else encode_text(tokenizer, text)
+    tokens = encode(text, tokenizer)[0] if name == "prompt" else encode_text(tokenizer, text)
     if not tokens:
         raise SpecDecError(f"the tokenizer makes nothing of `{name}` on {where}: {shown(text)}", hint="leave it out")
     return tuple(tokens)

@@ -1,22 +1,38 @@
-"""What the speculation flags say: which drafters, how long their drafts are, and on which devices."""
+"""The flags of drafters: which there are, how long their drafts are, and on which devices."""
 
 import ast
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
+import typer
+
+from commands.options.expand import given_flags
+from commands.options.lookups import LookupOptions
+from commands.options.panels import SPECULATION
+from runtime.drafters.settings import (
+    ChainDrafter,
+    CustomDrafter,
+    DrafterName,
+    DrafterSettings,
+    DraftLenMode,
+    DraftTargetDrafter,
+    NgramDrafter,
+    OneDrafter,
+    SuffixDrafter,
+)
 from runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from runtime.bundle import Bundle
+    from runtime.tuning.candidates import Candidate
 
 _NGRAM_FORM = "[max_draft_len, max_matching_ngram_size, device_list], such as [10,2,[0]]"
 _SUFFIX_FORM = "[max_draft_len, device_list], such as [10,[0]]"
 _DRAFT_TARGET_FORM = "[draft_len, draft_device_list, target_device_list, use_logits], such as [4,[0],[0],False]"
 _FIRST_DEVICE = "[0] is the first device"
-
-NgramRanking = Literal["oldest", "leftmost", "recent", "frequent"]
-NgramPoolKind = Literal["private", "public"]
-DraftLen = Literal["fixed", "auto"]
-DrafterName = Literal["ngram", "suffix", "draft-target", "custom"]
 DRAFTER_NAMES: tuple[DrafterName, ...] = get_args(DrafterName)
 _FLAGS: dict[DrafterName, str] = {
     "ngram": "--ngram-config",
@@ -27,205 +43,187 @@ _FLAGS: dict[DrafterName, str] = {
 
 
 @dataclass(frozen=True)
-class NgramOptions:
-    """What else n-gram lookup can be told; None where nothing was given."""
+class DraftingOptions:
+    """How to draft; None where nothing was given."""
 
-    ranking: NgramRanking | None = None
-    min_matching_ngram_size: int | None = None
-    pool: NgramPoolKind | None = None
-    corpus: Path | None = None
+    lookups: LookupOptions = field(default_factory=LookupOptions)
+    draft_len_mode: Annotated[
+        DraftLenMode | None,
+        typer.Option(
+            metavar="[fixed|auto]",
+            help="`auto` sends of each draft what pays: by what steps cost, measured by `build`, and by how often "
+            "drafts were right so far; nothing, where nothing pays.",
+            rich_help_panel=SPECULATION,
+            show_default="fixed",
+        ),
+    ] = None
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draft as `specdec tune` recommends for this engine, or not at all; in place of all flags that choose "
+            "a drafter.",
+            rich_help_panel=SPECULATION,
+            show_default=False,
+        ),
+    ] = None
+    draft_target_model_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Draft by a draft model: [draft_len, draft_device_list, target_device_list, use_logits], such as "
+            "[4,[0],[0],False]. use_logits chooses rejection sampling over comparing tokens.",
+            rich_help_panel=SPECULATION,
+            show_default="no drafter",
+        ),
+    ] = None
+    draft_engine_dir: Annotated[
+        Path | None,
+        typer.Option(help="Engine directory of the draft model.", rich_help_panel=SPECULATION, show_default=False),
+    ] = None
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME:NAME",
+            help="Draft by what a function of your own returns: module:factory; the current directory is searched too.",
+            rich_help_panel=SPECULATION,
+            show_default="no drafter",
+        ),
+    ] = None
+    drafters: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Ask several drafters, each where those before it have nothing: ngram, suffix, draft-target, custom. "
+            "Each needs its own flag.",
+            rich_help_panel=SPECULATION,
+            show_default=False,
+        ),
+    ] = None
 
-    def values(self) -> dict[str, object]:
-        """Flags by name."""
-        return {
-            "--ngram-ranking": self.ranking,
-            "--min-matching-ngram-size": self.min_matching_ngram_size,
-            "--ngram-pool": self.pool,
-            "--ngram-corpus": self.corpus,
-        }
+    @property
+    def paths(self) -> list[Path]:
+        """What is read."""
+        return [path for path in (self.draft_engine_dir, self.lookups.ngram_corpus, self.profile) if path is not None]
 
-    def check(self, names: Sequence[DrafterName], hint: str) -> None:
-        """UsageError for an option that none of the drafters has."""
-        for flag, value in self.values().items():
-            users = ("ngram", "suffix") if flag == "--ngram-pool" else ("ngram",)
-            if value is not None and not set(users) & set(names):
-                what = " or suffix matching" if "suffix" in users else ""
-                raise UsageError(f"`{flag}` is for n-gram lookup{what}: {value}", hint=hint)
+    def check_profile(self, leader_flags: Iterable[str] = (), model_dir: str | None = None) -> None:
+        """UsageError for a profile beside flags that choose a drafter, or for an engine yet to be made of a model.
 
-
-NO_OPTIONS = NgramOptions()
-
-
-@dataclass(frozen=True)
-class DrafterFlags:
-    """What a command's flags say of drafters; None where nothing was given."""
-
-    ngram_config: str | None = None
-    suffix_config: str | None = None
-    draft_target_model_config: str | None = None
-    draft_engine_dir: Path | None = None
-    drafter: str | None = None
-    drafters: str | None = None
-    ngram: NgramOptions = NO_OPTIONS
-
-    def given(self) -> dict[str, object]:
-        """Flags by name, with their values."""
-        values = {
-            "--ngram-config": self.ngram_config,
-            **self.ngram.values(),
-            "--suffix-config": self.suffix_config,
-            "--draft-target-model-config": self.draft_target_model_config,
-            "--draft-engine-dir": self.draft_engine_dir,
-            "--drafter": self.drafter,
-            "--drafters": self.drafters,
-        }
-        return {flag: value for flag, value in values.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class NgramSettings:
-    """`--ngram-config`, parsed, with the options of n-gram lookup."""
-
-    max_draft_len: int
-    max_matching_ngram_size: int
-    device_id: int
-    min_matching_ngram_size: int = 1
-    ranking: NgramRanking = "oldest"
-    pool: NgramPoolKind = "private"
-    corpus: Path | None = None
-
-    def with_options(self, options: NgramOptions) -> "NgramSettings":
-        """UsageError if the smallest pattern is longer than the longest."""
-        min_size = options.min_matching_ngram_size or self.min_matching_ngram_size
-        if min_size > self.max_matching_ngram_size:
+        `leader_flags` are those of leader mode that choose one.
+        """
+        if self.profile is None:
+            return
+        given = [*given_flags(replace(self, profile=None)), *leader_flags]
+        if given:
             raise UsageError(
-                f"`--min-matching-ngram-size` exceeds the longest, {self.max_matching_ngram_size}: {min_size}",
-                hint="lower it, or look up longer n-grams (max_matching_ngram_size)",
+                f"`{given[0]}` and `--profile` both say how to draft: {self.profile}",
+                hint="leave one of the two out",
             )
-        ranking, pool = options.ranking or self.ranking, options.pool or self.pool
-        return replace(self, min_matching_ngram_size=min_size, ranking=ranking, pool=pool, corpus=options.corpus)
+        if model_dir is not None:
+            raise UsageError(
+                f"a profile needs `--engine-dir`, and cannot be given with `--model-dir`: {self.profile}",
+                hint="name the engine that was tuned, or give the drafter by its flags",
+            )
 
 
 @dataclass(frozen=True)
-class SuffixSettings:
-    """`--suffix-config`, parsed, with `--ngram-pool`."""
+class Named:
+    """A drafter that flags name, None for none, and the device that they give the target."""
 
-    max_draft_len: int
-    device_id: int
-    pool: NgramPoolKind = "private"
-
-    def with_options(self, options: NgramOptions) -> "SuffixSettings":
-        return replace(self, pool=options.pool or self.pool)
-
-
-@dataclass(frozen=True)
-class DraftTargetSettings:
-    """`--draft-target-model-config`, parsed, with `--draft-engine-dir`. `device_id` is the target's."""
-
-    max_draft_len: int
-    draft_device_id: int
-    device_id: int
-    use_logits: bool
-    draft_engine_dir: Path
-
-
-@dataclass(frozen=True)
-class CustomSettings:
-    """`--drafter module:factory`. Without a length drafts may be as long as the engine takes; device 0 runs it."""
-
-    module: str
-    factory: str
-    max_draft_len: int | None = None
+    drafter: DrafterSettings | None
     device_id: int = 0
 
 
-OneDrafterSettings = NgramSettings | SuffixSettings | DraftTargetSettings | CustomSettings
-_NAMES: dict[type[OneDrafterSettings], DrafterName] = {
-    NgramSettings: "ngram",
-    SuffixSettings: "suffix",
-    DraftTargetSettings: "draft-target",
-    CustomSettings: "custom",
-}
-
-
 @dataclass(frozen=True)
-class ChainSettings:
-    """`--drafters`: each is asked where those before it have no proposal."""
+class Drafting:
+    """How to draft: as the flags say, or the profile."""
 
-    drafters: tuple[OneDrafterSettings, ...]
-
-    @property
-    def max_draft_len(self) -> int | None:
-        """Of the drafter with the longest drafts."""
-        lengths = [settings.max_draft_len for settings in self.drafters]
-        known = [length for length in lengths if length is not None]
-        return max(known) if len(known) == len(lengths) else None
-
-    @property
-    def device_id(self) -> int:
-        return self.drafters[0].device_id
+    named: Named
+    draft_len_mode: DraftLenMode
+    profile: Path | None
+    bundle: "Bundle | None" = None
+    """The engine's, where the profile was held against it."""
 
 
-DrafterSettings = OneDrafterSettings | ChainSettings
+def choose_drafting(options: DraftingOptions, named: Named, engine_dir: Path, *, check_lossless: bool) -> Drafting:
+    """`named`, what the flags name, or what the profile has for this engine.
+
+    SpecDecError for a profile that cannot be used, UsageError for what needs a drafter where there is none.
+    """
+    drafting = Drafting(named, options.draft_len_mode or "fixed", options.profile)
+    if options.profile is not None:
+        from runtime.bundle import read_bundle
+        from runtime.tuning.profile import profile_for
+
+        bundle = read_bundle(engine_dir)
+        tuned = profile_for(options.profile, bundle)
+        drafting = Drafting(Named(tuned.drafter), tuned.draft_len_mode, options.profile, bundle)
+    check_drafter(drafting, check_lossless=check_lossless)
+    return drafting
 
 
-def each_drafter(settings: DrafterSettings | None) -> tuple[OneDrafterSettings, ...]:
-    """The settings of every drafter, in the order they are asked."""
-    if settings is None:
-        return ()
-    return settings.drafters if isinstance(settings, ChainSettings) else (settings,)
-
-
-def drafter_names(settings: DrafterSettings | None) -> list[DrafterName]:
-    return [_NAMES[type(drafter)] for drafter in each_drafter(settings)]
-
-
-def chain(drafters: Sequence[OneDrafterSettings]) -> DrafterSettings | None:
-    """Several in one; UsageError if they do not agree where the target runs."""
-    if len(drafters) < 2:
-        return drafters[0] if drafters else None
-    device_ids = list(dict.fromkeys(drafter.device_id for drafter in drafters))
-    if len(device_ids) > 1:
+def check_drafter(drafting: Drafting, *, check_lossless: bool) -> None:
+    """UsageError for what needs a drafter where there is none."""
+    if drafting.named.drafter is not None:
+        return
+    if drafting.draft_len_mode == "auto":
         raise UsageError(
-            f"the drafters name different devices for the target: {device_ids}", hint="name the same device in each"
+            "`--draft-len-mode auto` needs a drafter: there is none", hint="`--suffix-config [10,[0]]` is one"
         )
-    return ChainSettings(tuple(drafters))
+    if check_lossless:
+        raise UsageError(
+            "`--check-lossless` compares a drafter with none, and there is no drafter",
+            hint="`--ngram-config [10,2,[0]]` is one",
+        )
 
 
-def parse_drafter(flags: DrafterFlags) -> DrafterSettings | None:
-    """The drafter the flags ask for, None for none; UsageError for two of them without an order, or half of one."""
+def parse_drafter(options: DraftingOptions) -> Named:
+    """The drafter the flags ask for; UsageError for two of them without an order, or half of one."""
     configs: dict[DrafterName, str | None] = {
-        "ngram": flags.ngram_config,
-        "suffix": flags.suffix_config,
-        "draft-target": flags.draft_target_model_config,
-        "custom": flags.drafter,
+        "ngram": options.lookups.ngram_config,
+        "suffix": options.lookups.suffix_config,
+        "draft-target": options.draft_target_model_config,
+        "custom": options.drafter,
     }
     given = [name for name, text in configs.items() if text is not None]
-    if len(given) > 1 and flags.drafters is None:
+    if len(given) > 1 and options.drafters is None:
         raise UsageError(
             f"{' and '.join(f'`{_FLAGS[name]}`' for name in given)} cannot be given together",
             hint=f"choose one drafter, or say in which order to ask them: `--drafters {','.join(given)}`",
         )
-    names = given if flags.drafters is None else parse_drafter_names(flags.drafters)
+    names = given if options.drafters is None else parse_drafter_names(options.drafters)
     for name in names:
         if name not in given:
             raise UsageError(
-                f"`--drafters` names {name}, which needs `{_FLAGS[name]}`: {flags.drafters}", hint=_form(name)
+                f"`--drafters` names {name}, which needs `{_FLAGS[name]}`: {options.drafters}", hint=_form(name)
             )
-    check_all_named(names, [(name, _FLAGS[name]) for name in given], flags.drafters)
-    flags.ngram.check(names, f"`--ngram-config` chooses it; its form is {_NGRAM_FORM}")
-    if flags.draft_engine_dir is not None and flags.draft_target_model_config is None:
+    check_all_named(names, [(name, _FLAGS[name]) for name in given], options.drafters)
+    options.lookups.check_used(names, f"`--ngram-config` chooses it; its form is {_NGRAM_FORM}")
+    if options.draft_engine_dir is not None and options.draft_target_model_config is None:
         raise UsageError(
-            f"`--draft-engine-dir` needs `--draft-target-model-config`: {flags.draft_engine_dir}",
+            f"`--draft-engine-dir` needs `--draft-target-model-config`: {options.draft_engine_dir}",
             hint=f"the form of `--draft-target-model-config` is {_DRAFT_TARGET_FORM}",
         )
-    parsers: dict[DrafterName, Callable[[str], OneDrafterSettings]] = {
-        "ngram": lambda text: parse_ngram_config(text).with_options(flags.ngram),
-        "suffix": lambda text: parse_suffix_config(text).with_options(flags.ngram),
-        "draft-target": lambda text: parse_draft_target_model_config(text, flags.draft_engine_dir),
-        "custom": parse_custom_drafter,
+    parsers: dict[DrafterName, Callable[[str], tuple[OneDrafter, int]]] = {
+        "ngram": lambda text: parse_ngram_config(text, options.lookups),
+        "suffix": lambda text: parse_suffix_config(text, options.lookups),
+        "draft-target": lambda text: parse_draft_target_model_config(text, options.draft_engine_dir),
+        "custom": lambda text: (parse_custom_drafter(text), 0),
     }
     return chain([parsers[name](configs[name] or "") for name in names])
+
+
+def chain(drafters: Sequence[tuple[OneDrafter, int]]) -> Named:
+    """Drafters, each with the target's device, as one; UsageError if they do not agree where the target runs."""
+    device_ids = list(dict.fromkeys(device_id for _, device_id in drafters))
+    if len(device_ids) > 1:
+        raise UsageError(
+            f"the drafters name different devices for the target: {device_ids}", hint="name the same device in each"
+        )
+    settings = [drafter for drafter, _ in drafters]
+    if not settings:
+        return Named(None)
+    return Named(settings[0] if len(settings) == 1 else ChainDrafter(settings), device_ids[0])
 
 
 def parse_drafter_names(text: str) -> list[DrafterName]:
@@ -261,28 +259,24 @@ def _form(name: DrafterName) -> str:
     return f"the form of `{_FLAGS[name]}` is {forms.get(name, 'module:factory')}"
 
 
-def parse_ngram_config(text: str) -> NgramSettings:
+def parse_ngram_config(text: str, lookups: LookupOptions) -> tuple[NgramDrafter, int]:
     """Parse `[max_draft_len, max_matching_ngram_size, device_list]`; UsageError says which part is wrong."""
     flag = "--ngram-config"
     max_draft_len, max_matching_ngram_size, devices = _parse_list(flag, text, 3, _NGRAM_FORM)
-    return NgramSettings(
-        max_draft_len=_positive(flag, "max_draft_len", max_draft_len, _NGRAM_FORM),
-        max_matching_ngram_size=_positive(flag, "max_matching_ngram_size", max_matching_ngram_size, _NGRAM_FORM),
-        device_id=_single_device(flag, "device_list", devices),
-    )
+    max_draft_len = _positive(flag, "max_draft_len", max_draft_len, _NGRAM_FORM)
+    max_size = _positive(flag, "max_matching_ngram_size", max_matching_ngram_size, _NGRAM_FORM)
+    return lookups.ngram_drafter(max_draft_len, max_size), _single_device(flag, "device_list", devices)
 
 
-def parse_suffix_config(text: str) -> SuffixSettings:
+def parse_suffix_config(text: str, lookups: LookupOptions) -> tuple[SuffixDrafter, int]:
     """Parse `[max_draft_len, device_list]`; UsageError says which part is wrong."""
     flag = "--suffix-config"
     max_draft_len, devices = _parse_list(flag, text, 2, _SUFFIX_FORM)
-    return SuffixSettings(
-        max_draft_len=_positive(flag, "max_draft_len", max_draft_len, _SUFFIX_FORM),
-        device_id=_single_device(flag, "device_list", devices),
-    )
+    max_draft_len = _positive(flag, "max_draft_len", max_draft_len, _SUFFIX_FORM)
+    return lookups.suffix_drafter(max_draft_len), _single_device(flag, "device_list", devices)
 
 
-def parse_draft_target_model_config(text: str, draft_engine_dir: Path | None) -> DraftTargetSettings:
+def parse_draft_target_model_config(text: str, draft_engine_dir: Path | None) -> tuple[DraftTargetDrafter, int]:
     """Parse `[draft_len, draft_device_list, target_device_list, use_logits]`; UsageError says which part is wrong."""
     flag = "--draft-target-model-config"
     draft_len, draft_devices, target_devices, use_logits = _parse_list(flag, text, 4, _DRAFT_TARGET_FORM)
@@ -290,27 +284,25 @@ def parse_draft_target_model_config(text: str, draft_engine_dir: Path | None) ->
         raise UsageError(
             f"use_logits in `{flag}` must be True or False: {use_logits!r}", hint=f"its form is {_DRAFT_TARGET_FORM}"
         )
-    settings = {
-        "max_draft_len": _positive(flag, "draft_len", draft_len, _DRAFT_TARGET_FORM),
-        "draft_device_id": _single_device(flag, "draft_device_list", draft_devices),
-        "device_id": _single_device(flag, "target_device_list", target_devices),
-    }
+    max_draft_len = _positive(flag, "draft_len", draft_len, _DRAFT_TARGET_FORM)
+    draft_device_id = _single_device(flag, "draft_device_list", draft_devices)
+    device_id = _single_device(flag, "target_device_list", target_devices)
     if draft_engine_dir is None:
         raise UsageError(
             f"`{flag}` needs the draft model's engine: {text}",
             hint="`--draft-engine-dir` names it; `specdec build` makes it from the draft model's checkpoint",
         )
-    return DraftTargetSettings(**settings, use_logits=use_logits, draft_engine_dir=draft_engine_dir)
+    return DraftTargetDrafter(draft_engine_dir, max_draft_len, use_logits, draft_device_id), device_id
 
 
-def parse_custom_drafter(text: str) -> CustomSettings:
+def parse_custom_drafter(text: str) -> CustomDrafter:
     """Parse `package.module:factory`."""
     module, colon, factory = text.partition(":")
     if not (module and colon and factory):
         raise UsageError(
             f"`--drafter` is not of the form module:factory: {text}", hint="`--drafter my_drafters:make` is an example"
         )
-    return CustomSettings(module, factory)
+    return CustomDrafter(module, factory)
 
 
 def _parse_list(flag: str, text: str, length: int, form: str) -> list[Any]:
@@ -342,3 +334,23 @@ def _single_device(flag: str, name: str, value: Any) -> int:
             hint=_FIRST_DEVICE,
         )
     return int(value[0])
+
+
+def candidate_flags(candidate: "Candidate") -> str:
+    """What `run` is told to generate in this way."""
+    match candidate.drafter:
+        case None:
+            return ""
+        case SuffixDrafter() as drafter:
+            flags = [f"--suffix-config '[{drafter.max_draft_len},[0]]'"]
+        case NgramDrafter() as drafter:
+            flags = [f"--ngram-config '[{drafter.max_draft_len},{drafter.max_matching_ngram_size},[0]]'"]
+            if drafter.ranking != "oldest":
+                flags.append(f"--ngram-ranking {drafter.ranking}")
+            if drafter.min_matching_ngram_size > 1:
+                flags.append(f"--min-matching-ngram-size {drafter.min_matching_ngram_size}")
+            if drafter.corpus is not None:
+                flags.append(f"--ngram-corpus {shlex.quote(str(drafter.corpus))}")
+    if drafter.pool == "public":
+        flags.append("--ngram-pool public")
+    return " ".join([*flags, *(["--draft-len-mode auto"] if candidate.draft_len_mode == "auto" else [])])

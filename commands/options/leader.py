@@ -1,26 +1,27 @@
-"""Leader mode's flags (V2), as given: TensorRT-LLM's quickstart_advanced.py names a model and an algorithm."""
+"""Leader mode's flags (V2): TensorRT-LLM's quickstart_advanced.py names a model and an algorithm."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
 
 from commands.options.drafting import (
-    NO_OPTIONS,
-    DrafterName,
-    DrafterSettings,
-    DraftTargetSettings,
-    NgramOptions,
-    NgramSettings,
-    OneDrafterSettings,
-    SuffixSettings,
+    DraftingOptions,
+    Named,
     chain,
     check_all_named,
     parse_custom_drafter,
     parse_drafter_names,
 )
+from commands.options.expand import given_flags
+from commands.options.panels import LEADER
 from commands.output import warn
-from runtime.config import Dtype
+from runtime.drafters.settings import DrafterName, DraftTargetDrafter, OneDrafter
 from runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from commands.engines import Models
 
 _ALGORITHMS: dict[str, DrafterName] = {"NGRAM": "ngram", "SUFFIX": "suffix", "DRAFT_TARGET": "draft-target"}
 _DEFAULT_DRAFT_LEN, _DEFAULT_NGRAM_SIZE = 4, 2
@@ -28,83 +29,138 @@ _DEFAULT_MAX_BATCH_SIZE = 4
 
 
 @dataclass(frozen=True)
-class ModelFlags:
-    """Models to make engines of, and what for; None where nothing was given."""
+class ModelEngineOptions:
+    """What engines are made of models for; None where nothing was given."""
 
-    model_dir: str | None
-    draft_model_dir: str | None
-    dtype: Literal["auto"] | Dtype | None
-    max_batch_size: int | None
-    max_seq_len: int | None
-    no_cache: bool
-
-    @property
-    def are_given(self) -> bool:
-        return any(value not in (None, False) for value in vars(self).values())
-
-    def check(self, engine_dir: Path | None, draft_engine_dir: Path | None) -> None:
-        """UsageError for a model and an engine in one place, or for settings of an engine that is not to be built."""
-        for flag, model, engine_flag, engine in (
-            ("--model-dir", self.model_dir, "--engine-dir", engine_dir),
-            ("--draft-model-dir", self.draft_model_dir, "--draft-engine-dir", draft_engine_dir),
-        ):
-            if model is not None and engine is not None:
-                raise UsageError(f"`{flag}` and `{engine_flag}` cannot be given together: {model}", hint="choose one")
-        if self.model_dir is None and self.draft_model_dir is None and self.are_given:
-            given = {
-                "--dtype": self.dtype,
-                "--max-batch-size": self.max_batch_size,
-                "--max-seq-len": self.max_seq_len,
-                "--no-cache": self.no_cache or None,
-            }
-            flag, value = next((flag, value) for flag, value in given.items() if value is not None)
-            raise UsageError(
-                f"`{flag}` is for engines made of `--model-dir`" + (f": {value}" if value is not True else ""),
-                hint="leave it out, or give `--model-dir`; an engine directory is as `specdec build` made it",
-            )
-
-    @property
-    def batch_size(self) -> int:
-        return self.max_batch_size or _DEFAULT_MAX_BATCH_SIZE
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Dtype of `--model-dir`'s engine: auto, float32, float16 or bfloat16.",
+            rich_help_panel=LEADER,
+            show_default="auto",
+        ),
+    ] = None
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Sequences per step of `--model-dir`'s engine.", rich_help_panel=LEADER, show_default="4"
+        ),
+    ] = None
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens in prompt and output together of `--model-dir`'s engine.",
+            rich_help_panel=LEADER,
+            show_default="the model's positions, at most 4,096",
+        ),
+    ] = None
+    no_cache: Annotated[
+        bool,
+        typer.Option("--no-cache", help="Build `--model-dir`'s engine anew and keep nothing.", rich_help_panel=LEADER),
+    ] = False
 
 
 @dataclass(frozen=True)
-class LeaderFlags:
-    """How to draft, and what to leave out; None where nothing was given."""
+class LeaderOptions:
+    """Models, how to draft, and what to leave out; None where nothing was given."""
 
-    algorithm: str | None
-    max_draft_len: int | None
-    max_matching_ngram_size: int | None
-    disable_kv_cache_reuse: bool
-    disable_overlap_scheduler: bool
+    model_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Model directory, hub id, or shipped name (`demo`); its engine is built once and kept in the cache.",
+            rich_help_panel=LEADER,
+            show_default=False,
+        ),
+    ] = None
+    spec_decode_algo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="How to draft: NGRAM, SUFFIX or DRAFT_TARGET.",
+            rich_help_panel=LEADER,
+            show_default="no drafter",
+        ),
+    ] = None
+    spec_decode_max_draft_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a draft.", rich_help_panel=LEADER, show_default="4")
+    ] = None
+    max_matching_ngram_size: Annotated[
+        int | None, typer.Option(min=1, help="Longest tail looked up.", rich_help_panel=LEADER, show_default="2")
+    ] = None
+    draft_model_dir: Annotated[
+        str | None,
+        typer.Option(help="The draft model, as for `--model-dir`.", rich_help_panel=LEADER, show_default=False),
+    ] = None
+    disable_kv_cache_reuse: Annotated[
+        bool,
+        typer.Option("--disable-kv-cache-reuse", help="Do not find K/V computed before.", rich_help_panel=LEADER),
+    ] = False
+    disable_overlap_scheduler: Annotated[
+        bool,
+        typer.Option(
+            "--disable-overlap-scheduler",
+            help="Accepted: nothing overlaps (README, Leader mode).",
+            rich_help_panel=LEADER,
+        ),
+    ] = False
+    engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
 
     @property
     def are_given(self) -> bool:
-        return any(value not in (None, False) for value in vars(self).values())
+        return bool(given_flags(self))
 
-    def drafting(self) -> dict[str, object]:
-        """The flags that choose a drafter, by name."""
-        return {
-            "--spec-decode-algo": self.algorithm,
-            "--spec-decode-max-draft-len": self.max_draft_len,
+    @property
+    def drafting_flags(self) -> list[str]:
+        """Those that choose a drafter."""
+        values = {
+            "--spec-decode-algo": self.spec_decode_algo,
+            "--spec-decode-max-draft-len": self.spec_decode_max_draft_len,
             "--max-matching-ngram-size": self.max_matching_ngram_size,
+            "--draft-model-dir": self.draft_model_dir,
         }
+        return [flag for flag, value in values.items() if value is not None]
 
-    def drafter_settings(
-        self,
-        draft_dir: Path | None,
-        custom: str | None,
-        drafters: str | None = None,
-        ngram_options: NgramOptions = NO_OPTIONS,
-    ) -> DrafterSettings | None:
-        """The drafter the flags ask for; UsageError for two of them without an order, or half of one.
+    @property
+    def paths(self) -> list[Path]:
+        """What is read, where the models are given as directories."""
+        return [Path(model) for model in (self.model_dir, self.draft_model_dir) if model]
 
-        `draft_dir` is the draft model's or its engine's, `custom` is `--drafter`.
-        """
-        names = self._drafter_names(custom, drafters)
-        if self.max_draft_len is not None and not names:
+    def models(self) -> "Models":
+        from commands.engines import Models
+
+        return Models(
+            self.model_dir,
+            None if self.engines.dtype == "auto" else self.engines.dtype,
+            self.engines.max_batch_size or _DEFAULT_MAX_BATCH_SIZE,
+            self.engines.max_seq_len,
+            use_cache=not self.engines.no_cache,
+        )
+
+    def check(self, engine_dir: Path | None, drafting: DraftingOptions) -> None:
+        """UsageError for flags of orchestrator mode, for a model and an engine in one place, or for settings of an
+        engine that is not to be built."""
+        _refuse_orchestrator_flags(drafting)
+        for flag, model, engine_flag, engine in (
+            ("--model-dir", self.model_dir, "--engine-dir", engine_dir),
+            ("--draft-model-dir", self.draft_model_dir, "--draft-engine-dir", drafting.draft_engine_dir),
+        ):
+            if model is not None and engine is not None:
+                raise UsageError(f"`{flag}` and `{engine_flag}` cannot be given together: {model}", hint="choose one")
+        if self.model_dir is None and self.draft_model_dir is None:
+            for flag, value in given_flags(self.engines).items():
+                raise UsageError(
+                    f"`{flag}` is for engines made of `--model-dir`" + (f": {value}" if value is not True else ""),
+                    hint="leave it out, or give `--model-dir`; an engine directory is as `specdec build` made it",
+                )
+
+    def named(self, drafting: DraftingOptions) -> Named:
+        """The drafter the flags ask for; UsageError for two of them without an order, or half of one."""
+        names = self._drafter_names(drafting)
+        if self.spec_decode_max_draft_len is not None and not names:
             raise UsageError(
-                f"`--spec-decode-max-draft-len` needs a drafter: {self.max_draft_len}",
+                f"`--spec-decode-max-draft-len` needs a drafter: {self.spec_decode_max_draft_len}",
                 hint="`--spec-decode-algo NGRAM` is one",
             )
         if self.max_matching_ngram_size is not None and "ngram" not in names:
@@ -112,47 +168,52 @@ class LeaderFlags:
                 f"`--max-matching-ngram-size` is for n-gram lookup: {self.max_matching_ngram_size}",
                 hint="`--spec-decode-algo NGRAM`",
             )
-        ngram_options.check(names, "`--spec-decode-algo NGRAM`")
-        if draft_dir is not None and "draft-target" not in names:
+        drafting.lookups.check_used(names, "`--spec-decode-algo NGRAM`")
+        draft_model = self._draft_model(drafting)
+        if draft_model is not None and "draft-target" not in names:
             raise UsageError(
-                f"a draft model needs `--spec-decode-algo DRAFT_TARGET`: {draft_dir}", hint="or leave the model out"
+                f"a draft model needs `--spec-decode-algo DRAFT_TARGET`: {draft_model}", hint="or leave the model out"
             )
-        return chain([self._one_drafter(name, draft_dir, custom, ngram_options) for name in names])
+        return chain([(self._one_drafter(name, drafting), 0) for name in names])
 
-    def _one_drafter(
-        self, name: DrafterName, draft_dir: Path | None, custom: str | None, ngram_options: NgramOptions
-    ) -> OneDrafterSettings:
-        max_draft_len = self.max_draft_len or _DEFAULT_DRAFT_LEN
+    def _draft_model(self, drafting: DraftingOptions) -> str | Path | None:
+        """The draft model's name, or its engine's directory."""
+        return drafting.draft_engine_dir if self.draft_model_dir is None else self.draft_model_dir
+
+    def _one_drafter(self, name: DrafterName, drafting: DraftingOptions) -> OneDrafter:
+        max_draft_len = self.spec_decode_max_draft_len or _DEFAULT_DRAFT_LEN
         match name:
             case "ngram":
                 max_size = self.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE
-                return NgramSettings(max_draft_len, max_size, device_id=0).with_options(ngram_options)
+                return drafting.lookups.ngram_drafter(max_draft_len, max_size)
             case "suffix":
-                return SuffixSettings(max_draft_len, device_id=0).with_options(ngram_options)
+                return drafting.lookups.suffix_drafter(max_draft_len)
             case "draft-target":
-                if draft_dir is None:
+                draft_model = self._draft_model(drafting)
+                if draft_model is None:
                     raise UsageError(
                         "`--spec-decode-algo DRAFT_TARGET` needs a draft model",
                         hint="`--draft-model-dir` names one, or `--draft-engine-dir` its engine",
                     )
-                return DraftTargetSettings(max_draft_len, 0, 0, use_logits=False, draft_engine_dir=draft_dir)
+                return DraftTargetDrafter(draft_model, max_draft_len)
             case "custom":
-                if custom is None:
+                if drafting.drafter is None:
                     raise UsageError(
                         "`--drafters` names custom, which needs `--drafter`", hint="its form is module:factory"
                     )
-                return replace(parse_custom_drafter(custom), max_draft_len=self.max_draft_len)
+                return replace(parse_custom_drafter(drafting.drafter), max_draft_len=self.spec_decode_max_draft_len)
 
-    def _drafter_names(self, custom: str | None, drafters: str | None) -> list[DrafterName]:
+    def _drafter_names(self, drafting: DraftingOptions) -> list[DrafterName]:
         """The drafters asked for, in order."""
+        custom, drafters = drafting.drafter, drafting.drafters
         if drafters is None:
             algorithm = self._algorithm(custom)
             if algorithm is not None:
                 return [_ALGORITHMS[algorithm]]
             return [] if custom is None else ["custom"]
-        if self.algorithm is not None:
+        if self.spec_decode_algo is not None:
             raise UsageError(
-                f"`--spec-decode-algo` and `--drafters` cannot be given together: {self.algorithm}",
+                f"`--spec-decode-algo` and `--drafters` cannot be given together: {self.spec_decode_algo}",
                 hint="`--drafters` names the algorithms in order",
             )
         names = parse_drafter_names(drafters)
@@ -160,18 +221,33 @@ class LeaderFlags:
         return names
 
     def _algorithm(self, custom: str | None) -> str | None:
-        if self.algorithm is None:
+        if self.spec_decode_algo is None:
             if self.max_matching_ngram_size is None or custom is not None:
                 return None
             # TensorRT-LLM's README leaves the algorithm out of this very command.
             warn("`--max-matching-ngram-size` without `--spec-decode-algo`: NGRAM is assumed")
             return "NGRAM"
-        algorithm = self.algorithm.upper().replace("-", "_")
+        algorithm = self.spec_decode_algo.upper().replace("-", "_")
         if algorithm not in _ALGORITHMS:
             raise UsageError(
-                f"`--spec-decode-algo` names no algorithm of specdec's: {self.algorithm}",
+                f"`--spec-decode-algo` names no algorithm of specdec's: {self.spec_decode_algo}",
                 hint=f"there are {', '.join(_ALGORITHMS)}; without the flag nothing is drafted",
             )
         if custom is not None:
             raise UsageError("`--spec-decode-algo` and `--drafter` cannot be given together", hint="choose one drafter")
         return algorithm
+
+
+def _refuse_orchestrator_flags(drafting: DraftingOptions) -> None:
+    """UsageError for a drafter of orchestrator mode among flags of leader mode."""
+    for flag, value, algorithm in (
+        ("--ngram-config", drafting.lookups.ngram_config, "NGRAM"),
+        ("--suffix-config", drafting.lookups.suffix_config, "SUFFIX"),
+        ("--draft-target-model-config", drafting.draft_target_model_config, "DRAFT_TARGET"),
+    ):
+        if value is not None:
+            raise UsageError(
+                f"`{flag}` is for orchestrator mode (V1) and cannot be given with flags of leader mode (V2): {value}",
+                hint=f"`--spec-decode-algo {algorithm} --spec-decode-max-draft-len 4` is leader mode's form; "
+                "or build an engine, and give it by `--engine-dir`",
+            )

@@ -1,12 +1,13 @@
-"""How flags may be spelled: hyphens or underscores, TensorRT-LLM's names, and flags of its that mean nothing here."""
+"""How flags may be spelled: hyphens or underscores, TensorRT-LLM's names, names of before, and flags without effect."""
 
 from itertools import islice
 
-# TensorRT-LLM's name -> ours, after underscores have become hyphens.
+# TensorRT-LLM's name, or one of before -> ours, after underscores have become hyphens.
 _ALIASES = {
     "test-trt-llm": "test-engine",
     "prompt-lookup-config": "ngram-config",
     "tensorrt-llm-rouge1-threshold": "rouge1-threshold",
+    "draft-len": "draft-len-mode",
     "spec-decode-nextn": "spec-decode-max-draft-len",
     "eagle-model-dir": "draft-model-dir",
     "prompt": "input-text",

@@ -10,7 +10,7 @@ from commands.documents.rouge import ROUGE_TYPES
 from commands.inputs.dataset import Sample
 from commands.output import Output, milliseconds, number, percent, speedup_line
 from commands.tables.details import show_details
-from runtime.evaluation.lossless import lossless_lines
+from commands.tables.lossless import lossless_lines
 from runtime.evaluation.steps import tokens_per_step
 from runtime.evaluation.systems import SampleRun, SystemRun
 

@@ -15,8 +15,8 @@ from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from commands.documents.rouge import rouge_scores
+from commands.inputs.batches import by_category, make_batches
 from commands.inputs.dataset import Sample, summarization_prompt
-from commands.summarize import _batches, _by_category
 
 Summarize = Callable[..., Result]
 
@@ -131,11 +131,11 @@ def test_categories_have_rows_of_their_own(summarize: Summarize) -> None:
 
 def test_no_batch_mixes_categories() -> None:
     samples = [Sample(str(i), category, "text", "reference") for i, category in enumerate("ababaab")]
-    ordered = _by_category(samples)
+    ordered = by_category(samples)
     assert [sample.id for sample in ordered] == ["0", "2", "4", "5", "1", "3", "6"]
     prompts = [[int(sample.id)] for sample in ordered]
-    assert _batches(ordered, prompts, 3) == [[[0], [2], [4]], [[5]], [[1], [3], [6]]]
-    assert _batches(samples, [[i] for i in range(7)], 1) == [[[i]] for i in range(7)]
+    assert make_batches(ordered, prompts, 3) == [[[0], [2], [4]], [[5]], [[1], [3], [6]]]
+    assert make_batches(samples, [[i] for i in range(7)], 1) == [[[i]] for i in range(7)]
 
 
 def test_datasets_without_categories_have_no_rows(summarize: Summarize, tmp_path: Path) -> None:

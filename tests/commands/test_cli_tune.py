@@ -64,7 +64,7 @@ def test_counts_are_those_of_live_runs(
     assert_valid("tune", document)
     assert len(document["candidates"]) > 20
     for candidate in document["candidates"]:
-        if candidate["draft_len"] == "auto":
+        if candidate["draft_len_mode"] == "auto":
             continue
         total = run_with(specdec, engine_dir, prompts, candidate["flags"])["total"]
         for key, value in candidate["total"].items():
@@ -82,7 +82,7 @@ def test_public_pools_and_batches_count_as_live_runs(specdec: Specdec, engine_di
     public = [c for c in document["candidates"] if "public" in c["flags"]]
     assert len({json.dumps(c["drafter"]) for c in public}) >= 2
     for candidate in public:
-        if candidate["draft_len"] == "fixed":
+        if candidate["draft_len_mode"] == "fixed":
             total = run_with(specdec, engine_dir, prompts, candidate["flags"])["total"]
             assert candidate["total"]["tokens_per_step"] == total["tokens_per_step"], candidate["flags"]
             assert candidate["num_iterations"] == total["num_iterations"]
@@ -95,7 +95,7 @@ def test_the_profile_makes_run_draft_as_recommended(
 ) -> None:
     document, profile = tuned
     recommended, written = document["recommended"], json.loads(profile.read_text())
-    assert (written["drafter"], written["draft_len"]) == (recommended["drafter"], recommended["draft_len"])
+    assert (written["drafter"], written["draft_len_mode"]) == (recommended["drafter"], recommended["draft_len_mode"])
     assert recommended["flags"] in {timed["flags"] for timed in document["timed"]}
     by_profile = run_with(specdec, engine_dir, prompts, f"--profile {profile}")
     by_flags = run_with(specdec, engine_dir, prompts, recommended["flags"])
@@ -154,7 +154,7 @@ def test_only_the_named_drafter_is_tried(specdec: Specdec, engine_dir: Path, pro
     arguments = ["--input-file", prompts, "--max-output-len", 9, "--suffix-config", "[5,[0]]", "--max-draft-len", 4]
     document = specdec("tune", "--engine-dir", engine_dir, *arguments, "--json").document
     tried = {
-        (c["drafter"]["name"], c["drafter"]["max_draft_len"], c["draft_len"])
+        (c["drafter"]["name"], c["drafter"]["max_draft_len"], c["draft_len_mode"])
         for c in document["candidates"]
         if c["drafter"]
     }

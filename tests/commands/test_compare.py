@@ -241,7 +241,7 @@ def test_documents_of_two_commands_are_one_error(
         (without("command"), "not a document of specdec: "),
         (without("schema_version"), "not a document of specdec: "),
         (lambda d: d | {"command": "compare"}, "not a document of `run` or `summarize` but of `compare`: "),
-        (lambda d: d | {"schema_version": 99}, "the schema version is 99, and this specdec reads 1: "),
+        (lambda d: d | {"schema_version": 99}, "the schema version is 99, and this specdec reads 2: "),
         (without("settings"), f"{NOT_AS} $: 'settings' is a required property: "),
         (lambda d: d | {"requests": 5}, f"{NOT_AS} $.requests: 5 is not of type 'array'"),
         (lambda d: d | {"requests": [{}]}, f"{NOT_AS} $.requests[0]: "),

@@ -6,7 +6,7 @@ import pytest
 import typer.main
 from command_line import Specdec
 
-from commands.options.shared import PANELS
+from commands.options.panels import PANELS
 from specdec_cli.app import app
 
 COMMANDS = ["convert", "build", "run", "summarize", "compare", "tune", "corpus create", "corpus merge", "corpus stats"]

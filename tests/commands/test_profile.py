@@ -10,7 +10,7 @@ import pytest
 from command_line import PROMPT, PROMPTS, Specdec, assert_valid, each, edit_json, ids_of
 from test_cli_errors import assert_one_clear_error
 
-from commands.options.drafting import NgramSettings, SuffixSettings
+from commands.options.drafter_settings import NgramSettings, SuffixSettings
 from runtime.bundle import read_engine_config
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, read_profile, write_profile
 
@@ -32,7 +32,7 @@ def path(profile: Profile, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("drafter", [NGRAM, replace(NGRAM, corpus=Path("/c")), SuffixSettings(9, 0, "public"), None])
 def test_what_is_written_is_what_is_read(drafter: Any, profile: Profile, tmp_path: Path) -> None:
-    written = replace(profile, drafter=drafter, draft_len="auto" if drafter else "fixed")
+    written = replace(profile, drafter=drafter, draft_len_mode="auto" if drafter else "fixed")
     write_profile(tmp_path / "p", written)
     assert read_profile(tmp_path / "p") == written
 
@@ -59,19 +59,19 @@ def test_engines_are_told_apart_by_what_they_are_not_by_their_times(llama_uncomp
 
 
 @pytest.mark.parametrize("leader", [[], ["--disable-kv-cache-reuse"]], ids=["V1", "V2"])
-@pytest.mark.parametrize("draft_len", ["fixed", "auto"])
+@pytest.mark.parametrize("draft_len_mode", ["fixed", "auto"])
 def test_run_drafts_as_the_profile_says(
-    leader: list[str], draft_len: str, specdec: Specdec, profile: Profile, path: Path, llama_uncompiled_dir: Path
+    leader: list[str], draft_len_mode: str, specdec: Specdec, profile: Profile, path: Path, llama_uncompiled_dir: Path
 ) -> None:
-    write_profile(path, replace(profile, draft_len=draft_len))  # type: ignore[arg-type]
+    write_profile(path, replace(profile, draft_len_mode=draft_len_mode))  # type: ignore[arg-type]
     common = ["--engine-dir", llama_uncompiled_dir, *each("--input-text", PROMPTS), "--max-output-len", 30, "--json"]
     document = specdec("run", *common, *leader, "--profile", path).document
     assert_valid("run", document)
     flags = ["--ngram-config", "[4,3,[0]]", "--min-matching-ngram-size", 2, "--ngram-ranking", "frequent"]
-    same = specdec("run", *common, *flags, "--ngram-pool", "public", "--draft-len", draft_len).document
+    same = specdec("run", *common, *flags, "--ngram-pool", "public", "--draft-len", draft_len_mode).document
     settings = document["settings"]
     assert settings["profile"] == str(path) and same["settings"]["profile"] is None
-    assert (settings["ngram_config"], settings["draft_len"]) == (same["settings"]["ngram_config"], draft_len)
+    assert (settings["ngram_config"], settings["draft_len_mode"]) == (same["settings"]["ngram_config"], draft_len_mode)
     assert ids_of(document) == ids_of(same)
     if not leader:
         for key in ("num_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
@@ -105,7 +105,7 @@ FLAGS = [
     ["--ngram-config", "[4,2,[0]]"],
     ["--ngram-pool", "public"],
     ["--suffix-config", "[4,[0]]"],
-    ["--draft-len", "fixed"],
+    ["--draft-len-mode", "fixed"],
     ["--drafter", "a:b"],
 ]
 
@@ -141,10 +141,10 @@ DAMAGES: list[tuple[str, Any]] = [
     ("the file is empty", ""),
     ("not a profile", "[]"),
     ("not a profile", '{"requests": []}'),
-    ("a format this version cannot read (it reads 1): 2", {"format_version": 2}),
+    ("a format this version cannot read (it reads 2): 1", {"format_version": 1}),
     ("lacks the key: figures", {"figures": None}),
     ("has an unknown key: extra", {"extra": 1}),
-    ("draft_len` has a value it cannot have: 'short'", {"draft_len": "short"}),
+    ("draft_len_mode` has a value it cannot have: 'short'", {"draft_len_mode": "short"}),
     ("names no drafter that a profile can have", {"drafter": None}),
     ("names no drafter that a profile can have", {"drafter__name": "tree"}),
     ("lacks the key: max_draft_len", {"drafter__max_draft_len": None}),
@@ -174,4 +174,4 @@ def test_missing_profile_is_one_clear_error(specdec: Specdec, llama_uncompiled_d
 
 def test_profile_is_json_that_says_what_it_is_worth(path: Path) -> None:
     data = json.loads(path.read_text())
-    assert data["format_version"] == 1 and data["figures"]["measured_speedup"] == 1.25
+    assert data["format_version"] == 2 and data["figures"]["measured_speedup"] == 1.25

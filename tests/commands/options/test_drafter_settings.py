@@ -1,24 +1,25 @@
 """What the speculation flags say, and which part of them is wrong."""
 
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from commands.options.drafting import (
-    NO_OPTIONS,
+from commands.options.drafter_settings import (
     ChainSettings,
     CustomSettings,
-    DrafterFlags,
     DrafterSettings,
     DraftTargetSettings,
-    NgramOptions,
     NgramRanking,
     NgramSettings,
     SuffixSettings,
     drafter_names,
     each_drafter,
+)
+from commands.options.drafting import (
+    DraftingOptions,
     parse_custom_drafter,
     parse_draft_target_model_config,
     parse_drafter,
@@ -26,7 +27,8 @@ from commands.options.drafting import (
     parse_ngram_config,
     parse_suffix_config,
 )
-from commands.options.leader import LeaderFlags
+from commands.options.leader import LeaderOptions
+from commands.options.lookups import LookupOptions
 from runtime.drafters.ngram import Ranking
 from runtime.errors import UsageError
 
@@ -159,8 +161,11 @@ def test_one_drafter_is_enough(given: tuple[str, ...], draft_engine_dir: Path | 
     values = [FLAGS[flag] if flag in given else None for flag in FLAGS]
     with pytest.raises(UsageError) as raised:
         parse_drafter(
-            DrafterFlags(
-                values[0], draft_target_model_config=values[1], draft_engine_dir=draft_engine_dir, drafter=values[2]
+            DraftingOptions(
+                LookupOptions(values[0]),
+                draft_target_model_config=values[1],
+                draft_engine_dir=draft_engine_dir,
+                drafter=values[2],
             )
         )
     assert raised.value.message == f"{' and '.join(f'`{flag}`' for flag in given)} cannot be given together"
@@ -170,25 +175,24 @@ def test_one_drafter_is_enough(given: tuple[str, ...], draft_engine_dir: Path | 
 @pytest.mark.parametrize(("ngram_config", "drafter"), [(None, None), ("[10,2,[0]]", None), (None, "my_drafter:make")])
 def test_draft_engine_needs_its_configuration(ngram_config: str | None, drafter: str | None) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_drafter(DrafterFlags(ngram_config, draft_engine_dir=DRAFT, drafter=drafter))
+        parse_drafter(DraftingOptions(LookupOptions(ngram_config), draft_engine_dir=DRAFT, drafter=drafter))
     assert raised.value.message == "`--draft-engine-dir` needs `--draft-target-model-config`: draft-engine"
     assert raised.value.hint and "[4,[0],[0],False]" in raised.value.hint
 
 
 def test_draft_target_model_config_needs_an_engine() -> None:
     with pytest.raises(UsageError) as raised:
-        parse_drafter(DrafterFlags(draft_target_model_config="[4,[0],[0],False]"))
+        parse_drafter(DraftingOptions(draft_target_model_config="[4,[0],[0],False]"))
     assert "needs the draft model's engine: [4,[0],[0],False]" in raised.value.message
     assert raised.value.hint and "`--draft-engine-dir`" in raised.value.hint
 
 
 def test_flags_name_their_drafter() -> None:
-    draft_model = DrafterFlags(draft_target_model_config="[4,[0],[1],True]", draft_engine_dir=DRAFT)
-    assert parse_drafter(DrafterFlags()) is None
-    assert parse_drafter(DrafterFlags("[10,2,[0]]")) == NgramSettings(10, 2, 0)
+    draft_model = DraftingOptions(draft_target_model_config="[4,[0],[1],True]", draft_engine_dir=DRAFT)
+    assert parse_drafter(DraftingOptions()) is None
+    assert parse_drafter(DraftingOptions(LookupOptions("[10,2,[0]]"))) == NgramSettings(10, 2, 0)
     assert parse_drafter(draft_model) == DraftTargetSettings(4, 0, 1, True, DRAFT)
-    assert parse_drafter(DrafterFlags(drafter="my_drafter:make")) == CustomSettings("my_drafter", "make")
-    assert draft_model.given() == {"--draft-target-model-config": "[4,[0],[1],True]", "--draft-engine-dir": DRAFT}
+    assert parse_drafter(DraftingOptions(drafter="my_drafter:make")) == CustomSettings("my_drafter", "make")
 
 
 @pytest.mark.parametrize("text", ["[10,[0]]", " [ 10 , [ 0 ] ] ", "(10, (0,))"])
@@ -221,7 +225,8 @@ def test_rankings_are_those_of_the_drafter() -> None:
     assert get_args(NgramRanking) == get_args(Ranking)
 
 
-OPTIONS = NgramOptions("recent", 2, "public", Path("c"))
+NO_OPTIONS = LookupOptions()
+OPTIONS = LookupOptions(ngram_ranking="recent", min_matching_ngram_size=2, ngram_pool="public", ngram_corpus=Path("c"))
 CONFIGS: dict[str, Any] = {
     "ngram": {"ngram_config": "[10,3,[0]]"},
     "suffix": {"suffix_config": "[8,[0]]"},
@@ -236,30 +241,43 @@ SETTINGS: dict[str, DrafterSettings] = {
 }
 
 
-def parse(*, ngram_options: NgramOptions = NO_OPTIONS, **given: Any) -> DrafterSettings | None:
-    return parse_drafter(DrafterFlags(**given, ngram=ngram_options))
+def parse(*, ngram_options: LookupOptions = NO_OPTIONS, **given: Any) -> DrafterSettings | None:
+    configs = {flag: given.pop(flag) for flag in ("ngram_config", "suffix_config") if flag in given}
+    return parse_drafter(DraftingOptions(replace(ngram_options, **configs), **given))
 
 
 def flags_of(*names: str) -> dict[str, Any]:
     return {key: value for name in names for key, value in CONFIGS[name].items()}
 
 
-def leader(algorithm: str | None = None, max_draft_len: int | None = None, max_size: int | None = None) -> LeaderFlags:
-    return LeaderFlags(algorithm, max_draft_len, max_size, False, False)
+def leader(
+    algorithm: str | None = None, max_draft_len: int | None = None, max_size: int | None = None
+) -> LeaderOptions:
+    return LeaderOptions(None, algorithm, max_draft_len, max_size)
+
+
+def drafting(
+    draft_dir: Path | None = None,
+    custom: str | None = None,
+    drafters: str | None = None,
+    lookups: LookupOptions = NO_OPTIONS,
+) -> DraftingOptions:
+    """What leader mode takes of the flags of both modes."""
+    return DraftingOptions(lookups, draft_engine_dir=draft_dir, drafter=custom, drafters=drafters)
 
 
 def test_options_of_ngram_lookup_are_its_settings() -> None:
     expected = NgramSettings(10, 3, 0, 2, "recent", "public", Path("c"))
     assert parse(ngram_config="[10,3,[0]]", ngram_options=OPTIONS) == expected
-    assert leader("NGRAM", 10, 3).drafter_settings(None, None, None, OPTIONS) == expected
+    assert leader("NGRAM", 10, 3).drafter_settings(drafting(None, None, None, OPTIONS)) == expected
 
 
 def test_suffix_matching_has_a_pool_too() -> None:
     expected = SuffixSettings(8, 0, "public")
-    options = NgramOptions(pool="public")
+    options = LookupOptions(ngram_pool="public")
     assert parse(suffix_config="[8,[0]]", ngram_options=options) == expected
-    assert leader("suffix", 8).drafter_settings(None, None, None, options) == expected
-    assert leader("SUFFIX").drafter_settings(None, None) == SuffixSettings(4, 0)
+    assert leader("suffix", 8).drafter_settings(drafting(None, None, None, options)) == expected
+    assert leader("SUFFIX").drafter_settings(drafting(None, None)) == SuffixSettings(4, 0)
 
 
 @pytest.mark.parametrize("names", [["ngram", "draft-target"], ["draft-target", "ngram"], [*CONFIGS], ["custom"]])
@@ -278,7 +296,7 @@ def test_chain_drafts_as_much_as_its_longest_drafter() -> None:
 
 
 def test_chain_of_leader_mode_takes_its_defaults() -> None:
-    settings = leader(None, 6).drafter_settings(DRAFT, "my_drafter:make", "ngram,suffix,draft-target,custom")
+    settings = leader(None, 6).drafter_settings(drafting(DRAFT, "my_drafter:make", "ngram,suffix,draft-target,custom"))
     assert each_drafter(settings) == (
         NgramSettings(6, 2, 0),
         SuffixSettings(6, 0),
@@ -325,19 +343,19 @@ def test_unknown_names_of_drafters_list_the_known(text: str, wrong: str) -> None
         ({"ngram_options": OPTIONS}, "`--ngram-ranking` is for n-gram lookup: recent"),
         (flags_of("suffix") | {"ngram_options": OPTIONS}, "`--ngram-ranking` is for n-gram lookup: recent"),
         (
-            flags_of("suffix") | {"ngram_options": NgramOptions(min_matching_ngram_size=2)},
+            flags_of("suffix") | {"ngram_options": LookupOptions(min_matching_ngram_size=2)},
             "`--min-matching-ngram-size` is for n-gram lookup: 2",
         ),
         (
-            flags_of("draft-target") | {"ngram_options": NgramOptions(pool="private")},
+            flags_of("draft-target") | {"ngram_options": LookupOptions(ngram_pool="private")},
             "`--ngram-pool` is for n-gram lookup or suffix matching: private",
         ),
         (
-            flags_of("custom") | {"ngram_options": NgramOptions(corpus=Path("c"))},
+            flags_of("custom") | {"ngram_options": LookupOptions(ngram_corpus=Path("c"))},
             "`--ngram-corpus` is for n-gram lookup: c",
         ),
         (
-            flags_of("ngram") | {"ngram_options": NgramOptions(min_matching_ngram_size=4)},
+            flags_of("ngram") | {"ngram_options": LookupOptions(min_matching_ngram_size=4)},
             "`--min-matching-ngram-size` exceeds the longest, 3: 4",
         ),
         (
@@ -365,20 +383,20 @@ def test_flags_that_do_not_fit_together_are_wrong_usage(given: dict[str, Any], w
         (leader("SUFFIX"), (None, None, None, OPTIONS), "`--ngram-ranking` is for n-gram lookup: recent"),
         (
             leader(),
-            (None, None, None, NgramOptions(pool="public")),
+            (None, None, None, LookupOptions(ngram_pool="public")),
             "`--ngram-pool` is for n-gram lookup or suffix matching: public",
         ),
         (
             leader("NGRAM"),
-            (None, None, None, NgramOptions(min_matching_ngram_size=3)),
+            (None, None, None, LookupOptions(min_matching_ngram_size=3)),
             "`--min-matching-ngram-size` exceeds the longest, 2: 3",
         ),
     ],
 )
 def test_leader_flags_that_do_not_fit_together_are_wrong_usage(
-    flags: LeaderFlags, arguments: tuple[Any, ...], wrong: str
+    flags: LeaderOptions, arguments: tuple[Any, ...], wrong: str
 ) -> None:
     with pytest.raises(UsageError) as raised:
-        flags.drafter_settings(*arguments)
+        flags.drafter_settings(drafting(*arguments))
     assert wrong in raised.value.message
     assert raised.value.hint

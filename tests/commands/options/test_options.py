@@ -1,49 +1,127 @@
 """What the command line's own parts make of names and flags."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commands.options.drafting import DraftLen
-from commands.options.shared import (
-    check_drafter_flags,
-    check_orchestrator_flags,
-    sampling_params,
-)
+from commands.options.drafter_settings import DrafterSettings, DraftLenMode, SuffixSettings
+from commands.options.drafting import Drafting, DraftingOptions, check_drafter
+from commands.options.generation import GenerationOptions
+from commands.options.kv_cache import KVCacheOptions
+from commands.options.leader import LeaderOptions, ModelEngineOptions
+from commands.options.lookups import LookupOptions
+from commands.options.sampling import SamplingOptions
 from runtime.errors import SpecDecError, UsageError
-from runtime.params import GREEDY, SamplingConfig
+from runtime.sampling import GREEDY, SamplingParams
 
 
 @pytest.mark.parametrize(
-    ("block_reuse", "num_beams", "py_session", "wrong"),
+    ("options", "wrong"),
     [
-        (False, 1, False, "orchestrator mode needs block reuse"),
-        (True, 2, False, "beam search is not supported: `--num-beams 2`"),
-        (True, 1, True, "`--use-py-session`"),
+        (GenerationOptions(num_beams=2), "beam search is not supported: `--num-beams 2`"),
+        (GenerationOptions(use_py_session=True), "`--use-py-session`"),
     ],
 )
-def test_what_orchestrator_mode_cannot_do_is_wrong_usage(
-    block_reuse: bool, num_beams: int, py_session: bool, wrong: str
-) -> None:
-    check_orchestrator_flags(block_reuse=True, num_beams=1, py_session=False)
+def test_what_is_not_supported_is_wrong_usage(options: GenerationOptions, wrong: str) -> None:
+    GenerationOptions().check()
     with pytest.raises(UsageError) as raised:
-        check_orchestrator_flags(block_reuse=block_reuse, num_beams=num_beams, py_session=py_session)
+        options.check()
     assert wrong in raised.value.message
     assert raised.value.hint
 
 
-@pytest.mark.parametrize(("check_lossless", "draft_len"), [(True, None), (False, "auto")])
-def test_what_needs_a_drafter_says_so(check_lossless: bool, draft_len: DraftLen | None) -> None:
-    check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=True)
-    check_drafter_flags(check_lossless=False, draft_len="fixed", has_drafter=False)
-    with pytest.raises(UsageError, match="there is no(ne| drafter)") as raised:
-        check_drafter_flags(check_lossless=check_lossless, draft_len=draft_len, has_drafter=False)
+BOTH = "`--kv-cache-enable-block-reuse` and `--{}` cannot be given together"
+
+
+@pytest.mark.parametrize(
+    ("reuse", "no_reuse", "is_leader", "disable_reuse", "wrong"),
+    [
+        (False, True, False, False, "orchestrator mode needs block reuse: `--no-kv-cache-enable-block-reuse`"),
+        (True, True, False, False, "orchestrator mode needs block reuse: `--no-kv-cache-enable-block-reuse`"),
+        (True, True, True, False, BOTH.format("no-kv-cache-enable-block-reuse")),
+        (True, False, True, True, BOTH.format("disable-kv-cache-reuse")),
+        (False, True, True, True, None),
+        (True, False, True, False, None),
+        (True, False, False, False, None),
+    ],
+)
+def test_block_reuse_is_what_orchestrator_mode_needs_and_leader_mode_asks_once(
+    reuse: bool, no_reuse: bool, is_leader: bool, disable_reuse: bool, wrong: str | None
+) -> None:
+    options = KVCacheOptions(reuse, no_reuse)
+    if wrong is None:
+        options.check(is_leader=is_leader, disable_reuse=disable_reuse)
+        return
+    with pytest.raises(UsageError) as raised:
+        options.check(is_leader=is_leader, disable_reuse=disable_reuse)
+    assert raised.value.message == wrong
     assert raised.value.hint
 
 
-def params(**given: Any) -> SamplingConfig:
-    flags = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "no_repeat_ngram_size"))
-    return sampling_params(**(flags | given))
+@pytest.mark.parametrize(("check_lossless", "draft_len_mode"), [(True, "fixed"), (False, "auto")])
+def test_what_needs_a_drafter_says_so(check_lossless: bool, draft_len_mode: DraftLenMode) -> None:
+    def check(drafter: DrafterSettings | None, mode: DraftLenMode, *, check_lossless: bool) -> None:
+        check_drafter(Drafting(drafter, mode, None), check_lossless=check_lossless)
+
+    check(SuffixSettings(10, 0), draft_len_mode, check_lossless=check_lossless)
+    check(None, "fixed", check_lossless=False)
+    with pytest.raises(UsageError, match="there is no(ne| drafter)") as raised:
+        check(None, draft_len_mode, check_lossless=check_lossless)
+    assert raised.value.hint
+
+
+PROFILE = Path("tuned.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "leader", "flag"),
+    [
+        (DraftingOptions(LookupOptions(ngram_pool="public"), profile=PROFILE), LeaderOptions(), "--ngram-pool"),
+        (DraftingOptions(draft_len_mode="fixed", profile=PROFILE), LeaderOptions(), "--draft-len-mode"),
+        (DraftingOptions(profile=PROFILE), LeaderOptions(spec_decode_algo="NGRAM"), "--spec-decode-algo"),
+        (DraftingOptions(profile=PROFILE), LeaderOptions(draft_model_dir="demo-draft"), "--draft-model-dir"),
+    ],
+)
+def test_profile_says_alone_how_to_draft(options: DraftingOptions, leader: LeaderOptions, flag: str) -> None:
+    replace(options, profile=None).check_profile(leader.drafting_flags)
+    with pytest.raises(UsageError) as raised:
+        options.check_profile(leader.drafting_flags)
+    assert raised.value.message == f"`{flag}` and `--profile` both say how to draft: tuned.json"
+
+
+def test_profile_is_for_an_engine_that_is_there() -> None:
+    DraftingOptions(profile=PROFILE).check_profile(LeaderOptions(disable_kv_cache_reuse=True).drafting_flags)
+    with pytest.raises(UsageError, match="needs `--engine-dir`, and cannot be given with `--model-dir`: tuned.json"):
+        DraftingOptions(profile=PROFILE).check_profile([], "demo")
+
+
+def test_leader_mode_is_asked_for_by_any_of_its_flags() -> None:
+    assert not LeaderOptions().are_given
+    assert LeaderOptions(disable_overlap_scheduler=True).are_given
+    assert LeaderOptions(engines=ModelEngineOptions(max_batch_size=1)).are_given
+    assert LeaderOptions(engines=ModelEngineOptions(no_cache=True)).are_given
+
+
+@pytest.mark.parametrize(
+    ("engines", "message"),
+    [
+        (ModelEngineOptions(dtype="float16", no_cache=True), "`--dtype` is for engines made of `--model-dir`: float16"),
+        (ModelEngineOptions(max_seq_len=8), "`--max-seq-len` is for engines made of `--model-dir`: 8"),
+        (ModelEngineOptions(no_cache=True), "`--no-cache` is for engines made of `--model-dir`"),
+    ],
+)
+def test_engine_that_is_there_is_not_built_anew(engines: ModelEngineOptions, message: str) -> None:
+    LeaderOptions("demo", engines=engines).check(None, DraftingOptions())
+    LeaderOptions(draft_model_dir="demo", engines=engines).check(None, DraftingOptions())
+    with pytest.raises(UsageError) as raised:
+        LeaderOptions(engines=engines).check(None, DraftingOptions())
+    assert raised.value.message == message
+
+
+def params(random_seed: int = 0, **given: Any) -> SamplingParams:
+    return SamplingOptions(**given).params(random_seed)
 
 
 @pytest.mark.parametrize(
@@ -51,22 +129,22 @@ def params(**given: Any) -> SamplingConfig:
     [
         ({}, GREEDY),
         ({"top_k": 1}, GREEDY),
-        ({"top_k": 0}, SamplingConfig(top_k=0)),
-        ({"top_k": 40}, SamplingConfig(top_k=40)),
-        ({"temperature": 0.8}, SamplingConfig(temperature=0.8, top_k=0)),
-        ({"temperature": 1.0}, SamplingConfig(top_k=0)),
-        ({"temperature": 0.0}, SamplingConfig(temperature=0.0, top_k=0)),
-        ({"top_p": 0.9}, SamplingConfig(top_k=0, top_p=0.9)),
-        ({"top_p": 1.0}, SamplingConfig(top_k=0, top_p=1.0)),
-        ({"min_p": 0.1}, SamplingConfig(top_k=0, min_p=0.1)),
+        ({"top_k": 0}, SamplingParams(top_k=0)),
+        ({"top_k": 40}, SamplingParams(top_k=40)),
+        ({"temperature": 0.8}, SamplingParams(temperature=0.8, top_k=0)),
+        ({"temperature": 1.0}, SamplingParams(top_k=0)),
+        ({"temperature": 0.0}, SamplingParams(temperature=0.0, top_k=0)),
+        ({"top_p": 0.9}, SamplingParams(top_k=0, top_p=0.9)),
+        ({"top_p": 1.0}, SamplingParams(top_k=0, top_p=1.0)),
+        ({"min_p": 0.1}, SamplingParams(top_k=0, min_p=0.1)),
         ({"top_p": 0.0, "min_p": 0.0}, GREEDY),
-        ({"temperature": 0.8, "top_k": 1}, SamplingConfig(temperature=0.8)),
-        ({"repetition_penalty": 1.2, "random_seed": 7}, SamplingConfig(repetition_penalty=1.2, random_seed=7)),
-        ({"no_repeat_ngram_size": 3}, SamplingConfig(no_repeat_ngram_size=3)),
+        ({"temperature": 0.8, "top_k": 1}, SamplingParams(temperature=0.8)),
+        ({"repetition_penalty": 1.2, "random_seed": 7}, SamplingParams(repetition_penalty=1.2, random_seed=7)),
+        ({"no_repeat_ngram_size": 3}, SamplingParams(no_repeat_ngram_size=3)),
     ],
 )
 def test_asking_for_a_temperature_or_a_cut_is_asking_for_samples(
-    given: dict[str, Any], expected: SamplingConfig
+    given: dict[str, Any], expected: SamplingParams
 ) -> None:
     """Unless `--top-k` is given, which decides."""
     assert params(**given) == expected

@@ -15,6 +15,7 @@ from commands.options.spellings import normalize_name, split_flags_without_effec
         ("prompt_lookup_config", "ngram-config"),
         ("tensorrt_llm_rouge1_threshold", "rouge1-threshold"),
         ("spec_decode_nextn", "spec-decode-max-draft-len"),
+        ("draft_len", "draft-len-mode"),
     ],
 )
 def test_names_have_one_spelling(given: str, ours: str) -> None:

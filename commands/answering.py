@@ -1,0 +1,117 @@
+"""What `run` does with a session: generate, show, write and check."""
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import typer
+
+from commands.documents.arrays import write_ids, write_logits
+from commands.documents.run import run_document
+from commands.documents.settings import Setup
+from commands.html.report import write_report
+from commands.inputs.prompts import Prompt, read_prompts
+from commands.inputs.traces import write_traces
+from commands.options.run import RunInputs, RunResults
+from commands.output import Output, speedup_line
+from commands.sessions import lossless_check
+from commands.tables.lossless import fail_unless_lossless, lossless_lines
+from commands.tables.run import StreamPrinter, make_labels, show_outputs, show_stats
+from runtime.evaluation.steps import all_pieces
+from runtime.generation import Generation, Interrupted
+from runtime.request import Request
+from runtime.text import stop_words_of
+
+
+def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunResults, output: Output) -> None:
+    """Generate, show and write; exit 1 if a check fails, 130 after Ctrl-C, with what had finished."""
+    prompts, requests = _make_requests(setup, prompts, inputs, results, output)
+    labels = make_labels(len(requests), setup.params.n)
+    generation = _generate(setup, requests, labels, results, output)
+    num_unfinished = len(requests) - len(generation.sequences)
+    if not results.streaming:
+        show_outputs(setup.llm, prompts, generation, labels, output, show_tokens=results.show_tokens)
+    if generation.sequences:
+        show_stats(generation, labels, setup.session.max_draft_len, results.stats, output)
+        _write_files(prompts, generation, results, output)
+    comparison = _compare(setup, requests, generation, results, output) if results.check_lossless else {}
+    settings = {"max_input_length": inputs.max_input_length, "max_output_len": setup.params.max_tokens}
+    document = run_document(setup, prompts, generation, settings, per_step=results.stats == "detailed")
+    document |= {"num_unfinished_requests": num_unfinished, "speedup": None, "checks": {}} | comparison
+    output.document(document)
+    if results.report is not None:
+        write_report(results.report, document, all_pieces(setup.llm.tokenizer, generation.sequences))
+        output.result(f"report written: {results.report}")
+    if num_unfinished or (results.check_lossless and not comparison):
+        raise typer.Exit(130)
+    fail_unless_lossless(document["checks"])
+
+
+def _make_requests(
+    setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunResults, output: Output
+) -> tuple[list[Prompt], list[Request]]:
+    """The requests, as many as outputs are asked for of each prompt, and the prompt of each."""
+    template = replace(setup.llm.request_of(setup.params), keep_logits=results.logits_file is not None)
+    if inputs.input_file is not None and inputs.input_file.suffix.lower() == ".npy" and template.end_ids:
+        # Again, now that it is known what the rows of an array are padded with.
+        prompts = read_prompts([], inputs.input_file, pad_id=min(template.end_ids))
+    requests, num_truncated = list[Request](), 0
+    for prompt in prompts:
+        tokens, truncated = setup.llm.encode(prompt.content, inputs.max_input_length)
+        requests += [template.with_prompt(len(requests) + i, tokens, i) for i in range(setup.params.n)]
+        num_truncated += truncated
+    if num_truncated:
+        output.warning(f"prompts cut to their last {inputs.max_input_length} tokens: {num_truncated}")
+    return [prompt for prompt in prompts for _ in range(setup.params.n)], requests
+
+
+def _generate(
+    setup: Setup, requests: list[Request], labels: list[str], results: RunResults, output: Output
+) -> Generation:
+    """Answer the requests, printing text as it comes if asked to; after Ctrl-C what had finished, with a warning."""
+    if results.check_lossless:
+        setup.session.warm_up(requests)  # or the first of the two runs would pay for the first step
+    printer = None
+    if results.streaming:
+        printer = StreamPrinter(setup.llm, stop_words_of(requests[0]), output, results.streaming_interval, labels)
+    try:
+        return setup.session.run(requests, on_tokens=printer)
+    except Interrupted as interrupted:
+        num_finished = len(interrupted.finished.sequences)
+        output.warning(f"interrupted: {num_finished} of {len(requests)} requests had finished")
+        return interrupted.finished
+
+
+def _write_files(prompts: list[Prompt], generation: Generation, results: RunResults, output: Output) -> None:
+    end_ids = generation.sequences[0].request.end_ids
+    write_ids(generation.sequences, min(end_ids, default=0), results.output_csv, results.output_npy)
+    if results.logits_file is not None:
+        write_logits(generation.sequences, results.logits_file)
+        output.result(f"logits written: {results.logits_file}")
+    if results.output_traces is not None:
+        write_traces(results.output_traces, [(s, prompts[s.request.id].category) for s in generation.sequences])
+
+
+def _compare(
+    setup: Setup, requests: list[Request], generation: Generation, results: RunResults, output: Output
+) -> dict[str, Any]:
+    """`_compare_with_no_drafter`; empty, with a warning, after Ctrl-C before it or in it."""
+    if len(generation.sequences) == len(requests):
+        with suppress(KeyboardInterrupt):
+            return _compare_with_no_drafter(setup, requests, generation, results, output)
+    output.warning("lossless check left out: the run was interrupted")
+    return {}
+
+
+def _compare_with_no_drafter(
+    setup: Setup, requests: list[Request], generation: Generation, results: RunResults, output: Output
+) -> dict[str, Any]:
+    """Generate again without a drafter; the `speedup` and `checks` of the document, shown too."""
+    baseline = setup.session.run_without_drafter(requests)
+    speedup = generation.work.speedup_over(baseline.work)
+    check = lossless_check(setup.session, generation.sequences, baseline.sequences, output)
+    if results.stats != "none":
+        output.result(speedup_line(speedup))
+    for line in lossless_lines(check):
+        output.result(line)
+    return {"speedup": speedup, "checks": {"lossless": check}}

@@ -1,0 +1,100 @@
+"""What `summarize` does with a session: answer the samples, check, write and show."""
+
+from pathlib import Path
+from typing import Any
+
+from commands.documents.settings import Setup
+from commands.documents.summarize import Evaluation, accuracy_check, summary_document, write_outputs
+from commands.html.report import write_report
+from commands.inputs.batches import by_category, encode_samples, make_batches
+from commands.inputs.dataset import Sample
+from commands.inputs.traces import write_traces
+from commands.options.summarize import EvaluationOptions, SummarizeInputs, SummarizeResults
+from commands.output import Output
+from commands.sessions import lossless_check
+from commands.tables.lossless import fail_unless_lossless
+from commands.tables.summarize import show_summary
+from runtime.errors import SpecDecError
+from runtime.evaluation.steps import all_pieces
+from runtime.evaluation.systems import HuggingFace, Question, SystemRun, evaluate_engine, evaluate_hf
+from runtime.session import Session
+
+
+def evaluate(
+    setup: Setup,
+    hf_dir: Path | None,
+    samples: list[Sample],
+    inputs: SummarizeInputs,
+    options: EvaluationOptions,
+    results: SummarizeResults,
+    output: Output,
+) -> None:
+    """Answer, with `hf_dir`'s model too if it is given, check, write and show; SpecDecError if a check fails."""
+    _check_batch_size(setup.llm.engine.max_batch_size, options.batch_size)
+    if options.batch_size > 1:
+        samples = by_category(samples)
+    prompts = encode_samples(samples, inputs.eval_task, setup.llm.tokenizer, inputs.max_input_length)
+    runs = _run_systems(setup, make_batches(samples, prompts, options.batch_size), hf_dir, options, output)
+    evaluation = Evaluation(samples, prompts, runs)
+    settings = options.record(inputs, len(samples))
+    document = summary_document(setup, evaluation, settings, per_step=results.stats == "detailed")
+    document["checks"] |= _checks(setup.session, document, runs, results, output)
+    if results.output_dir is not None:
+        write_outputs(results.output_dir, setup.llm, runs, document)
+    if results.output_traces is not None:
+        categories = [sample.category for sample in samples]
+        write_traces(results.output_traces, zip(runs[0].sequences, categories, strict=True))
+    show_summary(document, samples, runs, results.stats, output)
+    output.document(document)
+    if results.report is not None:
+        pieces = all_pieces(setup.llm.tokenizer, runs[0].sequences)
+        write_report(results.report, document, pieces or [None] * len(samples))
+        output.result(f"report written: {results.report}")
+    fail_unless_lossless(document["checks"])
+    _fail_unless_accurate(document["checks"], results.rouge1_threshold)
+
+
+def _check_batch_size(max_batch_size: int, batch_size: int) -> None:
+    if batch_size > max_batch_size:
+        raise SpecDecError(
+            f"`--batch-size` exceeds the engine's max_batch_size {max_batch_size}: {batch_size}",
+            hint="lower it, or build with a larger `--max-batch-size`",
+        )
+
+
+def _run_systems(
+    setup: Setup, batches: list[list[list[int]]], hf_dir: Path | None, options: EvaluationOptions, output: Output
+) -> list[SystemRun]:
+    """The engine with its drafter and without, and Hugging Face, where they are asked for."""
+    question = Question(setup.llm, setup.llm.request_of(setup.params))
+    runs: list[SystemRun] = []
+    if options.test_engine:
+        with output.progress("engine", len(batches)) as advance:
+            runs += evaluate_engine(question, setup.session, batches, advance)
+    if hf_dir is not None:
+        hugging_face = HuggingFace.load(hf_dir, question)
+        with output.progress("Hugging Face", len(batches)) as advance:
+            runs.append(evaluate_hf(hugging_face, batches, advance))
+    return runs
+
+
+def _checks(
+    session: Session, document: dict[str, Any], runs: list[SystemRun], results: SummarizeResults, output: Output
+) -> dict[str, Any]:
+    """Those that are asked for, for the document's `checks`."""
+    checks = {}
+    if results.check_accuracy:
+        checks["accuracy"] = accuracy_check(document, results.rouge1_threshold)
+    if results.check_lossless:
+        checks["lossless"] = lossless_check(session, runs[0].sequences, runs[1].sequences, output)
+    return checks
+
+
+def _fail_unless_accurate(checks: dict[str, Any], threshold: float) -> None:
+    """SpecDecError (exit code 1) if the check was made and failed."""
+    check = checks.get("accuracy")
+    if check is not None and not check["passed"]:
+        raise SpecDecError(
+            f"ROUGE-1 is below the threshold {threshold:g}: {check['rouge1']:.2f}",
+            hint="look at the outputs, or set `--rouge1-threshold`",
+        )

@@ -1,0 +1,97 @@
+"""The group of options that only `build` has."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from commands.options.panels import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION
+from commands.options.single import Force
+from runtime.config import BuildConfig, Compiler, SpeculativeDecodingMode
+from runtime.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """What is built of what, and for which requests. The longest sequence is the model's where None is given."""
+
+    checkpoint_dir: Annotated[Path, typer.Option(help="Checkpoint made by `convert`.", rich_help_panel=INPUT)]
+    output_dir: Annotated[Path, typer.Option(help="Engine directory to write.", rich_help_panel=OUTPUT)]
+    max_batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step.", rich_help_panel=RUNTIME)] = 4
+    max_input_len: Annotated[int, typer.Option(min=1, help="Tokens in a prompt.", rich_help_panel=RUNTIME)] = 1024
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens in prompt and output together; max_draft_len is added to it.",
+            rich_help_panel=RUNTIME,
+            show_default="the model's positions",
+        ),
+    ] = None
+    max_draft_len: Annotated[
+        int, typer.Option(min=0, help="Tokens in a draft; 0 for none.", rich_help_panel=SPECULATION)
+    ] = 0
+    speculative_decoding_mode: Annotated[
+        SpeculativeDecodingMode,
+        typer.Option(
+            help="How drafts reach the engine: none or draft_tokens_external.",
+            rich_help_panel=SPECULATION,
+            metavar="NAME",
+        ),
+    ] = "none"
+    use_paged_context_fmha: Annotated[
+        Literal["enable", "disable"],
+        typer.Option(help="Attention over the paged K/V cache; drafts need it.", rich_help_panel=KV_CACHE),
+    ] = "enable"
+    tokens_per_block: Annotated[
+        int, typer.Option(min=1, help="Tokens in a K/V block; a power of two.", rich_help_panel=KV_CACHE)
+    ] = 32
+    compiler: Annotated[
+        Compiler,
+        typer.Option(
+            help="`aot` compiles ahead of time; `torch-compile` serves models that cannot be exported; "
+            "`none` is for debugging.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = "aot"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="What the engine runs on; `auto` is a GPU where there is one.", rich_help_panel=RUNTIME),
+    ] = "auto"
+    force: Force = False
+
+    def config(self, max_seq_len: int) -> BuildConfig:
+        """For prompts and outputs of `max_seq_len` together, to which drafts are added."""
+        return BuildConfig(
+            compiler=self.compiler,
+            max_batch_size=self.max_batch_size,
+            max_input_len=self.max_input_len,
+            max_seq_len=max_seq_len + self.max_draft_len,
+            max_draft_len=self.max_draft_len,
+            tokens_per_block=self.tokens_per_block,
+            speculative_decoding_mode=self.speculative_decoding_mode,
+        )
+
+    def check(self) -> None:
+        """UsageError for settings of drafts that do not fit together, or blocks of a size that cannot be."""
+        if self.speculative_decoding_mode == "draft_tokens_external" and self.max_draft_len == 0:
+            raise UsageError(
+                "`--speculative-decoding-mode draft_tokens_external` needs a draft length: --max-draft-len 0",
+                hint="`--max-draft-len 10` allows drafts of up to 10 tokens",
+            )
+        if self.max_draft_len > 0 and self.speculative_decoding_mode == "none":
+            raise UsageError(
+                f"`--max-draft-len {self.max_draft_len}` needs a mode",
+                hint="`--speculative-decoding-mode draft_tokens_external`",
+            )
+        if self.max_draft_len > 0 and self.use_paged_context_fmha == "disable":
+            raise UsageError(
+                "drafts need attention over the paged K/V cache: --use-paged-context-fmha disable",
+                hint="`--use-paged-context-fmha enable`",
+            )
+        if self.tokens_per_block & (self.tokens_per_block - 1):
+            raise UsageError(
+                f"`--tokens-per-block` must be a power of two: {self.tokens_per_block}",
+                hint="`--tokens-per-block 32` is the default",
+            )

@@ -1,0 +1,86 @@
+"""Groups of options: frozen dataclasses whose annotated fields are flags.
+
+A command takes groups, Typer wants each flag as a parameter. `expand_groups` stands between them: Typer reads the
+signature it makes, and the command gets its groups filled. A group may hold groups.
+
+    @dataclass(frozen=True)
+    class Cache:
+        max_tokens: Annotated[int, typer.Option(help="Tokens in it.")] = 512
+
+    @expand_groups
+    def run(cache: Cache) -> None: ...  # `--max-tokens 8` calls run(Cache(max_tokens=8))
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from inspect import Parameter, Signature
+from typing import Any, get_type_hints
+
+
+def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as Typer wants it: a keyword parameter for each flag; parameters that are no group stay.
+
+    TypeError if two flags have one name.
+    """
+    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    flags = [flag for parameter in parameters for flag in _flags_of(parameter)]
+    twice = [name for name, count in Counter(flag.name for flag in flags).items() if count > 1]
+    if twice:
+        raise TypeError(f"options of one name in {command.__name__}: {', '.join(twice)}")
+    signature = Signature(flags, return_annotation=None)
+
+    @functools.wraps(command)
+    def expanded(**given: Any) -> None:
+        values = signature.bind(**given)
+        values.apply_defaults()
+        command(**{parameter.name: _value_of(parameter, values.arguments) for parameter in parameters})
+
+    expanded.__signature__ = signature  # type: ignore[attr-defined]
+    expanded.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return expanded
+
+
+def given_flags(group: Any) -> dict[str, Any]:
+    """Flags of a group, and of those in it, with their values: those that are neither None nor False."""
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(group):
+        value = getattr(group, field.name)
+        if dataclasses.is_dataclass(value):
+            given |= given_flags(value)
+        elif value is not None and value is not False:
+            given[f"--{field.name.replace('_', '-')}"] = value
+    return given
+
+
+def _flags_of(parameter: Parameter) -> Iterable[Parameter]:
+    """The parameter itself, or one for each field of the group that it is."""
+    if not _is_group(parameter.annotation):
+        return [parameter.replace(kind=Parameter.KEYWORD_ONLY)]
+    return [flag for field in _fields_of(parameter.annotation) for flag in _flags_of(field)]
+
+
+def _value_of(parameter: Parameter, values: Mapping[str, Any]) -> Any:
+    """What the command gets for the parameter."""
+    if not _is_group(parameter.annotation):
+        return values[parameter.name]
+    return parameter.annotation(**{f.name: _value_of(f, values) for f in _fields_of(parameter.annotation)})
+
+
+def _fields_of(group: Any) -> list[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if field.default is dataclasses.MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(group)
+    ]
+
+
+def _is_group(annotation: Any) -> bool:
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)

@@ -1,0 +1,166 @@
+"""The groups of options that only `run` has."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.options.generation import GenerationOptions
+from commands.options.panels import INPUT, OUTPUT, RUNTIME, SAMPLING
+from commands.options.single import CheckLossless, OutputTraces, Report, Stats, TokenizerDir
+from commands.output import Output, check_output_files
+from runtime.errors import SpecDecError, UsageError
+from runtime.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What is read; `engine_dir` is None where a model may be given instead."""
+
+    engine_dir: Annotated[
+        Path | None,
+        typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
+    ] = None
+    input_text: Annotated[
+        list[str] | None, typer.Option(help="Prompt; repeatable.", rich_help_panel=INPUT, show_default=False)
+    ] = None
+    input_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts: .txt (one a line), .jsonl (`prompt` or `prompt_ids`), .csv or .npy (token ids).",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
+    ] = None
+    max_input_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Keep this many last tokens of a prompt.", rich_help_panel=INPUT, show_default="all"),
+    ] = None
+    tokenizer_dir: TokenizerDir = None
+
+    @property
+    def engine(self) -> Path:
+        """The engine's directory, the usual one where none is named."""
+        return self.engine_dir or Path("engine_outputs")
+
+    @property
+    def paths(self) -> list[Path]:
+        return [path for path in (self.engine, self.tokenizer_dir, self.input_file) if path is not None]
+
+
+@dataclass(frozen=True)
+class RunGeneration:
+    """How much is generated, and how."""
+
+    max_output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 128
+    common: GenerationOptions = field(default_factory=GenerationOptions)
+    random_seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)] = 0
+    num_return_sequences: Annotated[
+        int, typer.Option(min=1, help="Outputs for each prompt.", rich_help_panel=SAMPLING)
+    ] = 1
+    max_num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of prompts computed at a time, so that a long one does not stall the others.",
+            rich_help_panel=RUNTIME,
+            show_default="512",
+        ),
+    ] = None
+
+    def params(self, logprobs: int | None) -> SamplingParams:
+        """How to answer every prompt."""
+        return self.common.params(
+            n=self.num_return_sequences, seed=self.random_seed, max_tokens=self.max_output_len, logprobs=logprobs
+        )
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """What is printed, written and checked of the outputs."""
+
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Print text as it is generated.", rich_help_panel=OUTPUT)
+    ] = False
+    streaming_interval: Annotated[
+        int, typer.Option(min=1, help="Steps between two prints.", rich_help_panel=OUTPUT)
+    ] = 5
+    output_csv: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write prompt and output ids, padded with the end id.", rich_help_panel=OUTPUT, show_default=False
+        ),
+    ] = None
+    output_npy: Annotated[
+        Path | None, typer.Option(help="The same as int32 array.", rich_help_panel=OUTPUT, show_default=False)
+    ] = None
+    output_generation_logits: Annotated[
+        bool,
+        typer.Option(
+            "--output-generation-logits",
+            help="Write the target's float32 logits of every generated token, to `logits_generation.npy` if no other "
+            "name is given.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False
+    output_logits_npy: Annotated[
+        Path | None,
+        typer.Option(
+            help="The same to this name with `_generation` put in, as in TensorRT-LLM.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Give the log-probabilities of each generated token and of this many best ones in `--json`.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None
+    output_traces: OutputTraces = None
+    check_lossless: CheckLossless = False
+    stats: Stats = "summary"
+    show_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--show-tokens", help="Mark accepted, recovered and bonus tokens in the outputs.", rich_help_panel=OUTPUT
+        ),
+    ] = False
+    report: Report = None
+
+    @property
+    def logits_file(self) -> Path | None:
+        """Where logits are written: TensorRT-LLM's run.py writes `--output_logits_npy x.npy` to x_generation.npy."""
+        if not self.output_generation_logits and self.output_logits_npy is None:
+            return None
+        path = self.output_logits_npy or Path("logits.npy")
+        return path.with_name(f"{path.stem}_generation.npy")
+
+    def check(self, output: Output) -> None:
+        """UsageError for what cannot be on stdout together, or is nowhere else."""
+        if self.logprobs is not None and not output.json:
+            raise UsageError(f"`--logprobs` is for the JSON document: {self.logprobs}", hint="give `--json` too")
+        if self.streaming and output.json:
+            raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
+        if self.show_tokens and self.streaming:
+            raise UsageError(
+                "`--show-tokens` marks whole outputs, and `--streaming` prints them as they come", hint="choose one"
+            )
+        if self.show_tokens and not output.human:
+            wanted = "JSON" if output.json else "the result only"
+            raise UsageError(
+                f"`--show-tokens` marks outputs for people, and stdout is to have {wanted}",
+                hint="`--json --stats detailed` has the counts of each step, from which the marks follow",
+            )
+
+    def check_files(self, inputs: list[Path]) -> None:
+        """SpecDecError unless all that is asked for can be written, without replacing an input."""
+        logits = self.output_logits_npy
+        if logits is not None and (logits.name in ("", "..") or logits.is_dir()):
+            raise SpecDecError(f"cannot write the file (Is a directory): {logits}", hint="choose another path")
+        outputs = (self.output_csv, self.output_npy, self.logits_file, self.output_traces, self.report)
+        check_output_files([path for path in outputs if path is not None], inputs)

@@ -1,0 +1,98 @@
+"""The flags of sampling."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from commands.options.panels import SAMPLING
+from commands.output import warn
+from runtime.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """What shapes the distribution of tokens; None where nothing was given. The seed is the command's."""
+
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Divides the logits; 0 is greedy.", rich_help_panel=SAMPLING, show_default="1.0"),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Sample among this many best tokens; 1 is greedy, 0 leaves all.",
+            rich_help_panel=SAMPLING,
+            show_default="1; 0 with --temperature, --top-p or --min-p",
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample among the best tokens of this total probability; 0.0 is off.",
+            rich_help_panel=SAMPLING,
+            show_default="0.0",
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Leave out tokens below this share of the best one's probability; 0.0 is off.",
+            rich_help_panel=SAMPLING,
+            show_default="0.0",
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(
+            help="Divides positive scores of tokens that occurred, and multiplies negative ones; 1.0 is off.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken off the score of tokens that occurred.", rich_help_panel=SAMPLING)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken off the score of a token for each time it occurred.", rich_help_panel=SAMPLING)
+    ] = 0.0
+    no_repeat_ngram_size: Annotated[
+        int | None,
+        typer.Option(
+            help="No n-gram of this size comes twice, the prompt included.",
+            rich_help_panel=SAMPLING,
+            show_default="off",
+        ),
+    ] = None
+    bad_words: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text whose tokens are banned, with or without a space before it; repeatable.",
+            rich_help_panel=SAMPLING,
+            show_default="none",
+        ),
+    ] = None
+
+    def params(self, **others: Any) -> SamplingParams:
+        """The parameters as given, and `others`, which are the command's. UsageError for one that is out of range.
+
+        Without `--top-k` TensorRT-LLM is greedy, whatever temperature it is given. Here, to give one is to ask for
+        samples.
+        """
+        asks_to_sample = self.temperature is not None or bool(self.top_p) or bool(self.min_p)
+        top_k = (0 if asks_to_sample else 1) if self.top_k is None else self.top_k
+        if self.top_k == 1 and asks_to_sample:
+            warn("`--top-k 1` is greedy: `--temperature`, `--top-p` and `--min-p` have no effect")
+        if self.temperature == 0 and (top_k > 1 or self.top_p or self.min_p):
+            warn("`--temperature 0` is greedy: `--top-k`, `--top-p` and `--min-p` have no effect")
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=top_k,
+            top_p=self.top_p or 0.0,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            no_repeat_ngram_size=self.no_repeat_ngram_size or 0,
+            bad_words=self.bad_words,
+            **others,
+        )

@@ -1,0 +1,141 @@
+"""The groups of options that only `summarize` has."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from commands.inputs.dataset import DEMO, EvalTask
+from commands.options.panels import INPUT, OUTPUT, RUNTIME, SAMPLING
+from commands.options.single import CheckLossless, OutputTraces, Report, Stats, TokenizerDir
+from commands.output import check_output_files
+from runtime.errors import UsageError
+
+OUTPUT_DIR_FILES = ("engine.out", "hf.out", "summary.json")
+
+
+@dataclass(frozen=True)
+class SummarizeInputs:
+    """Engine, models and dataset."""
+
+    engine_dir: Annotated[Path, typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT)] = Path(
+        "engine_outputs"
+    )
+    hf_model_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Hugging Face model to compare with: directory, hub id or shipped name.", rich_help_panel=INPUT
+        ),
+    ] = None
+    tokenizer_dir: TokenizerDir = None
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="`demo`, a hub id such as ccdv/cnn_dailymail, or a .jsonl, .csv or .parquet file.",
+            rich_help_panel=INPUT,
+        ),
+    ] = DEMO
+    dataset_dir: Annotated[
+        Path | None,
+        typer.Option(help="Local directory that holds the dataset.", rich_help_panel=INPUT, show_default=False),
+    ] = None
+    eval_task: Annotated[
+        EvalTask,
+        typer.Option(
+            help="What the dataset asks for.", rich_help_panel=INPUT, metavar="[summarize|code_completion|question]"
+        ),
+    ] = "summarize"
+    max_input_length: Annotated[
+        int, typer.Option(min=1, help="Keep this many last tokens of a prompt.", rich_help_panel=INPUT)
+    ] = 923
+
+    @property
+    def paths(self) -> list[Path]:
+        """What is read."""
+        paths = (self.engine_dir, self.tokenizer_dir, self.dataset_dir, Path(self.dataset))
+        return [path for path in paths if path is not None]
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Which systems answer how many samples. The seed stands before the other flags of sampling in `--help`."""
+
+    test_engine: Annotated[bool, typer.Option("--test-engine", help="Run the engine.", rich_help_panel=RUNTIME)] = False
+    test_hf: Annotated[bool, typer.Option("--test-hf", help="Run Hugging Face.", rich_help_panel=RUNTIME)] = False
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples answered together.", rich_help_panel=RUNTIME)] = 1
+    max_ite: Annotated[int, typer.Option(min=1, help="Batches to run.", rich_help_panel=RUNTIME)] = 20
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 100
+    random_seed: Annotated[
+        int, typer.Option(help="Order of the dataset, and seed of sampling.", rich_help_panel=SAMPLING)
+    ] = 0
+
+    def check(self, hf_model_dir: str | None) -> None:
+        """UsageError if there is nothing to test, or no model to test."""
+        if not (self.test_engine or self.test_hf):
+            raise UsageError("nothing to test", hint="`--test-engine`, `--test-hf` or both")
+        if self.test_hf and hf_model_dir is None:
+            raise UsageError(
+                "`--test-hf` needs `--hf-model-dir`", hint="`--hf-model-dir` names the model the engine was made from"
+            )
+
+    def record(self, inputs: SummarizeInputs, num_samples: int) -> dict[str, Any]:
+        """What the document's `settings` say of the dataset and of how it is answered."""
+        return {
+            "dataset": inputs.dataset,
+            "eval_task": inputs.eval_task,
+            "batch_size": self.batch_size,
+            "output_len": self.output_len,
+            "max_input_length": inputs.max_input_length,
+            "num_samples": num_samples,
+            "random_seed": self.random_seed,
+            "hf_model_dir": inputs.hf_model_dir,
+        }
+
+
+@dataclass(frozen=True)
+class SummarizeResults:
+    """What is checked, printed and written."""
+
+    check_accuracy: Annotated[
+        bool,
+        typer.Option(
+            "--check-accuracy", help="Exit 1 if the engine's ROUGE-1 is below the threshold.", rich_help_panel=OUTPUT
+        ),
+    ] = False
+    rouge1_threshold: Annotated[
+        float, typer.Option(min=0.0, max=100.0, help="ROUGE-1 x 100 to reach.", rich_help_panel=OUTPUT)
+    ] = 15.0
+    check_lossless: CheckLossless = False
+    stats: Stats = "summary"
+    report: Report = None
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write outputs (engine.out, hf.out) and summary.json here.", rich_help_panel=OUTPUT, show_default=False
+        ),
+    ] = None
+    output_traces: OutputTraces = None
+
+    def check(self, *, test_engine: bool) -> None:
+        """UsageError for what is the engine's where it is not run."""
+        if test_engine:
+            return
+        if self.check_accuracy:
+            raise UsageError("`--check-accuracy` checks the engine", hint="`--test-engine`")
+        if self.check_lossless:
+            raise UsageError("`--check-lossless` checks the engine", hint="`--test-engine`")
+        if self.output_traces is not None:
+            raise UsageError("`--output-traces` writes the engine's outputs", hint="`--test-engine`")
+
+    def check_files(self, inputs: list[Path]) -> None:
+        """SpecDecError unless each can be written; `--output-dir` has files of its own, and may be going to be made."""
+        outputs = [path for path in (self.output_traces, self.report) if path is not None]
+        new_dir = None
+        if self.output_dir is not None:
+            taken = [(self.output_dir / name).resolve() for name in OUTPUT_DIR_FILES]
+            for path in outputs:
+                if path.resolve() in taken:
+                    raise UsageError(f"two outputs have the same file: {path}", hint="give each a name of its own")
+            new_dir = None if self.output_dir.exists() else self.output_dir
+        check_output_files(outputs, inputs, new_dir=new_dir)

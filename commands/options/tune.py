@@ -1,0 +1,158 @@
+"""The groups of options that only `tune` has."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.options.drafting import DraftingOptions, parse_drafter
+from commands.options.lookups import LookupOptions
+from commands.options.panels import INPUT, OUTPUT, RUNTIME, SPECULATION
+from commands.options.single import EndId, TokenizerDir
+from runtime.drafters.settings import LookupDrafter, NgramDrafter, SuffixDrafter
+from runtime.errors import UsageError
+
+DEFAULT_OUTPUT_LEN, DEFAULT_LIVE_PROMPTS = 128, 8
+
+
+@dataclass(frozen=True)
+class TuneInputs:
+    """What is tuned for, and on what: traces, or prompts."""
+
+    engine_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Engine to tune for; without one traces are replayed, and nothing is timed.",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
+    ] = None
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts with outputs, as `--output-traces` writes them.", rich_help_panel=INPUT, show_default=False
+        ),
+    ] = None
+    input_text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompt, which the engine answers without a drafter first; repeatable.",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
+    ] = None
+    input_file: Annotated[
+        Path | None,
+        typer.Option(help="Prompts in a file, as `run` takes it.", rich_help_panel=INPUT, show_default=False),
+    ] = None
+    tokenizer_dir: TokenizerDir = None
+
+    @property
+    def paths(self) -> list[Path]:
+        """What is read."""
+        paths = (self.engine_dir, self.traces, self.input_file, self.tokenizer_dir)
+        return [path for path in paths if path is not None]
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """How candidates are tried, and where the best is written; None where nothing was given."""
+
+    max_output_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens to generate from a prompt.",
+            rich_help_panel=RUNTIME,
+            show_default=str(DEFAULT_OUTPUT_LEN),
+        ),
+    ] = None
+    end_id: EndId = None
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests answered together.", rich_help_panel=RUNTIME, show_default="1"),
+    ] = None
+    num_live_prompts: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests that the best candidates are timed on.",
+            rich_help_panel=RUNTIME,
+            show_default=str(DEFAULT_LIVE_PROMPTS),
+        ),
+    ] = None
+    max_draft_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest draft to try.",
+            rich_help_panel=SPECULATION,
+            show_default="10, or the engine's or the drafter's if shorter",
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PROFILE.json",
+            help="Write what is recommended, for `run --profile` and `summarize --profile`.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None
+
+    def check(self, inputs: TuneInputs, named: LookupDrafter | None) -> None:
+        """UsageError for nothing to tune for or on, or for options that mean nothing there."""
+        if inputs.engine_dir is None:
+            self._check_without_engine(inputs.traces)
+        if inputs.traces is not None:
+            given = {
+                "--input-text": inputs.input_text,
+                "--input-file": inputs.input_file,
+                "--max-output-len": self.max_output_len,
+            }
+            _refuse("cannot be given with `--traces`, which has prompts and outputs", given, "leave one of the two out")
+        elif not inputs.input_text and inputs.input_file is None:
+            raise UsageError(
+                "nothing to tune on",
+                hint="`--traces` has recorded outputs, `--input-file` and `--input-text` have prompts",
+            )
+        if named is not None and self.max_draft_len is not None and self.max_draft_len > named.max_draft_len:
+            raise UsageError(
+                f"`--max-draft-len` exceeds the drafter's own, {named.max_draft_len}: {self.max_draft_len}",
+                hint="lower it, or raise the drafter's",
+            )
+
+    def _check_without_engine(self, traces: Path | None) -> None:
+        given = {
+            "--output": self.output,
+            "--batch-size": self.batch_size,
+            "--num-live-prompts": self.num_live_prompts,
+            "--end-id": self.end_id,
+        }
+        hint = "name the engine, or leave the flag out: recorded outputs alone are counted, not timed"
+        _refuse("needs `--engine-dir`", given, hint)
+        if traces is None:
+            raise UsageError(
+                "nothing to tune for", hint="`--engine-dir` names an engine, `--traces` what one has generated"
+            )
+
+
+def _refuse(reason: str, given: Mapping[str, object], hint: str) -> None:
+    """UsageError for the first of these flags that was given."""
+    for flag, value in given.items():
+        if value is not None:
+            raise UsageError(f"`{flag}` {reason}: {value}", hint=hint)
+
+
+def named_drafter(lookups: LookupOptions) -> LookupDrafter | None:
+    """The one drafter the flags name; None for the grid, which of the options knows `--ngram-pool` only."""
+    if lookups.ngram_config is not None and lookups.suffix_config is not None:
+        raise UsageError("`--ngram-config` and `--suffix-config` cannot be given together", hint="tune one at a time")
+    if lookups.ngram_config is None and lookups.suffix_config is None:
+        replace(lookups, ngram_pool=None).check_used([], "`--ngram-config` names the one drafter to tune")
+        return None
+    drafter = parse_drafter(DraftingOptions(lookups)).drafter
+    assert isinstance(drafter, NgramDrafter | SuffixDrafter)
+    return drafter

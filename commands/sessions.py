@@ -1,0 +1,58 @@
+"""What `run` and `summarize` do alike: a model and a session from their options, and the check of its outputs."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from commands.documents.settings import Setup
+from commands.options.drafting import Drafting
+from commands.output import Output
+from runtime.bundle import read_bundle
+from runtime.engine import DEFAULT_MAX_NUM_TOKENS, KVCacheConfig
+from runtime.evaluation.lossless import NUM_PREFIXES, check_outputs
+from runtime.llm import LLM
+from runtime.params import SamplingParams
+from runtime.request import Sequence
+from runtime.session import Mode, Session
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What the command line says of a session."""
+
+    engine_dir: Path
+    tokenizer_dir: Path | None
+    drafting: Drafting
+    params: SamplingParams
+    kv_cache: KVCacheConfig
+    mode: Mode = "orchestrator"
+    max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS
+
+
+@contextmanager
+def open_setup(options: SessionOptions) -> Iterator[Setup]:
+    """Open the engine and the drafter; SpecDecError if they cannot serve the options."""
+    drafting = options.drafting
+    llm = LLM(
+        drafting.bundle or read_bundle(options.engine_dir),
+        tokenizer=options.tokenizer_dir,
+        mode=options.mode,
+        kv_cache=options.kv_cache,
+        max_num_tokens=options.max_num_tokens,
+        device_id=drafting.named.device_id,
+    )
+    with llm:
+        llm.request_of(options.params)  # its words and ids are checked before a draft model is opened
+        session = llm.session(drafting.named.drafter, drafting.draft_len_mode)
+        yield Setup(llm, session, options.params, drafting.profile)
+
+
+def lossless_check(
+    session: Session, sequences: Seq[Sequence], without_drafter: Seq[Sequence], output: Output
+) -> dict[str, Any]:
+    """The outputs compared with those without a drafter, for the document's `checks`."""
+    with output.progress("lossless check", NUM_PREFIXES) as advance:
+        return check_outputs(session, sequences, without_drafter, advance)

@@ -1,0 +1,110 @@
+"""What `tune` does, from traces or prompts to a recommendation: with an engine, or by replay alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from commands.documents.tune import Tuning, tune_document
+from commands.inputs.prompts import Prompt, read_prompts
+from commands.inputs.traces import read_traces
+from commands.options.tune import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
+from commands.output import Output
+from commands.tables.tune import show
+from runtime.bundle import read_bundle
+from runtime.drafters.compatibility import check_corpora, check_corpus_files
+from runtime.llm import LLM
+from runtime.params import SamplingParams
+from runtime.request import Request
+from runtime.text import open_tokenizer, tokenizer_vocab_size
+from runtime.tuning.job import Answered, Scope, Timing, answer, check_tuning, fitting_requests, replay_alone, tune
+from runtime.tuning.live import Confirmation
+from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
+
+
+def tune_traces(inputs: TuneInputs, options: TuneOptions, scope: Scope, output: Output) -> None:
+    """Without an engine: what each candidate would have counted."""
+    assert inputs.traces is not None
+    check_corpus_files(scope.named)
+    tokenizer = open_tokenizer(inputs.tokenizer_dir) if inputs.tokenizer_dir is not None else None
+    vocab_size = tokenizer_vocab_size(tokenizer) if tokenizer is not None else None
+    if tokenizer is not None and vocab_size is not None:
+        check_corpora(scope.named, tokenizer, vocab_size)
+    scope.longest_draft(None)
+    search = replay_alone(read_traces(inputs.traces, tokenizer, vocab_size), scope, output.progress)
+    tuning = Tuning(search, _settings(inputs, options))
+    show(tuning, output)
+    output.document(tune_document(tuning))
+
+
+def tune_engine(
+    engine_dir: Path, inputs: TuneInputs, options: TuneOptions, scope: Scope, prompts: list[Prompt], output: Output
+) -> None:
+    """With an engine: predict, time the best, recommend."""
+    bundle = read_bundle(engine_dir)
+    scope.longest_draft(bundle.config.build_config.max_draft_len)
+    check_corpus_files(scope.named)
+    timing = Timing(options.batch_size or 1, options.num_live_prompts or DEFAULT_LIVE_PROMPTS)
+    with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode="orchestrator") as llm:
+        check_tuning(llm, scope, timing.batch_size)
+        answered = _answered(llm, inputs, options, prompts, output)
+        search, confirmation = tune(llm, answered, scope, timing, output.progress)
+    tuning = Tuning(search, _settings(inputs, options), confirmation)
+    if options.output is not None:
+        identity = ProfileEngine(str(engine_dir), engine_digest(bundle.config))
+        candidate = confirmation.recommended.replayed.candidate
+        figures = _figures(confirmation, timing.batch_size)
+        write_profile(options.output, Profile(identity, candidate.drafter, candidate.draft_len_mode, figures))
+    show(tuning, output)
+    output.document(tune_document(tuning))
+
+
+def _answered(llm: LLM, inputs: TuneInputs, options: TuneOptions, prompts: list[Prompt], output: Output) -> Answered:
+    """The requests that fit the engine, and what it answers, or was recorded to have answered."""
+    max_tokens = options.max_output_len or DEFAULT_OUTPUT_LEN
+    end_ids = {} if options.end_id is None else {"stop_token_ids": [options.end_id], "ignore_eos": True}
+    template = llm.request_of(SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, **end_ids))  # type: ignore[arg-type]
+    if inputs.traces is not None:
+        recorded = read_traces(inputs.traces, llm.tokenizer, llm.engine.config.vocab_size)
+        requests = [
+            replace(template.with_prompt(i, t.prompt_tokens), max_new_tokens=len(t.output_tokens))
+            for i, t in enumerate(recorded)
+        ]
+        kept = fitting_requests(llm, requests)
+        return Answered(_renumbered(requests, kept), [recorded[i] for i in kept], None)
+    if inputs.input_file is not None and inputs.input_file.suffix.lower() == ".npy" and template.end_ids:
+        prompts = read_prompts([], inputs.input_file, pad_id=min(template.end_ids))
+    requests = [template.with_prompt(i, llm.encode(prompt.content)[0]) for i, prompt in enumerate(prompts)]
+    kept = fitting_requests(llm, requests)
+    requests = _renumbered(requests, kept)
+    traces = answer(llm, requests, [prompts[i].category for i in kept], output.progress)
+    return Answered(requests, traces, max_tokens)
+
+
+def _renumbered(requests: list[Request], kept: list[int]) -> list[Request]:
+    return [replace(requests[i], id=new_id) for new_id, i in enumerate(kept)]
+
+
+def _figures(confirmation: Confirmation, batch_size: int) -> Figures:
+    recommended = confirmation.recommended
+    counts = recommended.measured.counts
+    return Figures(
+        len(recommended.measured.generation.sequences),
+        batch_size,
+        counts["tokens_per_step"],
+        counts["draft_acceptance_rate"],
+        recommended.predicted_s,
+        recommended.predicted_speedup,
+        recommended.measured.seconds,
+        recommended.measured_speedup,
+    )
+
+
+def _settings(inputs: TuneInputs, options: TuneOptions) -> dict[str, object]:
+    has_engine, has_traces = inputs.engine_dir is not None, inputs.traces is not None
+    return {
+        "engine_dir": str(inputs.engine_dir) if has_engine else None,
+        "traces": str(inputs.traces) if has_traces else None,
+        "max_output_len": None if has_traces else options.max_output_len or DEFAULT_OUTPUT_LEN,
+        "batch_size": options.batch_size or 1,
+        "num_live_prompts": (options.num_live_prompts or DEFAULT_LIVE_PROMPTS) if has_engine else None,
+        "profile": None if options.output is None else str(options.output),
+    }
