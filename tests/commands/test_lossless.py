@@ -14,7 +14,6 @@ from tiny import make_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from runtime.engine import KVCacheConfig
 from runtime.evaluation.lossless import (
     _is_chosen_within,
     _unit_in_the_last_place,
@@ -23,9 +22,10 @@ from runtime.evaluation.lossless import (
     compare_tokens,
     next_logits,
 )
+from runtime.llm import LLM
 from runtime.params import GREEDY, SamplingConfig
 from runtime.request import Request, Sequence
-from runtime.session import Session, SessionSettings, open_session
+from runtime.session import Session
 
 PROMPT = (5, 6, 7, 8)
 NUM_TOKENS = 8
@@ -46,15 +46,16 @@ def twin_engine_dirs(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTr
 
 
 @contextmanager
-def session_of(engine_dir: Path, sampling: SamplingConfig = GREEDY) -> Iterator[Session]:
-    settings = SessionSettings(engine_dir, None, None, sampling, KVCacheConfig(), end_id=0, stop_words=[], bad_words=[])
-    with open_session(settings) as session:
-        yield session
+def session_of(engine_dir: Path) -> Iterator[Session]:
+    with LLM(engine_dir, mode="orchestrator") as llm:
+        yield llm.session()
 
 
-def generated(session: Session, num_sequences: int = 1) -> list[Sequence]:
-    requests = [session.request(i, (*PROMPT, 9 + i), NUM_TOKENS) for i in range(num_sequences)]
-    return session.run(requests, speculate=False).sequences
+def generated(session: Session, num_sequences: int = 1, sampling: SamplingConfig = GREEDY) -> list[Sequence]:
+    prompts = [(*PROMPT, 9 + i) for i in range(num_sequences)]
+    return session.run(
+        [Request(i, prompt, NUM_TOKENS, frozenset([0]), sampling=sampling) for i, prompt in enumerate(prompts)]
+    ).sequences
 
 
 def with_token(sequence: Sequence, position: int, token: int) -> Sequence:
@@ -157,8 +158,8 @@ def test_token_that_cannot_be_chosen_is_no_near_tie(twin_engine_dirs: dict[str, 
     """The twin has the same logit, and is banned."""
     with session_of(twin_engine_dirs["bfloat16"]) as session:
         banned = twin(generated(session)[0].output_tokens[1])
-    with session_of(twin_engine_dirs["bfloat16"], SamplingConfig(bad_words=((banned,),))) as session:
-        (sequence,) = generated(session)
+    with session_of(twin_engine_dirs["bfloat16"]) as session:
+        (sequence,) = generated(session, sampling=SamplingConfig(bad_words=((banned,),)))
         check = compare_tokens(session, [with_token(sequence, 1, banned)], [sequence])
     (difference,) = check["differences"]
     assert (difference["logit_margin"], difference["is_near_tie"], check["passed"]) == (None, False, False)
@@ -217,8 +218,8 @@ def test_samples_nearer_than_rounding_are_near_ties(
     measured: float, is_near_tie: bool, twin_engine_dirs: dict[str, Path]
 ) -> None:
     """The second best with the noise, where `build` found logits to be off by so much."""
-    with session_of(twin_engine_dirs["bfloat16"], SamplingConfig(top_k=0)) as session:
-        (sequence,) = generated(session)
+    with session_of(twin_engine_dirs["bfloat16"]) as session:
+        (sequence,) = generated(session, sampling=SamplingConfig(top_k=0))
         config = session.engine.config
         check = replace(config.logits_check, max_abs_difference=measured)
         session.engine.config = replace(config, logits_check=check)
@@ -228,8 +229,8 @@ def test_samples_nearer_than_rounding_are_near_ties(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_samples_that_differ_beyond_rounding_fail(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
-    with session_of(twin_engine_dirs[dtype], SamplingConfig(top_k=0)) as session:
-        (sequence,) = generated(session)
+    with session_of(twin_engine_dirs[dtype]) as session:
+        (sequence,) = generated(session, sampling=SamplingConfig(top_k=0))
         check = compare_tokens(session, [with_token(sequence, 2, worst_at(session, sequence, 2))], [sequence])
     assert (check["num_near_ties"], check["num_different"], check["passed"]) == (0, 1, False)
 

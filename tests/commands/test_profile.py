@@ -10,12 +10,12 @@ import pytest
 from command_line import PROMPT, PROMPTS, Specdec, assert_valid, each, edit_json, ids_of
 from test_cli_errors import assert_one_clear_error
 
-from commands.options.drafter_settings import NgramSettings, SuffixSettings
 from runtime.bundle import read_engine_config
+from runtime.drafters.settings import NgramDrafter, SuffixDrafter
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, read_profile, write_profile
 
 FIGURES = Figures(8, 1, 1.5, 0.25, 0.9, 1.4, 1.0, 1.25)
-NGRAM = NgramSettings(4, 3, 0, min_matching_ngram_size=2, ranking="frequent", pool="public")
+NGRAM = NgramDrafter(4, 3, min_matching_ngram_size=2, ranking="frequent", pool="public")
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def path(profile: Profile, tmp_path: Path) -> Path:
     return tmp_path / "tuned.json"
 
 
-@pytest.mark.parametrize("drafter", [NGRAM, replace(NGRAM, corpus=Path("/c")), SuffixSettings(9, 0, "public"), None])
+@pytest.mark.parametrize("drafter", [NGRAM, replace(NGRAM, corpus=Path("/c")), SuffixDrafter(9, "public"), None])
 def test_what_is_written_is_what_is_read(drafter: Any, profile: Profile, tmp_path: Path) -> None:
     written = replace(profile, drafter=drafter, draft_len_mode="auto" if drafter else "fixed")
     write_profile(tmp_path / "p", written)
@@ -41,7 +41,7 @@ def test_paths_of_corpora_hold_elsewhere(profile: Profile, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     write_profile(Path("p"), replace(profile, drafter=replace(NGRAM, corpus=Path("c"))))
     drafter = read_profile(Path("p")).drafter
-    assert isinstance(drafter, NgramSettings) and drafter.corpus == tmp_path / "c"
+    assert isinstance(drafter, NgramDrafter) and drafter.corpus == tmp_path / "c"
 
 
 def test_engines_are_told_apart_by_what_they_are_not_by_their_times(llama_uncompiled_dir: Path) -> None:

@@ -1,59 +1,16 @@
 """Stop words against brute force over the whole text, and streamed text against the text that is not streamed."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import pytest
+from byte_tokenizers import any_byte_level_tokens, byte_fallback, byte_level, texts, words
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from commands.inputs.prompts import Prompt
 from runtime.text import StopWords, TextStream, decode, encode, output_text
 
-WORDS = ["ab", "aé", "é", "€€", "b a", "\n", "🙂b", "the dog"]
-SPECIALS = ["<pad>", "<s>", "</s>"]
-
-
-@cache
-def byte_level() -> PreTrainedTokenizerFast:
-    """Tokens are bytes (as GPT-2 writes them) and a few words."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*SPECIALS, *letters, "ab", "th", "the", "Ġd", "Ġdo", "Ġdog"])}
-    merges = [("a", "b"), ("t", "h"), ("th", "e"), ("Ġ", "d"), ("Ġd", "o"), ("Ġdo", "g")]
-    bpe = Tokenizer(models.BPE(vocab, merges))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-
-
-@cache
-def byte_fallback() -> PreTrainedTokenizerFast:
-    """Tokens are characters, with bytes for those it lacks, and a space in front that decoding drops (Llama 2)."""
-    letters = [*"abdeghot\n", "▁", "ab", "▁d"]
-    vocab = {token: i for i, token in enumerate([*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), *letters])}
-    bpe = Tokenizer(models.BPE(vocab, [("a", "b"), ("▁", "d")], byte_fallback=True, unk_token="<s>", fuse_unk=True))
-    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    bpe.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-
-
 TOKENIZERS = pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
-
-texts = st.lists(st.sampled_from(["a", "b", " ", "é", "€", "🙂", "\n", "the dog"]), max_size=12).map("".join)
-words = st.lists(st.sampled_from(WORDS), min_size=1, max_size=3, unique=True)
-
-
-@st.composite
-def any_byte_level_tokens(draw: st.DrawFn) -> list[int]:
-    """Ids of bytes that need not be UTF-8, of words, and of special tokens."""
-    tokenizer = byte_level()
-    ids = {*range(len(SPECIALS)), *tokenizer("ab the dogé€🙂\n")["input_ids"]}
-    ids |= set(tokenizer.convert_tokens_to_ids(["a", "b", "t", "h", "e", "Ġ"]))
-    return draw(st.lists(st.sampled_from(sorted(ids)), max_size=24))
 
 
 def generate(tokens: Sequence[int], prompt: list[int], stops: StopWords | None) -> tuple[list[int], bool]:
@@ -186,8 +143,8 @@ def test_long_prompts_keep_their_last_tokens() -> None:
         tokenizer_object=byte_level()._tokenizer, pad_token="<pad>", truncation_side="left"
     )
     ids = tokenizer("the dog ab")["input_ids"]
-    assert encode(Prompt("the dog ab", None), tokenizer, 2) == (ids[-2:], True)
-    assert encode(Prompt("the dog ab", None), tokenizer, len(ids)) == (ids, False)
-    assert encode(Prompt("the dog ab", None), tokenizer, None) == (ids, False)
-    assert encode(Prompt(None, (5, 6, 7)), None, 2) == ([6, 7], True)
-    assert encode(Prompt(None, (5, 6, 7)), None, 3) == ([5, 6, 7], False)
+    assert encode("the dog ab", tokenizer, 2) == (ids[-2:], True)
+    assert encode("the dog ab", tokenizer, len(ids)) == (ids, False)
+    assert encode("the dog ab", tokenizer, None) == (ids, False)
+    assert encode((5, 6, 7), None, 2) == ([6, 7], True)
+    assert encode((5, 6, 7), None, 3) == ([5, 6, 7], False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from commands import dataset
+from commands.inputs import dataset
 from commands.inputs.dataset import EvalTask, Sample, load_samples, summarization_prompt
 from runtime.errors import SpecDecError, UsageError
 

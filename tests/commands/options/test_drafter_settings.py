@@ -3,23 +3,13 @@
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from commands.options.drafter_settings import (
-    ChainSettings,
-    CustomSettings,
-    DrafterSettings,
-    DraftTargetSettings,
-    NgramRanking,
-    NgramSettings,
-    SuffixSettings,
-    drafter_names,
-    each_drafter,
-)
 from commands.options.drafting import (
     DraftingOptions,
+    Named,
     parse_custom_drafter,
     parse_draft_target_model_config,
     parse_drafter,
@@ -29,7 +19,16 @@ from commands.options.drafting import (
 )
 from commands.options.leader import LeaderOptions
 from commands.options.lookups import LookupOptions
-from runtime.drafters.ngram import Ranking
+from runtime.drafters.settings import (
+    ChainDrafter,
+    CustomDrafter,
+    DrafterSettings,
+    DraftTargetDrafter,
+    NgramDrafter,
+    SuffixDrafter,
+    drafter_names,
+    each_drafter,
+)
 from runtime.errors import UsageError
 
 DRAFT = Path("draft-engine")
@@ -37,7 +36,7 @@ DRAFT = Path("draft-engine")
 
 @pytest.mark.parametrize("text", ["[10,2,[0]]", " [ 10 , 2 , [ 0 ] ] ", "(10, 2, (0,))"])
 def test_ngram_config_is_draft_length_pattern_length_and_device(text: str) -> None:
-    assert parse_ngram_config(text) == NgramSettings(max_draft_len=10, max_matching_ngram_size=2, device_id=0)
+    assert parse_ngram_config(text, NO_OPTIONS) == (NgramDrafter(max_draft_len=10, max_matching_ngram_size=2), 0)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_ngram_config_is_draft_length_pattern_length_and_device(text: str) -> No
 )
 def test_malformed_ngram_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_ngram_config(text)
+        parse_ngram_config(text, NO_OPTIONS)
     assert wrong in raised.value.message
     assert raised.value.hint
 
@@ -82,9 +81,8 @@ def test_malformed_ngram_config_names_the_part_that_is_wrong(text: str, wrong: s
     ],
 )
 def test_draft_target_model_config_is_draft_length_two_devices_and_the_rule(text: str, use_logits: bool) -> None:
-    assert parse_draft_target_model_config(text, DRAFT) == DraftTargetSettings(
-        max_draft_len=4, draft_device_id=0, device_id=1, use_logits=use_logits, draft_engine_dir=DRAFT
-    )
+    drafter = DraftTargetDrafter(DRAFT, max_draft_len=4, use_logits=use_logits, device_id=0)
+    assert parse_draft_target_model_config(text, DRAFT) == (drafter, 1)
 
 
 @pytest.mark.parametrize(
@@ -189,15 +187,15 @@ def test_draft_target_model_config_needs_an_engine() -> None:
 
 def test_flags_name_their_drafter() -> None:
     draft_model = DraftingOptions(draft_target_model_config="[4,[0],[1],True]", draft_engine_dir=DRAFT)
-    assert parse_drafter(DraftingOptions()) is None
-    assert parse_drafter(DraftingOptions(LookupOptions("[10,2,[0]]"))) == NgramSettings(10, 2, 0)
-    assert parse_drafter(draft_model) == DraftTargetSettings(4, 0, 1, True, DRAFT)
-    assert parse_drafter(DraftingOptions(drafter="my_drafter:make")) == CustomSettings("my_drafter", "make")
+    assert parse_drafter(DraftingOptions()) == Named(None)
+    assert parse_drafter(DraftingOptions(LookupOptions("[10,2,[0]]"))) == Named(NgramDrafter(10, 2))
+    assert parse_drafter(draft_model) == Named(DraftTargetDrafter(DRAFT, 4, True), 1)
+    assert parse_drafter(DraftingOptions(drafter="my_drafter:make")) == Named(CustomDrafter("my_drafter", "make"))
 
 
 @pytest.mark.parametrize("text", ["[10,[0]]", " [ 10 , [ 0 ] ] ", "(10, (0,))"])
 def test_suffix_config_is_draft_length_and_device(text: str) -> None:
-    assert parse_suffix_config(text) == SuffixSettings(max_draft_len=10, device_id=0)
+    assert parse_suffix_config(text, NO_OPTIONS) == (SuffixDrafter(max_draft_len=10), 0)
 
 
 @pytest.mark.parametrize(
@@ -216,13 +214,9 @@ def test_suffix_config_is_draft_length_and_device(text: str) -> None:
 )
 def test_malformed_suffix_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_suffix_config(text)
+        parse_suffix_config(text, NO_OPTIONS)
     assert wrong in raised.value.message
     assert raised.value.hint
-
-
-def test_rankings_are_those_of_the_drafter() -> None:
-    assert get_args(NgramRanking) == get_args(Ranking)
 
 
 NO_OPTIONS = LookupOptions()
@@ -234,16 +228,16 @@ CONFIGS: dict[str, Any] = {
     "custom": {"drafter": "my_drafter:make"},
 }
 SETTINGS: dict[str, DrafterSettings] = {
-    "ngram": NgramSettings(10, 3, 0),
-    "suffix": SuffixSettings(8, 0),
-    "draft-target": DraftTargetSettings(4, 0, 0, False, DRAFT),
-    "custom": CustomSettings("my_drafter", "make"),
+    "ngram": NgramDrafter(10, 3),
+    "suffix": SuffixDrafter(8),
+    "draft-target": DraftTargetDrafter(DRAFT, 4),
+    "custom": CustomDrafter("my_drafter", "make"),
 }
 
 
 def parse(*, ngram_options: LookupOptions = NO_OPTIONS, **given: Any) -> DrafterSettings | None:
     configs = {flag: given.pop(flag) for flag in ("ngram_config", "suffix_config") if flag in given}
-    return parse_drafter(DraftingOptions(replace(ngram_options, **configs), **given))
+    return parse_drafter(DraftingOptions(replace(ngram_options, **configs), **given)).drafter
 
 
 def flags_of(*names: str) -> dict[str, Any]:
@@ -267,17 +261,17 @@ def drafting(
 
 
 def test_options_of_ngram_lookup_are_its_settings() -> None:
-    expected = NgramSettings(10, 3, 0, 2, "recent", "public", Path("c"))
+    expected = NgramDrafter(10, 3, 2, "recent", "public", Path("c"))
     assert parse(ngram_config="[10,3,[0]]", ngram_options=OPTIONS) == expected
-    assert leader("NGRAM", 10, 3).drafter_settings(drafting(None, None, None, OPTIONS)) == expected
+    assert leader("NGRAM", 10, 3).named(drafting(None, None, None, OPTIONS)).drafter == expected
 
 
 def test_suffix_matching_has_a_pool_too() -> None:
-    expected = SuffixSettings(8, 0, "public")
+    expected = SuffixDrafter(8, "public")
     options = LookupOptions(ngram_pool="public")
     assert parse(suffix_config="[8,[0]]", ngram_options=options) == expected
-    assert leader("suffix", 8).drafter_settings(drafting(None, None, None, options)) == expected
-    assert leader("SUFFIX").drafter_settings(drafting(None, None)) == SuffixSettings(4, 0)
+    assert leader("suffix", 8).named(drafting(None, None, None, options)).drafter == expected
+    assert leader("SUFFIX").named(drafting(None, None)) == SuffixDrafter(4).drafter
 
 
 @pytest.mark.parametrize("names", [["ngram", "draft-target"], ["draft-target", "ngram"], [*CONFIGS], ["custom"]])
@@ -285,23 +279,23 @@ def test_chain_is_in_the_order_of_its_names(names: list[str]) -> None:
     settings = parse(**flags_of(*names), drafters=",".join(names))
     assert each_drafter(settings) == tuple(SETTINGS[name] for name in names)
     assert drafter_names(settings) == names
-    assert isinstance(settings, ChainSettings) == (len(names) > 1)
+    assert isinstance(settings, ChainDrafter) == (len(names) > 1)
 
 
 def test_chain_drafts_as_much_as_its_longest_drafter() -> None:
     settings = parse(**flags_of("draft-target", "ngram"), drafters="draft-target,ngram")
-    assert settings is not None and (settings.max_draft_len, settings.device_id) == (10, 0)
+    assert settings is not None and settings.max_draft_len == 10
     settings = parse(**flags_of("custom", "ngram"), drafters="ngram,custom")
     assert settings is not None and settings.max_draft_len is None, "somebody's own may draft what the engine takes"
 
 
 def test_chain_of_leader_mode_takes_its_defaults() -> None:
-    settings = leader(None, 6).drafter_settings(drafting(DRAFT, "my_drafter:make", "ngram,suffix,draft-target,custom"))
+    settings = leader(None, 6).named(drafting(DRAFT, "my_drafter:make", "ngram,suffix,draft-target,custom")).drafter
     assert each_drafter(settings) == (
-        NgramSettings(6, 2, 0),
-        SuffixSettings(6, 0),
-        DraftTargetSettings(6, 0, 0, False, DRAFT),
-        CustomSettings("my_drafter", "make", 6),
+        NgramDrafter(6, 2),
+        SuffixDrafter(6),
+        DraftTargetDrafter(DRAFT, 6),
+        CustomDrafter("my_drafter", "make", 6),
     )
 
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from commands.options.drafter_settings import DrafterSettings, DraftLenMode, SuffixSettings
-from commands.options.drafting import Drafting, DraftingOptions, check_drafter
+from commands.options.drafting import Drafting, DraftingOptions, Named, check_drafter
 from commands.options.generation import GenerationOptions
 from commands.options.kv_cache import KVCacheOptions
 from commands.options.leader import LeaderOptions, ModelEngineOptions
 from commands.options.lookups import LookupOptions
 from commands.options.sampling import SamplingOptions
+from runtime.drafters.settings import DrafterSettings, DraftLenMode, SuffixDrafter
 from runtime.errors import SpecDecError, UsageError
-from runtime.sampling import GREEDY, SamplingParams
+from runtime.params import GREEDY, SamplingConfig
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_block_reuse_is_what_orchestrator_mode_needs_and_leader_mode_asks_once(
 @pytest.mark.parametrize(("check_lossless", "draft_len_mode"), [(True, "fixed"), (False, "auto")])
 def test_what_needs_a_drafter_says_so(check_lossless: bool, draft_len_mode: DraftLenMode) -> None:
     def check(drafter: DrafterSettings | None, mode: DraftLenMode, *, check_lossless: bool) -> None:
-        check_drafter(Drafting(drafter, mode, None), check_lossless=check_lossless)
+        check_drafter(Drafting(Named(drafter), mode, None), check_lossless=check_lossless)
 
-    check(SuffixSettings(10, 0), draft_len_mode, check_lossless=check_lossless)
+    check(SuffixDrafter(10), draft_len_mode, check_lossless=check_lossless)
     check(None, "fixed", check_lossless=False)
     with pytest.raises(UsageError, match="there is no(ne| drafter)") as raised:
         check(None, draft_len_mode, check_lossless=check_lossless)
@@ -120,8 +120,8 @@ def test_engine_that_is_there_is_not_built_anew(engines: ModelEngineOptions, mes
     assert raised.value.message == message
 
 
-def params(random_seed: int = 0, **given: Any) -> SamplingParams:
-    return SamplingOptions(**given).params(random_seed)
+def params(random_seed: int = 0, **given: Any) -> SamplingConfig:
+    return SamplingOptions(**given).params(seed=random_seed).config()
 
 
 @pytest.mark.parametrize(
@@ -129,22 +129,22 @@ def params(random_seed: int = 0, **given: Any) -> SamplingParams:
     [
         ({}, GREEDY),
         ({"top_k": 1}, GREEDY),
-        ({"top_k": 0}, SamplingParams(top_k=0)),
-        ({"top_k": 40}, SamplingParams(top_k=40)),
-        ({"temperature": 0.8}, SamplingParams(temperature=0.8, top_k=0)),
-        ({"temperature": 1.0}, SamplingParams(top_k=0)),
-        ({"temperature": 0.0}, SamplingParams(temperature=0.0, top_k=0)),
-        ({"top_p": 0.9}, SamplingParams(top_k=0, top_p=0.9)),
-        ({"top_p": 1.0}, SamplingParams(top_k=0, top_p=1.0)),
-        ({"min_p": 0.1}, SamplingParams(top_k=0, min_p=0.1)),
+        ({"top_k": 0}, SamplingConfig(top_k=0)),
+        ({"top_k": 40}, SamplingConfig(top_k=40)),
+        ({"temperature": 0.8}, SamplingConfig(temperature=0.8, top_k=0)),
+        ({"temperature": 1.0}, SamplingConfig(top_k=0)),
+        ({"temperature": 0.0}, SamplingConfig(temperature=0.0, top_k=0)),
+        ({"top_p": 0.9}, SamplingConfig(top_k=0, top_p=0.9)),
+        ({"top_p": 1.0}, SamplingConfig(top_k=0, top_p=1.0)),
+        ({"min_p": 0.1}, SamplingConfig(top_k=0, min_p=0.1)),
         ({"top_p": 0.0, "min_p": 0.0}, GREEDY),
-        ({"temperature": 0.8, "top_k": 1}, SamplingParams(temperature=0.8)),
-        ({"repetition_penalty": 1.2, "random_seed": 7}, SamplingParams(repetition_penalty=1.2, random_seed=7)),
-        ({"no_repeat_ngram_size": 3}, SamplingParams(no_repeat_ngram_size=3)),
+        ({"temperature": 0.8, "top_k": 1}, SamplingConfig(temperature=0.8)),
+        ({"repetition_penalty": 1.2, "random_seed": 7}, SamplingConfig(repetition_penalty=1.2, random_seed=7)),
+        ({"no_repeat_ngram_size": 3}, SamplingConfig(no_repeat_ngram_size=3)),
     ],
 )
 def test_asking_for_a_temperature_or_a_cut_is_asking_for_samples(
-    given: dict[str, Any], expected: SamplingParams
+    given: dict[str, Any], expected: SamplingConfig
 ) -> None:
     """Unless `--top-k` is given, which decides."""
     assert params(**given) == expected

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from byte_tokenizers import any_byte_level_tokens, byte_fallback, byte_level, texts, words
 from command_line import NGRAM, PROMPTS, Result, Specdec, each
 from draft_models import WITH_DRAFTS, MakeDraftEngineDir
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_text import any_byte_level_tokens, byte_fallback, byte_level, texts, words
 from tiny import make_model, repetitive_prompt
 from transformers import PreTrainedTokenizerFast
 

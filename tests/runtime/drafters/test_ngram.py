@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.drafters.ngram import NgramLookup, Ranking
+from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
+from runtime.drafters.settings import NgramRanking
 from runtime.errors import UsageError
 from runtime.request import Request, Sequence
 
-RANKINGS: list[Ranking] = ["oldest", "leftmost", "recent", "frequent"]
+RANKINGS: list[NgramRanking] = ["oldest", "leftmost", "recent", "frequent"]
 
 
 def start(
@@ -26,7 +27,7 @@ def propose(drafter: NgramLookup, sequence: Sequence, max_draft_len: int = 10) -
     return draft.tokens
 
 
-def choose(tokens: list[int], ends: list[int], ranking: Ranking) -> int:
+def choose(tokens: list[int], ends: list[int], ranking: NgramRanking) -> int:
     """Of the places where a pattern ended before a follower, in order, the one that `ranking` means."""
     if ranking == "frequent":
         found = [tokens[end] for end in ends]
@@ -36,7 +37,7 @@ def choose(tokens: list[int], ends: list[int], ranking: Ranking) -> int:
 
 
 def brute_force(
-    tokens: list[int], sizes: tuple[int, int], ranking: Ranking, draft_len: int, end_ids: tuple[int, ...]
+    tokens: list[int], sizes: tuple[int, int], ranking: NgramRanking, draft_len: int, end_ids: tuple[int, ...]
 ) -> list[int]:
     """The longest tail that occurred before with a token after it; what followed the occurrence that was chosen."""
     for n in range(sizes[1], sizes[0] - 1, -1):
@@ -66,7 +67,7 @@ def test_draft_equals_brute_force(
     prompt: list[int],
     runs: list[list[int]],
     sizes: tuple[int, int],
-    ranking: Ranking,
+    ranking: NgramRanking,
     max_draft_len: int,
     max_new_tokens: int,
     end_ids: tuple[int, ...],
@@ -191,7 +192,7 @@ class CountingTokens(list[int]):
 
 
 @pytest.mark.parametrize("ranking", RANKINGS)
-def test_cost_of_a_step_does_not_grow_with_the_sequence(ranking: Ranking) -> None:
+def test_cost_of_a_step_does_not_grow_with_the_sequence(ranking: NgramRanking) -> None:
     """Tokens read for one more token, after a prompt of 100 and of 10,000 tokens."""
     num_read = []
     for length in (100, 10_000):
