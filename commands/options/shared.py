@@ -275,7 +275,7 @@ DisableKvCacheReuse = Annotated[
 DisableOverlapScheduler = Annotated[
     bool,
     typer.Option(
-        "--disable-overlap-scheduler", help="Accepted: nothing overlaps (README, Leader mode).", rich_help_panel=LEADER
+        "--disable-overlap-scheduler", help="Accepted: nothing overlaps (docs/leader-mode.md).", rich_help_panel=LEADER
     ),
 ]
 ModelDtype = Annotated[
