@@ -24,13 +24,7 @@ from commands.options.shared import sort_by_panel
 from specdec_cli.app import app
 
 ROOT = Path(__file__).parents[1]
-WALK = (
-    "README.md",
-    "docs/drafters.md",
-    "docs/leader-mode.md",
-    "docs/reports.md",
-    "docs/draft-length-and-tuning.md",
-)
+WALK = ("README.md", "docs/drafters.md", "docs/leader-mode.md", "docs/reports.md")
 _REGION = re.compile(r"<!-- walk -->\n(.*?)<!-- end walk -->", re.DOTALL)
 _OUTPUT = r"<!-- output: (?P<name>[\w-]+)(?:, without: (?P<without>.*?))? -->\n"
 _BLOCK = re.compile(rf"```bash\n(?P<command>.*?)```\n(?:{_OUTPUT})?", re.DOTALL)

@@ -95,12 +95,6 @@ def test_the_reports_of_the_walk_mark_tokens_and_compare(walk: tuple[Path, dict[
     assert "20 of 20 outputs token for token the same" in outputs["compare"]
 
 
-def test_the_tuning_of_the_walk_recommends_and_is_used(walk: tuple[Path, dict[str, str]]) -> None:
-    directory, outputs = walk
-    assert "recommended: " in outputs["tune"]
-    assert (directory / "tuned.json").is_file()
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_pasted_outputs_are_of_the_walk(page: str) -> None:
     """A marker outside the walk, or of a name it does not have, would never be pasted anew."""
