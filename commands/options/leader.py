@@ -101,7 +101,7 @@ class LeaderOptions:
         bool,
         typer.Option(
             "--disable-overlap-scheduler",
-            help="Accepted: nothing overlaps (README, Leader mode).",
+            help="Accepted: nothing overlaps (docs/leader-mode.md).",
             rich_help_panel=LEADER,
         ),
     ] = False

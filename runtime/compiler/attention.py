@@ -23,7 +23,7 @@ from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 
 PAGED, KERNEL, PROBE = "specdec_paged", "specdec_kernel", "specdec_probe"
-SEE_README = "the README lists the model families that work"
+SEE_MODELS = "docs/models.md lists the model families that work"
 
 
 @dataclass
@@ -134,7 +134,7 @@ def probe_attention(
     layer = _layer_index(module)
     if layer in paged:
         raise SpecDecError(
-            f"a layer computes attention twice, which its K/V cache cannot serve: layer {layer}", hint=SEE_README
+            f"a layer computes attention twice, which its K/V cache cannot serve: layer {layer}", hint=SEE_MODELS
         )
     paged[layer] = shape
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
@@ -147,13 +147,13 @@ def _layer_index(module: nn.Module) -> int:
 def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
     name = type(module).__name__
     if kwargs.get("softcap") is not None:
-        raise SpecDecError(f"soft-capped attention is not supported: {name}", hint=SEE_README)
+        raise SpecDecError(f"soft-capped attention is not supported: {name}", hint=SEE_MODELS)
     if kwargs.get("s_aux") is not None:
-        raise SpecDecError(f"attention sinks are not supported: {name}", hint=SEE_README)
+        raise SpecDecError(f"attention sinks are not supported: {name}", hint=SEE_MODELS)
     if kwargs.get("position_bias") is not None:
-        raise SpecDecError(f"attention with a position bias is not supported: {name}", hint=SEE_README)
+        raise SpecDecError(f"attention with a position bias is not supported: {name}", hint=SEE_MODELS)
     if not getattr(module, "is_causal", True):
-        raise SpecDecError(f"attention that is not causal is not supported: {name}", hint=SEE_README)
+        raise SpecDecError(f"attention that is not causal is not supported: {name}", hint=SEE_MODELS)
 
 
 AttentionInterface.register(PAGED, paged_attention)

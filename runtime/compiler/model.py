@@ -17,7 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from runtime.compiler.attention import PROBE, SEE_README, PagedInputs
+from runtime.compiler.attention import PROBE, SEE_MODELS, PagedInputs
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 
@@ -36,7 +36,7 @@ def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfi
         hint = (
             "models with code of their own (`trust_remote_code`) are not supported"
             if "auto_map" in data
-            else SEE_README
+            else SEE_MODELS
         )
         raise SpecDecError(f"transformers does not know this model type: {model_type}", hint=hint)
     try:
@@ -53,26 +53,26 @@ def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfi
 def _refuse_unsupported(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
-        raise SpecDecError(f"encoder-decoder models are not supported: {kind}", hint=SEE_README)
+        raise SpecDecError(f"encoder-decoder models are not supported: {kind}", hint=SEE_MODELS)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise SpecDecError(f"transformers has no causal language model for this model type: {kind}", hint=SEE_README)
+        raise SpecDecError(f"transformers has no causal language model for this model type: {kind}", hint=SEE_MODELS)
     if getattr(config, "quantization_config", None):
         raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")
     if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise SpecDecError(f"soft-capped attention is not supported: {kind}", hint=SEE_README)
+        raise SpecDecError(f"soft-capped attention is not supported: {kind}", hint=SEE_MODELS)
     if getattr(config, "attention_chunk_size", None) is not None:
-        raise SpecDecError(f"chunked attention is not supported: {kind}", hint=SEE_README)
+        raise SpecDecError(f"chunked attention is not supported: {kind}", hint=SEE_MODELS)
     if getattr(config, "use_bidirectional_attention", None):
-        raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_README)
+        raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_MODELS)
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES)
     if foreign:
-        raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}", hint=SEE_README)
+        raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}", hint=SEE_MODELS)
     model_class = _model_class(config)
     if model_class._is_stateful:
-        raise SpecDecError(f"state-space models are not supported: {kind}", hint=SEE_README)
+        raise SpecDecError(f"state-space models are not supported: {kind}", hint=SEE_MODELS)
     if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
         raise SpecDecError(
-            f"the model cannot compute logits of chosen positions (`logits_to_keep`): {kind}", hint=SEE_README
+            f"the model cannot compute logits of chosen positions (`logits_to_keep`): {kind}", hint=SEE_MODELS
         )
 
 
@@ -97,7 +97,7 @@ def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     except Exception as error:  # any failure means the same to the user: not a model that can be served
         raise SpecDecError(
             f"the model does not run with attention from outside: {config.model_type}",
-            hint=f"{SEE_README}; transformers said: {type(error).__name__}: {error}",
+            hint=f"{SEE_MODELS}; transformers said: {type(error).__name__}: {error}",
         ) from error
     num_layers = config.num_hidden_layers
     if sorted(recorded) != list(range(num_layers)):

@@ -105,7 +105,7 @@ def test_own_drafter_and_check_lossless_work_in_leader_mode(leader: Leader, curr
 
 
 def test_trtllms_spellings_of_leader_mode(specdec: Specdec, llama_uncompiled_dir: Path, leader: Leader) -> None:
-    """The README's command of TensorRT-LLM names no algorithm."""
+    """The command in TensorRT-LLM's README names no algorithm."""
     result = specdec(
         "run", "--engine_dir", llama_uncompiled_dir, "--prompt", PROMPTS[0], "--max_tokens", NUM_TOKENS, "--json",
         "--spec_decode_nextn", 4, "--max_matching_ngram_size", 2, "--disable_overlap_scheduler",

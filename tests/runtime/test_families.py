@@ -1,4 +1,4 @@
-"""Greedy output equals Hugging Face `generate`, token for token, for every family the README calls verified."""
+"""Greedy output equals Hugging Face `generate`, token for token, for every family that docs/models.md names."""
 
 from pathlib import Path
 from typing import Any
