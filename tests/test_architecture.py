@@ -1,11 +1,14 @@
 """Imports go one way: specdec_cli -> commands -> runtime, and within runtime from engines down to nouns."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from commands.options.hints import HINTS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("specdec_cli", "commands", "runtime")
@@ -20,10 +23,13 @@ NOUNS = {
     "runtime.errors": set(),
     "runtime.config": {"runtime.errors"},
     "runtime.stats": set(),
-    "runtime.sampling": {"runtime.errors"},
-    "runtime.request": {"runtime.sampling", "runtime.stats"},
+    "runtime.params": {"runtime.errors"},
+    "runtime.sampling": {"runtime.errors", "runtime.params"},
+    "runtime.request": {"runtime.params", "runtime.sampling", "runtime.stats"},
     "runtime.verify": {"runtime.errors", "runtime.request", "runtime.sampling"},
     "runtime.files": {"runtime.errors"},
+    "runtime.reading": {"runtime.errors"},
+    "runtime.drafters.settings": {"runtime.errors", "runtime.drafters.protocol"},
     "runtime.corpus": {"runtime.config", "runtime.errors", "runtime.files"},
 }
 
@@ -77,7 +83,11 @@ def test_nouns_import_only_nouns(noun: str) -> None:
 
 def test_drafters_know_no_engine_but_their_own() -> None:
     allowed = {"runtime.corpus", "runtime.errors", "runtime.request", "runtime.sampling"}
-    for drafter in (name for name in modules("runtime") if name.startswith("runtime.drafters.")):
+    makers = {
+        "runtime.drafters.opening",
+        "runtime.drafters.compatibility",
+    }  # they open engines, and hold models together
+    for drafter in (name for name in modules("runtime") if name.startswith("runtime.drafters.") and name not in makers):
         ours = {name for name in imports(modules("runtime")[drafter]) if name.startswith("runtime")}
         engines = {"runtime.engine"} if drafter == "runtime.drafters.draft_target" else set()
         assert {name for name in ours if not name.startswith("runtime.drafters")} <= allowed | engines, drafter
@@ -86,6 +96,68 @@ def test_drafters_know_no_engine_but_their_own() -> None:
 def test_replay_loads_no_engine() -> None:
     ours = {name for name in imports(modules("runtime")["runtime.tuning.replay"]) if name.startswith("runtime")}
     assert {name for name in ours if not name.startswith("runtime.drafters")} <= {"runtime.request", "runtime.stats"}
+
+
+# From the top: what a layer holds is imported by nothing in the layers below it.
+LAYERS = (
+    ("runtime.tuning", "runtime.evaluation"),
+    ("runtime.llm",),
+    ("runtime.session", "runtime.engine_cache"),
+    ("runtime.drafters.opening", "runtime.drafters.compatibility"),
+    ("runtime.orchestrator", "runtime.leader"),
+    ("runtime.drafting",),
+    ("runtime.drafters.draft_target",),
+    ("runtime.engine",),
+)
+
+
+def layer_of(module: str) -> int:
+    """The number of its layer; a module in none of them is below all."""
+    for number, names in enumerate(LAYERS):
+        if any(module == name or module.startswith(f"{name}.") for name in names):
+            return number
+    return len(LAYERS)
+
+
+def test_layers_of_runtime_import_downwards_only() -> None:
+    """`build` opens the engine that it has made, to measure it: the compiler stands beside the layers."""
+    for module, path in modules("runtime").items():
+        if module.startswith("runtime.compiler."):
+            continue
+        for name in imports(path):
+            assert layer_of(name) >= layer_of(module) or not name.startswith("runtime"), f"{module} imports {name}"
+
+
+def test_runtime_names_no_flag_and_no_command() -> None:
+    """The commands know which flag to turn (`commands/options/hints.py`)."""
+    named = re.compile(r"--[a-z]|\bspecdec (convert|build|run|summarize|compare|tune|corpus)\b")
+    for module, path in modules("runtime").items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not named.search(node.value), f"{module}, line {node.lineno}: {node.value[:60]}"
+
+
+def test_every_fact_of_an_error_has_its_hint() -> None:
+    """And no hint is for a fact that nothing states."""
+    stated = set()
+    for path in modules("runtime").values():
+        stated |= set(re.findall(r'fact="(\w+)"', path.read_text(encoding="utf-8")))
+        stated |= set(re.findall(r'"(cache_too_\w+)"', path.read_text(encoding="utf-8")))
+    assert stated == {*HINTS, "other_environment"}
+
+
+def test_functions_are_short_and_narrow() -> None:
+    """At most 60 lines and 7 parameters; what a method is called on is none."""
+    for package in PACKAGES:
+        for module, path in modules(package).items():
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef):
+                    parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                    parameters += [one for one in (node.args.vararg, node.args.kwarg) if one is not None]
+                    names = [one.arg for one in parameters if one.arg not in ("self", "cls")]
+                    num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                    assert len(names) <= 7, f"{module}.{node.name} has {len(names)} parameters"
+                    assert num_lines <= 60, f"{module}.{node.name} has {num_lines} lines"
 
 
 def test_runtime_has_no_import_cycle() -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 
 from commands.html.outputs import Pieces
-from commands.html.svg import area_chart, column_chart
+from commands.html.svg import Column, area_chart, column_chart
 from commands.html.values import NO_DRAFTS, Page, integer, listed, seconds, step_time
 from commands.output import number, percent
 from runtime.evaluation.steps import tokens_over_time
@@ -34,14 +34,16 @@ def _card(title: str, note: str, content: str) -> str:
 def _histogram(page: Page) -> str:
     counts, num_drafts = page.at("total", "acceptance_histogram"), page.at("total", "num_spec_steps")
     chart = column_chart(
-        values=counts,
-        largest=max(counts),
-        names=[str(i) for i in range(len(counts))],
-        shown=[integer(count) for count in counts],
-        titles=[
-            f"{i} accepted: {count:,} of {num_drafts:,} drafts ({percent(count / num_drafts)})"
+        [
+            Column(
+                count,
+                integer(count),
+                str(i),
+                f"{i} accepted: {count:,} of {num_drafts:,} drafts ({percent(count / num_drafts)})",
+            )
             for i, count in enumerate(counts)
         ],
+        largest=max(counts),
         axis="accepted tokens of a draft",
         label=f"Steps with a draft by the number of its tokens that were accepted: {listed(counts)}",
     )
@@ -54,14 +56,11 @@ def _positions(page: Page) -> str:
     rates, drafts = page.at("total", "acceptance_rate_per_position"), page.at("total", "num_drafts_per_position")
     shown = ["–" if rate is None else f"{rate * 100:.0f}" for rate in rates]
     chart = column_chart(
-        values=[rate or 0.0 for rate in rates],
-        largest=1.0,
-        names=[str(i) for i in range(1, len(rates) + 1)],
-        shown=shown,
-        titles=[
-            f"position {i}: {percent(rate)} of {num_drafts:,} drafts that are so long"
-            for i, (rate, num_drafts) in enumerate(zip(rates, drafts, strict=True), 1)
+        [
+            Column(rate or 0.0, text, str(i), f"position {i}: {percent(rate)} of {num:,} drafts that are so long")
+            for i, (rate, text, num) in enumerate(zip(rates, shown, drafts, strict=True), 1)
         ],
+        largest=1.0,
         axis="position in the draft",
         label=f"Share of drafts whose token was accepted, by position, in percent: {listed(shown)}",
         backdrop=True,

@@ -1,6 +1,7 @@
 """Two small charts as inline SVG, in colours of the page's style sheet; every mark has a title with its numbers."""
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from html import escape
 
 _WIDTH, _HEIGHT = 360, 168
@@ -8,32 +9,32 @@ _LEFT, _TOP, _BOTTOM = 24, 16, 34  # room for a scale, for a value above a colum
 _MAX_NAMES = 16  # more would run into each other
 
 
-def column_chart(
-    *,
-    values: Seq[float],
-    largest: float,
-    names: Seq[str],
-    shown: Seq[str],
-    titles: Seq[str],
-    axis: str,
-    label: str,
-    backdrop: bool = False,
-) -> str:
-    """A column for each value, `shown` above it and its name below; `backdrop` shows what is missing to `largest`."""
+@dataclass(frozen=True)
+class Column:
+    """A value, what is shown above it, its name below, and its title."""
+
+    value: float
+    shown: str
+    name: str
+    title: str
+
+
+def column_chart(columns: Seq[Column], *, largest: float, axis: str, label: str, backdrop: bool = False) -> str:
+    """The columns side by side; `backdrop` shows what is missing to `largest`."""
     base, height = _HEIGHT - _BOTTOM, _HEIGHT - _BOTTOM - _TOP
-    pitch = _WIDTH / max(len(values), 1)
+    pitch = _WIDTH / max(len(columns), 1)
     width = min(pitch * 0.78, 46)
-    every = -(-len(values) // _MAX_NAMES)
+    every = -(-len(columns) // _MAX_NAMES)
     marks = []
-    for i, (value, name, text, title) in enumerate(zip(values, names, shown, titles, strict=True)):
+    for i, column in enumerate(columns):
         middle = (i + 0.5) * pitch
-        size = height * value / largest if largest else 0.0
-        size = max(size, 1.0) if value else 0.0
+        size = height * column.value / largest if largest else 0.0
+        size = max(size, 1.0) if column.value else 0.0
         ghost = _bar("ghost", middle - width / 2, _TOP, width, height) if backdrop else ""
         bar = _bar("bar", middle - width / 2, base - size, width, size) if size else ""
-        above = _label(middle, base - size - 4, text, "value") if every == 1 else ""
-        below = _label(middle, base + 13, name) if i % every == 0 else ""
-        marks.append(f"<g><title>{escape(title)}</title>{ghost}{bar}{above}{below}</g>")
+        above = _label(middle, base - size - 4, column.shown, "value") if every == 1 else ""
+        below = _label(middle, base + 13, column.name) if i % every == 0 else ""
+        marks.append(f"<g><title>{escape(column.title)}</title>{ghost}{bar}{above}{below}</g>")
     line = f'<line class="axis" x1="0" x2="{_WIDTH}" y1="{base}" y2="{base}"/>'
     return _svg(_WIDTH, _HEIGHT, label, "\n".join(marks) + line + _label(_WIDTH / 2, _HEIGHT - 4, axis))
 

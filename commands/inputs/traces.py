@@ -65,8 +65,7 @@ def _encode(text: str, name: str, where: str, tokenizer: PreTrainedTokenizerBase
     if tokenizer is None:
         raise SpecDecError(
             f"there is no tokenizer for a text, `{name}` on {where}: {shown(text)}",
-            hint="name one",
-            fact="no_tokenizer",
+            hint="`--tokenizer-dir` names one",
         )
     # A prompt as `run` reads it; an output goes on from there and has no start of its own.
     tokens = encode(text, tokenizer)[0] if name == "prompt" else encode_text(tokenizer, text)

@@ -111,6 +111,9 @@ def _parse_drafter(record: Any, where: str) -> LookupDrafter | None:
     if kind is None:
         name = record.get("name") if isinstance(record, dict) else record
         raise SpecDecError(f"`{where}` names no drafter that a profile can have ({', '.join(_KINDS)}): {name}")
+    missing = [field.name for field in dataclasses.fields(kind) if field.name not in record]
+    if missing:
+        raise SpecDecError(f"`{where}` lacks the key: {missing[0]}")
     # Paths travel as text, which is what `parse` would refuse.
     settings = {key: value for key, value in record.items() if key not in ("name", "corpus")}
     try:

@@ -271,7 +271,7 @@ def test_suffix_matching_has_a_pool_too() -> None:
     options = LookupOptions(ngram_pool="public")
     assert parse(suffix_config="[8,[0]]", ngram_options=options) == expected
     assert leader("suffix", 8).named(drafting(None, None, None, options)).drafter == expected
-    assert leader("SUFFIX").named(drafting(None, None)) == SuffixDrafter(4).drafter
+    assert leader("SUFFIX").named(drafting(None, None)).drafter == SuffixDrafter(4)
 
 
 @pytest.mark.parametrize("names", [["ngram", "draft-target"], ["draft-target", "ngram"], [*CONFIGS], ["custom"]])
@@ -391,6 +391,6 @@ def test_leader_flags_that_do_not_fit_together_are_wrong_usage(
     flags: LeaderOptions, arguments: tuple[Any, ...], wrong: str
 ) -> None:
     with pytest.raises(UsageError) as raised:
-        flags.drafter_settings(drafting(*arguments))
+        flags.named(drafting(*arguments))
     assert wrong in raised.value.message
     assert raised.value.hint
