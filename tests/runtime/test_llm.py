@@ -1,0 +1,265 @@
+"""The Python API: what users import answers as Hugging Face does, with any drafter, and its errors say what to do."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import eager_logits, hf_greedy, make_model
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import specdec_cli
+from runtime.engine_cache import build_code
+from specdec_cli import (
+    LLM,
+    ChainDrafter,
+    Draft,
+    DraftTargetDrafter,
+    KVCacheConfig,
+    NgramDrafter,
+    SamplingParams,
+    Sequence,
+    SpecDecError,
+    SuffixDrafter,
+    UsageError,
+)
+
+PROMPT = "The little dog had a red ball. The"
+PROMPTS = [PROMPT, "Once upon a time there was a little dog. The little", "the ball the ball the ball"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(llama_uncompiled_dir: Path) -> Any:
+    with LLM(llama_uncompiled_dir) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def draft_engine_dir(make_engine_dir: Callable[..., Path], tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A draft model with the target's weights."""
+    model = make_model("llama", vocab_size=len(tokenizer))
+    return make_engine_dir(model, max_draft_len=0, speculative_decoding_mode="none", max_seq_len=160)
+
+
+@pytest.fixture(scope="module")
+def expected(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    return [hf_greedy(llama, tokenizer(prompt)["input_ids"], 24) for prompt in PROMPTS]
+
+
+class Repeats:
+    """A drafter as a user may write it."""
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [Draft(sequence.tokens[-3:][:max_draft_len]) for sequence in sequences]
+
+    def forget(self, request_id: int) -> None: ...
+
+
+def repeat_last(tokens: list[int], max_draft_len: int) -> list[int]:
+    return tokens[-1:] * max_draft_len
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        None,
+        NgramDrafter(),
+        NgramDrafter(4, 3, min_matching_ngram_size=2, ranking="frequent", pool="public"),
+        SuffixDrafter(max_draft_len=6),
+        ChainDrafter([NgramDrafter(3), SuffixDrafter(5)]),
+        Repeats(),
+        repeat_last,
+        ChainDrafter([SuffixDrafter(2), repeat_last]),
+    ],
+    ids=lambda drafter: getattr(drafter, "__name__", type(drafter).__name__),
+)
+def test_greedy_outputs_are_hugging_faces(llm: LLM, expected: list[list[int]], drafter: Any) -> None:
+    outputs = llm.generate(PROMPTS, GREEDY, drafter=drafter)
+    assert [output.token_ids for output in outputs] == expected
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert all(output.finish_reason == "length" and output.logprobs is None for output in outputs)
+    drafted = sum(output.stats.num_draft_tokens for output in outputs)
+    assert (drafted > 0) == (drafter is not None)
+
+
+def test_draft_model_is_an_engines_directory(llm: LLM, expected: list[list[int]], draft_engine_dir: Path) -> None:
+    drafter = DraftTargetDrafter(draft_engine_dir, max_draft_len=3)
+    outputs = llm.generate(PROMPTS, GREEDY, drafter=drafter)
+    assert [output.token_ids for output in outputs] == expected
+    assert all(output.stats.draft_acceptance_rate == 1.0 for output in outputs), "it has the target's weights"
+    engine = llm.session(drafter).draft_engine
+    assert engine is not None and llm.session(DraftTargetDrafter(draft_engine_dir, 3)).draft_engine is engine
+
+
+def test_sampling_with_a_seed_is_the_same_with_any_drafter(llm: LLM) -> None:
+    params = SamplingParams(seed=7, max_tokens=20, n=2, top_p=0.9)
+    plain = llm.generate(PROMPT, params)
+    drafted = llm.generate(PROMPT, params, drafter=SuffixDrafter())
+    assert [o.token_ids for o in plain] == [o.token_ids for o in drafted]
+    assert [o.index for o in plain] == [0, 1]
+    assert plain[0].token_ids != plain[1].token_ids
+    assert llm.check_lossless(PROMPTS, params, drafter=NgramDrafter())["passed"]
+
+
+def test_without_a_seed_every_call_draws_anew(llm: LLM) -> None:
+    """By chance alone two outputs of 24 tokens of a nearly flat distribution would be the same once in 10^20 runs."""
+    params = SamplingParams(temperature=5.0, max_tokens=24, ignore_eos=True)
+    first, second = (llm.generate(PROMPT, params)[0].token_ids for _ in range(2))
+    assert first != second
+
+
+@pytest.mark.parametrize("drafter", [None, NgramDrafter(), SuffixDrafter()], ids=["none", "n-gram", "suffix"])
+def test_logprobs_are_the_models_own(llm: LLM, llama: PreTrainedModel, drafter: Any) -> None:
+    """Hugging Face's, from one forward over prompt and output, whatever is drafted and however tokens are chosen."""
+    params = SamplingParams(seed=1, temperature=0.7, repetition_penalty=1.3, max_tokens=16, logprobs=3, ignore_eos=True)
+    (output,) = llm.generate(PROMPTS[2], params, drafter=drafter)
+    tokens = [*output.prompt_token_ids, *output.token_ids]
+    reference = torch.log_softmax(eager_logits(llama, tokens).float(), dim=-1)[len(output.prompt_token_ids) - 1 : -1]
+    assert output.logprobs is not None and len(output.logprobs) == 16
+    for row, token, one in zip(reference, output.token_ids, output.logprobs, strict=True):
+        values, ids = row.topk(3)
+        assert one.token == token
+        assert one.logprob == pytest.approx(float(row[token]), abs=1e-5)
+        assert [i for i, _ in one.top] == ids.tolist()
+        assert [value for _, value in one.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, [5, 6, 7, 5, 6]], ids=["text", "ids"])
+def test_pieces_of_a_stream_make_the_text(llm: LLM, prompt: Any) -> None:
+    (output,) = llm.generate(prompt, GREEDY)
+    pieces = list(llm.stream(prompt, GREEDY, drafter=NgramDrafter()))
+    assert "".join(pieces) == output.text
+    assert len(pieces) > 1
+    assert output.prompt_token_ids == (prompt if isinstance(prompt, list) else llm.encode(prompt)[0])
+
+
+def test_stream_that_is_left_frees_the_engine(llm: LLM, expected: list[list[int]]) -> None:
+    stream = llm.stream(PROMPT, GREEDY)
+    next(stream)
+    del stream
+    assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == expected[0]
+    llm.engine._blocks.check_integrity()
+    assert llm.engine._blocks.num_free_blocks == llm.engine._blocks.num_blocks - 1, "but for the null block"
+
+
+def test_parameters_for_each_prompt(llm: LLM, expected: list[list[int]], tokenizer: PreTrainedTokenizerFast) -> None:
+    text = llm.generate(PROMPTS[1], GREEDY)[0].text or ""
+    word = text[3:6]
+    params = [
+        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=word),
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop_token_ids=[expected[2][2]]),
+    ]
+    five, stopped, ended = llm.generate(PROMPTS, params)
+    assert five.token_ids == expected[0][:5]
+    assert (stopped.text, stopped.finish_reason) == (text[: text.find(word)], "stop")
+    assert ended.token_ids == expected[2][: expected[2].index(expected[2][2]) + 1] and ended.finish_reason == "end_id"
+
+
+def test_shared_pool_remembers_from_call_to_call(llm: LLM) -> None:
+    drafter = NgramDrafter(pool="public")
+    first = llm.generate(PROMPT, GREEDY, drafter=drafter)[0].stats
+    second = llm.generate(PROMPT, GREEDY, drafter=drafter)[0].stats
+    assert second.num_steps < first.num_steps, "the same answer was found in the pool"
+    llm.session(drafter).clear_pools()
+    assert llm.generate(PROMPT, GREEDY, drafter=drafter)[0].stats.num_steps == first.num_steps
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate([5, 6, 300_000]), "outside the vocabulary of 300: 300000"),
+        (lambda llm: llm.generate(PROMPT, SamplingParams(max_tokens=9999)), "exceed the engine's 160 tokens"),
+        (lambda llm: llm.generate([PROMPT] * 2, [GREEDY] * 3), "2 prompts, and sampling parameters for: 3"),
+        (lambda llm: llm.generate(PROMPT, SamplingParams(stop_token_ids=[999])), "outside the vocabulary of 300: 999"),
+        (lambda llm: llm.generate(PROMPT, drafter=NgramDrafter(max_draft_len=11)), "drafts of at most 10 tokens"),
+        (lambda llm: llm.generate(PROMPT, drafter=object()), "this is no drafter"),
+        (lambda llm: llm.generate(PROMPT, drafter=DraftTargetDrafter(Path("nowhere"))), "does not exist: nowhere"),
+        (lambda llm: llm.stream(PROMPT, SamplingParams(n=2)), "one output is streamed: n 2"),
+    ],
+)
+def test_what_cannot_be_is_an_error_with_a_hint(llm: LLM, call: Any, message: str) -> None:
+    with pytest.raises(SpecDecError) as raised:
+        call(llm)
+    assert message in raised.value.message
+    assert raised.value.hint and "--" not in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    "values", [{"n": 0}, {"max_tokens": 0}, {"logprobs": -1}, {"temperature": -1.0}, {"top_p": 1.5}, {"stop": [""]}]
+)
+def test_parameters_out_of_range_are_refused_when_they_are_made(values: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as raised:
+        SamplingParams(**values)
+    assert raised.value.hint
+
+
+def test_engine_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(SpecDecError, match="neither a directory here nor|hub cannot be reached|does not exist"):
+        LLM("./no-such-directory")
+
+
+def test_defaults_are_vllms() -> None:
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (1, 1.0, 1.0, 0, 16)
+    assert not params.config().is_greedy and SamplingParams(temperature=0).config().is_greedy
+    assert KVCacheConfig().block_reuse
+
+
+def test_public_names_are_loaded_when_asked_for() -> None:
+    assert set(specdec_cli.__all__) <= set(dir(specdec_cli))
+    assert all(getattr(specdec_cli, name) is not None for name in specdec_cli.__all__)
+    code = "import specdec_cli, sys; specdec_cli.NgramDrafter; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"
+    with pytest.raises(AttributeError):
+        specdec_cli.Nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+USER = """
+from specdec_cli import LLM, ChainDrafter, NgramDrafter, SamplingParams, SpecDecError, SuffixDrafter
+
+
+def answer(prompts: list[str]) -> list[str]:
+    with LLM("demo", dtype="float32", max_batch_size=2) as llm:
+        chain = ChainDrafter([NgramDrafter(), SuffixDrafter()])
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=64), drafter=chain)
+        rates: list[float | None] = [output.stats.draft_acceptance_rate for output in outputs]
+        for piece in llm.stream(prompts[0], drafter=lambda tokens, most: tokens[-most:]):
+            print(piece.upper(), rates)
+        return [output.text or "" for output in outputs]
+
+
+try:
+    answer(["a"])
+except SpecDecError as error:
+    print(error.hint)
+"""
+
+
+def test_type_hints_of_the_api_are_complete(tmp_path: Path) -> None:
+    """mypy, strict, of a file that uses the API, where the packages are found as installed ones are."""
+    (tmp_path / "user.py").write_text(USER)
+    root = Path(__file__).parents[2]
+    arguments = ["--strict", "--follow-imports=silent", "--cache-dir", str(root / ".mypy_cache"), "user.py"]
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", *arguments],
+        cwd=tmp_path,
+        env={"MYPYPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert all((root / package / "py.typed").is_file() for package in ("specdec_cli", "commands", "runtime"))
+
+
+def test_engines_are_named_by_the_code_that_builds_them() -> None:
+    """Drafters, loops and sampling are not in them, so a comment there rebuilds nothing; kernels and export are."""
+    names = {str(path.relative_to(Path(specdec_cli.__path__[0]).parent / "runtime")) for path in build_code()}
+    assert {"compiler/build.py", "compiler/compilation.py", "compiler/csrc/linear.cpp", "kv_cache.py"} <= names
+    assert not {name for name in names if name.startswith(("drafters", "evaluation", "tuning"))}
+    assert not names & {"sampling.py", "leader.py", "orchestrator.py", "llm.py", "verify.py", "stats.py"}
