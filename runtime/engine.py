@@ -172,7 +172,11 @@ class Engine:
                 )
         if request.sampling.top_k > size:
             raise SpecDecError(
-                f"top_k exceeds the vocabulary of {size}: {request.sampling.top_k}", hint="0 is the whole vocabulary"
+                f"top_k exceeds the vocabulary of {size}: {request.sampling.top_k}",
+                hint="0 leaves the whole vocabulary",
+                fact="top_k",
+                size=size,
+                top_k=request.sampling.top_k,
             )
 
     def _check_cache_size(self, request: Request, num_tokens: int) -> None:

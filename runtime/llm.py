@@ -274,6 +274,8 @@ class LLM:
                 f"an end id is outside the vocabulary of {self.bundle.config.vocab_size}: {foreign}",
                 hint="give an id of the engine's tokenizer",
                 fact="end_id",
+                size=self.bundle.config.vocab_size,
+                end_id=foreign,
             )
         return own if params.ignore_eos else own | self.end_ids
 

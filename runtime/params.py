@@ -66,7 +66,7 @@ GREEDY = SamplingConfig()
 class SamplingParams:
     """How to answer a prompt; names and defaults are vLLM's where it has them.
 
-    Temperature 0 is greedy; top_k 0 or -1 and top_p 1.0 leave the whole vocabulary. Without a `seed` every call draws
+    Temperature 0 is greedy; top_k 0 and top_p 1.0 leave the whole vocabulary. Without a `seed` every call draws
     one. Penalties and `no_repeat_ngram_size` see the prompt too. `stop` is text that ends an output and is not part of
     it. `logprobs` asks for the log-probabilities of that many best tokens and of the chosen one, by the model's own
     logits, before any penalty or cut. UsageError if a value is out of range.
@@ -110,7 +110,7 @@ class SamplingParams:
         """The same for an engine; `bad_words` as tokens. Without a seed it is 0."""
         return SamplingConfig(
             temperature=self.temperature,
-            top_k=max(self.top_k, 0),
+            top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,

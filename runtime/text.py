@@ -88,8 +88,9 @@ def word_tokens(tokenizer: PreTrainedTokenizerBase, name: str, word: str) -> lis
         raise UsageError(
             f"{name} has a word that the tokenizer makes nothing of: {word!r}",
             hint="leave it out",
-            fact="empty_word",
+            fact="foreign_word",
             name=name,
+            word=word,
         )
     return tokens
 

@@ -19,7 +19,7 @@ from commands.build import build
 from commands.compare import compare
 from commands.convert import convert
 from commands.corpus import create, merge, stats
-from commands.options.hints import hint_of
+from commands.options.hints import hint_of, message_of
 from commands.options.panels import sort_by_panel
 from commands.options.spellings import normalize_name, split_flags_without_effect
 from commands.output import fail, warn
@@ -158,7 +158,7 @@ def _report(error: Exception) -> int:
     """Say what went wrong; returns the exit code. What is not the user's to correct is raised again."""
     match error:
         case SpecDecError():
-            fail(error.message, hint_of(error))
+            fail(message_of(error), hint_of(error))
             return 2 if isinstance(error, UsageError) else 1
         case OSError():
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

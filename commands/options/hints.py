@@ -1,4 +1,4 @@
-"""Which flag to turn: for what the library says is wrong, the command line's own hint.
+"""Which flag to turn: for what the library says is wrong, the command line's own hint, and the flag's name.
 
 One table from facts (`SpecDecError.fact`) to hints. The values of an error stand in braces; an error without a fact, or
 with one that the library's own words are best for, keeps its hint.
@@ -30,11 +30,12 @@ HINTS: dict[str, str] = {
     "damaged_corpus": "make it again with `specdec corpus create`",
     "draft_len": f"lower it, or build with `{_DRAFTS} {{max_draft_len}}`",
     "drafter_failed": "`specdec --debug` shows where",
-    "empty_word": "leave it out of `{flag}`",
-    "end_id": "give an id of the engine's tokenizer with `--end-id`",
+    "empty_word": "leave it out",
+    "end_id": "give an id of the engine's tokenizer",
     "engine": _BUILD_AGAIN,
     "engine_for_checkpoint": "give the directory that `specdec convert` wrote",
     "exists": "`--force` replaces it",
+    "foreign_word": "leave it out",
     "model_for_checkpoint": "`specdec convert --model-dir {model_dir}` makes a checkpoint of it",
     "no_checkpoint": "make it with `specdec convert`",
     "no_compiler": "install one (the package `g++`) or name it in the variable CXX; `--compiler none` does without",
@@ -59,8 +60,25 @@ HINTS: dict[str, str] = {
     "(with `--model-dir`: a larger `--max-seq-len`)",
     "request_too_long": "lower `--max-output-len`, or give a larger `--max-seq-len` to `build` (with `--model-dir`: to "
     "this command)",
+    "top_k": "0 leaves the whole vocabulary",
     "tune_draft_len": "lower it, or build with a larger `--max-draft-len`",
 }
+
+
+MESSAGES: dict[str, str] = {
+    "batch_size": "`--batch-size` exceeds the engine's max_batch_size {max_batch_size}: {batch_size}",
+    "empty_word": "`{flag}` has a word of no letters: ''",
+    "end_id": "`--end-id` is outside the vocabulary of {size}: {end_id}",
+    "foreign_word": "`{flag}` has a word that the tokenizer makes nothing of: {word!r}",
+    "top_k": "`--top-k` exceeds the vocabulary of {size}: {top_k}",
+}
+"""Where the value is a flag's, its name."""
+
+
+def message_of(error: SpecDecError) -> str:
+    """What is wrong, with the flag's name where it is a flag's value."""
+    template = MESSAGES.get(error.fact or "")
+    return error.message if template is None else template.format(**_values(error))
 
 
 def hint_of(error: SpecDecError) -> str | None:
@@ -70,7 +88,11 @@ def hint_of(error: SpecDecError) -> str | None:
     template = HINTS.get(error.fact or "")
     if template is None:
         return error.hint
-    return template.format(**error.values | {"flag": _FLAGS.get(str(error.values.get("name")), "")})
+    return template.format(**_values(error))
+
+
+def _values(error: SpecDecError) -> dict[str, object]:
+    return error.values | {"flag": _FLAGS.get(str(error.values.get("name")), "")}
 
 
 _FLAGS = {"stop": "--stop-words", "bad_words": "--bad-words"}

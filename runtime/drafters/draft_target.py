@@ -38,7 +38,9 @@ class DraftModel:
         try:
             self.engine.check_lengths(request)
         except SpecDecError as error:
-            raise SpecDecError(f"draft engine: {error.message}", hint=error.hint) from error
+            raise SpecDecError(
+                f"draft engine: {error.message}", hint=error.hint, fact=error.fact, **error.values
+            ) from error
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         proposals = [_Proposal(self._follow(s), min(max_draft_len, s.max_draft_len)) for s in sequences]

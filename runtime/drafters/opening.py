@@ -104,10 +104,10 @@ def _open_one(settings: OneDrafter, opening: Opening, stack: ExitStack) -> OpenD
 
 
 def _open_draft_model(settings: DraftTargetDrafter, opening: Opening, stack: ExitStack) -> OpenDrafter:
-    with _errors_of_the_draft_engine():
+    with draft_engine_errors():
         bundle = read_bundle(opening.find_engine(settings.model))
     opening.check_draft_engine(bundle)
-    with _errors_of_the_draft_engine():
+    with draft_engine_errors():
         engine = stack.enter_context(Engine.of_bundle(bundle, settings.device_id, opening.kv_cache))
     model = DraftModel(engine, opening.vocab_size, use_logits=settings.use_logits)
     draft_costs = CostModel(bundle.config.step_costs, bundle.config.host_s) if opening.costs else None
@@ -169,7 +169,8 @@ class ShortDrafter:
 
 
 @contextmanager
-def _errors_of_the_draft_engine() -> Iterator[None]:
+def draft_engine_errors() -> Iterator[None]:
+    """Say of an error that it is about the draft engine."""
     try:
         yield
     except SpecDecError as error:

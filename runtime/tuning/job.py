@@ -80,6 +80,8 @@ def check_tuning(llm: LLM, scope: Scope, batch_size: int) -> None:
             f"the batch size exceeds the engine's max_batch_size {llm.engine.max_batch_size}: {batch_size}",
             hint="lower it, or build with a larger max_batch_size",
             fact="batch_size",
+            max_batch_size=llm.engine.max_batch_size,
+            batch_size=batch_size,
         )
     check_corpora(scope.named, llm.tokenizer, llm.engine.config.vocab_size)
 
