@@ -7,6 +7,7 @@ from typing import Any
 
 from commands.documents.head import document_head
 from commands.options.drafting import candidate_flags
+from runtime.drafters.settings import LookupDrafter
 from runtime.stats import RequestStats, sum_stats
 from runtime.tuning.candidates import Candidate
 from runtime.tuning.live import Confirmation, Confirmed
@@ -67,9 +68,13 @@ def _parts(seconds: LoopSeconds) -> dict[str, float]:
     return {"prompts": seconds.prompts, "steps": seconds.others}
 
 
+def _record(drafter: LookupDrafter) -> dict[str, Any]:
+    return drafter_record(drafter) or {}
+
+
 def _candidate_record(candidate: Candidate) -> dict[str, Any]:
     return {
-        "drafter": drafter_record(candidate.drafter),
+        "drafter": None if candidate.drafter is None else {**_record(candidate.drafter), "device_id": 0},
         "draft_len_mode": candidate.draft_len_mode,
         "flags": candidate_flags(candidate),
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import NGRAM, PROMPTS, Result, Specdec, draft_model, each, tree
+from command_line import NGRAM, PROMPTS, Result, Specdec, assert_valid, draft_model, each, tree
 from tiny import eager_logits
 from transformers import PreTrainedModel
 
@@ -121,3 +121,26 @@ def test_outputs_replace_neither_each_other_nor_what_is_read(
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "The dog"}\n'
     assert (llama_uncompiled_dir / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("drafter", ["none", "n-gram", "logits"])
+def test_logprobs_are_those_of_the_logits(
+    run: Run, drafters: dict[str, list[object]], drafter: str, tmp_path: Path
+) -> None:
+    """The logarithm of the softmax of what `--output-logits-npy` writes, in a document that its schema allows."""
+    path = tmp_path / "x.npy"
+    arguments = ["--max-output-len", 9, "--temperature", 0.8, "--logprobs", 2, "--output-logits-npy", path, "--json"]
+    document = run(*drafters[drafter], *arguments).document
+    assert_valid("run", document)
+    (request,) = document["requests"]
+    all_logprobs = torch.log_softmax(torch.from_numpy(np.load(tmp_path / "x_generation.npy"))[0], dim=-1)
+    assert [one["token"] for one in request["logprobs"]] == request["output_ids"]
+    for row, one in zip(all_logprobs, request["logprobs"], strict=False):
+        assert one["logprob"] == pytest.approx(float(row[one["token"]]), abs=1e-5)
+        assert [token for token, _ in one["top"]] == row.topk(2).indices.tolist()
+
+
+def test_logprobs_are_for_the_document(run: Run) -> None:
+    result = run("--logprobs", 2)
+    assert result.exit_code == 2
+    assert "`--logprobs` is for the JSON document: 2" in result.stderr
