@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from shared import once, shared_dir, shared_engine
+from strength import register_profiles
 from tiny import make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -24,6 +26,24 @@ from runtime.engine import Engine, KVCacheConfig
 
 torch.set_num_threads(1)
 torch.set_num_interop_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="try property tests at full strength, and run slow tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: a variation that is run with `--slow` only")
+    register_profiles()
+    settings.load_profile("slow" if config.getoption("--slow") else "default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
+
 
 MakeEngineDir = Callable[..., Path]
 MakeEngine = Callable[..., Engine]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strength import examples
 from tiny import VOCAB_SIZE, eager_logits, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -167,7 +168,7 @@ def test_occurrence_penalty_equals_a_count(tokens: list[int], presence: float, f
     weights=st.lists(st.integers(0, 64), min_size=1, max_size=12).filter(any),
     numerator=st.integers(0, 1023),
 )
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=examples(500), deadline=None, derandomize=True)
 def test_draw_is_the_inverse_of_the_cumulated_weights(weights: list[int], numerator: int) -> None:
     """Whole numbers, so that brute force and floats agree to the last bit: on a border the next token is drawn."""
     repeated = [token for token, weight in enumerate(weights) for _ in range(weight)]
@@ -180,7 +181,7 @@ def test_draw_is_the_inverse_of_the_cumulated_weights(weights: list[int], numera
     weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-200, 1e100)), min_size=1, max_size=12).filter(any),
     uniform=st.sampled_from([0.0, 2.0**-52, 0.5, 1 - 2.0**-52]),
 )
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=examples(500), deadline=None, derandomize=True)
 def test_token_without_weight_is_never_drawn(weights: list[float], uniform: float) -> None:
     """Nor one beyond the last, with the largest number that `uniform` gives."""
     token = draw(torch.tensor(weights, dtype=torch.float64), uniform)
