@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -30,12 +31,16 @@ def once(directory: Path, make: Callable[[Path], object]) -> Path:
 
 
 def shared_engine(engines_dir: Path, model_dir: Path, **build: Any) -> Path:
-    """The engine directory of a model's files, named after them and the settings, which are `build_tiny`'s."""
+    """The engine directory of a model's files, named after them and the settings, which are `build_tiny`'s.
+
+    A copy of the model is beside it.
+    """
     name = hashlib.sha256(repr(sorted(build.items())).encode())
     for path in sorted(model_dir.iterdir()):
         name.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
 
     def make(directory: Path) -> None:
-        build_tiny(model_dir, directory, **build)
+        shutil.copytree(model_dir, directory / "model")
+        build_tiny(directory / "model", directory, **build)
 
     return once(engines_dir / name.hexdigest()[:16], make) / "engine"

@@ -1,6 +1,7 @@
 """A request's distribution is Hugging Face's; its draws depend on its seed and the position, not on how it is run."""
 
 import copy
+import functools
 import itertools
 import math
 from collections import Counter
@@ -31,6 +32,7 @@ NUM_NEW_TOKENS = 24
 PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(3)]
 
 
+@functools.cache
 def processed_by_hf(
     model: PreTrainedModel, prompt: tuple[int, ...], params: SamplingConfig, num_tokens: int
 ) -> tuple[list[int], Tensor, Tensor]:
@@ -283,13 +285,14 @@ def texts(sequences: list[Sequence]) -> list[list[int]]:
     return [sequence.output_tokens for sequence in sequences]
 
 
-def reference_text(model: PreTrainedModel, request: Request) -> list[int]:
+@functools.cache
+def reference_text(model: PreTrainedModel, prompt: tuple[int, ...], params: SamplingConfig) -> list[int]:
     """Token by token from Hugging Face's logits of the whole prefix: no engine, no cache, no batch, no draft."""
-    tokens = list(request.prompt_tokens)
-    sampler = Sampler(request.sampling, request.prompt_tokens, request.return_index)
-    for _ in range(request.max_new_tokens):
+    tokens = list(prompt)
+    sampler = Sampler(params, prompt)
+    for _ in range(NUM_NEW_TOKENS):
         tokens.append(sampler.choose(tokens, eager_logits(model, tokens)[-1]))
-    return tokens[len(request.prompt_tokens) :]
+    return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("sampling", SAMPLED, ids=str)
@@ -299,7 +302,7 @@ def test_same_seed_gives_the_same_text(
 ) -> None:
     """Alone, together, in another order, in a small K/V pool, with drafts of any length."""
     requests = make_requests(sampling)
-    expected = [reference_text(target, request) for request in requests]
+    expected = [reference_text(target, r.prompt_tokens, r.sampling) for r in requests]
     stats = []
     for max_draft_len in (1, 4, 10):
         engine = Engine.open(engine_dirs["target"])
@@ -349,7 +352,7 @@ def test_same_text_where_sequences_keep_their_blocks(
         requests = make_requests(sampling)
         engine = Engine.open(engine_dirs["target"], kv_cache=KVCacheConfig(block_reuse=block_reuse))
         sequences = finish_holding_blocks(engine, requests, make_drafter(drafter, engine_dirs), 5)
-        assert texts(sequences) == [reference_text(target, request) for request in requests]
+        assert texts(sequences) == [reference_text(target, r.prompt_tokens, r.sampling) for r in requests]
         assert [sequence.stats.num_reused_tokens for sequence in sequences] == [0, 0, 0]
 
 

@@ -397,7 +397,7 @@ def fallback_engine_dir(shared: Path, kernels: Path) -> Path:
     """What a build with compiler aot makes of a model that cannot be exported."""
 
     def make(work_dir: Path) -> None:
-        make_model("llama").save_pretrained(work_dir / "model")
+        make_model("llama", num_hidden_layers=1).save_pretrained(work_dir / "model")
         run_python(FIRST_PROCESS, str(work_dir / "model"), str(work_dir), work_dir=work_dir)
 
     return once(shared / "fallback", make) / "engine"
@@ -443,7 +443,7 @@ def test_second_process_finds_everything_compiled(fallback_engine_dir: Path) -> 
     prompts = [repetitive_prompt(seed, length) for seed, length in ((0, 21), (1, 6), (2, 1))]
     arguments = str(fallback_engine_dir), json.dumps(prompts)
     outputs, counters = json.loads(run_python(SECOND_PROCESS, *arguments, work_dir=fallback_engine_dir.parent))
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=1)
     assert outputs == [hf_greedy(model, prompt, 20) for prompt in prompts] * 2
     assert not compiled.exists(), compiled.read_text()
     assert counters.get("fxgraph_cache_hit", 0) > 0
