@@ -13,35 +13,75 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import build_tiny, make_build, make_model
+from hypothesis import settings
+from shared import once, shared_dir, shared_engine
+from strength import register_profiles
+from tiny import make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from runtime.checkpoint import convert
-from runtime.compiler.build import build_engine
+from runtime.compiler.kernels import compile_kernels
 from runtime.engine import Engine, KVCacheConfig
 
 torch.set_num_threads(1)
 torch.set_num_interop_threads(1)
-CPU = torch.device("cpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="try property tests at full strength, and run slow tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: a variation that is run with `--slow` only")
+    register_profiles()
+    settings.load_profile("slow" if config.getoption("--slow") else "default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
+
 
 MakeEngineDir = Callable[..., Path]
 MakeEngine = Callable[..., Engine]
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that all workers of this test run have in common: see `once`."""
+    return shared_dir(tmp_path_factory)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
-    os.environ["SPECDEC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+def cache_of_its_own(shared: Path) -> None:
+    """One for this test run: what is compiled for one test is found by the others."""
+    os.environ["SPECDEC_CACHE_DIR"] = str(shared / "cache")
 
 
 @pytest.fixture(scope="session")
-def make_engine_dir(tmp_path_factory: pytest.TempPathFactory) -> MakeEngineDir:
-    """`make_engine_dir(model, **build)`: the engine directory of a model; `build` as for `make_build`."""
+def kernels(shared: Path, cache_of_its_own: None) -> Path:
+    """The compiled kernels' library, which is in the cache from now on."""
+    return once(shared / "kernels", compile_kernels)
+
+
+@pytest.fixture(scope="session")
+def make_engine_dir(
+    tmp_path_factory: pytest.TempPathFactory, shared: Path, request: pytest.FixtureRequest
+) -> MakeEngineDir:
+    """`make_engine_dir(model, **build)`: the engine directory of a model; `build` as for `build_tiny`.
+
+    An engine of the same weights and settings is there already: nobody may change one.
+    """
 
     def make(model: PreTrainedModel, **build: Any) -> Path:
-        work_dir = tmp_path_factory.mktemp("engine")
-        model.save_pretrained(work_dir / "model")
-        return build_tiny(work_dir / "model", work_dir, **build)
+        model_dir = tmp_path_factory.mktemp("model")
+        model.save_pretrained(model_dir)
+        if build.get("compiler") == "aot":
+            request.getfixturevalue("kernels")
+        return shared_engine(shared / "engines", model_dir, **build)
 
     return make
 
@@ -107,17 +147,12 @@ def llama_checkpoint_dir(llama_dir: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
-def llama_uncompiled_dir(llama_checkpoint_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Engine directory of `llama_dir` with compiler none."""
-    directory = tmp_path_factory.mktemp("llama") / "uncompiled"
-    build_engine(llama_checkpoint_dir, directory, make_build(), CPU, replace=False, phase=lambda name: None)
-    return directory
+def llama_uncompiled_dir(llama_dir: Path, shared: Path) -> Path:
+    """Engine directory of `llama_dir` with compiler none, and what its steps cost."""
+    return shared_engine(shared / "engines", llama_dir, measure_costs=True)
 
 
 @pytest.fixture(scope="session")
-def llama_engine_dir(llama_checkpoint_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Engine directory of `llama_dir`, compiled ahead of time (half a minute, once)."""
-    directory = tmp_path_factory.mktemp("llama") / "engine"
-    build = make_build(compiler="aot")
-    build_engine(llama_checkpoint_dir, directory, build, CPU, replace=False, phase=lambda name: None)
-    return directory
+def llama_engine_dir(llama_dir: Path, shared: Path, kernels: Path) -> Path:
+    """Engine directory of `llama_dir`, compiled ahead of time (half a minute, once), and what its steps cost."""
+    return shared_engine(shared / "engines", llama_dir, compiler="aot", measure_costs=True)

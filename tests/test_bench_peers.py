@@ -8,21 +8,24 @@ from pathlib import Path
 
 import bench_peers
 import pytest
+from shared import once
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_peers.py"
 SETTINGS = "--models tiny --dtypes float32 --prompts 1 --runs 1 --prompt-len 64 --output-len 8 --threads 1 --no-details"
 
 
 @pytest.fixture(scope="module")
-def output_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("peers")
-    files = ["--json", str(directory / "peers.json"), "--png", str(directory / "peers.png")]
-    env = {name: value for name, value in os.environ.items() if name != "SPECDEC_OPENVINO_PYTHON"}
-    command = [sys.executable, SCRIPT, *SETTINGS.split(), *files]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (directory / "stdout").write_text(done.stdout)
-    return directory
+def output_dir(shared: Path, kernels: Path) -> Path:
+    def make(directory: Path) -> None:
+        directory.mkdir()
+        files = ["--json", str(directory / "peers.json"), "--png", str(directory / "peers.png")]
+        env = {name: value for name, value in os.environ.items() if name != "SPECDEC_OPENVINO_PYTHON"}
+        command = [sys.executable, SCRIPT, *SETTINGS.split(), *files]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        (directory / "stdout").write_text(done.stdout)
+
+    return once(shared / "peers", make)
 
 
 def test_every_system_gives_hugging_faces_tokens_and_openvino_is_skipped_by_name(output_dir: Path) -> None:

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.checkpoint import convert
 from runtime.compiler.build import build_engine
-from runtime.config import BuildConfig
+from runtime.config import BuildConfig, Dtype
 
 VOCAB_SIZE = 32
 SLIDING_WINDOW = 8
@@ -98,9 +98,11 @@ def make_build(**settings: Any) -> BuildConfig:
     return BuildConfig(**(defaults | settings))
 
 
-def build_tiny(model_dir: Path, work_dir: Path, **build: Any) -> Path:
-    """Convert and build; `build` as for `make_build`."""
-    convert(model_dir, work_dir / "checkpoint", None, replace=False, progress=lambda done, total: None)
+def build_tiny(
+    model_dir: Path, work_dir: Path, *, dtype: Dtype | None = None, measure_costs: bool = False, **build: Any
+) -> Path:
+    """Convert and build; `build` as for `make_build`. What steps cost is measured only for who reads it."""
+    convert(model_dir, work_dir / "checkpoint", dtype, replace=False, progress=lambda done, total: None)
     build_engine(
         work_dir / "checkpoint",
         work_dir / "engine",
@@ -108,6 +110,7 @@ def build_tiny(model_dir: Path, work_dir: Path, **build: Any) -> Path:
         torch.device("cpu"),
         replace=False,
         phase=lambda name: None,
+        measure_costs=measure_costs,
     )
     return work_dir / "engine"
 

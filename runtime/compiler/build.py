@@ -37,9 +37,16 @@ Phase = Callable[[str], None]
 
 
 def build_engine(
-    checkpoint_dir: Path, output_dir: Path, build: BuildConfig, device: torch.device, *, replace: bool, phase: Phase
+    checkpoint_dir: Path,
+    output_dir: Path,
+    build: BuildConfig,
+    device: torch.device,
+    *,
+    replace: bool,
+    phase: Phase,
+    measure_costs: bool = True,
 ) -> EngineConfig:
-    """Write the engine directory of a checkpoint.
+    """Write the engine directory of a checkpoint, with what its steps cost unless nobody will ask.
 
     Raises SpecDecError if the settings do not fit the model, or the compiled step's logits differ from transformers';
     then nothing is written. A model that cannot be exported is compiled with `torch-compile` instead, and
@@ -88,8 +95,9 @@ def build_engine(
             logits_check=logits_check,
             compiler_note=note,
         )
-        phase("measuring steps")
-        config = _with_costs(config, step, device)
+        if measure_costs:
+            phase("measuring steps")
+            config = _with_costs(config, step, device)
         phase("writing the engine")
         copy_tokenizer_files(checkpoint_dir, directory)
         write_json(directory / "config.json", as_json(config))

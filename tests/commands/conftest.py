@@ -13,7 +13,8 @@ import pytest
 import torch
 from command_line import PROMPT, Result, Specdec
 from draft_models import WITH_DRAFTS, WITHOUT_DRAFTS, MakeDraftEngineDir, with_noise
-from tiny import build_tiny, make_model
+from shared import shared_engine
+from tiny import make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -77,9 +78,9 @@ def run(specdec: Specdec, llama_uncompiled_dir: Path) -> Callable[..., Result]:
 
 @pytest.fixture(scope="session")
 def make_draft_engine_dir(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
+    tmp_path_factory: pytest.TempPathFactory, shared: Path, tokenizer: PreTrainedTokenizerFast
 ) -> MakeDraftEngineDir:
-    """`make_draft_engine_dir(model, tokenizer, **build)`: an uncompiled engine that takes no drafts.
+    """`make_draft_engine_dir(model, tokenizer, **build)`: an uncompiled engine that takes no drafts, made once.
 
     The tokenizer is the target's unless another is given, or None for an engine without one.
     """
@@ -87,11 +88,11 @@ def make_draft_engine_dir(
     def make(
         model: PreTrainedModel, own_tokenizer: PreTrainedTokenizerFast | None = tokenizer, **build: object
     ) -> Path:
-        work_dir = tmp_path_factory.mktemp("draft")
-        model.save_pretrained(work_dir / "model")
+        model_dir = tmp_path_factory.mktemp("draft") / "model"
+        model.save_pretrained(model_dir)
         if own_tokenizer is not None:
-            own_tokenizer.save_pretrained(work_dir / "model")
-        return build_tiny(work_dir / "model", work_dir, **(WITHOUT_DRAFTS | build))
+            own_tokenizer.save_pretrained(model_dir)
+        return shared_engine(shared / "engines", model_dir, **(WITHOUT_DRAFTS | build))
 
     return make
 

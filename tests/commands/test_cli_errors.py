@@ -14,10 +14,9 @@ import pytest
 import torch
 from command_line import Result, Specdec, edit_json, tree
 from draft_models import MakeDraftEngineDir
-from tiny import make_build, make_model
+from shared import shared_engine
+from tiny import make_model
 from transformers import PreTrainedTokenizerFast
-
-from runtime.compiler.build import build_engine
 
 Damage = Callable[[Path], None]
 RUN = "run --engine-dir engine --input-text 'The dog' --max-output-len 8 "
@@ -524,12 +523,8 @@ ENGINES = [
 
 
 @pytest.fixture(scope="session")
-def plain_engine_dir(llama_checkpoint_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("plain") / "engine"
-    build = make_build(max_draft_len=0, speculative_decoding_mode="none")
-    device = torch.device("cpu")
-    build_engine(llama_checkpoint_dir, directory, build, device, replace=False, phase=lambda name: None)
-    return directory
+def plain_engine_dir(llama_dir: Path, shared: Path) -> Path:
+    return shared_engine(shared / "engines", llama_dir, max_draft_len=0, speculative_decoding_mode="none")
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A command that is stopped half way, by Ctrl-C, a full disk or a missing compiler, leaves nothing behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,19 +11,43 @@ from pathlib import Path
 
 import pytest
 from command_line import Specdec, tree
+from shared import once
 from tiny import make_model
 from transformers import PreTrainedTokenizerFast
 
-from runtime.compiler.kernels import LIBRARY, compile_kernels
-
 # A file that may not grow beyond so many bytes fails like a full disk. Ignored, the signal becomes an OSError.
-WITH_LIMIT = """
-import resource, signal, sys
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-limit = int(sys.argv.pop(1))
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+# Each command is run in a process of its own, which has the modules that take seconds to import from its parent.
+WITH_LIMITS = """
+import json, os, resource, signal, sys
+import runtime.checkpoint, runtime.compiler.build
 from specdec_cli.app import main
-main()
+
+def run(limit, arguments, errors):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(errors, 2)
+    sys.argv = ["specdec", *arguments]
+    code = 0
+    try:
+        main()
+    except SystemExit as exit:
+        code = exit.code or 0
+    finally:
+        sys.stderr.flush()
+    os._exit(code)
+
+results = {}
+for name, (limit, arguments) in json.loads(sys.argv[1]).items():
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        run(limit, arguments, writing)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as file:
+        errors = file.read()
+    results[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), errors
+json.dump(results, sys.stdout)
 """
 
 
@@ -94,44 +119,61 @@ def test_interrupted_replacement_keeps_what_was_there(
     assert {path: path.read_bytes() for path in output_dir.iterdir()} == before
 
 
-def run_with_limit(num_bytes: int, *arguments: object, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", WITH_LIMIT, str(num_bytes), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=120)
+FULL_DISKS = [
+    "convert", "build", "build --compiler aot", "run --output-csv", "run --output-npy", "run --output-logits-npy",
+    "run --report",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "convert", "build", "build --compiler aot", "run --output-csv", "run --output-npy", "run --output-logits-npy",
-        "run --report",
-    ],
-)  # fmt: skip
-def test_full_disk_is_one_error_and_leaves_nothing(
-    command: str, llama_dir: Path, llama_checkpoint_dir: Path, llama_uncompiled_dir: Path, tmp_path: Path,
-    process_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory,
-) -> None:  # fmt: skip
-    if command == "build --compiler aot":
-        # Into the cache: it is to be our file that does not fit, and not one of the compiler's.
-        compile_kernels(tmp_path_factory.mktemp("kernels") / LIBRARY)
-    output = tmp_path / "output"
-    build = ["build", "--checkpoint-dir", llama_checkpoint_dir, "--output-dir", output, "--max-input-len", 64]
-    prompts = [argument for _ in range(20) for argument in ("--input-text", "The little dog")]
-    run = ["run", "--engine-dir", llama_uncompiled_dir, *prompts, "--max-output-len", 20, "--quiet"]
-    limit, arguments = {
-        "convert": (100_000, ["convert", "--model-dir", llama_dir, "--output-dir", output]),
-        "build": (100_000, [*build, "--compiler", "none"]),
-        "build --compiler aot": (1_000, [*build, "--compiler", "aot"]),
-        "run --output-csv": (1_000, [*run, "--output-csv", output]),
-        "run --output-npy": (1_000, [*run, "--output-npy", output]),
-        "run --output-logits-npy": (100_000, [*run, "--output-logits-npy", output]),
-        "run --report": (1_000, [*run, "--report", output]),
-    }[command]
-    done = run_with_limit(limit, *arguments, environment=process_environment)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("error: ") == 1, done.stderr
-    assert "File too large" in done.stderr and "hint: free space" in done.stderr
-    assert tree(tmp_path) == []
+@pytest.fixture(scope="module")
+def full_disks(
+    shared: Path, kernels: Path, llama_dir: Path, llama_checkpoint_dir: Path, llama_uncompiled_dir: Path,
+    process_environment: dict[str, str],
+) -> Path:  # fmt: skip
+    """What each of `FULL_DISKS` left in a directory of its name, and in `results.json` its exit code and stderr.
+
+    The kernels are in the cache: it is to be our file that does not fit, and not one of the compiler's.
+    """
+
+    def make(directory: Path) -> None:
+        def command(name: str) -> tuple[int, list[object]]:
+            (directory / name).mkdir(parents=True)
+            output = directory / name / "output"
+            build = ["build", "--checkpoint-dir", llama_checkpoint_dir, "--output-dir", output, "--max-input-len", 64]
+            prompts = [argument for _ in range(20) for argument in ("--input-text", "The little dog")]
+            run = ["run", "--engine-dir", llama_uncompiled_dir, *prompts, "--max-output-len", 20, "--quiet"]
+            return {
+                "convert": (100_000, ["convert", "--model-dir", llama_dir, "--output-dir", output]),
+                "build": (100_000, [*build, "--compiler", "none"]),
+                "build --compiler aot": (1_000, [*build, "--compiler", "aot"]),
+                "run --output-csv": (1_000, [*run, "--output-csv", output]),
+                "run --output-npy": (1_000, [*run, "--output-npy", output]),
+                "run --output-logits-npy": (100_000, [*run, "--output-logits-npy", output]),
+                "run --report": (1_000, [*run, "--report", output]),
+            }[name]
+
+        commands = json.dumps({name: command(name) for name in FULL_DISKS}, default=str)
+        done = subprocess.run(
+            [sys.executable, "-c", WITH_LIMITS, commands],
+            env=process_environment,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        (directory / "results.json").write_text(done.stdout)
+
+    return once(shared / "full-disks", make)
+
+
+@pytest.mark.parametrize("command", FULL_DISKS)
+def test_full_disk_is_one_error_and_leaves_nothing(command: str, full_disks: Path) -> None:
+    exit_code, errors = json.loads((full_disks / "results.json").read_text())[command]
+    assert exit_code == 1, errors
+    assert "Traceback" not in errors
+    assert errors.count("error: ") == 1, errors
+    assert "File too large" in errors and "hint: free space" in errors
+    assert tree(full_disks / command) == []
 
 
 def test_machine_without_a_compiler_is_one_error(

@@ -362,8 +362,8 @@ PENALTIES = [
 
 @pytest.mark.parametrize("penalty", PENALTIES, ids=lambda flags: " ".join(map(str, flags)))
 def test_hf_has_the_same_penalties(summarize: Summarize, draft_engine_dir: Path, penalty: list[object]) -> None:
-    arguments = ["--test-engine", "--test-hf", *draft_model(draft_engine_dir), "--output-len", 24, "--json"]
-    document = summarize(*arguments, *penalty).document
+    arguments = ["--test-engine", "--output-len", 24, "--json"]
+    document = summarize(*arguments, "--test-hf", *draft_model(draft_engine_dir), *penalty).document
     assert document["checks"]["identical_to_hf"] == {"num_identical": 5, "num_samples": 5}
     free = summarize(*arguments).document["requests"]
     assert [request["output_ids"] for request in document["requests"]] != [request["output_ids"] for request in free]
@@ -372,10 +372,10 @@ def test_hf_has_the_same_penalties(summarize: Summarize, draft_engine_dir: Path,
 @pytest.mark.parametrize("penalty", PENALTIES[:3], ids=lambda flags: " ".join(map(str, flags)))
 def test_hf_penalizes_no_padding(summarize: Summarize, penalty: list[object]) -> None:
     """In a batch Hugging Face's shorter prompts are padded with the end id, which has not occurred by that."""
-    arguments = ["--test-engine", "--test-hf", *penalty, "--output-len", 16, "--json"]
+    arguments = ["--test-engine", *penalty, "--output-len", 16, "--json"]
     requests = summarize(*arguments).document["requests"]
     ((common, _),) = Counter(token for request in requests for token in request["output_ids"]).most_common(1)
-    batched = summarize(*arguments, "--batch-size", 3, "--end-id", common).document
+    batched = summarize(*arguments, "--test-hf", "--batch-size", 3, "--end-id", common).document
     assert batched["checks"]["identical_to_hf"] == {"num_identical": 5, "num_samples": 5}
 
 

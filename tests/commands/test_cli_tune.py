@@ -29,12 +29,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny import build_tiny
-
-    directory = tmp_path_factory.mktemp("tuned")
-    make_model("llama").save_pretrained(directory / "model")
-    return build_tiny(directory / "model", directory)
+def engine_dir(make_engine_dir: Callable[..., Path]) -> Path:
+    return make_engine_dir(make_model("llama"), measure_costs=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """`--model-dir`: an engine is built once for what went into it, by one process, and found again."""
 
+import json
 import os
 import shutil
 import signal
@@ -7,29 +8,43 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import Result, Specdec, ids_of, tree
 from safetensors.torch import load_file, save_file
+from shared import once
 from tiny import hf_greedy, make_model
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from runtime.config import BuildConfig
+from runtime.engine_cache import EngineSettings
 
 PROMPT = "The little dog had a red ball. The"
 RUN = ["--input-text", PROMPT, "--max-output-len", 12, "--end-id", 299, "--max-seq-len", 128]
 Run = Callable[..., Result]
 
 
+def save_small_model(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> Path:
+    """One layer, because the compiler takes a quarter of a minute as it is."""
+    model = make_model(
+        "llama", vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for the tests that may find what another has built."""
-    return tmp_path_factory.mktemp("engines")
-
-
-@pytest.fixture
-def run(specdec: Specdec, llama_dir: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(cache))
-    return lambda *arguments, model_dir=llama_dir: specdec("run", "--model-dir", model_dir, *RUN, *arguments)
+def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("small") / "model", tokenizer, 0)
 
 
 def engines(cache: Path) -> list[Path]:
@@ -37,31 +52,114 @@ def engines(cache: Path) -> list[Path]:
     return sorted(path for path in (cache / "engines").iterdir() if path.is_dir())
 
 
+def start(model_dir: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "specdec_cli", "run", "--model-dir", str(model_dir), *map(str, RUN)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def aftermath(shared: Path, kernels: Path, model_dir: Path, process_environment: dict[str, str]) -> Path:
+    """A cache in which a build was killed while it compiled; then two processes started together, and built.
+
+    `results.json` beside it has what had been left by the killed one, and each other's exit code, stdout and stderr.
+    """
+
+    def make(work_dir: Path) -> None:
+        cache = work_dir / "cache"
+        cache.mkdir(parents=True)
+        copy_kernels(cache)
+        environment = process_environment | {"SPECDEC_CACHE_DIR": str(cache)}
+        killed = start(model_dir, environment)
+        deadline = time.monotonic() + 100
+        while not list((cache / "engines").glob(".model-*.tmp/kernels.so")):
+            assert killed.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+        left = [path.name for path in engines(cache)]
+        both = [start(model_dir, environment) for _ in range(2)]
+        results = [(*process.communicate(timeout=300), process.returncode) for process in both]
+        (work_dir / "results.json").write_text(json.dumps({"left": left, "results": results}))
+
+    return once(shared / "aftermath", make) / "cache"
+
+
+def copy_kernels(cache: Path) -> None:
+    """The compiled kernels, so that they are not compiled again in another cache."""
+    for path in Path(os.environ["SPECDEC_CACHE_DIR"]).glob("kernels-*.so"):
+        shutil.copy(path, cache)
+
+
+@pytest.fixture
+def cache(aftermath: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a cache that holds the engine of `model_dir`; the one in use."""
+    shutil.copytree(aftermath, tmp_path / "cache")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def run(specdec: Specdec, model_dir: Path) -> Run:
+    return lambda *arguments: specdec("run", "--model-dir", model_dir, *RUN, *arguments)
+
+
+@pytest.fixture
+def built_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built from now on is built in earnest, but for the compiler, which is `none`."""
+    build_config = EngineSettings.build_config
+
+    def uncompiled(self: EngineSettings, num_positions: int) -> BuildConfig:
+        return replace(build_config(self, num_positions), compiler="none")
+
+    monkeypatch.setattr(EngineSettings, "build_config", uncompiled)
+
+
+def test_killed_build_leaves_a_cache_that_two_processes_can_use(aftermath: Path) -> None:
+    """The first was killed while it compiled; then two started together, and one of them built the entry."""
+    recorded = json.loads((aftermath.parent / "results.json").read_text())
+    results = recorded["results"]
+    assert [name for name in recorded["left"] if name.startswith(".")], "it was killed too late"
+    assert [exit_code for *_, exit_code in results] == [0, 0], results
+    (engine,) = engines(aftermath)
+    assert not [name for name in tree(engine) if name.endswith(".tmp")]
+    assert sorted("compiling the step" in errors for _, errors, _ in results) == [False, True]
+    assert sorted("waiting for it" in errors for _, errors, _ in results) == [False, True]
+    outputs = [out.partition("┏")[0] for out, *_ in results]
+    assert outputs[0] == outputs[1]
+
+
 def test_engine_is_built_once_and_serves_all_draft_lengths(
-    run: Run, cache: Path, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+    run: Run, cache: Path, model_dir: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    expected = hf_greedy(llama, tokenizer(PROMPT)["input_ids"], 12, 299)
-    first = run("--spec-decode-algo", "NGRAM", "--json")
-    assert ids_of(first.document) == [expected]
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
+    expected = hf_greedy(model, tokenizer(PROMPT)["input_ids"], 12, 299)
     (engine,) = engines(cache)
     built = engine.stat().st_ino
+    first = run("--spec-decode-algo", "NGRAM", "--json")
+    assert ids_of(first.document) == [expected]
     for flags in ([], ["--spec-decode-algo", "NGRAM", "--spec-decode-max-draft-len", 10], ["--max-num-tokens", 4]):
         again = run(*flags)
         assert again.exit_code == 0
         assert "compiling" not in again.stderr
     assert engines(cache) == [engine] and engine.stat().st_ino == built
     assert first.document["engine"]["engine_dir"] == str(engine)
+    assert first.document["engine"]["build_config"]["compiler"] == "aot"
 
 
 def test_draft_model_is_built_too(run: Run, cache: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    draft_dir = tmp_path / "draft"
-    make_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1).save_pretrained(draft_dir)
-    tokenizer.save_pretrained(draft_dir)
+    draft_dir = save_small_model(tmp_path / "draft", tokenizer, 1)
     flags = ["--spec-decode-algo", "DRAFT_TARGET", "--draft-model-dir", draft_dir, "--check-lossless", "--json"]
     document = run(*flags).document
     assert document["checks"]["lossless"]["passed"] and document["total"]["num_draft_tokens"] > 0
     assert Path(document["draft_engine"]["engine_dir"]).name.startswith("draft-")
     assert document["draft_engine"]["build_config"]["max_draft_len"] == 0
+    assert document["draft_engine"]["build_config"]["compiler"] == "aot"
 
 
 def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir: Path, tmp_path: Path) -> None:
@@ -92,27 +190,31 @@ def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir:
 @pytest.mark.parametrize(
     "damage", ["config.json is missing", "rank0.pt2 is cut short", "rank0.safetensors is cut short"]
 )
+@pytest.mark.usefixtures("built_uncompiled")
 def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> None:
-    assert run().exit_code == 0
-    (engine,) = [path for path in engines(cache) if path.name.startswith("model-")]
+    """In the entry's place, and of nothing that was there."""
+    (engine,) = engines(cache)
     name, _, how = damage.partition(" ")
-    whole = (engine / name).stat().st_size
     if how == "is missing":
         (engine / name).unlink()
     else:
-        os.truncate(engine / name, whole // 2)
-    result = run("--quiet")
-    assert result.exit_code == 0, result.stderr
-    assert (engine / name).stat().st_size > whole * 0.9
+        os.truncate(engine / name, (engine / name).stat().st_size // 2)
+    result = run("--json")
+    assert result.document["engine"]["engine_dir"] == str(engine)
+    assert result.document["engine"]["build_config"]["compiler"] == "none" and not (engine / "rank0.pt2").exists()
+    assert engines(cache) == [engine]
+    again = run()
+    assert again.exit_code == 0 and "compiling" not in again.stderr
 
 
+@pytest.mark.usefixtures("built_uncompiled")
 def test_without_the_cache_nothing_is_kept(
-    specdec: Specdec, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    specdec: Specdec, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    result = specdec("run", "--model-dir", llama_dir, *RUN, "--no-cache", "--json")
+    result = specdec("run", "--model-dir", model_dir, *RUN, "--no-cache", "--json")
     assert Path(result.document["engine"]["engine_dir"]).is_relative_to(tmp_path / "temporary")
     assert not list((tmp_path / "temporary").glob("specdec-*"))
     assert not (tmp_path / "cache" / "engines").exists()
@@ -127,38 +229,3 @@ def test_cache_that_cannot_be_written_is_one_error(
     assert result.exit_code == 1 and result.stdout == ""
     assert "error: the cache directory cannot be written (Not a directory)" in result.stderr
     assert "`--no-cache`" in result.stderr
-
-
-def start(llama_dir: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "specdec_cli", "run", "--model-dir", str(llama_dir), *map(str, RUN)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,
-    )
-
-
-def test_killed_build_leaves_a_cache_that_two_processes_can_use(
-    llama_dir: Path, process_environment: dict[str, str], tmp_path: Path
-) -> None:
-    """The first is killed while it compiles; then two start together, and one of them builds the entry."""
-    environment = process_environment | {"SPECDEC_CACHE_DIR": str(tmp_path)}
-    killed = start(llama_dir, environment)
-    deadline = time.monotonic() + 100
-    while not list((tmp_path / "engines").glob(".model-*.tmp/kernels.so")):
-        assert killed.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    assert [path for path in engines(tmp_path) if path.name.startswith(".")], "it was killed too late"
-    both = [start(llama_dir, environment) for _ in range(2)]
-    results = [process.communicate(timeout=300) for process in both]
-    assert [process.returncode for process in both] == [0, 0], results
-    (engine,) = engines(tmp_path)
-    assert not [name for name in tree(engine) if name.endswith(".tmp")]
-    assert sorted("compiling the step" in errors for _, errors in results) == [False, True]
-    assert sorted("waiting for it" in errors for _, errors in results) == [False, True]
-    outputs = [out.partition("┏")[0] for out, _ in results]
-    assert outputs[0] == outputs[1]

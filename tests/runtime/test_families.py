@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import FAMILIES, SLIDING_WINDOW, build_tiny, hf_greedy, make_model, repetitive_prompt
+from shared import shared_engine
+from tiny import FAMILIES, SLIDING_WINDOW, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
 from runtime.drafters.ngram import NgramLookup
@@ -95,5 +96,5 @@ def test_stories260k_equals_its_reference(ngram: bool, stories_engine_dir: Path)
 
 
 @pytest.fixture(scope="module")
-def stories_engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny(STORIES_DIR, tmp_path_factory.mktemp("stories"))
+def stories_engine_dir(shared: Path) -> Path:
+    return shared_engine(shared / "engines", STORIES_DIR)

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from lookups import MAKE_DRAFTER
-from tiny import hf_greedy, make_build
+from shared import shared_engine
+from tiny import hf_greedy
 from transformers import AutoModelForCausalLM
 
 from runtime import leader, orchestrator
-from runtime.checkpoint import convert
-from runtime.compiler.build import build_engine
 from runtime.engine import Engine
 from runtime.files import read_json
 from runtime.models import resolve_model
@@ -23,13 +22,8 @@ NUM_NEW_TOKENS = 60
 LOOPS: dict[str, Any] = {"orchestrator": orchestrator, "leader": leader}
 
 
-def open_engine(model_dir: Path, work_dir: Path) -> Engine:
-    convert(model_dir, work_dir / "checkpoint", "float32", replace=False, progress=lambda *_: None)
-    build = make_build(max_input_len=128, max_seq_len=256)
-    build_engine(
-        work_dir / "checkpoint", work_dir / "engine", build, torch.device("cpu"), replace=False, phase=lambda _: None
-    )
-    return Engine.open(work_dir / "engine")
+def open_engine(model_dir: Path, engines_dir: Path) -> Engine:
+    return Engine.open(shared_engine(engines_dir, model_dir, dtype="float32", max_input_len=128, max_seq_len=256))
 
 
 def outputs(steps: Iterable[tuple[Sequence, list[int]]]) -> dict[int, list[int]]:
@@ -37,7 +31,7 @@ def outputs(steps: Iterable[tuple[Sequence, list[int]]]) -> dict[int, list[int]]
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, list[Request], dict[int, list[int]]]]:
+def demo(shared: Path) -> Iterator[tuple[Engine, list[Request], dict[int, list[int]]]]:
     """The demo target, five prompts made of token ids that come again and again, and Hugging Face's answers."""
     model_dir = resolve_model("demo")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
@@ -45,7 +39,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, lis
     prompts = [torch.randint(5, 60, (30 + 10 * i,), generator=generator).tolist() for i in range(5)]
     requests = [Request(i, tuple(prompt), NUM_NEW_TOKENS) for i, prompt in enumerate(prompts)]
     expected = {i: hf_greedy(model, prompt, NUM_NEW_TOKENS) for i, prompt in enumerate(prompts)}
-    with open_engine(model_dir, tmp_path_factory.mktemp("demo")) as engine:
+    with open_engine(model_dir, shared / "engines") as engine:
         yield engine, requests, expected
 
 
@@ -59,8 +53,8 @@ def test_demo_answers_as_hugging_face_does(
 
 
 @pytest.fixture(scope="module")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with open_engine(STORIES_DIR, tmp_path_factory.mktemp("stories")) as engine:
+def stories(shared: Path) -> Iterator[Engine]:
+    with open_engine(STORIES_DIR, shared / "engines") as engine:
         yield engine
 
 

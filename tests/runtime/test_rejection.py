@@ -5,6 +5,7 @@ seeds are fixed, so a test passes or fails for good; a p-value says how far the 
 """
 
 import copy
+import functools
 import itertools
 import math
 from collections import Counter
@@ -103,12 +104,14 @@ def drafts(kind: str, probs: Tensor, num_drafts: int) -> tuple[list[list[int]], 
     return torch.multinomial(drawn_from, num_drafts, replacement=True, generator=generator).T.tolist(), probs
 
 
-def outputs(kind: str, sampling: dict[str, Any], num_draws: int) -> list[list[int]]:
-    """The accepted tokens and the one after them, of sequences that differ in their seed."""
-    draft_tokens, probs = drafts(kind, distributions(DRAFT_LOGITS, sampling), num_draws)
+@functools.cache
+def outputs(kind: str, sampling: str) -> list[list[int]]:
+    """The accepted tokens and the one after them, of sequences that differ in their seed: 10,000 at least."""
+    num_draws = 32_000 if sampling == "plain" and kind in ("lookup", "drawn") else 10_000
+    draft_tokens, probs = drafts(kind, distributions(DRAFT_LOGITS, SAMPLING[sampling]), num_draws)
     result = []
     for seed, tokens in enumerate(draft_tokens):
-        params = SamplingConfig(**({"top_k": 0} | sampling), random_seed=seed)
+        params = SamplingConfig(**({"top_k": 0} | SAMPLING[sampling]), random_seed=seed)
         verdict = verify(Sequence.start(Request(0, (1, 2), 9, sampling=params)), Draft(tokens, probs), TARGET_LOGITS)
         result.append([*tokens[: verdict.num_accepted], verdict.next_token])
     return result
@@ -127,7 +130,7 @@ def counts_at(position: int, all_tokens: list[list[int]]) -> Tensor:
 @pytest.mark.parametrize("kind", ["lookup", "one-hot distribution", "drawn"])
 def test_every_position_follows_the_targets_distribution(kind: str, sampling: str) -> None:
     """The second given the first that was accepted, the bonus token given a draft accepted whole."""
-    all_tokens = outputs(kind, SAMPLING[sampling], 10_000)
+    all_tokens = outputs(kind, sampling)[:10_000]
     num_kept = Counter(map(len, all_tokens))
     assert min(num_kept[n] for n in (1, 2, 3)) > 300  # else nothing would be tested
     for position, probs in enumerate(distributions(TARGET_LOGITS, SAMPLING[sampling])):
@@ -136,7 +139,7 @@ def test_every_position_follows_the_targets_distribution(kind: str, sampling: st
 
 def test_wrong_probabilities_are_noticed() -> None:
     """The same statistic, where the draft claims another distribution than it was drawn from: it can fail."""
-    all_tokens = outputs("wrong", {}, 10_000)
+    all_tokens = outputs("wrong", "plain")[:10_000]
     first, second, bonus = (
         fit(counts_at(i, all_tokens), probs).p_value for i, probs in enumerate(distributions(TARGET_LOGITS, {}))
     )
@@ -152,7 +155,7 @@ def test_no_more_is_rejected_than_must_be(kind: str, sampling: str) -> None:
     target_probs = distributions(TARGET_LOGITS, SAMPLING[sampling])[0]
     draft_probs = distributions(DRAFT_LOGITS, SAMPLING[sampling])[0]
     in_common = 1 - total_variation(draft_probs, target_probs) if kind == "drawn" else float(target_probs[LOOKUP[0]])
-    num_accepted = sum(len(tokens) > 1 for tokens in outputs(kind, SAMPLING[sampling], num_draws))
+    num_accepted = sum(len(tokens) > 1 for tokens in outputs(kind, sampling)[:num_draws])
     assert abs(num_accepted / num_draws - in_common) < 4 * math.sqrt(in_common * (1 - in_common) / num_draws)
 
 
@@ -160,7 +163,7 @@ def test_no_more_is_rejected_than_must_be(kind: str, sampling: str) -> None:
 def test_distance_to_the_targets_distribution_falls_as_one_over_the_root_of_n(kind: str) -> None:
     """Frequencies of n draws are sqrt(2 p (1 - p) / (pi n)) off on average, each; a bias would stay."""
     sizes = (500, 2000, 8000, 32_000)
-    all_tokens = outputs(kind, {}, sizes[-1])
+    all_tokens = outputs(kind, "plain")[: sizes[-1]]
     target_probs = distributions(TARGET_LOGITS, {})
     draft_probs = (
         distributions(DRAFT_LOGITS, {}) if kind == "drawn" else torch.eye(VOCAB_SIZE, dtype=torch.float64)[LOOKUP]
@@ -220,6 +223,11 @@ def law_of_texts(model: PreTrainedModel, sampling: dict[str, Any]) -> dict[tuple
     return texts
 
 
+@pytest.fixture(scope="module")
+def laws(models: dict[str, PreTrainedModel]) -> dict[str, dict[tuple[int, ...], float]]:
+    return {name: law_of_texts(models["target"], sampling) for name, sampling in TEXT_SAMPLING.items()}
+
+
 def make_drafter(name: str, dirs: dict[str, Path], vocab_size: int) -> Drafter | None:
     if name == "none":
         return None
@@ -234,7 +242,7 @@ def make_drafter(name: str, dirs: dict[str, Path], vocab_size: int) -> Drafter |
     "drafter", ["none", "ngram", "similar by tokens", "similar by probabilities", "small by probabilities"]
 )
 def test_texts_follow_hugging_faces_distribution(
-    drafter: str, sampling: str, models: dict[str, PreTrainedModel], engine_dirs: dict[str, Path]
+    drafter: str, sampling: str, laws: dict[str, dict[tuple[int, ...], float]], engine_dirs: dict[str, Path]
 ) -> None:
     """Draft tokens and their verification draw from one hash: what they draw must not depend on each other."""
     num_texts = 3000
@@ -249,7 +257,7 @@ def test_texts_follow_hugging_faces_distribution(
         if sequence.finish_reason
     ]
     counts = Counter(tuple(sequence.output_tokens) for sequence in finished)
-    expected = law_of_texts(models["target"], TEXT_SAMPLING[sampling])
+    expected = laws[sampling]
     assert counts.keys() <= expected.keys()
     likely = [text for text, prob in expected.items() if prob * num_texts >= 5]
     cells = torch.tensor([counts[text] for text in likely])

@@ -1,6 +1,7 @@
 """A request's distribution is Hugging Face's; its draws depend on its seed and the position, not on how it is run."""
 
 import copy
+import functools
 import itertools
 import math
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strength import examples
 from tiny import VOCAB_SIZE, eager_logits, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -30,6 +32,7 @@ NUM_NEW_TOKENS = 24
 PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(3)]
 
 
+@functools.cache
 def processed_by_hf(
     model: PreTrainedModel, prompt: tuple[int, ...], params: SamplingConfig, num_tokens: int
 ) -> tuple[list[int], Tensor, Tensor]:
@@ -167,7 +170,7 @@ def test_occurrence_penalty_equals_a_count(tokens: list[int], presence: float, f
     weights=st.lists(st.integers(0, 64), min_size=1, max_size=12).filter(any),
     numerator=st.integers(0, 1023),
 )
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=examples(500), deadline=None, derandomize=True)
 def test_draw_is_the_inverse_of_the_cumulated_weights(weights: list[int], numerator: int) -> None:
     """Whole numbers, so that brute force and floats agree to the last bit: on a border the next token is drawn."""
     repeated = [token for token, weight in enumerate(weights) for _ in range(weight)]
@@ -180,7 +183,7 @@ def test_draw_is_the_inverse_of_the_cumulated_weights(weights: list[int], numera
     weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-200, 1e100)), min_size=1, max_size=12).filter(any),
     uniform=st.sampled_from([0.0, 2.0**-52, 0.5, 1 - 2.0**-52]),
 )
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=examples(500), deadline=None, derandomize=True)
 def test_token_without_weight_is_never_drawn(weights: list[float], uniform: float) -> None:
     """Nor one beyond the last, with the largest number that `uniform` gives."""
     token = draw(torch.tensor(weights, dtype=torch.float64), uniform)
@@ -282,13 +285,14 @@ def texts(sequences: list[Sequence]) -> list[list[int]]:
     return [sequence.output_tokens for sequence in sequences]
 
 
-def reference_text(model: PreTrainedModel, request: Request) -> list[int]:
+@functools.cache
+def reference_text(model: PreTrainedModel, prompt: tuple[int, ...], params: SamplingConfig) -> list[int]:
     """Token by token from Hugging Face's logits of the whole prefix: no engine, no cache, no batch, no draft."""
-    tokens = list(request.prompt_tokens)
-    sampler = Sampler(request.sampling, request.prompt_tokens, request.return_index)
-    for _ in range(request.max_new_tokens):
+    tokens = list(prompt)
+    sampler = Sampler(params, prompt)
+    for _ in range(NUM_NEW_TOKENS):
         tokens.append(sampler.choose(tokens, eager_logits(model, tokens)[-1]))
-    return tokens[len(request.prompt_tokens) :]
+    return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("sampling", SAMPLED, ids=str)
@@ -298,7 +302,7 @@ def test_same_seed_gives_the_same_text(
 ) -> None:
     """Alone, together, in another order, in a small K/V pool, with drafts of any length."""
     requests = make_requests(sampling)
-    expected = [reference_text(target, request) for request in requests]
+    expected = [reference_text(target, r.prompt_tokens, r.sampling) for r in requests]
     stats = []
     for max_draft_len in (1, 4, 10):
         engine = Engine.open(engine_dirs["target"])
@@ -348,7 +352,7 @@ def test_same_text_where_sequences_keep_their_blocks(
         requests = make_requests(sampling)
         engine = Engine.open(engine_dirs["target"], kv_cache=KVCacheConfig(block_reuse=block_reuse))
         sequences = finish_holding_blocks(engine, requests, make_drafter(drafter, engine_dirs), 5)
-        assert texts(sequences) == [reference_text(target, request) for request in requests]
+        assert texts(sequences) == [reference_text(target, r.prompt_tokens, r.sampling) for r in requests]
         assert [sequence.stats.num_reused_tokens for sequence in sequences] == [0, 0, 0]
 
 

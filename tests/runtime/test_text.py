@@ -6,6 +6,7 @@ import pytest
 from byte_tokenizers import any_byte_level_tokens, byte_fallback, byte_level, texts, words
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from strength import examples
 from transformers import PreTrainedTokenizerFast
 
 from runtime.text import StopWords, TextStream, decode, encode, output_text
@@ -31,7 +32,7 @@ def generate_by_brute_force(tokens: Sequence[int], stops: StopWords) -> tuple[li
     return list(tokens), False
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(any_byte_level_tokens(), any_byte_level_tokens(), words)
 def test_output_ends_where_its_text_first_holds_a_stop_word(
     prompt: list[int], tokens: list[int], stop_words: list[str]
@@ -97,7 +98,7 @@ def assert_pieces_make_the_text(pieces: list[str], text: str | None) -> None:
     assert "".join(pieces) == text
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(any_byte_level_tokens(), words | st.none(), st.lists(st.integers(0, 24)))
 def test_pieces_of_any_output_make_its_text(tokens: list[int], stop_words: list[str] | None, cuts: list[int]) -> None:
     stops = StopWords(tuple(stop_words), byte_level()) if stop_words else None
@@ -106,7 +107,7 @@ def test_pieces_of_any_output_make_its_text(tokens: list[int], stop_words: list[
 
 
 @TOKENIZERS
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(text=texts, stop_words=words | st.none(), cuts=st.lists(st.integers(0, 60)))
 @example(text="baé", stop_words=["aé"], cuts=[2, 3, 4])
 def test_pieces_of_text_make_the_text(

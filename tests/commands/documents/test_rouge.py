@@ -133,12 +133,23 @@ def test_unequal_counts_are_refused() -> None:
         rouge_scores(["a"], ["a", "b"])
 
 
+TWO_PROCESSES = """
+import os, sys
+from commands.documents.rouge import rouge_scores
+assert "evaluate" not in sys.modules and "torch" not in sys.modules
+import evaluate  # which takes seconds, once for both
+children = []
+for _ in range(2):
+    pid = os.fork()
+    if pid == 0:
+        print(rouge_scores(["the cat sat"] * 50, ["the cat sat on the mat"] * 50)["rouge1"], flush=True)
+        os._exit(0)
+    children.append(pid)
+sys.exit(any(os.waitpid(pid, 0)[1] for pid in children))
+"""
+
+
 def test_processes_score_at_once_offline_and_leave_no_file(tmp_path: Path) -> None:
-    code = (
-        "import sys; from commands.documents.rouge import rouge_scores\n"
-        "assert 'evaluate' not in sys.modules and 'torch' not in sys.modules\n"
-        "print(rouge_scores(['the cat sat'] * 50, ['the cat sat on the mat'] * 50)['rouge1'])"
-    )
     (tmp_path / "tmp").mkdir()
     environment = {
         **os.environ,
@@ -146,18 +157,8 @@ def test_processes_score_at_once_offline_and_leave_no_file(tmp_path: Path) -> No
         "TMPDIR": str(tmp_path / "tmp"),
         "HF_HUB_OFFLINE": "1",
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert [round(float(stdout), 6) for stdout, _ in outputs] == [66.666667, 66.666667]
+    command = [sys.executable, "-c", TWO_PROCESSES]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [round(float(line), 6) for line in done.stdout.splitlines()] == [66.666667, 66.666667]
     assert list(tmp_path.rglob("*")) == [tmp_path / "tmp"]

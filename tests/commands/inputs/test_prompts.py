@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from strength import examples
 
 from commands.inputs.prompts import Prompt, read_prompts
 from runtime.errors import SpecDecError, UsageError
@@ -261,7 +262,7 @@ def test_csv_and_jsonl_give_back_the_ids_written(tmp_path: Path, rows: list[list
 NPY_HEADER = b"\x93NUMPY\x01\x00"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     suffix=st.sampled_from([".txt", ".csv", ".jsonl", ".npy"]),
     content=st.one_of(

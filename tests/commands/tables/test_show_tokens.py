@@ -11,6 +11,7 @@ from command_line import NGRAM, PROMPTS, Result, Specdec, each
 from draft_models import WITH_DRAFTS, MakeDraftEngineDir
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from strength import examples
 from tiny import make_model, repetitive_prompt
 from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +36,7 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(steps=steps, budget=st.integers(1, 20), stops=st.booleans())
 @example(steps=[([1, 2, END_ID, 4], 4, 5)], budget=20, stops=False)  # cut inside a draft by the end id
 @example(steps=[([1, 2, 2, 4], 4, 5)], budget=20, stops=True)  # by a stop word
@@ -69,7 +70,7 @@ def test_the_docstrings_example_of_kinds() -> None:
     assert token_kinds([], [], 0) == []
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(tokens=any_byte_level_tokens(), stop_words=words)
 def test_pieces_join_to_the_text_and_break_no_character(tokens: list[int], stop_words: list[str]) -> None:
     tokenizer = byte_level()

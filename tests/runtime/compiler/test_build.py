@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from shared import once
 from tiny import SLIDING_WINDOW, hf_greedy, make_build, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
@@ -33,8 +34,9 @@ CPU = torch.device("cpu")
 
 
 def build(checkpoint_dir: Path, output_dir: Path, *, replace: bool = False, **settings: Any) -> EngineConfig:
+    config = make_build(**settings)
     return build_engine(
-        checkpoint_dir, output_dir, make_build(**settings), CPU, replace=replace, phase=lambda name: None
+        checkpoint_dir, output_dir, config, CPU, replace=replace, phase=lambda name: None, measure_costs=False
     )
 
 
@@ -391,12 +393,14 @@ def run_python(code: str, *arguments: str, work_dir: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def fallback_engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fallback_engine_dir(shared: Path, kernels: Path) -> Path:
     """What a build with compiler aot makes of a model that cannot be exported."""
-    work_dir = tmp_path_factory.mktemp("fallback")
-    make_model("llama").save_pretrained(work_dir / "model")
-    run_python(FIRST_PROCESS, str(work_dir / "model"), str(work_dir), work_dir=work_dir)
-    return work_dir / "engine"
+
+    def make(work_dir: Path) -> None:
+        make_model("llama", num_hidden_layers=1).save_pretrained(work_dir / "model")
+        run_python(FIRST_PROCESS, str(work_dir / "model"), str(work_dir), work_dir=work_dir)
+
+    return once(shared / "fallback", make) / "engine"
 
 
 def test_model_that_cannot_be_exported_falls_back_with_a_note(fallback_engine_dir: Path) -> None:
@@ -439,7 +443,7 @@ def test_second_process_finds_everything_compiled(fallback_engine_dir: Path) -> 
     prompts = [repetitive_prompt(seed, length) for seed, length in ((0, 21), (1, 6), (2, 1))]
     arguments = str(fallback_engine_dir), json.dumps(prompts)
     outputs, counters = json.loads(run_python(SECOND_PROCESS, *arguments, work_dir=fallback_engine_dir.parent))
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=1)
     assert outputs == [hf_greedy(model, prompt, 20) for prompt in prompts] * 2
     assert not compiled.exists(), compiled.read_text()
     assert counters.get("fxgraph_cache_hit", 0) > 0

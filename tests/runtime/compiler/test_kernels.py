@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runtime.compiler.kernels import LIBRARY, compile_kernels, describe_kernels, load_kernels
+from runtime.compiler.kernels import describe_kernels, load_kernels
 from runtime.compiler.linears import use_linear_kernel
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("kernels") / LIBRARY
-    compile_kernels(path)
-    load_kernels(path)
+def loaded_kernels(kernels: Path) -> None:
+    load_kernels(kernels)
 
 
 @pytest.fixture(params=[1, 8], ids=["1 thread", "8 threads"])

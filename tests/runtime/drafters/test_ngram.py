@@ -1,10 +1,10 @@
 """The n-gram drafter proposes what a brute-force search of the sequence finds."""
 
-from typing import Any
-
 import pytest
+from counting import CountingList, Reads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strength import examples
 
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
@@ -62,7 +62,7 @@ def brute_force(
     max_new_tokens=st.integers(1, 40),
     end_ids=st.sampled_from([(), (2,), (0, 2)]),
 )
-@settings(max_examples=2000, deadline=None, derandomize=True)
+@settings(max_examples=examples(2000), deadline=None, derandomize=True)
 def test_draft_equals_brute_force(
     prompt: list[int],
     runs: list[list[int]],
@@ -177,20 +177,6 @@ def test_forget_drops_the_state() -> None:
     assert propose(drafter, start([7, 8, 1])) == []
 
 
-class CountingTokens(list[int]):
-    """Counts the tokens that are read."""
-
-    num_read = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        item = super().__getitem__(index)
-        CountingTokens.num_read += len(item) if isinstance(index, slice) else 1
-        return item
-
-    def __iter__(self) -> Any:
-        raise AssertionError("the whole sequence is read")
-
-
 @pytest.mark.parametrize("ranking", RANKINGS)
 def test_cost_of_a_step_does_not_grow_with_the_sequence(ranking: NgramRanking) -> None:
     """Tokens read for one more token, after a prompt of 100 and of 10,000 tokens."""
@@ -198,12 +184,13 @@ def test_cost_of_a_step_does_not_grow_with_the_sequence(ranking: NgramRanking) -
     for length in (100, 10_000):
         drafter = NgramLookup(3, ranking=ranking)
         sequence = start([i * i % 50 for i in range(length)])
-        sequence.tokens = CountingTokens(sequence.tokens)
+        reads = Reads()
+        sequence.tokens = CountingList(sequence.tokens, reads)
         propose(drafter, sequence)
-        CountingTokens.num_read = 0
+        reads.number = 0
         for _ in range(5):
             sequence.tokens.append(7)
             propose(drafter, sequence)
-        num_read.append(CountingTokens.num_read)
+        num_read.append(reads.number)
     assert 0 < num_read[1] <= num_read[0] * 2
     assert num_read[1] < 500

@@ -1,0 +1,46 @@
+"""What is made once in a test run, for all of its workers: by whichever asks first, while the others wait."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from tiny import build_tiny
+
+
+def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of this test run, the same for all of its workers."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def once(directory: Path, make: Callable[[Path], object]) -> Path:
+    """`directory`, made elsewhere by `make` and put there whole. It belongs to everybody: copy it to change it."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{directory}.lock"):
+        if not directory.exists():
+            with tempfile.TemporaryDirectory(dir=directory.parent) as work_dir:
+                make(Path(work_dir) / directory.name)
+                (Path(work_dir) / directory.name).rename(directory)
+    return directory
+
+
+def shared_engine(engines_dir: Path, model_dir: Path, **build: Any) -> Path:
+    """The engine directory of a model's files, named after them and the settings, which are `build_tiny`'s.
+
+    A copy of the model is beside it.
+    """
+    name = hashlib.sha256(repr(sorted(build.items())).encode())
+    for path in sorted(model_dir.iterdir()):
+        name.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+
+    def make(directory: Path) -> None:
+        shutil.copytree(model_dir, directory / "model")
+        build_tiny(directory / "model", directory, **build)
+
+    return once(engines_dir / name.hexdigest()[:16], make) / "engine"

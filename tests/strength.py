@@ -1,0 +1,16 @@
+"""How hard property tests try: 100 examples at most by default, and as many as they ask for with `--slow`."""
+
+from hypothesis import settings
+
+NUM_EXAMPLES = 100
+
+
+def register_profiles() -> None:
+    """`default` and `slow`; a test that asks for no number takes the same of both."""
+    for name in ("default", "slow"):
+        settings.register_profile(name, max_examples=NUM_EXAMPLES, deadline=None)
+
+
+def examples(num_examples: int) -> int:
+    """The number to try of a test whose full strength is `num_examples`."""
+    return num_examples if settings.get_current_profile_name() == "slow" else min(num_examples, NUM_EXAMPLES)
