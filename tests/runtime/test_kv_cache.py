@@ -265,6 +265,16 @@ def test_least_recently_freed_block_is_overwritten_first() -> None:
     assert [num_found(pool, [first, first, 5]) for first in (1, 2, 3)] == [2, 0, 2]
 
 
+def test_end_of_a_sequence_is_overwritten_before_its_beginning() -> None:
+    """Without its beginning nothing of it could be found. Of 4 blocks of 2 one was never used and goes first."""
+    pool = SimulatedPool(BlockManager(5, 2, reuse=True))
+    computed(pool, [1, 2, 3, 4, 5, 6])
+    sequence = start([9])
+    assert pool.admit(sequence, 4)
+    pool.manager.release(sequence)
+    assert num_found(pool, [1, 2, 3, 4, 5, 6, 7]) == 4
+
+
 def test_block_that_was_copied_stays_findable() -> None:
     """Though it is the least recently freed one, which an allocation takes first."""
     pool = SimulatedPool(BlockManager(4, 4, reuse=True))
@@ -339,9 +349,10 @@ def test_pool_is_zero_and_copies_every_layer() -> None:
     for tensor in (*pool.keys, *pool.values):
         assert not tensor.any()
         tensor[1] = torch.rand(tensor.shape[1:])
+    before = [tensor[1].clone() for tensor in (*pool.keys, *pool.values)]
     pool.copy_block(BlockCopy(source=1, destination=2))
-    for tensor in (*pool.keys, *pool.values):
-        assert torch.equal(tensor[2], tensor[1]) and not tensor[0].any()
+    for tensor, source in zip((*pool.keys, *pool.values), before, strict=True):
+        assert torch.equal(tensor[1], source) and torch.equal(tensor[2], source) and not tensor[0].any()
 
 
 def test_bytes_per_block_are_those_of_the_pool() -> None:

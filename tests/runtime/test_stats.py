@@ -102,5 +102,11 @@ def test_one_token_has_no_time_per_further_token(monkeypatch: pytest.MonkeyPatch
     assert stats.tpot_s is None and stats.latency_s is not None
 
 
+def test_times_of_two_loops_add_up() -> None:
+    times = LoopTimes(wall_s=10.0, draft_time_s=1.0, draft_model_time_s=0.5, target_time_s=6.0, num_iterations=3)
+    times.add(LoopTimes(wall_s=20.0, draft_time_s=2.0, draft_model_time_s=0.25, target_time_s=7.0, num_iterations=4))
+    assert times == LoopTimes(30.0, 3.0, 0.75, 13.0, 7)
+
+
 def test_host_time_is_what_remains() -> None:
     assert LoopTimes(wall_s=10.0, draft_time_s=1.0, target_time_s=6.0).host_time_s == 3.0

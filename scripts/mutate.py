@@ -1,0 +1,269 @@
+"""Plants faults, one at a time, and sees which test catches each: one that survives is a test that is missing.
+
+python scripts/mutate.py                      all of them
+python scripts/mutate.py residual-exchanged   by name
+python scripts/mutate.py --list               names and files; nothing is run
+python scripts/mutate.py --markdown           the table in Markdown
+
+A fault is planted in a copy of the tree, and the tests nearest to it are run there. Exit 1 if one survives, or if the
+tests fail without any.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("specdec_cli", "commands", "runtime", "tests", "scripts", "pyproject.toml")
+
+
+class At(NamedTuple):
+    """A file, and the tests nearest to it as pytest's arguments."""
+
+    file: str
+    tests: str
+
+
+class Fault(NamedTuple):
+    """`old`, which is in the file once, becomes `new`."""
+
+    name: str
+    at: At
+    old: str
+    new: str
+
+
+class Run(NamedTuple):
+    """What came of the tests: the first that failed, None if all passed."""
+
+    failed: str | None
+    seconds: float
+
+
+T = "tests/runtime/"
+KERNELS = f"{T}compiler/test_kernels.py"
+LAW = f"{T}test_verify.py {T}test_rejection.py -k 'not texts'"
+ADAPTIVE = At("runtime/drafters/adaptive.py", f"{T}drafters/test_adaptive.py")
+ARGMAX = At("runtime/compiler/csrc/argmax.cpp", f"{KERNELS} -k argmax")
+ATTENTION = At("runtime/compiler/attention.py", f"{T}test_families.py -k 'test_greedy and (llama or sliding)'")
+BATCH = At("runtime/batch.py", f"{T}test_batch.py -k 'not compute_what_each'")
+BLOCKS = At("runtime/kv_cache.py", f"{T}test_kv_cache.py")
+BUDGET = At("runtime/engine.py", f"{T}test_orchestrator.py")
+CHAIN = At("runtime/drafters/chain.py", f"{T}drafters/test_chain.py")
+CORPUS = At("runtime/drafters/corpus.py", f"{T}test_corpus.py -k draft")
+DRAFTING = At("runtime/drafting.py", f"{T}drafters/test_drafter_protocol.py")
+DRAW = At("runtime/drafters/draft_target.py", f"{T}test_rejection.py -k 'texts and similar'")
+ENGINE = At("runtime/engine.py", f"{T}test_engine.py -k 'not aot'")
+FOLLOW = At("runtime/drafters/draft_target.py", f"{T}drafters/test_draft_target.py")
+LEADER = At("runtime/leader.py", f"{T}test_leader.py")
+LINEAR = At("runtime/compiler/csrc/linear.cpp", f"{KERNELS} -k linear")
+LOOKUP = At("runtime/drafters/lookup.py", f"{T}drafters/test_ngram.py")
+NGRAM = At("runtime/drafters/ngram.py", f"{T}drafters/test_ngram.py")
+NOISE = At("runtime/sampling.py", LAW)
+ORCHESTRATOR = At("runtime/orchestrator.py", f"{T}test_orchestrator.py")
+PAGED = At("runtime/compiler/csrc/paged_attention.cpp", f"{KERNELS} -k 'attention or scores'")
+POOL = At("runtime/drafters/pool.py", f"{T}drafters/test_pool.py -k 'not ten_thousand'")
+REQUEST = At("runtime/request.py", f"{T}test_request.py")
+SAMPLING = At("runtime/sampling.py", f"{T}test_sampling.py")
+STATS = At("runtime/stats.py", f"{T}test_stats.py")
+SUFFIX = At("runtime/drafters/suffix.py", f"{T}drafters/test_suffix.py")
+TIMES = At("runtime/orchestrator.py", f"{T}test_leader.py -k times")
+VERIFY = At("runtime/verify.py", LAW)
+
+# Name, place, the exact old text, the new text.
+TABLE = [
+    ("accept-inverted", VERIFY, '"accept") * draft_prob >= float(', '"accept") * draft_prob < float('),
+    ("accept-by-target-alone", VERIFY, '"accept") * draft_prob >= ', '"accept") >= '),
+    ("accept-and-recover-with-one-number", VERIFY, '"accept")', '"target")'),
+    ("residual-exchanged", VERIFY, "(target_probs - draft_probs)", "(draft_probs - target_probs)"),
+    ("prefix-without-draft", VERIFY, "prefix.append(token)", "pass"),
+    ("bonus-row-early", VERIFY, "logits[len(draft.tokens)])", "logits[len(draft.tokens) - 1])"),
+    ("kept-one-too-many", VERIFY, "Verdict(num_kept - 1, draft", "Verdict(num_kept, draft"),
+    ("noise-ignores-position", SAMPLING, 'self._number(len(prefix), "noise")', 'self._number(0, "noise")'),
+    ("noise-turned", NOISE, "scores.double() - exponential", "scores.double() + exponential"),
+    ("return-index-ignored", SAMPLING, "(params.random_seed, return_index, tuple", "(params.random_seed, tuple"),
+    ("penalty-below-one-skipped", SAMPLING, "params.repetition_penalty != 1.0", "params.repetition_penalty > 1.0"),
+    ("penalties-ignore-draft", SAMPLING, "prefix.append(token)", "pass"),
+    ("greedy-skips-penalties", SAMPLING, "return self.is_greedy and not self._penalties", "return self.is_greedy"),
+    ("budget-before-stop-word", REQUEST, "stop_check is not None and", "stop_check and self.num_remaining and"),
+    ("run-goes-on-after-end", REQUEST, "                break", "                continue"),
+    ("num-computed-uncut", REQUEST, "self.num_computed = min(self.num_computed, len(self.tokens))", "pass"),
+    ("logits-shared", REQUEST, "copy=True", "copy=False"),
+    ("accepted-uncut", REQUEST, "min(verdict.num_accepted, len(new_tokens))", "verdict.num_accepted"),
+    ("shared-block-freed-by-first", BLOCKS, "self._num_holders[block] -= 1", "self._num_holders[block] = 0"),
+    ("published-under-wrong-parent", BLOCKS, "self._nodes[existing].id", "self._nodes[existing].parent"),
+    ("uncomputed-published", BLOCKS, "block_size, sequence.num_computed)", "block_size, len(sequence.tokens))"),
+    ("part-one-too-long", BLOCKS, "num_computed += num_matched", "num_computed += num_matched + 1"),
+    ("copy-turned", BLOCKS, "copy.destination] = pool[copy.source]", "copy.source] = pool[copy.destination]"),
+    ("held-block-taken-over", BLOCKS, "if unheld and (", "if ("),
+    ("source-overwritten", BLOCKS, "self._free.move_to_end(source)", "pass"),
+    ("overwritten-still-found", BLOCKS, "._free))\n        self._forget(block)", "._free))"),
+    ("prefix-forgotten-first", BLOCKS, "in reversed(sequence.block_table)", "in sequence.block_table"),
+    ("padding-overwrites", BATCH, "own_slots, Q, NULL_BLOCK * block_size", "own_slots, Q, own_slots[-1]"),
+    ("logits-of-padding", BATCH, "end = b * Q + len(row.tokens)", "end = b * Q + Q"),
+    ("last-block-not-read", BATCH, "-(-(row.start + len(row.tokens))", "((row.start + len(row.tokens))"),
+    ("rollback-forgotten", ENGINE, "(sequence.tokens) + verdict.num_accepted", "(sequence.tokens + draft.tokens)"),
+    ("copies-not-made", ENGINE, "self._pool.copy_block(copy)", "pass"),
+    ("budget-without-own-token", BUDGET, "sequence.num_remaining - 1", "sequence.num_remaining"),
+    ("context-skips-token", ENGINE, "num_computed += num_tokens", "num_computed += num_tokens + 1"),
+    ("groups-in-their-own-order", ENGINE, "[logits[i] for i in range(len(rows))]", "list(logits.values())"),
+    ("release-missing", ORCHESTRATOR, "engine.release(sequence)", "pass"),
+    ("state-not-forgotten", ORCHESTRATOR, "drafter.forget(sequence.request.id)", "pass"),
+    ("who-waited-waits-on", ORCHESTRATOR, "running.extend(s for", "running.extendleft(s for"),
+    ("time-of-last-step-only", TIMES, "times.target_time_s += engine", "times.target_time_s = engine"),
+    ("finished-keep-blocks", LEADER, "self.engine.release(sequence)", "pass"),
+    ("oldest-put-back", LEADER, "self.running.pop()", "self.running.pop(0)"),
+    ("put-back-to-the-end", LEADER, "self.waiting.appendleft(youngest)", "self.waiting.append(youngest)"),
+    ("full-for-ever", LEADER, "self._is_full = False\n            if", "if"),
+    ("context-unbounded", LEADER, "budget -= num_missing", "pass"),
+    ("draft-past-budget", DRAFTING, "draft.cut(engine.max_draft_len_of(s))", "draft"),
+    ("end-id-drafted", LOOKUP, "return tokens[:i]", "return tokens[: i + 1]"),
+    ("index-misses-one", NGRAM, "max(history.num_indexed + 1, n)", "max(history.num_indexed + 2, n)"),
+    ("shortest-not-asked", NGRAM, "self.min_matching_ngram_size - 1, -1)", "self.min_matching_ngram_size, -1)"),
+    ("older-of-equals", NGRAM, "chosen is None or count >= counts", "chosen is None or count > counts"),
+    ("clone-starts-from-nothing", SUFFIX, "self.num_occurrences[clone] = self.num_occurrences[target]", "pass"),
+    ("counted-one-further", SUFFIX, "min(n, self.max_counted - 1)", "min(n, self.max_counted)"),
+    ("margin-skipped", SUFFIX, "num_private + 1 + _PUBLIC_MARGIN", "num_private + 1"),
+    ("never-evicts", POOL, "while self.num_tokens > self.max_tokens:", "while False:"),
+    ("prompt-in-pool", POOL, "range(text.num_context, len(tokens))", "range(1, len(tokens))"),
+    ("best-stays-best", POOL, "if token == self.best and", "if self.best not in self.counts and"),
+    ("corpus-drafts-end-id", CORPUS, "cut_at_end_id(draft, sequence.request.end_ids)", "draft"),
+    ("draft-rollback-forgotten", FOLLOW, "num_computed, num_common,", "num_computed,"),
+    ("draft-and-recover-with-one-number", DRAW, '.tokens), "draft")', '.tokens), "target")'),
+    ("foreign-id-drafted", FOLLOW, "value=-torch.inf", "value=0.0"),
+    ("follower-keeps-blocks", FOLLOW, "if follower is not None:", "if False:"),
+    ("wrong-sequences-asked", CHAIN, "[sequences[i] for i in empty]", "sequences[: len(empty)]"),
+    ("only-first-forgets", CHAIN, "drafter.forget(request_id)", "self.drafters[0].forget(request_id)"),
+    ("nothing-cut", ADAPTIVE, "[draft.cut(draft_len) for draft", "[draft.cut(max_draft_len) for draft"),
+    ("after-wrong-is-wrong-too", ADAPTIVE, "range(min(num_right + 1, num_known))", "range(num_known)"),
+    ("cost-ignored", ADAPTIVE, "token - rate * second", "token"),
+    ("inner-never-forgets", ADAPTIVE, "self.drafter.forget(request_id)", "pass"),
+    ("undrafted-step-counted", STATS, "if num_drafted == 0:", "if num_drafted < 0:"),
+    ("histogram-of-drafted", STATS, "acceptance_histogram, num_accepted)", "acceptance_histogram, num_drafted)"),
+    ("bonus-not-counted", STATS, "else 1 + per_spec_step", "else per_spec_step"),
+    ("times-not-added", STATS, "self.target_time_s += other", "self.target_time_s = other"),
+    ("token-blind-to-itself", ATTENTION, "key_positions <= query_positions", "key_positions < query_positions"),
+    ("window-one-wider", ATTENTION, "> query_positions - sliding", ">= query_positions - sliding"),
+    ("mask-of-another-head", ATTENTION, ".repeat(1, 1, num_groups, 1)", ".repeat_interleave(num_groups, dim=2)"),
+    ("kernel-blind-to-itself", PAGED, "position + 1 - start)", "position - start)"),
+    ("kernel-window-one-wider", PAGED, "position - in.window + 1 - start", "position - in.window - start"),
+    ("kernel-wrong-head", PAGED, "head * (in.H / in.Hk) + g)", "g * in.Hk + head)"),
+    ("parts-not-corrected", PAGED, "(part.sums + row * kLanes) * factor", "(part.sums + row * kLanes)"),
+    ("full-depth-never-ends", LINEAR, "if (k + kDepth >= K)", "if (k + kDepth > K)"),
+    ("pairs-apart", LINEAR, "n % kPanel * group + k % group", "n % kPanel + k % group * kPanel"),
+    ("last-of-equals", ARGMAX, "if (value > largest ||", "if (value >= largest ||"),
+    ("nan-overlooked", ARGMAX, "!(widen(row + i) <= bound)", "widen(row + i) > bound"),
+    ("rest-overlooked", ARGMAX, "  look(i, size);\n", ""),
+]
+FAULTS = [Fault(*row) for row in TABLE]
+
+
+def planted(fault: Fault) -> str:
+    """The file's text with the fault in it; SystemExit if the table is out of date."""
+    text = (ROOT / fault.at.file).read_text(encoding="utf-8")
+    if text.count(fault.old) != 1:
+        raise SystemExit(f"{fault.name}: not once but {text.count(fault.old)} times in {fault.at.file}: {fault.old}")
+    return text.replace(fault.old, fault.new)
+
+
+def run_tests(tests: str, fault: Fault | None = None, limit_s: float | None = None) -> Run:
+    """Run them in a copy of the tree, with the fault in it. No end within `limit_s` is a failure too."""
+    with tempfile.TemporaryDirectory(prefix="mutate-") as directory:
+        tree = Path(directory)
+        for name in COPIED:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+            copy(ROOT / name, tree / name)
+        if fault is not None:
+            (tree / fault.at.file).write_text(planted(fault), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        start = time.perf_counter()
+        with subprocess.Popen(
+            [*command, f"--basetemp={tree / 'tmp'}", *shlex.split(tests)],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": directory, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # compilers and commands that a test started end with it
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=limit_s)
+            except BaseException as error:
+                os.killpg(process.pid, signal.SIGKILL)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                return Run(f"no end in {limit_s:.0f} s", time.perf_counter() - start)
+        return Run(first_failure(process.returncode, output), time.perf_counter() - start)
+
+
+def first_failure(code: int, output: str) -> str | None:
+    """The test that failed; SystemExit if none was run, because then the fault or its tests are wrong."""
+    if code < 0:
+        return signal.Signals(-code).name
+    failed = re.search(r"^(?:FAILED|ERROR) \S*?(\w+\.py::\w+)", output, re.MULTILINE)
+    if code not in (0, 1) or (code == 1) != bool(failed) or "cannot compile the kernels" in output:
+        raise SystemExit(f"these tests cannot be run, pytest returned {code}:\n{output[-3000:]}")
+    return failed[1] if failed else None
+
+
+def judge(fault: Fault, limits_s: dict[str, float]) -> tuple[Fault, Run]:
+    run = run_tests(fault.at.tests, fault, limits_s[fault.at.tests])
+    print(f"{fault.name}: {run.failed or 'SURVIVED'}, {run.seconds:.0f} s", file=sys.stderr, flush=True)
+    return fault, run
+
+
+def table(results: list[tuple[Fault, Run]], *, markdown: bool) -> str:
+    """A row for each fault; in columns of one width unless in Markdown."""
+    rows = [("fault", "file", "what", "caught by", "seconds")]
+    for fault, run in results:
+        what = " → ".join(f"`{' '.join(text.split())}`" for text in (fault.old, fault.new))
+        what = what.replace("|", r"\|") if markdown else what
+        rows.append((fault.name, fault.at.file, what, run.failed or "SURVIVED", f"{run.seconds:.0f}"))
+    if markdown:
+        rows.insert(1, ("---",) * 5)
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="faults to plant; without one all")
+    parser.add_argument("--jobs", type=int, default=1, help="test runs at a time")
+    parser.add_argument("--list", action="store_true", help="name the faults and run nothing")
+    parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.names) - {fault.name for fault in FAULTS}):
+        parser.error(f"no such fault: {', '.join(unknown)}")
+    faults = [fault for fault in FAULTS if not options.names or fault.name in options.names]
+    for fault in faults:
+        planted(fault)
+    if options.list:
+        print("\n".join(f"{fault.name:40}{fault.at.file}" for fault in faults))
+        return 0
+    tests = list(dict.fromkeys(fault.at.tests for fault in faults))
+    with ThreadPoolExecutor(options.jobs) as executor:
+        whole = dict(zip(tests, executor.map(run_tests, tests), strict=True))
+        if failing := [run.failed for run in whole.values() if run.failed]:
+            raise SystemExit(f"tests fail without a fault: {', '.join(failing)}")
+        limits_s = {name: 60 + 3 * run.seconds for name, run in whole.items()}
+        results = list(executor.map(partial(judge, limits_s=limits_s), faults))
+    print(table(results, markdown=options.markdown))
+    survivors = [fault.name for fault, run in results if run.failed is None]
+    print(f"{len(faults) - len(survivors)} of {len(faults)} caught", file=sys.stderr)
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
