@@ -53,13 +53,13 @@ class Run(NamedTuple):
 
 T = "tests/runtime/"
 KERNELS = f"{T}compiler/test_kernels.py"
-LAW = f"{T}test_verify.py {T}test_rejection.py -k 'not texts'"
+DISTRIBUTION = f"{T}test_verify.py {T}test_rejection.py -k 'not texts'"
 ADAPTIVE = At("runtime/drafters/adaptive.py", f"{T}drafters/test_adaptive.py")
 ARGMAX = At("runtime/compiler/csrc/argmax.cpp", f"{KERNELS} -k argmax")
 ATTENTION = At("runtime/compiler/attention.py", f"{T}test_families.py -k 'test_greedy and (llama or sliding)'")
 BATCH = At("runtime/batch.py", f"{T}test_batch.py -k 'not compute_what_each'")
 BLOCKS = At("runtime/kv_cache.py", f"{T}test_kv_cache.py")
-BUDGET = At("runtime/engine.py", f"{T}test_orchestrator.py")
+BUDGET = At("runtime/request.py", f"{T}test_orchestrator.py")
 CHAIN = At("runtime/drafters/chain.py", f"{T}drafters/test_chain.py")
 CORPUS = At("runtime/drafters/corpus.py", f"{T}test_corpus.py -k draft")
 DRAFTING = At("runtime/drafting.py", f"{T}drafters/test_drafter_protocol.py")
@@ -70,7 +70,7 @@ LEADER = At("runtime/leader.py", f"{T}test_leader.py")
 LINEAR = At("runtime/compiler/csrc/linear.cpp", f"{KERNELS} -k linear")
 LOOKUP = At("runtime/drafters/lookup.py", f"{T}drafters/test_ngram.py")
 NGRAM = At("runtime/drafters/ngram.py", f"{T}drafters/test_ngram.py")
-NOISE = At("runtime/sampling.py", LAW)
+NOISE = At("runtime/sampling.py", DISTRIBUTION)
 ORCHESTRATOR = At("runtime/orchestrator.py", f"{T}test_orchestrator.py")
 PAGED = At("runtime/compiler/csrc/paged_attention.cpp", f"{KERNELS} -k 'attention or scores'")
 POOL = At("runtime/drafters/pool.py", f"{T}drafters/test_pool.py -k 'not ten_thousand'")
@@ -79,7 +79,7 @@ SAMPLING = At("runtime/sampling.py", f"{T}test_sampling.py")
 STATS = At("runtime/stats.py", f"{T}test_stats.py")
 SUFFIX = At("runtime/drafters/suffix.py", f"{T}drafters/test_suffix.py")
 TIMES = At("runtime/orchestrator.py", f"{T}test_leader.py -k times")
-VERIFY = At("runtime/verify.py", LAW)
+VERIFY = At("runtime/verify.py", DISTRIBUTION)
 
 # Name, place, the exact old text, the new text.
 TABLE = [
@@ -115,7 +115,7 @@ TABLE = [
     ("last-block-not-read", BATCH, "-(-(row.start + len(row.tokens))", "((row.start + len(row.tokens))"),
     ("rollback-forgotten", ENGINE, "(sequence.tokens) + verdict.num_accepted", "(sequence.tokens + draft.tokens)"),
     ("copies-not-made", ENGINE, "self._pool.copy_block(copy)", "pass"),
-    ("budget-without-own-token", BUDGET, "sequence.num_remaining - 1", "sequence.num_remaining"),
+    ("budget-without-own-token", BUDGET, "max(self.num_remaining - 1, 0)", "max(self.num_remaining, 0)"),
     ("context-skips-token", ENGINE, "num_computed += num_tokens", "num_computed += num_tokens + 1"),
     ("groups-in-their-own-order", ENGINE, "[logits[i] for i in range(len(rows))]", "list(logits.values())"),
     ("release-missing", ORCHESTRATOR, "engine.release(sequence)", "pass"),

@@ -224,7 +224,7 @@ def law_of_texts(model: PreTrainedModel, sampling: dict[str, Any]) -> dict[tuple
 
 
 @pytest.fixture(scope="module")
-def laws(models: dict[str, PreTrainedModel]) -> dict[str, dict[tuple[int, ...], float]]:
+def text_distributions(models: dict[str, PreTrainedModel]) -> dict[str, dict[tuple[int, ...], float]]:
     return {name: law_of_texts(models["target"], sampling) for name, sampling in TEXT_SAMPLING.items()}
 
 
@@ -242,7 +242,10 @@ def make_drafter(name: str, dirs: dict[str, Path], vocab_size: int) -> Drafter |
     "drafter", ["none", "ngram", "similar by tokens", "similar by probabilities", "small by probabilities"]
 )
 def test_texts_follow_hugging_faces_distribution(
-    drafter: str, sampling: str, laws: dict[str, dict[tuple[int, ...], float]], engine_dirs: dict[str, Path]
+    drafter: str,
+    sampling: str,
+    text_distributions: dict[str, dict[tuple[int, ...], float]],
+    engine_dirs: dict[str, Path],
 ) -> None:
     """Draft tokens and their verification draw from one hash: what they draw must not depend on each other."""
     num_texts = 3000
@@ -257,7 +260,7 @@ def test_texts_follow_hugging_faces_distribution(
         if sequence.finish_reason
     ]
     counts = Counter(tuple(sequence.output_tokens) for sequence in finished)
-    expected = laws[sampling]
+    expected = text_distributions[sampling]
     assert counts.keys() <= expected.keys()
     likely = [text for text, prob in expected.items() if prob * num_texts >= 5]
     cells = torch.tensor([counts[text] for text in likely])

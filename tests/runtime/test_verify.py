@@ -177,7 +177,7 @@ def test_position_with_no_token_left_is_an_error(
                 verify(sequence, Draft([token], probs), log(bad_row, [0.5, 0.5]))
 
 
-@pytest.mark.parametrize("probs", [None, law([0, 1, 0], [0, 0, 1])], ids=["by tokens", "by probabilities"])
+@pytest.mark.parametrize("probs", [None, distribution([0, 1, 0], [0, 0, 1])], ids=["by tokens", "by probabilities"])
 def test_where_no_token_is_left_the_last_accepted_is_the_targets_own(probs: Tensor | None) -> None:
     """A verdict has a token of the target's: of the accepted 1 2 it is the 2, which comes once."""
     logits = log([0, 1, 0], [0, 0, 1], [torch.nan, 0.5, 0.5])
