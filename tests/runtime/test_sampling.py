@@ -247,7 +247,7 @@ def test_choices_of_neighbouring_positions_are_uniform_and_independent() -> None
     """Of 8 tokens that are equally likely, by 100 requests at 52 positions each."""
     counts = torch.zeros(8, 8)
     for seed in range(100):
-        sampler = Sampler(SamplingParams(top_k=0, random_seed=seed), (5, 6))
+        sampler = Sampler(SamplingConfig(top_k=0, random_seed=seed), (5, 6))
         chosen = [sampler.choose([5] * position, torch.zeros(8)) for position in range(2, 54)]
         for pair in zip(chosen[::2], chosen[1::2], strict=True):
             counts[pair] += 1
