@@ -23,7 +23,7 @@ from runtime.compiler.compilation import StepFunction, compile_aot, torch_compil
 from runtime.compiler.kernels import LIBRARY, compile_kernels, describe_kernels, load_kernels
 from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_steps
 from runtime.compiler.model import Step, load_model, parse_pretrained_config, probe_config
-from runtime.config import BuildConfig, EngineConfig, LayerShape, LogitsCheck, as_json
+from runtime.config import BuildConfig, CheckpointConfig, Compiler, EngineConfig, LayerShape, LogitsCheck, as_json
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
@@ -75,11 +75,7 @@ def build_engine(
         if build.compiler != "aot":
             shutil.copyfile(weights, directory / "rank0.safetensors")
         phase("checking the logits")
-        step: StepFunction = Step(model)
-        if build.compiler == "aot":
-            step = open_step("aot", checkpoint.pretrained_config, checkpoint.dtype, directory, device)
-        elif build.compiler == "torch-compile":
-            step = torch_compile(Step(model), directory / "rank0.cache")
+        step = _built_step(build.compiler, checkpoint, model, directory)
         try:
             logits_check = check_logits(step, model, layers, build, _TOLERANCE[checkpoint.dtype])
         except Exception as error:  # `torch-compile` compiles with the first step
@@ -102,6 +98,16 @@ def build_engine(
         copy_tokenizer_files(checkpoint_dir, directory)
         write_json(directory / "config.json", as_json(config))
     return config
+
+
+def _built_step(
+    compiler: Compiler, checkpoint: CheckpointConfig, model: PreTrainedModel, directory: Path
+) -> StepFunction:
+    """What was compiled, opened as an engine does; `torch-compile` compiles when it is called."""
+    if compiler == "aot":
+        device = next(model.parameters()).device
+        return open_step("aot", checkpoint.pretrained_config, checkpoint.dtype, directory, device)
+    return torch_compile(Step(model), directory / "rank0.cache") if compiler == "torch-compile" else Step(model)
 
 
 def _with_costs(config: EngineConfig, step: StepFunction, device: torch.device) -> EngineConfig:
