@@ -93,7 +93,7 @@ def test_logits_after_block_reuse_equal_hf(
 
 def test_logits_of_a_ragged_batch_with_drafts_equal_hf(llama_engine: Engine, llama: PreTrainedModel) -> None:
     compute_and_release(llama_engine, A)
-    prompts = [[*A, 4], [9], repetitive_prompt(5, 30), [*A[:6], 3, 3]]
+    prompts = [[*A, 4], [9], repetitive_prompt(5, 40), [*A[:6], 3, 3]]  # the third is computed by itself
     drafts = [[5, 6, 7, 8, 9, 10], [], [11], [12, 13]]
     sequences = [start(prompt, i) for i, prompt in enumerate(prompts)]
     for sequence in sequences:

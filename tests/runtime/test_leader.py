@@ -124,6 +124,15 @@ def test_sequences_put_back_and_continued_end_the_same(
     assert released.count(0) == 1, "the oldest was put back"
 
 
+def test_who_was_put_back_comes_before_who_never_ran(open_engine: Any) -> None:
+    """Two of three fit and grow until the second is put back. The third runs beside it when the first has ended."""
+    requests = [Request(i, (5, 6, 7, 8 + i), 30) for i in range(3)]
+    order = [s.request.id for s, _ in leader.generate(open_engine(max_tokens=36), requests, None, 0)]
+    last = {i: len(order) - 1 - order[::-1].index(i) for i in range(3)}
+    assert last[0] < last[1] < last[2]
+    assert last[0] < order.index(2) < last[1]
+
+
 @pytest.mark.parametrize("max_num_tokens", [1, 3, 7, 40, 512])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_chunked_prompts_are_whole_prompts(
@@ -143,6 +152,15 @@ def test_long_prompt_does_not_hold_up_running_rows(open_engine: Any) -> None:
     order = [s.request.id for s, _ in leader.generate(engine, requests, None, 0)]
     assert order.index(1) >= 8
     assert order[:8] == [0] * 8
+
+
+def test_prompts_share_what_an_iteration_may_compute(open_engine: Any) -> None:
+    """25 tokens at a time: the first prompt of 20 and 5 of the second; the other 15 and 10 of the third; the rest."""
+    engine = open_engine()
+    engine.max_num_tokens = 25
+    requests = [Request(i, tuple(repetitive_prompt(i, 20)), 3) for i in range(3)]
+    order = [s.request.id for s, _ in leader.generate(engine, requests, None, 0)]
+    assert order == [0, 0, 1, 0, 1, 2, 1, 2, 2]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -167,6 +185,28 @@ def test_any_requests_end_with_the_right_tokens(
     engine = open_engine(max_tokens=max_tokens, block_reuse=reuse)
     engine.max_num_tokens = max_num_tokens
     assert outputs(finish(engine, requests, make_drafter(drafter))) == expected(llama, requests)
+
+
+@pytest.mark.parametrize("loop", [orchestrator, leader], ids=["orchestrator", "leader"])
+def test_times_are_those_of_all_steps(loop: Any, open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which drafting takes a second, a step of the target ten, and all else no time."""
+    now = 0.0
+
+    def spend(seconds: float, result: Any) -> Any:
+        nonlocal now
+        now += seconds
+        return result
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    engine, drafter, times = open_engine(), NgramLookup(2), LoopTimes()
+    step, propose = engine._step, drafter.propose
+    monkeypatch.setattr(engine, "_step", lambda *inputs: spend(10, step(*inputs)))
+    monkeypatch.setattr(drafter, "propose", lambda *asked: spend(1, propose(*asked)))
+    for _ in loop.generate(engine, make_requests(2), drafter, 5, times):
+        pass
+    n = times.num_iterations
+    assert n > 5
+    assert times == LoopTimes(wall_s=11 * n, draft_time_s=n, target_time_s=10 * n, num_iterations=n)
 
 
 def test_loop_left_early_holds_no_blocks_and_no_state(open_engine: Any) -> None:

@@ -66,6 +66,13 @@ def test_pool_too_small_for_the_whole_batch_serves_it(ngram: bool, open_engine: 
     assert [s.output_tokens for s in sequences] == expected(llama, requests)
 
 
+def test_who_does_not_fit_is_first_in_the_next_step(open_engine: Any) -> None:
+    """With room for one at a time three requests take turns."""
+    requests = [Request(i, (5, 6, 7 + i), 4) for i in range(3)]
+    order = [sequence.request.id for sequence, _ in generate(open_engine(max_tokens=8), requests, None, 0)]
+    assert order == [0, 1, 2] * 4
+
+
 def test_pool_that_just_holds_a_request_serves_it(open_engine: Any, llama: PreTrainedModel) -> None:
     (request,) = make_requests(1)
     num_tokens = len(request.prompt_tokens) + NUM_NEW_TOKENS - 1  # the last token's K/V are never needed
