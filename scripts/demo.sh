@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-scripts/install.sh
+[ -x .venv/bin/specdec ] || scripts/install.sh
 work=${1:-$(mktemp -d)}
 article='def greet(name):
     """Return a greeting for the person of that name. The greeting ends with an exclamation mark."""

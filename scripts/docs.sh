@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-scripts/install.sh '[docs]'
+[ -x .venv/bin/zensical ] || scripts/install.sh '[docs]'
 .venv/bin/zensical build --strict --clean

@@ -3,9 +3,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-scripts/install.sh '[dev]'
+scripts/install.sh '[dev,docs]' # one installation for all that CI runs
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
+unset PYTHONDONTWRITEBYTECODE # or every process that the tests start would compile the sources again
 # Two workers: each takes from the other's tests when it has done its own.
 .venv/bin/pytest -n 2 --dist worksteal "$@"
