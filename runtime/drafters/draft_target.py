@@ -58,6 +58,7 @@ class DraftModel:
         """The sequence's follower, with its tokens, and K/V of as many of them as are still true."""
         request = sequence.request
         if request.id not in self._followers:
+            self.check_request(request)
             self._followers[request.id] = Sequence.start(request)
         follower, tokens = self._followers[request.id], sequence.tokens
         num_common = min(len(follower.tokens), len(tokens))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from strength import examples
 
+from commands.options.hints import hint_of
 from runtime.corpus import Corpus, merge_corpora, suffix_array, write_corpus
 from runtime.drafters.corpus import CorpusLookup
 from runtime.errors import SpecDecError
@@ -232,7 +233,7 @@ def test_damaged_corpus_is_an_error_that_names_it(damage: Callable[[Path], None]
     with pytest.raises(SpecDecError) as raised:
         Corpus.open(path)
     assert wrong in raised.value.message and str(path) in raised.value.message
-    assert raised.value.hint and "specdec corpus create" in raised.value.hint
+    assert raised.value.hint and "specdec corpus create" in (hint_of(raised.value) or "")
 
 
 def test_changed_content_is_found_when_it_is_read_whole(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from commands.options.hints import hint_of
 from runtime.errors import SpecDecError
 from runtime.files import (
     check_output_directory,
@@ -76,7 +77,7 @@ def test_directory_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     write_ours(tmp_path / "output")
     with pytest.raises(SpecDecError, match="output directory is not empty") as error:
         check_output_directory(tmp_path / "output", replace=False)
-    assert error.value.hint == "`--force` replaces it"
+    assert hint_of(error.value) == "`--force` replaces it"
 
 
 @pytest.mark.parametrize("config", [None, "{}", "[]", "{", '{"model_type": "llama"}'])
