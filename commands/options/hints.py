@@ -100,10 +100,10 @@ _FLAGS = {"stop": "--stop-words", "bad_words": "--bad-words"}
 
 def _rebuild(engine_dir: object, build: Any) -> str:
     """The command that made the engine."""
-    drafts = f" {_DRAFTS} {build.max_draft_len}" if build.max_draft_len else " --max-draft-len 0"
+    mode = f" --speculative-decoding-mode {build.speculative_decoding_mode} --use-paged-context-fmha enable"
     return (
         f"rebuild it here: specdec build --checkpoint-dir CKPT --output-dir {shlex.quote(str(engine_dir))} --force "
         f"--max-batch-size {build.max_batch_size} --max-input-len {build.max_input_len} "
-        f"--max-seq-len {build.max_request_len} --tokens-per-block {build.tokens_per_block} "
-        f"--compiler {build.compiler}{drafts}"
+        f"--max-seq-len {build.max_request_len} --max-draft-len {build.max_draft_len} "
+        f"--tokens-per-block {build.tokens_per_block} --compiler {build.compiler}{mode if build.max_draft_len else ''}"
     )

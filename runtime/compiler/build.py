@@ -76,11 +76,8 @@ def build_engine(
             shutil.copyfile(weights, directory / "rank0.safetensors")
         phase("checking the logits")
         step = _built_step(build.compiler, checkpoint, model, directory)
-        try:
+        with _machine_errors():  # `torch-compile` compiles with the first step
             logits_check = check_logits(step, model, layers, build, _TOLERANCE[checkpoint.dtype])
-        except Exception as error:  # `torch-compile` compiles with the first step
-            _raise_machine_error(error)
-            raise
         config = EngineConfig(
             pretrained_config=checkpoint.pretrained_config,
             dtype=checkpoint.dtype,
@@ -98,6 +95,15 @@ def build_engine(
         copy_tokenizer_files(checkpoint_dir, directory)
         write_json(directory / "config.json", as_json(config))
     return config
+
+
+@contextmanager
+def _machine_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        _raise_machine_error(error)
+        raise
 
 
 def _built_step(
