@@ -10,7 +10,7 @@ from commands.documents.arrays import write_ids, write_logits
 from commands.documents.run import run_document
 from commands.documents.settings import Setup
 from commands.html.report import write_report
-from commands.inputs.prompts import Prompt, read_prompts
+from commands.inputs.prompts import Prompt, without_padding
 from commands.inputs.traces import write_traces
 from commands.options.run import RunInputs, RunResults
 from commands.output import Output, speedup_line
@@ -52,9 +52,7 @@ def _make_requests(
 ) -> tuple[list[Prompt], list[Request]]:
     """The requests, as many as outputs are asked for of each prompt, and the prompt of each."""
     template = replace(setup.llm.request_of(setup.params), keep_logits=results.logits_file is not None)
-    if inputs.input_file is not None and inputs.input_file.suffix.lower() == ".npy" and template.end_ids:
-        # Again, now that it is known what the rows of an array are padded with.
-        prompts = read_prompts([], inputs.input_file, pad_id=min(template.end_ids))
+    prompts = without_padding(prompts, inputs.input_file, template.end_ids)
     requests, num_truncated = list[Request](), 0
     for prompt in prompts:
         tokens, truncated = setup.llm.encode(prompt.content, inputs.max_input_length)

@@ -4,8 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from commands.documents.tune import Tuning, tune_document
-from commands.inputs.prompts import Prompt, read_prompts
+from commands.inputs.prompts import Prompt, without_padding
 from commands.inputs.traces import read_traces
+from commands.options.single import end_id_params
 from commands.options.tune import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
 from commands.output import Output
 from commands.tables.tune import show
@@ -60,8 +61,8 @@ def tune_engine(
 def _answered(llm: LLM, inputs: TuneInputs, options: TuneOptions, prompts: list[Prompt], output: Output) -> Answered:
     """The requests that fit the engine, and what it answers, or was recorded to have answered."""
     max_tokens = options.max_output_len or DEFAULT_OUTPUT_LEN
-    end_ids = {} if options.end_id is None else {"stop_token_ids": [options.end_id], "ignore_eos": True}
-    template = llm.request_of(SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, **end_ids))  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, **end_id_params(options.end_id))
+    template = llm.request_of(params)
     if inputs.traces is not None:
         recorded = read_traces(inputs.traces, llm.tokenizer, llm.engine.config.vocab_size)
         requests = [
@@ -70,8 +71,7 @@ def _answered(llm: LLM, inputs: TuneInputs, options: TuneOptions, prompts: list[
         ]
         kept = fitting_requests(llm, requests)
         return Answered(_renumbered(requests, kept), [recorded[i] for i in kept], None)
-    if inputs.input_file is not None and inputs.input_file.suffix.lower() == ".npy" and template.end_ids:
-        prompts = read_prompts([], inputs.input_file, pad_id=min(template.end_ids))
+    prompts = without_padding(prompts, inputs.input_file, template.end_ids)
     requests = [template.with_prompt(i, llm.encode(prompt.content)[0]) for i, prompt in enumerate(prompts)]
     kept = fitting_requests(llm, requests)
     requests = _renumbered(requests, kept)

@@ -1,6 +1,6 @@
 """Between text and tokens: the tokenizer, the ids that end an output, stop words, and text that arrives in pieces."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,8 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from runtime.cache import digest
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import read_json
-from runtime.request import Request
-from runtime.request import Sequence as Generated
+from runtime.request import Request, Sequence
 
 _REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
 
@@ -95,7 +94,7 @@ def word_tokens(tokenizer: PreTrainedTokenizerBase, name: str, word: str) -> lis
     return tokens
 
 
-def bad_word_tokens(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def bad_word_tokens(tokenizer: PreTrainedTokenizerBase, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
     """The token sequences to ban: each word as it starts a text, and after a space."""
     variants = [tuple(word_tokens(tokenizer, "bad_words", text)) for word in words for text in (word, f" {word}")]
     return tuple(dict.fromkeys(variants))
@@ -116,7 +115,7 @@ def find_end_ids(
 
 
 def encode(
-    prompt: str | Sequence[int], tokenizer: PreTrainedTokenizerBase | None, max_length: int | None = None
+    prompt: str | Seq[int], tokenizer: PreTrainedTokenizerBase | None, max_length: int | None = None
 ) -> tuple[list[int], bool]:
     """The tokens of a prompt, text or ids, and whether only its last `max_length` were kept."""
     if not isinstance(prompt, str):
@@ -222,6 +221,6 @@ def stop_words_of(request: Request) -> StopWords | None:
     return request.stop_check if isinstance(request.stop_check, StopWords) else None
 
 
-def sequence_text(tokenizer: PreTrainedTokenizerBase | None, sequence: Generated) -> str | None:
+def sequence_text(tokenizer: PreTrainedTokenizerBase | None, sequence: Sequence) -> str | None:
     """`output_text` of a sequence."""
     return output_text(tokenizer, sequence.output_tokens, stop_words_of(sequence.request))

@@ -1,7 +1,9 @@
 """README.md and docs/ are true: flags are the commands', commands and Python run, links and names hold."""
 
+import json
 import re
 import shlex
+import shutil
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import typer.main
 import update_docs
+from shared import once
 
 from commands.options.spellings import _WITHOUT_EFFECT, normalize_name
 from specdec_cli.app import app
@@ -21,10 +24,17 @@ OTHERS_FLAGS = {"num-prompts", "runs", "models", "output-len", "max-new-tokens",
 
 
 @pytest.fixture(scope="module")
-def walk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """The directory the walk was run in, and what its commands printed, by the names of their outputs."""
-    directory = tmp_path_factory.mktemp("walk")
-    return directory, update_docs.run_walk(update_docs.walk_blocks(PAGES), directory)
+def walk(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> tuple[Path, dict[str, str]]:
+    """A copy of the directory the walk was run in, and what its commands printed, by the names of their outputs."""
+
+    def make(directory: Path) -> None:
+        (directory / "walk").mkdir(parents=True)
+        outputs = update_docs.run_walk(update_docs.walk_blocks(PAGES), directory / "walk")
+        (directory / "outputs.json").write_text(json.dumps(outputs))
+
+    made = once(shared / "documentation", make)
+    copy = shutil.copytree(made / "walk", tmp_path_factory.mktemp("documentation") / "walk", symlinks=True)
+    return copy, json.loads((made / "outputs.json").read_text())
 
 
 def blocks(language: str) -> list[Any]:

@@ -6,7 +6,7 @@ from statistics import mean
 from typing import Any
 
 from commands.documents.head import document_head
-from commands.options.drafting import candidate_flags
+from commands.options.drafter_configs import candidate_flags
 from runtime.drafters.settings import LookupDrafter
 from runtime.stats import RequestStats, sum_stats
 from runtime.tuning.candidates import Candidate

@@ -60,6 +60,13 @@ def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: 
     return list(_TEXT_KINDS[suffix](read_utf8(input_file), input_file))
 
 
+def without_padding(prompts: list[Prompt], input_file: Path | None, end_ids: frozenset[int]) -> list[Prompt]:
+    """The prompts, read again if they are rows of an array, now that it is known what those are padded with."""
+    if input_file is None or input_file.suffix.lower() != ".npy" or not end_ids:
+        return prompts
+    return read_prompts([], input_file, pad_id=min(end_ids))
+
+
 def check_text(value: object, where: str) -> str:
     """`value` if it is text that can be tokenised. Raises SpecDecError, naming `where`, otherwise."""
     if not isinstance(value, str):

@@ -7,7 +7,7 @@ import typer
 
 from commands.options.panels import RUNTIME
 from commands.options.sampling import SamplingOptions
-from commands.options.single import EndId
+from commands.options.single import EndId, end_id_params
 from runtime.errors import UsageError
 from runtime.params import SamplingParams
 
@@ -34,5 +34,4 @@ class GenerationOptions:
 
     def params(self, **others: Any) -> SamplingParams:
         """How to answer a prompt; `others` are the command's. UsageError for a value that is out of range."""
-        end_ids = {} if self.end_id is None else {"stop_token_ids": [self.end_id], "ignore_eos": True}
-        return self.sampling.params(stop=self.stop_words, **end_ids, **others)
+        return self.sampling.params(stop=self.stop_words, **end_id_params(self.end_id), **others)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from commands.options.drafter_configs import parse_custom_drafter
 from commands.options.drafting import (
     DraftingOptions,
     Named,
     chain,
     check_all_named,
-    parse_custom_drafter,
     parse_drafter_names,
 )
 from commands.options.expand import given_flags

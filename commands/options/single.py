@@ -1,7 +1,7 @@
 """Flags that several groups have as a field of their own, because each stands at another place of `--help`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -52,3 +52,8 @@ Report = Annotated[
 Force = Annotated[
     bool, typer.Option("--force", help="Replace the output directory if specdec wrote it.", rich_help_panel=OUTPUT)
 ]
+
+
+def end_id_params(end_id: int | None) -> dict[str, Any]:
+    """What `--end-id` means to `SamplingParams`: this id alone ends an output, or the model's own do."""
+    return {} if end_id is None else {"stop_token_ids": [end_id], "ignore_eos": True}

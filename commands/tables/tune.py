@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from commands.documents.tune import Tuning, categories_of, stats_of_category
-from commands.options.drafting import candidate_flags
+from commands.options.drafter_configs import candidate_flags
 from commands.output import Output, number, percent
 from runtime.stats import RequestStats
 from runtime.tuning.candidates import Candidate, drafters_of

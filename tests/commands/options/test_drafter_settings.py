@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 
-from commands.options.drafting import (
-    DraftingOptions,
-    Named,
+from commands.options.drafter_configs import (
     parse_custom_drafter,
     parse_draft_target_model_config,
-    parse_drafter,
-    parse_drafter_names,
     parse_ngram_config,
     parse_suffix_config,
 )
+from commands.options.drafting import DraftingOptions, Named, parse_drafter, parse_drafter_names
 from commands.options.leader import LeaderOptions
 from commands.options.lookups import LookupOptions
 from runtime.drafters.settings import (

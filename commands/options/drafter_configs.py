@@ -1,0 +1,115 @@
+"""The lists that name a drafter, such as `--ngram-config "[10,2,[0]]"`: read, and written as `tune` recommends."""
+
+import ast
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commands.options.lookups import LookupOptions
+from runtime.drafters.settings import CustomDrafter, DraftTargetDrafter, NgramDrafter, SuffixDrafter
+from runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from runtime.tuning.candidates import Candidate
+
+NGRAM_FORM = "[max_draft_len, max_matching_ngram_size, device_list], such as [10,2,[0]]"
+SUFFIX_FORM = "[max_draft_len, device_list], such as [10,[0]]"
+DRAFT_TARGET_FORM = "[draft_len, draft_device_list, target_device_list, use_logits], such as [4,[0],[0],False]"
+_FIRST_DEVICE = "[0] is the first device"
+
+
+def parse_ngram_config(text: str, lookups: LookupOptions) -> tuple[NgramDrafter, int]:
+    """Parse `[max_draft_len, max_matching_ngram_size, device_list]`; UsageError says which part is wrong."""
+    flag = "--ngram-config"
+    max_draft_len, max_matching_ngram_size, devices = _parse_list(flag, text, 3, NGRAM_FORM)
+    max_draft_len = _positive(flag, "max_draft_len", max_draft_len, NGRAM_FORM)
+    max_size = _positive(flag, "max_matching_ngram_size", max_matching_ngram_size, NGRAM_FORM)
+    return lookups.ngram_drafter(max_draft_len, max_size), _single_device(flag, "device_list", devices)
+
+
+def parse_suffix_config(text: str, lookups: LookupOptions) -> tuple[SuffixDrafter, int]:
+    """Parse `[max_draft_len, device_list]`; UsageError says which part is wrong."""
+    flag = "--suffix-config"
+    max_draft_len, devices = _parse_list(flag, text, 2, SUFFIX_FORM)
+    max_draft_len = _positive(flag, "max_draft_len", max_draft_len, SUFFIX_FORM)
+    return lookups.suffix_drafter(max_draft_len), _single_device(flag, "device_list", devices)
+
+
+def parse_draft_target_model_config(text: str, draft_engine_dir: Path | None) -> tuple[DraftTargetDrafter, int]:
+    """Parse `[draft_len, draft_device_list, target_device_list, use_logits]`; UsageError says which part is wrong."""
+    flag = "--draft-target-model-config"
+    draft_len, draft_devices, target_devices, use_logits = _parse_list(flag, text, 4, DRAFT_TARGET_FORM)
+    if not isinstance(use_logits, bool):
+        raise UsageError(
+            f"use_logits in `{flag}` must be True or False: {use_logits!r}", hint=f"its form is {DRAFT_TARGET_FORM}"
+        )
+    max_draft_len = _positive(flag, "draft_len", draft_len, DRAFT_TARGET_FORM)
+    draft_device_id = _single_device(flag, "draft_device_list", draft_devices)
+    device_id = _single_device(flag, "target_device_list", target_devices)
+    if draft_engine_dir is None:
+        raise UsageError(
+            f"`{flag}` needs the draft model's engine: {text}",
+            hint="`--draft-engine-dir` names it; `specdec build` makes it from the draft model's checkpoint",
+        )
+    return DraftTargetDrafter(draft_engine_dir, max_draft_len, use_logits, draft_device_id), device_id
+
+
+def parse_custom_drafter(text: str) -> CustomDrafter:
+    """Parse `package.module:factory`."""
+    module, colon, factory = text.partition(":")
+    if not (module and colon and factory):
+        raise UsageError(
+            f"`--drafter` is not of the form module:factory: {text}", hint="`--drafter my_drafters:make` is an example"
+        )
+    return CustomDrafter(module, factory)
+
+
+def _parse_list(flag: str, text: str, length: int, form: str) -> list[Any]:
+    try:
+        values = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        raise UsageError(f"`{flag}` is not a list: {text}", hint=f"its form is {form}") from None
+    if not isinstance(values, list | tuple) or len(values) != length:
+        raise UsageError(f"`{flag}` does not have {length} entries: {text}", hint=f"its form is {form}")
+    return list(values)
+
+
+def _positive(flag: str, name: str, value: Any, form: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(
+            f"{name} in `{flag}` must be a whole number of at least 1: {value!r}", hint=f"its form is {form}"
+        )
+    return value
+
+
+def _single_device(flag: str, name: str, value: Any) -> int:
+    if not isinstance(value, list | tuple) or not value:
+        raise UsageError(f"{name} in `{flag}` must name a device: {value!r}", hint=_FIRST_DEVICE)
+    if not all(isinstance(device, int) and not isinstance(device, bool) and device >= 0 for device in value):
+        raise UsageError(f"{name} in `{flag}` must hold device numbers: {value!r}", hint=_FIRST_DEVICE)
+    if len(value) > 1:
+        raise UsageError(
+            f"{name} in `{flag}` names more than one device, and engines have one rank: {value!r}",
+            hint=_FIRST_DEVICE,
+        )
+    return int(value[0])
+
+
+def candidate_flags(candidate: "Candidate") -> str:
+    """What `run` is told to generate in this way."""
+    match candidate.drafter:
+        case None:
+            return ""
+        case SuffixDrafter() as drafter:
+            flags = [f"--suffix-config '[{drafter.max_draft_len},[0]]'"]
+        case NgramDrafter() as drafter:
+            flags = [f"--ngram-config '[{drafter.max_draft_len},{drafter.max_matching_ngram_size},[0]]'"]
+            if drafter.ranking != "oldest":
+                flags.append(f"--ngram-ranking {drafter.ranking}")
+            if drafter.min_matching_ngram_size > 1:
+                flags.append(f"--min-matching-ngram-size {drafter.min_matching_ngram_size}")
+            if drafter.corpus is not None:
+                flags.append(f"--ngram-corpus {shlex.quote(str(drafter.corpus))}")
+    if drafter.pool == "public":
+        flags.append("--ngram-pool public")
+    return " ".join([*flags, *(["--draft-len-mode auto"] if candidate.draft_len_mode == "auto" else [])])
