@@ -21,6 +21,7 @@ from runtime.compiler.compilation import StepFunction
 from runtime.config import EngineConfig
 from runtime.errors import SpecDecError, UsageError
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block
+from runtime.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
 from runtime.request import Draft, Request, Sequence, Verdict
 from runtime.verify import verify
 
@@ -130,74 +131,18 @@ class Engine:
     def check_request(self, request: Request) -> None:
         """SpecDecError if the engine cannot serve the request whatever else runs."""
         self.check_lengths(request)
-        self._check_vocabulary(request)
+        check_vocabulary(request, self.config.vocab_size)
 
     def check_lengths(self, request: Request) -> None:
         """SpecDecError if the request is longer than what the engine was built for, or than its K/V cache."""
-        build, num_prompt = self.config.build_config, len(request.prompt_tokens)
-        if num_prompt == 0:
-            raise SpecDecError(f"prompt is empty: request {request.id}", hint="give it at least one token")
-        if num_prompt > build.max_input_len:
-            raise SpecDecError(
-                f"prompt of request {request.id} is longer than the engine's max_input_len {build.max_input_len}: "
-                f"{num_prompt} tokens",
-                hint="give a shorter one, or build with a larger max_input_len",
-                fact="prompt_too_long",
-            )
-        if request.max_new_tokens < 1:
-            raise SpecDecError(
-                f"number of tokens to generate must be at least 1: {request.max_new_tokens}", hint="ask for one or more"
-            )
-        if num_prompt + request.max_new_tokens > build.max_request_len:
-            raise SpecDecError(
-                f"prompt and output of request {request.id} exceed the engine's {build.max_request_len} tokens: "
-                f"{num_prompt} + {request.max_new_tokens}",
-                hint="ask for fewer tokens, or build with a larger max_seq_len",
-                fact="request_too_long",
-            )
+        check_lengths(request, self.config.build_config)
         # The last token's K/V are never needed.
-        self._check_cache_size(request, num_prompt + request.max_new_tokens - 1)
-
-    def _check_vocabulary(self, request: Request) -> None:
-        size = self.config.vocab_size
-        for what, tokens in (
-            ("prompt", request.prompt_tokens),
-            ("bad words", [token for word in request.sampling.bad_words for token in word]),
-        ):
-            foreign = next((token for token in tokens if not 0 <= token < size), None)
-            if foreign is not None:
-                raise SpecDecError(
-                    f"{what} of request {request.id} has a token id outside the vocabulary of {size}: {foreign}",
-                    hint="use the tokenizer that the model was trained with",
-                )
-        if request.sampling.top_k > size:
-            raise SpecDecError(
-                f"top_k exceeds the vocabulary of {size}: {request.sampling.top_k}",
-                hint="0 leaves the whole vocabulary",
-                fact="top_k",
-                size=size,
-                top_k=request.sampling.top_k,
-            )
-
-    def _check_cache_size(self, request: Request, num_tokens: int) -> None:
-        """SpecDecError if an empty cache could not hold so many tokens of the request."""
-        if self._blocks.num_blocks_for(num_tokens) > self._blocks.num_blocks - 1:
-            raise SpecDecError(
-                f"K/V cache of {(self._blocks.num_blocks - 1) * self._blocks.block_size} tokens is too small for "
-                f"request {request.id}: it needs {num_tokens}",
-                hint="raise max_tokens or free_gpu_memory_fraction of the K/V cache",
-                fact="cache_too_small",
-            )
+        num_tokens = len(request.prompt_tokens) + request.max_new_tokens - 1
+        check_cache_size(request, num_tokens, self._blocks.num_cache_tokens)
 
     def check_draft_len(self, max_draft_len: int) -> None:
         """SpecDecError if the engine was built for shorter drafts."""
-        if max_draft_len > self.max_draft_len:
-            raise SpecDecError(
-                f"draft length exceeds the engine's max_draft_len {self.max_draft_len}: {max_draft_len}",
-                hint=f"lower it, or build with a max_draft_len of {max_draft_len}",
-                fact="draft_len",
-                max_draft_len=max_draft_len,
-            )
+        check_draft_len(max_draft_len, self.max_draft_len)
 
     def admit(self, sequence: Sequence) -> bool:
         """Give the sequence blocks for its tokens and a draft, finding K/V that is already known.
@@ -207,7 +152,7 @@ class Engine:
         num_tokens = len(sequence.tokens) + self.max_draft_len_of(sequence)
         copies = self._blocks.admit(sequence, num_tokens)
         if copies is None:
-            self._check_cache_size(sequence.request, num_tokens)
+            check_cache_size(sequence.request, num_tokens, self._blocks.num_cache_tokens)
             return False
         sequence.stats.num_reused_tokens += sequence.num_computed
         for copy in copies:

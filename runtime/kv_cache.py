@@ -58,6 +58,11 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         return len(self._free)
 
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens that fit when nobody else has any."""
+        return (self.num_blocks - 1) * self.block_size
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

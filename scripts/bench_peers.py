@@ -160,7 +160,10 @@ def make_engine(name: str, model: Model, max_draft_len: int, model_dir: Path, wo
             tokens_per_block=BLOCK,
             speculative_decoding_mode="draft_tokens_external" if max_draft_len else "none",
         )
-        build_engine(checkpoint_dir, directory, settings, torch.device("cpu"), replace=True, phase=lambda _: None)
+        device = torch.device("cpu")
+        build_engine(
+            checkpoint_dir, directory, settings, device, replace=True, phase=lambda _: None, measure_costs=False
+        )
         shutil.rmtree(checkpoint_dir)
 
     return once(work_dir / f"engine-{name}", build)

@@ -7,6 +7,7 @@ always give the same numbers, and nothing is left on disk, so any number of proc
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -27,6 +28,11 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[str]) -> dict[
     assert len(predictions) == len(references), (len(predictions), len(references))
     if not predictions:
         raise SpecDecError("no text to score with ROUGE", hint="generate at least one output")
+    return dict(_scores(tuple(predictions), tuple(references)))
+
+
+@lru_cache  # resampling takes seconds, and systems that are lossless give the same texts
+def _scores(predictions: tuple[str, ...], references: tuple[str, ...]) -> dict[str, float]:
     with TemporaryDirectory(prefix="specdec-rouge-") as directory:
         # Metric makes its cache directory even when it keeps the samples in memory.
         metric = _metric_class()(keep_in_memory=True, cache_dir=directory, seed=0)

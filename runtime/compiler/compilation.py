@@ -65,8 +65,10 @@ def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig
         # Freezing prepacks the weights for the CPU's matrix kernels: steps are two to three times faster.
         # torch writes into its own `metadata`, by which a later torch-compile would not be found again.
         hands_over = on_cpu and use_linear_kernel(program)
-        options = {
+        options: dict[str, Any] = {
             "freezing": on_cpu,
+            # Not tried out by compiling a program for each set of instructions: the kernels' compiler knows them.
+            "cpp.vec_isa_ok": True if hands_over else None,
             "aot_inductor.metadata": {},
             "aot_inductor.package": True,
             "aot_inductor.package_constants_in_so": not hands_over,

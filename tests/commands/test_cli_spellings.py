@@ -2,12 +2,14 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from command_line import NGRAM, NGRAM_RECORD, PROMPT, Result, Specdec, ids_of
+from shared import once
 from tiny import hf_greedy, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -175,10 +177,15 @@ def test_commands_of_the_ngram_documents_run(specdec: Specdec, in_directory: Pat
 
 
 @pytest.fixture
-def with_engines(specdec: Specdec, in_directory: Path) -> Path:
+def with_engines(specdec: Specdec, in_directory: Path, shared: Path) -> Path:
     """The directory after the commands that come before `run.py` in the draft model's document."""
-    for command, *arguments in [*pasted(WITH_EQUALS)[:2], *pasted(DRAFT_ENGINE)]:
-        assert specdec(command, *arguments, *SHORTER[command]).exit_code == 0
+
+    def make(directory: Path) -> None:
+        for command, *arguments in [*pasted(WITH_EQUALS)[:2], *pasted(DRAFT_ENGINE)]:
+            assert specdec(command, *arguments, *SHORTER[command]).exit_code == 0
+        shutil.copytree(in_directory, directory, symlinks=True)
+
+    shutil.copytree(once(shared / "documents", make), in_directory, symlinks=True, dirs_exist_ok=True)
     return in_directory
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from command_line import Specdec, assert_valid, edit_json, tree
+from shared import once
 from test_cli_errors import assert_one_clear_error
 from tiny import VOCAB_SIZE, make_model, repetitive_prompt
 from transformers import PreTrainedTokenizerFast
@@ -34,13 +35,17 @@ def engine_dir(make_engine_dir: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tuned(
-    specdec_process: Specdec, engine_dir: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Any], Path]:
+def tuned(specdec_process: Specdec, engine_dir: Path, prompts: Path, shared: Path) -> tuple[dict[str, Any], Path]:
     """The document of a tuned engine and its profile."""
-    profile = tmp_path_factory.mktemp("profile") / "tuned.json"
-    arguments = ["--input-file", prompts, "--max-output-len", OUTPUT_LEN, "--output", profile, "--json"]
-    return specdec_process("tune", "--engine-dir", engine_dir, *arguments).document, profile
+
+    def make(directory: Path) -> None:
+        directory.mkdir()
+        arguments = ["--input-file", prompts, "--max-output-len", OUTPUT_LEN, "--output", directory / "tuned.json"]
+        document = specdec_process("tune", "--engine-dir", engine_dir, *arguments, "--json").document
+        (directory / "document.json").write_text(json.dumps(document))
+
+    directory = once(shared / "tuned", make)
+    return json.loads((directory / "document.json").read_text()), directory / "tuned.json"
 
 
 def run_with(specdec: Specdec, engine_dir: Path, prompts: Path, flags: str) -> dict[str, Any]:
@@ -159,13 +164,13 @@ def test_only_the_named_drafter_is_tried(specdec: Specdec, engine_dir: Path, pro
 
 
 def test_many_traces_are_screened(specdec: Specdec, tmp_path: Path) -> None:
-    rows = [{"prompt_ids": [i % 7], "output_ids": [(i + j) % 9 for j in range(500)]} for i in range(100)]
+    rows = [{"prompt_ids": [i % 7], "output_ids": [(i + j) % 9 for j in range(500)]} for i in range(62)]
     document = specdec(
         "tune", "--traces", write_lines(tmp_path / "t.jsonl", rows), "--max-draft-len", 1, "--json"
     ).document
     assert_valid("tune", document)
-    assert len(document["screened"]) == 8 and document["screened"][0]["num_traces"] == 50
-    assert all(c["total"]["num_generated_tokens"] == 50_000 for c in document["candidates"])
+    assert len(document["screened"]) == 8 and document["screened"][0]["num_traces"] == 31
+    assert all(c["total"]["num_generated_tokens"] == 31_000 for c in document["candidates"])
 
 
 def test_traces_that_do_not_fit_are_left_out_and_counted(specdec: Specdec, engine_dir: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from command_line import NGRAM, PROMPTS, Result, Specdec, assert_valid, each
+from shared import once
 
 Document = dict[str, Any]
 Compare = Callable[..., Document]
@@ -20,15 +21,21 @@ def run_document(specdec: Specdec, llama_uncompiled_dir: Path) -> Callable[..., 
 
 
 @pytest.fixture
-def summary_document(specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path) -> Document:
+def summary_document(specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path, shared: Path) -> Document:
     """Of 20 samples in two categories."""
-    rows = [
-        {"category": "ab"[i % 2], "article": f"The dog {i} had a ball.", "highlights": "A ball."} for i in range(20)
-    ]
-    dataset = tmp_path / "rows.jsonl"
-    dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["--engine-dir", llama_uncompiled_dir, "--dataset", dataset, "--test-engine", "--ngram-config", NGRAM]
-    return specdec("summarize", *arguments, "--output-len", 8, "--json").document
+
+    def make(path: Path) -> None:
+        rows = [
+            {"category": "ab"[i % 2], "article": f"The dog {i} had a ball.", "highlights": "A ball."} for i in range(20)
+        ]
+        dataset = tmp_path / "rows.jsonl"
+        dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        arguments = ["--engine-dir", llama_uncompiled_dir, "--dataset", dataset, "--test-engine"]
+        result = specdec("summarize", *arguments, "--ngram-config", NGRAM, "--output-len", 8, "--json")
+        path.write_text(json.dumps(result.document))
+
+    document: Document = json.loads(once(shared / "summary.json", make).read_text())
+    return document
 
 
 @pytest.fixture

@@ -121,6 +121,8 @@ LINEAR_SHAPES = [  # tokens, inputs, outputs
     (100, 130, 33),
     (40, 2, 1),
     (3, 5000, 70),  # deeper than a piece of a panel
+    (3, 2048, 40),  # as deep as one piece
+    (3, 4096, 40),
     (300, 4100, 40),
 ]
 
@@ -198,3 +200,12 @@ def test_argmax_is_the_first_largest() -> None:
         rows[first, first:] = 1.0 if first % 2 else -1.0
         expected.append(first if first % 2 else 0)
     assert torch.ops.specdec.argmax(rows).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_argmax_finds_the_only_nan(dtype: torch.dtype) -> None:
+    """Wherever it is, and though no number after the first is larger."""
+    rows = torch.full((200, 200), -1.0, dtype=dtype)
+    rows[:, 0] = 1.0
+    rows.fill_diagonal_(torch.nan)
+    assert torch.ops.specdec.argmax(rows).tolist() == list(range(200))

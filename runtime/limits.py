@@ -1,0 +1,73 @@
+"""What an engine can serve at all: each check raises SpecDecError for a request that it never could."""
+
+from runtime.config import BuildConfig
+from runtime.errors import SpecDecError
+from runtime.request import Request
+
+
+def check_lengths(request: Request, build: BuildConfig) -> None:
+    """The prompt, and the prompt with its output, are no longer than what the engine was built for."""
+    num_prompt = len(request.prompt_tokens)
+    if num_prompt == 0:
+        raise SpecDecError(f"prompt is empty: request {request.id}", hint="give it at least one token")
+    if num_prompt > build.max_input_len:
+        raise SpecDecError(
+            f"prompt of request {request.id} is longer than the engine's max_input_len {build.max_input_len}: "
+            f"{num_prompt} tokens",
+            hint="give a shorter one, or build with a larger max_input_len",
+            fact="prompt_too_long",
+        )
+    if request.max_new_tokens < 1:
+        raise SpecDecError(
+            f"number of tokens to generate must be at least 1: {request.max_new_tokens}", hint="ask for one or more"
+        )
+    if num_prompt + request.max_new_tokens > build.max_request_len:
+        raise SpecDecError(
+            f"prompt and output of request {request.id} exceed the engine's {build.max_request_len} tokens: "
+            f"{num_prompt} + {request.max_new_tokens}",
+            hint="ask for fewer tokens, or build with a larger max_seq_len",
+            fact="request_too_long",
+        )
+
+
+def check_cache_size(request: Request, num_tokens: int, num_cache_tokens: int) -> None:
+    """An empty K/V cache could hold so many tokens of the request."""
+    if num_tokens > num_cache_tokens:
+        raise SpecDecError(
+            f"K/V cache of {num_cache_tokens} tokens is too small for request {request.id}: it needs {num_tokens}",
+            hint="raise max_tokens or free_gpu_memory_fraction of the K/V cache",
+            fact="cache_too_small",
+        )
+
+
+def check_vocabulary(request: Request, vocab_size: int) -> None:
+    """All token ids of the request are in the vocabulary, and top_k is no more than it has."""
+    for what, tokens in (
+        ("prompt", request.prompt_tokens),
+        ("bad words", [token for word in request.sampling.bad_words for token in word]),
+    ):
+        foreign = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if foreign is not None:
+            raise SpecDecError(
+                f"{what} of request {request.id} has a token id outside the vocabulary of {vocab_size}: {foreign}",
+                hint="use the tokenizer that the model was trained with",
+            )
+    if request.sampling.top_k > vocab_size:
+        raise SpecDecError(
+            f"top_k exceeds the vocabulary of {vocab_size}: {request.sampling.top_k}",
+            hint="0 leaves the whole vocabulary",
+            fact="top_k",
+            size=vocab_size,
+            top_k=request.sampling.top_k,
+        )
+
+
+def check_draft_len(max_draft_len: int, engine_max_draft_len: int) -> None:
+    """The engine was built for drafts as long as these."""
+    if max_draft_len > engine_max_draft_len:
+        raise SpecDecError(
+            f"draft length exceeds the engine's max_draft_len {engine_max_draft_len}: {max_draft_len}",
+            hint=f"lower it, or build with a max_draft_len of {max_draft_len}",
+            fact="draft_len",
+            max_draft_len=max_draft_len,
+        )
