@@ -10,11 +10,11 @@ import platform
 import shutil
 import tempfile
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 
 from runtime.compiler.compilation import StepFunction, open_aot, torch_compile
@@ -36,7 +36,7 @@ def current_environment(device: torch.device) -> Environment:
         capability = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return Environment(
         torch=torch.__version__,
-        transformers=transformers.__version__,
+        transformers=metadata.version("transformers"),
         device="cuda" if device.type == "cuda" else "cpu",
         capability=capability,
     )

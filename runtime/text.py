@@ -1,27 +1,29 @@
 """Between text and tokens: the tokenizer, the ids that end an output, stop words, and text that arrives in pieces."""
 
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from typing import Any, cast
 
 from runtime.cache import digest
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import read_json
 from runtime.request import Request, Sequence
+from runtime.tokenizer import Tokenizer, find_saved_tokenizer, save_tokenizer
 
 _REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
 
 
-def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) -> PreTrainedTokenizerBase:
-    """The tokenizer saved in `directory`; SpecDecError if there is none. Truncation keeps a prompt's end.
+def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) -> Tokenizer:
+    """transformers' tokenizer saved in `directory`; SpecDecError if there is none. Truncation keeps a prompt's end.
 
     Without the model's configuration the tokenizer's own files have to say what it is.
     """
+    from transformers import AutoTokenizer
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     if not directory.is_dir():
         raise SpecDecError(
             f"tokenizer directory does not exist: {directory}", hint="give the directory of a Hugging Face tokenizer"
@@ -34,7 +36,7 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
         config = None
         if pretrained_config is not None:
             config = CONFIG_MAPPING[pretrained_config["model_type"]].from_dict(pretrained_config)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             directory, config=config, truncation_side="left", local_files_only=True
         )
     except Exception as error:  # transformers raises many kinds; each means: no usable tokenizer here
@@ -44,10 +46,10 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
             fact="bad_tokenizer",
             reason=error,
         ) from error
-    return tokenizer
+    return cast(Tokenizer, tokenizer)
 
 
-def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+def open_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of an engine, checkpoint or model directory, or of one that holds nothing else."""
     config: dict[str, Any] = {}
     if (directory / "config.json").is_file():
@@ -56,31 +58,43 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(directory, config if isinstance(config.get("model_type"), str) else None)
 
 
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """The same for two tokenizers that mean the same by every token id."""
     vocabulary = sorted((i, token) for token, i in tokenizer.get_vocab().items())
     return digest(f"{i} {token}" for i, token in vocabulary)
 
 
-def tokenizer_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
     """One more than the highest id."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a text of any length, without those that mark its start or end."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 
-def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that an engine directory has, or None."""
+def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokenizer | None:
+    """The tokenizer that an engine directory has, or None; without transformers if it was saved so."""
+    if saved := find_saved_tokenizer(directory):
+        return saved
     if (directory / "tokenizer_config.json").is_file() or (directory / "tokenizer.json").is_file():
         return load_tokenizer(directory, pretrained_config)
     return None
 
 
-def word_tokens(tokenizer: PreTrainedTokenizerBase, name: str, word: str) -> list[int]:
+def keep_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> None:
+    """Have `find_tokenizer` find the tokenizer of an engine's directory without transformers, if that gives the same.
+
+    One that cannot be loaded stays as it is: who needs it is told.
+    """
+    with suppress(SpecDecError):
+        if tokenizer := find_tokenizer(directory, pretrained_config):
+            save_tokenizer(tokenizer, directory)
+
+
+def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
     """The tokens of a word by itself; UsageError if there are none."""
     tokens: list[int] = tokenizer(word, add_special_tokens=False)["input_ids"]
     if not tokens or not decode(tokenizer, tokens):
@@ -94,15 +108,13 @@ def word_tokens(tokenizer: PreTrainedTokenizerBase, name: str, word: str) -> lis
     return tokens
 
 
-def bad_word_tokens(tokenizer: PreTrainedTokenizerBase, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
+def bad_word_tokens(tokenizer: Tokenizer, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
     """The token sequences to ban: each word as it starts a text, and after a space."""
     variants = [tuple(word_tokens(tokenizer, "bad_words", text)) for word in words for text in (word, f" {word}")]
     return tuple(dict.fromkeys(variants))
 
 
-def find_end_ids(
-    engine_dir: Path, pretrained_config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
-) -> frozenset[int]:
+def find_end_ids(engine_dir: Path, pretrained_config: dict[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
     """The model's end ids: generation_config.json's, else config.json's, else the tokenizer's."""
     generation_config = engine_dir / "generation_config.json"
     candidates: list[Any] = [pretrained_config.get("eos_token_id"), tokenizer.eos_token_id if tokenizer else None]
@@ -115,7 +127,7 @@ def find_end_ids(
 
 
 def encode(
-    prompt: str | Seq[int], tokenizer: PreTrainedTokenizerBase | None, max_length: int | None = None
+    prompt: str | Seq[int], tokenizer: Tokenizer | None, max_length: int | None = None
 ) -> tuple[list[int], bool]:
     """The tokens of a prompt, text or ids, and whether only its last `max_length` were kept."""
     if not isinstance(prompt, str):
@@ -131,7 +143,7 @@ def encode(
     return tokenizer(prompt, truncation=True, max_length=max_length)["input_ids"], True
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+def decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """The text of tokens, to the letter, without end ids and their like."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
@@ -141,7 +153,7 @@ class StopWords:
     """Ends an output at text, however it was cut into tokens. Meets `runtime.request.StopCheck`."""
 
     words: tuple[str, ...]
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
 
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
         """Whether the last token completed a stop word: it is in the text now and was not before."""
@@ -186,7 +198,7 @@ class StopWords:
 class TextStream:
     """Turns a growing output into text, piece by piece; never shows half a character or half a stop word."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     stop_words: StopWords | None = None
     _shown: int = field(default=0, init=False)
 
@@ -207,9 +219,7 @@ class TextStream:
         return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
 
 
-def output_text(
-    tokenizer: PreTrainedTokenizerBase | None, tokens: list[int], stop_words: StopWords | None
-) -> str | None:
+def output_text(tokenizer: Tokenizer | None, tokens: list[int], stop_words: StopWords | None) -> str | None:
     """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
     if tokenizer is None:
         return None
@@ -221,6 +231,6 @@ def stop_words_of(request: Request) -> StopWords | None:
     return request.stop_check if isinstance(request.stop_check, StopWords) else None
 
 
-def sequence_text(tokenizer: PreTrainedTokenizerBase | None, sequence: Sequence) -> str | None:
+def sequence_text(tokenizer: Tokenizer | None, sequence: Sequence) -> str | None:
     """`output_text` of a sequence."""
     return output_text(tokenizer, sequence.output_tokens, stop_words_of(sequence.request))

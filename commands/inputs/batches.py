@@ -1,10 +1,9 @@
 """A dataset's samples as an engine takes them: token ids, in batches."""
 
-from transformers import PreTrainedTokenizerBase
-
 from commands.inputs.dataset import EvalTask, Sample, summarization_prompt
 from commands.output import warn
 from runtime.text import encode
+from runtime.tokenizer import Tokenizer
 
 
 def by_category(samples: list[Sample]) -> list[Sample]:
@@ -26,7 +25,7 @@ def make_batches(samples: list[Sample], prompts: list[list[int]], batch_size: in
 
 
 def encode_samples(
-    samples: list[Sample], eval_task: EvalTask, tokenizer: PreTrainedTokenizerBase | None, max_input_length: int
+    samples: list[Sample], eval_task: EvalTask, tokenizer: Tokenizer | None, max_input_length: int
 ) -> list[list[int]]:
     """Token ids of each sample's prompt, cut to their last tokens with a warning."""
     prompts, num_truncated = [], 0

@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from commands.inputs.prompts import check_text
 from runtime.errors import SpecDecError
 from runtime.reading import read_json_lines, read_utf8, shown
 from runtime.text import encode_text
+from runtime.tokenizer import Tokenizer
 
 
-def read_texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def read_texts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
     """The tokens of each document of a text file."""
     content = read_utf8(path)
     texts = [(content, str(path))]

@@ -8,20 +8,19 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from commands.inputs.prompts import check_category, check_ids, check_text
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 from runtime.reading import read_json_lines, read_utf8, shown
 from runtime.request import Sequence
 from runtime.text import encode, encode_text
+from runtime.tokenizer import Tokenizer
 from runtime.tuning.replay import Trace
 
 _FORM = 'write {"prompt_ids": [...], "output_ids": [...]}, or `prompt` and `output` as text'
 
 
-def read_traces(path: Path, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None = None) -> list[Trace]:
+def read_traces(path: Path, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> list[Trace]:
     """The traces of a file, at least one; SpecDecError names the line of what is none.
 
     Texts need the tokenizer; ids must be below `vocab_size`.
@@ -45,7 +44,7 @@ def write_traces(path: Path, answers: Iterable[tuple[Sequence, str | None]]) -> 
 
 
 def _read_tokens(
-    row: dict[str, object], name: str, where: str, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None
+    row: dict[str, object], name: str, where: str, tokenizer: Tokenizer | None, vocab_size: int | None
 ) -> tuple[int, ...]:
     """The ids under `name`_ids, or those of the text under `name`."""
     if (name in row) == (f"{name}_ids" in row):
@@ -61,7 +60,7 @@ def _read_tokens(
     return ids
 
 
-def _encode(text: str, name: str, where: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+def _encode(text: str, name: str, where: str, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     if tokenizer is None:
         raise SpecDecError(
             f"there is no tokenizer for a text, `{name}` on {where}: {shown(text)}",

@@ -28,6 +28,7 @@ from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
 from runtime.kv_cache import KVPool
+from runtime.text import keep_tokenizer
 
 # Largest norm of the difference between two rows of logits, over the norm of the row.
 _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -93,6 +94,7 @@ def build_engine(
             config = _with_costs(config, step, device)
         phase("writing the engine")
         copy_tokenizer_files(checkpoint_dir, directory)
+        keep_tokenizer(directory, checkpoint.pretrained_config)
         write_json(directory / "config.json", as_json(config))
     return config
 

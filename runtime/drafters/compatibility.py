@@ -5,13 +5,12 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from runtime.bundle import Bundle
 from runtime.corpus import Corpus
 from runtime.drafters.settings import DrafterSettings, corpora_of
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.text import find_tokenizer, tokenizer_digest
+from runtime.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class TargetIdentity:
 
     bundle: Bundle
     tokenizer_dir: Path
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: Tokenizer | None
 
     @property
     def vocab_size(self) -> int:
@@ -43,9 +42,7 @@ def check_draft_len(settings: DrafterSettings, engine_max_draft_len: int) -> Non
 _NO_DRAFTS = "was built without drafts"
 
 
-def check_corpora(
-    settings: DrafterSettings | None, tokenizer: PreTrainedTokenizerBase | None, target_vocab_size: int
-) -> None:
+def check_corpora(settings: DrafterSettings | None, tokenizer: Tokenizer | None, target_vocab_size: int) -> None:
     """SpecDecError unless the corpora can be read, and mean the same by every token id as the target."""
     for path in corpora_of(settings):
         info = Corpus.open(path).info

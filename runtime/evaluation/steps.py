@@ -8,10 +8,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
-from transformers import PreTrainedTokenizerBase
-
 from runtime.request import Sequence
 from runtime.text import decode, sequence_text
+from runtime.tokenizer import Tokenizer
 
 TokenKind = Literal["accepted", "recovered", "bonus", "plain"]
 TOKEN_KINDS: dict[TokenKind, str] = {
@@ -83,7 +82,7 @@ def _kinds_of(sequence: Sequence) -> list[list[TokenKind]]:
     return token_kinds(stats.per_step_drafted, stats.per_step_accepted, sequence.num_generated)
 
 
-def output_pieces(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None) -> list[Piece]:
+def output_pieces(sequence: Sequence, tokenizer: Tokenizer | None) -> list[Piece]:
     """A piece for each output token; joined they are the output's text, or its ids where there is no tokenizer."""
     tokens = sequence.output_tokens
     if tokenizer is None:
@@ -94,11 +93,11 @@ def output_pieces(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None)
     return [Piece(text, kind, number) for text, (kind, number) in zip(texts, kinds, strict=True)]
 
 
-def all_pieces(tokenizer: PreTrainedTokenizerBase | None, sequences: Seq[Sequence]) -> list[list[Piece]]:
+def all_pieces(tokenizer: Tokenizer | None, sequences: Seq[Sequence]) -> list[list[Piece]]:
     return [output_pieces(sequence, tokenizer) for sequence in sequences]
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int], text: str) -> list[str]:
+def token_texts(tokenizer: Tokenizer, tokens: list[int], text: str) -> list[str]:
     """What each token adds to `text`, which is what the tokens decode to, or the start of it.
 
     A character that several tokens make comes with the last of them. Special tokens add nothing.
@@ -114,7 +113,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int], text: str
     return pieces
 
 
-def _texts_by_neighbours(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
+def _texts_by_neighbours(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     """From the tokens decoded with the few before them: in time linear in the output, and right for most tokenizers."""
     texts: list[str] = []
     start = end = 0  # tokens[start:end] are the text before the next piece
@@ -127,7 +126,7 @@ def _texts_by_neighbours(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) 
     return texts
 
 
-def _texts_by_beginnings(tokenizer: PreTrainedTokenizerBase, tokens: list[int], whole: str) -> list[str]:
+def _texts_by_beginnings(tokenizer: Tokenizer, tokens: list[int], whole: str) -> list[str]:
     """From every beginning of the output decoded: slower, and right whatever the tokenizer does."""
     texts, shown = [], 0
     for i in range(len(tokens)):

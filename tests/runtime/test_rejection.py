@@ -208,7 +208,7 @@ def engine_dirs(models: dict[str, PreTrainedModel], make_engine_dir: Any) -> dic
     }
 
 
-def law_of_texts(model: PreTrainedModel, sampling: dict[str, Any]) -> dict[tuple[int, ...], float]:
+def distribution_of_texts(model: PreTrainedModel, sampling: dict[str, Any]) -> dict[tuple[int, ...], float]:
     """Text of NUM_TOKENS tokens -> its probability, from Hugging Face's logits after every prefix."""
     texts: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(NUM_TOKENS):
@@ -225,7 +225,7 @@ def law_of_texts(model: PreTrainedModel, sampling: dict[str, Any]) -> dict[tuple
 
 @pytest.fixture(scope="module")
 def text_distributions(models: dict[str, PreTrainedModel]) -> dict[str, dict[tuple[int, ...], float]]:
-    return {name: law_of_texts(models["target"], sampling) for name, sampling in TEXT_SAMPLING.items()}
+    return {name: distribution_of_texts(models["target"], sampling) for name, sampling in TEXT_SAMPLING.items()}
 
 
 def make_drafter(name: str, dirs: dict[str, Path], vocab_size: int) -> Drafter | None:

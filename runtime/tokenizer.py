@@ -1,0 +1,169 @@
+"""A tokenizer as an engine keeps it: the state of the one that transformers made, opened without transformers.
+
+Importing transformers takes longer than a short answer. `build` saves what transformers' tokenizer hands to the
+`tokenizers` package, if that alone gives the same tokens and texts; it is used for as long as the files it was made of
+are the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from runtime.cache import digest
+from runtime.config import as_json, parse
+from runtime.errors import SpecDecError
+from runtime.files import read_json, write_json
+
+SAVED = "saved_tokenizer.json"
+# What a tokenizer is made of: if one of them changes, what was saved is of another tokenizer.
+_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+)  # fmt: skip
+# Spaces before words and marks, more than one of them, other alphabets, and characters of several tokens.
+_PROBES = ("", " ", "def f(w, h):\n    return w", "  It's , and don't .  1,234.50 ", "Ünï©ode 漢字 🙂🙂", "<s> </s>")
+
+
+class AddedToken(Protocol):
+    """A token beside the vocabulary that was learned."""
+
+    special: bool
+
+
+class Tokenizer(Protocol):
+    """What this package asks of a tokenizer. transformers' have it."""
+
+    eos_token_id: int | None
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+
+    def __call__(
+        self,
+        text: str,
+        /,
+        *,
+        add_special_tokens: bool = ...,
+        truncation: bool = ...,
+        max_length: int | None = ...,
+        verbose: bool = ...,
+    ) -> Mapping[str, Any]: ...
+
+    def decode(
+        self, tokens: list[int], /, *, skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool = ...
+    ) -> Any: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def convert_ids_to_tokens(self, token: int, /) -> Any: ...
+
+
+class SavedTokenizer:
+    """transformers' tokenizer without transformers. The methods are its methods, of one text and without padding."""
+
+    eos_token_id: int | None
+
+    def __init__(self, state: str, eos_token_id: int | None) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_str(state)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.eos_token_id = eos_token_id
+
+    @cached_property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
+        return dict(self._tokenizer.get_added_tokens_decoder())
+
+    def __call__(
+        self,
+        text: str,
+        /,
+        *,
+        add_special_tokens: bool = True,
+        truncation: bool = False,
+        max_length: int | None = None,
+        verbose: bool = True,
+    ) -> Mapping[str, Any]:
+        """Truncation keeps a text's end."""
+        if truncation and max_length is not None:
+            self._tokenizer.enable_truncation(max_length, direction="left")
+        try:
+            return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+        finally:
+            self._tokenizer.no_truncation()
+
+    def decode(
+        self, tokens: list[int], /, *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
+        """To the letter: nothing is cleaned up."""
+        assert not clean_up_tokenization_spaces
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
+    def convert_ids_to_tokens(self, token: int, /) -> str | None:
+        return self._tokenizer.id_to_token(token)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What is in the file. `files` is the digest of those that the tokenizer was made of."""
+
+    files: str
+    eos_token_id: int | None
+    state: str
+
+
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Beside the tokenizer's files, unless it needs more than the `tokenizers` package to give the same."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, tokenizers.Tokenizer):
+        saved = SavedTokenizer(backend.to_str(), tokenizer.eos_token_id)
+        if _is_same(saved, tokenizer):
+            record = _Saved(_files_digest(directory), saved.eos_token_id, backend.to_str())
+            write_json(directory / SAVED, as_json(record))
+
+
+def find_saved_tokenizer(directory: Path) -> SavedTokenizer | None:
+    """The one in an engine's directory; None if there is none, or if the tokenizer's files have changed since."""
+    if not (directory / SAVED).is_file():
+        return None
+    saved = parse(_Saved, read_json(directory / SAVED), str(directory / SAVED))
+    if saved.files != _files_digest(directory):
+        return None
+    try:
+        return SavedTokenizer(saved.state, saved.eos_token_id)
+    except Exception as error:  # of the package's own making: it is derived from nothing narrower
+        raise SpecDecError(
+            f"`{directory / SAVED}` is not a tokenizer: {error}", hint="build it again", fact="engine"
+        ) from None
+
+
+def _files_digest(directory: Path) -> str:
+    paths = [directory / name for name in _FILES]
+    return digest(f"{path.name} {path.read_text(errors='replace')}" for path in paths if path.is_file())
+
+
+def _is_same(saved: SavedTokenizer, tokenizer: Any) -> bool:
+    """Whether texts become the same tokens, cut or whole, and tokens the same text."""
+
+    def answers(one: Tokenizer) -> list[Any]:
+        found: list[Any] = [one.eos_token_id, one.get_vocab()]
+        found += [(i, token.special) for i, token in sorted(one.added_tokens_decoder.items())]
+        for text in _PROBES:
+            for special in (True, False):
+                ids = one(text, add_special_tokens=special, verbose=False)["input_ids"]
+                texts = [
+                    one.decode(ids[i:], skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+                    for i in range(len(ids))
+                    for skip in (True, False)
+                ]
+                cut = one(text, truncation=True, max_length=5)["input_ids"]
+                found += [ids, texts, cut, [one.convert_ids_to_tokens(i) for i in ids]]
+        return found
+
+    return answers(saved) == answers(tokenizer)

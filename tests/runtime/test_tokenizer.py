@@ -1,0 +1,142 @@
+"""A saved tokenizer against transformers' own: tokens, texts and what is special, whatever kind it is."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_tokenizers import any_byte_level_tokens, byte_fallback, byte_level, texts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
+
+from runtime.errors import SpecDecError
+from runtime.text import bad_word_tokens, encode, find_tokenizer
+from runtime.tokenizer import SAVED, SavedTokenizer, find_saved_tokenizer, save_tokenizer
+
+STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
+DEMO_DIR = Path(__file__).parents[2] / "runtime/demo/target"
+
+
+def with_start() -> PreTrainedTokenizerFast:
+    """Puts `<s>` before a text, as Llama's do."""
+    tokenizer = byte_level()
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """Lower case, with `##` before what continues a word."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abdeghot", *(f"##{c}" for c in "abdeghot"), "the", "dog"]
+    backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return BertTokenizerFast(tokenizer_object=backend)
+
+
+def stored(tokenizer: Any, directory: Path) -> tuple[SavedTokenizer | None, Any]:
+    """What was saved of it, and what transformers reads from its own files."""
+    tokenizer.save_pretrained(directory)
+    own = AutoTokenizer.from_pretrained(directory, truncation_side="left")
+    save_tokenizer(own, directory)
+    return find_saved_tokenizer(directory), own
+
+
+@pytest.fixture(scope="module", params=["byte-level", "byte-fallback", "with-start", "word-pieces", "demo", "stories"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[SavedTokenizer, Any]:
+    kinds = {
+        "byte-level": byte_level,
+        "byte-fallback": byte_fallback,
+        "with-start": with_start,
+        "word-pieces": word_pieces,
+        "demo": lambda: AutoTokenizer.from_pretrained(DEMO_DIR),
+        "stories": lambda: AutoTokenizer.from_pretrained(STORIES_DIR),
+    }
+    if request.param == "stories" and not STORIES_DIR.is_dir():
+        pytest.skip("shared data stories260k is absent")
+    saved, own = stored(kinds[request.param](), tmp_path_factory.mktemp("tokenizer"))
+    assert saved is not None
+    return saved, own
+
+
+@settings(deadline=None, max_examples=60)
+@given(text=st.one_of(texts, st.text(max_size=20)), special=st.booleans(), skip=st.booleans())
+def test_tokens_and_texts_are_those_of_transformers(
+    both: tuple[SavedTokenizer, Any], text: str, special: bool, skip: bool
+) -> None:
+    saved, own = both
+    ids = own(text, add_special_tokens=special)["input_ids"]
+    assert saved(text, add_special_tokens=special)["input_ids"] == ids
+    for start in range(len(ids)):
+        expected = own.decode(ids[start:], skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert saved.decode(ids[start:], skip_special_tokens=skip) == expected
+
+
+def test_cut_prompts_and_banned_words_are_those_of_transformers(both: tuple[SavedTokenizer, Any]) -> None:
+    saved, own = both
+    text = "the dog had a dog and the dog had a dog"
+    for max_length in (3, 7, 100, None):
+        assert encode(text, saved, max_length) == encode(text, own, max_length)
+    assert len(encode(text, saved)[0]) > 7
+    assert bad_word_tokens(saved, ["dog", "ab"]) == bad_word_tokens(own, ["dog", "ab"])
+    assert saved.eos_token_id == own.eos_token_id
+    assert saved.get_vocab() == own.get_vocab()
+    assert [saved.convert_ids_to_tokens(i) for i in range(8)] == own.convert_ids_to_tokens(list(range(8)))
+
+
+@settings(deadline=None, max_examples=30)
+@given(tokens=any_byte_level_tokens())
+def test_any_tokens_have_the_same_text(tokens: list[int]) -> None:
+    saved = SavedTokenizer(byte_level().backend_tokenizer.to_str(), None)
+    expected = byte_level().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert saved.decode(tokens, skip_special_tokens=True) == expected
+
+
+def test_changed_tokenizer_files_are_believed_rather_than_what_was_saved(tmp_path: Path) -> None:
+    saved, _ = stored(byte_level(), tmp_path)
+    assert saved is not None and isinstance(find_tokenizer(tmp_path, {"model_type": "llama"}), SavedTokenizer)
+    shutil.rmtree(tmp_path / "other", ignore_errors=True)
+    byte_fallback().save_pretrained(tmp_path / "other")
+    shutil.copyfile(tmp_path / "other" / "tokenizer.json", tmp_path / "tokenizer.json")
+    assert find_saved_tokenizer(tmp_path) is None
+    found = find_tokenizer(tmp_path, {"model_type": "llama"})
+    assert found is not None and found.get_vocab() == byte_fallback().get_vocab()
+
+
+def test_tokenizer_that_does_more_than_the_package_is_not_saved(tmp_path: Path) -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def decode(self, *arguments: Any, **options: Any) -> str:
+            return str(super().decode(*arguments, **options)).upper()
+
+    backend = byte_level().backend_tokenizer
+    save_tokenizer(Shouting(tokenizer_object=backend, eos_token="</s>"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    stored(byte_level(), tmp_path)
+    record = json.loads((tmp_path / SAVED).read_text())
+    (tmp_path / SAVED).write_text(json.dumps(record | {"state": 3}))
+    with pytest.raises(SpecDecError, match=f"{SAVED}.*state"):
+        find_saved_tokenizer(tmp_path)
+    (tmp_path / SAVED).write_text(json.dumps(record | {"state": "{}"}))
+    with pytest.raises(SpecDecError, match="not a tokenizer"):
+        find_saved_tokenizer(tmp_path)
+
+
+def test_an_engine_answers_without_transformers(llama_uncompiled_dir: Path) -> None:
+    """`none` runs transformers' model: only its tokenizer is looked at."""
+    code = (
+        "import sys; from pathlib import Path; from runtime.text import find_tokenizer;"
+        f"tokenizer = find_tokenizer(Path({str(llama_uncompiled_dir)!r}), {{'model_type': 'llama'}});"
+        "print(tokenizer('the dog')['input_ids'], 'transformers' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    expected = AutoTokenizer.from_pretrained(llama_uncompiled_dir)("the dog")["input_ids"]
+    assert out == f"{expected} False\n"
