@@ -22,7 +22,7 @@ from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.compilation import StepFunction, compile_aot, torch_compile
 from runtime.compiler.kernels import LIBRARY, compile_kernels, describe_kernels, load_kernels
 from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_steps
-from runtime.compiler.model import Step, load_model, parse_pretrained_config, probe_config
+from runtime.compiler.model import Step, load_model, num_positions, parse_pretrained_config, probe_config
 from runtime.config import BuildConfig, CheckpointConfig, Compiler, EngineConfig, LayerShape, LogitsCheck, as_json
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
@@ -57,7 +57,7 @@ def build_engine(
     check_output_directory(output_dir, replace=replace)
     checkpoint = open_checkpoint(checkpoint_dir)
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
-    _check_lengths(build, getattr(pretrained, "max_position_embeddings", None))
+    _check_lengths(build, num_positions(pretrained))
     layers = probe_config(pretrained)
     phase("loading the checkpoint")
     weights = checkpoint_dir / "rank0.safetensors"
@@ -130,28 +130,29 @@ def _with_costs(config: EngineConfig, step: StepFunction, device: torch.device) 
 
 def default_max_seq_len(checkpoint_dir: Path) -> int:
     """The number of positions the checkpoint's model has."""
-    config = open_checkpoint(checkpoint_dir).pretrained_config
-    for name in ("max_position_embeddings", "n_positions"):
-        if isinstance(config.get(name), int):
-            return int(config[name])
-    raise SpecDecError(
-        "the model's config does not say how many positions it has", hint="give max_seq_len", fact="no_positions"
-    )
+    checkpoint = open_checkpoint(checkpoint_dir)
+    pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
+    positions = num_positions(pretrained)
+    if positions is None:
+        raise SpecDecError(
+            "the model's config does not say how many positions it has", hint="give max_seq_len", fact="no_positions"
+        )
+    return positions
 
 
-def _check_lengths(build: BuildConfig, max_position_embeddings: int | None) -> None:
+def _check_lengths(build: BuildConfig, positions: int | None) -> None:
     if build.max_input_len >= build.max_request_len:
         raise SpecDecError(
             f"max_input_len leaves no room for output in max_seq_len {build.max_request_len}: {build.max_input_len}",
             hint="raise max_seq_len or lower max_input_len",
             fact="no_room_for_output",
         )
-    if max_position_embeddings is not None and build.max_request_len > max_position_embeddings:
+    if positions is not None and build.max_request_len > positions:
         raise SpecDecError(
-            f"max_seq_len exceeds the {max_position_embeddings} positions the model has: {build.max_request_len}",
-            hint=f"max_seq_len {max_position_embeddings} is the most",
+            f"max_seq_len exceeds the {positions} positions the model has: {build.max_request_len}",
+            hint=f"max_seq_len {positions} is the most",
             fact="positions",
-            max_seq_len=max_position_embeddings,
+            max_seq_len=positions,
         )
 
 

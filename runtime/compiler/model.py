@@ -90,6 +90,7 @@ def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
                 # The default mixture of experts looks at values, which a meta tensor has none of.
                 model.set_experts_implementation("batched_mm")
             _declare_no_padding(model)
+            _fix_rotary_factors(model)
             tokens = torch.zeros(1, 2, dtype=torch.long)
             model(input_ids=tokens, position_ids=tokens, use_cache=False, paged=recorded)
     except SpecDecError:
@@ -107,6 +108,41 @@ def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
             hint="its attention does not go through transformers' AttentionInterface",
         )
     return tuple(recorded[i] for i in range(num_layers))
+
+
+def num_positions(config: PreTrainedConfig) -> int | None:
+    """Positions that can be served; None where the config does not say.
+
+    They end where rotary factors stop being a function of a token's own position. `longrope` has two sets of factors,
+    and transformers changes the set of a whole sequence, K/V computed before included, when it grows past
+    `original_max_position_embeddings`; `dynamic` changes them with every token past `max_position_embeddings`.
+    """
+    limits = [getattr(config, "max_position_embeddings", None)]
+    limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if _type(rope) == "longrope"]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The config's rotary parameters: one set for all layers, or one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [parameters] if "rope_type" in parameters else [one for one in parameters.values() if isinstance(one, dict)]
+
+
+def _type(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type", "default"))
+
+
+def _fix_rotary_factors(model: PreTrainedModel) -> None:
+    """Keep the model from choosing rotary factors by the largest position of a step, drafts and neighbours included.
+
+    Within `num_positions` the factors that it begins with are those that transformers has for a sequence by itself.
+    """
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str):
+            module.rope_type = "fixed"  # type: ignore[assignment]  # what transformers puts on rotary modules
+        elif isinstance(kind, dict):
+            module.rope_type = dict.fromkeys(kind, "fixed")  # type: ignore[assignment]
 
 
 def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, attention: str) -> PreTrainedModel:
@@ -136,6 +172,7 @@ def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, atte
                 fact="checkpoint_of_two_models",
             )
     _declare_no_padding(model)
+    _fix_rotary_factors(model)
     loaded: PreTrainedModel = model.eval()
     return loaded
 
