@@ -8,16 +8,20 @@ it.
 
 A third function, `specdec_probe`, computes nothing and records what each layer asks for. A model is supported
 when every one of its layers was recorded (Falcon and BLOOM never call a registered function and would
-run silently wrong).
+run silently wrong), and asks for the window that transformers' own mask would have (Phi-MoE tells its mask of a
+window, and its attention of none).
 """
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
@@ -117,6 +121,31 @@ def kernel_attention(
     return output[None], None
 
 
+_FAR = 2**40  # a position beyond every window
+
+
+def probe_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Tensor:
+    """(1, 1, 1, 1) how many keys transformers' mask leaves a query, itself included: 0 for all before it.
+
+    -1 where that is not the same for every query, as with chunks, or where one sees what comes after it.
+    """
+    window, again = (_visible_keys(mask_function, query) for query in (_FAR, _FAR + 12345))
+    return torch.tensor([[[[window if window == again else -1]]]], device="cpu")
+
+
+def _visible_keys(mask_function: Callable[..., Any], query: int) -> int:
+    zero = torch.tensor(0, device="cpu")
+
+    def sees(key: int) -> bool:
+        query_index, key_index = torch.tensor(query, device="cpu"), torch.tensor(key, device="cpu")
+        return bool(mask_function(zero, zero, query_index, key_index))
+
+    if sees(query + 1) or not sees(query):
+        return -1
+    first = bisect_left(range(query), True, key=sees)
+    return query + 1 - first if first else 0
+
+
 def probe_attention(
     module: nn.Module,
     query: Tensor,
@@ -124,14 +153,18 @@ def probe_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    paged: dict[int, LayerShape],
+    paged: dict[int, LayerShape] | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Record the layer's K/V shape in `paged` and return zeros of attention's shape."""
+    if paged is None:  # not handed over to attention, as little as it would be when it counts
+        refuse_own_attention(type(module).__name__)
     _refuse_unsupported(module, kwargs)
     shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
     layer = _layer_index(module)
+    if attention_mask is not None and attention_mask.device.type == "cpu":  # of `probe_mask`
+        _refuse_other_window(layer, int(attention_mask), sliding_window)
     if layer in paged:
         raise SpecDecError(
             f"a layer computes attention twice, which its K/V cache cannot serve: layer {layer}", hint=SEE_MODELS
@@ -142,6 +175,25 @@ def probe_attention(
 
 def _layer_index(module: nn.Module) -> int:
     return int(module.layer_idx)  # type: ignore[arg-type]  # what transformers puts on attention modules
+
+
+def refuse_own_attention(name: str) -> NoReturn:
+    raise SpecDecError(
+        f"this model computes its attention itself, out of reach of a paged K/V cache: {name}", hint=SEE_MODELS
+    )
+
+
+def _refuse_other_window(layer: int, num_visible: int, sliding_window: int | None) -> None:
+    if num_visible == -1:
+        raise SpecDecError(
+            f"attention that sees neither all keys nor a window is not supported: layer {layer}", hint=SEE_MODELS
+        )
+    if num_visible != (sliding_window or 0):
+        raise SpecDecError(
+            f"the model's mask has a window that its attention is not told of: layer {layer} sees "
+            f"{num_visible or 'all'} keys, and its attention asks for {sliding_window or 'all'}",
+            hint=SEE_MODELS,
+        )
 
 
 def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -159,3 +211,4 @@ def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
 AttentionInterface.register(PAGED, paged_attention)
 AttentionInterface.register(KERNEL, kernel_attention)
 AttentionInterface.register(PROBE, probe_attention)
+AttentionMaskInterface.register(PROBE, probe_mask)

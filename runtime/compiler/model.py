@@ -17,7 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from runtime.compiler.attention import PROBE, SEE_MODELS, PagedInputs
+from runtime.compiler.attention import PROBE, SEE_MODELS, PagedInputs, refuse_own_attention
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 
@@ -70,6 +70,8 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
     model_class = _model_class(config)
     if model_class._is_stateful:
         raise SpecDecError(f"state-space models are not supported: {kind}", hint=SEE_MODELS)
+    if not model_class._supports_attention_backend:
+        refuse_own_attention(kind)
     if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
         raise SpecDecError(
             f"the model cannot compute logits of chosen positions (`logits_to_keep`): {kind}", hint=SEE_MODELS
@@ -92,7 +94,9 @@ def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
             _declare_no_padding(model)
             _fix_rotary_factors(model)
             tokens = torch.zeros(1, 2, dtype=torch.long)
-            model(input_ids=tokens, position_ids=tokens, use_cache=False, paged=recorded)
+            # With a mask, or transformers looks for several sequences in one row, at values that meta has none of.
+            everything = torch.ones(1, 2, dtype=torch.long)
+            model(input_ids=tokens, position_ids=tokens, attention_mask=everything, use_cache=False, paged=recorded)
     except SpecDecError:
         raise
     except Exception as error:  # any failure means the same to the user: not a model that can be served
@@ -100,7 +104,7 @@ def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
             f"the model does not run with attention from outside: {config.model_type}",
             hint=f"{SEE_MODELS}; transformers said: {type(error).__name__}: {error}",
         ) from error
-    num_layers = config.num_hidden_layers
+    num_layers = getattr(config, "num_hidden_layers", 0)
     if sorted(recorded) != list(range(num_layers)):
         raise SpecDecError(
             f"only {len(recorded)} of {num_layers} layers hand their attention over, so the output would be wrong: "

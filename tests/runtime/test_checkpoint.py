@@ -21,11 +21,16 @@ from transformers import (
     Gemma2Config,
     GptOssConfig,
     MambaConfig,
+    MistralConfig,
+    NemotronConfig,
+    PhimoeConfig,
     PreTrainedConfig,
+    Qwen2MoeConfig,
     T5Config,
 )
 
 from runtime.checkpoint import convert, copy_tokenizer_files, open_checkpoint
+from runtime.compiler.model import parse_pretrained_config, probe_config
 from runtime.config import Dtype
 from runtime.errors import SpecDecError
 
@@ -252,8 +257,15 @@ SMALL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidde
 UNSUPPORTED = [
     pytest.param(T5Config(vocab_size=32), "encoder-decoder models are not supported: t5", id="encoder-decoder"),
     pytest.param(MambaConfig(**SMALL), "not supported in mamba", id="state space"),
-    pytest.param(FalconConfig(**SMALL), "does not run with attention from outside: falcon", id="Falcon"),
-    pytest.param(BloomConfig(**SMALL, n_head=4, n_layer=2), "only 0 of 2 layers hand their attention", id="BLOOM"),
+    pytest.param(FalconConfig(**SMALL), "this model computes its attention itself, .*: falcon", id="Falcon"),
+    pytest.param(
+        BloomConfig(**SMALL, n_head=4, n_layer=2), "this model computes its attention itself, .*: bloom", id="BLOOM"
+    ),
+    pytest.param(
+        NemotronConfig(**SMALL, num_key_value_heads=2, intermediate_size=48),
+        "this model computes its attention itself, .*: NemotronAttention",
+        id="Nemotron",
+    ),
     pytest.param(
         Gemma2Config(**SMALL, head_dim=8, num_key_value_heads=2, intermediate_size=48, pad_token_id=0),
         "soft-capped attention is not supported",
@@ -263,6 +275,16 @@ UNSUPPORTED = [
         GptOssConfig(**SMALL, head_dim=8, num_key_value_heads=2, intermediate_size=48, num_local_experts=4),
         "attention sinks are not supported",
         id="gpt-oss",
+    ),
+    pytest.param(
+        Qwen2MoeConfig(**SMALL, use_sliding_window=True, sliding_window=5000, max_window_layers=1),
+        "its attention is not told of: layer 0 sees 5000 keys, and its attention asks for all",
+        id="Qwen2-MoE with windows",
+    ),
+    pytest.param(
+        PhimoeConfig(**SMALL, num_key_value_heads=2, sliding_window=8),
+        "its attention is not told of: layer 0 sees 8 keys, and its attention asks for all",
+        id="Phi-MoE with windows",
     ),
     pytest.param(AutoConfig.for_model("bert"), "attention that is not causal", id="BERT"),
     pytest.param(AutoConfig.for_model("vit"), "no causal language model for this model type: vit", id="no text"),
@@ -277,6 +299,13 @@ def test_unsupported_model_is_refused_by_its_config_alone(
     with pytest.raises(SpecDecError, match=message):
         run_convert(tmp_path / "model", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("window", [None, 1, 8, 5000, 3_000_000])
+def test_windows_are_those_of_transformers_masks(window: int | None, tmp_path: Path) -> None:
+    MistralConfig(**SMALL, num_key_value_heads=2, intermediate_size=48, sliding_window=window).save_pretrained(tmp_path)
+    config = parse_pretrained_config(json.loads((tmp_path / "config.json").read_text()), "config.json")
+    assert [layer.sliding_window for layer in probe_config(config)] == [window, window]
 
 
 def test_output_that_is_not_empty_is_refused(model_dir: Path, tmp_path: Path) -> None:
