@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from commands.options.build import BuildOptions
+from commands.options.build import DEFAULT_MAX_INPUT_LEN, BuildOptions
 from commands.options.expand import expand_groups
 from commands.output import Output, megabytes
 from runtime.config import EngineConfig, as_json
@@ -27,6 +27,10 @@ def build(options: BuildOptions, output: Output) -> None:
     target = resolve_device(options.device, 0)
     max_seq_len = default_max_seq_len(checkpoint_dir) if options.max_seq_len is None else options.max_seq_len
     settings = options.config(max_seq_len)
+    if options.max_input_len is None and settings.max_input_len < DEFAULT_MAX_INPUT_LEN:
+        output.warning(
+            f"`--max-input-len` is {settings.max_input_len}, because a request has room for {max_seq_len} tokens"
+        )
     start, phase_times = time.perf_counter(), _PhaseTimes()
     with output.phases() as show:
 

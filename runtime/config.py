@@ -5,16 +5,36 @@ the file and the key and not a crash later.
 """
 
 import dataclasses
+import sys
 import types
 import typing
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from runtime.errors import SpecDecError
 
 CHECKPOINT_FORMAT_VERSION = 1
 # 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights
 ENGINE_FORMAT_VERSION = 4
+
+# Beyond these nothing useful can be built, and what is asked for is most likely a slip.
+MAX_BATCH_SIZE = 1024
+MAX_DRAFT_LEN = 256
+MAX_TOKENS_PER_BLOCK = 1024
+MAX_SEQ_LEN = 2**24
+
+
+@dataclass(frozen=True)
+class Between:
+    """Bounds of a number that is read from a document, both included."""
+
+    least: float
+    most: float = sys.float_info.max
+
+
+Count = Annotated[int, Between(0)]
+Size = Annotated[int, Between(1)]
+Measure = Annotated[float, Between(0)]
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Compiler = Literal["aot", "torch-compile", "none"]
@@ -25,9 +45,9 @@ SpeculativeDecodingMode = Literal["none", "draft_tokens_external"]
 class Mapping:
     """How a model is spread over devices; one rank so far."""
 
-    world_size: int = 1
-    tp_size: int = 1
-    rank: int = 0
+    world_size: Size = 1
+    tp_size: Size = 1
+    rank: Count = 0
 
 
 @dataclass(frozen=True)
@@ -45,10 +65,10 @@ class CheckpointConfig:
 class LayerShape:
     """K/V shape of one attention layer, and how far back it sees (None: everything)."""
 
-    num_kv_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    sliding_window: int | None
+    num_kv_heads: Size
+    key_head_dim: Size
+    value_head_dim: Size
+    sliding_window: Size | None
 
 
 @dataclass(frozen=True)
@@ -60,11 +80,11 @@ class BuildConfig:
     """
 
     compiler: Compiler
-    max_batch_size: int
-    max_input_len: int
-    max_seq_len: int
-    max_draft_len: int
-    tokens_per_block: int
+    max_batch_size: Annotated[int, Between(1, MAX_BATCH_SIZE)]
+    max_input_len: Annotated[int, Between(1, MAX_SEQ_LEN)]
+    max_seq_len: Annotated[int, Between(2, MAX_SEQ_LEN + MAX_DRAFT_LEN)]
+    max_draft_len: Annotated[int, Between(0, MAX_DRAFT_LEN)]
+    tokens_per_block: Annotated[int, Between(1, MAX_TOKENS_PER_BLOCK)]
     speculative_decoding_mode: SpeculativeDecodingMode
 
     @property
@@ -86,19 +106,19 @@ class Environment:
 class LogitsCheck:
     """Largest difference between the engine's logits and transformers' eager attention, when it was built."""
 
-    max_abs_difference: float
-    relative_difference: float
-    tolerance: float
+    max_abs_difference: Measure
+    relative_difference: Measure
+    tolerance: Measure
 
 
 @dataclass(frozen=True)
 class StepCost:
     """What a step took when the engine was built, of `num_tokens` in each of `batch_size` rows, after `context_len`."""
 
-    batch_size: int
-    context_len: int
-    num_tokens: int
-    seconds: float
+    batch_size: Size
+    context_len: Count
+    num_tokens: Size
+    seconds: Measure
 
 
 @dataclass(frozen=True)
@@ -109,11 +129,11 @@ class EngineConfig:
     dtype: Dtype
     build_config: BuildConfig
     layers: tuple[LayerShape, ...]
-    vocab_size: int
+    vocab_size: Size
     environment: Environment
     logits_check: LogitsCheck
     step_costs: tuple[StepCost, ...] = ()
-    host_s: float = 0.0
+    host_s: Measure = 0.0
     """Seconds of a loop's turn beside the compiled step."""
     compiler_note: str | None = None
     mapping: Mapping = Mapping()
@@ -141,7 +161,7 @@ def parse(kind: type[Config], data: Any, where: str) -> Config:
             f"`{where}` has a format this version cannot read (it reads {readable}): {version}",
             hint="make it again with this version of specdec, or install the version that wrote it",
         )
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     unknown = sorted(set(data) - set(hints))
     if unknown:
         raise SpecDecError(
@@ -166,18 +186,28 @@ def _parse_value(kind: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple and isinstance(value, list):
         return tuple(_parse_value(arguments[0], item, where) for item in value)
-    if origin is Literal:
-        valid = value in arguments
-    elif origin is types.UnionType:
-        valid = any(_is_a(value, argument) for argument in arguments)
-    else:
-        valid = _is_a(value, origin or kind)
+    if origin in (types.UnionType, typing.Union) and types.NoneType in arguments:
+        return None if value is None else _parse_value(arguments[0], value, where)
+    if origin is Annotated:
+        number = _parse_value(arguments[0], value, where)
+        _check_between(arguments[1], number, where)
+        return number
+    valid = value in arguments if origin is Literal else _is_a(value, origin or kind)
     if not valid:
         raise SpecDecError(
             f"`{where}` has a value it cannot have: {value!r}",
             hint="the file was changed or is damaged; make the directory again",
         )
     return value
+
+
+def _check_between(bounds: Between, number: float, where: str) -> None:
+    if not bounds.least <= number <= bounds.most:  # nor is NaN
+        upper = f" to {bounds.most:,}" if bounds.most < sys.float_info.max else " or more"
+        raise SpecDecError(
+            f"`{where}` is {bounds.least:,}{upper}, and not: {number!r}",
+            hint="the file was changed or is damaged; make the directory again",
+        )
 
 
 def _is_a(value: Any, kind: Any) -> bool:

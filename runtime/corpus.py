@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from runtime.config import as_json, parse
+from runtime.config import Size, as_json, parse
 from runtime.errors import SpecDecError
 from runtime.files import new_file
 
@@ -48,10 +48,10 @@ Array = NDArray[Any]
 class CorpusInfo:
     """What a corpus says of itself. `content_digest` is of both tensors."""
 
-    vocab_size: int
+    vocab_size: Size
     tokenizer_digest: str
-    num_documents: int
-    num_tokens: int
+    num_documents: Size
+    num_tokens: Size
     content_digest: str
     format_version: int = CORPUS_FORMAT_VERSION
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from runtime.cache import digest
-from runtime.config import as_json, parse
+from runtime.config import Count, as_json, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json, write_json
 
@@ -114,7 +114,7 @@ class _Saved:
     """What is in the file. `files` is the digest of those that the tokenizer was made of."""
 
     files: str
-    eos_token_id: int | None
+    eos_token_id: Count | None
     state: str
 
 

@@ -22,6 +22,7 @@ from commands.corpus import create, merge, stats
 from commands.options.hints import hint_of, message_of
 from commands.options.panels import sort_by_panel
 from commands.options.spellings import normalize_name, split_flags_without_effect
+from commands.options.usage import usage_message
 from commands.output import fail, warn
 from commands.run import run
 from commands.summarize import summarize
@@ -144,7 +145,7 @@ def main() -> None:
     warnings.simplefilter("always", SpecDecWarning)
     warnings.showwarning = _show_warning
     try:
-        app(prog_name="specdec")
+        exit_code = app(prog_name="specdec", standalone_mode=False)
     except Exception as error:
         if _stopped_by:
             # Compiled code may have made another error of what the signal raised in it.
@@ -152,6 +153,7 @@ def main() -> None:
         if os.environ.get("SPECDEC_DEBUG"):
             raise
         sys.exit(_report(error))
+    sys.exit(exit_code)
 
 
 def _report(error: Exception) -> int:
@@ -160,6 +162,10 @@ def _report(error: Exception) -> int:
         case SpecDecError():
             fail(message_of(error), hint_of(error))
             return 2 if isinstance(error, UsageError) else 1
+        case typer.TyperException():
+            if error.format_message():  # without any arguments it has shown the help
+                fail(*usage_message(error))
+            return 2
         case OSError():
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             hint = "free space, or write to another disk" if is_full else "check the path and its permissions"

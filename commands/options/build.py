@@ -8,8 +8,18 @@ import typer
 
 from commands.options.panels import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION
 from commands.options.single import Force
-from runtime.config import BuildConfig, Compiler, SpeculativeDecodingMode
+from runtime.config import (
+    MAX_BATCH_SIZE,
+    MAX_DRAFT_LEN,
+    MAX_SEQ_LEN,
+    MAX_TOKENS_PER_BLOCK,
+    BuildConfig,
+    Compiler,
+    SpeculativeDecodingMode,
+)
 from runtime.errors import UsageError
+
+DEFAULT_MAX_INPUT_LEN = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,19 +28,31 @@ class BuildOptions:
 
     checkpoint_dir: Annotated[Path, typer.Option(help="Checkpoint made by `convert`.", rich_help_panel=INPUT)]
     output_dir: Annotated[Path, typer.Option(help="Engine directory to write.", rich_help_panel=OUTPUT)]
-    max_batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step.", rich_help_panel=RUNTIME)] = 4
-    max_input_len: Annotated[int, typer.Option(min=1, help="Tokens in a prompt.", rich_help_panel=RUNTIME)] = 1024
+    max_batch_size: Annotated[
+        int, typer.Option(min=1, max=MAX_BATCH_SIZE, help="Sequences per step.", rich_help_panel=RUNTIME)
+    ] = 4
+    max_input_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_SEQ_LEN,
+            help="Tokens in a prompt.",
+            rich_help_panel=RUNTIME,
+            show_default="1024, or three quarters of max_seq_len where that is less",
+        ),
+    ] = None
     max_seq_len: Annotated[
         int | None,
         typer.Option(
             min=2,
+            max=MAX_SEQ_LEN,
             help="Tokens in prompt and output together; max_draft_len is added to it.",
             rich_help_panel=RUNTIME,
             show_default="the model's positions",
         ),
     ] = None
     max_draft_len: Annotated[
-        int, typer.Option(min=0, help="Tokens in a draft; 0 for none.", rich_help_panel=SPECULATION)
+        int, typer.Option(min=0, max=MAX_DRAFT_LEN, help="Tokens in a draft; 0 for none.", rich_help_panel=SPECULATION)
     ] = 0
     speculative_decoding_mode: Annotated[
         SpeculativeDecodingMode,
@@ -45,7 +67,10 @@ class BuildOptions:
         typer.Option(help="Attention over the paged K/V cache; drafts need it.", rich_help_panel=KV_CACHE),
     ] = "enable"
     tokens_per_block: Annotated[
-        int, typer.Option(min=1, help="Tokens in a K/V block; a power of two.", rich_help_panel=KV_CACHE)
+        int,
+        typer.Option(
+            min=1, max=MAX_TOKENS_PER_BLOCK, help="Tokens in a K/V block; a power of two.", rich_help_panel=KV_CACHE
+        ),
     ] = 32
     compiler: Annotated[
         Compiler,
@@ -63,10 +88,13 @@ class BuildOptions:
 
     def config(self, max_seq_len: int) -> BuildConfig:
         """For prompts and outputs of `max_seq_len` together, to which drafts are added."""
+        max_input_len = self.max_input_len
+        if max_input_len is None:
+            max_input_len = max(1, min(DEFAULT_MAX_INPUT_LEN, max_seq_len * 3 // 4))
         return BuildConfig(
             compiler=self.compiler,
             max_batch_size=self.max_batch_size,
-            max_input_len=self.max_input_len,
+            max_input_len=max_input_len,
             max_seq_len=max_seq_len + self.max_draft_len,
             max_draft_len=self.max_draft_len,
             tokens_per_block=self.tokens_per_block,

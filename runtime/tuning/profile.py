@@ -4,11 +4,11 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from runtime.bundle import Bundle
 from runtime.cache import digest
-from runtime.config import EngineConfig, as_json, parse
+from runtime.config import Between, EngineConfig, Measure, Size, as_json, parse
 from runtime.drafters.settings import DraftLenMode, LookupDrafter, NgramDrafter, SuffixDrafter
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import write_json
@@ -33,14 +33,14 @@ class ProfileEngine:
 class Figures:
     """What the recommendation was worth when it was made, on how many prompts at a time."""
 
-    num_prompts: int
-    batch_size: int
-    tokens_per_step: float
-    draft_acceptance_rate: float | None
-    predicted_s: float
-    predicted_speedup: float
-    measured_s: float
-    measured_speedup: float
+    num_prompts: Size
+    batch_size: Size
+    tokens_per_step: Measure
+    draft_acceptance_rate: Annotated[float, Between(0, 1)] | None
+    predicted_s: Measure
+    predicted_speedup: Measure
+    measured_s: Measure
+    measured_speedup: Measure
 
 
 @dataclass(frozen=True)

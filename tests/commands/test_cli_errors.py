@@ -127,9 +127,9 @@ WRONG_CONFIG = [
     case(SUMMARIZE + "--suffix-config [10,2,[0]]", 2, "2 entries: [10,2,[0]]"),
     case(RUN + "--suffix-config [10,[3]]", 2, "no such device", ": 3"),
     case(RUN + "--suffix-config [11,[0]]", 1, "at most 10 tokens", ": 11"),
-    case(RUN + "--ngram-config [4,2,[0]] --ngram-ranking best", 2, "'oldest', 'leftmost', 'recent', 'frequent'"),
-    case(SUMMARIZE + "--ngram-config [4,2,[0]] --ngram-ranking best", 2, "'oldest', 'leftmost', 'recent', 'frequent'"),
-    case(RUN + "--ngram-config [4,2,[0]] --ngram-pool shared", 2, "'private', 'public'"),
+    case(RUN + "--ngram-config [4,2,[0]] --ngram-ranking best", 2, "oldest, leftmost, recent, frequent"),
+    case(SUMMARIZE + "--ngram-config [4,2,[0]] --ngram-ranking best", 2, "oldest, leftmost, recent, frequent"),
+    case(RUN + "--ngram-config [4,2,[0]] --ngram-pool shared", 2, "private, public"),
     case(RUN + "--ngram-config [4,2,[0]] --min-matching-ngram-size 0", 2, "min-matching-ngram-size"),
     case(RUN + "--ngram-config [4,2,[0]] --min-matching-ngram-size 3", 2, "exceeds the longest, 2: 3"),
     case(RUN + "--ngram-config [4,2,[0]] --ngram-corpus none", 1, "there is no such corpus: none", "corpus create"),
@@ -561,15 +561,14 @@ def draft_engines(
 
 
 def assert_one_clear_error(result: Result, exit_code: int, words: tuple[str, ...]) -> None:
-    # Typer's own usage errors come in a box that wraps lines, and point to `--help`.
-    plain = re.sub(r"[│\s]+", " ", result.stderr)
+    plain = " ".join(result.stderr.split())
     assert result.exit_code == exit_code, result.stderr
     assert result.stdout == ""
     for word in words:
         assert word in plain, result.stderr
     assert "Traceback" not in plain
-    assert plain.count("error: ") + plain.count("╭─ Error ─") == 1, result.stderr
-    assert "hint: " in plain or "Try 'specdec" in plain, result.stderr
+    assert plain.count("error: ") == 1, result.stderr
+    assert plain.count("hint: ") == 1, result.stderr
 
 
 @pytest.mark.parametrize("case", [*WRONG_CONFIG, *PROMPTS, *DRAFTERS, *SAMPLING, *MODELS, *CHECKPOINTS, *ENGINES])

@@ -183,9 +183,10 @@ def with_engines(specdec: Specdec, in_directory: Path, shared: Path) -> Path:
     def make(directory: Path) -> None:
         for command, *arguments in [*pasted(WITH_EQUALS)[:2], *pasted(DRAFT_ENGINE)]:
             assert specdec(command, *arguments, *SHORTER[command]).exit_code == 0
-        shutil.copytree(in_directory, directory, symlinks=True)
+        there = {path.name for path in in_directory.iterdir() if path.is_symlink()}
+        shutil.copytree(in_directory, directory, ignore=lambda _, names: there.intersection(names))
 
-    shutil.copytree(once(shared / "documents", make), in_directory, symlinks=True, dirs_exist_ok=True)
+    shutil.copytree(once(shared / "documents", make), in_directory, dirs_exist_ok=True)
     return in_directory
 
 

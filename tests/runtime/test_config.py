@@ -75,6 +75,23 @@ DAMAGES = [
     pytest.param(("compiler_note",), 5, "compiler_note` has a value it cannot have: 5", id="number for optional text"),
     pytest.param(("pretrained_config",), "llama", "pretrained_config` has a value", id="text for an object"),
     pytest.param(("logits_check", "tolerance"), "1e-4", "tolerance` has a value", id="text for a fraction"),
+    *(
+        pytest.param(path, value, rf"{path[-1]}` is {bounds}, and not: {value}", id=f"{path[-1]} {value}")
+        for path, value, bounds in (
+            (("build_config", "max_batch_size"), -1, "1 to 1,024"),
+            (("build_config", "max_batch_size"), 10**8, "1 to 1,024"),
+            (("build_config", "max_draft_len"), 600, "0 to 256"),
+            (("build_config", "tokens_per_block"), 2**20, "1 to 1,024"),
+            (("build_config", "max_input_len"), 0, "1 to 16,777,216"),
+            (("vocab_size",), 0, "1 or more"),
+            (("layers", 0, "num_kv_heads"), -2, "1 or more"),
+            (("layers", 1, "sliding_window"), 0, "1 or more"),
+            (("host_s",), -0.5, "0 or more"),
+            (("host_s",), float("nan"), "0 or more"),
+            (("host_s",), float("inf"), "0 or more"),
+            (("mapping", "world_size"), 0, "1 or more"),
+        )
+    ),
 ]
 
 
