@@ -16,6 +16,7 @@ from commands.html.charts import charts_section
 from commands.html.outputs import Pieces, outputs_section
 from commands.html.values import NO_DRAFTS, Page, escaped, integer, request_time, seconds, table, tenths, times
 from commands.output import number, percent
+from runtime.drafters.settings import DrafterName
 from runtime.evaluation.steps import TOKEN_KINDS
 from runtime.files import write_file
 
@@ -74,15 +75,20 @@ def _title(document: dict[str, Any]) -> str:
 
 def _drafter(settings: dict[str, Any]) -> str:
     """The drafter in a few words."""
-    ngram, suffix = settings["ngram_config"], settings["suffix_config"]
-    draft_target = settings["draft_target_model_config"]
-    names = {
-        "ngram": lambda: f"n-gram lookup [{ngram['max_draft_len']},{ngram['max_matching_ngram_size']}]",
-        "suffix": lambda: f"suffix matching, up to {suffix['max_draft_len']} tokens",
-        "draft-target": lambda: f"draft model, up to {draft_target['max_draft_len']} tokens",
-        "custom": lambda: f"drafter {settings['drafter']}",
-    }
-    return ", then ".join(names[name]() for name in settings["drafters"]) or "no drafter"
+    return ", then ".join(_one_drafter(name, settings) for name in settings["drafters"]) or "no drafter"
+
+
+def _one_drafter(name: DrafterName, settings: dict[str, Any]) -> str:
+    match name:
+        case "ngram":
+            ngram = settings["ngram_config"]
+            return f"n-gram lookup [{ngram['max_draft_len']},{ngram['max_matching_ngram_size']}]"
+        case "suffix":
+            return f"suffix matching, up to {settings['suffix_config']['max_draft_len']} tokens"
+        case "draft-target":
+            return f"draft model, up to {settings['draft_target_model_config']['max_draft_len']} tokens"
+        case "custom":
+            return f"drafter {settings['drafter']}"
 
 
 def _header(document: dict[str, Any], title: str) -> str:

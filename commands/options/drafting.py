@@ -92,7 +92,7 @@ class DraftingOptions:
         str | None,
         typer.Option(
             metavar="NAME,NAME",
-            help="Ask several drafters, each where those before it have nothing: ngram, suffix, draft-target, custom. "
+            help=f"Ask several drafters, each where those before it have nothing: {', '.join(DRAFTER_NAMES)}. "
             "Each needs its own flag.",
             rich_help_panel=SPECULATION,
             show_default=False,

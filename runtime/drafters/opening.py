@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import assert_never
 
 from runtime.bundle import Bundle, read_bundle
 from runtime.corpus import Corpus
@@ -100,6 +101,8 @@ def _open_one(settings: OneDrafter, opening: Opening, stack: ExitStack) -> OpenD
             guarded = load_custom_drafter(settings)
         case OwnDrafter():
             guarded = guarded_drafter(type(settings.drafter).__name__, settings.drafter)
+        case _:
+            assert_never(settings)
     return OpenDrafter(_adapted(guarded, opening.costs), settings.max_draft_len, guarded=[guarded])
 
 

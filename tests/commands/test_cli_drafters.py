@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from command_line import PROMPT, PROMPTS, Result, Specdec, assert_valid, each, ids_of
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from runtime.drafters.settings import DrafterName
 
 NUM_TOKENS = 24
 SEVEN = [*PROMPTS, PROMPT, f"{PROMPT} and"]
@@ -79,6 +81,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 def with_paths(corpus: Path, draft_engine_dir: Path) -> Callable[[list[str]], list[str]]:
     paths = {"CORPUS": str(corpus), "DRAFT": str(draft_engine_dir)}
     return lambda flags: [paths.get(flag, flag) for flag in flags]
+
+
+def test_every_drafter_has_flags_here() -> None:
+    assert {name for *_, drafters in FLAGS.values() for name in drafters} == set(get_args(DrafterName))
 
 
 @pytest.mark.parametrize("mode", ["orchestrator", "leader"])
