@@ -70,6 +70,15 @@ _EXAMPLES = {
 }
 
 
+_METAVARS = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT", "bool": "", "list[str]": "TEXT"}
+
+
+def _metavar(shown: str) -> str:
+    """Typer's `<int> [1<=x<=8]` is N, a switch has none, and choices are in brackets: [none|summary]."""
+    kind = shown.partition(" ")[0].strip("<>")
+    return _METAVARS.get(kind, f"[{kind}]" if "|" in kind else kind.upper())
+
+
 class _Command(TyperCommand):
     """A command that takes TensorRT-LLM's flags without meaning here, and says so once."""
 
@@ -78,8 +87,7 @@ class _Command(TyperCommand):
         self.params = sort_by_panel(self.params)
         for option in self.params:
             if isinstance(option, TyperOption) and option.metavar is None:
-                shown = option.display_type_rich(ctx)
-                option.metavar = shown and shown.replace(" range", "")
+                option.metavar = _metavar(option.display_type_rich(ctx) or "")
         super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
