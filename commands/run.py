@@ -26,12 +26,13 @@ def run(
     """Generate from prompts, speculating with a drafter if one is given.
 
     In orchestrator mode (V1) unless flags of leader mode (V2) are given: then requests join and leave a running batch.
+    `--mode` chooses, and the flags of either drafter work in both.
 
     Greedy unless sampling is asked for. Greedy output is exactly what the model generates without speculation, and so
     is sampled output with the same seed; with `use_logits` sampled output has the same distribution.
     """
     named = _named_drafter(inputs, drafting, leader)
-    kv_cache.check(is_leader=leader.are_given, disable_reuse=leader.disable_kv_cache_reuse)
+    kv_cache.check(is_leader=leader.loop == "leader", disable_reuse=leader.disable_kv_cache_reuse)
     generation.common.check()
     results.check(output)
     chosen = choose_drafting(drafting, named, inputs.engine, check_lossless=results.check_lossless)
@@ -45,7 +46,7 @@ def run(
     from runtime.drafters.compatibility import check_corpus_files
     from runtime.engine import DEFAULT_MAX_NUM_TOKENS
 
-    prompts = read_prompts(inputs.input_text or [], inputs.input_file)
+    prompts = read_prompts(inputs.texts, inputs.input_file)
     check_corpus_files(chosen.named.drafter)  # before engines are built
     with ExitStack() as stack:
         made = engines_of_models(leader.models(), inputs.engine, chosen.named.drafter, output)
@@ -56,7 +57,7 @@ def run(
             replace(chosen, named=replace(chosen.named, drafter=engines.drafter)),
             params,
             kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse),
-            "leader" if leader.are_given else "orchestrator",
+            leader.loop,
             generation.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
         )
         answer(stack.enter_context(open_setup(options)), prompts, inputs, results, output)
@@ -65,7 +66,7 @@ def run(
 def _named_drafter(inputs: RunInputs, drafting: DraftingOptions, leader: LeaderOptions) -> Named:
     """The drafter that the flags of the one mode or the other name."""
     drafting.check_profile(leader.drafting_flags, leader.model_dir)
-    if not leader.are_given:
+    if leader.loop == "orchestrator" and not leader.are_given:
         return parse_drafter(drafting)
     leader.check(inputs.engine_dir, drafting)
     return leader.named(drafting)

@@ -9,6 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Annotated, Any
 
@@ -118,7 +119,8 @@ app.add_typer(corpus_app, name="corpus")
 
 def _register(command: Callable[..., None], group: typer.Typer = app) -> None:
     epilog = "Examples:\n\n" + "\n\n".join(f"`{example}`" for example in _EXAMPLES[command])
-    group.command(cls=_Command, epilog=epilog)(command)
+    names = {"token_normalize_func": partial(normalize_name, command=command.__name__)}
+    group.command(cls=_Command, epilog=epilog, context_settings=names)(command)
 
 
 for _command in (convert, build, run, summarize, compare, tune):
@@ -138,7 +140,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", "-V", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (also SPECDEC_DEBUG=1).")] = False,
 ) -> None:

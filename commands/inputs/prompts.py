@@ -6,11 +6,13 @@ says where it stands, and none is dropped. The file kinds are those of TensorRT-
 """
 
 import csv
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.errors import SpecDecError, UsageError
+from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.reading import raise_unreadable, read_json_lines, read_utf8, shown
 
 MAX_TOKEN_ID = 2**63 - 1  # ids travel as int64
@@ -44,11 +46,14 @@ def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: 
     and column or byte where there is one, where the prompts cannot be used.
     """
     if input_file is None and not input_text:
-        raise UsageError("no prompt given", hint="pass `--input-text` or `--input-file`")
+        raise UsageError("no prompt given", hint='specdec run "a prompt", `-` for standard input, or `--input-file`')
     if input_file is None:
-        return [Prompt(check_text(text, f"prompt {i} of `--input-text`"), None) for i, text in enumerate(input_text, 1)]
+        texts = [_standard_input() if text == "-" else text for text in input_text]
+        return [Prompt(check_text(text, f"prompt {i}"), None) for i, text in enumerate(texts, 1)]
     if input_text:
-        raise UsageError(f"both `--input-text` and `--input-file` given: {input_file}", hint="pass one of the two")
+        raise UsageError(f"both a prompt and `--input-file` given: {input_file}", hint="pass one of the two")
+    if str(input_file) == "-":
+        return list(_txt_prompts(_standard_input(), Path("standard input")))
     suffix = input_file.suffix.lower()
     if suffix == ".npy":
         return list(_npy_prompts(input_file, pad_id))
@@ -65,6 +70,14 @@ def without_padding(prompts: list[Prompt], input_file: Path | None, end_ids: fro
     if input_file is None or input_file.suffix.lower() != ".npy" or not end_ids:
         return prompts
     return read_prompts([], input_file, pad_id=min(end_ids))
+
+
+def _standard_input() -> str:
+    """All of it, without the end of its last line; SpecDecError if it is not UTF-8."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise SpecDecError(f"standard input is not UTF-8: {error}", hint="convert it to UTF-8") from None
 
 
 def check_text(value: object, where: str) -> str:
@@ -91,8 +104,12 @@ def check_category(row: dict[str, object], where: str) -> str | None:
 
 def _txt_prompts(text: str, path: Path) -> Iterator[Prompt]:
     lines = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
+    blank = [number for number, line in enumerate(lines, 1) if not line.strip()]
+    if 0 < len(blank) < len(lines):
+        warnings.warn(f"blank lines left out of {path}: {', '.join(map(str, blank))}", SpecDecWarning, stacklevel=1)
     for number, line in enumerate(lines, 1):
-        yield Prompt(check_text(line, f"line {number} of {path}"), None)
+        if line.strip() or len(blank) == len(lines):
+            yield Prompt(check_text(line, f"line {number} of {path}"), None)
 
 
 def _csv_prompts(text: str, path: Path) -> Iterator[Prompt]:

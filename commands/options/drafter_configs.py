@@ -12,16 +12,16 @@ from runtime.errors import UsageError
 if TYPE_CHECKING:
     from runtime.tuning.candidates import Candidate
 
-NGRAM_FORM = "[max_draft_len, max_matching_ngram_size, device_list], such as [10,2,[0]]"
-SUFFIX_FORM = "[max_draft_len, device_list], such as [10,[0]]"
-DRAFT_TARGET_FORM = "[draft_len, draft_device_list, target_device_list, use_logits], such as [4,[0],[0],False]"
+NGRAM_FORM = "[max_draft_len, max_matching_ngram_size, device_list], such as [10,2,[0]] or 10,2"
+SUFFIX_FORM = "[max_draft_len, device_list], such as [10,[0]] or 10"
+DRAFT_TARGET_FORM = "[draft_len, draft_device_list, target_device_list, use_logits], such as [4,[0],[0],False] or 4"
 _FIRST_DEVICE = "[0] is the first device"
 
 
 def parse_ngram_config(text: str, lookups: LookupOptions) -> tuple[NgramDrafter, int]:
     """Parse `[max_draft_len, max_matching_ngram_size, device_list]`; UsageError says which part is wrong."""
     flag = "--ngram-config"
-    max_draft_len, max_matching_ngram_size, devices = _parse_list(flag, text, 3, NGRAM_FORM)
+    max_draft_len, max_matching_ngram_size, devices = _parse_list(flag, text, ([0],), 3, NGRAM_FORM)
     max_draft_len = _positive(flag, "max_draft_len", max_draft_len, NGRAM_FORM)
     max_size = _positive(flag, "max_matching_ngram_size", max_matching_ngram_size, NGRAM_FORM)
     return lookups.ngram_drafter(max_draft_len, max_size), _single_device(flag, "device_list", devices)
@@ -30,15 +30,17 @@ def parse_ngram_config(text: str, lookups: LookupOptions) -> tuple[NgramDrafter,
 def parse_suffix_config(text: str, lookups: LookupOptions) -> tuple[SuffixDrafter, int]:
     """Parse `[max_draft_len, device_list]`; UsageError says which part is wrong."""
     flag = "--suffix-config"
-    max_draft_len, devices = _parse_list(flag, text, 2, SUFFIX_FORM)
+    max_draft_len, devices = _parse_list(flag, text, ([0],), 2, SUFFIX_FORM)
     max_draft_len = _positive(flag, "max_draft_len", max_draft_len, SUFFIX_FORM)
     return lookups.suffix_drafter(max_draft_len), _single_device(flag, "device_list", devices)
 
 
-def parse_draft_target_model_config(text: str, draft_engine_dir: Path | None) -> tuple[DraftTargetDrafter, int]:
+def parse_draft_target_model_config(text: str, draft_model: str | Path | None) -> tuple[DraftTargetDrafter, int]:
     """Parse `[draft_len, draft_device_list, target_device_list, use_logits]`; UsageError says which part is wrong."""
     flag = "--draft-target-model-config"
-    draft_len, draft_devices, target_devices, use_logits = _parse_list(flag, text, 4, DRAFT_TARGET_FORM)
+    draft_len, draft_devices, target_devices, use_logits = _parse_list(
+        flag, text, ([0], [0], False), 4, DRAFT_TARGET_FORM
+    )
     if not isinstance(use_logits, bool):
         raise UsageError(
             f"use_logits in `{flag}` must be True or False: {use_logits!r}", hint=f"its form is {DRAFT_TARGET_FORM}"
@@ -46,12 +48,12 @@ def parse_draft_target_model_config(text: str, draft_engine_dir: Path | None) ->
     max_draft_len = _positive(flag, "draft_len", draft_len, DRAFT_TARGET_FORM)
     draft_device_id = _single_device(flag, "draft_device_list", draft_devices)
     device_id = _single_device(flag, "target_device_list", target_devices)
-    if draft_engine_dir is None:
+    if draft_model is None:
         raise UsageError(
             f"`{flag}` needs the draft model's engine: {text}",
             hint="`--draft-engine-dir` names it; `specdec build` makes it from the draft model's checkpoint",
         )
-    return DraftTargetDrafter(draft_engine_dir, max_draft_len, use_logits, draft_device_id), device_id
+    return DraftTargetDrafter(draft_model, max_draft_len, use_logits, draft_device_id), device_id
 
 
 def parse_custom_drafter(text: str) -> CustomDrafter:
@@ -64,14 +66,18 @@ def parse_custom_drafter(text: str) -> CustomDrafter:
     return CustomDrafter(module, factory)
 
 
-def _parse_list(flag: str, text: str, length: int, form: str) -> list[Any]:
+def _parse_list(flag: str, text: str, defaults: tuple[Any, ...], length: int, form: str) -> list[Any]:
+    """The entries, brackets or not; those that are left out at the end are `defaults`."""
     try:
         values = ast.literal_eval(text.strip())
+        values = [values] if isinstance(values, int) else values
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         raise UsageError(f"`{flag}` is not a list: {text}", hint=f"its form is {form}") from None
-    if not isinstance(values, list | tuple) or len(values) != length:
-        raise UsageError(f"`{flag}` does not have {length} entries: {text}", hint=f"its form is {form}")
-    return list(values)
+    least = length - len(defaults)
+    if not isinstance(values, list | tuple) or not least <= len(values) <= length:
+        count = f"{least} to {length}" if defaults else f"{length}"
+        raise UsageError(f"`{flag}` does not have {count} entries: {text}", hint=f"its form is {form}")
+    return [*values, *defaults[len(values) - least :]]
 
 
 def _positive(flag: str, name: str, value: Any, form: str) -> int:

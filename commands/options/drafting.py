@@ -1,6 +1,6 @@
 """The flags of drafters: which there are, how long their drafts are, and on which devices."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from runtime.bundle import Bundle
 
 DRAFTER_NAMES: tuple[DrafterName, ...] = get_args(DrafterName)
-_FLAGS: dict[DrafterName, str] = {
+FLAGS: dict[DrafterName, str] = {
     "ngram": "--ngram-config",
     "suffix": "--suffix-config",
     "draft-target": "--draft-target-model-config",
@@ -177,38 +177,65 @@ def check_drafter(drafting: Drafting, *, check_lossless: bool) -> None:
 
 def parse_drafter(options: DraftingOptions) -> Named:
     """The drafter the flags ask for; UsageError for two of them without an order, or half of one."""
-    configs: dict[DrafterName, str | None] = {
+    configs = given_configs(options)
+    names = names_in_order(list(configs), options.drafters)
+    for name in names:
+        if name not in configs:
+            raise UsageError(
+                f"`--drafters` names {name}, which needs `{FLAGS[name]}`: {options.drafters}", hint=_form(name)
+            )
+    options.lookups.check_used(names, f"`--ngram-config` chooses it; its form is {NGRAM_FORM}")
+    if options.draft_engine_dir is not None and "draft-target" not in configs:
+        raise UsageError(
+            f"`--draft-engine-dir` needs `--draft-target-model-config`: {options.draft_engine_dir}",
+            hint=f"the form of `--draft-target-model-config` is {DRAFT_TARGET_FORM}",
+        )
+    return chain([parse_config(name, configs[name], options, options.draft_engine_dir) for name in names])
+
+
+def given_configs(options: DraftingOptions) -> dict[DrafterName, str]:
+    """The drafters that have a flag of their own here, and what it says."""
+    texts: dict[DrafterName, str | None] = {
         "ngram": options.lookups.ngram_config,
         "suffix": options.lookups.suffix_config,
         "draft-target": options.draft_target_model_config,
         "custom": options.drafter,
     }
-    given = [name for name, text in configs.items() if text is not None]
-    if len(given) > 1 and options.drafters is None:
-        raise UsageError(
-            f"{' and '.join(f'`{_FLAGS[name]}`' for name in given)} cannot be given together",
-            hint=f"choose one drafter, or say in which order to ask them: `--drafters {','.join(given)}`",
-        )
-    names = given if options.drafters is None else parse_drafter_names(options.drafters)
-    for name in names:
-        if name not in given:
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def names_in_order(given: list[DrafterName], drafters: str | None) -> list[DrafterName]:
+    """The drafters to ask: the one that is given, or all in the order of `--drafters`, which may name more."""
+    if drafters is None:
+        if len(given) > 1:
             raise UsageError(
-                f"`--drafters` names {name}, which needs `{_FLAGS[name]}`: {options.drafters}", hint=_form(name)
+                f"{' and '.join(f'`{FLAGS[name]}`' for name in given)} cannot be given together",
+                hint=f"choose one drafter, or say in which order to ask them: `--drafters {','.join(given)}`",
             )
-    check_all_named(names, [(name, _FLAGS[name]) for name in given], options.drafters)
-    options.lookups.check_used(names, f"`--ngram-config` chooses it; its form is {NGRAM_FORM}")
-    if options.draft_engine_dir is not None and options.draft_target_model_config is None:
-        raise UsageError(
-            f"`--draft-engine-dir` needs `--draft-target-model-config`: {options.draft_engine_dir}",
-            hint=f"the form of `--draft-target-model-config` is {DRAFT_TARGET_FORM}",
-        )
-    parsers: dict[DrafterName, Callable[[str], tuple[OneDrafter, int]]] = {
-        "ngram": lambda text: parse_ngram_config(text, options.lookups),
-        "suffix": lambda text: parse_suffix_config(text, options.lookups),
-        "draft-target": lambda text: parse_draft_target_model_config(text, options.draft_engine_dir),
-        "custom": lambda text: (parse_custom_drafter(text), 0),
-    }
-    return chain([parsers[name](configs[name] or "") for name in names])
+        return given
+    names = parse_drafter_names(drafters)
+    for name in given:
+        if name not in names:
+            raise UsageError(
+                f"`{FLAGS[name]}` is given, and `--drafters` does not name {name}: {drafters}",
+                hint=f"`--drafters {','.join([*names, name])}`, or leave the flag out",
+            )
+    return names
+
+
+def parse_config(
+    name: DrafterName, text: str, options: DraftingOptions, draft_model: str | Path | None
+) -> tuple[OneDrafter, int]:
+    """What a drafter's own flag says: the drafter, and the target's device."""
+    match name:
+        case "ngram":
+            return parse_ngram_config(text, options.lookups)
+        case "suffix":
+            return parse_suffix_config(text, options.lookups)
+        case "draft-target":
+            return parse_draft_target_model_config(text, draft_model)
+        case "custom":
+            return parse_custom_drafter(text), 0
 
 
 def chain(drafters: Sequence[tuple[OneDrafter, int]]) -> Named:
@@ -240,18 +267,6 @@ def parse_drafter_names(text: str) -> list[DrafterName]:
     return names
 
 
-def check_all_named(
-    names: Sequence[DrafterName], given: Sequence[tuple[DrafterName, str]], drafters: str | None
-) -> None:
-    """UsageError for a drafter with flags of its own that `--drafters` leaves out."""
-    for name, flag in given:
-        if name not in names:
-            raise UsageError(
-                f"`{flag}` is given, and `--drafters` does not name {name}: {drafters}",
-                hint=f"`--drafters {','.join([*names, name])}`, or leave the flag out",
-            )
-
-
 def _form(name: DrafterName) -> str:
     forms = {"ngram": NGRAM_FORM, "suffix": SUFFIX_FORM, "draft-target": DRAFT_TARGET_FORM}
-    return f"the form of `{_FLAGS[name]}` is {forms.get(name, 'module:factory')}"
+    return f"the form of `{FLAGS[name]}` is {forms.get(name, 'module:factory')}"

@@ -1,18 +1,20 @@
 """Leader mode's flags (V2): TensorRT-LLM's quickstart_advanced.py names a model and an algorithm."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from commands.options.drafter_configs import parse_custom_drafter
 from commands.options.drafting import (
+    FLAGS,
     DraftingOptions,
     Named,
     chain,
-    check_all_named,
-    parse_drafter_names,
+    given_configs,
+    names_in_order,
+    parse_config,
 )
 from commands.options.expand import given_flags
 from commands.options.panels import LEADER
@@ -23,6 +25,7 @@ from runtime.errors import UsageError
 if TYPE_CHECKING:
     from commands.engines import Models
 
+Loop = Literal["orchestrator", "leader"]
 _ALGORITHMS: dict[str, DrafterName] = {"NGRAM": "ngram", "SUFFIX": "suffix", "DRAFT_TARGET": "draft-target"}
 _DEFAULT_DRAFT_LEN, _DEFAULT_NGRAM_SIZE = 4, 2
 _DEFAULT_MAX_BATCH_SIZE = 4
@@ -106,10 +109,25 @@ class LeaderOptions:
         ),
     ] = False
     engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
+    mode: Annotated[
+        Loop | None,
+        typer.Option(
+            metavar="NAME",
+            help="The loop: orchestrator (V1, one group of requests after the other) or leader (V2, requests join and "
+            "leave).",
+            rich_help_panel=LEADER,
+            show_default="leader if a flag of this panel is given",
+        ),
+    ] = None
 
     @property
     def are_given(self) -> bool:
-        return bool(given_flags(self))
+        """Whether there are flags by which leader mode is meant."""
+        return bool(given_flags(replace(self, mode=None)))
+
+    @property
+    def loop(self) -> Loop:
+        return self.mode or ("leader" if self.are_given else "orchestrator")
 
     @property
     def drafting_flags(self) -> list[str]:
@@ -141,7 +159,6 @@ class LeaderOptions:
     def check(self, engine_dir: Path | None, drafting: DraftingOptions) -> None:
         """UsageError for flags of orchestrator mode, for a model and an engine in one place, or for settings of an
         engine that is not to be built."""
-        _refuse_orchestrator_flags(drafting)
         for flag, model, engine_flag, engine in (
             ("--model-dir", self.model_dir, "--engine-dir", engine_dir),
             ("--draft-model-dir", self.draft_model_dir, "--draft-engine-dir", drafting.draft_engine_dir),
@@ -156,17 +173,19 @@ class LeaderOptions:
                 )
 
     def named(self, drafting: DraftingOptions) -> Named:
-        """The drafter the flags ask for; UsageError for two of them without an order, or half of one."""
-        names = self._drafter_names(drafting)
-        if self.spec_decode_max_draft_len is not None and not names:
+        """The drafter the flags ask for, by flags of either mode; UsageError for two of them without an order, for two
+        spellings of one, or for half of one."""
+        configs = given_configs(drafting)
+        names = self._drafter_names(drafting, configs)
+        if self.spec_decode_max_draft_len is not None and all(name in configs and name != "custom" for name in names):
             raise UsageError(
-                f"`--spec-decode-max-draft-len` needs a drafter: {self.spec_decode_max_draft_len}",
-                hint="`--spec-decode-algo NGRAM` is one",
+                f"`--spec-decode-max-draft-len` needs `--spec-decode-algo`: {self.spec_decode_max_draft_len}",
+                hint="`--spec-decode-algo NGRAM` is one; `--ngram-config` has its own numbers",
             )
-        if self.max_matching_ngram_size is not None and "ngram" not in names:
+        if self.max_matching_ngram_size is not None and ("ngram" not in names or "ngram" in configs):
             raise UsageError(
-                f"`--max-matching-ngram-size` is for n-gram lookup: {self.max_matching_ngram_size}",
-                hint="`--spec-decode-algo NGRAM`",
+                f"`--max-matching-ngram-size` is for `--spec-decode-algo NGRAM`: {self.max_matching_ngram_size}",
+                hint="`--spec-decode-algo NGRAM`; `--ngram-config` has its own numbers",
             )
         drafting.lookups.check_used(names, "`--spec-decode-algo NGRAM`")
         draft_model = self._draft_model(drafting)
@@ -174,55 +193,59 @@ class LeaderOptions:
             raise UsageError(
                 f"a draft model needs `--spec-decode-algo DRAFT_TARGET`: {draft_model}", hint="or leave the model out"
             )
-        return chain([(self._one_drafter(name, drafting), 0) for name in names])
+        return chain([self._one_drafter(name, configs.get(name), drafting) for name in names])
 
     def _draft_model(self, drafting: DraftingOptions) -> str | Path | None:
         """The draft model's name, or its engine's directory."""
         return drafting.draft_engine_dir if self.draft_model_dir is None else self.draft_model_dir
 
-    def _one_drafter(self, name: DrafterName, drafting: DraftingOptions) -> OneDrafter:
+    def _one_drafter(self, name: DrafterName, config: str | None, drafting: DraftingOptions) -> tuple[OneDrafter, int]:
+        """A drafter by its own flag, or else by those of leader mode; and the target's device."""
+        draft_model = self._draft_model(drafting)
+        if config is not None:
+            drafter, device_id = parse_config(name, config, drafting, draft_model)
+            if name == "custom" and self.spec_decode_max_draft_len is not None:
+                drafter = replace(drafter, max_draft_len=self.spec_decode_max_draft_len)
+            return drafter, device_id
         max_draft_len = self.spec_decode_max_draft_len or _DEFAULT_DRAFT_LEN
         match name:
             case "ngram":
                 max_size = self.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE
-                return drafting.lookups.ngram_drafter(max_draft_len, max_size)
+                return drafting.lookups.ngram_drafter(max_draft_len, max_size), 0
             case "suffix":
-                return drafting.lookups.suffix_drafter(max_draft_len)
+                return drafting.lookups.suffix_drafter(max_draft_len), 0
             case "draft-target":
-                draft_model = self._draft_model(drafting)
                 if draft_model is None:
                     raise UsageError(
                         "`--spec-decode-algo DRAFT_TARGET` needs a draft model",
                         hint="`--draft-model-dir` names one, or `--draft-engine-dir` its engine",
                     )
-                return DraftTargetDrafter(draft_model, max_draft_len)
+                return DraftTargetDrafter(draft_model, max_draft_len), 0
             case "custom":
-                if drafting.drafter is None:
-                    raise UsageError(
-                        "`--drafters` names custom, which needs `--drafter`", hint="its form is module:factory"
-                    )
-                return replace(parse_custom_drafter(drafting.drafter), max_draft_len=self.spec_decode_max_draft_len)
+                raise UsageError(
+                    "`--drafters` names custom, which needs `--drafter`", hint="its form is module:factory"
+                )
 
-    def _drafter_names(self, drafting: DraftingOptions) -> list[DrafterName]:
+    def _drafter_names(self, drafting: DraftingOptions, configs: Collection[DrafterName]) -> list[DrafterName]:
         """The drafters asked for, in order."""
-        custom, drafters = drafting.drafter, drafting.drafters
-        if drafters is None:
-            algorithm = self._algorithm(custom)
-            if algorithm is not None:
-                return [_ALGORITHMS[algorithm]]
-            return [] if custom is None else ["custom"]
-        if self.spec_decode_algo is not None:
-            raise UsageError(
-                f"`--spec-decode-algo` and `--drafters` cannot be given together: {self.spec_decode_algo}",
-                hint="`--drafters` names the algorithms in order",
-            )
-        names = parse_drafter_names(drafters)
-        check_all_named(names, [] if custom is None else [("custom", "--drafter")], drafters)
-        return names
+        if drafting.drafters is not None:
+            if self.spec_decode_algo is not None:
+                raise UsageError(
+                    f"`--spec-decode-algo` and `--drafters` cannot be given together: {self.spec_decode_algo}",
+                    hint="`--drafters` names the algorithms in order",
+                )
+            return names_in_order(list(configs), drafting.drafters)
+        algorithm = self._algorithm(configs)
+        if algorithm is None:
+            return names_in_order(list(configs), None)
+        if configs:
+            flag = FLAGS[next(iter(configs))]
+            raise UsageError(f"`--spec-decode-algo` and `{flag}` cannot be given together", hint="choose one drafter")
+        return [_ALGORITHMS[algorithm]]
 
-    def _algorithm(self, custom: str | None) -> str | None:
+    def _algorithm(self, configs: Collection[DrafterName]) -> str | None:
         if self.spec_decode_algo is None:
-            if self.max_matching_ngram_size is None or custom is not None:
+            if self.max_matching_ngram_size is None or configs:
                 return None
             # TensorRT-LLM's README leaves the algorithm out of this very command.
             warn("`--max-matching-ngram-size` without `--spec-decode-algo`: NGRAM is assumed")
@@ -233,21 +256,4 @@ class LeaderOptions:
                 f"`--spec-decode-algo` names no algorithm of specdec's: {self.spec_decode_algo}",
                 hint=f"there are {', '.join(_ALGORITHMS)}; without the flag nothing is drafted",
             )
-        if custom is not None:
-            raise UsageError("`--spec-decode-algo` and `--drafter` cannot be given together", hint="choose one drafter")
         return algorithm
-
-
-def _refuse_orchestrator_flags(drafting: DraftingOptions) -> None:
-    """UsageError for a drafter of orchestrator mode among flags of leader mode."""
-    for flag, value, algorithm in (
-        ("--ngram-config", drafting.lookups.ngram_config, "NGRAM"),
-        ("--suffix-config", drafting.lookups.suffix_config, "SUFFIX"),
-        ("--draft-target-model-config", drafting.draft_target_model_config, "DRAFT_TARGET"),
-    ):
-        if value is not None:
-            raise UsageError(
-                f"`{flag}` is for orchestrator mode (V1) and cannot be given with flags of leader mode (V2): {value}",
-                hint=f"`--spec-decode-algo {algorithm} --spec-decode-max-draft-len 4` is leader mode's form; "
-                "or build an engine, and give it by `--engine-dir`",
-            )

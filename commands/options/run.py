@@ -18,6 +18,9 @@ from runtime.params import SamplingParams
 class RunInputs:
     """What is read; `engine_dir` is None where a model may be given instead."""
 
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="Prompts; `-` is what standard input holds.", show_default=False)
+    ] = None
     engine_dir: Annotated[
         Path | None,
         typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
@@ -28,7 +31,8 @@ class RunInputs:
     input_file: Annotated[
         Path | None,
         typer.Option(
-            help="Prompts: .txt (one a line), .jsonl (`prompt` or `prompt_ids`), .csv or .npy (token ids).",
+            help="Prompts: .txt (one a line), .jsonl (`prompt` or `prompt_ids`), .csv or .npy (token ids); `-` is "
+            "standard input, one a line.",
             rich_help_panel=INPUT,
             show_default=False,
         ),
@@ -47,6 +51,11 @@ class RunInputs:
     @property
     def paths(self) -> list[Path]:
         return [path for path in (self.engine, self.tokenizer_dir, self.input_file) if path is not None]
+
+    @property
+    def texts(self) -> list[str]:
+        """Prompts by argument, then those by flag."""
+        return [*(self.prompt or []), *(self.input_text or [])]
 
 
 @dataclass(frozen=True)

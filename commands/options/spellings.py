@@ -1,4 +1,4 @@
-"""How flags may be spelled: hyphens or underscores, TensorRT-LLM's names, names of before, and flags without effect."""
+"""How flags may be spelled: hyphens or underscores, others' names and those of before, and flags without effect."""
 
 from itertools import islice
 
@@ -12,6 +12,10 @@ _ALIASES = {
     "eagle-model-dir": "draft-model-dir",
     "prompt": "input-text",
     "max-tokens": "max-output-len",
+    "max-new-tokens": "max-output-len",
+    "num-draft-tokens": "spec-decode-max-draft-len",
+    "draft-model": "draft-model-dir",
+    "model": "model-dir",
     "kv-cache-fraction": "kv-cache-free-gpu-memory-fraction",
 }
 
@@ -42,10 +46,15 @@ _WITHOUT_EFFECT = {
 }
 
 
-def normalize_name(name: str) -> str:
-    """One spelling for every option: hyphens, and our name where TensorRT-LLM has another."""
+# What one command calls otherwise than the others.
+_OF_COMMAND = {"summarize": {"max-output-len": "output-len"}}
+
+
+def normalize_name(name: str, command: str = "") -> str:
+    """One spelling for every option of a command: hyphens, and our name where others have another."""
     name = name.replace("_", "-")
-    return _ALIASES.get(name, name)
+    name = _ALIASES.get(name, name)
+    return _OF_COMMAND.get(command, {"output-len": "max-output-len"}).get(name, name)
 
 
 def split_flags_without_effect(arguments: list[str], options_with_value: frozenset[str]) -> tuple[list[str], list[str]]:

@@ -93,8 +93,12 @@ def test_greedy_output_is_hugging_faces(
     name: str, mode: str, run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]],
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast,
 ) -> None:  # fmt: skip
+    """By the mode's own flags, or for every other drafter by those of the other mode and `--mode`."""
     orchestrator, leader, drafters = FLAGS[name]
-    flags = with_paths(orchestrator if mode == "orchestrator" else leader)
+    if list(FLAGS).index(name) % 2:
+        flags = [*with_paths(leader if mode == "orchestrator" else orchestrator), "--mode", mode]
+    else:
+        flags = with_paths(orchestrator if mode == "orchestrator" else leader)
     more = ["--max-output-len", NUM_TOKENS, "--end-id", 299, "--check-lossless", "--json"]
     document = run(*each("--input-text", SEVEN), *flags, *more).document
     assert_valid("run", document)

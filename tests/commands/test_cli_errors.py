@@ -106,7 +106,7 @@ def array(directory: Path) -> None:
 
 
 WRONG_CONFIG = [
-    case(RUN + "--ngram-config [10,2]", 2, "does not have 3 entries: [10,2]", "[10,2,[0]]"),
+    case(RUN + "--ngram-config [10]", 2, "does not have 2 to 3 entries: [10]", "[10,2,[0]]"),
     case(RUN + "--ngram-config [0,2,[0]]", 2, "max_draft_len", "at least 1: 0"),
     case(RUN + "--ngram-config [10,0,[0]]", 2, "max_matching_ngram_size", "at least 1: 0"),
     case(RUN + "--ngram-config [10,2,[]]", 2, "device_list", "must name a device: []"),
@@ -153,8 +153,8 @@ WRONG_CONFIG = [
     case(RUN + "--drafters ngram,eagle", 2, "no drafter of specdec's: eagle", "ngram, suffix, draft-target, custom"),
     case(SUMMARIZE + "--drafters ngram", 2, "names ngram, which needs `--ngram-config`: ngram", "[10,2,[0]]"),
     case(RUN + "--spec-decode-algo NGRAM --drafters ngram", 2, "`--spec-decode-algo` and `--drafters`"),
-    case(RUN + "--spec-decode-algo SUFFIX --suffix-config [4,[0]]", 2, "`--suffix-config` is for orchestrator mode"),
-    case(RUN + "--spec-decode-algo SUFFIX --max-matching-ngram-size 2", 2, "is for n-gram lookup: 2"),
+    case(RUN + "--spec-decode-algo SUFFIX --suffix-config [4,[0]]", 2, "`--spec-decode-algo` and `--suffix-config`"),
+    case(RUN + "--spec-decode-algo SUFFIX --max-matching-ngram-size 2", 2, "is for `--spec-decode-algo NGRAM`: 2"),
     case(RUN + "--no-kv-cache-enable-block-reuse", 2, "needs block reuse"),
     case(SUMMARIZE + "--no-kv-cache-enable-block-reuse", 2, "needs block reuse"),
     case(
@@ -171,12 +171,13 @@ WRONG_CONFIG = [
     case(RUN + "--use-py-session", 2, "`--use-py-session`"),
     case(RUN + "--streaming --json", 2, "`--streaming` and `--json`"),
     case(RUN + "--spec-decode-algo MEDUSA", 2, "no algorithm of specdec's: MEDUSA", "NGRAM, SUFFIX, DRAFT_TARGET"),
-    case(RUN + "--spec-decode-algo NGRAM --ngram-config [4,2,[0]]", 2, "`--ngram-config` is for orchestrator mode"),
     case(
-        RUN + "--disable-kv-cache-reuse --draft-target-model-config [4,[0],[0],False] --draft-engine-dir draft",
+        RUN + "--spec-decode-algo NGRAM --ngram-config [4,2,[0]]",
         2,
-        "`--draft-target-model-config` is for orchestrator mode",
+        "`--spec-decode-algo` and `--ngram-config` cannot be given together",
     ),
+    case(RUN + "--ngram-config 4,2 --spec-decode-max-draft-len 3", 2, "needs `--spec-decode-algo`: 3"),
+    case(RUN + "--ngram-config 4,2 --mode both", 2, "`--mode` must be one of orchestrator, leader: both"),
     case(RUN + "--spec-decode-algo NGRAM --drafter my:make", 2, "`--spec-decode-algo` and `--drafter`"),
     case(
         RUN + "--spec-decode-algo NGRAM --draft-engine-dir draft", 2, "needs `--spec-decode-algo DRAFT_TARGET`: draft"
@@ -190,9 +191,9 @@ WRONG_CONFIG = [
     case(
         RUN + "--spec-decode-algo DRAFT_TARGET --draft-engine-dir none --max-matching-ngram-size 2",
         2,
-        "`--max-matching-ngram-size` is for n-gram lookup: 2",
+        "`--max-matching-ngram-size` is for `--spec-decode-algo NGRAM`: 2",
     ),
-    case(RUN + "--spec-decode-max-draft-len 4", 2, "needs a drafter: 4", "`--spec-decode-algo NGRAM`"),
+    case(RUN + "--spec-decode-max-draft-len 4", 2, "needs `--spec-decode-algo`: 4", "`--spec-decode-algo NGRAM`"),
     case(RUN + "--spec-decode-algo NGRAM --spec-decode-max-draft-len 0", 2, "spec-decode-max-draft-len"),
     case(RUN + "--spec-decode-algo NGRAM --spec-decode-max-draft-len 11", 1, "drafts of at most 10 tokens", ": 11"),
     case(RUN + "--spec-decode-algo NGRAM --max-matching-ngram-size 0", 2, "max-matching-ngram-size"),
@@ -233,7 +234,7 @@ LONG = "x" * 97
 PROMPTS = [
     case(NO_INPUT, 2, "no prompt given"),
     case(NO_INPUT + "--input-text ''", 1, "is empty: ''"),
-    case(NO_INPUT + "--input-text '  '", 1, "prompt 1 of `--input-text` is empty"),
+    case(NO_INPUT + "--input-text '  '", 1, "prompt 1 is empty"),
     case(
         NO_INPUT + f"--input-text {LONG}", 1, "max_input_len 96: 97 tokens", "`--max-input-length`",
         "`--max-input-len` to `build` (with `--model-dir`: a larger `--max-seq-len`)",
@@ -254,7 +255,7 @@ PROMPTS = [
     case(NO_INPUT + "--input-file in.jsonl", 1, "line 1 needs either", damage=file("in.jsonl", '{"text": "a"}')),
     case(NO_INPUT + "--input-file in.npy", 1, "not a NumPy array", damage=file("in.npy", "abc")),
     case(NO_INPUT + "--input-file ids.npy", 1, "must be integers", damage=array),
-    case(RUN + "--input-file in.txt", 2, "both `--input-text` and `--input-file`", damage=file("in.txt", "a")),
+    case(RUN + "--input-file in.txt", 2, "both a prompt and `--input-file`", damage=file("in.txt", "a")),
     case(RUN + "--max-tokens-in-paged-kv-cache 4", 1, "K/V cache of 4 tokens is too small"),
     case(RUN + "--max-tokens-in-paged-kv-cache 8 --streaming", 1, "K/V cache of 8 tokens is too small"),
     case(SUMMARIZE + "--max-tokens-in-paged-kv-cache 4", 1, "K/V cache of 4 tokens is too small"),
@@ -320,7 +321,7 @@ DRAFTERS = [
         "`--ngram-config` and `--draft-target-model-config` and `--drafter` cannot be given together",
     ),
     case(RUN + drafting("draft", "abc"), 2, "`--draft-target-model-config` is not a list: abc"),
-    case(RUN + drafting("draft", "[4,[0],[0]]"), 2, "does not have 4 entries: [4,[0],[0]]", "[4,[0],[0],False]"),
+    case(RUN + drafting("draft", "[[0],[0],4,False,1]"), 2, "does not have 1 to 4 entries", "[4,[0],[0],False]"),
     case(RUN + drafting("draft", "[0,[0],[0],True]"), 2, "draft_len in", "at least 1: 0"),
     case(RUN + drafting("draft", "[4,[],[0],True]"), 2, "draft_device_list in", "must name a device: []"),
     case(RUN + drafting("draft", "[4,[0],[0,1],True]"), 2, "target_device_list in", "more than one device"),

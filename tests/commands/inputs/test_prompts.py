@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strength import examples
 
 from commands.inputs.prompts import Prompt, read_prompts
-from runtime.errors import SpecDecError, UsageError
+from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -49,7 +49,7 @@ def test_texts_and_file_together_are_wrong_usage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "  \n"])
 def test_blank_input_text_is_named_by_its_position(text: str) -> None:
-    with pytest.raises(SpecDecError, match="prompt 2 of `--input-text` is empty"):
+    with pytest.raises(SpecDecError, match="prompt 2 is empty"):
         read_prompts(["Hello", text], None)
 
 
@@ -72,9 +72,30 @@ def test_txt_lines_end_at_line_feeds_and_not_at_other_unicode_separators(tmp_pat
 
 
 @pytest.mark.parametrize(("content", "line"), [("a\n\nb\n", 2), ("a\nb\n\n", 3), ("a\n  \nb", 2)])
-def test_blank_txt_line_is_named(tmp_path: Path, content: str, line: int) -> None:
-    with pytest.raises(SpecDecError, match=f"line {line} of .* is empty"):
-        read_prompts([], write(tmp_path / "in.txt", content))
+def test_blank_txt_lines_are_left_out_and_named(tmp_path: Path, content: str, line: int) -> None:
+    with pytest.warns(SpecDecWarning, match=f"blank lines left out of .*: {line}$"):
+        assert read_prompts([], write(tmp_path / "in.txt", content)) == texts("a", "b")
+
+
+def test_file_of_blank_lines_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="the file is empty: .*in.txt"):
+        read_prompts([], write(tmp_path / "in.txt", "\n \n"))
+
+
+def test_standard_input_is_one_prompt_or_one_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def say(data: bytes) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+    say("zwei\nZeilen \u00fc\n".encode())
+    assert read_prompts(["a", "-"], None) == texts("a", "zwei\nZeilen \u00fc")
+    say(b"one\ntwo\n")
+    assert read_prompts([], Path("-")) == texts("one", "two")
+    say(b"ab\xff")
+    with pytest.raises(SpecDecError, match="standard input is not UTF-8"):
+        read_prompts(["-"], None)
+    say(b"")
+    with pytest.raises(SpecDecError, match="prompt 1 is empty"):
+        read_prompts(["-"], None)
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])

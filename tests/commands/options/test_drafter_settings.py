@@ -31,7 +31,7 @@ from runtime.errors import UsageError
 DRAFT = Path("draft-engine")
 
 
-@pytest.mark.parametrize("text", ["[10,2,[0]]", " [ 10 , 2 , [ 0 ] ] ", "(10, 2, (0,))"])
+@pytest.mark.parametrize("text", ["[10,2,[0]]", " [ 10 , 2 , [ 0 ] ] ", "(10, 2, (0,))", "10,2", "[10,2]", "10,2,[0]"])
 def test_ngram_config_is_draft_length_pattern_length_and_device(text: str) -> None:
     assert parse_ngram_config(text, NO_OPTIONS) == (NgramDrafter(max_draft_len=10, max_matching_ngram_size=2), 0)
 
@@ -44,10 +44,10 @@ def test_ngram_config_is_draft_length_pattern_length_and_device(text: str) -> No
         ("[10,2,[0]", "not a list: [10,2,[0]"),
         ("__import__('os').getcwd()", "not a list"),
         ("[" * 10_000, "not a list"),
-        ("10", "3 entries: 10"),
-        ("{1: 2}", "3 entries"),
-        ("[10,2]", "3 entries: [10,2]"),
-        ("[10,2,[0],1]", "3 entries"),
+        ("10", "2 to 3 entries: 10"),
+        ("{1: 2}", "2 to 3 entries"),
+        ("[10]", "2 to 3 entries: [10]"),
+        ("[10,2,[0],1]", "2 to 3 entries"),
         ("[0,2,[0]]", "max_draft_len in `--ngram-config` must be a whole number of at least 1: 0"),
         ("[-1,2,[0]]", "max_draft_len"),
         ("[1.5,2,[0]]", "max_draft_len in `--ngram-config` must be a whole number of at least 1: 1.5"),
@@ -91,11 +91,10 @@ def test_draft_target_model_config_is_draft_length_two_devices_and_the_rule(text
         ("[4,[0],[0],true]", "not a list: [4,[0],[0],true]"),
         ("__import__('os').getcwd()", "not a list"),
         ("[" * 10_000, "not a list"),
-        ("4", "4 entries: 4"),
-        ("'abcd'", "4 entries"),
-        ("[4,[0],[0]]", "4 entries: [4,[0],[0]]"),
-        ("[4,[0],[0],True,1]", "4 entries"),
-        ("[10,2,[0]]", "4 entries: [10,2,[0]]"),
+        ("'abcd'", "1 to 4 entries"),
+        ("[]", "1 to 4 entries: []"),
+        ("[4,[0],[0],True,1]", "1 to 4 entries"),
+        ("[10,2,[0]]", "draft_device_list in `--draft-target-model-config` must name a device: 2"),
         ("[0,[0],[0],True]", "draft_len in `--draft-target-model-config` must be a whole number of at least 1: 0"),
         ("[-4,[0],[0],True]", "draft_len in `--draft-target-model-config` must be a whole number of at least 1: -4"),
         ("[4.0,[0],[0],True]", "draft_len in `--draft-target-model-config` must be a whole number of at least 1: 4.0"),
@@ -199,9 +198,8 @@ def test_suffix_config_is_draft_length_and_device(text: str) -> None:
     ("text", "wrong"),
     [
         ("abc", "`--suffix-config` is not a list: abc"),
-        ("10", "2 entries: 10"),
-        ("[10]", "2 entries: [10]"),
-        ("[10,2,[0]]", "2 entries: [10,2,[0]]"),
+        ("[]", "1 to 2 entries: []"),
+        ("[10,2,[0]]", "1 to 2 entries: [10,2,[0]]"),
         ("[0,[0]]", "max_draft_len in `--suffix-config` must be a whole number of at least 1: 0"),
         ("[True,[0]]", "max_draft_len"),
         ("[10,0]", "device_list in `--suffix-config` must name a device: 0"),
@@ -370,7 +368,7 @@ def test_flags_that_do_not_fit_together_are_wrong_usage(given: dict[str, Any], w
         (leader(None, 4), (None, "a:b", "ngram"), "`--drafter` is given, and `--drafters` does not name custom: ngram"),
         (leader(None, 4), (None, None, "ngram,draft-target"), "needs a draft model"),
         (leader(None, 4), (DRAFT, None, "ngram"), "a draft model needs `--spec-decode-algo DRAFT_TARGET`"),
-        (leader(None, None, 3), (None, None, "suffix"), "`--max-matching-ngram-size` is for n-gram lookup: 3"),
+        (leader(None, None, 3), (None, None, "suffix"), "is for `--spec-decode-algo NGRAM`: 3"),
         (leader("SUFFIX"), (None, None, None, OPTIONS), "`--ngram-ranking` is for n-gram lookup: recent"),
         (
             leader(),
