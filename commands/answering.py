@@ -55,7 +55,9 @@ def _make_requests(
     prompts = without_padding(prompts, inputs.input_file, template.end_ids)
     requests, num_truncated = list[Request](), 0
     for prompt in prompts:
-        tokens, truncated = setup.llm.encode(prompt.content, inputs.max_input_length)
+        messages = prompt.conversation(apply_chat_template=inputs.apply_chat_template)
+        content = prompt.content if messages is None else setup.llm.chat_template.encode(messages)
+        tokens, truncated = setup.llm.encode(content, inputs.max_input_length)
         requests += [template.with_prompt(len(requests) + i, tokens, i) for i in range(setup.params.n)]
         num_truncated += truncated
     if num_truncated:

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from runtime.bundle import Bundle, is_engine_dir, read_bundle
+from runtime.chat import ChatTemplate, Message
 from runtime.config import Dtype
 from runtime.costs import CostModel
 from runtime.drafters.compatibility import TargetIdentity, check_corpora, check_draft_engine, check_draft_len
@@ -150,6 +151,23 @@ class LLM:
         if len(requests) != 1:
             raise UsageError(f"one output is streamed: n {len(requests)}", hint="leave `n` at 1")
         return self._pieces(session, requests)
+
+    def chat(
+        self,
+        messages: Seq[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        drafter: AnyDrafter | None = None,
+        draft_len_mode: DraftLenMode = "fixed",
+    ) -> list[Output]:
+        """What the assistant says next, by the tokenizer's chat template; SpecDecError if it has none."""
+        prompt = self.chat_template.encode(messages)
+        return self.generate(prompt, sampling_params, drafter=drafter, draft_len_mode=draft_len_mode)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """SpecDecError if the tokenizer has none."""
+        return ChatTemplate(self.tokenizer_dir, self.bundle.config.pretrained_config)
 
     def check_lossless(
         self,

@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from commands.build import build
+from commands.chat import chat
 from commands.compare import compare
 from commands.convert import convert
 from commands.corpus import create, merge, stats
@@ -44,6 +45,10 @@ _EXAMPLES = {
         'specdec run --engine-dir engine --ngram-config "[10,2,[0]]" --max-output-len 128 --input-text "…"',
         "specdec run --engine-dir engine --draft-engine-dir draft-engine --draft-target-model-config "
         '"[4,[0],[0],False]" --temperature 0.8 --random-seed 7 --check-lossless --input-text "…"',
+    ),
+    chat: (
+        "specdec chat --model-dir ./Llama-3.2-1B-Instruct --ngram-config 10,2",
+        'specdec chat --engine-dir engine --system "You are brief." --show-tokens',
     ),
     summarize: (
         'specdec summarize --engine-dir engine --hf-model-dir demo --test-hf --test-engine --ngram-config "[10,2,[0]]" '
@@ -102,7 +107,7 @@ class _Command(TyperCommand):
 
 app = typer.Typer(
     name="specdec",
-    help="Speculative decoding for Hugging Face models: convert, build, run, summarize, compare, tune; corpora.",
+    help="Speculative decoding for Hugging Face models: convert, build, run, chat, summarize, compare, tune; corpora.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -123,7 +128,7 @@ def _register(command: Callable[..., None], group: typer.Typer = app) -> None:
     group.command(cls=_Command, epilog=epilog, context_settings=names)(command)
 
 
-for _command in (convert, build, run, summarize, compare, tune):
+for _command in (convert, build, run, chat, summarize, compare, tune):
     _register(_command)
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.chat import Message, check_messages
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.reading import raise_unreadable, read_json_lines, read_utf8, shown
 
@@ -20,16 +21,31 @@ MAX_TOKEN_ID = 2**63 - 1  # ids travel as int64
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: exactly one of text and ids is set, and neither is ever empty."""
+    """One prompt: exactly one of text, ids and messages is set, and none is ever empty."""
 
     text: str | None
     ids: tuple[int, ...] | None
     category: str | None = None
+    messages: tuple[Message, ...] | None = None
 
     @property
     def content(self) -> str | tuple[int, ...]:
+        """What is encoded, where it is no conversation."""
         assert self.text is not None or self.ids is not None
         return self.text if self.text is not None else self.ids or ()
+
+    @property
+    def shown(self) -> str:
+        """What people see of it."""
+        if self.messages is not None:
+            return self.messages[-1]["content"]
+        return self.text if self.text is not None else f"{len(self.ids or ())} token ids"
+
+    def conversation(self, *, apply_chat_template: bool) -> tuple[Message, ...] | None:
+        """The messages it is; a text is one of the user's where the template is to be applied to texts too."""
+        if self.text is None or not apply_chat_template:
+            return self.messages
+        return ({"role": "user", "content": self.text},)
 
 
 def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: int | None = None) -> list[Prompt]:
@@ -40,7 +56,8 @@ def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: 
     `.csv`    one row of comma-separated token ids a prompt, rows of any length
     `.npy`    integers, (num_prompts, length) or (length,); `pad_id` is taken off the end of each row. Only
               there, where TensorRT-LLM takes it out anywhere: an end id used as pad id may also be inside
-    `.jsonl`  one object a line with either `prompt` (text) or `prompt_ids` (list of token ids), and perhaps `category`
+    `.jsonl`  one object a line with `prompt` (text), `prompt_ids` (list of token ids) or `messages` (a conversation),
+              and perhaps `category`
 
     Raises UsageError unless one of the two is given and the suffix is known; SpecDecError, with the line, row
     and column or byte where there is one, where the prompts cannot be used.
@@ -136,14 +153,18 @@ def _csv_id(cell: str, where: str) -> object:
 
 def _jsonl_prompts(text: str, path: Path) -> Iterator[Prompt]:
     for number, row in read_json_lines(text, path):
-        if ("prompt" in row) == ("prompt_ids" in row):
+        if sum(name in row for name in ("prompt", "prompt_ids", "messages")) != 1:
             raise SpecDecError(
-                f"line {number} needs either `prompt` or `prompt_ids`, it has {shown(sorted(row))}: {path}",
-                hint='write {"prompt": "..."} or {"prompt_ids": [...]}',
+                f"line {number} needs `prompt`, `prompt_ids` or `messages`, it has {shown(sorted(row))}: {path}",
+                hint='write {"prompt": "..."}, {"prompt_ids": [...]} or {"messages": [{"role": "user", ...}]}',
             )
         category = check_category(row, f"`category` on line {number} of {path}")
         if "prompt" in row:
             yield Prompt(check_text(row["prompt"], f"`prompt` on line {number} of {path}"), None, category)
+            continue
+        if "messages" in row:
+            messages = check_messages(row["messages"], f"`messages` on line {number} of {path}")
+            yield Prompt(None, None, category, messages)
             continue
         yield Prompt(None, check_ids(row["prompt_ids"], f"`prompt_ids` on line {number} of {path}"), category)
 

@@ -31,8 +31,8 @@ class RunInputs:
     input_file: Annotated[
         Path | None,
         typer.Option(
-            help="Prompts: .txt (one a line), .jsonl (`prompt` or `prompt_ids`), .csv or .npy (token ids); `-` is "
-            "standard input, one a line.",
+            help="Prompts: .txt (one a line), .jsonl (`prompt`, `prompt_ids` or `messages`), .csv or .npy (token "
+            "ids); `-` is standard input, one a line.",
             rich_help_panel=INPUT,
             show_default=False,
         ),
@@ -41,6 +41,14 @@ class RunInputs:
         int | None,
         typer.Option(min=1, help="Keep this many last tokens of a prompt.", rich_help_panel=INPUT, show_default="all"),
     ] = None
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--apply-chat-template",
+            help="Give texts as what a user says, by the tokenizer's chat template.",
+            rich_help_panel=INPUT,
+        ),
+    ] = False
     tokenizer_dir: TokenizerDir = None
 
     @property

@@ -68,9 +68,8 @@ def show_outputs(
         if output.quiet:
             output.text(text)
         elif output.human:
-            shown = prompt.text if prompt.text is not None else f"{len(prompt.ids or ())} token ids"
             if sequence.request.return_index == 0:
-                output.text(f'Input [{label.removesuffix(" Seq 0")}]: "{shown}"')
+                output.text(f'Input [{label.removesuffix(" Seq 0")}]: "{prompt.shown}"')
             if mark is not None:
                 pieces = output_pieces(sequence, llm.tokenizer)
                 output.text(f'Output [{label}]: "{marked_text(pieces, mark)}"\n{counts_line(pieces)}')

@@ -1,0 +1,60 @@
+"""`specdec chat`: a conversation in the terminal."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+from commands.options.chat import ChatOptions
+from commands.options.drafting import DraftingOptions, choose_drafting
+from commands.options.expand import expand_groups
+from commands.options.kv_cache import KVCacheOptions
+from commands.options.leader import LeaderOptions
+from commands.options.run import RunGeneration
+from commands.output import Output
+
+
+@expand_groups
+def chat(
+    chat: ChatOptions,
+    generation: RunGeneration,
+    drafting: DraftingOptions,
+    kv_cache: KVCacheOptions,
+    leader: LeaderOptions,
+) -> None:
+    """Talk with a model that was trained for conversations, and watch it speculate.
+
+    `/stats` has the last answer's numbers, `/reset` forgets the conversation, `/quit` leaves; Ctrl-C ends an answer.
+    What was said before is found in the K/V cache.
+    """
+    drafting.check_profile(leader.drafting_flags, leader.model_dir)
+    leader.check(chat.engine_dir, drafting)
+    named = leader.named(drafting)
+    kv_cache.check(is_leader=True, disable_reuse=leader.disable_kv_cache_reuse)
+    generation.common.check()
+    chosen = choose_drafting(drafting, named, chat.engine, check_lossless=False)
+    params = generation.params(None)
+
+    from commands.conversing import HELP, Conversation, lines_of_user
+    from commands.engines import engines_of_models
+    from commands.sessions import SessionOptions, open_setup
+    from runtime.engine import DEFAULT_MAX_NUM_TOKENS
+
+    output = Output()
+    with ExitStack() as stack:
+        made = engines_of_models(leader.models(), chat.engine, chosen.named.drafter, output)
+        engines = stack.enter_context(made)
+        options = SessionOptions(
+            engines.engine_dir,
+            chat.tokenizer_dir,
+            replace(chosen, named=replace(chosen.named, drafter=engines.drafter)),
+            params,
+            kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse),
+            "leader",
+            generation.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
+        )
+        setup = stack.enter_context(open_setup(options))
+        conversation = Conversation(setup, output, chat.system, chat.show_tokens)
+        setup.llm.chat_template  # noqa: B018  # that there is one is found before the first line
+        output.result(HELP)
+        for line in lines_of_user():
+            if not conversation.hear(line.rstrip("\n")):
+                break

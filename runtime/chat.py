@@ -1,0 +1,57 @@
+"""Conversations: messages become the prompt that a model was trained on, by the template of its tokenizer."""
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, TypedDict
+
+from runtime.errors import SpecDecError
+
+
+class Message(TypedDict):
+    """Who says what: `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer; transformers renders it."""
+
+    def __init__(self, tokenizer_dir: Path, pretrained_config: dict[str, Any]) -> None:
+        """SpecDecError for a tokenizer without a template."""
+        from runtime.text import load_tokenizer  # messages are checked without torch
+
+        self._tokenizer: Any = load_tokenizer(tokenizer_dir, pretrained_config)
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            raise SpecDecError(
+                f"the tokenizer has no chat template: {tokenizer_dir}",
+                hint="take a model that was trained for conversations, or give its prompt as text",
+            )
+
+    def encode(self, messages: Seq[Message]) -> list[int]:
+        """The conversation's tokens, up to where the assistant goes on; SpecDecError where the template says no."""
+        from jinja2 import TemplateError
+
+        check_messages(messages, "the conversation")
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise SpecDecError(
+                f"the chat template refuses the conversation: {error}", hint="see which roles the model knows"
+            ) from None
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+
+def check_messages(messages: Any, where: str) -> tuple[Message, ...]:
+    """The messages; SpecDecError, naming `where`, unless it is a list of messages with something in it."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise SpecDecError(f"{where} is not a list of messages: {messages!r}", hint=_FORM)
+    for message in messages:
+        keys = set(message) if isinstance(message, dict) else set()
+        if keys != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
+            raise SpecDecError(f"{where} has a message without a role and text: {message!r}", hint=_FORM)
+    return tuple(messages)
+
+
+_FORM = '[{"role": "user", "content": "…"}] is one; roles are system, user and assistant'

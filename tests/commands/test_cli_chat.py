@@ -1,0 +1,174 @@
+"""`chat`, and conversations in `run`: the model gets what transformers' template makes of the messages, and no more."""
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import Specdec, edit_json, ids_of
+from tiny import hf_greedy
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from runtime.engine import Engine
+from runtime.llm import LLM
+from runtime.params import SamplingParams
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'cat' %}{{ raise_exception('what role?') }}{% endif %}"
+    "<s>{{ m['role'] }}: {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}<s>dog: {% endif %}"
+)
+NUM_TOKENS = 12
+TypeLines = Callable[..., None]
+FLAGS = ["--ngram-config", "4,2", "--max-output-len", NUM_TOKENS, "--end-id", 299]
+
+
+@pytest.fixture(scope="module")
+def engine_dir(llama_uncompiled_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama's, with a tokenizer that has a template."""
+    directory = tmp_path_factory.mktemp("chat") / "engine"
+    shutil.copytree(llama_uncompiled_dir, directory)
+    edit_json(directory / "tokenizer_config.json", chat_template=TEMPLATE)
+    return directory
+
+
+@pytest.fixture
+def own(engine_dir: Path) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(engine_dir)
+
+
+@pytest.fixture
+def type_lines(monkeypatch: pytest.MonkeyPatch) -> TypeLines:
+    """Have these lines on standard input."""
+    return lambda *lines: monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+def answer(llama: PreTrainedModel, own: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> str:
+    """Hugging Face's."""
+    ids = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return own.decode(
+        hf_greedy(llama, ids, NUM_TOKENS, 299), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+def test_every_turn_is_hugging_faces(
+    specdec: Specdec, engine_dir: Path, llama: PreTrainedModel, own: PreTrainedTokenizerFast, type_lines: TypeLines
+) -> None:
+    said = ["The dog", "had a ball"]
+    type_lines(*said, "/stats", "/reset", said[1])
+    result = specdec("chat", "--engine-dir", engine_dir, "--system", "the park", *FLAGS)
+    assert result.exit_code == 0 and result.stderr == ""
+    system = {"role": "system", "content": "the park"}
+    messages, expected = [system], []
+    for line in said:
+        messages.append({"role": "user", "content": line})
+        expected.append(answer(llama, own, messages))
+        messages.append({"role": "assistant", "content": expected[-1]})
+    alone = answer(llama, own, [system, {"role": "user", "content": said[1]}])
+    assert alone != expected[1]
+    text = result.stdout
+    for part in (*expected, "prompt tokens found in the K/V cache", alone):
+        assert part in text, (expected, result.stdout)
+        text = text[text.index(part) + len(part) :]
+
+
+def test_what_was_said_is_found_in_the_cache(specdec: Specdec, engine_dir: Path, type_lines: TypeLines) -> None:
+    type_lines("The little dog had a red ball and lost it", "/stats", "and then", "/stats")
+    flags = ["--max-output-len", 1]  # what a random model says may read as other tokens than it said
+    lines = specdec("chat", "--engine-dir", engine_dir, *flags).stdout.splitlines()
+    first, second = [line for line in lines if "found in the K/V cache" in line]
+    (none, num_first), (found, num_second) = (
+        [int(word) for word in line.rpartition("; ")[2].split() if word.isdigit()] for line in (first, second)
+    )
+    assert none == 0 and num_first - 4 <= found < num_second
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat(
+    specdec: Specdec, engine_dir: Path, type_lines: TypeLines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, num_steps = Engine.step, 0
+
+    def interrupted(self: Engine, *arguments: object) -> object:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 4:
+            raise KeyboardInterrupt
+        return step(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    type_lines("The little dog", "One day", "/stats")
+    result = specdec("chat", "--engine-dir", engine_dir, "--max-output-len", NUM_TOKENS, "--end-id", 299)
+    assert result.exit_code == 0, result.stderr
+    assert " …\n" in result.stdout
+    assert f"{NUM_TOKENS} tokens in {NUM_TOKENS} steps" in result.stdout  # of the second answer
+
+
+def test_conversation_that_has_no_room_is_said_and_can_be_begun_anew(
+    specdec: Specdec, engine_dir: Path, type_lines: TypeLines
+) -> None:
+    type_lines("The dog " * 80, "The dog", "/stats")
+    result = specdec("chat", "--engine-dir", engine_dir, *FLAGS)
+    assert result.exit_code == 0
+    assert "error: " in result.stderr and result.stderr.count("hint: ") == 1
+    assert f"{NUM_TOKENS} tokens in" in result.stdout
+
+
+def test_marked_answers_have_the_same_text(specdec: Specdec, engine_dir: Path, type_lines: TypeLines) -> None:
+    texts = []
+    for flags in ([], ["--show-tokens"]):
+        type_lines("The little dog had a red ball", "the ball")
+        out = specdec("chat", "--engine-dir", engine_dir, *FLAGS, *flags).stdout
+        texts.append("".join(c for c in out if c not in "⟦⟧⟨⟩⟪⟫"))
+    assert texts[0] == texts[1]
+
+
+def test_tokenizer_without_a_template_is_one_error(specdec: Specdec, llama_uncompiled_dir: Path) -> None:
+    for command in (["chat"], ["run", "The dog", "--apply-chat-template"]):
+        result = specdec(*command, "--engine-dir", llama_uncompiled_dir)
+        assert result.exit_code == 1
+        assert result.stderr.startswith("error: the tokenizer has no chat template: ")
+
+
+def test_run_takes_texts_and_messages_as_conversations(
+    specdec: Specdec, engine_dir: Path, own: PreTrainedTokenizerFast, llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    messages = [{"role": "system", "content": "the park"}, {"role": "user", "content": "The dog"}]
+    (tmp_path / "in.jsonl").write_text(
+        json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "One day"}) + "\n"
+    )
+    file = ["--engine-dir", engine_dir, "--input-file", tmp_path / "in.jsonl", *FLAGS, "--json"]
+    for flags, second in (([], own("One day")["input_ids"]), (["--apply-chat-template"], None)):
+        document = specdec("run", *file, *flags).document
+        second = second or own.apply_chat_template(
+            [{"role": "user", "content": "One day"}], add_generation_prompt=True, return_dict=False
+        )
+        prompts = [own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False), second]
+        assert [request["prompt_ids"] for request in document["requests"]] == prompts
+        assert ids_of(document) == [hf_greedy(llama, prompt, NUM_TOKENS, 299) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("messages", "wrong"),
+    [
+        ([], "is not a list of messages"),
+        ("hello", "is not a list of messages"),
+        ([{"role": "user"}], "has a message without a role and text"),
+        ([{"role": "user", "content": 3}], "has a message without a role and text"),
+        ([{"role": "cat", "content": "miaow"}], "the chat template refuses the conversation: what role?"),
+    ],
+)
+def test_conversation_that_is_none_is_one_error(
+    messages: object, wrong: str, specdec: Specdec, engine_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    result = specdec("run", "--engine-dir", engine_dir, "--input-file", tmp_path / "in.jsonl")
+    assert result.exit_code == 1 and result.stdout == ""
+    assert wrong in result.stderr and result.stderr.count("hint: ") == 1
+
+
+def test_python_talks_too(engine_dir: Path, llama: PreTrainedModel, own: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "user", "content": "The dog"}]
+    with LLM(engine_dir) as llm:
+        (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, stop_token_ids=[299]))  # type: ignore[arg-type]
+    assert output.text == answer(llama, own, messages)
