@@ -101,7 +101,7 @@ class Conversation:
         tokenizer = self.setup.llm.tokenizer
         assert tokenizer is not None  # or there were no template
         marked = _MarkedStream(self.setup, mark_for_stdout()) if self.show_tokens else None
-        text = TextStream(tokenizer, stop_words_of(request))
+        text = TextStream(tokenizer, stop_words_of(request), request.prompt_tokens)
         with closing(self.setup.session.steps([request])) as steps:
             for sequence, _ in steps:
                 self.last, finished = sequence, sequence.finish_reason is not None

@@ -277,7 +277,7 @@ class LLM:
             raise SpecDecError(
                 "streaming needs a tokenizer, and the engine has none", hint="name one", fact="no_tokenizer"
             )
-        text = TextStream(tokenizer, stop_words_of(requests[0]))
+        text = TextStream(tokenizer, stop_words_of(requests[0]), requests[0].prompt_tokens)
         with closing(session.steps(requests)) as steps:
             for sequence, _ in steps:
                 piece = text.next_piece(sequence.output_tokens, finished=sequence.finish_reason is not None)

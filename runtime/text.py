@@ -14,6 +14,7 @@ from runtime.request import Request, Sequence
 from runtime.tokenizer import Tokenizer, find_saved_tokenizer, save_tokenizer
 
 _REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
+_CONTEXT = 16  # tokens of a prompt that its output is read after
 
 
 def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) -> Tokenizer:
@@ -143,9 +144,18 @@ def encode(
     return tokenizer(prompt, truncation=True, max_length=max_length)["input_ids"], True
 
 
-def decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """The text of tokens, to the letter, without end ids and their like."""
-    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def decode(tokenizer: Tokenizer, tokens: Seq[int], before: Seq[int] = ()) -> str:
+    """The text of tokens, to the letter, without end ids and their like.
+
+    It is what they add to the text of the tokens `before` them: by themselves SentencePiece's lose the space in front.
+    A character that begins before belongs to them.
+    """
+    context = list(before[-_CONTEXT:])
+    together = str(tokenizer.decode([*context, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    if not context:
+        return together
+    shown = str(tokenizer.decode(context, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return together[len(shown if together.startswith(shown) else shown.rstrip(_REPLACEMENT)) :]
 
 
 @dataclass(frozen=True)
@@ -158,10 +168,10 @@ class StopWords:
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
         """Whether the last token completed a stop word: it is in the text now and was not before."""
         start = self._window_start(tokens, num_prompt_tokens)
-        text = decode(self.tokenizer, tokens[start:])
+        text = decode(self.tokenizer, tokens[start:], tokens[:start])
         if not any(word in text for word in self.words):
             return False
-        before = decode(self.tokenizer, tokens[start:-1])
+        before = decode(self.tokenizer, tokens[start:-1], tokens[:start])
         return not any(word in before for word in self.words)
 
     def cut(self, text: str) -> str:
@@ -200,10 +210,12 @@ class TextStream:
 
     tokenizer: Tokenizer
     stop_words: StopWords | None = None
+    before: Seq[int] = ()
+    """The prompt's tokens."""
     _shown: int = field(default=0, init=False)
 
     def next_piece(self, output_tokens: list[int], *, finished: bool) -> str:
-        text = decode(self.tokenizer, output_tokens)
+        text = decode(self.tokenizer, output_tokens, self.before)
         if self.stop_words:
             text = self.stop_words.cut(text)
         if not finished:
@@ -219,11 +231,16 @@ class TextStream:
         return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
 
 
-def output_text(tokenizer: Tokenizer | None, tokens: list[int], stop_words: StopWords | None) -> str | None:
-    """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
+def output_text(
+    tokenizer: Tokenizer | None, tokens: list[int], stop_words: StopWords | None, before: Seq[int] = ()
+) -> str | None:
+    """The text of an output after the prompt `before`, without end ids and what follows a stop word.
+
+    None without a tokenizer.
+    """
     if tokenizer is None:
         return None
-    text = decode(tokenizer, tokens)
+    text = decode(tokenizer, tokens, before)
     return stop_words.cut(text) if stop_words else text
 
 
@@ -233,4 +250,5 @@ def stop_words_of(request: Request) -> StopWords | None:
 
 def sequence_text(tokenizer: Tokenizer | None, sequence: Sequence) -> str | None:
     """`output_text` of a sequence."""
-    return output_text(tokenizer, sequence.output_tokens, stop_words_of(sequence.request))
+    request = sequence.request
+    return output_text(tokenizer, sequence.output_tokens, stop_words_of(request), request.prompt_tokens)

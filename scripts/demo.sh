@@ -15,10 +15,12 @@ def farewell(name):
 class Visitor:
     """A person who comes and goes. Keeps the time of arrival and the number of visits so far.""" TL;DR:'
 
-show() { printf '\n$ %s\n' "specdec $*"; .venv/bin/specdec "$@"; }
+# Engines that are there already, as those of the documentation's walk in CI, are not built again.
+make() { if [ -e "$work/$1" ]; then printf '\n# %s is there already\n' "$1"; else show "${@:2}"; fi; }
+show() { printf '\n$ specdec'; printf ' %q' "$@"; printf '\n'; .venv/bin/specdec "$@"; }
 
-show convert --model-dir demo --output-dir "$work/ckpt" --dtype float32 --force
-show build --checkpoint-dir "$work/ckpt" --output-dir "$work/engine" --force \
+make ckpt convert --model-dir demo --output-dir "$work/ckpt" --dtype float32
+make engine build --checkpoint-dir "$work/ckpt" --output-dir "$work/engine" \
     --speculative-decoding-mode draft_tokens_external --max-draft-len 10 \
     --max-batch-size 4 --max-input-len 1024 --max-seq-len 1536 --use-paged-context-fmha enable
 show run --engine-dir "$work/engine" --ngram-config "[10,2,[0]]" --max-output-len 128 \
@@ -26,8 +28,8 @@ show run --engine-dir "$work/engine" --ngram-config "[10,2,[0]]" --max-output-le
 show summarize --engine-dir "$work/engine" --hf-model-dir demo --test-hf --test-engine --batch-size 1 \
     --ngram-config "[10,2,[0]]" --kv-cache-enable-block-reuse --check-accuracy
 
-show convert --model-dir demo-draft --output-dir "$work/ckpt-draft" --dtype float32 --force
-show build --checkpoint-dir "$work/ckpt-draft" --output-dir "$work/draft-engine" --force \
+make ckpt-draft convert --model-dir demo-draft --output-dir "$work/ckpt-draft" --dtype float32
+make draft-engine build --checkpoint-dir "$work/ckpt-draft" --output-dir "$work/draft-engine" \
     --max-batch-size 4 --max-input-len 1024 --max-seq-len 1536
 for use_logits in False True; do
     show run --engine-dir "$work/engine" --draft-engine-dir "$work/draft-engine" \

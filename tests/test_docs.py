@@ -1,6 +1,7 @@
 """README.md and docs/ are true: flags are the commands', commands and Python run, links and names hold."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -33,6 +34,8 @@ def walk(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> tuple[Path, 
         (directory / "outputs.json").write_text(json.dumps(outputs))
 
     made = once(shared / "documentation", make)
+    if kept := os.environ.get("SPECDEC_WALK_DIR"):
+        shutil.copytree(made / "walk", kept, symlinks=True, dirs_exist_ok=True)
     copy = shutil.copytree(made / "walk", tmp_path_factory.mktemp("documentation") / "walk", symlinks=True)
     return copy, json.loads((made / "outputs.json").read_text())
 

@@ -27,18 +27,22 @@ class StreamPrinter:
                 "streaming needs a tokenizer, and the engine has none", hint="name one", fact="no_tokenizer"
             )
         tokenizer = llm.tokenizer
-        self._streams = [TextStream(tokenizer, stop_words) for _ in labels]
+        self._streams: dict[int, TextStream] = {}
+        self._tokenizer, self._stop_words = tokenizer, stop_words
         self._output, self._interval, self._labels = output, interval, labels
 
     def __call__(self, sequence: Sequence, new_tokens: list[int]) -> None:
         finished = sequence.finish_reason is not None
         if not finished and sequence.stats.num_steps % self._interval:
             return
-        piece = self._streams[sequence.request.id].next_piece(sequence.output_tokens, finished=finished)
-        if len(self._streams) == 1:
+        request = sequence.request
+        if request.id not in self._streams:
+            self._streams[request.id] = TextStream(self._tokenizer, self._stop_words, request.prompt_tokens)
+        piece = self._streams[request.id].next_piece(sequence.output_tokens, finished=finished)
+        if len(self._labels) == 1:
             self._output.text(piece, end="\n" if finished else "")
         elif piece:
-            self._output.text(f"[{self._labels[sequence.request.id]}] {piece}")
+            self._output.text(f"[{self._labels[request.id]}] {piece}")
 
 
 def make_labels(num_requests: int, num_return_sequences: int) -> list[str]:

@@ -88,7 +88,7 @@ def output_pieces(sequence: Sequence, tokenizer: Tokenizer | None) -> list[Piece
     if tokenizer is None:
         texts = [f" {token}" if i else str(token) for i, token in enumerate(tokens)]
     else:
-        texts = token_texts(tokenizer, tokens, sequence_text(tokenizer, sequence) or "")
+        texts = token_texts(tokenizer, tokens, sequence_text(tokenizer, sequence) or "", sequence.request.prompt_tokens)
     kinds = [(kind, number) for number, step in enumerate(_kinds_of(sequence)) for kind in step]
     return [Piece(text, kind, number) for text, (kind, number) in zip(texts, kinds, strict=True)]
 
@@ -97,15 +97,15 @@ def all_pieces(tokenizer: Tokenizer | None, sequences: Seq[Sequence]) -> list[li
     return [output_pieces(sequence, tokenizer) for sequence in sequences]
 
 
-def token_texts(tokenizer: Tokenizer, tokens: list[int], text: str) -> list[str]:
-    """What each token adds to `text`, which is what the tokens decode to, or the start of it.
+def token_texts(tokenizer: Tokenizer, tokens: list[int], text: str, before: Seq[int] = ()) -> list[str]:
+    """What each token adds to `text`, which is what the tokens decode to after those `before`, or the start of it.
 
     A character that several tokens make comes with the last of them. Special tokens add nothing.
     """
-    whole = decode(tokenizer, tokens)
-    texts = _texts_by_neighbours(tokenizer, tokens)
+    whole = decode(tokenizer, tokens, before)
+    texts = _texts_by_neighbours(tokenizer, tokens, before)
     if "".join(texts) != whole:
-        texts = _texts_by_beginnings(tokenizer, tokens, whole)
+        texts = _texts_by_beginnings(tokenizer, tokens, whole, before)
     pieces, start = [], 0
     for piece in texts:
         pieces.append(text[start : start + len(piece)])
@@ -113,12 +113,13 @@ def token_texts(tokenizer: Tokenizer, tokens: list[int], text: str) -> list[str]
     return pieces
 
 
-def _texts_by_neighbours(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+def _texts_by_neighbours(tokenizer: Tokenizer, tokens: list[int], prompt: Seq[int]) -> list[str]:
     """From the tokens decoded with the few before them: in time linear in the output, and right for most tokenizers."""
     texts: list[str] = []
     start = end = 0  # tokens[start:end] are the text before the next piece
     for i in range(len(tokens)):
-        before, now = decode(tokenizer, tokens[start:end]), decode(tokenizer, tokens[start : i + 1])
+        context = tokens[:start] if start else prompt
+        before, now = decode(tokenizer, tokens[start:end], context), decode(tokenizer, tokens[start : i + 1], context)
         is_whole = not now.endswith(_REPLACEMENT) or i + 1 == len(tokens)
         texts.append(now[len(before) :] if is_whole else "")
         if is_whole and len(now) > len(before):
@@ -126,11 +127,11 @@ def _texts_by_neighbours(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return texts
 
 
-def _texts_by_beginnings(tokenizer: Tokenizer, tokens: list[int], whole: str) -> list[str]:
+def _texts_by_beginnings(tokenizer: Tokenizer, tokens: list[int], whole: str, prompt: Seq[int]) -> list[str]:
     """From every beginning of the output decoded: slower, and right whatever the tokenizer does."""
     texts, shown = [], 0
     for i in range(len(tokens)):
-        text = decode(tokenizer, tokens[: i + 1]) if i + 1 < len(tokens) else whole
+        text = decode(tokenizer, tokens[: i + 1], prompt) if i + 1 < len(tokens) else whole
         stable = text if i + 1 == len(tokens) else text.rstrip(_REPLACEMENT)
         end = len(stable) if whole.startswith(stable) else shown
         texts.append(whole[shown : max(end, shown)])

@@ -183,19 +183,19 @@ class HuggingFace:
             )
         wall_s = time.perf_counter() - start
         run.times.wall_s += wall_s
-        for row in output[:, longest:].tolist():
-            tokens = self._cut(row)
+        for prompt, row in zip(batch, output[:, longest:].tolist(), strict=True):
+            tokens = self._cut(prompt, row)
             last = clock.times[len(tokens) - 1]
             tpot_s = (last - clock.times[0]) / (len(tokens) - 1) if len(tokens) > 1 else None
-            text = output_text(self.tokenizer, tokens, self.stop_words) or ""
+            text = output_text(self.tokenizer, tokens, self.stop_words, prompt) or ""
             ttft_s, latency_s = clock.times[0] - start, last - start
             run.samples.append(SampleRun(tokens, text, ttft_s, tpot_s, latency_s, wall_s / len(batch)))
 
-    def _cut(self, tokens: list[int]) -> list[int]:
-        """The tokens up to the first that ends the output: an end id, or one that completes a stop word."""
+    def _cut(self, prompt: list[int], tokens: list[int]) -> list[int]:
+        """The output's tokens up to the first that ends the output: an end id, or one that completes a stop word."""
         for i, token in enumerate(tokens):
             ended = token in self.template.end_ids
-            if ended or (self.stop_words and self.stop_words(tokens[: i + 1], 0)):
+            if ended or (self.stop_words and self.stop_words([*prompt, *tokens[: i + 1]], len(prompt))):
                 return tokens[: i + 1]
         return tokens
 

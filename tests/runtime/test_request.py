@@ -150,6 +150,18 @@ class Oracle:
     def forget(self, request_id: int) -> None: ...
 
 
+@pytest.mark.parametrize(
+    ("num_generated", "num_remaining", "max_draft_len"), [(0, 5, 4), (3, 2, 1), (4, 1, 0), (5, 0, 0)]
+)
+def test_draft_leaves_room_for_the_targets_own_token(
+    num_generated: int, num_remaining: int, max_draft_len: int
+) -> None:
+    sequence = Sequence.start(Request(0, PROMPT, 5))
+    sequence.tokens += [9] * num_generated
+    sequence.stats.num_generated_tokens = num_generated
+    assert (sequence.num_remaining, sequence.max_draft_len) == (num_remaining, max_draft_len)
+
+
 def run(engine: Engine, request: Request, drafter: Any = None, max_draft_len: int = DRAFT_LEN) -> Sequence:
     *_, (sequence, _) = generate(engine, [request], drafter, max_draft_len)
     return sequence

@@ -7,8 +7,10 @@ from byte_tokenizers import any_byte_level_tokens, byte_fallback, byte_level, te
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from strength import examples
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from runtime.evaluation.steps import token_texts
 from runtime.text import StopWords, TextStream, decode, encode, output_text
 
 TOKENIZERS = pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
@@ -117,6 +119,62 @@ def test_pieces_of_text_make_the_text(
     stops = StopWords(tuple(stop_words), tokenizer) if stop_words else None
     output, _ = generate(tokenizer(text)["input_ids"], [], stops)
     assert_pieces_make_the_text(stream(tokenizer, output, stops, cuts), output_text(tokenizer, output, stops))
+
+
+def sentence_piece() -> PreTrainedTokenizerFast:
+    """Words with their space in front, which decoding takes off the first, as Llama 2's does."""
+    words = ["▁dog", "▁Max", ".", "▁a", "▁", "d"]
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *words])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """What continues a word begins with `##`, and has no space in front."""
+    words = ["dog", "##s", "max", ".", "a"]
+    vocab = {token: i for i, token in enumerate(["[UNK]", "[CLS]", "[SEP]", *words])}
+    backend = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", eos_token="[SEP]")
+
+
+@pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback, sentence_piece, word_pieces])
+@settings(deadline=None, max_examples=examples(150))
+@given(data=st.data(), cuts=st.lists(st.integers(0, 24)))
+def test_prompt_and_output_read_as_decoded_together(
+    make_tokenizer: Callable[[], PreTrainedTokenizerFast], data: st.DataObject, cuts: list[int]
+) -> None:
+    """At once, in pieces wherever they are cut, and token by token; a prompt may end within a character."""
+    tokenizer = make_tokenizer()
+    if make_tokenizer is byte_fallback:  # bytes that are no text have none until their run has ended
+        ids = tokenizer(data.draw(texts))["input_ids"]
+    else:
+        ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=40))
+    num_prompt = data.draw(st.integers(0, len(ids)))
+    prompt, output = ids[:num_prompt], ids[num_prompt:]
+    together = decode(tokenizer, [*prompt, *output])
+    text = output_text(tokenizer, output, None, prompt)
+    shown = decode(tokenizer, prompt)
+    if together.startswith(shown):
+        assert shown + str(text) == together
+    assert together.endswith(str(text))
+    stream = TextStream(tokenizer, None, prompt)
+    pieces = [stream.next_piece(output[:cut], finished=False) for cut in sorted({c for c in cuts if c < len(output)})]
+    assert "".join([*pieces, stream.next_piece(output, finished=True)]) == text
+    assert "".join(token_texts(tokenizer, output, str(text), prompt)) == text
+
+
+def test_space_in_front_of_an_output_is_kept() -> None:
+    tokenizer = sentence_piece()
+    dog, named, dot = tokenizer.convert_tokens_to_ids(["▁dog", "▁Max", "."])
+    assert output_text(tokenizer, [named, dot], None) == "Max."
+    assert output_text(tokenizer, [named, dot], None, [dog]) == " Max."
+    assert output_text(tokenizer, [named, dot], StopWords((" Max",), tokenizer), [dog]) == ""
+    assert StopWords((" Max",), tokenizer)([dog, named], 1)
+    pieces = word_pieces()
+    dog, more = pieces.convert_tokens_to_ids(["dog", "##s"])
+    assert output_text(pieces, [more, dog], None, [dog]) == "s dog"
 
 
 def test_stop_word_is_held_back_while_a_character_in_it_is_unfinished() -> None:

@@ -75,6 +75,17 @@ def test_pool_is_the_statistics_of_its_last_texts(
     assert pool.num_patterns == fresh.num_patterns
 
 
+def test_most_frequent_token_gives_way_when_its_occurrences_are_gone() -> None:
+    """2 came after 1 four times, and once when the text with three of them is evicted; 3 twice all the time."""
+    pool = NgramPool(max_tokens=12)
+    for output in ([1, 2, 1, 2, 1, 2], [1, 3, 1, 3], [1, 2]):
+        pool.add(sequence_of(([], output)))
+    assert pool.find([1]) == (1, 2)
+    pool.add(sequence_of(([], [0, 0])))
+    assert pool.counts((1,)) == {3: 2, 2: 1}
+    assert pool.find([1]) == (1, 3)
+
+
 @pytest.mark.parametrize(
     ("num_requests", "max_tokens"), [(2_000, 400), pytest.param(10_000, 2_000, marks=pytest.mark.slow)]
 )
