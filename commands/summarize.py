@@ -4,7 +4,7 @@ The engine answers every batch twice, with the drafter and without, one after th
 cache: `speedup` compares those two.
 """
 
-from commands.inputs.dataset import Sample, load_samples
+from commands.inputs.dataset import Columns, Sample, load_samples
 from commands.options.drafting import DraftingOptions, choose_drafting, parse_drafter
 from commands.options.expand import expand_groups
 from commands.options.generation import GenerationOptions
@@ -59,6 +59,7 @@ def _load_samples(inputs: SummarizeInputs, evaluation: EvaluationOptions, result
         dataset_dir=inputs.dataset_dir,
         max_samples=evaluation.max_ite * evaluation.batch_size,
         seed=evaluation.random_seed,
+        columns=Columns(inputs.text_column, inputs.reference_column),
     )
     if results.check_accuracy and all(sample.reference is None for sample in samples):
         raise SpecDecError(

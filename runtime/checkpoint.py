@@ -8,8 +8,10 @@ import json
 import math
 import shutil
 import struct
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from runtime.compiler.model import parse_pretrained_config, probe_config
+from runtime.compiler.model import language_model_config, parameter_shapes, parse_pretrained_config, probe_config
 from runtime.config import CheckpointConfig, Dtype, as_json, parse
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_is_not_input, new_directory, read_json, write_json
 
 # What a tokenizer or generation needs beside the weights.
@@ -40,9 +42,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _TensorEntry:
-    """A tensor of the source model, and the dtype it was saved in."""
+    """A tensor of the source model, what it is called there and in the checkpoint, and the dtype it was saved in."""
 
     name: str
+    source_name: str
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -71,8 +74,15 @@ def convert(
             hint="an engine is built of a checkpoint, and an engine answers prompts",
             fact="already_converted",
         )
-    probe_config(parse_pretrained_config(pretrained_config, str(model_dir / "config.json")))
+    where = str(model_dir / "config.json")
+    language_model = language_model_config(pretrained_config)
+    pretrained_config = language_model or pretrained_config
+    pretrained = parse_pretrained_config(pretrained_config, where)
+    probe_config(pretrained)
     entries = _read_entries(model_dir)
+    if language_model:
+        entries = _language_model_entries(entries, model_dir)
+    _check_shapes(entries, parameter_shapes(pretrained), model_dir)
     dtype = dtype or _saved_dtype(entries)
     checkpoint = CheckpointConfig(pretrained_config=pretrained_config, dtype=dtype)
     with new_directory(output_dir, replace=replace) as directory:
@@ -149,6 +159,36 @@ def _read_entries(model_dir: Path) -> list[_TensorEntry]:
     return entries
 
 
+def _language_model_entries(entries: list[_TensorEntry], model_dir: Path) -> list[_TensorEntry]:
+    """The weights of the language model inside, by the names that it has by itself."""
+    prefixes = ("model.language_model.", "language_model.model.")
+    renamed = []
+    for entry in entries:
+        prefix = next((prefix for prefix in prefixes if entry.name.startswith(prefix)), None)
+        if prefix is not None:
+            renamed.append(replace_fields(entry, name=f"model.{entry.name.removeprefix(prefix)}"))
+        elif entry.name.endswith("lm_head.weight"):
+            renamed.append(replace_fields(entry, name="lm_head.weight"))
+    if not renamed:
+        raise SpecDecError(
+            f"no weights of a language model are in this model of several kinds of input: {model_dir}",
+            hint=f"they should begin with {' or '.join(f'`{prefix}`' for prefix in prefixes)}",
+        )
+    return renamed
+
+
+def _check_shapes(entries: list[_TensorEntry], shapes: dict[str, tuple[int, ...]], model_dir: Path) -> None:
+    """SpecDecError for a tensor of another shape than the config makes it. Names that transformers maps are passed."""
+    for entry in entries:
+        wanted = shapes.get(entry.name)
+        if wanted is not None and wanted != entry.shape:
+            raise SpecDecError(
+                f"config.json and weights are of two models, `{entry.source_name}` is {list(entry.shape)} and by "
+                f"config.json {list(wanted)}: {model_dir}",
+                hint="download or save the model again",
+            )
+
+
 def _refuse_pickle(model_dir: Path) -> None:
     pickled = sorted(model_dir.glob("*.bin")) + sorted(model_dir.glob("*.pt")) + sorted(model_dir.glob("*.pth"))
     if pickled:
@@ -172,7 +212,7 @@ def _read_header(file: Path) -> list[_TensorEntry]:
                         f"`{file}` holds a tensor of a dtype that is not supported: {tensor.get_dtype()}",
                         hint="save the model in float32, float16 or bfloat16",
                     )
-                entries.append(_TensorEntry(name, file, tuple(tensor.get_shape()), _DTYPES[tensor.get_dtype()]))
+                entries.append(_TensorEntry(name, name, file, tuple(tensor.get_shape()), _DTYPES[tensor.get_dtype()]))
     except SafetensorError as error:
         raise SpecDecError(f"`{file}` is damaged: {error}", hint="download or save the model again") from None
     return entries
@@ -198,17 +238,44 @@ def _write_safetensors(path: Path, entries: list[_TensorEntry], float_dtype: tor
         offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # tensors start at a multiple of 8
-    done = 0
+    done, overflows = 0, dict[str, int]()
     with open(path, "wb") as output:
         output.write(struct.pack("<Q", len(encoded)) + encoded)
         for file in dict.fromkeys(entry.file for entry in entries):
             with safe_open(file, framework="pt") as tensors:
                 for entry in entries:
                     if entry.file == file:
-                        tensor = tensors.get_tensor(entry.name).to(entry.written_dtype(float_dtype))
-                        output.write(_bytes_of(tensor))
+                        tensor = tensors.get_tensor(entry.source_name).to(entry.written_dtype(float_dtype))
+                        output.write(_bytes_of(_checked(tensor, entry, overflows)))
                         done += entry.num_bytes(float_dtype)
                         progress(done, offset)
+    if overflows:
+        warnings.warn(
+            f"weights too large for {_name_of(float_dtype)} became infinite: {sum(overflows.values()):,}, such as in "
+            f"`{next(iter(overflows))}`; bfloat16 holds them",
+            SpecDecWarning,
+            stacklevel=2,
+        )
+
+
+def _checked(tensor: Tensor, entry: _TensorEntry, overflows: dict[str, int]) -> Tensor:
+    """The tensor as it is to be written. SpecDecError for weights that are no numbers; those that the new dtype cannot
+    hold are counted."""
+    if not tensor.dtype.is_floating_point or bool(tensor.isfinite().all()):
+        return tensor
+    with safe_open(entry.file, framework="pt") as tensors:
+        num_bad = int((~tensors.get_tensor(entry.source_name).isfinite()).sum())
+    if num_bad:
+        raise SpecDecError(
+            f"{num_bad / tensor.numel():.2%} of `{entry.source_name}` are NaN or infinite: {entry.file}",
+            hint="the model is damaged; download it again, or train it again",
+        )
+    overflows[entry.name] = int((~tensor.isfinite()).sum())
+    return tensor
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

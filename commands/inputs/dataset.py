@@ -68,8 +68,22 @@ class _Table:
     rows: Sequence[Mapping[str, object]]
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Where a row's text and reference are; None for the names that datasets usually have."""
+
+    text: str | None = None
+    reference: str | None = None
+
+
 def load_samples(
-    name: str, *, eval_task: EvalTask, dataset_dir: Path | None, max_samples: int | None, seed: int
+    name: str,
+    *,
+    eval_task: EvalTask,
+    dataset_dir: Path | None,
+    max_samples: int | None,
+    seed: int,
+    columns: Columns = Columns(),
 ) -> list[Sample]:
     """The first `max_samples` samples (None: all) of the dataset `name`, shuffled with `seed`.
 
@@ -92,12 +106,12 @@ def load_samples(
     table = _read_table(name, dataset_dir)
     if not len(table.rows):
         raise SpecDecError(f"the dataset has no rows: {name}", hint="give a file with at least one row")
-    text_column = _column(table, _TEXT_COLUMNS[eval_task], "text", name)
+    text_column = _column(table, columns.text, _TEXT_COLUMNS[eval_task], "text", name)
     reference_column: str | None
-    if eval_task == "question":
+    if eval_task == "question" and columns.reference is None:
         reference_column = next((c for c in _REFERENCE_COLUMNS[eval_task] if c in table.columns), None)
     else:
-        reference_column = _column(table, _REFERENCE_COLUMNS[eval_task], "reference", name)
+        reference_column = _column(table, columns.reference, _REFERENCE_COLUMNS[eval_task], "reference", name)
     order = range(len(table.rows)) if name == DEMO else _shuffled(len(table.rows), seed)
     return [
         _sample(table.rows[i], f"row {i + 1} of {name}", str(i + 1), text_column, reference_column, eval_task)
@@ -283,15 +297,16 @@ def _reason(error: Exception) -> str:
     return lines[0] if lines else type(cause).__name__
 
 
-def _column(table: _Table, wanted: tuple[str, ...], role: str, name: str) -> str:
-    for column in wanted:
+def _column(table: _Table, asked: str | None, usual: tuple[str, ...], role: str, name: str) -> str:
+    """The column that is asked for, or the first of the usual ones that is there."""
+    for column in usual if asked is None else (asked,):
         if column in table.columns:
             return column
     found = ", ".join(f"`{column}`" for column in table.columns)
-    raise SpecDecError(
-        f"no {role} column, the columns are {found}: {name}",
-        hint=f"name the {role} column {' or '.join(f'`{column}`' for column in wanted)}",
-    )
+    wanted = f"no {role} column" if asked is None else f"no column `{asked}`"
+    names = " or ".join(f"`{column}`" for column in usual)
+    hint = f"`--{role}-column` says which it is; without it {names}"
+    raise SpecDecError(f"{wanted}, the columns are {found}: {name}", hint=hint)
 
 
 def _shuffled(num_rows: int, seed: int) -> Sequence[int]:

@@ -46,6 +46,16 @@ class SummarizeInputs:
             help="What the dataset asks for.", rich_help_panel=INPUT, metavar="[summarize|code_completion|question]"
         ),
     ] = "summarize"
+    text_column: Annotated[
+        str | None,
+        typer.Option(help="The dataset's column of texts.", rich_help_panel=INPUT, show_default="article, prompt, …"),
+    ] = None
+    reference_column: Annotated[
+        str | None,
+        typer.Option(
+            help="The dataset's column of references.", rich_help_panel=INPUT, show_default="highlights, reference, …"
+        ),
+    ] = None
     max_input_length: Annotated[
         int, typer.Option(min=1, help="Keep this many last tokens of a prompt.", rich_help_panel=INPUT)
     ] = 923

@@ -82,6 +82,30 @@ def _model_class(config: PreTrainedConfig) -> Any:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
+def language_model_config(data: dict[str, Any]) -> dict[str, Any] | None:
+    """The config of the language model inside one for several kinds of input, such as Gemma 3's; None if it is none.
+
+    A model whose own class is a language model is none, whatever else it has.
+    """
+    inner = data.get("text_config")
+    if not isinstance(inner, dict) or inner.get("model_type") not in CONFIG_MAPPING:
+        return None
+    config_class = CONFIG_MAPPING[inner["model_type"]]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING or data.get("model_type") == inner["model_type"]:
+        return None
+    tokens = {key: data[key] for key in ("eos_token_id", "bos_token_id", "pad_token_id") if key in data}
+    # Whether the whole model's embeddings are its last layer too is said outside.
+    tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
+    return tokens | inner | tied
+
+
+def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight that the config gives the model, made without memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # type: ignore[no-untyped-call]
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
 def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     """The K/V shape of every layer, found by a forward without weights or memory (`meta` device)."""
     recorded: dict[int, LayerShape] = {}

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from transformers import (
 from runtime.checkpoint import convert, copy_tokenizer_files, open_checkpoint
 from runtime.compiler.model import parse_pretrained_config, probe_config
 from runtime.config import Dtype
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 
 ROOT = Path(__file__).parents[2]
 
@@ -298,6 +299,37 @@ def test_unsupported_model_is_refused_by_its_config_alone(
     config.save_pretrained(tmp_path / "model")
     with pytest.raises(SpecDecError, match=message):
         run_convert(tmp_path / "model", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name_and_share(
+    value: float, model_dir: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors["model.norm.weight"][:8] = value  # of 32
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SpecDecError, match="25.00% of `model.norm.weight` are NaN or infinite: .*model.safetensors"):
+        run_convert(model_dir, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_weights_that_become_infinite_are_counted(model_dir: Path, tmp_path: Path) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors["model.norm.weight"][:3] = 1e5
+    tensors["lm_head.weight"][0, :2] = -7e4
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(SpecDecWarning, match="too large for float16 became infinite: 5, such as in `lm_head.weight`"):
+        run_convert(model_dir, tmp_path / "out", "float16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_convert(model_dir, tmp_path / "bf16", "bfloat16")
+
+
+def test_config_of_another_size_than_the_weights_is_named(model_dir: Path, tmp_path: Path) -> None:
+    edit_config(model_dir, vocab_size=40)
+    with pytest.raises(SpecDecError, match=r"`lm_head.weight` is \[32, 32\] and by config.json \[40, 32\]: .*model"):
+        run_convert(model_dir, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from commands.inputs import dataset
-from commands.inputs.dataset import EvalTask, Sample, load_samples, summarization_prompt
+from commands.inputs.dataset import Columns, EvalTask, Sample, load_samples, summarization_prompt
 from runtime.errors import SpecDecError, UsageError
 
 ROOT = Path(__file__).parents[3]
@@ -33,8 +33,11 @@ def load(
     dataset_dir: Path | None = None,
     max_samples: int | None = None,
     seed: int = 0,
+    columns: Columns = Columns(),  # noqa: B008  # frozen
 ) -> list[Sample]:
-    return load_samples(str(name), eval_task=eval_task, dataset_dir=dataset_dir, max_samples=max_samples, seed=seed)
+    return load_samples(
+        str(name), eval_task=eval_task, dataset_dir=dataset_dir, max_samples=max_samples, seed=seed, columns=columns
+    )
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -220,6 +223,20 @@ def test_missing_columns_name_those_found_and_those_wanted(tmp_path: Path) -> No
     with pytest.raises(SpecDecError, match="no reference column") as raised:
         load(path, eval_task="code_completion")
     assert "`canonical_solution`" in str(raised.value.hint)
+
+
+def test_columns_of_any_name_can_be_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "xsum.jsonl", json_lines([{"body": "A", "summary_gt": "R", "article": "no", "y": "S"}]))
+    with pytest.raises(SpecDecError, match="no reference column, the columns are .*`summary_gt`") as raised:
+        load(path)
+    assert "`--reference-column`" in str(raised.value.hint)
+    (sample,) = load(path, columns=Columns("body", "summary_gt"))
+    assert (sample.text, sample.reference) == ("A", "R")
+    (sample,) = load(path, columns=Columns(reference="y"))
+    assert (sample.text, sample.reference) == ("no", "S")
+    with pytest.raises(SpecDecError, match="no column `title`, the columns are `body`, ") as raised:
+        load(path, columns=Columns(text="title"))
+    assert "`--text-column`" in str(raised.value.hint)
 
 
 @pytest.mark.parametrize(
