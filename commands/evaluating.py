@@ -33,7 +33,9 @@ def evaluate(
     _check_batch_size(setup.llm.engine.max_batch_size, options.batch_size)
     if options.batch_size > 1:
         samples = by_category(samples)
-    prompts = encode_samples(samples, inputs.eval_task, setup.llm.tokenizer, inputs.max_input_length)
+    build = setup.llm.engine.config.build_config
+    fitting = max(1, min(inputs.max_input_length, build.max_input_len, build.max_request_len - options.output_len))
+    prompts = encode_samples(samples, inputs.eval_task, setup.llm.tokenizer, fitting)
     runs = _run_systems(setup, make_batches(samples, prompts, options.batch_size), hf_dir, options, output)
     evaluation = Evaluation(samples, prompts, runs)
     settings = options.record(inputs, len(samples))

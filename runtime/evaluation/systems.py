@@ -94,7 +94,8 @@ def evaluate_engine(
 ) -> list[SystemRun]:
     """The engine with its drafter and without (or, if there is none, only without), batch by batch in turn."""
     # All of them, before the first is answered.
-    session.check_requests([question.template.with_prompt(0, prompt) for batch in batches for prompt in batch])
+    prompts = [prompt for batch in batches for prompt in batch]
+    session.check_requests([question.template.with_prompt(i, prompt) for i, prompt in enumerate(prompts)])
     runs = [SystemRun("engine")]
     if session.has_drafter:
         runs.append(SystemRun("engine_no_drafter"))
