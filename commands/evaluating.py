@@ -1,7 +1,10 @@
 """What `summarize` does with a session: answer the samples, check, write and show."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from commands.documents.settings import Setup
 from commands.documents.summarize import Evaluation, accuracy_check, summary_document, write_outputs
@@ -16,7 +19,14 @@ from commands.tables.lossless import fail_unless_lossless
 from commands.tables.summarize import show_summary
 from runtime.errors import SpecDecError
 from runtime.evaluation.steps import all_pieces
-from runtime.evaluation.systems import HuggingFace, Question, SystemRun, evaluate_engine, evaluate_hf
+from runtime.evaluation.systems import (
+    EvaluationInterrupted,
+    HuggingFace,
+    Question,
+    SystemRun,
+    evaluate_engine,
+    evaluate_hf,
+)
 from runtime.session import Session
 
 
@@ -29,14 +39,26 @@ def evaluate(
     results: SummarizeResults,
     output: Output,
 ) -> None:
-    """Answer, with `hf_dir`'s model too if it is given, check, write and show; SpecDecError if a check fails."""
+    """Answer, with `hf_dir`'s model too if it is given, check, write and show; SpecDecError if a check fails.
+
+    After Ctrl-C exit 130 with what was answered, and no check.
+    """
     _check_batch_size(setup.llm.engine.max_batch_size, options.batch_size)
     if options.batch_size > 1:
         samples = by_category(samples)
     build = setup.llm.engine.config.build_config
     fitting = max(1, min(inputs.max_input_length, build.max_input_len, build.max_request_len - options.output_len))
     prompts = encode_samples(samples, inputs.eval_task, setup.llm.tokenizer, fitting)
-    runs = _run_systems(setup, make_batches(samples, prompts, options.batch_size), hf_dir, options, output)
+    runs, is_interrupted = _run_systems(
+        setup, make_batches(samples, prompts, options.batch_size), hf_dir, options, output
+    )
+    if is_interrupted:
+        num_answered = len(runs[0].samples)
+        output.warning(
+            f"interrupted: {num_answered} of {len(samples)} samples were answered, and only they are counted"
+        )
+        samples, prompts = samples[:num_answered], prompts[:num_answered]
+        results = replace(results, check_accuracy=False, check_lossless=False)
     evaluation = Evaluation(samples, prompts, runs)
     settings = options.record(inputs, len(samples))
     document = summary_document(setup, evaluation, settings, per_step=results.stats == "detailed")
@@ -52,6 +74,8 @@ def evaluate(
         pieces = all_pieces(setup.llm.tokenizer, runs[0].sequences)
         write_report(results.report, document, pieces or [None] * len(samples))
         output.result(f"report written: {results.report}")
+    if is_interrupted:
+        raise typer.Exit(130)
     fail_unless_lossless(document["checks"])
     _fail_unless_accurate(document["checks"], results.rouge1_threshold)
 
@@ -66,18 +90,29 @@ def _check_batch_size(max_batch_size: int, batch_size: int) -> None:
 
 def _run_systems(
     setup: Setup, batches: list[list[list[int]]], hf_dir: Path | None, options: EvaluationOptions, output: Output
-) -> list[SystemRun]:
-    """The engine with its drafter and without, and Hugging Face, where they are asked for."""
+) -> tuple[list[SystemRun], bool]:
+    """The engine with its drafter and without, and Hugging Face, where they are asked for; and whether Ctrl-C came."""
     question = Question(setup.llm, setup.llm.request_of(setup.params))
     runs: list[SystemRun] = []
     if options.test_engine:
-        with output.progress("engine", len(batches)) as advance:
-            runs += evaluate_engine(question, setup.session, batches, advance)
+        try:
+            with output.progress("engine", len(batches)) as advance:
+                runs += evaluate_engine(question, setup.session, batches, advance)
+        except EvaluationInterrupted as interrupted:
+            if not interrupted.runs[0].samples:
+                raise
+            return interrupted.runs, True
     if hf_dir is not None:
-        hugging_face = HuggingFace.load(hf_dir, question)
-        with output.progress("Hugging Face", len(batches)) as advance:
-            runs.append(evaluate_hf(hugging_face, batches, advance))
-    return runs
+        try:
+            hugging_face = HuggingFace.load(hf_dir, question)
+            with output.progress("Hugging Face", len(batches)) as advance:
+                runs.append(evaluate_hf(hugging_face, batches, advance))
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            output.warning("Hugging Face left out: interrupted")
+            return runs, True
+    return runs, False
 
 
 def _checks(

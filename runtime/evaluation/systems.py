@@ -3,6 +3,7 @@
 Each system's first prompt is run once beforehand as a warm-up. Wall time is that of the batches, tokenization left out.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -89,10 +90,21 @@ class Question:
     template: Request
 
 
+class EvaluationInterrupted(KeyboardInterrupt):
+    """Ctrl-C, with the batches that both ways to run the engine had answered by then."""
+
+    def __init__(self, runs: list[SystemRun]) -> None:
+        super().__init__()
+        self.runs = runs
+
+
 def evaluate_engine(
     question: Question, session: Session, batches: Batches, advance: Callable[[], None]
 ) -> list[SystemRun]:
-    """The engine with its drafter and without (or, if there is none, only without), batch by batch in turn."""
+    """The engine with its drafter and without (or, if there is none, only without), batch by batch in turn.
+
+    Raises EvaluationInterrupted at Ctrl-C.
+    """
     # All of them, before the first is answered.
     prompts = [prompt for batch in batches for prompt in batch]
     session.check_requests([question.template.with_prompt(i, prompt) for i, prompt in enumerate(prompts)])
@@ -103,8 +115,15 @@ def evaluate_engine(
         _run_engine_batch(question, session, batches[0][:1], SystemRun(run.name))
     session.clear_pools()
     for batch in batches:
-        for run in runs:
-            _run_engine_batch(question, session, batch, run)
+        before = [(len(run.samples), dataclasses.replace(run.times)) for run in runs]
+        try:
+            for run in runs:
+                _run_engine_batch(question, session, batch, run)
+        except KeyboardInterrupt:
+            for run, (num_samples, times) in zip(runs, before, strict=True):
+                del run.samples[num_samples:]
+                run.times = times
+            raise EvaluationInterrupted(runs) from None
         advance()
     return runs
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from commands.documents.rouge import rouge_scores
 from commands.inputs.batches import by_category, make_batches
 from commands.inputs.dataset import Sample, summarization_prompt
+from runtime.evaluation import systems
 
 Summarize = Callable[..., Result]
 
@@ -427,3 +428,31 @@ def test_accuracy_of_questions_without_references_cannot_be_checked(summarize: S
     result = summarize(*where, "--check-accuracy")
     assert result.exit_code == 1 and "there are none: " in result.stderr
     assert summarize(*where).exit_code == 0
+
+
+@pytest.mark.parametrize("num_batches", [0, 1, 3])
+def test_ctrl_c_leaves_the_batches_that_were_answered(
+    summarize: Summarize, num_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways to run the engine have answered them; a batch that only one has answered does not count."""
+    run_batch, num_calls = systems._run_engine_batch, 0
+
+    def interrupted(*arguments: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        run_batch(*arguments)
+        if num_calls == 2 + 2 * num_batches + 1:  # after the warm-up of both
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(systems, "_run_engine_batch", interrupted)
+    result = summarize("--test-engine", "--ngram-config", "4,2", "--max-ite", 4, "--check-accuracy", "--json")
+    assert result.exit_code == 130
+    if not num_batches:
+        assert result.stdout == ""
+        return
+    document = json.loads(result.stdout)
+    assert f"interrupted: {num_batches} of 4 samples were answered" in result.stderr
+    assert len(document["requests"]) == num_batches
+    for system in document["systems"].values():
+        assert system["total"]["num_requests"] == num_batches
+    assert document["speedup"] > 0 and "accuracy" not in document["checks"]
