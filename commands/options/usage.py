@@ -31,7 +31,7 @@ def usage_message(error: TyperException) -> tuple[str, str]:
 
 def _flag(error: Any) -> str:
     parameter = error.param
-    return f"`{parameter.opts[0] if parameter.param_type_name == 'option' else parameter.name}`"
+    return f"`{parameter.opts[0] if parameter.param_type_name == 'option' else parameter.metavar or parameter.name}`"
 
 
 def _value_message(flag: str, problem: Any) -> str:

@@ -252,7 +252,10 @@ PROMPTS = [
     case(NO_INPUT + "--input-file in.csv", 1, "row 2, column 2", "'x'", damage=file("in.csv", "3,4\n3,x\n")),
     case(NO_INPUT + "--input-file in.csv", 1, "vocabulary of 300: 300", damage=file("in.csv", "3,300\n")),
     case(NO_INPUT + "--input-file in.jsonl", 1, "not JSON at line 1", damage=file("in.jsonl", "{")),
-    case(NO_INPUT + "--input-file in.jsonl", 1, "line 1 needs either", damage=file("in.jsonl", '{"text": "a"}')),
+    case(
+        NO_INPUT + "--input-file in.jsonl", 1, "line 1 needs `prompt`, `prompt_ids` or `messages`",
+        damage=file("in.jsonl", '{"text": "a"}'),
+    ),  # fmt: skip
     case(NO_INPUT + "--input-file in.npy", 1, "not a NumPy array", damage=file("in.npy", "abc")),
     case(NO_INPUT + "--input-file ids.npy", 1, "must be integers", damage=array),
     case(RUN + "--input-file in.txt", 2, "both a prompt and `--input-file`", damage=file("in.txt", "a")),

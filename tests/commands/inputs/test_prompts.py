@@ -251,8 +251,8 @@ def test_jsonl_takes_prompts_and_prompt_ids_and_passes_over_blank_lines(tmp_path
     [
         ('{"prompt": "a"', "not JSON at line 2, column 15"),
         ("[1, 2]", r"line 2 is not a JSON object, \[1, 2\]"),
-        ("{}", "line 2 needs either `prompt` or `prompt_ids`"),
-        ('{"prompt": "a", "prompt_ids": [1]}', "line 2 needs either `prompt` or `prompt_ids`"),
+        ("{}", "line 2 needs `prompt`, `prompt_ids` or `messages`"),
+        ('{"prompt": "a", "prompt_ids": [1]}', "line 2 needs `prompt`, `prompt_ids` or `messages`"),
         ('{"prompt": 5}', "`prompt` on line 2 of .* is not text: 5"),
         ('{"prompt": null}', "`prompt` on line 2 of .* is not text: None"),
         ('{"prompt": " "}', "`prompt` on line 2 of .* is empty"),

@@ -102,7 +102,7 @@ def test_pieces_of_either_kind_of_tokenizer_are_whole_characters(
     pieces = token_texts(tokenizer, tokens, whole)
     assert "".join(pieces) == whole
     assert all("\ufffd" not in piece for piece in pieces)
-    assert "".join(_texts_by_beginnings(tokenizer, tokens, whole)) == whole
+    assert "".join(_texts_by_beginnings(tokenizer, tokens, whole, [])) == whole
 
 
 def test_a_character_of_several_tokens_comes_with_the_last() -> None:

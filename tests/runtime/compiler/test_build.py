@@ -100,6 +100,7 @@ def test_files_of_each_kind_of_engine(llama_uncompiled_dir: Path, llama_engine_d
             "generation_config.json",
             "tokenizer.json",
             "tokenizer_config.json",
+            "saved_tokenizer.json",
             *step_files,
         }
         ids = AutoTokenizer.from_pretrained(llama_dir).encode(text)
