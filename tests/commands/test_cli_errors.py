@@ -255,7 +255,7 @@ PROMPTS = [
     case(
         NO_INPUT + "--input-file in.jsonl", 1, "line 1 needs `prompt`, `prompt_ids` or `messages`",
         damage=file("in.jsonl", '{"text": "a"}'),
-    ),  # fmt: skip
+    ),
     case(NO_INPUT + "--input-file in.npy", 1, "not a NumPy array", damage=file("in.npy", "abc")),
     case(NO_INPUT + "--input-file ids.npy", 1, "must be integers", damage=array),
     case(RUN + "--input-file in.txt", 2, "both a prompt and `--input-file`", damage=file("in.txt", "a")),
