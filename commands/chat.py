@@ -1,8 +1,5 @@
 """`specdec chat`: a conversation in the terminal."""
 
-from contextlib import ExitStack
-from dataclasses import replace
-
 from commands.options.chat import ChatOptions
 from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
@@ -10,6 +7,7 @@ from commands.options.kv_cache import KVCacheOptions
 from commands.options.leader import LeaderOptions
 from commands.options.run import RunGeneration
 from commands.output import Output
+from runtime.errors import UsageError
 
 
 @expand_groups
@@ -28,30 +26,24 @@ def chat(
     drafting.check_profile(leader.drafting_flags, leader.model_dir)
     leader.check(chat.engine_dir, drafting)
     named = leader.named(drafting)
-    kv_cache.check(is_leader=True, disable_reuse=leader.disable_kv_cache_reuse)
+    kv_cache.check(is_leader=leader.mode != "orchestrator", disable_reuse=leader.disable_kv_cache_reuse)
     generation.common.check()
     chosen = choose_drafting(drafting, named, chat.engine, check_lossless=False)
     params = generation.params(None)
+    if params.n > 1:
+        raise UsageError(f"a chat has one answer: `--num-return-sequences {params.n}`", hint="leave the flag out")
 
     from commands.conversing import HELP, Conversation, lines_of_user
-    from commands.engines import engines_of_models
-    from commands.sessions import SessionOptions, open_setup
+    from commands.sessions import SessionOptions, open_setup_of_models
     from runtime.engine import DEFAULT_MAX_NUM_TOKENS
 
     output = Output()
-    with ExitStack() as stack:
-        made = engines_of_models(leader.models(), chat.engine, chosen.named.drafter, output)
-        engines = stack.enter_context(made)
-        options = SessionOptions(
-            engines.engine_dir,
-            chat.tokenizer_dir,
-            replace(chosen, named=replace(chosen.named, drafter=engines.drafter)),
-            params,
-            kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse),
-            "leader",
-            generation.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
-        )
-        setup = stack.enter_context(open_setup(options))
+    cache = kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse)
+    num_tokens = generation.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
+    options = SessionOptions(
+        chat.engine, chat.tokenizer_dir, chosen, params, cache, leader.mode or "leader", num_tokens
+    )
+    with open_setup_of_models(leader.models(), options, output) as setup:
         conversation = Conversation(setup, output, chat.system, chat.show_tokens)
         setup.llm.chat_template  # noqa: B018  # that there is one is found before the first line
         output.result(HELP)

@@ -83,7 +83,7 @@ class Conversation:
     def _pieces(self, request: Request) -> list[str]:
         """The answer's text, printed as it comes; Ctrl-C ends it."""
         self.setup.session.check_requests([request])
-        pieces = []
+        self.last, pieces = None, []
         try:
             for text in self._shown(request):
                 self.output.text(text, end="")

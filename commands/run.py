@@ -1,8 +1,5 @@
 """`specdec run`: generate, with or without speculation, and say how it went."""
 
-from contextlib import ExitStack
-from dataclasses import replace
-
 from commands.inputs.prompts import read_prompts
 from commands.options.drafting import DraftingOptions, Named, choose_drafting, parse_drafter
 from commands.options.expand import expand_groups
@@ -41,26 +38,17 @@ def run(
     _warn_of_equal_outputs(params, output)
 
     from commands.answering import answer
-    from commands.engines import engines_of_models
-    from commands.sessions import SessionOptions, open_setup
+    from commands.sessions import SessionOptions, open_setup_of_models
     from runtime.drafters.compatibility import check_corpus_files
     from runtime.engine import DEFAULT_MAX_NUM_TOKENS
 
     prompts = read_prompts(inputs.texts, inputs.input_file)
     check_corpus_files(chosen.named.drafter)  # before engines are built
-    with ExitStack() as stack:
-        made = engines_of_models(leader.models(), inputs.engine, chosen.named.drafter, output)
-        engines = stack.enter_context(made)
-        options = SessionOptions(
-            engines.engine_dir,
-            inputs.tokenizer_dir,
-            replace(chosen, named=replace(chosen.named, drafter=engines.drafter)),
-            params,
-            kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse),
-            leader.loop,
-            generation.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
-        )
-        answer(stack.enter_context(open_setup(options)), prompts, inputs, results, output)
+    cache = kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse)
+    num_tokens = generation.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
+    options = SessionOptions(inputs.engine, inputs.tokenizer_dir, chosen, params, cache, leader.loop, num_tokens)
+    with open_setup_of_models(leader.models(), options, output) as setup:
+        answer(setup, prompts, inputs, results, output)
 
 
 def _named_drafter(inputs: RunInputs, drafting: DraftingOptions, leader: LeaderOptions) -> Named:

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from commands.documents.settings import Setup
+from commands.engines import Models, engines_of_models
 from commands.options.drafting import Drafting
 from commands.output import Output
 from runtime.bundle import read_bundle
@@ -48,6 +49,16 @@ def open_setup(options: SessionOptions) -> Iterator[Setup]:
         llm.request_of(options.params)  # its words and ids are checked before a draft model is opened
         session = llm.session(drafting.named.drafter, drafting.draft_len_mode)
         yield Setup(llm, session, options.params, drafting.profile)
+
+
+@contextmanager
+def open_setup_of_models(models: Models, options: SessionOptions, output: Output) -> Iterator[Setup]:
+    """`open_setup`, with engines made of the models that are given in the place of engines."""
+    drafting = options.drafting
+    with engines_of_models(models, options.engine_dir, drafting.named.drafter, output) as engines:
+        drafting = replace(drafting, named=replace(drafting.named, drafter=engines.drafter))
+        with open_setup(replace(options, engine_dir=engines.engine_dir, drafting=drafting)) as setup:
+            yield setup
 
 
 def lossless_check(

@@ -172,3 +172,18 @@ def test_python_talks_too(engine_dir: Path, llama: PreTrainedModel, own: PreTrai
     with LLM(engine_dir) as llm:
         (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, stop_token_ids=[299]))  # type: ignore[arg-type]
     assert output.text == answer(llama, own, messages)
+
+
+def test_flags_of_run_that_mean_nothing_here_are_not_ignored(
+    specdec: Specdec, engine_dir: Path, type_lines: TypeLines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = specdec("chat", "--engine-dir", engine_dir, "--num-return-sequences", 2)
+    assert result.exit_code == 2 and "`--num-return-sequences 2`" in result.stderr
+    modes = []
+    monkeypatch.setattr(
+        "commands.conversing.Conversation.hear", lambda self, line: modes.append(self.setup.session.mode)
+    )
+    for mode in ("orchestrator", "leader"):
+        type_lines("The dog")
+        assert specdec("chat", "--engine-dir", engine_dir, "--mode", mode).exit_code == 0
+    assert modes == ["orchestrator", "leader"]
