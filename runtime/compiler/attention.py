@@ -88,7 +88,8 @@ def paged_attention(
     rows = query.reshape(H, B, Q, D).transpose(0, 1).reshape(B, Hk, H // Hk * Q, D)
     mask = paged.mask(sliding_window, H // Hk)
     output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
-    return output.reshape(B, H, Q, Dv).transpose(1, 2).reshape(1, B * Q, H, Dv), None
+    # Contiguous, as transformers' own attention gives it: some models take a view (AFMoE).
+    return output.reshape(B, H, Q, Dv).transpose(1, 2).reshape(1, B * Q, H, Dv).contiguous(), None
 
 
 def kernel_attention(
