@@ -75,7 +75,7 @@ def convert(
             fact="already_converted",
         )
     where = str(model_dir / "config.json")
-    language_model = language_model_config(pretrained_config)
+    language_model = language_model_config(pretrained_config, where)
     pretrained_config = language_model or pretrained_config
     pretrained = parse_pretrained_config(pretrained_config, where)
     probe_config(pretrained)
@@ -161,19 +161,19 @@ def _read_entries(model_dir: Path) -> list[_TensorEntry]:
 
 def _language_model_entries(entries: list[_TensorEntry], model_dir: Path) -> list[_TensorEntry]:
     """The weights of the language model inside, by the names that it has by itself."""
-    prefixes = ("model.language_model.", "language_model.model.")
-    renamed = []
-    for entry in entries:
-        prefix = next((prefix for prefix in prefixes if entry.name.startswith(prefix)), None)
-        if prefix is not None:
-            renamed.append(replace_fields(entry, name=f"model.{entry.name.removeprefix(prefix)}"))
-        elif entry.name.endswith("lm_head.weight"):
-            renamed.append(replace_fields(entry, name="lm_head.weight"))
-    if not renamed:
+    prefixes = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
+    prefix = next((one for one in prefixes if any(entry.name.startswith(one) for entry in entries)), None)
+    if prefix is None:
         raise SpecDecError(
             f"no weights of a language model are in this model of several kinds of input: {model_dir}",
             hint=f"they should begin with {' or '.join(f'`{prefix}`' for prefix in prefixes)}",
         )
+    renamed = []
+    for entry in entries:
+        if entry.name.startswith(prefix):
+            renamed.append(replace_fields(entry, name=f"model.{entry.name.removeprefix(prefix)}"))
+        elif entry.name.endswith("lm_head.weight"):
+            renamed.append(replace_fields(entry, name="lm_head.weight"))
     return renamed
 
 

@@ -160,7 +160,7 @@ def probe_attention(
 ) -> tuple[Tensor, None]:
     """Record the layer's K/V shape in `paged` and return zeros of attention's shape."""
     if paged is None:  # not handed over to attention, as little as it would be when it counts
-        refuse_own_attention(type(module).__name__)
+        refuse_own_attention(getattr(getattr(module, "config", None), "model_type", type(module).__name__))
     _refuse_unsupported(module, kwargs)
     shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
     layer = _layer_index(module)

@@ -6,6 +6,9 @@ gives the compiled function its signature.
 
 import copy
 import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch.distributions import Distribution
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -24,11 +34,25 @@ from runtime.errors import SpecDecError
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
+# Language models inside others that have no class of their own. Of text alone, where positions in time, height and
+# width are one, they compute what a model of such a config does.
+_SAME_ON_TEXT: dict[str, dict[str, Any]] = {
+    "qwen2_vl_text": {"model_type": "qwen2"},
+    "qwen2_5_vl_text": {"model_type": "qwen2"},
+    "qwen3_vl_text": {"model_type": "qwen3"},
+    "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+}
 _CONVERT_AGAIN = "convert the model again"
 
 
 def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
     """A Hugging Face config from its JSON; SpecDecError where transformers has no decoder-only model for it."""
+    config = _read_config(data, where)
+    _refuse_unsupported(config)
+    return config
+
+
+def _read_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
     model_type = data.get("model_type")
     if model_type is None:
         raise SpecDecError(f"`{where}` names no `model_type`", hint="it should be a Hugging Face model's config.json")
@@ -40,14 +64,21 @@ def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfi
         )
         raise SpecDecError(f"transformers does not know this model type: {model_type}", hint=hint)
     try:
-        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(data)
+        # transformers writes infinity as `{"__float__": "Infinity"}`, and reads it so in `from_pretrained` alone.
+        values = PreTrainedConfig._decode_special_floats(data)
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
         raise SpecDecError(
-            f"`{where}` is not a valid {model_type} config: {error}",
+            f"`{where}` is not a valid {model_type} config: {_last_words(error)}",
             hint="the file is damaged; download or save the model again",
         ) from error
-    _refuse_unsupported(config)
     return config
+
+
+def _last_words(error: Exception) -> str:
+    """What a validator of transformers has to say, without the names of those that pass it on."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    return re.sub(r"^\w+Error: ", "", line)
 
 
 def _refuse_unsupported(config: PreTrainedConfig) -> None:
@@ -55,6 +86,12 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise SpecDecError(f"encoder-decoder models are not supported: {kind}", hint=SEE_MODELS)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        inner = getattr(config, "text_config", None)
+        if inner is not None:
+            raise SpecDecError(
+                f"transformers has no class for the language model inside {kind} alone: {inner.model_type}",
+                hint=SEE_MODELS,
+            )
         raise SpecDecError(f"transformers has no causal language model for this model type: {kind}", hint=SEE_MODELS)
     if getattr(config, "quantization_config", None):
         raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")
@@ -82,21 +119,26 @@ def _model_class(config: PreTrainedConfig) -> Any:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def language_model_config(data: dict[str, Any]) -> dict[str, Any] | None:
+def language_model_config(data: dict[str, Any], where: str) -> dict[str, Any] | None:
     """The config of the language model inside one for several kinds of input, such as Gemma 3's; None if it is none.
 
     A model whose own class is a language model is none, whatever else it has.
     """
-    inner = data.get("text_config")
-    if not isinstance(inner, dict) or inner.get("model_type") not in CONFIG_MAPPING:
+    config = _read_config(data, where)
+    inner = getattr(config, "text_config", None)
+    if not isinstance(inner, PreTrainedConfig) or inner.model_type == config.model_type:
         return None
-    config_class = CONFIG_MAPPING[inner["model_type"]]
-    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING or data.get("model_type") == inner["model_type"]:
+    same = _SAME_ON_TEXT.get(inner.model_type, {"model_type": inner.model_type})
+    model_type = same["model_type"]
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    tokens = {key: data[key] for key in ("eos_token_id", "bos_token_id", "pad_token_id") if key in data}
+    given = data.get("text_config") or {}
+    tokens = ("eos_token_id", "bos_token_id", "pad_token_id")
+    outside = {key: data[key] for key in tokens if key in data and key not in given}
     # Whether the whole model's embeddings are its last layer too is said outside.
     tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
-    return tokens | inner | tied
+    values: dict[str, Any] = PreTrainedConfig._encode_special_floats(inner.to_dict())
+    return values | outside | tied | same
 
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
@@ -109,33 +151,76 @@ def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
 def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     """The K/V shape of every layer, found by a forward without weights or memory (`meta` device)."""
     recorded: dict[int, LayerShape] = {}
-    try:
-        with torch.device("meta"), torch.no_grad():
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=PROBE)  # type: ignore[no-untyped-call]
-            if hasattr(model, "set_experts_implementation"):
-                # The default mixture of experts looks at values, which a meta tensor has none of.
-                model.set_experts_implementation("batched_mm")
-            _declare_no_padding(model)
-            _fix_rotary_factors(model)
-            tokens = torch.zeros(1, 2, dtype=torch.long)
-            # With a mask, or transformers looks for several sequences in one row, at values that meta has none of.
-            everything = torch.ones(1, 2, dtype=torch.long)
+    with torch.device("meta"), torch.no_grad(), _distributions_unchecked():
+        model = _model_without_weights(config)
+        tokens = torch.zeros(1, 2, dtype=torch.long)
+        # With a mask, or transformers looks for several sequences in one row, at values that meta has none of.
+        everything = torch.ones(1, 2, dtype=torch.long)
+        try:
             model(input_ids=tokens, position_ids=tokens, attention_mask=everything, use_cache=False, paged=recorded)
-    except SpecDecError:
-        raise
-    except Exception as error:  # any failure means the same to the user: not a model that can be served
-        raise SpecDecError(
-            f"the model does not run with attention from outside: {config.model_type}",
-            hint=f"{SEE_MODELS}; transformers said: {type(error).__name__}: {error}",
-        ) from error
-    num_layers = getattr(config, "num_hidden_layers", 0)
+        except SpecDecError:
+            raise
+        except Exception as error:  # any failure means the same to the user: not a model that can be served
+            raise SpecDecError(_why_not(error, config.model_type), hint=SEE_MODELS) from error
+    num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
     if sorted(recorded) != list(range(num_layers)):
         raise SpecDecError(
             f"only {len(recorded)} of {num_layers} layers hand their attention over, so the output would be wrong: "
             f"{config.model_type}",
             hint="its attention does not go through transformers' AttentionInterface",
         )
+    _refuse_forgetful_cache(config, recorded)
     return tuple(recorded[i] for i in range(num_layers))
+
+
+def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerShape]) -> None:
+    """SpecDecError where transformers' own cache drops keys that attention would see: its outputs then depend on which
+    tokens were computed in one step (Moshi)."""
+    for i, layer in enumerate(DynamicCache(config=config).layers):
+        kept = getattr(layer, "sliding_window", None)
+        if i in layers and kept not in (None, layers[i].sliding_window):
+            raise SpecDecError(
+                f"transformers keeps {kept} keys of layer {i}, and its attention asks for "
+                f"{layers[i].sliding_window or 'all'}: {config.model_type}",
+                hint=SEE_MODELS,
+            )
+
+
+def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=PROBE)  # type: ignore[no-untyped-call]
+    except Exception as error:  # whatever the family's code stumbles over
+        raise SpecDecError(
+            f"transformers cannot make a model of this config: {config.model_type}",
+            hint="a value that the model needs is missing or wrong in config.json; download or save the model again",
+        ) from error
+    if hasattr(model, "set_experts_implementation"):
+        # The default mixture of experts looks at values, which a meta tensor has none of.
+        model.set_experts_implementation("batched_mm")
+    _declare_no_padding(model)
+    _fix_rotary_factors(model)
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise SpecDecError(
+            f"the model counts positions from its padding token's id, not from 0: {config.model_type}", hint=SEE_MODELS
+        )
+    return model
+
+
+def _why_not(error: Exception, kind: str) -> str:
+    if isinstance(error, NotImplementedError) or "meta tensor" in str(error):  # `meta` has no values
+        return f"the model looks at values while it computes, which a compiled step cannot: {kind}"
+    return f"the model does not run with attention from outside: {kind}"
+
+
+@contextmanager
+def _distributions_unchecked() -> Iterator[None]:
+    """Keep torch's distributions from looking at their parameters, at values that meta has none of (Gemma 3n)."""
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checks)
 
 
 def num_positions(config: PreTrainedConfig) -> int | None:
@@ -207,7 +292,7 @@ def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, atte
 
 def _declare_no_padding(model: PreTrainedModel) -> None:
     """Keep the model from looking for padding: on `meta` that fails (GPT-2), elsewhere it warns without cause."""
-    model.config.pad_token_id = None
+    object.__setattr__(model.config, "pad_token_id", None)  # some configs let only a number through
 
 
 class Step(nn.Module):

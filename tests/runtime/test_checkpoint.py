@@ -264,7 +264,7 @@ UNSUPPORTED = [
     ),
     pytest.param(
         NemotronConfig(**SMALL, num_key_value_heads=2, intermediate_size=48),
-        "this model computes its attention itself, .*: NemotronAttention",
+        "this model computes its attention itself, .*: nemotron",
         id="Nemotron",
     ),
     pytest.param(
@@ -324,6 +324,15 @@ def test_weights_that_become_infinite_are_counted(model_dir: Path, tmp_path: Pat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_convert(model_dir, tmp_path / "bf16", "bfloat16")
+
+
+@pytest.mark.parametrize(("tag", "value"), [("Infinity", float("inf")), ("-Infinity", -float("inf"))])
+def test_infinity_as_transformers_writes_it_is_read(tag: str, value: float, model_dir: Path, tmp_path: Path) -> None:
+    config = make_config("granite", residual_multiplier=value)
+    config.save_pretrained(tmp_path / "infinite")
+    written = json.loads((tmp_path / "infinite" / "config.json").read_text())
+    assert written["residual_multiplier"] == {"__float__": tag}
+    assert parse_pretrained_config(written, "config.json").residual_multiplier == value
 
 
 def test_config_of_another_size_than_the_weights_is_named(model_dir: Path, tmp_path: Path) -> None:

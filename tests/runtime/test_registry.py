@@ -1,0 +1,73 @@
+"""Whatever model transformers knows, `convert` takes its config or says in a sentence why not."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+from runtime.checkpoint import convert
+from runtime.errors import SpecDecError
+
+# An exception's name, or what Python and torch say in one.
+INNER_ERROR = re.compile(r"\w(Error|Exception)\b|object has no attribute|unexpected keyword|meta tensor|Traceback")
+
+
+def default_config(model_type: str) -> dict[str, Any]:
+    """As transformers writes it: the family's own, small where it has a language model, or its name alone."""
+    config_class = CONFIG_MAPPING[model_type]
+    has_text = model_type in families.FAMILIES or hasattr(config_class, "text_config")
+    for make in (lambda: families.small_config(model_type), config_class)[0 if has_text else 1 :]:
+        try:
+            return json.loads(make().to_json_string(use_diff=False))
+        except Exception:
+            continue
+    return {"model_type": model_type}
+
+
+@pytest.mark.parametrize("model_type", sorted(CONFIG_MAPPING_NAMES))
+def test_every_config_is_taken_or_refused_in_a_sentence(model_type: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(default_config(model_type)))
+    with pytest.raises(SpecDecError) as error:
+        convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+    said = f"{error.value.message}\n{error.value.hint}"
+    assert said.count("\n") == 1 and not INNER_ERROR.search(said), said
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+# Those that differ from the families of tests/tiny.py in structure, and what becomes of them: "", equal; or why not.
+SAMPLE = {
+    "afmoe": "",  # experts beside a dense layer, a gate after attention, windows in every other layer
+    "deepseek_v3": "",  # keys and values of low rank, heads of two widths, groups of experts
+    "gemma3n_text": "",  # layers that share keys and values, inputs per layer
+    "fuyu": "",  # a language model inside, under a name of its own
+    "qwen2_5_vl": "",  # a language model inside that has no class of its own
+    "qwen3_vl_moe": "",  # one whose twin has a switch that it has not
+    "gemma2": "soft-capped attention is not supported",
+    "jamba": "layers of this type are not supported in jamba: linear_attention",
+    "jetmoe": "the model looks at values while it computes",
+    "moshi": "transformers keeps 8 keys of layer 0, and its attention asks for all: moshi",
+    "roberta": "the model counts positions from its padding token's id, not from 0: roberta",
+    "mllama": "only 3 of 4 layers hand their attention over",
+    "qwen2_5_omni_thinker": "transformers has no class for the language model inside qwen2_5_omni_thinker alone",
+}
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_a_sample_of_families_is_equal_to_hugging_face_or_refused(family: str, tmp_path: Path) -> None:
+    outcome = families.try_family(family, tmp_path)
+    assert outcome.verdict == ("refused" if SAMPLE[family] else "equal"), outcome.why
+    assert outcome.why.startswith(SAMPLE[family])
+
+
+def test_the_table_of_the_documentation_has_every_family() -> None:
+    rows = re.findall(r"^\| ([\w.-]+) \| (equal|refused|not tried)", families.PAGE.read_text(), re.MULTILINE)
+    assert [family for family, _ in rows] == list(families.FAMILIES)
+    documented = dict(rows)
+    assert {family: documented[family] for family in SAMPLE} == {
+        family: "refused" if why else "equal" for family, why in SAMPLE.items()
+    }
