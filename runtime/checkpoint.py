@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from runtime.compiler.model import language_model_config, parameter_shapes, parse_pretrained_config, probe_config
+from runtime.compiler.model import parameter_shapes, parse_language_model, probe_config, renames_weights
 from runtime.config import CheckpointConfig, Dtype, as_json, parse
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_is_not_input, new_directory, read_json, write_json
@@ -75,16 +75,16 @@ def convert(
             fact="already_converted",
         )
     where = str(model_dir / "config.json")
-    language_model = language_model_config(pretrained_config, where)
-    pretrained_config = language_model or pretrained_config
-    pretrained = parse_pretrained_config(pretrained_config, where)
+    pretrained, inside = parse_language_model(pretrained_config, where)
     probe_config(pretrained)
-    entries = _read_entries(model_dir)
-    if language_model:
+    entries, shapes = _read_entries(model_dir), parameter_shapes(pretrained)
+    if inside is not None:
         entries = _language_model_entries(entries, model_dir)
-    _check_shapes(entries, parameter_shapes(pretrained), model_dir)
+        if not renames_weights(pretrained):
+            _check_names(entries, shapes, model_dir)
+    _check_shapes(entries, shapes, model_dir)
     dtype = dtype or _saved_dtype(entries)
-    checkpoint = CheckpointConfig(pretrained_config=pretrained_config, dtype=dtype)
+    checkpoint = CheckpointConfig(pretrained_config=inside or pretrained_config, dtype=dtype)
     with new_directory(output_dir, replace=replace) as directory:
         _write_safetensors(directory / "rank0.safetensors", entries, getattr(torch, dtype), progress)
         copy_tokenizer_files(model_dir, directory)
@@ -175,6 +175,18 @@ def _language_model_entries(entries: list[_TensorEntry], model_dir: Path) -> lis
         elif entry.name.endswith("lm_head.weight"):
             renamed.append(replace_fields(entry, name="lm_head.weight"))
     return renamed
+
+
+def _check_names(entries: list[_TensorEntry], shapes: dict[str, tuple[int, ...]], model_dir: Path) -> None:
+    """SpecDecError where the language model inside has weights of other names than by itself. Its last layer may be
+    its embeddings."""
+    missing = sorted(set(shapes) - {entry.name for entry in entries} - {"lm_head.weight"})
+    if missing:
+        raise SpecDecError(
+            f"the language model inside does not have the weights that it has by itself, such as `{missing[0]}`: "
+            f"{model_dir}",
+            hint="the model is incomplete, or of a family whose names specdec does not know",
+        )
 
 
 def _check_shapes(entries: list[_TensorEntry], shapes: dict[str, tuple[int, ...]], model_dir: Path) -> None:

@@ -94,6 +94,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 32, "intermediate_size": 8}},
+    "emu3": {"vocabulary_map": {"<image>": 40}},
     "falcon_h1": {"mamba_d_ssm": 64},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
@@ -265,7 +266,9 @@ def compare(family: str, expected: list[list[int]], work_dir: Path) -> Outcome:
                 if engine_outputs(engine, ngram=ngram) != expected:
                     return Outcome(family, "wrong", "other tokens" + (" with drafts" if ngram else ""))
     except SpecDecError as error:
-        return Outcome(family, "refused", error.message.replace(f": {work_dir / 'model'}", ""))
+        return Outcome(
+            family, "refused", error.message.replace(f": {work_dir / 'model'}", "").replace(f"{work_dir}/", "")
+        )
     except Exception as error:
         return Outcome(family, "wrong", last_line(error))
     return Outcome(family, "equal")
@@ -274,7 +277,8 @@ def compare(family: str, expected: list[list[int]], work_dir: Path) -> Outcome:
 def last_line(error: Exception) -> str:
     """The last of what an exception says: transformers' validators put before it whom they speak for."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return re.sub(r"^\w+Error: ", "", lines[0 if isinstance(error, ImportError) else -1].strip())
+    line = lines[0].partition(" but it")[0] if isinstance(error, ImportError) else lines[-1]
+    return re.sub(r"^\w+Error: ", "", line.strip())
 
 
 def try_families(families: list[str]) -> Iterator[Outcome]:

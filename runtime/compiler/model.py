@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -119,12 +120,19 @@ def _model_class(config: PreTrainedConfig) -> Any:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def language_model_config(data: dict[str, Any], where: str) -> dict[str, Any] | None:
-    """The config of the language model inside one for several kinds of input, such as Gemma 3's; None if it is none.
-
-    A model whose own class is a language model is none, whatever else it has.
-    """
+def parse_language_model(data: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
+    """As `parse_pretrained_config`, but of a model for several kinds of input, such as Gemma 3, the config of the
+    language model inside, and its JSON."""
     config = _read_config(data, where)
+    inner = _language_model_inside(config, data)
+    if inner is not None:
+        return parse_pretrained_config(inner, where), inner
+    _refuse_unsupported(config)
+    return config, None
+
+
+def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> dict[str, Any] | None:
+    """None where there is none that has a class of its own, or where the model is one itself."""
     inner = getattr(config, "text_config", None)
     if not isinstance(inner, PreTrainedConfig) or inner.model_type == config.model_type:
         return None
@@ -146,6 +154,11 @@ def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # type: ignore[no-untyped-call]
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def renames_weights(config: PreTrainedConfig) -> bool:
+    """Whether transformers may find the model's weights under other names than the model has for them."""
+    return get_checkpoint_conversion_mapping(config.model_type) is not None
 
 
 def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
