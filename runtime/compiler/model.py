@@ -86,13 +86,12 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
         raise SpecDecError(f"encoder-decoder models are not supported: {kind}", hint=SEE_MODELS)
+    inner = getattr(config, "text_config", None)
+    if inner is not None and inner.model_type != kind:  # else it would have been taken
+        raise SpecDecError(
+            f"transformers has no class for the language model inside {kind} alone: {inner.model_type}", hint=SEE_MODELS
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        inner = getattr(config, "text_config", None)
-        if inner is not None:
-            raise SpecDecError(
-                f"transformers has no class for the language model inside {kind} alone: {inner.model_type}",
-                hint=SEE_MODELS,
-            )
         raise SpecDecError(f"transformers has no causal language model for this model type: {kind}", hint=SEE_MODELS)
     if getattr(config, "quantization_config", None):
         raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")

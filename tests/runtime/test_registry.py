@@ -52,7 +52,7 @@ SAMPLE = {
     "jetmoe": "the model looks at values while it computes",
     "moshi": "transformers keeps 8 keys of layer 0, and its attention asks for all: moshi",
     "roberta": "the model counts positions from its padding token's id, not from 0: roberta",
-    "mllama": "only 3 of 4 layers hand their attention over",
+    "mllama": "transformers has no class for the language model inside mllama alone: mllama_text_model",
     "qwen2_5_omni_thinker": "transformers has no class for the language model inside qwen2_5_omni_thinker alone",
 }
 
