@@ -157,7 +157,7 @@ def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
 
 def renames_weights(config: PreTrainedConfig) -> bool:
     """Whether transformers may find the model's weights under other names than the model has for them."""
-    return get_checkpoint_conversion_mapping(config.model_type) is not None
+    return get_checkpoint_conversion_mapping(config.model_type) is not None  # type: ignore[no-untyped-call]
 
 
 def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
