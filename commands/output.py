@@ -17,9 +17,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.table import Table
 from rich.text import Text
 
 from commands.options.panels import OUTPUT
+from commands.tables.fitting import fitted
 from runtime.errors import SpecDecError, UsageError
 
 
@@ -38,8 +40,13 @@ class Output:
 
     def result(self, renderable: object) -> None:
         """Something people asked for, on stdout; nothing with `--json` or `--quiet`."""
-        if self.human:
-            stdout().print(renderable, soft_wrap=isinstance(renderable, str))
+        if not self.human:
+            return
+        console = stdout()
+        if isinstance(renderable, Table):
+            console.print(fitted(renderable, console))
+        else:
+            console.print(renderable, soft_wrap=True)
 
     def text(self, text: str, end: str = "\n") -> None:
         """Generated text, on stdout, to the letter."""

@@ -43,8 +43,10 @@ def _requests_line(requests: dict[str, Any]) -> str:
 
 def _metrics_table(document: dict[str, Any]) -> Table:
     table = Table()
-    for column in ("", "A", "B", "B − A", "B ÷ A", f"{document['level']:.0%} interval", ""):
-        table.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
+    table.add_column("")
+    for column in ("A", "B", "B − A", "B ÷ A", f"{document['level']:.0%} interval"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict")
     for metric in document["metrics"].values():
         table.add_row(
             metric["title"],

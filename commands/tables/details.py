@@ -1,14 +1,19 @@
 """`--stats detailed`: how drafts fared, by their length and by position, and tokens per step as outputs grow."""
 
+import math
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from commands.output import Output, number, percent
 from runtime.evaluation.steps import tokens_over_time
 
-_BAR_WIDTH = 40
+_BAR_WIDTH, _LEAST_BAR_WIDTH = 40, 8
 _MAX_RANGES = 16
 
 
@@ -25,16 +30,18 @@ def show_details(total: dict[str, Any], steps: Seq[Seq[int]], output: Output) ->
 def _histogram_table(total: dict[str, Any]) -> Table:
     histogram, num_drafts = total["acceptance_histogram"], total["num_spec_steps"]
     table = _table(f"Accepted tokens of a draft ({num_drafts:,} drafts)", "accepted", "", "drafts", "share")
-    for num_accepted, count in enumerate(histogram):
-        table.add_row(str(num_accepted), _bar(count, max(histogram)), f"{count:,}", percent(count / num_drafts))
+    for num_accepted, (count, bar) in enumerate(zip(histogram, _bars(histogram, max(histogram)), strict=True)):
+        table.add_row(str(num_accepted), bar, f"{count:,}", percent(count / num_drafts))
     return table
 
 
 def _position_table(total: dict[str, Any]) -> Table:
     table = _table("Acceptance by position in the draft", "position", "", "drafts", "accepted")
-    rates = zip(total["acceptance_rate_per_position"], total["num_drafts_per_position"], strict=True)
-    for position, (rate, num_drafts) in enumerate(rates, 1):
-        table.add_row(str(position), _bar(rate or 0.0, 1.0), f"{num_drafts:,}", percent(rate))
+    rates = total["acceptance_rate_per_position"]
+    bars = _bars([rate or 0.0 for rate in rates], 1.0)
+    for position, row in enumerate(zip(rates, total["num_drafts_per_position"], bars, strict=True), 1):
+        rate, num_drafts, bar = row
+        table.add_row(str(position), bar, f"{num_drafts:,}", percent(rate))
     return table
 
 
@@ -42,21 +49,37 @@ def _time_table(steps: Seq[Seq[int]]) -> Table:
     ranges = tokens_over_time(steps, _MAX_RANGES)
     rates = [r.num_tokens / r.num_steps for r in ranges]
     table = _table("Tokens per step over time", "steps", "", "tokens / steps", "tokens per step")
-    for r, rate in zip(ranges, rates, strict=True):
+    for r, rate, bar in zip(ranges, rates, _bars(rates, max(rates)), strict=True):
         name = str(r.first) if r.first == r.last else f"{r.first}–{r.last}"
-        table.add_row(name, _bar(rate, max(rates)), f"{r.num_tokens:,} / {r.num_steps:,}", number(rate))
+        table.add_row(name, bar, f"{r.num_tokens:,} / {r.num_steps:,}", number(rate))
     return table
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+        table.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
     return table
 
 
-def _bar(value: float, largest: float) -> str:
-    """A bar of eighths of a character; what is not nothing is seen."""
-    eighths = round(value / largest * _BAR_WIDTH * 8) if largest else 0
-    eighths = max(eighths, 1) if value else 0
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+@dataclass(frozen=True)
+class _Bar:
+    """A bar of eighths of a character; what is not nothing is seen. Without room all bars are as much shorter."""
+
+    length: float
+    longest: float
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        longest = math.ceil(self.longest)
+        return Measurement(min(longest, _LEAST_BAR_WIDTH), longest)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        scale = min(1.0, options.max_width / self.longest) if self.longest else 0.0
+        eighths = max(round(self.length * scale * 8), 1) if self.length else 0
+        yield Text("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip())
+
+
+def _bars(values: Seq[float], full: float) -> list[_Bar]:
+    """A bar for each value; one of `full` is as long as bars get."""
+    lengths = [value / full * _BAR_WIDTH if full else 0.0 for value in values]
+    return [_Bar(length, max(lengths)) for length in lengths]
