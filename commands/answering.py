@@ -14,7 +14,7 @@ from commands.inputs.prompts import Prompt, without_padding
 from commands.inputs.traces import write_traces
 from commands.options.run import RunInputs, RunResults
 from commands.output import Output, speedup_line
-from commands.sessions import lossless_check
+from commands.sessions import lossless_check, token_progress
 from commands.tables.lossless import fail_unless_lossless, lossless_lines
 from commands.tables.run import StreamPrinter, make_labels, show_outputs, show_stats
 from runtime.evaluation.steps import all_pieces
@@ -71,11 +71,13 @@ def _generate(
     """Answer the requests, printing text as it comes if asked to; after Ctrl-C what had finished, with a warning."""
     if results.check_lossless:
         setup.session.warm_up(requests)  # or the first of the two runs would pay for the first step
-    printer = None
-    if results.streaming:
-        printer = StreamPrinter(setup.llm, stop_words_of(requests[0]), output, results.streaming_interval, labels)
     try:
-        return setup.session.run(requests, on_tokens=printer)
+        if results.streaming:
+            interval = results.streaming_interval
+            printer = StreamPrinter(setup.llm, stop_words_of(requests[0]), output, interval, labels)
+            return setup.session.run(requests, on_tokens=printer)
+        with token_progress("generating", requests, output) as on_tokens:
+            return setup.session.run(requests, on_tokens=on_tokens)
     except Interrupted as interrupted:
         num_finished = len(interrupted.finished.sequences)
         output.warning(f"interrupted: {num_finished} of {len(requests)} requests had finished")
@@ -107,7 +109,8 @@ def _compare_with_no_drafter(
     setup: Setup, requests: list[Request], generation: Generation, results: RunResults, output: Output
 ) -> dict[str, Any]:
     """Generate again without a drafter; the `speedup` and `checks` of the document, shown too."""
-    baseline = setup.session.run_without_drafter(requests)
+    with token_progress("without a drafter", requests, output) as on_tokens:
+        baseline = setup.session.run_without_drafter(requests, on_tokens)
     speedup = generation.work.speedup_over(baseline.work)
     check = lossless_check(setup.session, generation.sequences, baseline.sequences, output)
     if results.stats != "none":

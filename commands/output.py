@@ -1,25 +1,24 @@
 """Where output goes: results on stdout, everything else on stderr.
 
-With `--json` stdout gets one document and nothing more; with `--quiet` only the bare result. Progress is shown on a
-terminal only.
+With `--json` stdout gets one document and nothing more; with `--quiet` only the bare result. With either there is no
+progress.
 """
 
 import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
+from commands import progress
 from commands.options.panels import OUTPUT
 from commands.tables.fitting import fitted
 from runtime.errors import SpecDecError, UsageError
@@ -61,58 +60,17 @@ class Output:
     def warning(self, message: str) -> None:
         warn(message)
 
-    @contextmanager
-    def phases(self) -> Iterator[Callable[[str], None]]:
-        """A spinner that names the current phase; without a terminal a line with its time after each."""
-        console = stderr()
-        if not self.human:
-            yield lambda name: None
-            return
-        if not console.is_terminal:
-            current: list[tuple[str, float]] = []
+    def phases(self) -> AbstractContextManager[Callable[[str], None]]:
+        """Progress through phases: called with the name of each as it begins."""
+        return progress.phases(stderr()) if self.human else nullcontext(lambda name: None)
 
-            def end_phase() -> None:
-                for name, start in current:
-                    console.print(f"{time.perf_counter() - start:6.1f} s  {name}")
-                current.clear()
+    def byte_progress(self, description: str) -> AbstractContextManager[Callable[[int, int], None]]:
+        """Called with the bytes done and the bytes there are."""
+        return progress.bytes_done(stderr(), description) if self.human else nullcontext(lambda done, total: None)
 
-            def begin_phase(name: str) -> None:
-                end_phase()
-                current.append((name, time.perf_counter()))
-
-            yield begin_phase
-            end_phase()
-            return
-        with console.status("starting") as status:
-            yield lambda name: status.update(name)
-
-    @contextmanager
-    def byte_progress(self, description: str) -> Iterator[Callable[[int, int], None]]:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=stderr(), transient=True, disable=not self._shows_progress()) as progress:
-            task = progress.add_task(description, total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
-
-    @contextmanager
-    def progress(self, description: str, total: int) -> Iterator[Callable[[], None]]:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total}"),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=stderr(), transient=True, disable=not self._shows_progress()) as progress:
-            task = progress.add_task(description, total=total)
-            yield lambda: progress.advance(task)
-
-    def _shows_progress(self) -> bool:
-        return self.human and stderr().is_terminal
+    def progress(self, description: str, total: int) -> AbstractContextManager[progress.Advance]:
+        """Called as each of so many things, or several of them, are done."""
+        return progress.counting(stderr(), description, total) if self.human else nullcontext(lambda count=1: None)
 
 
 def stdout() -> Console:

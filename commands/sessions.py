@@ -16,8 +16,8 @@ from runtime.engine import DEFAULT_MAX_NUM_TOKENS, KVCacheConfig
 from runtime.evaluation.lossless import NUM_PREFIXES, check_outputs
 from runtime.llm import LLM
 from runtime.params import SamplingParams
-from runtime.request import Sequence
-from runtime.session import Mode, Session
+from runtime.request import Request, Sequence
+from runtime.session import Mode, OnTokens, Session
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,19 @@ def open_setup_of_models(models: Models, options: SessionOptions, output: Output
         drafting = replace(drafting, named=replace(drafting.named, drafter=engines.drafter))
         with open_setup(replace(options, engine_dir=engines.engine_dir, drafting=drafting)) as setup:
             yield setup
+
+
+@contextmanager
+def token_progress(description: str, requests: Seq[Request], output: Output) -> Iterator[OnTokens]:
+    """Progress of requests that are answered: by tokens, up to the most that they may have."""
+    with output.progress(description, sum(request.max_new_tokens for request in requests)) as advance:
+
+        def on_tokens(sequence: Sequence, new_tokens: list[int]) -> None:
+            is_finished = sequence.finish_reason is not None
+            num_left = sequence.request.max_new_tokens - len(sequence.output_tokens)
+            advance(len(new_tokens) + (num_left if is_finished else 0))
+
+        yield on_tokens
 
 
 def lossless_check(

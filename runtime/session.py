@@ -91,10 +91,11 @@ class Session:
         self.clear_cache()
         self.clear_pools()
 
-    def run_without_drafter(self, requests: Seq[Request]) -> Generation:
+    def run_without_drafter(self, requests: Seq[Request], on_tokens: OnTokens | None = None) -> Generation:
         """The same requests again, from an empty cache and with nothing drafted."""
         self.clear_cache()
-        return self.run([dataclasses.replace(r, keep_logits=False) for r in requests], speculate=False)
+        again = [dataclasses.replace(r, keep_logits=False) for r in requests]
+        return self.run(again, speculate=False, on_tokens=on_tokens)
 
     def clear_cache(self) -> None:
         """Forget the K/V of finished requests, the draft model's too, so that what comes next starts cold."""

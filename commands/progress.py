@@ -1,0 +1,145 @@
+"""Progress on stderr: bars that move on a terminal, and elsewhere a plain line every ten seconds."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
+
+INTERVAL_S = 10.0
+_REFRESHES_PER_S = 4  # drawing takes time from what is measured
+
+
+class Advance(Protocol):
+    """Called when so many more things are done."""
+
+    def __call__(self, count: int = 1) -> None: ...
+
+
+@contextmanager
+def counting(console: Console, description: str, total: int) -> Iterator[Advance]:
+    """Things that are done one after the other."""
+    done, start = 0, time.perf_counter()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+        TimeElapsedColumn(),
+    )
+
+    def line() -> str:
+        return f"{_seconds_since(start)}  {description}: {done:,}/{total:,}"
+
+    with _bar(console, line, columns) as bar:
+        task = bar.add_task(description, total=total)
+
+        def advance(count: int = 1) -> None:
+            nonlocal done
+            done += count
+            bar.advance(task, count)
+
+        yield advance
+
+
+@contextmanager
+def bytes_done(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
+    """Bytes, given as how many are done and how many there are."""
+    done, total, start = 0, 0, time.perf_counter()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
+
+    def line() -> str:
+        return f"{_seconds_since(start)}  {description}: {done / 1e6:,.1f}/{total / 1e6:,.1f} MB"
+
+    with _bar(console, line, columns) as bar:
+        task = bar.add_task(description, total=None)
+
+        def update(now_done: int, now_total: int) -> None:
+            nonlocal done, total
+            done, total = now_done, now_total
+            bar.update(task, completed=done, total=total)
+
+        yield update
+
+
+@contextmanager
+def phases(console: Console) -> Iterator[Callable[[str], None]]:
+    """One thing after the other, each with its time, of which nobody knows how long they take."""
+    current, start = "", time.perf_counter()
+    columns = (
+        SpinnerColumn("line", finished_text=" "),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+    )
+    with _bar(console, lambda: f"{_seconds_since(start)}  {current} …", columns) as bar:
+
+        def end() -> None:
+            for task in bar.tasks:
+                bar.update(task.id, total=1, completed=1)
+            if current and not _is_drawn(console):
+                console.print(f"{_seconds_since(start)}  {current}")
+
+        def begin(name: str) -> None:
+            nonlocal current, start
+            end()
+            current, start = name, time.perf_counter()
+            bar.add_task(name, total=None)
+
+        yield begin
+        end()
+
+
+@contextmanager
+def _bar(console: Console, line: Callable[[], str], columns: tuple[ProgressColumn, ...]) -> Iterator[Progress]:
+    """A bar that is drawn on a terminal, and gone in the end; elsewhere the line is printed from time to time."""
+    is_drawn = _is_drawn(console)
+    bar = Progress(*columns, console=console, transient=True, disable=not is_drawn, refresh_per_second=_REFRESHES_PER_S)
+    with bar:
+        if is_drawn:
+            yield bar
+        else:
+            with _every_interval(lambda: console.print(line(), soft_wrap=True)):
+                yield bar
+
+
+def _is_drawn(console: Console) -> bool:
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+@contextmanager
+def _every_interval(say: Callable[[], None]) -> Iterator[None]:
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(INTERVAL_S):
+            say()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _seconds_since(start: float) -> str:
+    return f"{time.perf_counter() - start:6.1f} s"

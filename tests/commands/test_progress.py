@@ -1,0 +1,138 @@
+"""Progress: bars on a terminal that are gone in the end, plain lines from time to time elsewhere, nothing on stdout."""
+
+import io
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import NGRAM, PROMPT, Specdec, draft_model
+from rich.console import Console
+from rich.text import Text
+
+from commands import progress
+
+
+class Screen(io.StringIO):
+    """A terminal, as a file."""
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def words(self) -> str:
+        """What was written, without the control sequences."""
+        return Text.from_ansi(self.getvalue()).plain
+
+
+@pytest.fixture
+def terminal() -> Console:
+    return Console(file=Screen(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
+
+
+def test_a_bar_moves_as_things_are_done_and_is_gone_in_the_end(terminal: Console) -> None:
+    with progress.counting(terminal, "timing", 12) as advance:
+        advance()
+        advance(4)
+    assert isinstance(terminal.file, Screen)
+    assert re.search(r"timing .*5/12", terminal.file.words)
+    assert terminal.file.getvalue().endswith("\x1b[2K")  # the line is erased
+
+
+def test_every_phase_is_listed_with_its_time(terminal: Console) -> None:
+    with progress.phases(terminal) as phase:
+        for name in ("loading", "compiling"):
+            phase(name)
+    assert isinstance(terminal.file, Screen)
+    last = terminal.file.words[terminal.file.words.rindex("loading") :]
+    assert re.search(r"loading.*0:00:00\s+compiling.*0:00:00", last, re.DOTALL)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.005)
+
+
+@pytest.mark.usefixtures("often")
+def test_without_a_terminal_a_line_says_how_far_it_is_from_time_to_time() -> None:
+    file, num_threads = io.StringIO(), threading.active_count()
+    with progress.counting(Console(file=file, width=80), "timing", 12) as advance:
+        advance(5)
+        wait_for(lambda: file.getvalue().count("5/12\n") >= 2)
+        advance()
+        wait_for(lambda: "6/12\n" in file.getvalue())
+    lines = file.getvalue().splitlines()
+    assert all(re.fullmatch(r" +\d+\.\d s  timing: [056]/12", line) for line in lines)
+    assert threading.active_count() == num_threads  # it ends with the block
+
+
+@pytest.mark.usefixtures("often")
+def test_without_a_terminal_a_phase_that_lasts_is_named_again_and_again() -> None:
+    file = io.StringIO()
+    with progress.phases(Console(file=file, width=80)) as phase:
+        phase("loading")
+        phase("compiling")
+        wait_for(lambda: file.getvalue().count("compiling …\n") >= 2)
+    lines = [line for line in file.getvalue().splitlines() if not line.endswith("…")]
+    assert [re.sub(r"^ +\d+\.\d s", "", line) for line in lines] == ["  loading", "  compiling"]
+
+
+@pytest.mark.usefixtures("often")
+def test_without_a_terminal_bytes_are_in_megabytes() -> None:
+    file = io.StringIO()
+    with progress.bytes_done(Console(file=file, width=80), "converting") as update:
+        update(1_500_000, 20_000_000)
+        wait_for(lambda: "converting: 1.5/20.0 MB\n" in file.getvalue())
+    assert "\x1b" not in file.getvalue() and "\r" not in file.getvalue()
+
+
+def test_what_takes_no_ten_seconds_needs_no_line() -> None:
+    file = io.StringIO()
+    with progress.counting(Console(file=file, width=80), "timing", 2) as advance:
+        advance(2)
+    assert file.getvalue() == ""
+
+
+def test_the_lossless_check_shows_how_far_it_is(
+    specdec: Specdec, llama_uncompiled_dir: Path, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    where = ["run", "--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--max-output-len", 12]
+    flags = [*draft_model(draft_engine_dir, "[4,[0],[0],True]"), "--temperature", 0.9, "--check-lossless"]
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    result = specdec(*where, *flags)
+    assert result.exit_code == 0
+    for line in (r"generating .*/12", r"without a drafter .*12/12", r"lossless check .*[1-9]/\d"):
+        assert re.search(line, screen.words), line
+    assert "\x1b" not in result.stdout and "lossless check passed" in result.stdout
+
+
+def test_a_build_shows_its_phases(
+    specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    where = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", "--compiler", "none"]
+    assert specdec("build", *where, "--max-input-len", 64, "--max-seq-len", 128).exit_code == 0
+    for phase in ("loading the checkpoint", "checking the logits", "writing the engine"):
+        assert re.search(rf"{phase} .*\d:\d\d:\d\d", screen.words), phase
+
+
+@pytest.mark.parametrize("form", ["--json", "--quiet"])
+def test_nothing_is_shown_with_json_or_quiet(
+    form: str, specdec: Specdec, llama_uncompiled_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    where = ["run", "--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--max-output-len", 12]
+    assert specdec(*where, "--ngram-config", NGRAM, "--check-lossless", form).exit_code == 0
+    assert screen.getvalue() == ""
