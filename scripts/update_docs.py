@@ -47,7 +47,7 @@ def flag_table(command: Any) -> str:
     """A Markdown table of a command's visible options, grouped as in its `--help`."""
     rows = []
     for option in sort_by_panel(command.params):
-        if not option.hidden and option.name != "help":
+        if not option.hidden and option.name not in ("help", "help_all"):
             names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
             if option.param_type_name == "argument":
                 names = f"`{option.metavar}`"

@@ -1,20 +1,23 @@
 """The Typer application: registers the commands and turns errors into exit codes.
 
-0 success; 1 a failed check or an error of files, machine or settings; 2 wrong usage; 130 interrupted.
+0 success; 1 a failed check or an error of files, machine or settings; 2 wrong usage; 3 a check that had too little to
+tell; 130 interrupted.
 """
 
 import errno
+import inspect
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
+from inspect import Parameter
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from commands.build import build
 from commands.chat import chat
@@ -22,7 +25,7 @@ from commands.compare import compare
 from commands.convert import convert
 from commands.corpus import create, merge, stats
 from commands.options.hints import hint_of, message_of
-from commands.options.panels import sort_by_panel
+from commands.options.panels import COMMON, sort_by_panel
 from commands.options.spellings import normalize_name, split_flags_without_effect
 from commands.options.usage import usage_message
 from commands.output import fail, warn
@@ -42,7 +45,7 @@ _EXAMPLES = {
         "specdec build --checkpoint-dir ckpt --output-dir engine --max-batch-size 1 --max-seq-len 512",
     ),
     run: (
-        'specdec run --engine-dir engine --ngram-config "[10,2,[0]]" --max-output-len 128 --input-text "…"',
+        'specdec run --model-dir demo --ngram-config 10,2 "def area(w, h):"',
         "specdec run --engine-dir engine --draft-engine-dir draft-engine --draft-target-model-config "
         '"[4,[0],[0],False]" --temperature 0.8 --random-seed 7 --check-lossless --input-text "…"',
     ),
@@ -76,6 +79,10 @@ _EXAMPLES = {
 }
 
 
+_LONG = (run, chat, summarize)
+"""Commands with so many flags that `--help` shows the common ones."""
+
+
 _METAVARS = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT", "bool": "", "list[str]": "TEXT"}
 
 
@@ -85,16 +92,31 @@ def _metavar(shown: str) -> str:
     return _METAVARS.get(kind, f"[{kind}]" if "|" in kind else kind.upper())
 
 
+def _name_types(params: Iterable[Any], ctx: Any) -> None:
+    for param in params:
+        if isinstance(param, TyperOption) and param.metavar is None:
+            param.metavar = _metavar(param.display_type_rich(ctx) or "")
+
+
+class _Group(TyperGroup):
+    """Several commands."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _name_types(self.get_params(ctx), ctx)
+        super().format_help(ctx, formatter)
+
+
 class _Command(TyperCommand):
     """A command that takes TensorRT-LLM's flags without meaning here, and says so once."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Panels in the order of all commands, and narrow types: beside wide ones Typer cuts the names of flags."""
-        self.params = sort_by_panel(self.params)
-        for option in self.params:
-            if isinstance(option, TyperOption) and option.metavar is None:
-                option.metavar = _metavar(option.display_type_rich(ctx) or "")
+        all_params, self.params = self.params, sort_by_panel(self.params)
+        if any(param.name == "help_all" for param in all_params) and not ctx.meta.get(_SHOWS_ALL):
+            self.params = [param for param in self.params if param.name in COMMON]
+        _name_types(self.get_params(ctx), ctx)
         super().format_help(ctx, formatter)
+        self.params = all_params
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = [option for option in self.params if isinstance(option, TyperOption)]
@@ -105,11 +127,40 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, kept)
 
 
+_SHOWS_ALL = "specdec.shows_all_flags"
+
+
+def _show_all_flags(ctx: typer.Context, is_asked: bool) -> None:
+    if is_asked:
+        ctx.meta[_SHOWS_ALL] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+def _with_help_all(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with a flag that it never hears of."""
+    help_all = typer.Option(
+        "--help-all",
+        help="Show all flags, those that are seldom needed too, and exit.",
+        is_eager=True,
+        callback=_show_all_flags,
+    )
+    flag = Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, help_all])
+    signature = inspect.signature(command)
+
+    @wraps(command)
+    def with_flag(help_all: bool, **given: Any) -> None:
+        command(**given)
+
+    with_flag.__signature__ = signature.replace(parameters=[flag, *signature.parameters.values()])  # type: ignore[attr-defined]
+    return with_flag
+
+
 app = typer.Typer(
     name="specdec",
+    cls=_Group,
     help="Speculative decoding for Hugging Face models: convert, build, run, chat, summarize, compare, tune; corpora.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"token_normalize_func": normalize_name, "help_option_names": ["-h", "--help"]},
@@ -117,7 +168,9 @@ app = typer.Typer(
 
 
 corpus_app = typer.Typer(
-    help="Make, merge and describe corpora: text that n-gram lookup finds continuations in.", no_args_is_help=True
+    cls=_Group,
+    help="Make, merge and describe corpora: text that n-gram lookup finds continuations in.",
+    no_args_is_help=True,
 )
 app.add_typer(corpus_app, name="corpus")
 
@@ -125,7 +178,8 @@ app.add_typer(corpus_app, name="corpus")
 def _register(command: Callable[..., None], group: typer.Typer = app) -> None:
     epilog = "Examples:\n\n" + "\n\n".join(f"`{example}`" for example in _EXAMPLES[command])
     names = {"token_normalize_func": partial(normalize_name, command=command.__name__)}
-    group.command(cls=_Command, epilog=epilog, context_settings=names)(command)
+    shown = _with_help_all(command) if command in _LONG else command
+    group.command(cls=_Command, epilog=epilog, context_settings=names)(shown)
 
 
 for _command in (convert, build, run, chat, summarize, compare, tune):

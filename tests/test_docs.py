@@ -159,7 +159,17 @@ def parse(words: list[str]) -> None:
 
 
 def test_flags_in_the_text_exist() -> None:
-    known = {"flag", "help", "version", "debug", *OTHERS_FLAGS, *_WITHOUT_EFFECT}
+    known = {
+        "flag",
+        "help",
+        "help-all",
+        "version",
+        "debug",
+        "install-completion",
+        "show-completion",
+        *OTHERS_FLAGS,
+        *_WITHOUT_EFFECT,
+    }
     for name in command_names():
         command: Any = typer.main.get_command(app)
         for part in name.split():

@@ -6,6 +6,20 @@ INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampli
 KV_CACHE, RUNTIME, LEADER = "KV cache", "Runtime", "Leader mode (V2)"
 PANELS = (INPUT, RUNTIME, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
 
+COMMON = frozenset(
+    {
+        "help_all", "prompt", "engine_dir", "hf_model_dir", "input_text", "input_file", "apply_chat_template", "system",
+        "dataset", "text_column", "reference_column",
+        "max_output_len", "output_len", "test_engine", "test_hf", "batch_size", "max_ite", "stop_words",
+        "ngram_config", "draft_len_mode", "profile", "draft_target_model_config", "draft_engine_dir",
+        "temperature", "top_k", "top_p", "random_seed",
+        "model_dir", "draft_model_dir", "spec_decode_max_draft_len", "streaming",
+        "check_accuracy", "rouge1_threshold", "check_lossless", "stats", "show_tokens", "report", "output_dir",
+        "json", "quiet",
+    }
+)  # fmt: skip
+"""What `--help` shows of a command with many flags; `--help-all` shows all."""
+
 
 def sort_by_panel(params: list[Any]) -> list[Any]:
     """A command's parameters in the order of their panels; arguments and what has no panel first."""

@@ -219,5 +219,5 @@ def test_ctrl_c_ends_a_process_with_what_had_finished(
 
 
 def test_help_groups_leader_mode(specdec: Specdec) -> None:
-    text: Any = specdec("run", "--help").stdout
+    text: Any = specdec("run", "--help-all").stdout
     assert "Leader mode (V2)" in text and "--spec-decode-algo" in text

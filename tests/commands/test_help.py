@@ -6,10 +6,12 @@ import pytest
 import typer.main
 from command_line import Specdec
 
-from commands.options.panels import PANELS
+from commands.options.panels import COMMON, PANELS
 from specdec_cli.app import app
 
-COMMANDS = ["convert", "build", "run", "summarize", "compare", "tune", "corpus create", "corpus merge", "corpus stats"]
+LONG = ["run", "chat", "summarize"]
+COMMANDS = [*LONG, "convert", "build", "compare", "tune", "corpus create", "corpus merge", "corpus stats"]
+NUM_LINES_OF_A_SCREEN = 50
 LONGEST_AT_80 = 28
 
 
@@ -20,12 +22,16 @@ def flags(command: str) -> list[str]:
     return [name for option in found.params if not option.hidden for name in option.opts if name.startswith("--")]
 
 
+def all_help(command: str) -> str:
+    return "--help-all" if command in LONG else "--help"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("width", [80, 120])
 def test_no_flag_is_cut(command: str, width: int, specdec: Specdec, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for three of the K/V cache's, which leave no room for the help beside them at 80 columns."""
     monkeypatch.setenv("COLUMNS", str(width))
-    lines = specdec(*command.split(), "--help").stdout.splitlines()
+    lines = specdec(*command.split(), all_help(command)).stdout.splitlines()
     assert max(map(len, lines)) == width
     words = set(re.findall(r"^│ [* ]*(--[\w-]+) ", "\n".join(lines), flags=re.MULTILINE))
     assert len(flags(command)) > 1
@@ -34,6 +40,56 @@ def test_no_flag_is_cut(command: str, width: int, specdec: Specdec, monkeypatch:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_panels_come_in_one_order(command: str, specdec: Specdec) -> None:
-    titles = re.findall(r"^╭─ (.*?) ─+╮$", specdec(*command.split(), "--help").stdout, flags=re.MULTILINE)
+    titles = re.findall(r"^╭─ (.*?) ─+╮$", specdec(*command.split(), all_help(command)).stdout, flags=re.MULTILINE)
     panels = [title for title in titles if title not in ("Arguments", "Options")]
     assert panels and panels == [panel for panel in PANELS if panel in panels]
+
+
+@pytest.mark.parametrize("command", ["", "corpus", *COMMANDS])
+def test_help_fits_in_two_screens(command: str, specdec: Specdec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = specdec(*command.split(), "--help").stdout
+    assert shown.count("\n") <= 2 * NUM_LINES_OF_A_SCREEN
+    assert "<bool>" not in shown
+
+
+@pytest.mark.parametrize("command", LONG)
+def test_help_shows_the_common_flags_and_how_to_see_all(
+    command: str, specdec: Specdec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # or names are cut
+    short, full = (specdec(command, flag) for flag in ("--help", "--help-all"))
+    assert (short.exit_code, full.exit_code) == (0, 0)
+    of_command = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    for option in (option for option in of_command if not option.hidden and option.opts[0].startswith("--")):
+        flag = rf"│ {option.opts[0]} "
+        assert re.search(flag, full.stdout), flag
+        assert bool(re.search(flag, short.stdout)) == (option.name in COMMON), flag
+    # Showing help changes nothing.
+    assert specdec(command, "--help").stdout == short.stdout
+
+
+def test_common_flags_are_flags() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert COMMON - {option.name for command in LONG for option in commands[command].params} == set()
+
+
+def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specdec) -> None:
+    """As the script of `--show-completion bash` asks."""
+
+    def completed(line: str) -> list[str]:
+        asked = {"_SPECDEC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        return specdec_process(environment=asked).stdout.split()
+
+    assert completed("specdec ") == ["convert", "build", "run", "chat", "summarize", "compare", "tune", "corpus"]
+    assert completed("specdec corpus ") == ["create", "merge", "stats"]
+    assert completed("specdec run --temp") == ["--temperature"]
+    assert completed("specdec run --ngram-r") == ["--ngram-ranking"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_script_is_shown(shell: str, specdec_process: Specdec) -> None:
+    """As `--show-completion` shows it to the shell that it is called from."""
+    shown = specdec_process(environment={"_SPECDEC_COMPLETE": f"source_{shell}"})
+    assert shown.exit_code == 0
+    assert f"_SPECDEC_COMPLETE=complete_{shell}" in shown.stdout
