@@ -15,7 +15,7 @@ from commands.inputs.traces import write_traces
 from commands.options.run import RunInputs, RunResults
 from commands.output import Output, speedup_line
 from commands.sessions import lossless_check, token_progress
-from commands.tables.lossless import fail_unless_lossless, lossless_lines
+from commands.tables.lossless import exit_if_too_little_to_tell, fail_unless_lossless, lossless_lines
 from commands.tables.run import StreamPrinter, make_labels, show_outputs, show_stats
 from runtime.evaluation.steps import all_pieces
 from runtime.generation import Generation, Interrupted
@@ -45,6 +45,7 @@ def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunR
     if num_unfinished or (results.check_lossless and not comparison):
         raise typer.Exit(130)
     fail_unless_lossless(document["checks"])
+    exit_if_too_little_to_tell(document["checks"])
 
 
 def _make_requests(

@@ -15,7 +15,7 @@ from commands.inputs.traces import write_traces
 from commands.options.summarize import EvaluationOptions, SummarizeInputs, SummarizeResults
 from commands.output import Output
 from commands.sessions import lossless_check
-from commands.tables.lossless import fail_unless_lossless
+from commands.tables.lossless import exit_if_too_little_to_tell, fail_unless_lossless
 from commands.tables.summarize import show_summary
 from runtime.errors import SpecDecError
 from runtime.evaluation.steps import all_pieces
@@ -78,6 +78,7 @@ def evaluate(
         raise typer.Exit(130)
     fail_unless_lossless(document["checks"])
     _fail_unless_accurate(document["checks"], results.rouge1_threshold)
+    exit_if_too_little_to_tell(document["checks"])
 
 
 def _check_batch_size(max_batch_size: int, batch_size: int) -> None:

@@ -177,7 +177,10 @@ class LLM:
         drafter: AnyDrafter,
         draft_len_mode: DraftLenMode = "fixed",
     ) -> dict[str, Any]:
-        """Generate with the drafter and without, and compare: `passed`, and what differs or how much was looked at."""
+        """Generate with the drafter and without, and compare: `passed`, and what differs or how much was looked at.
+
+        `passed` is None for too little to tell.
+        """
         from runtime.evaluation.lossless import check_outputs
 
         session = self.session(drafter, draft_len_mode)

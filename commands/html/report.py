@@ -158,14 +158,13 @@ def _throughput_tile(page: Page) -> str:
 def _lossless_tile(page: Page) -> str:
     """The check where it was made, or what is known without it."""
     check, same = page.at("checks", "lossless"), page.at("checks", "identical_to_no_drafter")
+    if check is not None and check["rule"] == "distribution":
+        return _distribution_tile(page, check["passed"])
     if check is not None:
         caption = (
             f"{page.show(integer, 'checks', 'lossless', 'num_identical')} of "
             f"{page.show(integer, 'checks', 'lossless', 'num_samples')} outputs token for token the same as without a "
             "drafter"
-            if check["rule"] == "tokens"
-            else f"distribution: p = {page.show(lambda p: f'{p:.3g}', 'checks', 'lossless', 'p_value')}, "
-            f"{page.show(integer, 'checks', 'lossless', 'num_tokens')} tokens"
         )
         return _tile("Lossless", "passed" if check["passed"] else "FAILED", caption, _verdict(check["passed"]))
     if same is not None:
@@ -176,6 +175,19 @@ def _lossless_tile(page: Page) -> str:
         is_same = same["num_identical"] == same["num_samples"]
         return _tile("Lossless", figure, "outputs token for token the same as without a drafter", _verdict(is_same))
     return _tile("Lossless", "not checked", "<code>--check-lossless</code> compares with no drafter", " words none")
+
+
+def _distribution_tile(page: Page, passed: bool | None) -> str:
+    def figure(key: str, form: str) -> str:
+        return page.show(lambda value: format(value, form), "checks", "lossless", key, reason="none so surely")
+
+    caption = (
+        f"distribution: p = {figure('p_value', '.3g')}, {figure('num_tokens', ',')} tokens; would have found a total "
+        f"variation distance of {figure('detectable_total_variation', '.2g')} with {figure('power', '.0%')}"
+    )
+    if passed is None:
+        return _tile("Lossless", "too little to tell", caption, " words none")
+    return _tile("Lossless", "passed" if passed else "FAILED", caption, _verdict(passed))
 
 
 def _verdict(is_good: bool) -> str:

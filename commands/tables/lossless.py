@@ -2,13 +2,19 @@
 
 from typing import Any
 
+import typer
+
+from commands.output import warn
 from runtime.errors import SpecDecError
+
+TOO_LITTLE_TO_TELL = 3
+"""The exit code of a check that neither passed nor failed."""
 
 
 def fail_unless_lossless(checks: dict[str, Any]) -> None:
     """SpecDecError (exit code 1) if the check was made and failed."""
     check = checks.get("lossless")
-    if check is None or check["passed"]:
+    if check is None or check["passed"] is not False:
         return
     if check["rule"] == "distribution":
         raise SpecDecError(
@@ -22,22 +28,22 @@ def fail_unless_lossless(checks: dict[str, Any]) -> None:
     )
 
 
+def exit_if_too_little_to_tell(checks: dict[str, Any]) -> None:
+    """With a warning, if the check was made and could not tell; for the end, when no other check has failed."""
+    check = checks.get("lossless")
+    if check is not None and check["passed"] is None:
+        warn(
+            "the lossless check had too little to tell; longer outputs, other prompts or a higher temperature leave "
+            "more tokens to choose"
+        )
+        raise typer.Exit(TOO_LITTLE_TO_TELL)
+
+
 def lossless_lines(check: dict[str, Any]) -> list[str]:
     """The check in words, for the terminal."""
-    result = "passed" if check["passed"] else "FAILED"
     if check["rule"] == "distribution":
-        statistic = "infinite" if check["chi_squared"] is None else f"{check['chi_squared']:.1f}"
-        return [
-            "rejection sampling draws other tokens than the target alone: its distribution is checked instead",
-            *(
-                ["the texts leave one token to choose each: there was nothing to compare"]
-                if not check["degrees_of_freedom"]
-                else []
-            ),
-            f"lossless check {result}: chi-squared {statistic} with {check['degrees_of_freedom']} degrees of freedom, "
-            f"p = {check['p_value']:.3g} (threshold {check['threshold']:g}), {check['num_tokens']:,} tokens after "
-            f"{check['num_distributions']} texts, {check['num_draws']:,} draws",
-        ]
+        return _distribution_lines(check)
+    result = "passed" if check["passed"] else "FAILED"
     lines = [_difference_line(difference, check["dtype"]) for difference in check["differences"]]
     near_ties = f" (near ties: {check['num_near_ties']})" if check["num_near_ties"] else ""
     return [
@@ -45,6 +51,28 @@ def lossless_lines(check: dict[str, Any]) -> list[str]:
         f"lossless check {result}: {check['num_identical']} of {check['num_samples']} outputs token for token the same "
         f"as without a drafter{near_ties}",
     ]
+
+
+def _distribution_lines(check: dict[str, Any]) -> list[str]:
+    result = {True: " passed", False: " FAILED", None: ": too little to tell"}[check["passed"]]
+    statistic = "infinite" if check["chi_squared"] is None else f"{check['chi_squared']:.1f}"
+    lines = [
+        "rejection sampling draws other tokens than the target alone: its distribution is checked instead",
+        f"lossless check{result}: chi-squared {statistic} with {check['degrees_of_freedom']} degrees of freedom, "
+        f"p = {check['p_value']:.3g} (threshold {check['threshold']:g}), {check['num_tokens']:,} tokens after "
+        f"{check['num_distributions']} texts, {check['num_draws']:,} draws",
+    ]
+    if check["passed"] is not False:
+        lines.append(power_line(check))
+    return lines
+
+
+def power_line(check: dict[str, Any]) -> str:
+    """How large a fault would have been found, in words."""
+    detectable, required = check["detectable_total_variation"], check["required_total_variation"]
+    found = "no fault" if detectable is None else f"a total variation distance of {detectable:.2g}"
+    wanted = f", and {required:g} is asked for" if check["passed"] is None else ""
+    return f"it would have found {found} with a probability of {check['power']:.0%}{wanted}"
 
 
 def _difference_line(difference: dict[str, Any], dtype: str) -> str:

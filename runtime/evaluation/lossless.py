@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 
 from runtime.engine import Engine
+from runtime.evaluation.chi_squared import chi_squared_of, degrees_of_freedom_of, detectable_total_variation, p_value_of
 from runtime.request import Draft, Request, Sequence
 from runtime.session import Session
 
 P_VALUE_THRESHOLD = 1e-4
-NUM_PREFIXES, NUM_DRAWS_PER_PREFIX = 8, 250
-_MIN_DRAWS_OF_A_PREFIX = 50  # fewer say nothing about a distribution
-_MIN_EXPECTED_COUNT = 5  # of a cell of the chi-squared statistic
-_IMPOSSIBLE = 1e-12
+POWER, REQUIRED_TOTAL_VARIATION = 0.99, 0.15
+MIN_DISTRIBUTIONS = 4
+"""A check that would not have found so large a fault so surely, or looks at fewer places, has too little to tell."""
+NUM_PREFIXES, NUM_CANDIDATES = 8, 32
+NUM_DRAWS_PER_PREFIX = (250, 500)  # as many as it takes
+_MIN_DRAWS_OF_A_TEXT = 50  # fewer say nothing about a distribution
 
 
 @dataclass(frozen=True)
@@ -126,43 +129,78 @@ def next_logits(engine: Engine, request: Request, prefix: list[int]) -> Tensor:
 def check_distribution(session: Session, sequences: Seq[Sequence], advance: Callable[[], None]) -> dict[str, Any]:
     """The `lossless` check by distribution: chi-squared over speculated tokens after prefixes of these outputs.
 
-    Every draw is one step from a prefix, with its own random numbers. The tokens of a step are counted by the text
-    before them, and compared with the distribution that a step without a draft gives for that text.
+    Every draw is one step from a prefix, with its own random numbers. The tokens of a step with a draft are counted by
+    the text before them, and compared with the distribution that a step without a draft gives for that text.
+    `passed` is None where there was too little to tell.
     """
-    prefixes = _choose_prefixes(session, sequences)
+    like = sequences[0].request
+    prefixes, num_draws = _choose_prefixes(session, sequences)
     counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for prefix in prefixes:
-        for start in range(0, NUM_DRAWS_PER_PREFIX, session.engine.max_batch_size):
-            draws = range(start, min(start + session.engine.max_batch_size, NUM_DRAWS_PER_PREFIX))
-            for tokens, num_new in _draw_once(session, sequences[0].request, prefix, draws):
+        for start in range(0, num_draws, session.engine.max_batch_size):
+            draws = range(start, min(start + session.engine.max_batch_size, num_draws))
+            for tokens, num_new in _draw_once(session, like, prefix, draws):
                 for i in range(len(tokens) - num_new, len(tokens)):
                     counts[tuple(tokens[:i])][tokens[i]] += 1
         advance()
     chi_squared, degrees_of_freedom, num_distributions, num_counted = 0.0, 0, 0, 0
     for text, counter in counts.items():
-        if counter.total() < _MIN_DRAWS_OF_A_PREFIX:
+        if counter.total() < _MIN_DRAWS_OF_A_TEXT:
             continue
-        request = replace(sequences[0].request, prompt_tokens=text, max_new_tokens=1)
-        logits = next_logits(session.engine, request, list(text))
-        distribution = Sequence.start(request).sampler.probs(list(text), logits)
-        statistic, freedom = chi_squared_of(counter, distribution)
-        chi_squared += statistic
-        degrees_of_freedom += freedom
-        num_distributions += 1
-        num_counted += counter.total()
-    p_value = chi_squared_p_value(chi_squared, degrees_of_freedom)
+        statistic, freedom = chi_squared_of(counter, _distribution(session, like, text))
+        if freedom:
+            chi_squared += statistic
+            degrees_of_freedom += freedom
+            num_distributions += 1
+            num_counted += counter.total()
+    p_value = p_value_of(chi_squared, degrees_of_freedom)
+    detectable = _detectable(num_counted, degrees_of_freedom)
     return {
         "rule": "distribution",
         "num_prefixes": len(prefixes),
-        "num_draws": len(prefixes) * NUM_DRAWS_PER_PREFIX,
+        "num_draws": len(prefixes) * num_draws,
         "num_distributions": num_distributions,
         "num_tokens": num_counted,
         "chi_squared": chi_squared if math.isfinite(chi_squared) else None,
         "degrees_of_freedom": degrees_of_freedom,
         "p_value": p_value,
         "threshold": P_VALUE_THRESHOLD,
-        "passed": p_value >= P_VALUE_THRESHOLD,
+        "power": POWER,
+        "detectable_total_variation": detectable,
+        "required_total_variation": REQUIRED_TOTAL_VARIATION,
+        "passed": _verdict(p_value, detectable, num_distributions),
     }
+
+
+def _verdict(p_value: float, detectable: float | None, num_distributions: int) -> bool | None:
+    """Whether the check passed; None for too little to tell."""
+    if p_value < P_VALUE_THRESHOLD:
+        return False
+    return True if num_distributions >= MIN_DISTRIBUTIONS and _is_enough(detectable) else None
+
+
+def _detectable(num_tokens: int, degrees_of_freedom: int) -> float | None:
+    return detectable_total_variation(num_tokens, degrees_of_freedom, P_VALUE_THRESHOLD, POWER)
+
+
+def _is_enough(detectable: float | None) -> bool:
+    return detectable is not None and detectable <= REQUIRED_TOTAL_VARIATION
+
+
+def _num_draws_per_prefix(distributions: list[Tensor]) -> int:
+    """As many as it takes if only the first token of each step tells something; the fewest if no number does."""
+    for num_draws in NUM_DRAWS_PER_PREFIX:
+        freedoms = [degrees_of_freedom_of(distribution, num_draws) for distribution in distributions]
+        if _is_enough(_detectable(num_draws * sum(freedom > 0 for freedom in freedoms), sum(freedoms))):
+            return num_draws
+    return NUM_DRAWS_PER_PREFIX[0]
+
+
+def _distribution(session: Session, like: Request, text: tuple[int, ...]) -> Tensor:
+    """(vocab,) the target's, of the token after the text, from a step without a draft."""
+    request = replace(like, prompt_tokens=text, max_new_tokens=1)
+    logits = next_logits(session.engine, request, list(text))
+    return Sequence.start(request).sampler.probs(list(text), logits)
 
 
 @dataclass(frozen=True)
@@ -173,26 +211,38 @@ class _Prefix:
     max_new_tokens: int
 
 
-def _choose_prefixes(session: Session, sequences: Seq[Sequence]) -> list[_Prefix]:
+def _choose_prefixes(session: Session, sequences: Seq[Sequence]) -> tuple[list[_Prefix], int]:
+    """Those after which the target is not sure of the next token, and how many draws to make from each.
+
+    Chosen by the target's distributions alone, before anything is drawn, which leaves the p-value what it is. Where it
+    is sure nearly everywhere, draws can still find tokens that it would never choose.
+    """
+    like, candidates = sequences[0].request, _candidates(session, sequences)
+    distributions = {prefix: _distribution(session, like, prefix.tokens) for prefix in candidates}
+    unsure = [prefix for prefix in candidates if degrees_of_freedom_of(distributions[prefix], NUM_DRAWS_PER_PREFIX[0])]
+    chosen = (unsure if len(unsure) >= MIN_DISTRIBUTIONS else candidates)[:NUM_PREFIXES]
+    return chosen, _num_draws_per_prefix([distributions[prefix] for prefix in chosen])
+
+
+def _candidates(session: Session, sequences: Seq[Sequence]) -> list[_Prefix]:
     """Prompts with some of their outputs, no longer than a prompt may be."""
     rng = random.Random(sequences[0].request.sampling.random_seed)
     engines = [session.engine, *([session.draft_engine] if session.draft_engine else [])]
     max_input_len = min(engine.config.build_config.max_input_len for engine in engines)
-    prefixes = set()
-    for i in range(4 * NUM_PREFIXES):
+    found: dict[_Prefix, None] = {}
+    for i in range(NUM_CANDIDATES):
         sequence = sequences[i % len(sequences)]
-        num_prompt = len(sequence.request.prompt_tokens)
-        last = max(min(len(sequence.tokens) - 1, max_input_len), num_prompt)
+        num_prompt, max_new_tokens = len(sequence.request.prompt_tokens), sequence.request.max_new_tokens
+        # Two tokens must have room after it, or nothing is drafted.
+        last = max(min(len(sequence.tokens) - 1, max_input_len, num_prompt + max_new_tokens - 2), num_prompt)
         length = rng.randint(num_prompt, last)
-        max_new_tokens = num_prompt + sequence.request.max_new_tokens - length
-        prefixes.add(_Prefix(tuple(sequence.tokens[:length]), min(max_new_tokens, session.max_draft_len + 1)))
-        if len(prefixes) == NUM_PREFIXES:
-            break
-    return sorted(prefixes, key=lambda prefix: prefix.tokens)
+        num_left = num_prompt + max_new_tokens - length
+        found[_Prefix(tuple(sequence.tokens[:length]), min(num_left, session.max_draft_len + 1))] = None
+    return list(found)
 
 
 def _draw_once(session: Session, like: Request, prefix: _Prefix, draws: range) -> list[tuple[list[int], int]]:
-    """(tokens, how many of them are new) after one speculated step from the prefix, for each draw.
+    """(tokens, how many of them are new) after one speculated step from the prefix, for each draw that had a draft.
 
     The requests are like the given one, but that stop words are left out.
     """
@@ -212,38 +262,9 @@ def _draw_once(session: Session, like: Request, prefix: _Prefix, draws: range) -
     first: dict[int, tuple[list[int], int]] = {}
     with closing(session.steps(requests)) as steps:
         for sequence, new_tokens in steps:  # some may step again before others begin
-            first.setdefault(sequence.request.id, (list(sequence.tokens), len(new_tokens)))
+            if sequence.request.id not in first:
+                had_draft = sequence.stats.num_draft_tokens > 0
+                first[sequence.request.id] = (list(sequence.tokens), len(new_tokens) if had_draft else 0)
             if len(first) == len(requests):
                 break
-    return [first[request.id] for request in requests]
-
-
-def chi_squared_of(counter: Counter[int], distribution: Tensor) -> tuple[float, int]:
-    """(statistic, degrees of freedom) of counts against a (vocab,) distribution; rare tokens share cells."""
-    num_draws = counter.total()
-    if any(float(distribution[token]) < _IMPOSSIBLE for token in counter):
-        return math.inf, 1
-    cells = [(0, 0.0)]  # counted, expected
-    rare = (0, 0.0)
-    for token, expected in enumerate((distribution * num_draws).tolist()):
-        if expected >= _MIN_EXPECTED_COUNT:
-            cells.append((counter[token], expected))
-            continue
-        rare = (rare[0] + counter[token], rare[1] + expected)
-        if rare[1] >= _MIN_EXPECTED_COUNT:
-            cells.append(rare)
-            rare = (0, 0.0)
-    # What is left over goes to the last cell.
-    cells[-1] = (cells[-1][0] + rare[0], cells[-1][1] + rare[1])
-    cells = cells if cells[0][1] else cells[1:]
-    return sum((n - e) ** 2 / e for n, e in cells), len(cells) - 1
-
-
-def chi_squared_p_value(chi_squared: float, degrees_of_freedom: int) -> float:
-    """Probability of a statistic at least as large; 1 where there is nothing to compare."""
-    if math.isinf(chi_squared):
-        return 0.0
-    if degrees_of_freedom == 0:
-        return 1.0
-    half = torch.tensor([degrees_of_freedom / 2, chi_squared / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    return [(tokens, num_new) for tokens, num_new in first.values() if num_new]

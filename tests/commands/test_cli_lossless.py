@@ -122,6 +122,8 @@ def test_rejection_sampling_is_compared_by_distribution(
     assert check["threshold"] == 1e-4
     assert check["num_draws"] == 250 * check["num_prefixes"] == 2000
     assert check["num_tokens"] >= 2000 and check["num_distributions"] >= 8
+    assert 0 < check["detectable_total_variation"] <= check["required_total_variation"] == 0.15
+    assert check["power"] == 0.99
     assert check["chi_squared"] > 0 and check["degrees_of_freedom"] > 20
     assert "identical_to_no_drafter" not in document["checks"]
 
@@ -144,6 +146,8 @@ def test_terminal_says_why_it_compares_distributions_and_with_what_p_value(
     assert f"lossless check passed: chi-squared {check['chi_squared']:.1f}" in shown
     assert f"p = {check['p_value']:.3g} (threshold 0.0001)" in shown
     assert "2,000 draws" in shown
+    size = f"{check['detectable_total_variation']:.2g}"
+    assert f"it would have found a total variation distance of {size} with a probability of 99%\n" in shown
 
 
 @pytest.mark.parametrize("flags", [["--top-k", 2], ["--top-p", 0.5], ["--min-p", 0.2], ["--temperature", 0.3]])
@@ -278,10 +282,51 @@ def test_streamed_text_comes_before_the_check(run: Run, draft_engine_dir: Path) 
 
 def test_check_works_where_nothing_can_be_drafted(run_wide: Run, drafters: dict[str, list[object]]) -> None:
     """One token of output leaves no room for a draft."""
-    for sampling in ([], SAMPLING):
-        result = run_wide(*drafters["logits"], *sampling, "--max-output-len", 1, "--check-lossless")
-        assert result.exit_code == 0
-        assert "lossless check passed" in result.stdout
+    result = run_wide(*drafters["logits"], "--max-output-len", 1, "--check-lossless")
+    assert result.exit_code == 0
+    assert "lossless check passed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--temperature", 0.9, "--max-output-len", 1], ["--temperature", 1e-4]],
+    ids=["nothing drafted", "one token to choose"],
+)
+@pytest.mark.parametrize("command", ["run", "summarize"])
+def test_too_little_to_tell_is_neither_passed_nor_failed(
+    run_wide: Run,
+    summarize: Run,
+    drafters: dict[str, list[object]],
+    command: str,
+    flags: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", (50,))  # no number would do
+    call = {"run": run_wide, "summarize": summarize}[command]
+    arguments = [*drafters["logits"], *flags, "--check-lossless"]
+    result = call(*arguments, "--json")
+    assert result.exit_code == 3
+    assert result.stderr.startswith("warning: the lossless check had too little to tell; ")
+    document = json.loads(result.stdout)
+    assert_valid(command, document)
+    check = lossless_of(document)
+    assert (check["passed"], check["detectable_total_variation"], check["degrees_of_freedom"]) == (None, None, 0)
+    shown = call(*arguments)
+    assert shown.exit_code == 3
+    assert "lossless check: too little to tell: chi-squared 0.0 with 0 degrees of freedom" in shown.stdout
+    assert "it would have found no fault with a probability of 99%, and 0.15 is asked for" in shown.stdout
+
+
+def test_draws_begin_where_there_is_something_to_choose(
+    run_wide: Run, drafters: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the target is sure at some places, others are taken."""
+    monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", (100,))
+    arguments = [*drafters["logits"], "--temperature", 0.1, "--check-lossless", "--json"]
+    chosen = lossless_of(json.loads(run_wide(*arguments).stdout))
+    monkeypatch.setattr("runtime.evaluation.lossless.NUM_CANDIDATES", 8)
+    by_chance = lossless_of(json.loads(run_wide(*arguments).stdout))
+    assert chosen["num_distributions"] > by_chance["num_distributions"]
 
 
 def test_several_outputs_of_a_prompt_are_compared_each(run_wide: Run) -> None:
@@ -293,11 +338,12 @@ def test_small_kv_cache_is_enough_for_the_check(
     run: Run, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Just what the longest request needs: one sequence at a time."""
-    monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", 60)
+    monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", (60,))
     size = ["--max-tokens-in-paged-kv-cache", 32]
     for sampling in ([], SAMPLING):
         flags = [*draft_model(draft_engine_dir, LOGITS), *sampling, *size, "--max-output-len", 12]
-        assert run(*each("--input-text", PROMPTS[:2]), *flags, "--check-lossless").exit_code == 0
+        result = run(*each("--input-text", PROMPTS[:2]), *flags, "--check-lossless")
+        assert result.exit_code == (3 if sampling else 0)  # so few draws tell too little
 
 
 def test_speculation_that_loses_is_called_slower(

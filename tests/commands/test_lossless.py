@@ -14,11 +14,22 @@ from tiny import make_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from runtime.evaluation.lossless import (
-    _is_chosen_within,
-    _unit_in_the_last_place,
+from runtime.evaluation.chi_squared import (
+    _cells,
     chi_squared_of,
-    chi_squared_p_value,
+    degrees_of_freedom_of,
+    detectable_total_variation,
+    p_value_of,
+    power_of,
+)
+from runtime.evaluation.lossless import (
+    P_VALUE_THRESHOLD,
+    POWER,
+    REQUIRED_TOTAL_VARIATION,
+    _is_chosen_within,
+    _num_draws_per_prefix,
+    _unit_in_the_last_place,
+    _verdict,
     compare_tokens,
     next_logits,
 )
@@ -249,13 +260,13 @@ def test_samples_that_differ_beyond_rounding_fail(dtype: str, twin_engine_dirs: 
     ],
 )
 def test_p_values_are_those_of_the_tables(chi_squared: float, degrees_of_freedom: int, p_value: float) -> None:
-    assert chi_squared_p_value(chi_squared, degrees_of_freedom) == pytest.approx(p_value, rel=1e-4)
+    assert p_value_of(chi_squared, degrees_of_freedom) == pytest.approx(p_value, rel=1e-4)
 
 
 def test_impossible_has_no_probability_and_nothing_to_compare_has_all() -> None:
-    assert chi_squared_p_value(float("inf"), 1) == 0
-    assert chi_squared_p_value(0.0, 0) == 1
-    assert 0 <= chi_squared_p_value(1e5, 3) < 1e-300
+    assert p_value_of(float("inf"), 1) == 0
+    assert p_value_of(0.0, 0) == 1
+    assert 0 <= p_value_of(1e5, 3) < 1e-300
 
 
 def law_of(*weights: float) -> Tensor:
@@ -293,7 +304,7 @@ def test_distribution_of_one_token_leaves_nothing_to_compare(distribution: Tenso
 
 def test_token_that_cannot_come_is_infinitely_wrong() -> None:
     statistic, degrees_of_freedom = chi_squared_of(Counter({0: 99, 2: 1}), law_of(3, 1, 0))
-    assert chi_squared_p_value(statistic, degrees_of_freedom) == 0
+    assert p_value_of(statistic, degrees_of_freedom) == 0
 
 
 def p_values(draws_of: Tensor, distribution: Tensor, num_samples: int) -> np.ndarray:
@@ -301,7 +312,7 @@ def p_values(draws_of: Tensor, distribution: Tensor, num_samples: int) -> np.nda
     rng = np.random.default_rng(0)
     counts = rng.multinomial(250, draws_of.numpy(), size=num_samples)
     return np.array(
-        [chi_squared_p_value(*chi_squared_of(Counter({i: int(n) for i, n in enumerate(row) if n}), distribution))
+        [p_value_of(*chi_squared_of(Counter({i: int(n) for i, n in enumerate(row) if n}), distribution))
          for row in counts]
     )  # fmt: skip
 
@@ -328,3 +339,133 @@ def test_p_values_of_wrong_draws_are_tiny(distribution: Tensor) -> None:
     other = torch.zeros_like(distribution)
     other[:10] = 0.1
     assert (p_values((distribution + other) / 2, distribution, 50) < 1e-4).mean() > 0.95
+
+
+def fault_of(distribution: Tensor, total_variation: float, half: list[int]) -> Tensor:
+    """The distribution with so much more probability in a half of it, and as much less in the other."""
+    in_half = torch.zeros_like(distribution, dtype=torch.bool)
+    in_half[half] = True
+    share = float(distribution[in_half].sum())
+    factor_in, factor_out = 1 + total_variation / share, 1 - total_variation / (1 - share)
+    return distribution * torch.where(in_half, factor_in, factor_out)
+
+
+def statistics_of(
+    draws_of: Tensor, distribution: Tensor, num_draws: int, rng: np.random.Generator
+) -> tuple[np.ndarray, int]:
+    """The statistics of 1,000 samples, and their degrees of freedom."""
+    weights = draws_of.numpy()
+    counts = rng.multinomial(num_draws, weights / weights.sum(), size=1000)
+    cells = np.array(_cells(distribution, num_draws))
+    in_cell = cells[:, None] == np.arange(cells.max() + 1)
+    expected = num_draws * distribution.numpy() @ in_cell
+    return ((counts @ in_cell - expected) ** 2 / expected).sum(axis=1), int(cells.max())
+
+
+def share_found(draws_of: list[Tensor], distributions: list[Tensor], num_draws: int) -> float:
+    """Of 1,000 checks, each of so many draws from every one."""
+    rng = np.random.default_rng(1)
+    results = [statistics_of(d, p, num_draws, rng) for d, p in zip(draws_of, distributions, strict=True)]
+    freedom = sum(freedom for _, freedom in results)
+    sums = np.sum([statistics for statistics, _ in results], axis=0)
+    return float(np.mean([p_value_of(float(one), freedom) < P_VALUE_THRESHOLD for one in sums]))
+
+
+def detectable_by(distributions: list[Tensor], num_draws: int) -> float:
+    freedom = sum(degrees_of_freedom_of(d, num_draws) for d in distributions)
+    found = detectable_total_variation(num_draws * len(distributions), freedom, P_VALUE_THRESHOLD, POWER)
+    assert found is not None
+    return found
+
+
+POWER_CASES = {  # distributions, and a half of equal probability
+    "even": ([law_of(*[1] * 20)] * 3, list(range(10))),
+    "two tokens": ([law_of(1, 1)] * 8, [0]),
+    "steep": ([law_of(8, 2, 2, 1, 1, 1, 1)] * 4, [0]),
+    "with a tail": ([law_of(100, *[1] * 100)] * 2, [0]),
+}
+
+
+@pytest.mark.parametrize(("distributions", "half"), POWER_CASES.values(), ids=POWER_CASES)
+def test_fault_of_the_detectable_size_is_found_99_times_of_100(distributions: list[Tensor], half: list[int]) -> None:
+    """Of 1,000 checks, whose share has a standard deviation of 0.3 %; a check without a fault fails hardly ever."""
+    size = detectable_by(distributions, 250)
+    wrong = [fault_of(distribution, size, half) for distribution in distributions]
+    assert all(float((w - d).abs().sum()) == pytest.approx(2 * size) for w, d in zip(wrong, distributions, strict=True))
+    assert share_found(wrong, distributions, 250) > 0.98
+    assert share_found(distributions, distributions, 250) <= 0.003
+
+
+def test_detectable_size_is_that_of_the_fault_that_is_hardest_to_find() -> None:
+    """A token of half the probability grows, and a long tail shrinks."""
+    distributions, half = POWER_CASES["with a tail"]
+    size = detectable_by(distributions, 250)
+    smaller = [fault_of(distribution, 0.85 * size, half) for distribution in distributions]
+    assert 0.5 < share_found(smaller, distributions, 250) < 0.97
+
+
+@pytest.mark.parametrize("distribution", LAWS.values(), ids=LAWS)
+def test_any_fault_of_that_size_is_found_as_surely(distribution: Tensor) -> None:
+    """One in a single text, and one that goes from the best tokens to the others."""
+    size = detectable_by([distribution] * 12, 250)
+    best = list(range(len(distribution) // 2))
+    in_all_texts = [fault_of(distribution, -size, best)] * 12
+    in_four_texts = [fault_of(distribution, -3 * size, best)] * 4 + [distribution] * 8
+    for wrong in (in_all_texts, in_four_texts):
+        assert share_found(wrong, [distribution] * 12, 250) > 0.98
+
+
+def test_four_times_the_tokens_find_faults_of_half_the_size() -> None:
+    """But for the variance of large ones."""
+    sizes = [detectable_total_variation(n, 50, 1e-4, 0.99) or 1.0 for n in (1000, 4000, 16000, 10**6, 4 * 10**6)]
+    assert sizes[0] > 2 * sizes[1] > 4 * sizes[2]
+    assert sizes[3] == pytest.approx(2 * sizes[4], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("degrees_of_freedom", "critical", "power", "noncentrality"),
+    [(1, 3.841459, 0.8, 7.849), (1, 3.841459, 0.9, 10.507), (10, 18.307038, 0.8, 16.241), (10, 18.307038, 0.05, 0.0)],
+)
+def test_powers_are_those_of_the_tables(
+    degrees_of_freedom: int, critical: float, power: float, noncentrality: float
+) -> None:
+    """Of the noncentral chi-squared distribution, at 5 %."""
+    assert power_of(noncentrality, degrees_of_freedom, critical) == pytest.approx(power, abs=1e-4)
+
+
+@pytest.mark.parametrize(("num_tokens", "degrees_of_freedom"), [(0, 0), (500, 0), (8, 2)])
+def test_next_to_no_evidence_finds_no_fault_at_all(num_tokens: int, degrees_of_freedom: int) -> None:
+    assert detectable_total_variation(num_tokens, degrees_of_freedom, 1e-4, 0.99) is None
+
+
+@pytest.mark.parametrize(
+    ("distributions", "num_draws"),
+    [([law_of(1, 1)] * 8, 250), ([law_of(*[1] * 300)] * 8, 250), ([law_of(*[1] * 300)] * 4, 500)],
+)
+def test_so_many_draws_are_made_as_it_takes(distributions: list[Tensor], num_draws: int) -> None:
+    assert _num_draws_per_prefix(distributions) == num_draws
+    assert detectable_by(distributions, num_draws) <= REQUIRED_TOTAL_VARIATION
+    if num_draws > 250:
+        assert detectable_by(distributions, 250) > REQUIRED_TOTAL_VARIATION
+
+
+def test_no_more_draws_are_made_where_they_tell_nothing() -> None:
+    assert _num_draws_per_prefix([law_of(1, 0)] * 8) == 250
+
+
+@pytest.mark.parametrize(
+    ("p_value", "detectable", "num_distributions", "passed"),
+    [
+        (0.5, 0.15, 4, True),
+        (0.5, 0.151, 4, None),
+        (0.5, None, 4, None),
+        (0.5, 0.1, 3, None),
+        (1e-5, 0.1, 8, False),
+        (1e-5, None, 1, False),
+    ],
+)
+def test_little_power_or_few_places_tell_too_little(
+    p_value: float, detectable: float | None, num_distributions: int, passed: bool | None
+) -> None:
+    """But a failure is one at any power."""
+    assert _verdict(p_value, detectable, num_distributions) is passed

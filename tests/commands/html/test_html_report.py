@@ -211,6 +211,35 @@ def test_interrupted_run_says_so(reported: Reported) -> None:
     assert "0 of 8 requests had finished" in Page(html).text and "No request had finished." in Page(html).text
 
 
+@pytest.mark.parametrize(
+    ("passed", "detectable", "words"),
+    [
+        (True, 0.0719, "0.072 with 99%"),
+        (None, 0.31, "0.31 with 99%"),
+        (None, None, "– with 99%"),
+        (False, 0.1, "FAILED"),
+    ],
+)
+def test_sampling_check_says_how_large_a_fault_it_would_have_found(
+    reported: Reported, passed: bool | None, detectable: float | None, words: str
+) -> None:
+    document, _ = reported("run", *ARGUMENTS)
+    document["checks"] = {
+        "lossless": {
+            "rule": "distribution",
+            "num_tokens": 6158,
+            "p_value": 0.414,
+            "power": 0.99,
+            "detectable_total_variation": detectable,
+            "passed": passed,
+        }
+    }
+    page = Page(html_report(document, [[Piece("x", "plain", i) for i in range(30)] for _ in document["requests"]]))
+    assert words in page.text
+    assert ("too little to tell" in page.text) == (passed is None)
+    assert_says_what_the_document_says(page, document)
+
+
 def test_many_outputs_are_folded_and_long_prompts_cut(reported: Reported) -> None:
     document, page = reported("run", *ARGUMENTS)
     assert Counter("open" in attributes for tag, attributes in page.tags if attributes.get("class") == "output") == {
