@@ -282,11 +282,11 @@ def test_statistic_is_the_sum_over_tokens() -> None:
 
 
 def test_rare_tokens_share_cells() -> None:
-    """Of 100 draws each of the ten rare ones is expected once, so five of them make a cell."""
-    distribution = law_of(50, 40, *[1] * 10)
-    counter = Counter({0: 45, 1: 40, 5: 9, 11: 6})
+    """Of 100 draws each of the twelve rare ones is expected once, and six of them, 6 %, make a cell."""
+    distribution = law_of(50, 38, *[1] * 12)
+    counter = Counter({0: 45, 1: 38, 5: 9, 11: 8})
     statistic, degrees_of_freedom = chi_squared_of(counter, distribution)
-    assert statistic == pytest.approx((45 - 50) ** 2 / 50 + 0 + (9 - 5) ** 2 / 5 + (6 - 5) ** 2 / 5)
+    assert statistic == pytest.approx((45 - 50) ** 2 / 50 + 0 + (9 - 6) ** 2 / 6 + (8 - 6) ** 2 / 6)
     assert degrees_of_freedom == 3
 
 
