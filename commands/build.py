@@ -7,8 +7,10 @@ from rich.table import Table
 
 from commands.options.build import DEFAULT_MAX_INPUT_LEN, BuildOptions
 from commands.options.expand import expand_groups
-from commands.output import Output, megabytes
+from commands.output import Output, check_new_directory, megabytes
+from runtime.checkpoint_dir import open_checkpoint
 from runtime.config import EngineConfig, as_json
+from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
 
 
 @expand_groups
@@ -19,9 +21,13 @@ def build(options: BuildOptions, output: Output) -> None:
     `--use-paged-context-fmha enable`, as in TensorRT-LLM.
     """
     options.check()
+    check_output_directory(options.output_dir, replace=options.force)
+    check_new_directory(options.output_dir)
+    open_checkpoint(options.checkpoint_dir)
+    check_output_is_not_input(options.output_dir, options.checkpoint_dir)
+
     from runtime.compiler.build import build_engine, default_max_seq_len
     from runtime.engine import resolve_device
-    from runtime.files import directory_bytes
 
     checkpoint_dir, output_dir = options.checkpoint_dir, options.output_dir
     target = resolve_device(options.device, 0)

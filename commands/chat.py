@@ -1,5 +1,6 @@
 """`specdec chat`: a conversation in the terminal."""
 
+from commands.inputs.paths import check_models
 from commands.options.chat import ChatOptions
 from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
@@ -32,6 +33,7 @@ def chat(
     params = generation.params(None)
     if params.n > 1:
         raise UsageError(f"a chat has one answer: `--num-return-sequences {params.n}`", hint="leave the flag out")
+    check_models(chat.engine, leader.model_dir, chat.tokenizer_dir, chosen.named.drafter)
 
     from commands.conversing import HELP, Conversation, lines_of_user
     from commands.sessions import SessionOptions, open_setup_of_models

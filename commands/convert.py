@@ -10,10 +10,11 @@ import typer
 from commands.options.expand import expand_groups
 from commands.options.panels import INPUT, OUTPUT, RUNTIME
 from commands.options.single import Force
-from commands.output import Output, megabytes
+from commands.output import Output, check_new_directory, megabytes
 from runtime.config import as_json
 from runtime.errors import UsageError
-from runtime.models import resolve_model
+from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
+from runtime.models import read_model_config, resolve_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +50,15 @@ def convert(options: ConvertOptions, output: Output) -> None:
     Weights are copied tensor by tensor, so a model larger than memory converts.
     """
     options.check()
-    from runtime import checkpoint
-    from runtime.files import check_output_directory, directory_bytes
-
     output_dir = options.output_dir
     check_output_directory(output_dir, replace=options.force)
+    check_new_directory(output_dir)
     source = resolve_model(options.model_dir)
+    read_model_config(source)
+    check_output_is_not_input(output_dir, source)
+
+    from runtime import checkpoint
+
     start = time.perf_counter()
     with output.byte_progress("converting") as progress:
         dtype = None if options.dtype == "auto" else options.dtype

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from commands.inputs.paths import check_readable, check_tokenizer_dir
 from commands.options.expand import expand_groups
 from commands.options.panels import INPUT, OUTPUT
 from commands.output import Output, check_output_files
@@ -87,7 +88,11 @@ def create(inputs: CorpusInputs, corpus_file: CorpusFile, output: Output) -> Non
 
     `run` and `summarize` draft from it with `--ngram-corpus`.
     """
-    corpus_file.check(inputs.paths())
+    paths = inputs.paths()
+    corpus_file.check(paths)
+    check_tokenizer_dir(inputs.tokenizer_dir)
+    check_readable(paths)
+
     from commands.inputs.texts import read_texts
     from commands.inputs.traces import read_traces
     from commands.tables.corpus import show_written

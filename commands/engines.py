@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from commands.output import Output
-from runtime.bundle import is_engine_dir, read_bundle
 from runtime.config import Dtype
-from runtime.drafters.opening import draft_engine_errors
 from runtime.drafters.settings import ChainDrafter, DrafterSettings, DraftTargetDrafter, OneDrafter, each_drafter
 from runtime.engine_cache import EngineSettings, engine_of_model
 
@@ -34,13 +32,6 @@ class Engines:
     drafter: DrafterSettings | None
 
 
-def check_engine_dir(draft_engine_dir: Path) -> None:
-    """SpecDecError for a directory that is no engine's: a model is named by another flag."""
-    if not is_engine_dir(draft_engine_dir):
-        with draft_engine_errors():
-            read_bundle(draft_engine_dir)  # which says what is wrong
-
-
 @contextmanager
 def engines_of_models(
     models: Models, engine_dir: Path, drafter: DrafterSettings | None, output: Output
@@ -54,10 +45,7 @@ def engines_of_models(
             return stack.enter_context(engine)
 
         def with_engine(one: OneDrafter) -> OneDrafter:
-            if not isinstance(one, DraftTargetDrafter):
-                return one
-            if isinstance(one.model, Path):
-                check_engine_dir(one.model)
+            if not isinstance(one, DraftTargetDrafter) or isinstance(one.model, Path):
                 return one
             return replace(one, model=engine_of(one.model, 0))
 

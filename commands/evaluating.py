@@ -43,7 +43,6 @@ def evaluate(
 
     After Ctrl-C exit 130 with what was answered, and no check.
     """
-    _check_batch_size(setup.llm.engine.max_batch_size, options.batch_size)
     if options.batch_size > 1:
         samples = by_category(samples)
     build = setup.llm.engine.config.build_config
@@ -79,14 +78,6 @@ def evaluate(
     fail_unless_lossless(document["checks"])
     _fail_unless_accurate(document["checks"], results.rouge1_threshold)
     exit_if_too_little_to_tell(document["checks"])
-
-
-def _check_batch_size(max_batch_size: int, batch_size: int) -> None:
-    if batch_size > max_batch_size:
-        raise SpecDecError(
-            f"`--batch-size` exceeds the engine's max_batch_size {max_batch_size}: {batch_size}",
-            hint="lower it, or build with a larger `--max-batch-size`",
-        )
 
 
 def _run_systems(

@@ -1,5 +1,6 @@
 """`specdec run`: generate, with or without speculation, and say how it went."""
 
+from commands.inputs.paths import check_models
 from commands.inputs.prompts import read_prompts
 from commands.options.drafting import DraftingOptions, Named, choose_drafting, parse_drafter
 from commands.options.expand import expand_groups
@@ -36,14 +37,13 @@ def run(
     results.check_files([*inputs.paths, *drafting.paths, *leader.paths])
     params = generation.params(results.logprobs)
     _warn_of_equal_outputs(params, output)
+    prompts = read_prompts(inputs.texts, inputs.input_file)
+    check_models(inputs.engine, leader.model_dir, inputs.tokenizer_dir, chosen.named.drafter)
 
     from commands.answering import answer
     from commands.sessions import SessionOptions, open_setup_of_models
-    from runtime.drafters.compatibility import check_corpus_files
     from runtime.engine import DEFAULT_MAX_NUM_TOKENS
 
-    prompts = read_prompts(inputs.texts, inputs.input_file)
-    check_corpus_files(chosen.named.drafter)  # before engines are built
     cache = kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse)
     num_tokens = generation.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
     options = SessionOptions(inputs.engine, inputs.tokenizer_dir, chosen, params, cache, leader.loop, num_tokens)

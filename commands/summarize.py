@@ -4,7 +4,10 @@ The engine answers every batch twice, with the drafter and without, one after th
 cache: `speedup` compares those two.
 """
 
+from pathlib import Path
+
 from commands.inputs.dataset import Columns, Sample, load_samples
+from commands.inputs.paths import check_models
 from commands.options.drafting import DraftingOptions, choose_drafting, parse_drafter
 from commands.options.expand import expand_groups
 from commands.options.generation import GenerationOptions
@@ -12,6 +15,7 @@ from commands.options.kv_cache import KVCacheOptions
 from commands.options.summarize import EvaluationOptions, SummarizeInputs, SummarizeResults
 from commands.output import Output, check_new_directory
 from runtime.errors import SpecDecError
+from runtime.models import read_model_config, resolve_model
 
 
 @expand_groups
@@ -37,18 +41,32 @@ def summarize(
     chosen = choose_drafting(drafting, named, inputs.engine_dir, check_lossless=results.check_lossless)
     results.check_files([*inputs.paths, *drafting.paths])
     params = generation.params(seed=evaluation.random_seed, max_tokens=evaluation.output_len)
-    samples = _load_samples(inputs, evaluation, results)
+    bundle = check_models(inputs.engine_dir, None, inputs.tokenizer_dir, chosen.named.drafter)
+    assert bundle is not None  # for an engine is given, and no model
+    evaluation.check_batch_size(bundle.config.build_config.max_batch_size)
+    hf_dir = _hf_dir(inputs, evaluation, output)
     if results.output_dir is not None:
         check_new_directory(results.output_dir)
+    samples = _load_samples(inputs, evaluation, results)
 
     from commands.evaluating import evaluate
     from commands.sessions import SessionOptions, open_setup
-    from runtime.models import resolve_model
 
-    hf_dir = resolve_model(inputs.hf_model_dir) if evaluation.test_hf and inputs.hf_model_dir is not None else None
     options = SessionOptions(inputs.engine_dir, inputs.tokenizer_dir, chosen, params, kv_cache.config())
     with open_setup(options) as setup:
         evaluate(setup, hf_dir, samples, inputs, evaluation, results, output)
+
+
+def _hf_dir(inputs: SummarizeInputs, evaluation: EvaluationOptions, output: Output) -> Path | None:
+    """Hugging Face's model, where it is to be run; SpecDecError if there is none."""
+    if inputs.hf_model_dir is None:
+        return None
+    if not evaluation.test_hf:
+        output.warning(f"`--hf-model-dir` has no effect without `--test-hf`: {inputs.hf_model_dir}")
+        return None
+    directory = resolve_model(inputs.hf_model_dir)
+    read_model_config(directory)
+    return directory
 
 
 def _load_samples(inputs: SummarizeInputs, evaluation: EvaluationOptions, results: SummarizeResults) -> list[Sample]:

@@ -1,10 +1,12 @@
 """`specdec tune`: find the drafter and the draft length for an engine and its requests, or say that none pays."""
 
+from commands.inputs.paths import check_drafter, check_readable, check_tokenizer_dir
 from commands.inputs.prompts import read_prompts
 from commands.options.expand import expand_groups
 from commands.options.lookups import LookupOptions
 from commands.options.tune import TuneInputs, TuneOptions, named_drafter
 from commands.output import Output, check_output_files
+from runtime.bundle import read_bundle
 
 
 @expand_groups
@@ -21,6 +23,13 @@ def tune(inputs: TuneInputs, options: TuneOptions, lookups: LookupOptions, outpu
     if options.output is not None:
         corpus = [] if lookups.ngram_corpus is None else [lookups.ngram_corpus]
         check_output_files([options.output], [*inputs.paths, *corpus])
+    if inputs.traces is not None:
+        check_readable([inputs.traces])
+    if inputs.engine_dir is not None:
+        read_bundle(inputs.engine_dir)
+    if inputs.tokenizer_dir is not None:
+        check_tokenizer_dir(inputs.tokenizer_dir)
+    check_drafter(named, None)
 
     from commands.tuning import tune_engine, tune_traces
     from runtime.tuning.job import Scope

@@ -11,7 +11,7 @@ from commands.options.tune import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, Tune
 from commands.output import Output
 from commands.tables.tune import show
 from runtime.bundle import read_bundle
-from runtime.drafters.compatibility import check_corpora, check_corpus_files
+from runtime.drafters.compatibility import check_corpora
 from runtime.llm import LLM
 from runtime.params import SamplingParams
 from runtime.request import Request
@@ -24,7 +24,6 @@ from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_diges
 def tune_traces(inputs: TuneInputs, options: TuneOptions, scope: Scope, output: Output) -> None:
     """Without an engine: what each candidate would have counted."""
     assert inputs.traces is not None
-    check_corpus_files(scope.named)
     tokenizer = open_tokenizer(inputs.tokenizer_dir) if inputs.tokenizer_dir is not None else None
     vocab_size = tokenizer_vocab_size(tokenizer) if tokenizer is not None else None
     if tokenizer is not None and vocab_size is not None:
@@ -42,7 +41,6 @@ def tune_engine(
     """With an engine: predict, time the best, recommend."""
     bundle = read_bundle(engine_dir)
     scope.longest_draft(bundle.config.build_config.max_draft_len)
-    check_corpus_files(scope.named)
     timing = Timing(options.batch_size or 1, options.num_live_prompts or DEFAULT_LIVE_PROMPTS)
     with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode="orchestrator") as llm:
         check_tuning(llm, scope, timing.batch_size)

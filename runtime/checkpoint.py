@@ -21,9 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from runtime.compiler.model import parameter_shapes, parse_language_model, probe_config, renames_weights
-from runtime.config import CheckpointConfig, Dtype, as_json, parse
+from runtime.config import CheckpointConfig, Dtype, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_is_not_input, new_directory, read_json, write_json
+from runtime.models import read_model_config
 
 # What a tokenizer or generation needs beside the weights.
 _TOKENIZER_FILES = (
@@ -64,16 +65,8 @@ def convert(
 
     Raises SpecDecError for a model that is unsupported, incomplete or damaged; then nothing is written.
     """
-    if not model_dir.is_dir():
-        raise SpecDecError(f"model directory does not exist: {model_dir}", hint="check the path")
+    pretrained_config = read_model_config(model_dir)
     check_output_is_not_input(output_dir, model_dir)
-    pretrained_config = read_json(model_dir / "config.json")
-    if "format_version" in pretrained_config:
-        raise SpecDecError(
-            f"this is a directory that specdec wrote, not a Hugging Face model: {model_dir}",
-            hint="an engine is built of a checkpoint, and an engine answers prompts",
-            fact="already_converted",
-        )
     where = str(model_dir / "config.json")
     pretrained, inside = parse_language_model(pretrained_config, where)
     probe_config(pretrained)
@@ -90,38 +83,6 @@ def convert(
         copy_tokenizer_files(model_dir, directory)
         write_json(directory / "config.json", as_json(checkpoint))
     return checkpoint
-
-
-def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
-    """Parse and check a checkpoint directory; SpecDecError names what is missing or wrong."""
-    if not checkpoint_dir.is_dir():
-        raise SpecDecError(
-            f"checkpoint directory does not exist: {checkpoint_dir}",
-            hint="convert a model",
-            fact="no_checkpoint",
-        )
-    data = read_json(checkpoint_dir / "config.json")
-    if "build_config" in data:
-        raise SpecDecError(
-            f"this is an engine directory, not a checkpoint: {checkpoint_dir}",
-            hint="give the directory of a converted model",
-            fact="engine_for_checkpoint",
-        )
-    if "model_type" in data:
-        raise SpecDecError(
-            f"this is a Hugging Face model, not a checkpoint: {checkpoint_dir}",
-            hint="convert it first",
-            fact="model_for_checkpoint",
-            model_dir=checkpoint_dir,
-        )
-    config = parse(CheckpointConfig, data, str(checkpoint_dir / "config.json"))
-    if not (checkpoint_dir / "rank0.safetensors").is_file():
-        raise SpecDecError(
-            f"file is missing: {checkpoint_dir / 'rank0.safetensors'}",
-            hint="convert the model again",
-            fact="checkpoint",
-        )
-    return config
 
 
 def copy_tokenizer_files(source: Path, destination: Path) -> None:

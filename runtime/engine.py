@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from runtime.batch import Row, context_row, fold, generation_row, pack
-from runtime.bundle import Bundle, check_environment, open_step, read_bundle, uses_kernels
+from runtime.bundle import Bundle, read_bundle, uses_kernels
 from runtime.compiler.compilation import StepFunction
+from runtime.compiler.opening import check_environment, open_step
 from runtime.config import EngineConfig
 from runtime.errors import SpecDecError, UsageError
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block

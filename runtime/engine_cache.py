@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 import runtime
-from runtime.bundle import current_environment, read_engine_config
+from runtime.bundle import read_engine_config
 from runtime.cache import cache_dir, digest, file_digest, locked_entry
 from runtime.compiler.kernels import processor
+from runtime.compiler.opening import current_environment
 from runtime.compiler.weights import is_whole
 from runtime.config import BuildConfig, Dtype
 from runtime.engine import resolve_device
@@ -23,7 +24,7 @@ from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.models import MODEL_FILES, resolve_model
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
-_BUILD_CODE = ("compiler/**/*", "batch.py", "bundle.py", "checkpoint.py", "config.py", "kv_cache.py")
+_BUILD_CODE = ("compiler/**/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "kv_cache.py")
 """What an engine's content depends on, in `runtime`. What opens, asks and judges engines is not among it."""
 
 Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]

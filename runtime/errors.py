@@ -3,6 +3,9 @@
 `specdec_cli.app` turns errors into one message, a hint and an exit code, and warnings into one line.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class SpecDecError(Exception):
     """Something the user's files, machine or settings make impossible (exit code 1).
@@ -21,6 +24,15 @@ class SpecDecError(Exception):
 
 class UsageError(SpecDecError):
     """A setting that is wrong whatever the files hold (exit code 2)."""
+
+
+@contextmanager
+def draft_engine_errors() -> Iterator[None]:
+    """Say of an error that it is about the draft engine."""
+    try:
+        yield
+    except SpecDecError as error:
+        raise type(error)(f"draft engine: {error.message}", hint=error.hint, fact=error.fact, **error.values) from error
 
 
 class SpecDecWarning(UserWarning):

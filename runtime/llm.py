@@ -19,10 +19,10 @@ from runtime.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.chat import ChatTemplate, Message
 from runtime.config import Dtype
 from runtime.costs import CostModel
-from runtime.drafters.compatibility import TargetIdentity, check_corpora, check_draft_engine, check_draft_len
+from runtime.drafters.compatibility import TargetIdentity, check_corpora, check_draft_engine
 from runtime.drafters.opening import Opening, open_drafter
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.settings import DrafterSettings, DraftFunction, DraftLenMode, as_settings
+from runtime.drafters.settings import DrafterSettings, DraftFunction, DraftLenMode, as_settings, check_draft_len_fits
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError, UsageError
@@ -202,7 +202,7 @@ class LLM:
         if settings is None:
             return Session(self.engine, self.mode)
         config = self.bundle.config
-        check_draft_len(settings, config.build_config.max_draft_len)
+        check_draft_len_fits(settings, config.build_config.max_draft_len)
         check_corpora(settings, self.tokenizer, config.vocab_size)
         target = TargetIdentity(self.bundle, self.tokenizer_dir, self.tokenizer)
         opening = Opening(

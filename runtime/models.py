@@ -1,10 +1,13 @@
 """Where a model comes from: a shipped name, a local directory, or the Hugging Face hub."""
 
 import re
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, NoReturn
 
 from runtime.errors import SpecDecError
+from runtime.files import read_json
 
 _SHIPPED = {"demo": "target", "demo-draft": "draft"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -24,6 +27,8 @@ def resolve_model(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if path.suffix.lower() == ".gguf":
+        _refuse_gguf(name)
     if path.exists():
         raise SpecDecError(f"model is a file, not a directory: {name}", hint="give the directory that holds it")
     if not _HUB_ID.fullmatch(name):
@@ -33,6 +38,30 @@ def resolve_model(name: str) -> Path:
     return _download(name)
 
 
+def read_model_config(model_dir: Path) -> dict[str, Any]:
+    """`config.json` of a Hugging Face model; SpecDecError for a directory that holds none, or something else."""
+    if not model_dir.is_dir():
+        raise SpecDecError(f"model directory does not exist: {model_dir}", hint="check the path")
+    gguf = next(model_dir.glob("*.gguf"), None)
+    if gguf is not None and not (model_dir / "config.json").exists():
+        _refuse_gguf(str(gguf))
+    config = read_json(model_dir / "config.json")
+    if "format_version" in config:
+        raise SpecDecError(
+            f"this is a directory that specdec wrote, not a Hugging Face model: {model_dir}",
+            hint="an engine is built of a checkpoint, and an engine answers prompts",
+            fact="already_converted",
+        )
+    return config
+
+
+def _refuse_gguf(name: str) -> NoReturn:
+    raise SpecDecError(
+        f"GGUF files are not read: {name}",
+        hint="give the directory or hub id of the same model in Hugging Face's format, config.json and safetensors",
+    )
+
+
 def quiet_hub() -> None:
     """Keep the hub client from talking of its retries; what comes of them is said once."""
     from huggingface_hub.utils import logging
@@ -40,6 +69,7 @@ def quiet_hub() -> None:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
+@cache  # asked before torch is imported, and again for what is made of it
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError

@@ -10,7 +10,7 @@ from commands.inputs.dataset import DEMO, EvalTask
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SAMPLING
 from commands.options.single import CheckLossless, OutputTraces, Report, Stats, TokenizerDir
 from commands.output import check_output_files
-from runtime.errors import UsageError
+from runtime.errors import SpecDecError, UsageError
 
 OUTPUT_DIR_FILES = ("engine.out", "hf.out", "summary.json")
 
@@ -87,6 +87,14 @@ class EvaluationOptions:
         if self.test_hf and hf_model_dir is None:
             raise UsageError(
                 "`--test-hf` needs `--hf-model-dir`", hint="`--hf-model-dir` names the model the engine was made from"
+            )
+
+    def check_batch_size(self, max_batch_size: int) -> None:
+        """SpecDecError for larger batches than the engine's."""
+        if self.batch_size > max_batch_size:
+            raise SpecDecError(
+                f"`--batch-size` exceeds the engine's max_batch_size {max_batch_size}: {self.batch_size}",
+                hint="lower it, or build with a larger `--max-batch-size`",
             )
 
     def record(self, inputs: SummarizeInputs, num_samples: int) -> dict[str, Any]:

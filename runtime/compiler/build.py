@@ -16,13 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from runtime.batch import Row, pack
-from runtime.bundle import current_environment, open_step, uses_kernels
-from runtime.checkpoint import copy_tokenizer_files, open_checkpoint
+from runtime.bundle import LIBRARY, uses_kernels
+from runtime.checkpoint import copy_tokenizer_files
+from runtime.checkpoint_dir import open_checkpoint
 from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.compilation import StepFunction, compile_aot, torch_compile
-from runtime.compiler.kernels import LIBRARY, compile_kernels, describe_kernels, load_kernels
+from runtime.compiler.kernels import compile_kernels, describe_kernels, load_kernels
 from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_steps
 from runtime.compiler.model import Step, load_model, num_positions, parse_pretrained_config, probe_config
+from runtime.compiler.opening import current_environment, open_step
 from runtime.config import BuildConfig, CheckpointConfig, Compiler, EngineConfig, LayerShape, LogitsCheck, as_json
 from runtime.engine import Engine
 from runtime.errors import SpecDecError

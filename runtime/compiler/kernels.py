@@ -19,7 +19,6 @@ from runtime.cache import cache_dir, digest
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 
-LIBRARY = "kernels.so"
 PANEL = 32  # outputs of a packed weight's panel
 _SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
 _HEADERS = sorted((Path(__file__).parent / "csrc").glob("*.h"))

@@ -26,22 +26,6 @@ class TargetIdentity:
         return self.bundle.config.vocab_size
 
 
-def check_draft_len(settings: DrafterSettings, engine_max_draft_len: int) -> None:
-    """SpecDecError if the engine was built for shorter drafts, or for none."""
-    wanted = settings.max_draft_len
-    if engine_max_draft_len == 0 or (wanted or 0) > engine_max_draft_len:
-        built = f"takes drafts of at most {engine_max_draft_len} tokens" if engine_max_draft_len else _NO_DRAFTS
-        raise SpecDecError(
-            f"the engine {built}, and the drafter's are of up to: {wanted or 'any number'}",
-            hint=f"lower it, or build with a max_draft_len of {wanted or 10}",
-            fact="draft_len",
-            max_draft_len=wanted or 10,
-        )
-
-
-_NO_DRAFTS = "was built without drafts"
-
-
 def check_corpora(settings: DrafterSettings | None, tokenizer: Tokenizer | None, target_vocab_size: int) -> None:
     """SpecDecError unless the corpora can be read, and mean the same by every token id as the target."""
     for path in corpora_of(settings):
@@ -61,12 +45,6 @@ def check_corpora(settings: DrafterSettings | None, tokenizer: Tokenizer | None,
             warnings.warn(
                 "corpus and target cannot be compared: the engine has no tokenizer", SpecDecWarning, stacklevel=2
             )
-
-
-def check_corpus_files(settings: DrafterSettings | None) -> None:
-    """SpecDecError unless every corpus can be read; its tokenizer is compared when the target's is known."""
-    for path in corpora_of(settings):
-        Corpus.open(path)
 
 
 def check_draft_engine(draft: Bundle, target: TargetIdentity) -> None:

@@ -31,7 +31,7 @@ from runtime.drafters.settings import (
 )
 from runtime.drafters.suffix import SuffixLookup
 from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import SpecDecError
+from runtime.errors import draft_engine_errors
 from runtime.request import Draft, Request, Sequence
 
 FindEngine = Callable[[str | Path], Path]
@@ -169,12 +169,3 @@ class ShortDrafter:
 
     def forget(self, request_id: int) -> None:
         self.drafter.forget(request_id)
-
-
-@contextmanager
-def draft_engine_errors() -> Iterator[None]:
-    """Say of an error that it is about the draft engine."""
-    try:
-        yield
-    except SpecDecError as error:
-        raise type(error)(f"draft engine: {error.message}", hint=error.hint, fact=error.fact, **error.values) from error

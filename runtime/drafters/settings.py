@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from runtime.errors import UsageError
+from runtime.errors import SpecDecError, UsageError
 
 if TYPE_CHECKING:
     from runtime.drafters.protocol import Drafter
@@ -164,3 +164,17 @@ def drafter_names(settings: DrafterSettings | None) -> list[DrafterName]:
 def corpora_of(settings: DrafterSettings | None) -> list[Path]:
     """The corpora that are looked in."""
     return [Path(s.corpus) for s in each_drafter(settings) if isinstance(s, NgramDrafter) and s.corpus is not None]
+
+
+def check_draft_len_fits(settings: DrafterSettings, engine_max_draft_len: int) -> None:
+    """SpecDecError if the engine was built for shorter drafts, or for none."""
+    wanted = settings.max_draft_len
+    if engine_max_draft_len == 0 or (wanted or 0) > engine_max_draft_len:
+        takes = f"takes drafts of at most {engine_max_draft_len} tokens"
+        built = takes if engine_max_draft_len else "was built without drafts"
+        raise SpecDecError(
+            f"the engine {built}, and the drafter's are of up to: {wanted or 'any number'}",
+            hint=f"lower it, or build with a max_draft_len of {wanted or 10}",
+            fact="draft_len",
+            max_draft_len=wanted or 10,
+        )

@@ -20,10 +20,11 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
 
 from commands.options.hints import hint_of
-from runtime.bundle import current_environment, read_engine_config
+from runtime.bundle import read_engine_config
 from runtime.checkpoint import convert
 from runtime.compiler.attention import PAGED, PagedInputs, paged_attention
 from runtime.compiler.build import build_engine
+from runtime.compiler.opening import current_environment
 from runtime.config import ENGINE_FORMAT_VERSION, EngineConfig
 from runtime.engine import Engine
 from runtime.errors import SpecDecError

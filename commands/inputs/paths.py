@@ -1,0 +1,76 @@
+"""What a command line names is looked at before torch is imported, which takes seconds: is it there, and is it that?"""
+
+import os
+from pathlib import Path
+
+from runtime.bundle import Bundle, is_engine_dir, read_bundle
+from runtime.drafters.settings import (
+    DrafterSettings,
+    DraftTargetDrafter,
+    check_draft_len_fits,
+    corpora_of,
+    each_drafter,
+)
+from runtime.errors import SpecDecError, draft_engine_errors
+from runtime.models import read_model_config, resolve_model
+
+
+def check_models(
+    engine_dir: Path, model_dir: str | None, tokenizer_dir: Path | None, drafter: DrafterSettings | None
+) -> Bundle | None:
+    """The engine, None where it is to be made of a model; SpecDecError for one of them that cannot be opened."""
+    if tokenizer_dir is not None:
+        check_tokenizer_dir(tokenizer_dir)
+    bundle = None
+    if model_dir is None:
+        bundle = read_bundle(engine_dir)
+    else:
+        read_model_config(resolve_model(model_dir))
+    check_drafter(drafter, bundle)
+    return bundle
+
+
+def check_drafter(drafter: DrafterSettings | None, bundle: Bundle | None) -> None:
+    """SpecDecError for a draft model or a corpus that cannot be read, or drafts that the engine does not take."""
+    if drafter is None:
+        return
+    if bundle is not None:
+        check_draft_len_fits(drafter, bundle.config.build_config.max_draft_len)
+    for one in each_drafter(drafter):
+        if isinstance(one, DraftTargetDrafter):
+            _check_draft_model(one.model)
+    if corpora := corpora_of(drafter):
+        from runtime.corpus import Corpus
+
+        for path in corpora:
+            Corpus.open(path)
+
+
+def _check_draft_model(model: str | Path) -> None:
+    """A path is an engine's directory, a name a model."""
+    with draft_engine_errors():
+        if isinstance(model, Path):
+            read_bundle(model)
+        elif not is_engine_dir(Path(model)):
+            read_model_config(resolve_model(model))
+
+
+def check_tokenizer_dir(directory: Path) -> None:
+    if not directory.is_dir():
+        raise SpecDecError(
+            f"tokenizer directory does not exist: {directory}", hint="give the directory of a Hugging Face tokenizer"
+        )
+
+
+def check_readable(paths: list[Path]) -> None:
+    """SpecDecError for one that is no file or cannot be read. Nothing is read: a pipe gives what it holds once."""
+    for path in paths:
+        reason = None
+        if not path.exists():
+            reason = "No such file or directory"
+        elif path.is_dir():
+            reason = "Is a directory"
+        elif not os.access(path, os.R_OK):
+            reason = "Permission denied"
+        if reason is not None:
+            raise SpecDecError(f"cannot read the file ({reason}): {path}", hint="check the path")

@@ -1,0 +1,90 @@
+"""The compiled step of an engine's directory, opened: on the machine that it was built for, and only there."""
+
+import atexit
+import platform
+import shutil
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from runtime.bundle import LIBRARY, uses_kernels
+from runtime.compiler.compilation import StepFunction, open_aot, torch_compile
+from runtime.compiler.kernels import load_kernels
+from runtime.compiler.weights import open_weights
+from runtime.config import Compiler, Dtype, EngineConfig, Environment
+from runtime.errors import SpecDecError
+
+_BUILD_AGAIN = "build it again"
+
+
+def current_environment(device: torch.device) -> Environment:
+    """What a step compiled here, for `device`, depends on."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = f"{torch.cuda.get_device_name(device)} sm_{major}{minor}"
+    else:
+        capability = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return Environment(
+        torch=torch.__version__,
+        transformers=metadata.version("transformers"),
+        device="cuda" if device.type == "cuda" else "cpu",
+        capability=capability,
+    )
+
+
+def check_environment(config: EngineConfig, engine_dir: Path, device: torch.device) -> None:
+    """SpecDecError if the engine was built for another torch, transformers or device."""
+    here = current_environment(device)
+    for name in ("device", "capability", "torch", "transformers"):
+        built, now = getattr(config.environment, name), getattr(here, name)
+        if built != now:
+            raise SpecDecError(
+                f"`{engine_dir}` was built for another {name}: it needs {built}, here is {now}",
+                hint="build it again here, from its checkpoint",
+                fact="other_environment",
+                engine_dir=engine_dir,
+                build=config.build_config,
+            )
+
+
+def open_step(
+    compiler: Compiler, pretrained_config: dict[str, Any], dtype: Dtype, engine_dir: Path, device: torch.device
+) -> StepFunction:
+    """The compiled step of an engine directory, ready to be called on `device`."""
+    weights = engine_dir / "rank0.safetensors"
+    with_kernels = uses_kernels(compiler, device.type)
+    if with_kernels:
+        load_kernels(engine_dir / LIBRARY)
+    if compiler == "aot":
+        try:
+            constants = open_weights(weights)
+        except SafetensorError as error:
+            raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_BUILD_AGAIN, fact="engine") from error
+        try:
+            return open_aot(engine_dir / "rank0.pt2", constants, device)
+        except Exception as error:  # torch raises RuntimeError, OSError or zip errors; all mean the same
+            raise SpecDecError(
+                f"`{engine_dir / 'rank0.pt2'}` cannot be opened: {str(error).splitlines()[0]}",
+                hint=_BUILD_AGAIN,
+                fact="engine",
+            ) from error
+    # Only here does an engine need model code.
+    from runtime.compiler.attention import KERNEL, PAGED
+    from runtime.compiler.kernels import describe_kernels
+    from runtime.compiler.model import Step, load_model, parse_pretrained_config
+
+    pretrained = parse_pretrained_config(pretrained_config, str(engine_dir / "config.json"))
+    if with_kernels:
+        describe_kernels()
+    step = Step(load_model(pretrained, weights, getattr(torch, dtype), KERNEL if with_kernels else PAGED)).to(device)
+    if compiler == "none":
+        return step
+    # A copy, because the compiler writes to its cache and the bundle may be shared or read-only.
+    cache_dir = Path(tempfile.mkdtemp(prefix="specdec-"))
+    atexit.register(shutil.rmtree, cache_dir, ignore_errors=True)
+    shutil.copytree(engine_dir / "rank0.cache", cache_dir, dirs_exist_ok=True)
+    return torch_compile(step, cache_dir)
