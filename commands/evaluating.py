@@ -1,6 +1,6 @@
 """What `summarize` does with a session: answer the samples, check, write and show."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from runtime.evaluation.systems import (
 )
 from runtime.session import Session
 
+_NUM_SHOWN = 3  # of the differences between two models
+
 
 def evaluate(
     setup: Setup,
@@ -48,17 +50,18 @@ def evaluate(
     build = setup.llm.engine.config.build_config
     fitting = max(1, min(inputs.max_input_length, build.max_input_len, build.max_request_len - options.output_len))
     prompts = encode_samples(samples, inputs.eval_task, setup.llm.tokenizer, fitting)
-    runs, is_interrupted = _run_systems(
-        setup, make_batches(samples, prompts, options.batch_size), hf_dir, options, output
-    )
-    if is_interrupted:
+    if options.test_engine:
+        _check_samples(setup, samples, prompts)
+    answers = _run_systems(setup, make_batches(samples, prompts, options.batch_size), hf_dir, options, output)
+    runs = answers.runs
+    if answers.is_interrupted:
         num_answered = len(runs[0].samples)
         output.warning(
             f"interrupted: {num_answered} of {len(samples)} samples were answered, and only they are counted"
         )
         samples, prompts = samples[:num_answered], prompts[:num_answered]
         results = replace(results, check_accuracy=False, check_lossless=False)
-    evaluation = Evaluation(samples, prompts, runs)
+    evaluation = Evaluation(samples, prompts, runs, answers.hf_differences)
     settings = options.record(inputs, len(samples))
     document = summary_document(setup, evaluation, settings, per_step=results.stats == "detailed")
     document["checks"] |= _checks(setup.session, document, runs, results, output)
@@ -73,17 +76,33 @@ def evaluate(
         pieces = all_pieces(setup.llm.tokenizer, runs[0].sequences)
         write_report(results.report, document, pieces or [None] * len(samples))
         output.result(f"report written: {results.report}")
-    if is_interrupted:
+    if answers.is_interrupted:
         raise typer.Exit(130)
     fail_unless_lossless(document["checks"])
     _fail_unless_accurate(document["checks"], results.rouge1_threshold)
     exit_if_too_little_to_tell(document["checks"])
 
 
+@dataclass(frozen=True)
+class _Answers:
+    """Of each system; what makes Hugging Face's model another one than the engine's; and whether Ctrl-C came."""
+
+    runs: list[SystemRun]
+    hf_differences: list[str]
+    is_interrupted: bool
+
+
+def _check_samples(setup: Setup, samples: list[Sample], prompts: list[list[int]]) -> None:
+    """SpecDecError, with its place in the dataset, for a sample that cannot be answered; before the first is."""
+    template = setup.llm.request_of(setup.params)
+    zipped = enumerate(zip(samples, prompts, strict=True))
+    setup.session.check_requests([replace(template.with_prompt(i, p), label=sample.where) for i, (sample, p) in zipped])
+
+
 def _run_systems(
     setup: Setup, batches: list[list[list[int]]], hf_dir: Path | None, options: EvaluationOptions, output: Output
-) -> tuple[list[SystemRun], bool]:
-    """The engine with its drafter and without, and Hugging Face, where they are asked for; and whether Ctrl-C came."""
+) -> _Answers:
+    """The engine with its drafter and without, and Hugging Face, where they are asked for."""
     question = Question(setup.llm, setup.llm.request_of(setup.params))
     runs: list[SystemRun] = []
     if options.test_engine:
@@ -93,18 +112,30 @@ def _run_systems(
         except EvaluationInterrupted as interrupted:
             if not interrupted.runs[0].samples:
                 raise
-            return interrupted.runs, True
+            return _Answers(interrupted.runs, [], True)
+    differences: list[str] = []
     if hf_dir is not None:
         try:
             hugging_face = HuggingFace.load(hf_dir, question)
+            differences = hugging_face.differences
+            if differences:
+                _warn_of_another_model(hf_dir, differences, output)
             with output.progress("Hugging Face", len(batches)) as advance:
                 runs.append(evaluate_hf(hugging_face, batches, advance))
         except KeyboardInterrupt:
             if not runs:
                 raise
             output.warning("Hugging Face left out: interrupted")
-            return runs, True
-    return runs, False
+            return _Answers(runs, [], True)
+    return _Answers(runs, differences, False)
+
+
+def _warn_of_another_model(hf_dir: Path, differences: list[str], output: Output) -> None:
+    shown = "; ".join(differences[:_NUM_SHOWN])
+    more = f"; {len(differences) - _NUM_SHOWN} more" if len(differences) > _NUM_SHOWN else ""
+    output.warning(
+        f"`--hf-model-dir {hf_dir}` is another model than the engine's, and there is no speedup over it ({shown}{more})"
+    )
 
 
 def _checks(

@@ -9,12 +9,18 @@ Nothing here needs torch: what is wrong with a directory is said before torch is
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from runtime.config import Compiler, EngineConfig, parse
+from runtime.cache import file_digest
+from runtime.config import Compiler, EngineConfig, FileRecord, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json
+from runtime.tokenizer import SAVED, TOKENIZER_FILES
 
 LIBRARY = "kernels.so"
+_OF_TOKENIZER = frozenset({*TOKENIZER_FILES, SAVED})
+# People change them: how an output ends, and how a conversation is written.
+_NOT_RECORDED = frozenset({"config.json", "generation_config.json", "chat_template.jinja"})
 _BUILD_AGAIN = "build it again"
 
 
@@ -66,7 +72,57 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
     config = parse(EngineConfig, data, str(engine_dir / "config.json"))
     if not isinstance(config.pretrained_config.get("model_type"), str):
         raise SpecDecError(f"`{engine_dir / 'config.json'}` names no `model_type`", hint=_BUILD_AGAIN, fact="engine")
+    recorded = {record.name.partition("/")[0] for record in config.files}
     for name in step_files(config):
-        if not (engine_dir / name).exists():
-            raise SpecDecError(f"file is missing: {engine_dir / name}", hint=_BUILD_AGAIN, fact="engine")
+        if name not in recorded:
+            raise SpecDecError(
+                f"`{engine_dir / 'config.json'}` has no record of the file: {name}", hint=_BUILD_AGAIN, fact="engine"
+            )
+    for record in config.files:
+        if record.name not in _OF_TOKENIZER:
+            _check_size(engine_dir, record)
     return config
+
+
+def record_files(engine_dir: Path) -> tuple[FileRecord, ...]:
+    """The files that are there, as they are now."""
+    paths = sorted(path for path in engine_dir.rglob("*") if path.is_file())
+    names = {path.relative_to(engine_dir).as_posix(): path for path in paths}
+    return tuple(
+        FileRecord(name, path.stat().st_size, file_digest(path))
+        for name, path in names.items()
+        if name not in _NOT_RECORDED
+    )
+
+
+def check_step_files(bundle: Bundle) -> None:
+    """SpecDecError unless the step's files are what was built. A file that is the same as last time is not read."""
+    for record in bundle.config.files:
+        if record.name not in _OF_TOKENIZER:
+            _check_content(bundle.directory, record)
+
+
+def check_tokenizer_files(bundle: Bundle) -> None:
+    """SpecDecError unless the tokenizer is what the engine was built with."""
+    for record in bundle.config.files:
+        if record.name in _OF_TOKENIZER:
+            _check_size(bundle.directory, record)
+            _check_content(bundle.directory, record)
+
+
+def _check_size(engine_dir: Path, record: FileRecord) -> None:
+    path = engine_dir / record.name
+    if not path.is_file():
+        raise SpecDecError(f"file is missing: {path}", hint=_BUILD_AGAIN, fact="engine")
+    if path.stat().st_size != record.num_bytes:
+        _raise_changed(path, f"{path.stat().st_size:,} bytes, built with {record.num_bytes:,}")
+
+
+def _check_content(engine_dir: Path, record: FileRecord) -> None:
+    found = file_digest(engine_dir / record.name)
+    if found != record.sha256:
+        _raise_changed(engine_dir / record.name, f"SHA-256 {found[:12]}…, built with {record.sha256[:12]}…")
+
+
+def _raise_changed(path: Path, how: str) -> NoReturn:
+    raise SpecDecError(f"`{path}` has changed since the engine was built: {how}", hint=_BUILD_AGAIN, fact="engine")

@@ -60,9 +60,12 @@ def digest(parts: Iterable[str]) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file. It is kept, so that a large file is read again only if its size or time has changed."""
+    """SHA-256 of a file. It is kept, so that a large file is read again only if its size or time has changed.
+
+    Under which name it lies does not matter: an engine's directory is renamed when it is whole.
+    """
     stat = path.stat()
-    name = digest([str(path.resolve()), str(stat.st_size), str(stat.st_mtime_ns), str(stat.st_ino)])
+    name = digest([str(stat.st_dev), str(stat.st_ino), str(stat.st_size), str(stat.st_mtime_ns)])
     kept = cache_dir() / "digests" / name
     try:
         return kept.read_text()

@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from runtime.errors import SpecDecError
 
 CHECKPOINT_FORMAT_VERSION = 1
-# 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights
-ENGINE_FORMAT_VERSION = 4
+# 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights; 4: neither
+# files nor weights were recorded
+ENGINE_FORMAT_VERSION = 5
 
 # Beyond these nothing useful can be built, and what is asked for is most likely a slip.
 MAX_BATCH_SIZE = 1024
@@ -122,6 +123,15 @@ class StepCost:
 
 
 @dataclass(frozen=True)
+class FileRecord:
+    """A file of an engine's directory as `build` wrote it; `name` is its path in it."""
+
+    name: str
+    num_bytes: Count
+    sha256: str
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """`config.json` of an engine directory."""
 
@@ -132,6 +142,8 @@ class EngineConfig:
     vocab_size: Size
     environment: Environment
     logits_check: LogitsCheck
+    weights_digest: str
+    files: tuple[FileRecord, ...]
     step_costs: tuple[StepCost, ...] = ()
     host_s: Measure = 0.0
     """Seconds of a loop's turn beside the compiled step."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.batch import Row, context_row, fold, generation_row, pack
-from runtime.bundle import Bundle, read_bundle, uses_kernels
+from runtime.bundle import Bundle, check_step_files, read_bundle, uses_kernels
 from runtime.compiler.compilation import StepFunction
 from runtime.compiler.opening import check_environment, open_step
 from runtime.config import EngineConfig
@@ -100,6 +100,7 @@ class Engine:
             check_environment(config, engine_dir, torch.device("cpu"))
         device = resolve_device(config.environment.device, device_id)
         check_environment(config, engine_dir, device)
+        check_step_files(bundle)
         if device.type == "cpu":
             # Denormals make single steps 50 to 100 times slower.
             torch.set_flush_denormal(True)

@@ -4,7 +4,6 @@ import re
 import shutil
 import tempfile
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ from pathlib import Path
 import torch
 
 import runtime
-from runtime.bundle import read_engine_config
+from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
 from runtime.cache import cache_dir, digest, file_digest, locked_entry
 from runtime.compiler.kernels import processor
 from runtime.compiler.opening import current_environment
-from runtime.compiler.weights import is_whole
 from runtime.config import BuildConfig, Dtype
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning
@@ -108,13 +106,14 @@ def build_code() -> list[Path]:
 
 
 def _is_engine(directory: Path) -> bool:
-    """Whether the entry is there and whole; a package that was cut short lacks the list of its files, at its end."""
+    """Whether the entry is there, and what was built."""
     try:
-        read_engine_config(directory)
+        bundle = read_bundle(directory)
+        check_step_files(bundle)
+        check_tokenizer_files(bundle)
     except SpecDecError:
         return False
-    package, weights = directory / "rank0.pt2", directory / "rank0.safetensors"
-    return (not package.exists() or zipfile.is_zipfile(package)) and (not weights.exists() or is_whole(weights))
+    return True
 
 
 def _make_engine(

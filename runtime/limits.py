@@ -9,10 +9,10 @@ def check_lengths(request: Request, build: BuildConfig) -> None:
     """The prompt, and the prompt with its output, are no longer than what the engine was built for."""
     num_prompt = len(request.prompt_tokens)
     if num_prompt == 0:
-        raise SpecDecError(f"prompt is empty: request {request.id}", hint="give it at least one token")
+        raise SpecDecError(f"prompt is empty: {request.name}", hint="give it at least one token")
     if num_prompt > build.max_input_len:
         raise SpecDecError(
-            f"prompt of request {request.id} is longer than the engine's max_input_len {build.max_input_len}: "
+            f"prompt of {request.name} is longer than the engine's max_input_len {build.max_input_len}: "
             f"{num_prompt} tokens",
             hint="give a shorter one, or build with a larger max_input_len",
             fact="prompt_too_long",
@@ -23,7 +23,7 @@ def check_lengths(request: Request, build: BuildConfig) -> None:
         )
     if num_prompt + request.max_new_tokens > build.max_request_len:
         raise SpecDecError(
-            f"prompt and output of request {request.id} exceed the engine's {build.max_request_len} tokens: "
+            f"prompt and output of {request.name} exceed the engine's {build.max_request_len} tokens: "
             f"{num_prompt} + {request.max_new_tokens}",
             hint="ask for fewer tokens, or build with a larger max_seq_len",
             fact="request_too_long",
@@ -34,7 +34,7 @@ def check_cache_size(request: Request, num_tokens: int, num_cache_tokens: int) -
     """An empty K/V cache could hold so many tokens of the request."""
     if num_tokens > num_cache_tokens:
         raise SpecDecError(
-            f"K/V cache of {num_cache_tokens} tokens is too small for request {request.id}: it needs {num_tokens}",
+            f"K/V cache of {num_cache_tokens} tokens is too small for {request.name}: it needs {num_tokens}",
             hint="raise max_tokens or free_gpu_memory_fraction of the K/V cache",
             fact="cache_too_small",
         )
@@ -49,7 +49,7 @@ def check_vocabulary(request: Request, vocab_size: int) -> None:
         foreign = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if foreign is not None:
             raise SpecDecError(
-                f"{what} of request {request.id} has a token id outside the vocabulary of {vocab_size}: {foreign}",
+                f"{what} of {request.name} has a token id outside the vocabulary of {vocab_size}: {foreign}",
                 hint="use the tokenizer that the model was trained with",
             )
     if request.sampling.top_k > vocab_size:

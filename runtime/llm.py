@@ -36,10 +36,10 @@ from runtime.text import (
     bad_word_tokens,
     encode,
     find_end_ids,
-    find_tokenizer,
     load_tokenizer,
     sequence_text,
     stop_words_of,
+    tokenizer_of_engine,
     word_tokens,
 )
 
@@ -106,8 +106,10 @@ class LLM:
             self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model))
             config = self.bundle.config
             self.tokenizer_dir = self.bundle.directory if tokenizer is None else Path(tokenizer)
-            find = find_tokenizer if tokenizer is None else load_tokenizer
-            self.tokenizer = find(self.tokenizer_dir, config.pretrained_config)
+            if tokenizer is None:
+                self.tokenizer = tokenizer_of_engine(self.bundle)
+            else:
+                self.tokenizer = load_tokenizer(self.tokenizer_dir, config.pretrained_config)
             self.end_ids = find_end_ids(self.bundle.directory, config.pretrained_config, self.tokenizer)
             self.engine = stack.enter_context(Engine.of_bundle(self.bundle, device_id, self.kv_cache, max_num_tokens))
             self._stack = stack.pop_all()

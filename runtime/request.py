@@ -44,6 +44,13 @@ class Request:
     keep_logits: bool = False
     num_logprobs: int | None = None
     """Log-probabilities of so many best tokens are kept for each generated token, and its own; None: none are."""
+    label: str | None = None
+    """What its user calls it, such as a row of a file."""
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+        return self.label or f"request {self.id}"
 
     def with_prompt(self, request_id: int, prompt_tokens: Seq[int], return_index: int = 0) -> "Request":
         """The same asked of another prompt."""

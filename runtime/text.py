@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from runtime.bundle import Bundle, check_tokenizer_files
 from runtime.cache import digest
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import read_json
@@ -83,6 +84,12 @@ def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokeni
     if (directory / "tokenizer_config.json").is_file() or (directory / "tokenizer.json").is_file():
         return load_tokenizer(directory, pretrained_config)
     return None
+
+
+def tokenizer_of_engine(bundle: Bundle) -> Tokenizer | None:
+    """The engine's own tokenizer, or None; SpecDecError if it is another one than the engine was built with."""
+    check_tokenizer_files(bundle)
+    return find_tokenizer(bundle.directory, bundle.config.pretrained_config)
 
 
 def keep_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> None:

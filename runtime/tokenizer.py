@@ -20,7 +20,7 @@ from runtime.files import read_json, write_json
 
 SAVED = "saved_tokenizer.json"
 # What a tokenizer is made of: if one of them changes, what was saved is of another tokenizer.
-_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
 )  # fmt: skip
@@ -144,7 +144,7 @@ def find_saved_tokenizer(directory: Path) -> SavedTokenizer | None:
 
 
 def _files_digest(directory: Path) -> str:
-    paths = [directory / name for name in _FILES]
+    paths = [directory / name for name in TOKENIZER_FILES]
     return digest(f"{path.name} {path.read_text(errors='replace')}" for path in paths if path.is_file())
 
 

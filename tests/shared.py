@@ -1,6 +1,7 @@
 """What is made once in a test run, for all of its workers: by whichever asks first, while the others wait."""
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -12,11 +13,21 @@ import pytest
 from filelock import FileLock
 from tiny import build_tiny
 
+from runtime.bundle import record_files
+from runtime.config import as_json
+
 
 def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of this test run, the same for all of its workers."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def record_anew(engine_dir: Path) -> None:
+    """Have an engine that a test has changed pass for one that was built so."""
+    config = json.loads((engine_dir / "config.json").read_text())
+    config["files"] = [as_json(record) for record in record_files(engine_dir)]
+    (engine_dir / "config.json").write_text(json.dumps(config))
 
 
 def once(directory: Path, make: Callable[[Path], object]) -> Path:

@@ -18,11 +18,15 @@ from runtime.stats import LoopTimes
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A dataset's samples, the token ids of their prompts, and what each system answered."""
+    """A dataset's samples, the token ids of their prompts, and what each system answered.
+
+    `hf_differences` is what makes Hugging Face's model another one than the engine's, with which it is not compared.
+    """
 
     samples: list[Sample]
     prompts: list[list[int]]
     runs: list[SystemRun]
+    hf_differences: list[str]
 
 
 def summary_document(
@@ -44,8 +48,9 @@ def summary_document(
         "systems": systems,
         "categories": _category_records(max_draft_len, samples, runs),
         "speedup": _speedup(work.get("engine_no_drafter"), work.get("engine")),
-        "speedup_over_hf": _speedup(work.get("hf"), work.get("engine")),
-        "checks": _identity_checks(setup, by_name),
+        "speedup_over_hf": None if evaluation.hf_differences else _speedup(work.get("hf"), work.get("engine")),
+        "hf_differences": evaluation.hf_differences,
+        "checks": _identity_checks(setup, by_name, is_same_model=not evaluation.hf_differences),
         "settings": {**setup.settings_record(), **settings},
         **setup.engine_records(),
     }
@@ -139,12 +144,12 @@ def _speedup(base: Work | None, engine: Work | None) -> float | None:
     return engine.speedup_over(base) if base and engine else None
 
 
-def _identity_checks(setup: Setup, runs: dict[Any, SystemRun]) -> dict[str, Any]:
+def _identity_checks(setup: Setup, runs: dict[Any, SystemRun], *, is_same_model: bool) -> dict[str, Any]:
     """How many outputs are token for token those of the other systems; left out where draws differ by nature."""
     checks: dict[str, Any] = {}
     engine = runs.get("engine")
     draws_by_probs = engine is not None and setup.session.draws_by_probs(engine.sequences)
-    comparable = {"hf": setup.params.config().is_greedy, "engine_no_drafter": not draws_by_probs}
+    comparable = {"hf": is_same_model and setup.params.config().is_greedy, "engine_no_drafter": not draws_by_probs}
     for other, key in (("hf", "identical_to_hf"), ("engine_no_drafter", "identical_to_no_drafter")):
         if engine and other in runs and comparable[other]:
             checks[key] = {"num_identical": _num_identical(engine, runs[other]), "num_samples": len(engine.samples)}

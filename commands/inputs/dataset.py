@@ -60,12 +60,20 @@ class Sample:
     category: str | None
     text: str
     reference: str | None
+    where: str
+    """Its row, or line, and the dataset's name."""
 
 
 @dataclass(frozen=True)
 class _Table:
+    """`lines` has where each row stands, for a file of lines."""
+
     columns: Sequence[str]
     rows: Sequence[Mapping[str, object]]
+    lines: Sequence[int] | None = None
+
+    def place(self, i: int) -> str:
+        return f"row {i + 1}" if self.lines is None else f"line {self.lines[i]}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ def load_samples(
         reference_column = _column(table, columns.reference, _REFERENCE_COLUMNS[eval_task], "reference", name)
     order = range(len(table.rows)) if name == DEMO else _shuffled(len(table.rows), seed)
     return [
-        _sample(table.rows[i], f"row {i + 1} of {name}", str(i + 1), text_column, reference_column, eval_task)
+        _sample(table.rows[i], f"{table.place(i)} of {name}", str(i + 1), text_column, reference_column, eval_task)
         for i in islice(order, max_samples)
     ]
 
@@ -162,9 +170,11 @@ def _read_file(path: Path) -> _Table:
     if suffix == ".csv":
         return _parse_csv(text, path)
     rows = _parse_json_array(text, path) if suffix == ".json" and text.lstrip().startswith("[") else None
+    lines = None
     if rows is None:
-        rows = [row for _, row in read_json_lines(text, path)]
-    return _Table(columns=list(dict.fromkeys(key for row in rows for key in row)), rows=rows)
+        numbered = list(read_json_lines(text, path))
+        rows, lines = [row for _, row in numbered], [number for number, _ in numbered]
+    return _Table(columns=list(dict.fromkeys(key for row in rows for key in row)), rows=rows, lines=lines)
 
 
 def _parse_json_array(text: str, path: Path) -> list[dict[str, object]]:
@@ -336,6 +346,7 @@ def _sample(
         category=None if category in (None, "") else check_text(str(category), f"`category` in {where}"),
         text=check_text(text, f"`{text_column}` in {where}"),
         reference=check_text(reference, f"`{reference_column}` in {where}") if has_reference else None,
+        where=where,
     )
 
 

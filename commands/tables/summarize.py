@@ -125,6 +125,8 @@ def _check_lines(document: dict[str, Any]) -> list[str]:
             lines.append(
                 f"token for token the same as {title}: {checks[key]['num_identical']} of {checks[key]['num_samples']}"
             )
+    if document["hf_differences"]:
+        lines.append("not compared with Hugging Face: it ran another model than the engine's")
     if "lossless" in checks:
         lines += lossless_lines(checks["lossless"])
     if "accuracy" in checks:

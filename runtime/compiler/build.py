@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from runtime.batch import Row, pack
-from runtime.bundle import LIBRARY, uses_kernels
+from runtime.bundle import LIBRARY, record_files, uses_kernels
 from runtime.checkpoint import copy_tokenizer_files
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.compilation import StepFunction, compile_aot, torch_compile
+from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernels import compile_kernels, describe_kernels, load_kernels
 from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_steps
 from runtime.compiler.model import Step, load_model, num_positions, parse_pretrained_config, probe_config
@@ -89,6 +90,8 @@ def build_engine(
             vocab_size=pretrained.vocab_size,
             environment=current_environment(device),
             logits_check=logits_check,
+            weights_digest=weights_digest(model, getattr(torch, checkpoint.dtype)),
+            files=(),
             compiler_note=note,
         )
         if measure_costs:
@@ -96,8 +99,15 @@ def build_engine(
             config = _with_costs(config, step, device)
         phase("writing the engine")
         copy_tokenizer_files(checkpoint_dir, directory)
-        keep_tokenizer(directory, checkpoint.pretrained_config)
-        write_json(directory / "config.json", as_json(config))
+        config = _finish(config, directory)
+    return config
+
+
+def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
+    """Write `config.json`, with a record of all that is there."""
+    keep_tokenizer(directory, config.pretrained_config)
+    config = dataclasses.replace(config, files=record_files(directory))
+    write_json(directory / "config.json", as_json(config))
     return config
 
 

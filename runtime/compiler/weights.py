@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,15 +23,6 @@ def save_weights(path: Path, weights: dict[str, Tensor]) -> None:
     mode = path.stat().st_mode
     save_file({name: weight.detach().clone() for name, weight in weights.items()}, path)
     path.chmod(mode)  # or nobody else could read it
-
-
-def is_whole(path: Path) -> bool:
-    """Whether the file is of this format and has all its bytes."""
-    try:
-        with safe_open(path, "pt"):
-            return True
-    except SafetensorError:
-        return False
 
 
 def open_weights(path: Path) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from runtime.bundle import Bundle
 from runtime.corpus import Corpus
 from runtime.drafters.settings import DrafterSettings, corpora_of
-from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.text import find_tokenizer, tokenizer_digest
+from runtime.errors import SpecDecError, SpecDecWarning, draft_engine_errors
+from runtime.text import tokenizer_digest, tokenizer_of_engine
 from runtime.tokenizer import Tokenizer
 
 
@@ -61,7 +61,8 @@ def check_draft_engine(draft: Bundle, target: TargetIdentity) -> None:
         )
     config = draft.config
     sizes = f"{config.vocab_size} ids in {draft.directory}, {target.vocab_size} in {target.bundle.directory}"
-    tokenizer = find_tokenizer(draft.directory, config.pretrained_config)
+    with draft_engine_errors():
+        tokenizer = tokenizer_of_engine(draft)
     if tokenizer is None or target.tokenizer is None:
         if config.vocab_size != target.vocab_size:
             raise SpecDecError(

@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from runtime.compiler.identity import differences
 from runtime.errors import SpecDecError
 from runtime.generation import Work, total_record
 from runtime.llm import LLM
@@ -103,11 +104,8 @@ def evaluate_engine(
 ) -> list[SystemRun]:
     """The engine with its drafter and without (or, if there is none, only without), batch by batch in turn.
 
-    Raises EvaluationInterrupted at Ctrl-C.
+    That it can serve all of them has been checked. Raises EvaluationInterrupted at Ctrl-C.
     """
-    # All of them, before the first is answered.
-    prompts = [prompt for batch in batches for prompt in batch]
-    session.check_requests([question.template.with_prompt(i, prompt) for i, prompt in enumerate(prompts)])
     runs = [SystemRun("engine")]
     if session.has_drafter:
         runs.append(SystemRun("engine_no_drafter"))
@@ -148,10 +146,13 @@ def _run_engine_batch(question: Question, session: Session, batch: list[list[int
 
 
 class HuggingFace:
-    """The same model run by transformers' `generate`, with the same sampling, its default attention and K/V cache."""
+    """The same model run by transformers' `generate`, with the same sampling, its default attention and K/V cache.
 
-    def __init__(self, model: PreTrainedModel, question: Question) -> None:
-        self.model = model
+    Where it is another one, `differences` says in what.
+    """
+
+    def __init__(self, model: PreTrainedModel, question: Question, differences: list[str]) -> None:
+        self.model, self.differences = model, differences
         self.tokenizer, self.template = question.llm.tokenizer, question.template
         self.stop_words = stop_words_of(question.template)
 
@@ -172,11 +173,12 @@ class HuggingFace:
                 hint="give the model that the engine was made from",
                 fact="other_model",
             )
+        found = differences(model, model_dir, question.llm.bundle, question.llm.tokenizer, dtype)
         # What a model suggests for sampling (penalties, least lengths) changes greedy output too.
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
         model.train(False)
         torch.nn.Module.to(model, engine.device)
-        return cls(model, question)
+        return cls(model, question, found)
 
     def answer(self, batch: list[list[int]], run: SystemRun) -> None:
         """Left-padded generation of one batch; the times of its tokens are taken as they are chosen."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import PROMPT, PROMPTS, Result, Specdec, assert_valid, draft_model, each, ids_of, texts_of
 from draft_models import WITH_DRAFTS, MakeDraftEngineDir, padded
+from shared import record_anew
 from tiny import hf_greedy, make_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -182,6 +183,7 @@ def test_tokenizers_are_compared_by_content(run: Run, draft_engine_dir: Path, tm
     data["model"]["vocab"] = dict(reversed(data["model"]["vocab"].items()))
     (directory / "tokenizer.json").write_text(json.dumps(data, indent=7))
     (directory / "chat_template.jinja").write_text("{{ messages }}")
+    record_anew(directory)
     result = run(*draft_model(directory), "--max-output-len", 3)
     assert (result.exit_code, result.stderr) == (0, "")
 

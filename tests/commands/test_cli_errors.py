@@ -14,9 +14,11 @@ import pytest
 import torch
 from command_line import Result, Specdec, edit_json, tree
 from draft_models import MakeDraftEngineDir
-from shared import shared_engine
+from shared import record_anew, shared_engine
 from tiny import make_model
 from transformers import PreTrainedTokenizerFast
+
+from runtime.tokenizer import SAVED
 
 Damage = Callable[[Path], None]
 RUN = "run --engine-dir engine --input-text 'The dog' --max-output-len 8 "
@@ -60,6 +62,17 @@ def truncated(name: str, share: float = 0.5) -> Damage:
     return cut
 
 
+def flipped(name: str) -> Damage:
+    """One bit of the file's middle."""
+
+    def flip(directory: Path) -> None:
+        data = bytearray((directory / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (directory / name).write_bytes(data)
+
+    return flip
+
+
 def edited(name: str, **changes: Any) -> Damage:
     return lambda directory: edit_json(directory / name, **changes)
 
@@ -85,8 +98,9 @@ def foreign_weights(name: str) -> Damage:
 
 
 def no_tokenizer(directory: Path) -> None:
-    for path in directory.glob("engine/tokenizer*"):
+    for path in [*directory.glob("engine/tokenizer*"), directory / "engine" / SAVED]:
         path.unlink()
+    record_anew(directory / "engine")
 
 
 def swap_two_ids(tokenizer_file: Path) -> None:
@@ -95,6 +109,18 @@ def swap_two_ids(tokenizer_file: Path) -> None:
     vocabulary = data["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     tokenizer_file.write_text(json.dumps(data))
+
+
+def swapped_and_recorded(directory: Path) -> None:
+    """A draft model that was built with another tokenizer."""
+    swap_two_ids(directory / "draft" / "tokenizer.json")
+    record_anew(directory / "draft")
+
+
+def wrong_size(config_file: Path) -> None:
+    data = json.loads(config_file.read_text())
+    data["files"][0]["num_bytes"] = -1
+    config_file.write_text(json.dumps(data))
 
 
 def none_of(value: object) -> None:
@@ -350,7 +376,7 @@ DRAFTERS = [
         damage=without("draft/rank0.safetensors"),
     ),
     case(
-        RUN + drafting("draft"), 1, "draft engine: ", "draft/rank0.safetensors` is damaged",
+        RUN + drafting("draft"), 1, "draft engine: ", "draft/rank0.safetensors` has changed since the engine was built",
         damage=truncated("draft/rank0.safetensors"),
     ),
     case(
@@ -358,7 +384,7 @@ DRAFTERS = [
         damage=edited("draft/config.json", environment__torch="1.13.0"),
     ),
     case(
-        RUN + drafting("draft"), 1, "no usable tokenizer in: draft", damage=truncated("draft/tokenizer.json")
+        RUN + drafting("draft"), 1, "draft/tokenizer.json` has changed", damage=truncated("draft/tokenizer.json")
     ),
     case(
         RUN + drafting("draft-other"), 1, "different tokenizers: 280 tokens in draft-other, 300 in engine",
@@ -368,7 +394,7 @@ DRAFTERS = [
     case(
         RUN + drafting("draft"), 1, "different tokenizers: 300 tokens in draft, 300 in engine",
         "2 of the draft's differ",
-        damage=lambda d: swap_two_ids(d / "draft" / "tokenizer.json"),
+        damage=swapped_and_recorded,
     ),
     case(
         RUN + drafting("draft-bare-280"), 1, "different vocabularies", "280 ids in draft-bare-280, 300 in engine",
@@ -393,7 +419,14 @@ DRAFTERS = [
     case(SUMMARIZE + "--drafter custom_drafters:Raises", 1, "`custom_drafters:Raises` failed: KeyError"),
 ]  # fmt: skip
 
-WITHOUT_X = {"type": "Replace", "pattern": {"String": "x"}, "content": ""}
+
+def without_x(directory: Path) -> None:
+    """A tokenizer that makes nothing of an x."""
+    normalizer = {"type": "Replace", "pattern": {"String": "x"}, "content": ""}
+    edit_json(directory / "engine" / "tokenizer.json", normalizer=normalizer)
+    record_anew(directory / "engine")
+
+
 SAMPLING = [
     case(RUN + "--temperature -1", 2, "temperature must be at least 0: -1", "0 is greedy"),
     case(RUN + "--temperature nan", 2, "temperature must be at least 0: nan"),
@@ -427,7 +460,7 @@ SAMPLING = [
     case(RUN + "--bad-words '<pad>'", 2, "`--bad-words` has a word that the tokenizer makes nothing of: '<pad>'"),
     case(
         RUN + "--stop-words x", 2, "`--stop-words` has a word that the tokenizer makes nothing of: 'x'",
-        damage=edited("engine/tokenizer.json", normalizer=WITHOUT_X),
+        damage=without_x,
     ),
     case(RUN + "--stop-words a", 1, "the engine has none", "`--tokenizer-dir`", damage=no_tokenizer),
     case(RUN + "--bad-words a", 1, "the engine has none", "`--tokenizer-dir`", damage=no_tokenizer),
@@ -507,9 +540,21 @@ ENGINES = [
     case(RUN, 1, "model_type", damage=edited("engine/config.json", pretrained_config={})),
     case(RUN, 1, "martian", damage=edited("engine/config.json", pretrained_config__model_type="martian")),
     case(RUN, 1, "file is missing: engine/rank0.safetensors", damage=without("engine/rank0.safetensors")),
-    case(RUN, 1, "engine/rank0.safetensors` is damaged", damage=truncated("engine/rank0.safetensors")),
-    case(RUN, 1, "engine/rank0.safetensors` lacks", damage=foreign_weights("engine/rank0.safetensors")),
-    case(RUN, 1, "no usable tokenizer in: engine", damage=truncated("engine/tokenizer.json")),
+    case(
+        RUN, 1, "engine/rank0.safetensors` has changed since the engine was built: ", "built with",
+        "`specdec build` again", damage=truncated("engine/rank0.safetensors"),
+    ),
+    case(RUN, 1, "rank0.safetensors` has changed", damage=foreign_weights("engine/rank0.safetensors")),
+    case(RUN, 1, "rank0.safetensors` has changed", ": SHA-256 ", damage=flipped("engine/rank0.safetensors")),
+    case(RUN, 1, "engine/tokenizer.json` has changed", damage=truncated("engine/tokenizer.json")),
+    case(
+        RUN, 1, "engine/tokenizer.json` has changed", ": SHA-256 ",
+        damage=lambda d: swap_two_ids(d / "engine" / "tokenizer.json"),
+    ),
+    case(RUN, 1, "file is missing: engine/tokenizer.json", damage=without("engine/tokenizer.json")),
+    case(RUN, 1, "saved_tokenizer.json` has changed", damage=flipped("engine/saved_tokenizer.json")),
+    case(RUN, 1, "no record of the file: rank0.safetensors", damage=edited("engine/config.json", files=[])),
+    case(RUN, 1, "files: num_bytes` is 0 or more", damage=lambda d: wrong_size(d / "engine" / "config.json")),
     case(RUN, 1, "generation_config.json` is not valid JSON", damage=truncated("engine/generation_config.json")),
     case(RUN, 1, "has no tokenizer", damage=no_tokenizer),
     case(RUN + "--streaming", 1, "has no tokenizer", damage=no_tokenizer),
@@ -635,7 +680,7 @@ def test_damaged_compiled_step_is_one_clear_error(
     shutil.copytree(llama_engine_dir, tmp_path / "engine")
     damage(tmp_path / "engine")
     result = specdec("run", "--engine-dir", tmp_path / "engine", "--input-text", "The dog", "--max-output-len", 2)
-    assert_one_clear_error(result, 1, ("rank0.pt2` cannot be opened", "`specdec build`"))
+    assert_one_clear_error(result, 1, ("rank0.pt2` has changed since the engine was built", "`specdec build`"))
 
 
 def test_ids_beyond_the_vocabulary_come_from_a_foreign_tokenizer_too(

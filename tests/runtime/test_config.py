@@ -12,6 +12,7 @@ from runtime.config import (
     CheckpointConfig,
     EngineConfig,
     Environment,
+    FileRecord,
     LayerShape,
     LogitsCheck,
     Mapping,
@@ -28,6 +29,8 @@ ENGINE = EngineConfig(
     vocab_size=32,
     environment=Environment("2.13.0", "5.23.0", "cpu", "x86_64 AVX512"),
     logits_check=LogitsCheck(1e-6, 2e-7, 1e-4),
+    weights_digest="00ff",
+    files=(FileRecord("rank0.safetensors", 8, "00ff"),),
     compiler_note=None,
 )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from shared import once
+from shared import once, record_anew
 from tiny import SLIDING_WINDOW, hf_greedy, make_build, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
@@ -30,6 +31,7 @@ from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.orchestrator import generate
 from runtime.request import Request
+from runtime.tokenizer import SAVED
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -296,7 +298,7 @@ ENGINE_DAMAGES = [
         lambda d: (d / "rank0.safetensors").unlink(), "file is missing: {dir}/rank0.safetensors", id="no weights"
     ),
     pytest.param(
-        lambda d: truncate(d / "rank0.safetensors"), "`{dir}/rank0.safetensors` is damaged", id="truncated weights"
+        lambda d: truncate(d / "rank0.safetensors"), "`{dir}/rank0.safetensors` has changed", id="truncated weights"
     ),
     pytest.param(
         lambda d: edit_config(d, lambda data: data.pop("build_config")),
@@ -329,13 +331,21 @@ def test_damaged_engine_is_named(damage: Callable[[Path], Any], message: str, en
     assert error.value.message.startswith(message.format(dir=engine_dir))
 
 
-@pytest.mark.parametrize("name", ["rank0.pt2", "rank0.safetensors"])
+def flip_a_byte(path: Path) -> None:
+    """In the middle, where weights and code are; the size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["rank0.pt2", "rank0.safetensors", "kernels.so"])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         pytest.param(Path.unlink, "file is missing: {path}", id="missing"),
-        pytest.param(truncate, "`{path}` {is_damaged}", id="truncated"),
-        pytest.param(lambda path: path.write_bytes(b""), "`{path}` {is_damaged}", id="empty"),
+        pytest.param(truncate, "`{path}` has changed since the engine was built: {half} bytes, ", id="truncated"),
+        pytest.param(lambda path: path.write_bytes(b""), "`{path}` has changed since the engine was", id="empty"),
+        pytest.param(flip_a_byte, "`{path}` has changed since the engine was built: SHA-256 ", id="flipped"),
     ],
 )
 def test_damaged_compiled_step_is_named(
@@ -343,18 +353,50 @@ def test_damaged_compiled_step_is_named(
 ) -> None:
     shutil.copytree(llama_engine_dir, tmp_path / "engine")
     path = tmp_path / "engine" / name
+    half = path.stat().st_size // 2
     damage(path)
     with pytest.raises(SpecDecError) as error:
         Engine.open(tmp_path / "engine")
-    is_damaged = "cannot be opened" if path.suffix == ".pt2" else "is damaged"
-    assert error.value.message.startswith(message.format(path=path, is_damaged=is_damaged))
+    assert error.value.message.startswith(message.format(path=path, half=f"{half:,}"))
+
+
+def test_every_file_is_recorded_but_those_that_people_change(llama_engine_dir: Path) -> None:
+    """By an independent reading: names, sizes and SHA-256 as `sha256sum` has them."""
+    recorded = {record.name: (record.num_bytes, record.sha256) for record in read_engine_config(llama_engine_dir).files}
+    files = [path for path in llama_engine_dir.iterdir() if path.name not in ("config.json", "generation_config.json")]
+    assert {"rank0.pt2", "rank0.safetensors", "kernels.so", "tokenizer.json", SAVED} <= recorded.keys()
+    assert recorded == {
+        path.name: (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files
+    }
+
+
+def test_file_without_a_record_is_named(engine_dir: Path) -> None:
+    edit_config(engine_dir, lambda data: data.update(files=[]))
+    with pytest.raises(SpecDecError, match="config.json` has no record of the file: rank0.safetensors"):
+        Engine.open(engine_dir)
+
+
+def test_files_are_read_once_however_often_an_engine_is_opened(
+    engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they were is kept; under another name they are still the same files."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    record = read_engine_config(engine_dir).files
+    Engine.open(engine_dir).close()
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "digests").iterdir()}
+    assert len(kept) == len([one for one in record if one.name.startswith("rank0")])
+    renamed = engine_dir.rename(tmp_path / "renamed")
+    Engine.open(renamed).close()
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "digests").iterdir()} == kept
 
 
 def test_weights_of_another_model_are_an_error(
     llama_engine_dir: Path, llama_checkpoint_dir: Path, tmp_path: Path
 ) -> None:
+    """Even where somebody has recorded them."""
     shutil.copytree(llama_engine_dir, tmp_path / "engine")
     shutil.copyfile(llama_checkpoint_dir / "rank0.safetensors", tmp_path / "engine" / "rank0.safetensors")
+    record_anew(tmp_path / "engine")
     with pytest.raises(SpecDecError, match="rank0.pt2` cannot be opened"):
         Engine.open(tmp_path / "engine")
 

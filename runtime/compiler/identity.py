@@ -1,0 +1,68 @@
+"""Which model an engine was made of: told by its config, its tokenizer and its weights, not by the directory's name."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from runtime.bundle import Bundle
+from runtime.cache import digest
+from runtime.compiler.model import parse_pretrained_config
+from runtime.errors import SpecDecError
+from runtime.text import load_tokenizer, tokenizer_digest
+from runtime.tokenizer import Tokenizer
+
+# Of a config: who wrote it, how it is run, and which ids begin, end and pad, which requests say anew.
+_NOT_OF_THE_MODEL = {
+    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
+    "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict",
+    "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+
+
+def weights_digest(model: PreTrainedModel, dtype: torch.dtype) -> str:
+    """The same for models of the same weights in `dtype`. Of each tensor the sum of its bits: as fast as memory."""
+    parts = []
+    for name, weight in sorted(model.state_dict().items()):
+        cast = weight.to(dtype) if weight.dtype.is_floating_point else weight
+        bits = cast.contiguous().view(_INTEGERS[cast.element_size()])
+        parts.append(f"{name} {tuple(weight.shape)} {int(bits.sum(dtype=torch.int64))}")
+    return digest(parts)
+
+
+def differences(
+    model: PreTrainedModel, model_dir: Path, bundle: Bundle, tokenizer: Tokenizer | None, dtype: torch.dtype
+) -> list[str]:
+    """What makes transformers' `model`, loaded from `model_dir`, another one than the engine's; nothing if none."""
+    found = _config_differences(model, bundle)
+    if tokenizer is not None and _has_another_tokenizer(model_dir, bundle, tokenizer):
+        found.append("the tokenizer")
+    is_inner = model.config.get_text_config() is not model.config  # whose weights have other names here
+    if not found and not is_inner and weights_digest(model, dtype) != bundle.config.weights_digest:
+        found.append("the weights")
+    return found
+
+
+def _config_differences(model: PreTrainedModel, bundle: Bundle) -> list[str]:
+    ours = _of_the_model(parse_pretrained_config(bundle.config.pretrained_config, str(bundle.directory)).to_dict())
+    theirs = _of_the_model(model.config.get_text_config().to_dict())
+    return [
+        f"`{key}` is {theirs.get(key)}, the engine's {ours.get(key)}"
+        for key in sorted(ours | theirs)
+        if ours.get(key) != theirs.get(key)
+    ]
+
+
+def _of_the_model(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _NOT_OF_THE_MODEL}
+
+
+def _has_another_tokenizer(model_dir: Path, bundle: Bundle, tokenizer: Tokenizer) -> bool:
+    """A model without one is not said to have another."""
+    try:
+        theirs = load_tokenizer(model_dir, bundle.config.pretrained_config)
+    except SpecDecError:
+        return False
+    return tokenizer_digest(theirs) != tokenizer_digest(tokenizer)
