@@ -85,8 +85,9 @@ class Conversation:
         self.setup.session.check_requests([request])
         self.last, pieces = None, []
         try:
+            show = self.output.styled if self.show_tokens else self.output.text
             for text in self._shown(request):
-                self.output.text(text, end="")
+                show(text, end="")
                 pieces.append(text)
         except KeyboardInterrupt:
             self.output.text(" …", end="")

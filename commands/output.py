@@ -7,7 +7,7 @@ progress.
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +45,14 @@ class Output:
         if isinstance(renderable, Table):
             console.print(fitted(renderable, console))
         else:
-            console.print(renderable, soft_wrap=True)
+            console.print(visible(renderable) if isinstance(renderable, str) else renderable, soft_wrap=True)
 
     def text(self, text: str, end: str = "\n") -> None:
-        """Generated text, on stdout, to the letter."""
+        """Generated text, on stdout: to the letter, but for what a terminal would obey."""
+        self.styled(visible(text) if sys.stdout.isatty() else text, end)
+
+    def styled(self, text: str, end: str = "\n") -> None:
+        """The same, of what has been made visible and given its colours."""
         if not self.json:
             sys.stdout.write(text + end)
             sys.stdout.flush()
@@ -71,6 +75,14 @@ class Output:
     def progress(self, description: str, total: int) -> AbstractContextManager[progress.Advance]:
         """Called as each of so many things, or several of them, are done."""
         return progress.counting(stderr(), description, total) if self.human else nullcontext(lambda count=1: None)
+
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def visible(text: str) -> str:
+    """Control characters as `\\x1b`, so that no prompt, output or name moves the cursor or colours the terminal."""
+    return text.translate(_CONTROLS)
 
 
 def stdout() -> Console:
@@ -98,7 +110,7 @@ def fail(message: str, hint: str | None) -> None:
 
 
 def _say(label: str, style: str, message: str) -> None:
-    stderr().print(Text.assemble((label, style), " ", message), soft_wrap=True)
+    stderr().print(Text.assemble((label, style), " ", visible(message)), soft_wrap=True)
 
 
 def check_output_files(outputs: list[Path], inputs: list[Path], new_dir: Path | None = None) -> None:
@@ -115,6 +127,12 @@ def check_output_files(outputs: list[Path], inputs: list[Path], new_dir: Path | 
                 raise UsageError(f"the output would replace what is read: {path}", hint="choose another path")
         if new_dir is None or place.parent != new_dir.resolve():
             check_output_file(path)
+
+
+def check_report(path: Path | None) -> None:
+    """UsageError for a page by the name of another kind of file."""
+    if path is not None and path.suffix.lower() not in ("", ".html", ".htm"):
+        raise UsageError(f"`--report` writes HTML: {path}", hint=f"`--report {path.with_suffix('.html')}`")
 
 
 def check_output_file(path: Path) -> None:
@@ -150,6 +168,11 @@ def milliseconds(seconds: float | None) -> str:
 
 def percent(share: float | None) -> str:
     return "-" if share is None else f"{share * 100:.1f} %"
+
+
+def columns_with_values(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The places of a table's columns that hold more than dashes; without a drafter some would not."""
+    return [i for i, _ in enumerate(rows[0]) if any(row[i] not in ("-", "0/0") for row in rows)]
 
 
 def speedup_line(speedup: float) -> str:

@@ -143,7 +143,8 @@ class EngineConfig:
     environment: Environment
     logits_check: LogitsCheck
     weights_digest: str
-    files: tuple[FileRecord, ...]
+    files: tuple[FileRecord, ...] = ()
+    """All but those that people change; none until they are written."""
     step_costs: tuple[StepCost, ...] = ()
     host_s: Measure = 0.0
     """Seconds of a loop's turn beside the compiled step."""

@@ -52,6 +52,11 @@ def check_vocabulary(request: Request, vocab_size: int) -> None:
                 f"{what} of {request.name} has a token id outside the vocabulary of {vocab_size}: {foreign}",
                 hint="use the tokenizer that the model was trained with",
             )
+    if (request.num_logprobs or 0) > vocab_size:
+        raise SpecDecError(
+            f"logprobs of more tokens than the vocabulary of {vocab_size} has: {request.num_logprobs}",
+            hint="ask for fewer",
+        )
     if request.sampling.top_k > vocab_size:
         raise SpecDecError(
             f"top_k exceeds the vocabulary of {vocab_size}: {request.sampling.top_k}",

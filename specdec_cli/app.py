@@ -26,7 +26,7 @@ from commands.convert import convert
 from commands.corpus import create, merge, stats
 from commands.options.hints import hint_of, message_of
 from commands.options.panels import COMMON, sort_by_panel
-from commands.options.spellings import normalize_name, split_flags_without_effect
+from commands.options.spellings import empty_value, normalize_name, split_flags_without_effect
 from commands.options.usage import usage_message
 from commands.output import fail, warn
 from commands.run import run
@@ -124,6 +124,10 @@ class _Command(TyperCommand):
         kept, dropped = split_flags_without_effect(args, frozenset(with_value))
         if dropped:
             warn(f"no effect in specdec: {', '.join(dict.fromkeys(dropped))}")
+        empty = empty_value(kept, frozenset(with_value), self.name or "")
+        if empty is not None:
+            what = f"`{empty}`" if empty else "an argument"
+            raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` lists what there is")
         return super().parse_args(ctx, kept)
 
 

@@ -226,6 +226,10 @@ def _system_table(page: Page) -> str:
             page.show(integer, "checks", "identical_to_hf", key) for key in ("num_identical", "num_samples")
         )
         lines.append(f"token for token the same as Hugging Face: {num_identical} of {num_samples}")
+    if differences := page.at("hf_differences"):
+        lines.append(
+            f"Hugging Face ran another model than the engine's, not compared: {escaped('; '.join(differences))}"
+        )
     note = f'<p class="note">{"; ".join(lines)}</p>\n' if lines else ""
     return f"<h2>Systems side by side</h2>\n{note}{table(['', *(_SYSTEMS[name] for name in names)], rows)}"
 

@@ -8,10 +8,10 @@ on disk.
 
 import csv
 import io
-import os.path
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Literal
 from commands.inputs.prompts import check_text
 from runtime.errors import SpecDecError, UsageError
 from runtime.models import quiet_hub
-from runtime.reading import parse_json, read_json_lines, read_utf8, shown
+from runtime.reading import parse_json, raise_unreadable, read_json_lines, read_utf8, shown
 
 EvalTask = Literal["summarize", "code_completion", "question"]
 
@@ -46,6 +46,7 @@ _REFERENCE_COLUMNS: dict[EvalTask, tuple[str, ...]] = {
     "question": ("reference", "answer", "output"),
 }
 _ID_COLUMNS = ("id", "task_id", "question_id")
+_PARQUET_MARK = b"PAR1"
 _FILE_KINDS = (".csv", ".json", ".jsonl", ".parquet")
 
 
@@ -60,7 +61,7 @@ class Sample:
     category: str | None
     text: str
     reference: str | None
-    where: str
+    where: str = field(default="", compare=False)
     """Its row, or line, and the dataset's name."""
 
 
@@ -224,6 +225,7 @@ def _parse_csv(text: str, path: Path) -> _Table:
 def _read_parquet(path: Path) -> _Table:
     if not os.path.isfile(path):
         raise SpecDecError(f"no such dataset file: {path}", hint="check the path")
+    _check_parquet(path)
     datasets = _datasets()
     with TemporaryDirectory(prefix="specdec-dataset-") as cache:
         try:
@@ -233,6 +235,21 @@ def _read_parquet(path: Path) -> _Table:
                 f"cannot read the Parquet file ({_reason(error)}): {path}", hint="check that the file is whole"
             ) from error
     return _Table(columns=loaded.column_names, rows=loaded)
+
+
+def _check_parquet(path: Path) -> None:
+    """SpecDecError unless the file begins and ends as the format says: `datasets` says less, and takes a second."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+            file.seek(-min(4, path.stat().st_size), os.SEEK_END)
+            end = file.read()
+    except OSError as error:
+        raise_unreadable(path, error)
+    if start != _PARQUET_MARK:
+        raise SpecDecError(f"not a Parquet file: {path}", hint="check that the file is what its name says")
+    if end != _PARQUET_MARK:
+        raise SpecDecError(f"the Parquet file is cut short: {path}", hint="download or write it again")
 
 
 def _read_directory(directory: Path, name: str) -> _Table:

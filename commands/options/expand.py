@@ -16,8 +16,27 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from inspect import Parameter, Signature
 from typing import Any, get_type_hints
+
+from typer.models import OptionInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command and its flags, without the hyphens in front."""
+
+    name: str
+    flags: frozenset[str]
+
+
+_CURRENT: ContextVar[Command | None] = ContextVar("current_command", default=None)
+
+
+def current_command() -> Command | None:
+    """The one that was called last: what hints may speak of."""
+    return _CURRENT.get()
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -31,9 +50,11 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
     if twice:
         raise TypeError(f"options of one name in {command.__name__}: {', '.join(twice)}")
     signature = Signature(flags, return_annotation=None)
+    current = Command(command.__name__, frozenset(name for flag in flags for name in _spellings(flag)))
 
     @functools.wraps(command)
     def expanded(**given: Any) -> None:
+        _CURRENT.set(current)
         values = signature.bind(**given)
         values.apply_defaults()
         command(**{parameter.name: _value_of(parameter, values.arguments) for parameter in parameters})
@@ -53,6 +74,13 @@ def given_flags(group: Any) -> dict[str, Any]:
         elif value is not None and value is not False:
             given[f"--{field.name.replace('_', '-')}"] = value
     return given
+
+
+def _spellings(flag: Parameter) -> list[str]:
+    """What an option is called; nothing for an argument."""
+    options = [one for one in getattr(flag.annotation, "__metadata__", ()) if isinstance(one, OptionInfo)]
+    given = [name.removeprefix("--") for option in options for name in option.param_decls or ()]
+    return given or [flag.name.replace("_", "-") for _ in options]
 
 
 def _flags_of(parameter: Parameter) -> Iterable[Parameter]:

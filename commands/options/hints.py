@@ -1,32 +1,42 @@
 """Which flag to turn: for what the library says is wrong, the command line's own hint, and the flag's name.
 
 One table from facts (`SpecDecError.fact`) to hints. The values of an error stand in braces; an error without a fact, or
-with one that the library's own words are best for, keeps its hint.
+with one that the library's own words are best for, keeps its hint. Of several pieces of advice those are given whose
+flags the command has, by its names for them; the flags of other commands stand behind the command (`specdec build
+--max-seq-len`).
 """
 
+import re
 import shlex
 from typing import Any
 
+from commands.options.expand import current_command
+from commands.options.spellings import normalize_name
 from runtime.errors import SpecDecError
 
 _BUILD_AGAIN = "run `specdec build` again"
 _CONVERT_AGAIN = "run `specdec convert` again"
-_DRAFTS = "--speculative-decoding-mode draft_tokens_external --use-paged-context-fmha enable --max-draft-len"
+_DRAFTS = (
+    "specdec build --speculative-decoding-mode draft_tokens_external --use-paged-context-fmha enable --max-draft-len"
+)
 
-HINTS: dict[str, str] = {
+HINTS: dict[str, str | tuple[str, ...]] = {
     "already_converted": "a checkpoint goes to `specdec build --checkpoint-dir`, an engine to `specdec run "
     "--engine-dir`",
     "bad_tokenizer": "`--tokenizer-dir` names another; transformers said: {reason}",
-    "batch_size": "lower it, or build with a larger `--max-batch-size`",
+    "batch_size": "lower it, or build with a larger `specdec build --max-batch-size`",
     "block_reuse": "leave `--kv-cache-enable-block-reuse` on",
-    "cache_too_large": "lower `--max-tokens-in-paged-kv-cache`, or free memory",
-    "cache_too_large_for_gpu": "raise `--kv-cache-free-gpu-memory-fraction`, or free memory on the device",
-    "cache_too_small": "raise `--max-tokens-in-paged-kv-cache` or `--kv-cache-free-gpu-memory-fraction`",
-    "cache_unwritable": "SPECDEC_CACHE_DIR names another, and `--no-cache` does without",
+    "cache_too_large": ("lower `--max-tokens-in-paged-kv-cache`", "free memory"),
+    "cache_too_large_for_gpu": ("raise `--kv-cache-free-gpu-memory-fraction`", "free memory on the device"),
+    "cache_too_small": (
+        "raise `--max-tokens-in-paged-kv-cache` or `--kv-cache-free-gpu-memory-fraction`",
+        "free memory on the device",
+    ),
+    "cache_unwritable": ("name another in SPECDEC_CACHE_DIR", "do without: `--no-cache`"),
     "checkpoint": _CONVERT_AGAIN,
     "checkpoint_of_two_models": f"config.json and weights are of two models; {_CONVERT_AGAIN}",
-    "corpora_of_two_tokenizers": "make them with the same `--tokenizer-dir`",
-    "corpus_tokenizer": "make it anew, with the target's engine directory as `--tokenizer-dir`",
+    "corpora_of_two_tokenizers": "make them with the same `specdec corpus create --tokenizer-dir`",
+    "corpus_tokenizer": "make it anew, with the target's engine directory as `specdec corpus create --tokenizer-dir`",
     "damaged_corpus": "make it again with `specdec corpus create`",
     "draft_len": f"lower it, or build with `{_DRAFTS} {{max_draft_len}}`",
     "drafter_failed": "`specdec --debug` shows where",
@@ -38,17 +48,17 @@ HINTS: dict[str, str] = {
     "foreign_word": "leave it out",
     "model_for_checkpoint": "`specdec convert --model-dir {model_dir}` makes a checkpoint of it",
     "no_checkpoint": "make it with `specdec convert`",
-    "no_compiler": "install one (the package `g++`) or name it in the variable CXX; `--compiler none` does without",
+    "no_compiler": ("install one (the package `g++`)", "name it in the variable CXX", "do without: `--compiler none`"),
     "no_corpus": "`specdec corpus create` makes one",
     "no_drafts_to_tune": f"build it with `{_DRAFTS} 10`",
     "no_engine": "make it with `specdec build`",
-    "no_gpu": "build with `--device cpu`",
+    "no_gpu": "build with `specdec build --device cpu`",
     "no_positions": "give `--max-seq-len`",
-    "no_room_for_output": "raise `--max-seq-len` or lower `--max-input-len`",
+    "no_room_for_output": ("raise `--max-seq-len`", "lower `--max-input-len`"),
     "no_step_costs": f"{_BUILD_AGAIN}, with memory free for a K/V cache to measure them with",
     "no_token_left": "relax the penalties, `--no-repeat-ngram-size` or `--bad-words`",
     "no_tokenizer": "`--tokenizer-dir` names one",
-    "none_fits": "give shorter ones, or build with larger `--max-input-len` and `--max-seq-len`",
+    "none_fits": "give shorter ones, or build for longer ones: `specdec build --max-input-len N --max-seq-len N`",
     "not_an_engine": "make one with `specdec build`",
     "not_ours": "`--force` replaces only what specdec wrote; choose another directory or remove this one",
     "other_model": "give the model that the engine was made from with `--hf-model-dir`",
@@ -56,12 +66,18 @@ HINTS: dict[str, str] = {
     "profile": "make it again: `specdec tune --engine-dir ENGINE --output PROFILE.json`",
     "profile_of_another_engine": "tune this one: `specdec tune --engine-dir {engine_dir} --output {profile}`; or leave "
     "`--profile` out",
-    "prompt_too_long": "`--max-input-length` keeps the last tokens, or give a larger `--max-input-len` to `build` "
-    "(with `--model-dir`: a larger `--max-seq-len`)",
-    "request_too_long": "lower `--max-output-len`, or give a larger `--max-seq-len` to `build` (with `--model-dir`: to "
-    "this command)",
+    "prompt_too_long": (
+        "keep the last tokens with `--max-input-length`",
+        "build with a larger `specdec build --max-input-len`",
+        "with `--model-dir` give a larger `--max-seq-len`",
+    ),
+    "request_too_long": (
+        "lower `--max-output-len`",
+        "build with a larger `specdec build --max-seq-len`",
+        "with `--model-dir` give a larger `--max-seq-len`",
+    ),
     "top_k": "0 leaves the whole vocabulary",
-    "tune_draft_len": "lower it, or build with a larger `--max-draft-len`",
+    "tune_draft_len": "lower it, or build with a larger `specdec build --max-draft-len`",
 }
 
 
@@ -86,9 +102,23 @@ def hint_of(error: SpecDecError) -> str | None:
     if error.fact == "other_environment":
         return _rebuild(**error.values)
     template = HINTS.get(error.fact or "")
-    if template is None:
+    pieces = [template] if isinstance(template, str) else template or ()
+    fitting = [named for piece in pieces if (named := _by_the_commands_names(piece)) is not None]
+    if not fitting:
         return error.hint
-    return template.format(**_values(error))
+    return ", or ".join(fitting).format(**_values(error))
+
+
+def _by_the_commands_names(piece: str) -> str | None:
+    """The advice with flags as the command at hand calls them; None if it lacks one. Of no command: as it is."""
+    command = current_command()
+    if command is None:
+        return piece
+    named = _FLAG.sub(lambda found: f"`--{normalize_name(found[1], command.name)}", piece)
+    return named if {found[1] for found in _FLAG.finditer(named)} <= command.flags else None
+
+
+_FLAG = re.compile(r"`--([a-z-]+)")
 
 
 def _values(error: SpecDecError) -> dict[str, object]:

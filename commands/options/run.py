@@ -9,9 +9,11 @@ import typer
 from commands.options.generation import GenerationOptions
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SAMPLING
 from commands.options.single import CheckLossless, OutputTraces, Report, Stats, TokenizerDir
-from commands.output import Output, check_output_files
+from commands.output import Output, check_output_files, check_report
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import SamplingParams
+
+MAX_NUM_RETURN_SEQUENCES = 1024
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class RunGeneration:
     common: GenerationOptions = field(default_factory=GenerationOptions)
     random_seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)] = 0
     num_return_sequences: Annotated[
-        int, typer.Option(min=1, help="Outputs for each prompt.", rich_help_panel=SAMPLING)
+        int,
+        typer.Option(min=1, max=MAX_NUM_RETURN_SEQUENCES, help="Outputs for each prompt.", rich_help_panel=SAMPLING),
     ] = 1
     max_num_tokens: Annotated[
         int | None,
@@ -176,6 +179,7 @@ class RunResults:
 
     def check_files(self, inputs: list[Path]) -> None:
         """SpecDecError unless all that is asked for can be written, without replacing an input."""
+        check_report(self.report)
         logits = self.output_logits_npy
         if logits is not None and (logits.name in ("", "..") or logits.is_dir()):
             raise SpecDecError(f"cannot write the file (Is a directory): {logits}", hint="choose another path")

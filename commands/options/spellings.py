@@ -46,6 +46,9 @@ _WITHOUT_EFFECT = {
 }
 
 
+# Flags whose value may be an empty text, or that say themselves what is wrong with one.
+_OF_TEXT = frozenset({"input-text", "stop-words", "bad-words", "system"})
+
 # What one command calls otherwise than the others.
 _OF_COMMAND = {"summarize": {"max-output-len": "output-len"}}
 
@@ -55,6 +58,26 @@ def normalize_name(name: str, command: str = "") -> str:
     name = name.replace("_", "-")
     name = _ALIASES.get(name, name)
     return _OF_COMMAND.get(command, {"output-len": "max-output-len"}).get(name, name)
+
+
+def empty_value(arguments: list[str], options_with_value: frozenset[str], command: str) -> str | None:
+    """The first flag whose value is empty, or "" for an argument that is: as a path it would be the current directory.
+
+    `run`'s arguments are texts.
+    """
+    rest = iter(arguments)
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        name = normalize_name(flag.removeprefix("--"), command)
+        if argument == "--" or (not argument and command == "run"):
+            return None
+        if not argument:
+            return ""
+        if not flag.startswith("--") or name not in options_with_value:
+            continue
+        if not (value if equals else next(rest, flag)) and name not in _OF_TEXT:
+            return flag
+    return None
 
 
 def split_flags_without_effect(arguments: list[str], options_with_value: frozenset[str]) -> tuple[list[str], list[str]]:

@@ -9,7 +9,7 @@ import typer
 from commands.inputs.dataset import DEMO, EvalTask
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SAMPLING
 from commands.options.single import CheckLossless, OutputTraces, Report, Stats, TokenizerDir
-from commands.output import check_output_files
+from commands.output import check_output_files, check_report
 from runtime.errors import SpecDecError, UsageError
 
 OUTPUT_DIR_FILES = ("engine.out", "hf.out", "summary.json")
@@ -94,7 +94,7 @@ class EvaluationOptions:
         if self.batch_size > max_batch_size:
             raise SpecDecError(
                 f"`--batch-size` exceeds the engine's max_batch_size {max_batch_size}: {self.batch_size}",
-                hint="lower it, or build with a larger `--max-batch-size`",
+                hint="lower it, or build with a larger `specdec build --max-batch-size`",
             )
 
     def record(self, inputs: SummarizeInputs, num_samples: int) -> dict[str, Any]:
@@ -148,6 +148,7 @@ class SummarizeResults:
 
     def check_files(self, inputs: list[Path]) -> None:
         """SpecDecError unless each can be written; `--output-dir` has files of its own, and may be going to be made."""
+        check_report(self.report)
         outputs = [path for path in (self.output_traces, self.report) if path is not None]
         new_dir = None
         if self.output_dir is not None:

@@ -5,7 +5,7 @@ from typing import Any
 from rich.table import Table
 
 from commands.inputs.prompts import Prompt
-from commands.output import Output, milliseconds, number, percent
+from commands.output import Output, columns_with_values, milliseconds, number, percent
 from commands.tables.details import show_details
 from commands.tables.tokens import counts_line, legend, mark_for_stdout, marked_text
 from runtime.errors import SpecDecError
@@ -63,7 +63,7 @@ def show_outputs(
 ) -> None:
     mark = mark_for_stdout() if show_tokens else None
     if mark is not None:
-        output.text(legend(mark))
+        output.styled(legend(mark))
     for sequence in generation.sequences:
         prompt, label = prompts[sequence.request.id], labels[sequence.request.id]
         text = llm.text(sequence)
@@ -76,7 +76,7 @@ def show_outputs(
                 output.text(f'Input [{label.removesuffix(" Seq 0")}]: "{prompt.shown}"')
             if mark is not None:
                 pieces = output_pieces(sequence, llm.tokenizer)
-                output.text(f'Output [{label}]: "{marked_text(pieces, mark)}"\n{counts_line(pieces)}')
+                output.styled(f'Output [{label}]: "{marked_text(pieces, mark)}"\n{counts_line(pieces)}')
             else:
                 output.text(f'Output [{label}]: "{text}"')
 
@@ -93,23 +93,30 @@ def show_stats(generation: Generation, labels: list[str], max_draft_len: int, st
 
 
 def requests_table(generation: Generation, labels: list[str]) -> Table:
+    columns = ("Request", "Tokens", "Steps", "Tokens/step", "Accepted", "Rate", "TTFT", "TPOT", "End")
+    rows = [_request_row(sequence, labels[sequence.request.id]) for sequence in generation.sequences]
     table = Table()
-    for column in ("Request", "Tokens", "Steps", "Tokens/step", "Accepted", "Rate", "TTFT", "TPOT", "End"):
+    shown = columns_with_values(rows)
+    for column in (columns[i] for i in shown):
         table.add_column(column, justify="left" if column in ("Request", "End") else "right", no_wrap=True)
-    for sequence in generation.sequences:
-        stats, record = sequence.stats, sequence.stats.as_dict(0)
-        table.add_row(
-            labels[sequence.request.id],
-            str(stats.num_generated_tokens),
-            str(stats.num_steps),
-            number(record["tokens_per_step"]),
-            f"{stats.num_accepted_draft_tokens}/{stats.num_draft_tokens}",
-            percent(record["draft_acceptance_rate"]),
-            milliseconds(stats.ttft_s),
-            milliseconds(stats.tpot_s),
-            str(sequence.finish_reason),
-        )
+    for row in rows:
+        table.add_row(*(row[i] for i in shown))
     return table
+
+
+def _request_row(sequence: Sequence, label: str) -> list[str]:
+    stats, record = sequence.stats, sequence.stats.as_dict(0)
+    return [
+        label,
+        str(stats.num_generated_tokens),
+        str(stats.num_steps),
+        number(record["tokens_per_step"]),
+        f"{stats.num_accepted_draft_tokens}/{stats.num_draft_tokens}",
+        percent(record["draft_acceptance_rate"]),
+        milliseconds(stats.ttft_s),
+        milliseconds(stats.tpot_s),
+        str(sequence.finish_reason),
+    ]
 
 
 def time_line(total: dict[str, Any]) -> str:

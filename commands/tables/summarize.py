@@ -8,7 +8,7 @@ from rich.table import Table
 
 from commands.documents.rouge import ROUGE_TYPES
 from commands.inputs.dataset import Sample
-from commands.output import Output, milliseconds, number, percent, speedup_line
+from commands.output import Output, columns_with_values, milliseconds, number, percent, speedup_line, visible
 from commands.tables.details import show_details
 from commands.tables.lossless import lossless_lines
 from runtime.evaluation.steps import tokens_per_step
@@ -49,7 +49,9 @@ def _system_table(document: dict[str, Any], runs: list[SystemRun]) -> Table:
     systems = [document["systems"][run.name] for run in runs]
 
     def row(label: str, cell: Callable[[dict[str, Any]], str]) -> None:
-        table.add_row(label, *(cell(system) for system in systems))
+        cells = [cell(system) for system in systems]
+        if any(shown != "-" for shown in cells):
+            table.add_row(label, *cells)
 
     for name in ROUGE_TYPES:
         row(name.replace("rouge", "ROUGE-"), lambda s, name=name: _score(s["rouge"], name))  # type: ignore[misc]
@@ -87,21 +89,27 @@ def _score(rouge: dict[str, float] | None, name: str) -> str:
 def _category_table(categories: dict[str, Any]) -> Table:
     table = Table(title="By category", title_justify="left")
     columns = ("category", "samples", "ROUGE-1", "ROUGE-2", "tokens per step", "acceptance rate", "TPOT", "speedup")
-    for column in columns:
+    rows = [_category_row(name, record) for name, record in categories.items()]
+    shown = columns_with_values(rows)
+    for column in (columns[i] for i in shown):
         table.add_column(column, justify="left" if column == "category" else "right")
-    for name, record in categories.items():
-        rouge, tpot_s = (next(iter(record[key].values())) for key in ("rouge", "median_tpot_s"))
-        table.add_row(
-            name,
-            str(record["num_samples"]),
-            _score(rouge, "rouge1"),
-            _score(rouge, "rouge2"),
-            number(record.get("tokens_per_step")),
-            percent(record.get("draft_acceptance_rate")),
-            milliseconds(tpot_s),
-            _times(record["speedup"]),
-        )
+    for row in rows:
+        table.add_row(*(row[i] for i in shown))
     return table
+
+
+def _category_row(name: str, record: dict[str, Any]) -> list[str]:
+    rouge, tpot_s = (next(iter(record[key].values())) for key in ("rouge", "median_tpot_s"))
+    return [
+        visible(name),
+        str(record["num_samples"]),
+        _score(rouge, "rouge1"),
+        _score(rouge, "rouge2"),
+        number(record.get("tokens_per_step")),
+        percent(record.get("draft_acceptance_rate")),
+        milliseconds(tpot_s),
+        _times(record["speedup"]),
+    ]
 
 
 def _times(ratio: float | None) -> str:

@@ -13,7 +13,7 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
-from commands.output import stdout
+from commands.output import stdout, visible
 from runtime.evaluation.steps import TOKEN_KINDS, Piece, TokenKind
 
 Mark = Callable[[str, TokenKind], str]
@@ -55,7 +55,8 @@ def marked_text(pieces: Iterable[Piece], mark: Mark) -> str:
     """The text of the pieces, marked. What has no text, as an end id, leaves no mark."""
     runs = groupby(pieces, key=lambda piece: (piece.step, piece.kind))
     texts = [("".join(piece.text for piece in run), kind) for (_, kind), run in runs]
-    return "".join(mark(text, kind) if text else "" for text, kind in texts)
+    on_terminal = sys.stdout.isatty()
+    return "".join(mark(visible(text) if on_terminal else text, kind) if text else "" for text, kind in texts)
 
 
 def legend(mark: Mark) -> str:

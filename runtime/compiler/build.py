@@ -91,7 +91,6 @@ def build_engine(
             environment=current_environment(device),
             logits_check=logits_check,
             weights_digest=weights_digest(model, getattr(torch, checkpoint.dtype)),
-            files=(),
             compiler_note=note,
         )
         if measure_costs:

@@ -263,11 +263,11 @@ PROMPTS = [
     case(NO_INPUT + "--input-text '  '", 1, "prompt 1 is empty"),
     case(
         NO_INPUT + f"--input-text {LONG}", 1, "max_input_len 96: 97 tokens", "`--max-input-length`",
-        "`--max-input-len` to `build` (with `--model-dir`: a larger `--max-seq-len`)",
+        "`specdec build --max-input-len`, or with `--model-dir` give a larger `--max-seq-len`",
     ),
     case(
         RUN + "--max-output-len 159", 1, "exceed the engine's 160 tokens", "+ 159",
-        "`--max-seq-len` to `build` (with `--model-dir`: to this command)",
+        "`--max-output-len`, or build with a larger `specdec build --max-seq-len`, or with `--model-dir`",
     ),
     case(NO_INPUT + "--input-file none.txt", 1, "No such file", "none.txt"),
     case(
@@ -304,8 +304,8 @@ PROMPTS = [
     case(SUMMARIZE + "--output-traces o/hf.out --output-dir o", 2, "two outputs have the same file: o/hf.out"),
     case(SUMMARIZE + "--output-traces o/o/t.jsonl --output-dir o", 1, "cannot write the file", "o/o/t.jsonl"),
     case(
-        SUMMARIZE + "--report my.corpus --ngram-config [4,2,[0]] --ngram-corpus my.corpus", 2,
-        "would replace what is read: my.corpus", damage=file("my.corpus", ""),
+        SUMMARIZE + "--report my.html --ngram-config [4,2,[0]] --ngram-corpus my.html", 2,
+        "would replace what is read: my.html", damage=file("my.html", ""),
     ),
     case(SUMMARIZE + "--output-traces ckpt/t --tokenizer-dir ckpt", 2, "would replace what is read: ckpt/t"),
     case(RUN + "--output-csv ckpt/ids.csv --tokenizer-dir ckpt", 2, "would replace what is read: ckpt/ids.csv"),
@@ -315,7 +315,7 @@ PROMPTS = [
     ),
     case(RUN + "--output-logits-npy none/x.npy", 1, "none/x_generation.npy"),
     case(RUN + "--output-logits-npy /proc/x.npy", 1, "/proc/x_generation.npy"),
-    case(RUN + "--output-logits-npy ''", 1, "cannot write the file"),
+    case(RUN + "--output-logits-npy ''", 2, "`--output-logits-npy` has an empty value: ''"),
     case(RUN + "--output-logits-npy .", 1, "cannot write the file"),
     case(RUN + "--output-logits-npy /", 1, "cannot write the file"),
     case(
@@ -406,7 +406,10 @@ DRAFTERS = [
     ),
     case(RUN + drafting("draft-short") + "--streaming", 1, "draft engine: ", "exceed the engine's 9 tokens"),
     case(RUN + drafting("draft-narrow"), 1, "draft engine: prompt of request 0 is longer", "max_input_len 1"),
-    case(SUMMARIZE + drafting("draft-narrow"), 1, "draft engine: prompt of request 0 is longer", "max_input_len 1"),
+    case(
+        SUMMARIZE + drafting("draft-narrow"), 1, "draft engine: prompt of line 3 of articles.jsonl is longer",
+        "max_input_len 1",
+    ),
     case(RUN + drafting("draft") + "--max-tokens-in-paged-kv-cache 4", 1, "K/V cache of 4 tokens is too small"),
     case(
         RUN + drafting("draft-blocks") + "--max-output-len 9 --max-tokens-in-paged-kv-cache 9", 1,
@@ -548,7 +551,7 @@ ENGINES = [
     case(RUN, 1, "rank0.safetensors` has changed", ": SHA-256 ", damage=flipped("engine/rank0.safetensors")),
     case(RUN, 1, "engine/tokenizer.json` has changed", damage=truncated("engine/tokenizer.json")),
     case(
-        RUN, 1, "engine/tokenizer.json` has changed", ": SHA-256 ",
+        RUN, 1, "engine/tokenizer.json` has changed", "built with",
         damage=lambda d: swap_two_ids(d / "engine" / "tokenizer.json"),
     ),
     case(RUN, 1, "file is missing: engine/tokenizer.json", damage=without("engine/tokenizer.json")),

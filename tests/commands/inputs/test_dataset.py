@@ -195,8 +195,10 @@ def test_row_without_text_is_named_by_its_place_in_the_file(tmp_path: Path, colu
     rows = [dict(row) for row in ROWS]
     rows[8][column] = value
     reason = "is not text" if value is None or value == 5 else "is empty"
+    with pytest.raises(SpecDecError, match=f"`{column}` in line 10 of .* {reason}"):
+        load(write(tmp_path / "d.jsonl", "\n" + json_lines(rows)))
     with pytest.raises(SpecDecError, match=f"`{column}` in row 9 of .* {reason}"):
-        load(write(tmp_path / "d.jsonl", json_lines(rows)))
+        load(write(tmp_path / "d.json", json.dumps(rows)))
 
 
 def test_empty_csv_cell_is_named_by_its_row(tmp_path: Path) -> None:
@@ -255,8 +257,10 @@ def test_columns_of_any_name_can_be_named(tmp_path: Path) -> None:
         ("d.csv", b"article,highlights\nA,caf\xe9\n", "not UTF-8 text at line 2, byte offset 24"),
         ("d.jsonl", b'{"article": "\xff"}', "not UTF-8 text at line 1, byte offset 13"),
         ("d.jsonl", "", "the file is empty"),
-        ("d.parquet", "article,highlights", "cannot read the Parquet file"),
-        ("d.parquet", "", "cannot read the Parquet file"),
+        ("d.parquet", "article,highlights", "not a Parquet file"),
+        ("d.parquet", "", "not a Parquet file"),
+        ("d.parquet", "PAR1 and no more", "the Parquet file is cut short"),
+        ("d.parquet", "PAR1 and no more PAR1", "cannot read the Parquet file"),
         ("d.xml", "<a/>", "unknown kind of dataset file"),
     ],
 )
