@@ -79,7 +79,7 @@ def evaluate(
     if answers.is_interrupted:
         raise typer.Exit(130)
     fail_unless_lossless(document["checks"])
-    _fail_unless_accurate(document["checks"], results.rouge1_threshold)
+    _fail_unless_accurate(document["checks"], results.threshold)
     exit_if_too_little_to_tell(document["checks"])
 
 
@@ -144,7 +144,7 @@ def _checks(
     """Those that are asked for, for the document's `checks`."""
     checks = {}
     if results.check_accuracy:
-        checks["accuracy"] = accuracy_check(document, results.rouge1_threshold)
+        checks["accuracy"] = accuracy_check(document, results.threshold)
     if results.check_lossless:
         checks["lossless"] = lossless_check(session, runs[0].sequences, runs[1].sequences, output)
     return checks

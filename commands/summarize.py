@@ -36,6 +36,7 @@ def summarize(
     named = parse_drafter(drafting)
     kv_cache.check(is_leader=False, disable_reuse=False)
     generation.check()
+    inputs.check()
     evaluation.check(inputs.hf_model_dir)
     results.check(test_engine=evaluation.test_engine)
     chosen = choose_drafting(drafting, named, inputs.engine_dir, check_lossless=results.check_lossless)
@@ -43,7 +44,7 @@ def summarize(
     params = generation.params(seed=evaluation.random_seed, max_tokens=evaluation.output_len)
     bundle = check_models(inputs.engine_dir, None, inputs.tokenizer_dir, chosen.named.drafter)
     assert bundle is not None  # for an engine is given, and no model
-    evaluation.check_batch_size(bundle.config.build_config.max_batch_size)
+    evaluation.check_fits(bundle.config.build_config)
     hf_dir = _hf_dir(inputs, evaluation, output)
     if results.output_dir is not None:
         check_new_directory(results.output_dir)

@@ -366,6 +366,8 @@ def is_corpus(path: Path) -> bool:
 
 def _read_header(path: Path) -> tuple[CorpusInfo, dict[str, tuple[int, int]]]:
     """What the file says of itself, and where in it the tensors lie."""
+    if path.is_dir():
+        raise SpecDecError(f"a corpus is a file, and this is a directory: {path}", hint="name the file")
     if not path.is_file():
         raise SpecDecError(f"there is no such corpus: {path}", hint="make one of texts or traces", fact="no_corpus")
     try:

@@ -42,11 +42,12 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
             directory, config=config, truncation_side="left", local_files_only=True
         )
     except Exception as error:  # transformers raises many kinds; each means: no usable tokenizer here
+        reason = " ".join(str(error).split())
         raise SpecDecError(
             f"no usable tokenizer in: {directory}",
-            hint=f"name another; transformers said: {error}",
+            hint=f"name another; transformers said: {reason}",
             fact="bad_tokenizer",
-            reason=error,
+            reason=reason,
         ) from error
     return cast(Tokenizer, tokenizer)
 

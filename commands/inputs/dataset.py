@@ -8,6 +8,7 @@ on disk.
 
 import csv
 import io
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -172,10 +173,24 @@ def _read_file(path: Path) -> _Table:
         return _parse_csv(text, path)
     rows = _parse_json_array(text, path) if suffix == ".json" and text.lstrip().startswith("[") else None
     lines = None
+    if suffix == ".json" and rows is None and _is_one_object(text):
+        raise SpecDecError(
+            f"the file holds one JSON object over several lines, and not rows: {path}",
+            hint="a dataset is a list of objects, or has one on each line",
+        )
     if rows is None:
         numbered = list(read_json_lines(text, path))
         rows, lines = [row for _, row in numbered], [number for number, _ in numbered]
     return _Table(columns=list(dict.fromkeys(key for row in rows for key in row)), rows=rows, lines=lines)
+
+
+def _is_one_object(text: str) -> bool:
+    if "\n" not in text.strip():
+        return False
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _parse_json_array(text: str, path: Path) -> list[dict[str, object]]:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from runtime.bundle import Bundle, is_engine_dir, read_bundle
+from runtime.config import MAX_DRAFT_LEN
 from runtime.drafters.settings import (
     DrafterSettings,
     DraftTargetDrafter,
@@ -11,7 +12,7 @@ from runtime.drafters.settings import (
     corpora_of,
     each_drafter,
 )
-from runtime.errors import SpecDecError, draft_engine_errors
+from runtime.errors import SpecDecError, UsageError, draft_engine_errors
 from runtime.models import read_model_config, resolve_model
 
 
@@ -36,6 +37,10 @@ def check_drafter(drafter: DrafterSettings | None, bundle: Bundle | None) -> Non
         return
     if bundle is not None:
         check_draft_len_fits(drafter, bundle.config.build_config.max_draft_len)
+    elif (drafter.max_draft_len or 0) > MAX_DRAFT_LEN:
+        raise UsageError(
+            f"engines take drafts of at most {MAX_DRAFT_LEN} tokens: {drafter.max_draft_len}", hint="lower it"
+        )
     for one in each_drafter(drafter):
         if isinstance(one, DraftTargetDrafter):
             _check_draft_model(one.model)

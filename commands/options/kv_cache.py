@@ -60,6 +60,11 @@ class KVCacheOptions:
             raise UsageError(
                 "orchestrator mode needs block reuse: `--no-kv-cache-enable-block-reuse`", hint="leave the flag out"
             )
+        if not is_leader and disable_reuse:
+            raise UsageError(
+                "orchestrator mode needs block reuse: `--disable-kv-cache-reuse`",
+                hint="leave the flag out, or `--mode leader`",
+            )
         if self.kv_cache_enable_block_reuse and (self.no_kv_cache_enable_block_reuse or disable_reuse):
             flag = "no-kv-cache-enable-block-reuse" if self.no_kv_cache_enable_block_reuse else "disable-kv-cache-reuse"
             raise UsageError(

@@ -19,6 +19,7 @@ from commands.options.drafting import (
 from commands.options.expand import given_flags
 from commands.options.panels import LEADER
 from commands.output import warn
+from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, MAX_SEQ_LEN
 from runtime.drafters.settings import DrafterName, DraftTargetDrafter, OneDrafter
 from runtime.errors import UsageError
 
@@ -47,13 +48,18 @@ class ModelEngineOptions:
     max_batch_size: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Sequences per step of `--model-dir`'s engine.", rich_help_panel=LEADER, show_default="4"
+            min=1,
+            max=MAX_BATCH_SIZE,
+            help="Sequences per step of `--model-dir`'s engine.",
+            rich_help_panel=LEADER,
+            show_default="4",
         ),
     ] = None
     max_seq_len: Annotated[
         int | None,
         typer.Option(
             min=2,
+            max=MAX_SEQ_LEN,
             help="Tokens in prompt and output together of `--model-dir`'s engine.",
             rich_help_panel=LEADER,
             show_default="the model's positions, at most 4,096",
@@ -87,7 +93,8 @@ class LeaderOptions:
         ),
     ] = None
     spec_decode_max_draft_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a draft.", rich_help_panel=LEADER, show_default="4")
+        int | None,
+        typer.Option(min=1, max=MAX_DRAFT_LEN, help="Tokens in a draft.", rich_help_panel=LEADER, show_default="4"),
     ] = None
     max_matching_ngram_size: Annotated[
         int | None, typer.Option(min=1, help="Longest tail looked up.", rich_help_panel=LEADER, show_default="2")

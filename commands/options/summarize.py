@@ -9,9 +9,11 @@ import typer
 from commands.inputs.dataset import DEMO, EvalTask
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SAMPLING
 from commands.options.single import CheckLossless, OutputTraces, Report, Stats, TokenizerDir
-from commands.output import check_output_files, check_report
+from commands.output import check_output_files, check_report, warn
+from runtime.config import BuildConfig
 from runtime.errors import SpecDecError, UsageError
 
+_DEFAULT_THRESHOLD = 15.0
 OUTPUT_DIR_FILES = ("engine.out", "hf.out", "summary.json")
 
 
@@ -63,8 +65,16 @@ class SummarizeInputs:
     @property
     def paths(self) -> list[Path]:
         """What is read."""
-        paths = (self.engine_dir, self.tokenizer_dir, self.dataset_dir, Path(self.dataset))
+        models = [] if self.hf_model_dir is None else [Path(self.hf_model_dir)]
+        paths = (self.engine_dir, self.tokenizer_dir, self.dataset_dir, Path(self.dataset), *models)
         return [path for path in paths if path is not None]
+
+    def check(self) -> None:
+        """UsageError for texts that are their own references."""
+        if self.text_column is not None and self.text_column == self.reference_column:
+            raise UsageError(
+                f"`--text-column` and `--reference-column` name one column: {self.text_column}", hint="name two"
+            )
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class EvaluationOptions:
     max_ite: Annotated[int, typer.Option(min=1, help="Batches to run.", rich_help_panel=RUNTIME)] = 20
     output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 100
     random_seed: Annotated[
-        int, typer.Option(help="Order of the dataset, and seed of sampling.", rich_help_panel=SAMPLING)
+        int, typer.Option(min=0, help="Order of the dataset, and seed of sampling.", rich_help_panel=SAMPLING)
     ] = 0
 
     def check(self, hf_model_dir: str | None) -> None:
@@ -89,12 +99,18 @@ class EvaluationOptions:
                 "`--test-hf` needs `--hf-model-dir`", hint="`--hf-model-dir` names the model the engine was made from"
             )
 
-    def check_batch_size(self, max_batch_size: int) -> None:
-        """SpecDecError for larger batches than the engine's."""
-        if self.batch_size > max_batch_size:
+    def check_fits(self, build: BuildConfig) -> None:
+        """SpecDecError for larger batches than the engine's, or outputs that leave no room for a prompt."""
+        if self.batch_size > build.max_batch_size:
             raise SpecDecError(
-                f"`--batch-size` exceeds the engine's max_batch_size {max_batch_size}: {self.batch_size}",
+                f"`--batch-size` exceeds the engine's max_batch_size {build.max_batch_size}: {self.batch_size}",
                 hint="lower it, or build with a larger `specdec build --max-batch-size`",
+            )
+        if self.output_len >= build.max_request_len:
+            raise SpecDecError(
+                f"`--output-len` leaves no room for a prompt in the engine's {build.max_request_len} tokens: "
+                f"{self.output_len}",
+                hint="lower it, or build with a larger `specdec build --max-seq-len`",
             )
 
     def record(self, inputs: SummarizeInputs, num_samples: int) -> dict[str, Any]:
@@ -122,8 +138,9 @@ class SummarizeResults:
         ),
     ] = False
     rouge1_threshold: Annotated[
-        float, typer.Option(min=0.0, max=100.0, help="ROUGE-1 x 100 to reach.", rich_help_panel=OUTPUT)
-    ] = 15.0
+        float | None,
+        typer.Option(min=0.0, max=100.0, help="ROUGE-1 x 100 to reach.", rich_help_panel=OUTPUT, show_default="15.0"),
+    ] = None
     check_lossless: CheckLossless = False
     stats: Stats = "summary"
     report: Report = None
@@ -135,8 +152,14 @@ class SummarizeResults:
     ] = None
     output_traces: OutputTraces = None
 
+    @property
+    def threshold(self) -> float:
+        return _DEFAULT_THRESHOLD if self.rouge1_threshold is None else self.rouge1_threshold
+
     def check(self, *, test_engine: bool) -> None:
         """UsageError for what is the engine's where it is not run."""
+        if self.rouge1_threshold is not None and not self.check_accuracy:
+            warn(f"`--rouge1-threshold` has no effect without `--check-accuracy`: {self.rouge1_threshold:g}")
         if test_engine:
             return
         if self.check_accuracy:
@@ -152,6 +175,11 @@ class SummarizeResults:
         outputs = [path for path in (self.output_traces, self.report) if path is not None]
         new_dir = None
         if self.output_dir is not None:
+            place = self.output_dir.resolve()
+            if any(source.is_dir() and source.resolve() in (place, *place.parents) for source in inputs):
+                raise UsageError(
+                    f"`--output-dir` is in a directory that is read: {self.output_dir}", hint="choose another"
+                )
             taken = [(self.output_dir / name).resolve() for name in OUTPUT_DIR_FILES]
             for path in outputs:
                 if path.resolve() in taken:

@@ -11,6 +11,8 @@ from runtime.drafters.settings import CustomDrafter, DraftFunction
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Sequence
 
+_NUM_SHOWN = 10  # names of a module
+
 
 def load_custom_drafter(settings: CustomDrafter) -> "GuardedDrafter":
     """Call the factory; SpecDecError if there is none, if it fails, or if what it returns is no drafter."""
@@ -26,8 +28,9 @@ def load_custom_drafter(settings: CustomDrafter) -> "GuardedDrafter":
         ) from error
     factory = getattr(module, settings.factory, None)
     if not callable(factory):
-        known = ", ".join(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
-        raise SpecDecError(f"the drafter is nothing that can be called: {name}", hint=f"the module has: {known}")
+        known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        shown = ", ".join([*known[:_NUM_SHOWN], *(["…"] if len(known) > _NUM_SHOWN else [])]) or "nothing"
+        raise SpecDecError(f"the drafter is nothing that can be called: {name}", hint=f"the module has: {shown}")
     return guarded_drafter(name, _guarded(name, factory))
 
 
