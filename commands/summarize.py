@@ -45,7 +45,7 @@ def summarize(
     bundle = check_models(inputs.engine_dir, None, inputs.tokenizer_dir, chosen.named.drafter)
     assert bundle is not None  # for an engine is given, and no model
     evaluation.check_fits(bundle.config.build_config)
-    hf_dir = _hf_dir(inputs, evaluation, output)
+    hf_dir = _hf_dir(inputs, evaluation)
     if results.output_dir is not None:
         check_new_directory(results.output_dir)
     samples = _load_samples(inputs, evaluation, results)
@@ -58,12 +58,9 @@ def summarize(
         evaluate(setup, hf_dir, samples, inputs, evaluation, results, output)
 
 
-def _hf_dir(inputs: SummarizeInputs, evaluation: EvaluationOptions, output: Output) -> Path | None:
+def _hf_dir(inputs: SummarizeInputs, evaluation: EvaluationOptions) -> Path | None:
     """Hugging Face's model, where it is to be run; SpecDecError if there is none."""
-    if inputs.hf_model_dir is None:
-        return None
-    if not evaluation.test_hf:
-        output.warning(f"`--hf-model-dir` has no effect without `--test-hf`: {inputs.hf_model_dir}")
+    if inputs.hf_model_dir is None or not evaluation.test_hf:  # TensorRT-LLM's command lines have it always
         return None
     directory = resolve_model(inputs.hf_model_dir)
     read_model_config(directory)

@@ -7,11 +7,12 @@ A compiled step is machine code: open only bundles you would run as a program.
 Nothing here needs torch: what is wrong with a directory is said before torch is imported.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from runtime.cache import file_digest
+from runtime.cache import digest, file_digest
 from runtime.config import Compiler, EngineConfig, FileRecord, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json
@@ -81,7 +82,16 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
     for record in config.files:
         if record.name not in _OF_TOKENIZER:
             _check_size(engine_dir, record)
+    if config.config_digest != (found := config_digest(data)):
+        _raise_changed(
+            engine_dir / "config.json", f"digest {found[:12]}…, built with {config.config_digest[:12] or 'none'}…"
+        )
     return config
+
+
+def config_digest(data: dict[str, Any]) -> str:
+    """Of what `config.json` says, whatever its layout."""
+    return digest([json.dumps({key: value for key, value in data.items() if key != "config_digest"}, sort_keys=True)])
 
 
 def record_files(engine_dir: Path) -> tuple[FileRecord, ...]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runtime.config import CheckpointConfig, parse
+from runtime.config import CheckpointConfig, Mapping, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json
 
@@ -30,6 +30,12 @@ def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
             model_dir=checkpoint_dir,
         )
     config = parse(CheckpointConfig, data, str(checkpoint_dir / "config.json"))
+    if config.mapping != Mapping():
+        raise SpecDecError(
+            f"the checkpoint is split over devices, which this version does not read: {checkpoint_dir}",
+            hint="convert the model again",
+            fact="checkpoint",
+        )
     if not (checkpoint_dir / "rank0.safetensors").is_file():
         raise SpecDecError(
             f"file is missing: {checkpoint_dir / 'rank0.safetensors'}",

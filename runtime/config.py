@@ -150,6 +150,8 @@ class EngineConfig:
     """Seconds of a loop's turn beside the compiled step."""
     compiler_note: str | None = None
     mapping: Mapping = Mapping()
+    config_digest: str = ""
+    """Of all the rest, as it was written."""
     format_version: int = ENGINE_FORMAT_VERSION
 
 

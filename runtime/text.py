@@ -1,7 +1,7 @@
 """Between text and tokens: the tokenizer, the ids that end an output, stop words, and text that arrives in pieces."""
 
+import warnings
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from runtime.bundle import Bundle, check_tokenizer_files
 from runtime.cache import digest
-from runtime.errors import SpecDecError, UsageError
+from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.files import read_json
 from runtime.request import Request, Sequence
 from runtime.tokenizer import Tokenizer, find_saved_tokenizer, save_tokenizer
@@ -96,11 +96,13 @@ def tokenizer_of_engine(bundle: Bundle) -> Tokenizer | None:
 def keep_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> None:
     """Have `find_tokenizer` find the tokenizer of an engine's directory without transformers, if that gives the same.
 
-    One that cannot be loaded stays as it is: who needs it is told.
+    One that cannot be loaded stays as it is, with a warning: there are prompts that need none.
     """
-    with suppress(SpecDecError):
+    try:
         if tokenizer := find_tokenizer(directory, pretrained_config):
             save_tokenizer(tokenizer, directory)
+    except SpecDecError:
+        warnings.warn("the tokenizer cannot be read: the engine takes token ids only", SpecDecWarning, stacklevel=2)
 
 
 def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
@@ -131,7 +133,14 @@ def find_end_ids(engine_dir: Path, pretrained_config: dict[str, Any], tokenizer:
         candidates.insert(0, read_json(generation_config).get("eos_token_id"))
     for ids in candidates:
         if ids is not None:
-            return frozenset(ids if isinstance(ids, list) else [ids])
+            found = ids if isinstance(ids, list) else [ids]
+            foreign = next((i for i in found if not isinstance(i, int) or isinstance(i, bool) or i < 0), None)
+            if foreign is not None:
+                raise SpecDecError(
+                    f"`eos_token_id` of the model is no token id: {foreign!r}",
+                    hint=f"correct `{generation_config}`, or build the engine again",
+                )
+            return frozenset(found)
     return frozenset()
 
 

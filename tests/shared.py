@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 from tiny import build_tiny
 
-from runtime.bundle import record_files
+from runtime.bundle import config_digest, record_files
 from runtime.config import as_json
 
 
@@ -27,6 +27,7 @@ def record_anew(engine_dir: Path) -> None:
     """Have an engine that a test has changed pass for one that was built so."""
     config = json.loads((engine_dir / "config.json").read_text())
     config["files"] = [as_json(record) for record in record_files(engine_dir)]
+    config["config_digest"] = config_digest(config)
     (engine_dir / "config.json").write_text(json.dumps(config))
 
 

@@ -31,12 +31,12 @@ class Command:
     flags: frozenset[str]
 
 
-_CURRENT: ContextVar[Command | None] = ContextVar("current_command", default=None)
+CURRENT_COMMAND: ContextVar[Command | None] = ContextVar("current_command", default=None)
 
 
 def current_command() -> Command | None:
     """The one that was called last: what hints may speak of."""
-    return _CURRENT.get()
+    return CURRENT_COMMAND.get()
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -54,7 +54,7 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def expanded(**given: Any) -> None:
-        _CURRENT.set(current)
+        CURRENT_COMMAND.set(current)
         values = signature.bind(**given)
         values.apply_defaults()
         command(**{parameter.name: _value_of(parameter, values.arguments) for parameter in parameters})

@@ -26,9 +26,7 @@ class SummarizeInputs:
     )
     hf_model_dir: Annotated[
         str | None,
-        typer.Option(
-            help="Hugging Face model to compare with: directory, hub id or shipped name.", rich_help_panel=INPUT
-        ),
+        typer.Option(help="Model that `--test-hf` runs: directory, hub id or shipped name.", rich_help_panel=INPUT),
     ] = None
     tokenizer_dir: TokenizerDir = None
     dataset: Annotated[

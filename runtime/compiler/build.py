@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from runtime.batch import Row, pack
-from runtime.bundle import LIBRARY, record_files, uses_kernels
+from runtime.bundle import LIBRARY, config_digest, record_files, uses_kernels
 from runtime.checkpoint import copy_tokenizer_files
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.compiler.attention import KERNEL, PAGED
@@ -106,6 +106,7 @@ def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
     """Write `config.json`, with a record of all that is there."""
     keep_tokenizer(directory, config.pretrained_config)
     config = dataclasses.replace(config, files=record_files(directory))
+    config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
     write_json(directory / "config.json", as_json(config))
     return config
 

@@ -57,7 +57,7 @@ def _read_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
     model_type = data.get("model_type")
     if model_type is None:
         raise SpecDecError(f"`{where}` names no `model_type`", hint="it should be a Hugging Face model's config.json")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         hint = (
             "models with code of their own (`trust_remote_code`) are not supported"
             if "auto_map" in data
@@ -73,6 +73,9 @@ def _read_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
             f"`{where}` is not a valid {model_type} config: {_last_words(error)}",
             hint="the file is damaged; download or save the model again",
         ) from error
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < 1:
+        raise SpecDecError(f"`{where}` says that the model has so many positions: {positions}", hint="correct it")
     return config
 
 
@@ -175,6 +178,8 @@ def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
         except Exception as error:  # any failure means the same to the user: not a model that can be served
             raise SpecDecError(_why_not(error, config.model_type), hint=SEE_MODELS) from error
     num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    if not num_layers:
+        raise SpecDecError(f"the model has no layers: {config.model_type}", hint="its config.json is damaged")
     if sorted(recorded) != list(range(num_layers)):
         raise SpecDecError(
             f"only {len(recorded)} of {num_layers} layers hand their attention over, so the output would be wrong: "

@@ -9,6 +9,8 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
+from runtime.bundle import config_digest
+
 NGRAM = "[4,2,[0]]"
 NGRAM_RECORD: dict[str, Any] = {
     "max_draft_len": 4,
@@ -90,4 +92,6 @@ def edit_json(path: Path, **changes: Any) -> None:
             del target[last]
         else:
             target[last] = value
+    if "config_digest" in data:  # an engine that was built so
+        data["config_digest"] = config_digest(data)
     path.write_text(json.dumps(data))

@@ -1,5 +1,6 @@
 """What a user can get wrong, and what each mistake says: one error, its value, a hint, and nothing written."""
 
+import functools
 import json
 import re
 import shlex
@@ -17,8 +18,10 @@ from draft_models import MakeDraftEngineDir
 from shared import record_anew, shared_engine
 from tiny import make_model
 from transformers import PreTrainedTokenizerFast
+from typer.main import get_command
 
 from runtime.tokenizer import SAVED
+from specdec_cli.app import app
 
 Damage = Callable[[Path], None]
 RUN = "run --engine-dir engine --input-text 'The dog' --max-output-len 8 "
@@ -30,7 +33,8 @@ DRAFTS = "--speculative-decoding-mode draft_tokens_external --max-draft-len 4 "
 
 @dataclass(frozen=True)
 class Case:
-    """In a directory with `model`, `ckpt`, `engine`, `engine-plain` (no drafts) and `articles.jsonl`.
+    """In a directory with `model`, `ckpt`, `engine`, `engine-plain` (no drafts), `articles.jsonl`, `traces.jsonl`,
+    `notes.txt` and the empty directory `nothing`.
 
     Of `draft_engines` those are there too that the arguments name.
     """
@@ -121,6 +125,23 @@ def wrong_size(config_file: Path) -> None:
     data = json.loads(config_file.read_text())
     data["files"][0]["num_bytes"] = -1
     config_file.write_text(json.dumps(data))
+
+
+def by_hand(name: str, **changes: Any) -> Damage:
+    """The file as somebody edits it: an engine's no longer says what was built."""
+
+    def edit(directory: Path) -> None:
+        recorded = json.loads((directory / name).read_text()).get("config_digest")
+        edit_json(directory / name, **changes)
+        data = json.loads((directory / name).read_text())
+        (directory / name).write_text(json.dumps(data | ({"config_digest": recorded} if recorded else {})))
+
+    return edit
+
+
+def gguf_only(directory: Path) -> None:
+    (directory / "gguf").mkdir()
+    (directory / "gguf" / "m.gguf").write_text("GGUF")
 
 
 def none_of(value: object) -> None:
@@ -574,6 +595,347 @@ ENGINES = [
 ]  # fmt: skip
 
 
+CHAT = "chat --engine-dir engine "
+TUNE = "tune --engine-dir engine --input-text 'The dog' --max-output-len 4 "
+REPLAY = "tune --traces traces.jsonl "
+CREATE = "corpus create --output new.corpus --tokenizer-dir model "
+MODEL = "run --model-dir model --input-text a "
+EMPTY = "has an empty value: ''"
+
+EMPTY_VALUES = [
+    case("run --engine-dir '' --input-text a", 2, "`--engine-dir` " + EMPTY),
+    case("run --model-dir '' --input-text a", 2, "`--model-dir` " + EMPTY),
+    case("run --engine-dir engine --input-file ''", 2, "`--input-file` " + EMPTY),
+    case(RUN + "--tokenizer-dir=", 2, "`--tokenizer-dir` " + EMPTY),
+    case(RUN + "--output-csv ''", 2, "`--output-csv` " + EMPTY),
+    case(RUN + "--report ''", 2, "`--report` " + EMPTY),
+    case(RUN + "--profile ''", 2, "`--profile` " + EMPTY),
+    case(RUN + "--ngram-config ''", 2, "`--ngram-config` " + EMPTY),
+    case(RUN + "--drafter ''", 2, "`--drafter` " + EMPTY),
+    case(RUN + "--drafters ''", 2, "`--drafters` " + EMPTY),
+    case(RUN + "--spec-decode-algo ''", 2, "`--spec-decode-algo` " + EMPTY),
+    case(SUMMARIZE + "--dataset ''", 2, "`--dataset` " + EMPTY),
+    case(SUMMARIZE + "--output-dir ''", 2, "`--output-dir` " + EMPTY),
+    case(SUMMARIZE + "--text-column ''", 2, "`--text-column` " + EMPTY),
+    case(SUMMARIZE + "--test-hf --hf-model-dir ''", 2, "`--hf-model-dir` " + EMPTY),
+    case("convert --model-dir '' --output-dir out", 2, "`--model-dir` " + EMPTY),
+    case("convert --model-dir model --output-dir ''", 2, "`--output-dir` " + EMPTY),
+    case("build --checkpoint-dir '' --output-dir out", 2, "`--checkpoint-dir` " + EMPTY),
+    case("compare '' b.json", 2, "an argument " + EMPTY),
+    case("corpus stats ''", 2, "an argument " + EMPTY),
+    case("corpus merge --output new.corpus '' ''", 2, "an argument " + EMPTY),
+    case(REPLAY + "--output ''", 2, "`--output` " + EMPTY),
+    case("run --engine-dir engine a ''", 1, "prompt 2 is empty: ''"),
+]
+
+PLACES = [
+    case(CONVERT.replace(" out ", " /dev/null/x "), 1, "(Not a directory): /dev/null/x"),
+    case(CONVERT.replace(" out ", " /dev/null "), 1, "not a directory: /dev/null"),
+    case(CONVERT.replace(" out ", " articles.jsonl/x "), 1, "(Not a directory): articles.jsonl/x"),
+    case(CONVERT.replace(" model", " x.gguf"), 1, "GGUF files are not read: x.gguf", "config.json and safetensors"),
+    case(CONVERT.replace(" model", " nothing"), 1, "file is missing: nothing/config.json"),
+    case(CONVERT.replace(" model", " gguf"), 1, "GGUF files are not read: gguf/m.gguf", damage=gguf_only),
+    case(CONVERT.replace(" model", " engine"), 1, "specdec wrote, not a Hugging Face model: engine"),
+    case(CONVERT.replace(" model", " http://x/y"), 1, "does not exist: http://x/y", "shipped names"),
+    case(BUILD.replace(" out ", " /dev/null/x "), 1, "(Not a directory): /dev/null/x"),
+    case(BUILD.replace(" out ", " notes.txt "), 1, "not a directory: notes.txt"),
+    case(BUILD.replace(" out ", " ckpt ") + "--force", 1, "the input is in the output directory"),
+    case(BUILD.replace(" ckpt", " nothing"), 1, "file is missing: nothing/config.json"),
+    case(BUILD.replace(" ckpt", " notes.txt"), 1, "checkpoint directory does not exist: notes.txt"),
+    case("run --model-dir x.gguf --input-text a", 1, "GGUF files are not read: x.gguf"),
+    case("run --model-dir model/config.json --input-text a", 1, "is a file, not a directory: model/config.json"),
+    case("run --model-dir nothere --input-text a", 1, "no directory of this name, and the hub cannot be reached"),
+    case("run --model-dir nothing --input-text a", 1, "file is missing: nothing/config.json"),
+    case("run --engine-dir notes.txt --input-text a", 1, "engine directory does not exist: notes.txt"),
+    case(MODEL + "--spec-decode-algo DRAFT_TARGET --draft-model-dir ./none", 1, "draft engine: model directory does"),
+    case(RUN + "--tokenizer-dir notes.txt", 1, "tokenizer directory does not exist: notes.txt"),
+    case(RUN + "--profile none", 1, "(No such file or directory): none"),
+    case(RUN + "--profile nothing", 1, "(Is a directory): nothing"),
+    case(RUN + "--profile notes.txt", 1, "not JSON at line 1", "notes.txt"),
+    case(RUN + "--profile engine/config.json", 1, "not a profile: engine/config.json", "specdec tune"),
+    case(RUN + "--ngram-config 4,2 --ngram-corpus nothing", 1, "a corpus is a file, and this is a directory: nothing"),
+    case(RUN + "--report r.pdf", 2, "`--report` writes HTML: r.pdf", "`--report r.html`"),
+    case(SUMMARIZE + "--report r.pdf", 2, "`--report` writes HTML: r.pdf"),
+    case(RUN + "--report nothing", 1, "(Is a directory): nothing"),
+    case(RUN + "--report engine/r.html", 2, "would replace what is read: engine/r.html"),
+    case(RUN + "--output-traces notes.txt/x", 1, "(Not a directory): notes.txt/x"),
+    case(RUN + "--output-npy engine/x.npy", 2, "would replace what is read: engine/x.npy"),
+    case(NO_INPUT + "--input-file nothing", 2, "unknown kind of input file: nothing"),
+    case(NO_INPUT + "--input-file model/model.safetensors", 2, "unknown kind of input file"),
+    case(NO_INPUT + "--input-file articles.jsonl", 1, "line 1 needs `prompt`, `prompt_ids` or `messages`"),
+    case(NO_INPUT + "--input-file in.txt", 1, "(Is a directory): in.txt", damage=lambda d: (d / "in.txt").mkdir()),
+    case(SUMMARIZE + "--output-dir /dev/null/x", 1, "(Not a directory): /dev/null/x"),
+    case(SUMMARIZE + "--output-dir engine/out", 2, "`--output-dir` is in a directory that is read: engine/out"),
+    case(SUMMARIZE + "--test-hf --hf-model-dir x.gguf", 1, "GGUF files are not read: x.gguf"),
+    case(SUMMARIZE + "--test-hf --hf-model-dir ./none", 1, "model directory does not exist: ./none"),
+    case(SUMMARIZE + "--dataset nothing", 1, "doesn't contain any data files", ": nothing"),
+    case(SUMMARIZE + "--dataset notes.txt", 1, "unknown kind of dataset file: notes.txt", "`.parquet`"),
+    case(SUMMARIZE + "--dataset 'a b/c d'", 1, "not a hub id: a b/c d"),
+    case(SUMMARIZE + "--dataset none.csv", 1, "(No such file or directory): none.csv"),
+    case(SUMMARIZE + "--dataset d.parquet", 1, "not a Parquet file: d.parquet", damage=file("d.parquet", "x" * 99)),
+    case(
+        SUMMARIZE + "--dataset d.parquet", 1, "Parquet file is cut short: d.parquet",
+        damage=file("d.parquet", "PAR1" + "x" * 99),
+    ),
+    case(SUMMARIZE + "--dataset d.parquet", 1, "not a Parquet file: d.parquet", damage=file("d.parquet", "")),
+    case(SUMMARIZE + "--dataset model/config.json", 1, "one JSON object over several lines: model/config.json"),
+    case(SUMMARIZE + "--dataset-dir nothing", 2, "says where a hub dataset is, and this is none: articles.jsonl"),
+    case("chat --engine-dir none", 1, "engine directory does not exist: none"),
+    case("chat --engine-dir model", 1, "not an engine directory: model"),
+    case("chat --model-dir ./none", 1, "model directory does not exist: ./none"),
+    case(CHAT + "--tokenizer-dir none", 1, "tokenizer directory does not exist: none"),
+    case(CHAT, 1, "the tokenizer has no chat template: engine"),
+    case("tune --engine-dir none --input-text a", 1, "engine directory does not exist: none"),
+    case("tune --engine-dir engine-plain --input-text a", 1, "built without drafts", "specdec build"),
+    case("tune --traces none", 1, "(No such file or directory): none"),
+    case("tune --traces notes.txt", 1, "not JSON at line 1", ": notes.txt"),
+    case("tune --traces articles.jsonl", 1, "needs either `prompt` or `prompt_ids`"),
+    case(TUNE + "--output engine/p.json", 2, "would replace what is read: engine/p.json"),
+    case(TUNE + "--tokenizer-dir nothing", 1, "no usable tokenizer in: nothing"),
+    case("compare nothing nothing", 1, "(Is a directory): nothing"),
+    case("compare none.json none.json", 1, "(No such file or directory): none.json"),
+    case("compare articles.jsonl articles.jsonl", 1, "not JSON at line 2", "articles.jsonl"),
+    case("compare model/config.json model/config.json", 1, "not a document of specdec: model/config.json"),
+    case("compare model/model.safetensors notes.txt", 1, "not UTF-8 text", "model/model.safetensors"),
+    case("compare a.json a.json", 1, "the file is empty: a.json", damage=file("a.json", "")),
+    case("compare a.json a.json", 1, "not a document of specdec", damage=file("a.json", "[]")),
+    case(
+        "compare a.json a.json", 1, "the schema version is 1, and this specdec reads 2",
+        damage=file("a.json", '{"command": "run", "schema_version": 1}'),
+    ),
+    case(
+        "compare a.json a.json", 1, "not as its schema says, at $", "a.json",
+        damage=file("a.json", '{"command": "run", "schema_version": 2}'),
+    ),
+    case(
+        "compare a.json a.json", 1, "but of `tune`: a.json",
+        damage=file("a.json", '{"command": "tune", "schema_version": 2}'),
+    ),
+    case(CREATE, 2, "made of traces or text"),
+    case(CREATE + "--text none.txt", 1, "(No such file or directory): none.txt"),
+    case(CREATE + "--text nothing", 2, "unknown kind of text file: nothing"),
+    case(CREATE + "--traces nothing", 1, "(Is a directory): nothing"),
+    case(CREATE + "--traces notes.txt", 1, "not JSON at line 1", ": notes.txt"),
+    case(CREATE + "--text articles.jsonl", 1, "line 1 of articles.jsonl has no `text`"),
+    case(CREATE + "--text notes.txt --output notes.txt", 2, "would replace what is read: notes.txt"),
+    case(CREATE + "--text notes.txt --output articles.jsonl --force", 1, "something other than a corpus"),
+    case(CREATE.replace("model", "none") + "--text notes.txt", 1, "tokenizer directory does not exist: none"),
+    case(CREATE.replace("model", "nothing") + "--text notes.txt", 1, "no usable tokenizer in: nothing"),
+    case("corpus merge --output new.corpus notes.txt", 2, "nothing to merge it with: notes.txt"),
+    case("corpus merge --output new.corpus notes.txt ./notes.txt", 2, "name one file twice: notes.txt", "each once"),
+    case("corpus merge --output new.corpus notes.txt articles.jsonl", 1, "not a corpus", ": notes.txt"),
+    case("corpus stats nothing", 1, "a corpus is a file, and this is a directory: nothing"),
+    case("corpus stats none", 1, "there is no such corpus: none"),
+    case("corpus stats model/model.safetensors", 1, "not a corpus: model/model.safetensors"),
+]  # fmt: skip
+
+NUMBERS = [
+    case(RUN + "--max-output-len -1", 2, "`--max-output-len` must be at least 1: -1"),
+    case(RUN + "--max-output-len 1.5", 2, "`--max-output-len` must be a whole number: 1.5"),
+    case(RUN + f"--max-output-len {10**22}", 1, f"+ {10**22}"),
+    case(RUN + "--max-input-length 0", 2, "`--max-input-length` must be at least 1: 0"),
+    case(RUN + "--streaming-interval 0", 2, "`--streaming-interval` must be at least 1: 0"),
+    case(RUN + "--logprobs -1 --json", 2, "`--logprobs` must be at least 0: -1"),
+    case(RUN + "--logprobs 3", 2, "`--logprobs` is for the JSON document: 3", "`--json`"),
+    case(RUN + "--logprobs 301 --json", 1, "more tokens than the vocabulary of 300 has: 301"),
+    case(RUN + "--num-return-sequences 1000000000", 2, "must be at most 1024: 1000000000"),
+    case(RUN + "--max-num-tokens -1", 2, "`--max-num-tokens` must be at least 1: -1"),
+    case(RUN + "--kv-cache-free-gpu-memory-fraction 1.5", 2, "must be at most 1.0: 1.5"),
+    case(RUN + "--kv-cache-free-gpu-memory-fraction -1", 2, "must be at least 0.0: -1"),
+    case(RUN + "--kv-cache-free-gpu-memory-fraction nan", 2, "kv-cache-free-gpu-memory-fraction"),
+    case(RUN + f"--max-tokens-in-paged-kv-cache {10**14}", 1, "free", "`--max-tokens-in-paged-kv-cache`"),
+    case(RUN + "--frequency-penalty nan", 2, "frequency_penalty must be at least 0: nan"),
+    case(RUN + "--presence-penalty inf", 2, "presence_penalty must be at least 0: inf"),
+    case(RUN + "--no-repeat-ngram-size x", 2, "`--no-repeat-ngram-size` must be a whole number: x"),
+    case(RUN + "--end-id -1", 2, "`--end-id` must be at least 0: -1"),
+    case(RUN + "--num-beams x", 2, "`--num-beams` must be a whole number: x"),
+    case(RUN + "--stats all", 2, "must be one of summary, detailed, none: all"),
+    case(RUN + "--draft-len-mode never --ngram-config 4,2", 2, "must be one of fixed, auto: never"),
+    case(RUN + "--draft-len-mode auto", 2, "`--draft-len-mode auto` needs a drafter"),
+    case(RUN + "--ngram-config 4.5,2", 2, "whole number of at least 1: 4.5"),
+    case(RUN + "--ngram-config True,2", 2, "whole number of at least 1: True"),
+    case(RUN + "--ngram-config 4,2,0", 2, "must name a device: 0"),
+    case(RUN + "--ngram-config 4,2,[-1]", 2, "must hold device numbers: [-1]"),
+    case(RUN + "--ngram-config 4,2,[0,1]", 2, "names more than one device"),
+    case(RUN + "--ngram-config {1:2}", 2, "does not have 2 to 3 entries: {1:2}"),
+    case(RUN + "--ngram-config [4,2,[0]", 2, "is not a list: [4,2,[0]"),
+    case(RUN + "--suffix-config 0", 2, "whole number of at least 1: 0"),
+    case(RUN + "--suffix-config [4,[]]", 2, "must name a device: []"),
+    case(RUN + "--spec-decode-algo NGRAM --max-matching-ngram-size x", 2, "must be a whole number: x"),
+    case(RUN + "--max-batch-size 4", 2, "`--max-batch-size` is for engines made of `--model-dir`: 4"),
+    case(MODEL + "--max-batch-size 0", 2, "`--max-batch-size` must be at least 1: 0"),
+    case(MODEL + "--max-batch-size 100000", 2, "`--max-batch-size` must be at most 1024: 100000"),
+    case(MODEL + "--max-seq-len 1", 2, "`--max-seq-len` must be at least 2: 1"),
+    case(MODEL + f"--max-seq-len {2**30}", 2, "`--max-seq-len` must be at most 16777216"),
+    case(MODEL + "--dtype int4", 2, "must be one of auto, float32, float16, bfloat16: int4"),
+    case(MODEL + "--ngram-config 300,2", 2, "engines take drafts of at most 256 tokens: 300"),
+    case(MODEL + "--spec-decode-algo NGRAM --spec-decode-max-draft-len 300", 2, "must be at most 256: 300"),
+    case(CHAT + "--max-output-len 0", 2, "`--max-output-len` must be at least 1: 0"),
+    case(CHAT + "--random-seed x", 2, "`--random-seed` must be a whole number: x"),
+    case(CHAT + "--ngram-config 11,2", 1, "at most 10 tokens", ": 11"),
+    case(SUMMARIZE + "--batch-size 0", 2, "`--batch-size` must be at least 1: 0"),
+    case(SUMMARIZE + "--max-ite 0", 2, "`--max-ite` must be at least 1: 0"),
+    case(SUMMARIZE + "--output-len 0", 2, "`--output-len` must be at least 1: 0"),
+    case(SUMMARIZE + "--output-len 160", 1, "no room for a prompt in the engine's 160 tokens: 160"),
+    case(SUMMARIZE + "--rouge1-threshold 101", 2, "`--rouge1-threshold` must be at most 100.0: 101"),
+    case(SUMMARIZE + "--rouge1-threshold nan", 2, "rouge1-threshold"),
+    case(SUMMARIZE + "--max-input-length 0", 2, "`--max-input-length` must be at least 1: 0"),
+    case(SUMMARIZE + "--random-seed -5", 2, "`--random-seed` must be at least 0: -5"),
+    case(SUMMARIZE + "--max-tokens-in-paged-kv-cache 0", 2, "must be at least 1: 0"),
+    case(BUILD + "--max-batch-size 0", 2, "`--max-batch-size` must be at least 1: 0"),
+    case(BUILD + "--max-batch-size 1025", 2, "`--max-batch-size` must be at most 1024: 1025"),
+    case(BUILD + "--max-input-len 0", 2, "`--max-input-len` must be at least 1: 0"),
+    case(BUILD + "--max-input-len 128", 1, "no room for output in max_seq_len 128: 128"),
+    case(BUILD + "--max-seq-len 1", 2, "`--max-seq-len` must be at least 2: 1"),
+    case(BUILD + "--max-draft-len -1", 2, "`--max-draft-len` must be at least 0: -1"),
+    case(BUILD + "--max-draft-len 257", 2, "`--max-draft-len` must be at most 256: 257"),
+    case(BUILD + "--tokens-per-block 0", 2, "`--tokens-per-block` must be at least 1: 0"),
+    case(BUILD + "--tokens-per-block 2048", 2, "`--tokens-per-block` must be at most 1024: 2048"),
+    case(BUILD + "--compiler gcc", 2, "must be one of aot, torch-compile, none: gcc"),
+    case(BUILD + "--use-paged-context-fmha maybe", 2, "must be one of enable, disable: maybe"),
+    case(CONVERT + "--pp-size 2", 2, "--pp-size 2"),
+    case(CONVERT + "--tp-size x", 2, "`--tp-size` must be a whole number: x"),
+    case(TUNE + "--batch-size 5", 1, "max_batch_size 4: 5"),
+    case(TUNE + "--batch-size 0", 2, "`--batch-size` must be at least 1: 0"),
+    case(TUNE + "--max-draft-len 0", 2, "`--max-draft-len` must be at least 1: 0"),
+    case(TUNE + "--max-draft-len 11", 1, "at most 10 tokens", ": 11"),
+    case(TUNE + "--num-live-prompts 0", 2, "`--num-live-prompts` must be at least 1: 0"),
+    case(TUNE + "--max-output-len 500", 1, "none of the 1 requests fits", "2 + 500"),
+    case(TUNE + "--end-id 300", 1, "`--end-id` is outside the vocabulary of 300: 300"),
+    case(TUNE + "--ngram-config 11,2", 1, "at most 10 tokens", ": 11"),
+    case(TUNE + "--ngram-config 4,2 --max-draft-len 5", 2, "exceeds the drafter's own, 4: 5"),
+    case(TUNE + "--ngram-pool both", 2, "must be one of private, public: both"),
+    *[
+        case("tune --traces t.jsonl", 1, *words, damage=file("t.jsonl", line))
+        for line, words in (
+            ('{"prompt_ids": [], "output_ids": [1]}', ("`prompt_ids` on line 1 of t.jsonl holds no token id",)),
+            ('{"prompt_ids": [1], "output_ids": []}', ("`output_ids` on line 1 of t.jsonl holds no token id",)),
+            ('{"prompt_ids": [-1], "output_ids": [1]}', ("not a token id, -1", "line 1 of t.jsonl")),
+            ('{"prompt_ids": [1.5], "output_ids": [1]}', ("not a token id, 1.5", "line 1 of t.jsonl")),
+            ('{"prompt": "a", "output": "b"}', ("no tokenizer for a text", "`--tokenizer-dir`")),
+        )
+    ],
+]  # fmt: skip
+
+TOGETHER = [
+    case("run --help-me", 2, "no such option: --help-me", "perhaps `--help`"),
+    case("corpus nonsense", 2, "no such command `nonsense`"),
+    case("compare a.json", 2, "missing: `B.json`"),
+    case("compare a.json b.json c.json", 2, "unexpected extra argument"),
+    case("corpus stats a b", 2, "unexpected extra argument"),
+    case("build --checkpoint-dir ckpt --output-dir out extra", 2, "unexpected extra argument"),
+    case(RUN + "another --input-file notes.txt", 2, "both a prompt and `--input-file`"),
+    case(RUN + "--show-tokens --streaming", 2, "`--show-tokens`", "choose one"),
+    case(RUN + "--show-tokens --json", 2, "`--show-tokens` marks outputs for people", "JSON"),
+    case(RUN + "--show-tokens --quiet", 2, "`--show-tokens` marks outputs for people", "the result only"),
+    case(RUN + "--mode orchestrator --disable-kv-cache-reuse", 2, "`--disable-kv-cache-reuse`", "`--mode leader`"),
+    case(RUN + "--apply-chat-template", 1, "the tokenizer has no chat template: engine"),
+    case(RUN + "--profile p --ngram-config 4,2", 2, "`--ngram-config` and `--profile` both say how to draft: p"),
+    case(RUN + "--drafters ngram,ngram --ngram-config 4,2", 2, "names ngram twice"),
+    case(RUN + "--drafters ngram --suffix-config 4", 2, "does not name suffix: ngram"),
+    case(RUN + "--drafter os:nothing", 1, "nothing that can be called: os:nothing", "…"),
+    case(RUN + "--drafter os:getcwd", 1, "`os:getcwd` gives is no drafter"),
+    case(RUN + "--draft-model-dir model", 2, "needs `--spec-decode-algo DRAFT_TARGET`: model"),
+    case(CHAT + "--num-return-sequences 2", 2, "a chat has one answer: `--num-return-sequences 2`"),
+    case(CHAT + "--model-dir model", 2, "`--model-dir` and `--engine-dir` cannot be given together"),
+    case(CHAT + "--json", 2, "no such option: --json"),
+    case(CHAT + "hello", 2, "unexpected extra argument"),
+    case(CHAT + "--num-beams 3", 2, "beam search is not supported: `--num-beams 3`"),
+    case(SUMMARIZE + "--text-column id --reference-column id", 2, "name one column: id"),
+    case(SUMMARIZE + "--reference-column none", 1, "no column `none`", "`--reference-column`"),
+    case(SUMMARIZE + "--eval-task question", 1, "no text column", "`--text-column`"),
+    case(SUMMARIZE + "--streaming", 2, "no such option: --streaming"),
+    case(SUMMARIZE + "--model-dir model", 2, "no such option: --model-dir"),
+    case(BUILD + "--dtype float16", 2, "no such option: --dtype"),
+    case("tune", 2, "nothing to tune for", "`--engine-dir`"),
+    case("tune --engine-dir engine", 2, "nothing to tune on", "`--input-file`"),
+    case(TUNE + "--traces traces.jsonl", 2, "`--input-text` cannot be given with `--traces`"),
+    case(TUNE + "--input-file notes.txt", 2, "both a prompt and `--input-file`"),
+    case(TUNE + "--ngram-config 4,2 --suffix-config 4", 2, "`--ngram-config` and `--suffix-config` cannot"),
+    case(TUNE + "--ngram-ranking recent", 2, "`--ngram-ranking` is for n-gram lookup: recent"),
+    case(TUNE + "--temperature 1", 2, "no such option: --temperature"),
+    case(REPLAY + "--output p.json", 2, "`--output` needs `--engine-dir`: p.json"),
+    case(REPLAY + "--batch-size 2", 2, "`--batch-size` needs `--engine-dir`: 2"),
+    case(REPLAY + "--max-output-len 4", 2, "`--max-output-len` cannot be given with `--traces`"),
+    case("corpus merge notes.txt articles.jsonl", 2, "missing: `--output`"),
+    case("corpus create --output c --text notes.txt", 2, "missing: `--tokenizer-dir`"),
+]
+
+CHANGED = "engine/config.json` has changed since the engine was built: digest "
+HAND_EDITED = [
+    *[
+        case(RUN, 1, CHANGED, "`specdec build` again", damage=by_hand("engine/config.json", **change))
+        for change in (
+            {"build_config__tokens_per_block": 24}, {"build_config__max_input_len": 100000}, {"layers": []},
+            {"layers__0": {"num_kv_heads": 7, "key_head_dim": 8, "value_head_dim": 8, "sliding_window": None}},
+            {"vocab_size": 301}, {"dtype": "float16"}, {"mapping__tp_size": 2}, {"config_digest": "00"},
+            {"pretrained_config__num_hidden_layers": 1}, {"pretrained_config__vocab_size": 5},
+        )
+    ],
+    *[
+        case(RUN, 1, *words, damage=by_hand("engine/config.json", **change))
+        for change, *words in (
+            ({"build_config__max_batch_size": -1}, "max_batch_size` is 1 to 1,024, and not: -1"),
+            ({"build_config__max_seq_len": 10**12}, "max_seq_len` is 2 to 16,777,472, and not: "),
+            ({"build_config__max_draft_len": 9999}, "max_draft_len` is 0 to 256, and not: 9999"),
+            ({"build_config__tokens_per_block": 0}, "tokens_per_block` is 1 to 1,024, and not: 0"),
+            ({"build_config__compiler": "gcc"}, "compiler` has a value it cannot have: 'gcc'"),
+            ({"build_config__compiler": "aot"}, "no record of the file: rank0.pt2"),
+            ({"build_config": []}, "build_config` is not a JSON object: list"),
+            ({"vocab_size": -5}, "vocab_size` is 1 or more, and not: -5"),
+            ({"format_version": 4}, "format this version cannot read (it reads 5): 4"),
+            ({"environment": None}, "lacks the key: environment"),
+            ({"environment__device": "tpu"}, "device` has a value it cannot have: 'tpu'"),
+            ({"logits_check__tolerance": -1}, "tolerance` is 0 or more, and not: -1"),
+            ({"step_costs": 5}, "step_costs` has a value it cannot have: 5"),
+            ({"host_s": -1}, "host_s` is 0 or more, and not: -1"),
+            ({"files": "x"}, "files` has a value it cannot have: 'x'"),
+            ({"pretrained_config": []}, "pretrained_config` has a value it cannot have: []"),
+        )
+    ],
+    case(RUN, 1, "is not valid JSON", damage=file("engine/config.json", b"\x00\xff")),
+    case(RUN, 1, "is not a JSON object: NoneType", damage=file("engine/config.json", "null")),
+    case(
+        RUN, 1, "`eos_token_id` of the model is no token id: 'x'",
+        damage=file("engine/generation_config.json", '{"eos_token_id": "x"}'),
+    ),
+    case(
+        RUN, 1, "`eos_token_id` of the model is no token id: -1",
+        damage=file("engine/generation_config.json", '{"eos_token_id": [2, -1]}'),
+    ),
+    *[
+        case(BUILD, 1, *words, damage=by_hand("ckpt/config.json", **change))
+        for change, *words in (
+            ({"dtype": 5}, "dtype` has a value it cannot have: 5"),
+            ({"quantization": "int8"}, "quantization` has a value it cannot have: 'int8'"),
+            ({"mapping__tp_size": 2}, "split over devices", "`specdec convert` again"),
+            ({"pretrained_config__num_attention_heads": 3}, "not a valid llama config", "(3)"),
+            ({"pretrained_config__max_position_embeddings": 0}, "so many positions: 0"),
+            ({"pretrained_config__max_position_embeddings": "x"}, "not a valid llama config", "'x'"),
+        )
+    ],
+    case(BUILD, 1, "ckpt/rank0.safetensors` is damaged", damage=file("ckpt/rank0.safetensors", "")),
+    case(BUILD, 1, "ckpt/rank0.safetensors` is damaged", damage=file("ckpt/rank0.safetensors", "x" * 5000)),
+    *[
+        case(CONVERT, 1, *words, damage=by_hand("model/config.json", **change))
+        for change, *words in (
+            ({"num_hidden_layers": 0}, "the model has no layers: llama"),
+            ({"num_hidden_layers": "x"}, "not a valid llama config", "'x'"),
+            ({"vocab_size": 299}, "config.json and weights are of two models"),
+            ({"hidden_size": 33}, "not a valid llama config"),
+            ({"num_key_value_heads": 3}, "config.json and weights are of two models"),
+            ({"hidden_act": "nope"}, "'nope'"),
+            ({"max_position_embeddings": -1}, "so many positions: -1"),
+            ({"quantization_config": {"bits": 4}}, "quantized weights are not supported: llama"),
+            ({"model_type": ["llama"]}, "does not know this model type: ['llama']"),
+            ({"eos_token_id": "x"}, "not a valid llama config"),
+        )
+    ],
+    case(CONVERT, 1, "index.json` is not valid JSON", damage=file("model/model.safetensors.index.json", "{")),
+    case(CONVERT, 1, "index.json` is not a JSON object: list", damage=file("model/model.safetensors.index.json", "[]")),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def plain_engine_dir(llama_dir: Path, shared: Path) -> Path:
     return shared_engine(shared / "engines", llama_dir, max_draft_len=0, speculative_decoding_mode="none")
@@ -590,6 +952,9 @@ def directory(
     for name, source in (sources | {"engine-plain": plain_engine_dir}).items():
         shutil.copytree(source, work_dir / name)
     shutil.copy(articles, work_dir)
+    (work_dir / "nothing").mkdir()
+    (work_dir / "notes.txt").write_text("The little dog had a red ball.\n")
+    (work_dir / "traces.jsonl").write_text('{"prompt_ids": [5, 6], "output_ids": [8, 9, 8, 9]}\n' * 4)
     monkeypatch.chdir(work_dir)
     return work_dir
 
@@ -623,7 +988,31 @@ def assert_one_clear_error(result: Result, exit_code: int, words: tuple[str, ...
     assert plain.count("hint: ") == 1, result.stderr
 
 
-@pytest.mark.parametrize("case", [*WRONG_CONFIG, *PROMPTS, *DRAFTERS, *SAMPLING, *MODELS, *CHECKPOINTS, *ENGINES])
+def flags_of_others(hint: str, arguments: list[str]) -> set[str]:
+    """Flags that a hint names and the command has not; those of other commands stand behind the command's name."""
+    flags = flags_of_commands().get(arguments[1] if arguments[0] == "corpus" else arguments[0], set())
+    named = {found.split("=")[0] for found in re.findall(r"`--([a-z][a-z=-]*)", hint)}
+    return named - flags - {"help"}
+
+
+@functools.cache
+def flags_of_commands() -> dict[str, set[str]]:
+    """By Typer's own account."""
+    top: Any = get_command(app)
+    commands = top.commands | top.commands["corpus"].commands
+    return {
+        name: {option.removeprefix("--") for parameter in command.params for option in parameter.opts}
+        for name, command in commands.items()
+    }
+
+
+CASES = [
+    *WRONG_CONFIG, *PROMPTS, *DRAFTERS, *SAMPLING, *MODELS, *CHECKPOINTS, *ENGINES,
+    *EMPTY_VALUES, *PLACES, *NUMBERS, *TOGETHER, *HAND_EDITED,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_mistake_is_one_clear_error_and_leaves_nothing(
     case: Case, specdec: Specdec, directory: Path, draft_engines: dict[str, Path]
 ) -> None:
@@ -635,6 +1024,7 @@ def test_mistake_is_one_clear_error_and_leaves_nothing(
     before = tree(directory)
     result = specdec(*arguments)
     assert_one_clear_error(result, case.exit_code, case.words)
+    assert flags_of_others(result.stderr.partition("hint: ")[2], arguments) == set()
     assert tree(directory) == before
 
 

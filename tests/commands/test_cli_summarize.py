@@ -5,12 +5,14 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 from command_line import NGRAM, Result, Specdec, assert_valid, draft_model, edit_json
+from safetensors.torch import load_file, save_file
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -59,6 +61,66 @@ def test_answers_are_hfs(
     same = {"num_identical": 5, "num_samples": 5}
     assert document["checks"]["identical_to_hf"] == same
     assert ("identical_to_no_drafter" in document["checks"]) == bool(ngram)
+
+
+def perturbed(directory: Path) -> None:
+    """The same config and tokenizer, and other weights, as after more training."""
+    weights = load_file(directory / "model.safetensors")
+    weights["model.norm.weight"][0] += 0.125
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def swapped(directory: Path) -> None:
+    """A tokenizer of as many tokens, two of which have changed places."""
+    data = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary = data["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (directory / "tokenizer.json").write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (lambda d: edit_json(d / "config.json", rms_norm_eps=0.125), "`rms_norm_eps` is 0.125, the engine's 1e-06"),
+        (swapped, "the tokenizer"),
+        (perturbed, "the weights"),
+    ],
+    ids=["config", "tokenizer", "weights"],
+)
+def test_another_model_of_the_same_vocabulary_is_named_and_not_compared(
+    specdec: Specdec, llama_uncompiled_dir: Path, llama_dir: Path, articles: Path, tmp_path: Path,
+    change: Callable[[Path], None], difference: str,
+) -> None:  # fmt: skip
+    other = tmp_path / "other"
+    shutil.copytree(llama_dir, other)
+    change(other)
+    arguments = ["summarize", "--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--test-engine", "--test-hf"]
+    arguments += ["--hf-model-dir", other, "--output-len", 4, "--max-ite", 2]
+    page = tmp_path / "page.html"
+    result = specdec(*arguments, "--json", "--report", page)
+    assert result.stderr.startswith(f"warning: `--hf-model-dir {other}` is another model than the engine's")
+    assert difference in result.stderr
+    document = result.document
+    assert_valid("summarize", document)
+    assert document["hf_differences"] == [difference]
+    assert document["speedup_over_hf"] is None and "identical_to_hf" not in document["checks"]
+    assert "ran another model than the engine's" in unescape(page.read_text())
+    assert "speedup over Hugging Face" not in page.read_text()
+    shown = specdec(*arguments).stdout
+    assert "not compared with Hugging Face: it ran another model than the engine's" in shown
+    assert "speedup over Hugging Face" not in shown and "same as Hugging Face" not in shown
+
+
+def test_the_same_model_saved_again_is_no_other(
+    summarize: Summarize, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """By its content, not by its files: transformers writes its version, and what was left to defaults."""
+    llama.save_pretrained(tmp_path / "again")
+    tokenizer.save_pretrained(tmp_path / "again")
+    arguments = ["--test-engine", "--test-hf", "--hf-model-dir", tmp_path / "again", "--max-ite", 1]
+    result = summarize(*arguments, "--json")
+    assert result.stderr == "" and result.document["hf_differences"] == []
+    assert result.document["speedup_over_hf"] > 0
 
 
 def test_rouge_is_that_of_the_texts_and_references(summarize: Summarize) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
 
 from commands.options.hints import hint_of
-from runtime.bundle import read_engine_config
+from runtime.bundle import config_digest, read_engine_config
 from runtime.checkpoint import convert
 from runtime.compiler.attention import PAGED, PagedInputs, paged_attention
 from runtime.compiler.build import build_engine
@@ -60,6 +60,7 @@ def engine_dir(llama_uncompiled_dir: Path, tmp_path: Path) -> Path:
 def edit_config(engine_dir: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     data = json.loads((engine_dir / "config.json").read_text())
     edit(data)
+    data["config_digest"] = config_digest(data)
     (engine_dir / "config.json").write_text(json.dumps(data))
 
 

@@ -1,0 +1,80 @@
+"""A hint names no flag that the command at hand has not: those of other commands stand behind the command's name."""
+
+import re
+from string import Formatter
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from commands.options.expand import CURRENT_COMMAND, Command
+from commands.options.hints import HINTS, hint_of
+from runtime.errors import SpecDecError
+from specdec_cli.app import app
+
+_TOP: Any = get_command(app)
+COMMANDS = {**_TOP.commands, **_TOP.commands["corpus"].commands}
+COMMANDS.pop("corpus")
+
+
+def flags_of(command: Any) -> frozenset[str]:
+    """By Typer's own account."""
+    return frozenset(option.removeprefix("--") for parameter in command.params for option in parameter.opts)
+
+
+def error_with(fact: str) -> SpecDecError:
+    """With a value for whatever the hint speaks of."""
+    pieces = HINTS[fact]
+    text = pieces if isinstance(pieces, str) else " ".join(pieces)
+    values: dict[str, object] = {name: "x" for _, name, _, _ in Formatter().parse(text) if name}
+    return SpecDecError("wrong", hint="the library's own words", fact=fact, **values)
+
+
+# Facts that only these commands state, or that speak of a flag which all who state them have.
+OF_COMMANDS = {
+    "exists": ("convert", "build", "create", "merge"),
+    "not_ours": ("convert", "build"),
+    "bad_tokenizer": ("run", "chat", "summarize", "tune", "create"),
+    "no_tokenizer": ("run", "chat", "summarize", "tune"),
+    "other_model": ("summarize",),
+    "positions": ("build", "run", "chat"),
+    "no_positions": ("build", "run", "chat"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("fact", HINTS)
+def test_hint_names_flags_that_the_command_has(fact: str, name: str) -> None:
+    flags = flags_of(COMMANDS[name])
+    token = CURRENT_COMMAND.set(Command(name, flags))
+    try:
+        hint = hint_of(error_with(fact))
+    finally:
+        CURRENT_COMMAND.reset(token)
+    assert hint
+    named = set(re.findall(r"`--([a-z-]+)", hint))
+    assert named <= flags
+    if name in OF_COMMANDS.get(fact, ()):
+        assert hint != "the library's own words"
+
+
+@pytest.mark.parametrize("fact", HINTS)
+def test_flags_behind_a_command_are_its_own(fact: str) -> None:
+    pieces = HINTS[fact]
+    text = pieces if isinstance(pieces, str) else " ".join(pieces)
+    for command, words in re.findall(r"specdec (\w+(?: create)?)([^`]*)", text):
+        flags = flags_of(COMMANDS[command.split()[-1]])
+        assert set(re.findall(r"--([a-z-]+)", words)) <= flags
+
+
+def test_flags_of_a_command_are_those_that_typer_knows() -> None:
+    """`expand_groups` finds them by itself."""
+    for name, command in COMMANDS.items():
+        found = command.callback
+        assert found is not None
+        with pytest.raises(Exception):  # noqa: B017  # whatever is missing: it has said who it is by then
+            found()
+        current = CURRENT_COMMAND.get()
+        assert current is not None and current.name == name
+        arguments = {parameter.name for parameter in command.params if parameter.param_type_name == "argument"}
+        assert current.flags == flags_of(command) - arguments - {"help"}
