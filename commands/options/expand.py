@@ -79,7 +79,8 @@ def given_flags(group: Any) -> dict[str, Any]:
 def _spellings(flag: Parameter) -> list[str]:
     """What an option is called; nothing for an argument."""
     options = [one for one in getattr(flag.annotation, "__metadata__", ()) if isinstance(one, OptionInfo)]
-    given = [name.removeprefix("--") for option in options for name in option.param_decls or ()]
+    words = [word for option in options for word in (option.default, *(option.param_decls or ()))]
+    given = [word.removeprefix("--") for word in words if isinstance(word, str) and word.startswith("--")]
     return given or [flag.name.replace("_", "-") for _ in options]
 
 

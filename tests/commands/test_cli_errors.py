@@ -678,7 +678,7 @@ PLACES = [
         damage=file("d.parquet", "PAR1" + "x" * 99),
     ),
     case(SUMMARIZE + "--dataset d.parquet", 1, "not a Parquet file: d.parquet", damage=file("d.parquet", "")),
-    case(SUMMARIZE + "--dataset model/config.json", 1, "one JSON object over several lines: model/config.json"),
+    case(SUMMARIZE + "--dataset model/config.json", 1, "one JSON object over several lines", ": model/config.json"),
     case(SUMMARIZE + "--dataset-dir nothing", 2, "says where a hub dataset is, and this is none: articles.jsonl"),
     case("chat --engine-dir none", 1, "engine directory does not exist: none"),
     case("chat --engine-dir model", 1, "not an engine directory: model"),
@@ -867,8 +867,8 @@ HAND_EDITED = [
         case(RUN, 1, CHANGED, "`specdec build` again", damage=by_hand("engine/config.json", **change))
         for change in (
             {"build_config__tokens_per_block": 24}, {"build_config__max_input_len": 100000}, {"layers": []},
-            {"layers__0": {"num_kv_heads": 7, "key_head_dim": 8, "value_head_dim": 8, "sliding_window": None}},
-            {"vocab_size": 301}, {"dtype": "float16"}, {"mapping__tp_size": 2}, {"config_digest": "00"},
+            {"layers": [{"num_kv_heads": 7, "key_head_dim": 8, "value_head_dim": 8, "sliding_window": None}]},
+            {"vocab_size": 301}, {"dtype": "float16"}, {"mapping__tp_size": 2},
             {"pretrained_config__num_hidden_layers": 1}, {"pretrained_config__vocab_size": 5},
         )
     ],

@@ -62,7 +62,7 @@ def test_hint_names_flags_that_the_command_has(fact: str, name: str) -> None:
 def test_flags_behind_a_command_are_its_own(fact: str) -> None:
     pieces = HINTS[fact]
     text = pieces if isinstance(pieces, str) else " ".join(pieces)
-    for command, words in re.findall(r"specdec (\w+(?: create)?)([^`]*)", text):
+    for command, words in re.findall(r"`specdec (\w+(?: create)?)([^`]*)", text):
         flags = flags_of(COMMANDS[command.split()[-1]])
         assert set(re.findall(r"--([a-z-]+)", words)) <= flags
 
