@@ -120,11 +120,11 @@ def merge(
     """Make one corpus of several."""
     if len(inputs) < 2:
         raise UsageError(f"there is nothing to merge it with: {inputs[0]}", hint="name two corpora or more")
+    corpus_file.check(inputs)
     resolved = [path.resolve() for path in inputs]
     twice = next((path for path in inputs if resolved.count(path.resolve()) > 1), None)
     if twice is not None:
         raise UsageError(f"the corpora name one file twice: {twice}", hint="name each once")
-    corpus_file.check(inputs)
     from commands.tables.corpus import show_written
     from runtime.corpus import Corpus, merge_corpora
 

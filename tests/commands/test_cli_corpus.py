@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +86,8 @@ def test_stats_count_ngrams_as_brute_force_does(specdec: Specdec, directory: Pat
 def test_merge_is_the_corpus_of_all(specdec: Specdec, directory: Path) -> None:
     specdec(*shlex.split(CREATE + "--text text.txt"))
     specdec(*shlex.split(CREATE.replace(" c ", " d ") + "--traces traces.jsonl"))
-    document = specdec(*shlex.split("corpus merge --output cd c d c --json")).document
+    shutil.copy("c", "e")
+    document = specdec(*shlex.split("corpus merge --output cd c d e --json")).document
     assert_valid("corpus", document)
     assert documents("cd") == documents("c") + documents("d") + documents("c")
 
@@ -100,6 +102,16 @@ def test_results_are_quiet_or_a_line(specdec: Specdec, directory: Path) -> None:
 def damage(directory: Path, name: str = "old", share: float = 0.9) -> None:
     data = (directory / name).read_bytes()
     (directory / name).write_bytes(data[: int(len(data) * share)])
+
+
+def and_twin(change: Callable[[Path], None]) -> Callable[[Path], None]:
+    """The damage, and a copy beside it."""
+
+    def both(directory: Path) -> None:
+        change(directory)
+        shutil.copy(directory / "old", directory / "twin")
+
+    return both
 
 
 def change_last_byte(directory: Path) -> None:
@@ -149,11 +161,11 @@ MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] =
     ("corpus merge --output c old none", 1, ("there is no such corpus: none",), None),
     ("corpus merge --output c old text.txt", 1, ("this is not a corpus", "text.txt"), None),
     ("corpus merge --output c old foreign", 1, ("different tokenizers: old and foreign",), None),
-    ("corpus merge --output c old old", 1, ("damaged or cut off", ": old"), damage),
-    ("corpus merge --output c old old", 1, ("its content has changed: old",), change_last_byte),
-    ("corpus merge --output c old old", 1, ("a format this version cannot read (it reads 1): 7",), other_format),
+    ("corpus merge --output c old twin", 1, ("damaged or cut off", ": old"), and_twin(damage)),
+    ("corpus merge --output c old twin", 1, ("its content has changed: old",), and_twin(change_last_byte)),
+    ("corpus merge --output c old twin", 1, ("a format this version cannot read (it reads 1): 7",), and_twin(other_format)),
     ("corpus stats none", 1, ("there is no such corpus: none", "`specdec corpus create`"), None),
-    ("corpus stats tok", 1, ("there is no such corpus: tok",), None),
+    ("corpus stats tok", 1, ("a corpus is a file, and this is a directory: tok",), None),
     ("corpus stats text.txt", 1, ("this is not a corpus", ": text.txt"), None),
     ("corpus stats old", 1, ("damaged or cut off", ": old", "`specdec corpus create`"), damage),
     ("corpus stats old", 1, ("its content has changed: old",), change_last_byte),
@@ -219,7 +231,9 @@ def test_corpus_of_another_tokenizer_is_refused_before_the_engine_is_opened(
     inputs = ["--input-text", PROMPT] if command == "run" else ["--dataset", articles, "--test-engine"]
     ngram = ["--ngram-config", "[4,2,[0]]", "--ngram-corpus", "c"]
     result = specdec(command, "--engine-dir", llama_uncompiled_dir, *inputs, *ngram)
-    assert_one_clear_error(result, 1, ("the corpus is of another tokenizer: c", "`--tokenizer-dir`"))
+    assert_one_clear_error(
+        result, 1, ("the corpus is of another tokenizer: c", "`specdec corpus create --tokenizer-dir`")
+    )
 
 
 def test_corpus_that_is_missing_is_found_before_an_engine_is_built(specdec: Specdec, llama_dir: Path) -> None:
