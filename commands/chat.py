@@ -1,6 +1,10 @@
 """`specdec chat`: a conversation in the terminal."""
 
-from commands.inputs.paths import check_models
+import sys
+
+import typer
+
+from commands.inputs.paths import check_chat_template, check_models
 from commands.options.chat import ChatOptions
 from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
@@ -34,6 +38,7 @@ def chat(
     if params.n > 1:
         raise UsageError(f"a chat has one answer: `--num-return-sequences {params.n}`", hint="leave the flag out")
     check_models(chat.engine, leader.model_dir, chat.tokenizer_dir, chosen.named.drafter)
+    check_chat_template(leader.model_dir, chat.tokenizer_dir)
 
     from commands.conversing import HELP, Conversation, lines_of_user
     from commands.sessions import SessionOptions, open_setup_of_models
@@ -52,3 +57,5 @@ def chat(
         for line in lines_of_user():
             if not conversation.hear(line.rstrip("\n")):
                 break
+    if conversation.num_unanswered and not sys.stdin.isatty():
+        raise typer.Exit(1)

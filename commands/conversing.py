@@ -28,6 +28,7 @@ class Conversation:
     show_tokens: bool
     messages: list[Message] = field(default_factory=list)
     last: Sequence | None = None
+    num_unanswered: int = 0
 
     def __post_init__(self) -> None:
         self.reset()
@@ -62,6 +63,7 @@ class Conversation:
             said = "".join(pieces)
         except SpecDecError as error:
             self.messages.pop()
+            self.num_unanswered += 1
             fail(message_of(error), hint_of(error))
             return
         self.messages.append({"role": "assistant", "content": said})
@@ -71,14 +73,16 @@ class Conversation:
         llm = self.setup.llm
         template = llm.request_of(self.setup.params)
         prompt = llm.chat_template.encode(self.messages)
-        room = llm.bundle.config.build_config.max_request_len - len(prompt)
-        if room < 1:
+        build = llm.bundle.config.build_config
+        longest = min(build.max_input_len, build.max_request_len - 1)
+        if len(prompt) > longest:
+            said_before = len(self.messages) > 1 + (self.system is not None)
             raise SpecDecError(
-                f"the conversation has grown beyond the engine's {room + len(prompt)} tokens: {len(prompt)}",
-                hint="/reset begins another",
+                f"the conversation is longer than the engine takes ({longest} tokens): {len(prompt)}",
+                hint="/reset begins another" if said_before else "say less, or build an engine with more room",
             )
         request = template.with_prompt(0, prompt, 0)
-        return replace(request, max_new_tokens=min(request.max_new_tokens, room))
+        return replace(request, max_new_tokens=min(request.max_new_tokens, build.max_request_len - len(prompt)))
 
     def _pieces(self, request: Request) -> list[str]:
         """The answer's text, printed as it comes; Ctrl-C ends it."""

@@ -5,6 +5,7 @@ progress.
 """
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -78,6 +79,7 @@ class Output:
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+_CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}  # of direction
 
 
 def visible(text: str) -> str:
@@ -95,6 +97,8 @@ def stderr() -> Console:
 
 
 def _console(*, stderr: bool, width: int | None) -> Console:
+    if os.environ.get("COLUMNS") == "0":  # of a terminal that does not know; rich would print nothing at all
+        del os.environ["COLUMNS"]
     # Without markup: users' paths and values hold brackets, which are to be printed and not read.
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 

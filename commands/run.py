@@ -1,6 +1,6 @@
 """`specdec run`: generate, with or without speculation, and say how it went."""
 
-from commands.inputs.paths import check_models
+from commands.inputs.paths import check_chat_template, check_models
 from commands.inputs.prompts import read_prompts
 from commands.options.drafting import DraftingOptions, Named, choose_drafting, parse_drafter
 from commands.options.expand import expand_groups
@@ -39,6 +39,8 @@ def run(
     _warn_of_equal_outputs(params, output)
     prompts = read_prompts(inputs.texts, inputs.input_file)
     check_models(inputs.engine, leader.model_dir, inputs.tokenizer_dir, chosen.named.drafter)
+    if inputs.apply_chat_template or any(prompt.messages for prompt in prompts):
+        check_chat_template(leader.model_dir, inputs.tokenizer_dir)
 
     from commands.answering import answer
     from commands.sessions import SessionOptions, open_setup_of_models

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NoReturn, TypedDict
 
 from runtime.errors import SpecDecError
+from runtime.files import read_json
 
 
 class Message(TypedDict):
@@ -23,10 +24,7 @@ class ChatTemplate:
 
         self._tokenizer: Any = load_tokenizer(tokenizer_dir, pretrained_config)
         if getattr(self._tokenizer, "chat_template", None) is None:
-            raise SpecDecError(
-                f"the tokenizer has no chat template: {tokenizer_dir}",
-                hint="take a model that was trained for conversations, or give its prompt as text",
-            )
+            raise_no_chat_template(str(tokenizer_dir))
 
     def encode(self, messages: Seq[Message]) -> list[int]:
         """The conversation's tokens, up to where the assistant goes on; SpecDecError where the template says no."""
@@ -41,6 +39,21 @@ class ChatTemplate:
             ) from None
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
+
+
+def has_chat_template(tokenizer_dir: Path) -> bool:
+    """Whether the tokenizer's files hold one, as transformers finds it; looked up without transformers."""
+    if any((tokenizer_dir / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    config = tokenizer_dir / "tokenizer_config.json"
+    return config.is_file() and read_json(config).get("chat_template") is not None
+
+
+def raise_no_chat_template(tokenizer: str) -> NoReturn:
+    raise SpecDecError(
+        f"the tokenizer has no chat template: {tokenizer}",
+        hint="take a model that was trained for conversations, or give this one its prompt as text",
+    )
 
 
 def check_messages(messages: Any, where: str) -> tuple[Message, ...]:

@@ -96,6 +96,10 @@ def _name_types(params: Iterable[Any], ctx: Any) -> None:
     for param in params:
         if isinstance(param, TyperOption) and param.metavar is None:
             param.metavar = _metavar(param.display_type_rich(ctx) or "")
+            bounds = param._get_number_range_help_str() or ""
+            if "<=x<=" in bounds:  # Typer's `1<=x<=1024` leaves no room for long flags
+                short = bounds.replace("<=x<=", "–")
+                param._get_number_range_help_str = lambda short=short: short  # type: ignore[method-assign, misc]
 
 
 class _Group(TyperGroup):

@@ -20,6 +20,7 @@ from tiny import make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from commands.options.expand import CURRENT_COMMAND
 from runtime.checkpoint import convert
 from runtime.compiler.kernels import compile_kernels
 from runtime.engine import Engine, KVCacheConfig
@@ -60,6 +61,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache_of_its_own(shared: Path) -> None:
     """One for this test run: what is compiled for one test is found by the others."""
     os.environ["SPECDEC_CACHE_DIR"] = str(shared / "cache")
+
+
+@pytest.fixture(autouse=True)
+def no_command_yet() -> Iterator[None]:
+    """What one test calls in this process is not what hints speak of in the next."""
+    token = CURRENT_COMMAND.set(None)
+    yield
+    CURRENT_COMMAND.reset(token)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from runtime.bundle import Bundle, is_engine_dir, read_bundle
+from runtime.chat import has_chat_template, raise_no_chat_template
 from runtime.config import MAX_DRAFT_LEN
 from runtime.drafters.settings import (
     DrafterSettings,
@@ -65,6 +66,15 @@ def check_tokenizer_dir(directory: Path) -> None:
         raise SpecDecError(
             f"tokenizer directory does not exist: {directory}", hint="give the directory of a Hugging Face tokenizer"
         )
+
+
+def check_chat_template(model_dir: str | None, tokenizer_dir: Path | None) -> None:
+    """SpecDecError for a model whose tokenizer has no chat template: before an engine is built of it."""
+    if model_dir is None and tokenizer_dir is None:
+        return
+    directory = tokenizer_dir or resolve_model(str(model_dir))
+    if not has_chat_template(directory):
+        raise_no_chat_template(str(tokenizer_dir or model_dir))
 
 
 def check_readable(paths: list[Path]) -> None:

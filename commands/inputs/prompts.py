@@ -123,7 +123,8 @@ def _txt_prompts(text: str, path: Path) -> Iterator[Prompt]:
     lines = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
     blank = [number for number, line in enumerate(lines, 1) if not line.strip()]
     if 0 < len(blank) < len(lines):
-        warnings.warn(f"blank lines left out of {path}: {', '.join(map(str, blank))}", SpecDecWarning, stacklevel=1)
+        which = f"line{'s' if len(blank) > 1 else ''} {', '.join(map(str, blank))}"
+        warnings.warn(f"blank {which} of {path} left out", SpecDecWarning, stacklevel=1)
     for number, line in enumerate(lines, 1):
         if line.strip() or len(blank) == len(lines):
             yield Prompt(check_text(line, f"line {number} of {path}"), None)

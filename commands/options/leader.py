@@ -19,7 +19,7 @@ from commands.options.drafting import (
 from commands.options.expand import given_flags
 from commands.options.panels import LEADER
 from commands.output import warn
-from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, MAX_SEQ_LEN
+from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN
 from runtime.drafters.settings import DrafterName, DraftTargetDrafter, OneDrafter
 from runtime.errors import UsageError
 
@@ -59,7 +59,6 @@ class ModelEngineOptions:
         int | None,
         typer.Option(
             min=2,
-            max=MAX_SEQ_LEN,
             help="Tokens in prompt and output together of `--model-dir`'s engine.",
             rich_help_panel=LEADER,
             show_default="the model's positions, at most 4,096",
@@ -244,7 +243,8 @@ class LeaderOptions:
             return names_in_order(list(configs), drafting.drafters)
         algorithm = self._algorithm(configs)
         if algorithm is None:
-            return names_in_order(list(configs), None)
+            only_a_model = not configs and self._draft_model(drafting) is not None
+            return ["draft-target"] if only_a_model else names_in_order(list(configs), None)
         if configs:
             flag = FLAGS[next(iter(configs))]
             raise UsageError(f"`--spec-decode-algo` and `{flag}` cannot be given together", hint="choose one drafter")

@@ -85,6 +85,12 @@ def _last_words(error: Exception) -> str:
     return re.sub(r"^\w+Error: ", "", line)
 
 
+# What Python and torch say of code, which says nothing of a config.
+_OF_CODE = re.compile(
+    r"\w(Error|Exception)\b|has no attribute|unexpected keyword|meta tensor|NoneType|unsupported operand"
+)
+
+
 def _refuse_unsupported(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
@@ -207,8 +213,10 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=PROBE)  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever the family's code stumbles over
+        words = _last_words(error)
+        said = "" if _OF_CODE.search(words) else f" ({words})"
         raise SpecDecError(
-            f"transformers cannot make a model of this config: {config.model_type}",
+            f"transformers cannot make a model of this config: {config.model_type}{said}",
             hint="a value that the model needs is missing or wrong in config.json; download or save the model again",
         ) from error
     if hasattr(model, "set_experts_implementation"):
@@ -284,27 +292,45 @@ def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, atte
         raise SpecDecError(f"file is missing: {weights}", hint=_CONVERT_AGAIN, fact="checkpoint") from None
     except SafetensorError as error:
         raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_CONVERT_AGAIN, fact="checkpoint") from None
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model, report = model_class.from_pretrained(
-        None,
-        config=config,
-        state_dict=state_dict,
-        dtype=dtype,
-        attn_implementation=attention,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    for problem, names in (("lacks", report["missing_keys"]), ("has the wrong shape of", report["mismatched_keys"])):
+    with _quiet_transformers():
+        model, report = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=state_dict,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    # Other weights that the model does not have mean nothing: some files have them for other uses.
+    layers_beyond = [name for name in report["unexpected_keys"] if re.search(r"\.\d+\.", name)]
+    for problem, names in (
+        ("lacks {} of the model's weights", report["missing_keys"]),
+        ("has the wrong shape of {} of the model's weights", report["mismatched_keys"]),
+        ("has {} weights of layers that the model does not have", layers_beyond),
+    ):
         if names:
             raise SpecDecError(
-                f"`{weights}` {problem} {len(names)} of the model's weights, such as: {sorted(names)[0]}",
-                hint="config.json and weights are of two models; convert the model again",
+                f"`{weights}` {problem.format(len(names))}, such as: {sorted(names)[0]}",
+                hint="config.json and weights are of two models; download or correct the model, and convert it again",
                 fact="checkpoint_of_two_models",
             )
     _declare_no_padding(model)
     _fix_rotary_factors(model)
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without its progress and its tables: what they say is raised."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def _declare_no_padding(model: PreTrainedModel) -> None:

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 from command_line import Specdec, edit_json, ids_of
+from shared import record_anew
 from tiny import hf_greedy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from runtime.chat import ChatTemplate, Message
 from runtime.engine import Engine
 from runtime.llm import LLM
+from runtime.models import resolve_model
 from runtime.params import SamplingParams
 
 TEMPLATE = (
@@ -30,6 +33,7 @@ def engine_dir(llama_uncompiled_dir: Path, tmp_path_factory: pytest.TempPathFact
     directory = tmp_path_factory.mktemp("chat") / "engine"
     shutil.copytree(llama_uncompiled_dir, directory)
     edit_json(directory / "tokenizer_config.json", chat_template=TEMPLATE)
+    record_anew(directory)
     return directory
 
 
@@ -107,10 +111,12 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(
 def test_conversation_that_has_no_room_is_said_and_can_be_begun_anew(
     specdec: Specdec, engine_dir: Path, type_lines: TypeLines
 ) -> None:
-    type_lines("The dog " * 80, "The dog", "/stats")
+    type_lines("The dog " * 80, "The dog", "/stats", "The dog " * 60)
     result = specdec("chat", "--engine-dir", engine_dir, *FLAGS)
-    assert result.exit_code == 0
-    assert "error: " in result.stderr and result.stderr.count("hint: ") == 1
+    assert result.exit_code == 1  # a script is to know that lines have no answer
+    first, second = result.stderr.splitlines()[1::2]
+    assert result.stderr.count("error: the conversation is longer than the engine takes (96 tokens): ") == 2
+    assert first == "hint: say less, or build an engine with more room" and second == "hint: /reset begins another"
     assert f"{NUM_TOKENS} tokens in" in result.stdout
 
 
@@ -128,6 +134,23 @@ def test_tokenizer_without_a_template_is_one_error(specdec: Specdec, llama_uncom
         result = specdec(*command, "--engine-dir", llama_uncompiled_dir)
         assert result.exit_code == 1
         assert result.stderr.startswith("error: the tokenizer has no chat template: ")
+
+
+@pytest.mark.parametrize("command", [["chat"], ["run", "The dog", "--apply-chat-template"]], ids=["chat", "run"])
+def test_template_is_looked_for_before_an_engine_is_built(
+    command: list[str], specdec: Specdec, llama_dir: Path
+) -> None:
+    result = specdec(*command, "--model-dir", llama_dir)
+    assert result.exit_code == 1 and "compiling" not in result.stderr
+    assert result.stderr.startswith(f"error: the tokenizer has no chat template: {llama_dir}\nhint: ")
+
+
+def test_shipped_model_can_be_talked_with() -> None:
+    """As it was trained: what there is to summarize, and `TL;DR:`."""
+    template = ChatTemplate(resolve_model("demo"), {"model_type": "llama"})
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("demo"))
+    messages: list[Message] = [{"role": "user", "content": "def f(): pass"}]
+    assert tokenizer.decode(template.encode(messages)).endswith("def f(): pass TL;DR:")
 
 
 def test_run_takes_texts_and_messages_as_conversations(

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from command_line import Specdec
 from rich.table import Table
 
 from commands.output import Output, fail, megabytes, milliseconds, number, percent, warn
@@ -127,3 +128,8 @@ def test_numbers_have_units_and_a_dash_where_nothing_was_measured() -> None:
     assert [number(None), milliseconds(None), percent(None)] == ["-"] * 3
     assert [number(1234.567), number(2.0, 1)] == ["1,234.57", "2.0"]
     assert [milliseconds(0.0123), percent(0.5), megabytes(2_500_000)] == ["12.3 ms", "50.0 %", "2.5 MB"]
+
+
+def test_terminal_that_knows_no_width_gets_errors(specdec: Specdec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "error: " in specdec("run", "--no-such-flag").stderr

@@ -1,12 +1,14 @@
 """`run`: each option changes what it says, and the text is what Hugging Face's `generate` makes."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from command_line import NGRAM, PROMPT, PROMPTS, Result, Specdec, each, edit_json, texts_of
+from shared import record_anew
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -241,7 +243,8 @@ def test_engine_without_tokenizer_takes_and_prints_ids(
     engine = tmp_path / "engine"
     engine.mkdir()
     for name in ("config.json", "rank0.safetensors"):
-        (engine / name).symlink_to(llama_uncompiled_dir / name)
+        shutil.copyfile(llama_uncompiled_dir / name, engine / name)
+    record_anew(engine)
     (tmp_path / "ids.csv").write_text("5,6,7\n")
     arguments = ["--engine-dir", engine, "--input-file", tmp_path / "ids.csv", "--max-output-len", 3]
     (request,) = specdec("run", *arguments, "--json").document["requests"]

@@ -216,7 +216,7 @@ MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] =
     ("tune --traces t.jsonl --batch-size 2", 2, ("`--batch-size` needs `--engine-dir`: 2",), None),
     ("tune --traces t.jsonl --end-id 0", 2, ("`--end-id` needs `--engine-dir`: 0",), None),
     ("tune --traces t.jsonl --max-draft-len 99999999999", 2, ("drafts of more than 1000 tokens", "99999999999"), None),
-    ("tune --traces t.jsonl --suffix-config [2000,[0]]", 2, ("drafts of more than 1000 tokens", "2000"), None),
+    ("tune --traces t.jsonl --suffix-config [2000,[0]]", 2, ("drafts of at most 256 tokens", "2000"), None),
     ("tune --traces t.jsonl --ngram-ranking recent", 2, ("`--ngram-ranking` is for n-gram lookup",), None),
     ("tune --traces t.jsonl --ngram-config [4,2,[0]] --suffix-config [4,[0]]", 2, ("cannot be given together",), None),
     ("tune --traces t.jsonl --suffix-config [4,[0]] --max-draft-len 5", 2, ("exceeds the drafter's own, 4: 5",), None),

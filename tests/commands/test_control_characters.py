@@ -53,6 +53,7 @@ def test_every_control_character_but_line_ends_and_tabs_is_shown() -> None:
     text = "".join(map(chr, range(0x100)))
     shown = visible(text)
     assert not [c for c in shown if (ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0) and c not in "\n\t"]
+    assert visible("a\u202eb\u2066") == "a\\u202eb\\u2066"  # what turns the direction of text
     assert visible("\x1b") == "\\x1b" and visible("\n\t é") == "\n\t é"
 
 

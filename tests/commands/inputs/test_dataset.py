@@ -467,5 +467,5 @@ def test_questions_take_the_first_turn_and_need_no_reference(tmp_path: Path) -> 
 @pytest.mark.parametrize("turns", [[], [3], "", None, [""]])
 def test_question_without_text_is_an_error(tmp_path: Path, turns: object) -> None:
     path = write(tmp_path / "d.jsonl", json_lines([{"turns": turns}]))
-    with pytest.raises(SpecDecError, match=r"`turns` in row 1 of"):
+    with pytest.raises(SpecDecError, match=r"`turns` in line 1 of"):
         load(path, eval_task="question")

@@ -73,7 +73,7 @@ def test_txt_lines_end_at_line_feeds_and_not_at_other_unicode_separators(tmp_pat
 
 @pytest.mark.parametrize(("content", "line"), [("a\n\nb\n", 2), ("a\nb\n\n", 3), ("a\n  \nb", 2)])
 def test_blank_txt_lines_are_left_out_and_named(tmp_path: Path, content: str, line: int) -> None:
-    with pytest.warns(SpecDecWarning, match=f"blank lines left out of .*: {line}$"):
+    with pytest.warns(SpecDecWarning, match=f"blank line {line} of .*in.txt left out$"):
         assert read_prompts([], write(tmp_path / "in.txt", content)) == texts("a", "b")
 
 

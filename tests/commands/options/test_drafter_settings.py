@@ -261,6 +261,10 @@ def test_options_of_ngram_lookup_are_its_settings() -> None:
     assert leader("NGRAM", 10, 3).named(drafting(None, None, None, OPTIONS)).drafter == expected
 
 
+def test_draft_model_alone_says_what_drafts(tmp_path: Path) -> None:
+    assert leader().named(drafting(tmp_path)).drafter == leader("DRAFT_TARGET").named(drafting(tmp_path)).drafter
+
+
 def test_suffix_matching_has_a_pool_too() -> None:
     expected = SuffixDrafter(8, "public")
     options = LookupOptions(ngram_pool="public")

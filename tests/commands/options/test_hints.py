@@ -77,4 +77,4 @@ def test_flags_of_a_command_are_those_that_typer_knows() -> None:
         current = CURRENT_COMMAND.get()
         assert current is not None and current.name == name
         arguments = {parameter.name for parameter in command.params if parameter.param_type_name == "argument"}
-        assert current.flags == flags_of(command) - arguments - {"help"}
+        assert current.flags == flags_of(command) - arguments - {"help", "help-all"}

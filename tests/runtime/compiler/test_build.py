@@ -247,6 +247,11 @@ def without(name: str) -> Callable[[dict[str, Tensor]], Any]:
             "has the wrong shape of 1 of the model's weights",
             id="wrong shape",
         ),
+        pytest.param(
+            lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.ones(5, 5)}),
+            "has 1 weights of layers that the model does not have, such as: model.layers.2",
+            id="a layer more",
+        ),
     ],
 )
 def test_checkpoint_that_does_not_fill_the_model_is_an_error(
