@@ -231,15 +231,23 @@ def try_family(family: str, work_dir: Path) -> Outcome:
     if config is None or reason:
         return Outcome(family, "not tried", f"there is no small config of it: {reason}")
     try:
-        for stds in STDS:
-            model = random_model(family, config, *stds)
-            expected = hugging_face_outputs(model)
-            if telling(expected):
-                model.save_pretrained(work_dir / "model")
-                return compare(family, expected, work_dir)
-    except Exception as error:
+        expected = save_telling_model(family, config, work_dir / "model")
+    except Exception as error:  # transformers' alone: nothing of ours has run
         return Outcome(family, "not tried", f"transformers does not generate with it: {last_line(error)}")
-    return Outcome(family, "not tried", "small ones with random weights repeat one token")
+    if expected is None:
+        return Outcome(family, "not tried", "small ones with random weights repeat one token")
+    return compare(family, expected, work_dir)
+
+
+def save_telling_model(family: str, config: PreTrainedConfig, model_dir: Path) -> list[list[int]] | None:
+    """Save the first random model whose outputs tell anything, and return them; None if none's do."""
+    for stds in STDS:
+        model = random_model(family, config, *stds)
+        outputs = hugging_face_outputs(model)
+        if telling(outputs):
+            model.save_pretrained(model_dir)
+            return outputs
+    return None
 
 
 def own_or_small_config(family: str) -> tuple[PreTrainedConfig | None, str]:

@@ -232,7 +232,8 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _why_not(error: Exception, kind: str) -> str:
-    if isinstance(error, NotImplementedError) or "meta tensor" in str(error):  # `meta` has no values
+    # `meta` has no values: torch says so by the one for shapes that depend on them (nonzero), by the other for items.
+    if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
         return f"the model looks at values while it computes, which a compiled step cannot: {kind}"
     return f"the model does not run with attention from outside: {kind}"
 
