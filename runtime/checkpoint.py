@@ -36,6 +36,7 @@ _DTYPES = {  # safetensors' names
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_FEW = 1e-4  # of a sound model's weights are so near zero that float16 has no other number for them
 
 Progress = Callable[[int, int], None]
 """Called with (bytes written, bytes in all)."""
@@ -151,9 +152,16 @@ def _check_names(entries: list[_TensorEntry], shapes: dict[str, tuple[int, ...]]
 
 
 def _check_shapes(entries: list[_TensorEntry], shapes: dict[str, tuple[int, ...]], model_dir: Path) -> None:
-    """SpecDecError for a tensor of another shape than the config makes it. Names that transformers maps are passed."""
+    """SpecDecError for a tensor of another shape than the config makes it, or of integers where it makes numbers with
+    a fraction. Names that transformers maps are passed."""
     for entry in entries:
         wanted = shapes.get(entry.name)
+        if wanted is not None and not entry.dtype.is_floating_point:
+            raise SpecDecError(
+                f"`{entry.source_name}` is saved in {_name_of(entry.dtype)}, without a config that says what its integers "
+                f"stand for: {model_dir}",
+                hint="save the model in float32, float16 or bfloat16",
+            )
         if wanted is not None and wanted != entry.shape:
             raise SpecDecError(
                 f"config.json and weights are of two models, `{entry.source_name}` is {list(entry.shape)} and by "
@@ -211,40 +219,66 @@ def _write_safetensors(path: Path, entries: list[_TensorEntry], float_dtype: tor
         offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # tensors start at a multiple of 8
-    done, overflows = 0, dict[str, int]()
+    done, losses = 0, _Losses(float_dtype)
     with open(path, "wb") as output:
         output.write(struct.pack("<Q", len(encoded)) + encoded)
         for file in dict.fromkeys(entry.file for entry in entries):
             with safe_open(file, framework="pt") as tensors:
                 for entry in entries:
                     if entry.file == file:
-                        tensor = tensors.get_tensor(entry.source_name).to(entry.written_dtype(float_dtype))
-                        output.write(_bytes_of(_checked(tensor, entry, overflows)))
+                        tensor = tensors.get_tensor(entry.source_name)
+                        written = tensor.to(entry.written_dtype(float_dtype))
+                        losses.check(tensor, written, entry)
+                        output.write(_bytes_of(written))
                         done += entry.num_bytes(float_dtype)
                         progress(done, offset)
-    if overflows:
-        warnings.warn(
-            f"weights too large for {_name_of(float_dtype)} became infinite: {sum(overflows.values()):,}, such as in "
-            f"`{next(iter(overflows))}`; bfloat16 holds them",
-            SpecDecWarning,
-            stacklevel=2,
-        )
+    losses.warn()
 
 
-def _checked(tensor: Tensor, entry: _TensorEntry, overflows: dict[str, int]) -> Tensor:
-    """The tensor as it is to be written. SpecDecError for weights that are no numbers; those that the new dtype cannot
-    hold are counted."""
-    if not tensor.dtype.is_floating_point or bool(tensor.isfinite().all()):
-        return tensor
-    with safe_open(entry.file, framework="pt") as tensors:
-        num_bad = int((~tensors.get_tensor(entry.source_name).isfinite()).sum())
-    if num_bad:
-        raise SpecDecError(
-            f"{num_bad / tensor.numel():.2%} of `{entry.source_name}` are NaN or infinite: {entry.file}",
-            hint="the model is damaged; download it again, or train it again",
-        )
-    overflows[entry.name] = int((~tensor.isfinite()).sum())
-    return tensor
+class _Losses:
+    """Counts the weights that a dtype is too small for, at either end of its range."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = _name_of(dtype)
+        self._num_weights = 0
+        self._infinite: dict[str, int] = {}
+        self._zero: dict[str, int] = {}
+
+    def check(self, saved: Tensor, written: Tensor, entry: _TensorEntry) -> None:
+        """Count those of one tensor. SpecDecError for weights that are no numbers as they were saved."""
+        if not saved.dtype.is_floating_point:
+            return
+        self._num_weights += saved.numel()
+        if not bool(written.isfinite().all()):
+            num_bad = int((~saved.isfinite()).sum())
+            if num_bad:
+                raise SpecDecError(
+                    f"{num_bad / saved.numel():.2%} of `{entry.source_name}` are NaN or infinite: {entry.file}",
+                    hint="the model is damaged; download it again, or train it again",
+                )
+            self._infinite[entry.name] = int((~written.isfinite()).sum())
+        if saved.dtype != written.dtype:
+            num_zero = int(saved.count_nonzero() - written.count_nonzero())
+            if num_zero:
+                self._zero[entry.name] = num_zero
+
+    def warn(self) -> None:
+        """A SpecDecWarning for weights that became infinite, and for zeros where they are more than a few."""
+        num_infinite, num_zero = sum(self._infinite.values()), sum(self._zero.values())
+        if num_infinite:
+            warnings.warn(
+                f"weights too large for {self._dtype} became infinite: {num_infinite:,}, such as in "
+                f"`{next(iter(self._infinite))}`; bfloat16 holds them",
+                SpecDecWarning,
+                stacklevel=3,
+            )
+        if num_zero > self._num_weights * _FEW:
+            warnings.warn(
+                f"weights too small for {self._dtype} became zero: {num_zero:,} ({num_zero / self._num_weights:.2%}), such as "
+                f"in `{max(self._zero, key=lambda name: self._zero[name])}`; bfloat16 holds them",
+                SpecDecWarning,
+                stacklevel=3,
+            )
 
 
 def _name_of(dtype: torch.dtype) -> str:

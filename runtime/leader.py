@@ -40,7 +40,8 @@ def generate(
             ready = batch.compute_context()
             drafts_start = time.perf_counter()
             drafts = propose(drafter, engine, ready, max_draft_len)
-            times.draft_time_s += time.perf_counter() - drafts_start
+            if drafter is not None:
+                times.draft_time_s += time.perf_counter() - drafts_start
             verdicts = engine.step(ready, drafts) if ready else []
             new_tokens = [s.commit(d, v) for s, d, v in zip(ready, drafts, verdicts, strict=True)]
             batch.release_finished(drafter)

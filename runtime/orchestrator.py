@@ -57,7 +57,8 @@ def _generate_group(
             _admit(engine, running, admitted)
             drafts_start = time.perf_counter()
             drafts = propose(drafter, engine, admitted, max_draft_len)
-            times.draft_time_s += time.perf_counter() - drafts_start
+            if drafter is not None:
+                times.draft_time_s += time.perf_counter() - drafts_start
             verdicts = engine.step(admitted, drafts)
             new_tokens = [s.commit(d, v) for s, d, v in zip(admitted, drafts, verdicts, strict=True)]
         finally:

@@ -87,7 +87,8 @@ def _over_time(steps: Seq[Seq[int]]) -> str:
 
 def _time_split(page: Page) -> str:
     wall_s = page.at("total", "wall_s")
-    parts = (("target", "target"), ("draft", "drafting"), ("host", "host"))
+    drafting = [("draft", "drafting")] if page.at("total", "draft_time_s") else []
+    parts = [("target", "target"), *drafting, ("host", "host")]
     shares = {part: max(page.at("total", f"{part}_time_s"), 0.0) / wall_s if wall_s else 0.0 for part, _ in parts}
     bar = "".join(
         f'<span class="{part}" style="flex:{shares[part]:.6f}" title="{name} {percent(shares[part])}"></span>'

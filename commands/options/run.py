@@ -121,7 +121,7 @@ class RunResults:
             "--output-generation-logits",
             help="Write the target's float32 logits of every generated token, to `logits_generation.npy` if no other "
             "name is given.",
-            rich_help_panel=OUTPUT,
+            rich_help_panel=RUNTIME,
         ),
     ] = False
     output_logits_npy: Annotated[

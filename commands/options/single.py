@@ -34,7 +34,6 @@ CheckLossless = Annotated[
 Stats = Annotated[
     Literal["summary", "detailed", "none"],
     typer.Option(
-        metavar="NAME",  # its choices would leave no room for the longest flag of the panel
         help="`summary` is the tables; `detailed` adds acceptance by draft length and position and tokens per step "
         "over time, and to `--json` the counts of each step; `none` leaves outputs and checks only.",
         rich_help_panel=OUTPUT,

@@ -124,8 +124,9 @@ def time_line(total: dict[str, Any]) -> str:
         share = percent(total[f"{key}_time_s"] / total["wall_s"])
         return f"{name} {milliseconds(total[f'{key}_time_per_step_s'])} ({share})"
 
+    drafting = [part("drafting", "draft")] if total["draft_time_s"] else []
     return (
         f"{total['num_generated_tokens']} tokens in {total['wall_s']:.2f} s: "
         f"{number(total['output_tokens_per_second'], 1)} tokens/s; a step: "
-        f"{part('target', 'target')}, {part('drafting', 'draft')}, {part('host', 'host')}"
+        + ", ".join([part("target", "target"), *drafting, part("host", "host")])
     )

@@ -17,10 +17,22 @@ from runtime.evaluation.systems import SampleRun, SystemRun
 _TITLES = {"hf": "Hugging Face", "engine": "engine", "engine_no_drafter": "engine, no drafter"}
 
 
+def bare_summary(document: dict[str, Any]) -> list[str]:
+    """A line for each system, then what they are compared and checked by."""
+    lines = []
+    for name, system in document["systems"].items():
+        rouge = "" if system["rouge"] is None else f", ROUGE-1 {number(system['rouge']['rouge1'])}"
+        lines.append(f"{_TITLES[name]}: {number(system['total']['output_tokens_per_second'], 1)} tokens/s{rouge}")
+    return [*lines, *_speedup_lines(document), *_check_lines(document)]
+
+
 def show_summary(
     document: dict[str, Any], samples: list[Sample], runs: list[SystemRun], stats: str, output: Output
 ) -> None:
     """The first sample as TensorRT-LLM prints it, a column per system, the categories, and the checks."""
+    if output.quiet:
+        output.text("\n".join(bare_summary(document)))
+        return
     first: SampleRun = runs[0].samples[0]
     output.result(f"Sample {samples[0].id}")
     if output.human:
@@ -66,13 +78,19 @@ def _system_table(document: dict[str, Any], runs: list[SystemRun]) -> Table:
         ("draft_model", "  of it the draft model"),
         ("host", "host, per step"),
     ):
-        row(label, lambda s, part=part: milliseconds(s["total"].get(f"{part}_time_per_step_s")))  # type: ignore[misc]
+        row(label, lambda s, part=part: _part_of_step(s["total"], part))  # type: ignore[misc]
     row("steps", lambda s: f"{s['total']['num_steps']:,}" if "num_steps" in s["total"] else "-")
     row("tokens per step", lambda s: number(s["total"].get("tokens_per_step")))
     row("accepted / drafted", _accepted)
     row("acceptance rate", lambda s: percent(s["total"].get("draft_acceptance_rate")))
     row("mean acceptance length", lambda s: number(s["total"].get("mean_acceptance_length")))
     return table
+
+
+def _part_of_step(total: dict[str, Any], part: str) -> str:
+    """Mean time of a step's part; drafting that took no time at all was not done."""
+    seconds = total.get(f"{part}_time_per_step_s")
+    return "-" if part.startswith("draft") and not seconds else milliseconds(seconds)
 
 
 def _accepted(system: dict[str, Any]) -> str:

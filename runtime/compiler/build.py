@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from runtime.batch import Row, pack
 from runtime.bundle import LIBRARY, config_digest, record_files, uses_kernels
@@ -60,7 +60,7 @@ def build_engine(
     check_output_directory(output_dir, replace=replace)
     checkpoint = open_checkpoint(checkpoint_dir)
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
-    _check_lengths(build, num_positions(pretrained))
+    _check_lengths(build, pretrained)
     layers = probe_config(pretrained)
     phase("loading the checkpoint")
     weights = checkpoint_dir / "rank0.safetensors"
@@ -152,16 +152,18 @@ def default_max_seq_len(checkpoint_dir: Path) -> int:
     return positions
 
 
-def _check_lengths(build: BuildConfig, positions: int | None) -> None:
+def _check_lengths(build: BuildConfig, config: PreTrainedConfig) -> None:
     if build.max_input_len >= build.max_request_len:
         raise SpecDecError(
             f"max_input_len leaves no room for output in max_seq_len {build.max_request_len}: {build.max_input_len}",
             hint="raise max_seq_len or lower max_input_len",
             fact="no_room_for_output",
         )
+    positions = num_positions(config)
     if positions is not None and build.max_request_len > positions:
+        where = "the model has" if positions == config.max_position_embeddings else "before its longrope factors change"
         raise SpecDecError(
-            f"max_seq_len exceeds the {positions} positions the model has: {build.max_request_len}",
+            f"max_seq_len exceeds the {positions} positions {where}: {build.max_request_len}",
             hint=f"max_seq_len {positions} is the most",
             fact="positions",
             max_seq_len=positions,

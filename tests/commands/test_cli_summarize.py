@@ -272,6 +272,43 @@ def test_table_has_a_column_for_each_system(summarize: Summarize) -> None:
     assert "engine" not in only_hf.partition("┃")[2]
 
 
+def test_quiet_is_a_line_for_each_system_and_the_comparisons(summarize: Summarize) -> None:
+    arguments = ["--test-engine", "--test-hf", "--ngram-config", NGRAM, "--check-accuracy", "--rouge1-threshold", 0]
+    quiet = summarize(*arguments, "--quiet")
+    assert (quiet.exit_code, quiet.stderr) == (0, "")
+    lines = quiet.stdout.splitlines()
+    rouge = re.compile(r"(.+): [\d,.]+ tokens/s, ROUGE-1 ([\d.]+)")
+    systems = [match.groups() for match in map(rouge.fullmatch, lines) if match]
+    expected = summarize(*arguments, "--json").document["systems"]["hf"]["rouge"]["rouge1"]
+    assert systems == [(name, f"{expected:.2f}") for name in ("engine", "engine, no drafter", "Hugging Face")]
+    assert [line.partition(":")[0] for line in lines[3:]] == [
+        "speedup over no drafter", "speedup over Hugging Face",
+        "token for token the same as the engine without drafter",
+        "token for token the same as Hugging Face", "accuracy check passed",
+    ]  # fmt: skip
+
+
+def test_nothing_is_said_of_drafting_where_nothing_drafts(
+    summarize: Summarize, specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "report.html"
+    run = [
+        "run",
+        "--engine-dir",
+        llama_uncompiled_dir,
+        "--input-text",
+        "a b c",
+        "--max-output-len",
+        4,
+        "--report",
+        page,
+    ]
+    for flags, is_told in (([], False), (["--ngram-config", NGRAM], True)):
+        shown = [summarize("--test-engine", *flags).stdout, specdec(*run, *flags).stdout, page.read_text()]
+        assert [bool(re.search(r"drafting[^<]*[\d.]+ (ms|µs|%)", text)) for text in shown] == [is_told] * 3
+        page.unlink()
+
+
 @pytest.mark.parametrize(("flags", "passed"), [(["--rouge1-threshold", 100], False), (["--rouge1-threshold", 0], True)])
 def test_check_accuracy_decides_the_exit_code(summarize: Summarize, flags: list[Any], passed: bool) -> None:
     result = summarize("--test-engine", "--check-accuracy", *flags)
@@ -302,11 +339,6 @@ def test_output_dir_holds_outputs_and_the_summary(summarize: Summarize, tmp_path
         text = (output_dir / name).read_text()
         for i, request in enumerate(document["requests"]):
             assert f"\n[{i}] {request['output_text']}" in text
-
-
-def test_quiet_measures_in_silence(summarize: Summarize) -> None:
-    result = summarize("--test-engine", "--quiet", "--check-accuracy", "--rouge1-threshold", 0)
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_demo_is_the_dataset_by_default(specdec: Specdec, llama_uncompiled_dir: Path) -> None:

@@ -327,6 +327,36 @@ def test_weights_that_become_infinite_are_counted(model_dir: Path, tmp_path: Pat
         run_convert(model_dir, tmp_path / "bf16", "bfloat16")
 
 
+def test_weights_that_become_zero_are_counted_where_they_are_many(model_dir: Path, tmp_path: Path) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    num_weights = sum(tensor.numel() for tensor in tensors.values())
+    for num_tiny, is_told in ((num_weights // 10_000, False), (num_weights // 10_000 + 1, True)):
+        embeddings = tensors["model.embed_tokens.weight"].flatten()
+        embeddings[:num_tiny] = 1e-9  # float16's smallest number is 6e-8
+        embeddings[num_tiny:][embeddings[num_tiny:].abs() < 1e-6] = 1e-6
+        save_file(
+            tensors | {"model.embed_tokens.weight": embeddings.view_as(tensors["model.embed_tokens.weight"])},
+            model_dir / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run_convert(model_dir, tmp_path / f"out{num_tiny}", "float16")
+        told = [str(one.message) for one in caught if "too small for float16 became zero" in str(one.message)]
+        assert len(told) == is_told
+        assert all(f"zero: {num_tiny:,} (" in one and "`model.embed_tokens.weight`" in one for one in told)
+
+
+def test_weights_of_integers_are_refused_by_name(model_dir: Path, tmp_path: Path) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = (tensors[name] * 100).to(torch.int8)
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SpecDecError, match=f"`{name}` is saved in int8, without a config that says"):
+        run_convert(model_dir, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 @pytest.mark.parametrize(("tag", "value"), [("Infinity", float("inf")), ("-Infinity", -float("inf"))])
 def test_infinity_as_transformers_writes_it_is_read(tag: str, value: float, model_dir: Path, tmp_path: Path) -> None:
     config = make_config("granite", residual_multiplier=value)
