@@ -274,8 +274,8 @@ class _Losses:
             )
         if num_zero > self._num_weights * _FEW:
             warnings.warn(
-                f"weights too small for {self._dtype} became zero: {num_zero:,} ({num_zero / self._num_weights:.2%}), such as "
-                f"in `{max(self._zero, key=lambda name: self._zero[name])}`; bfloat16 holds them",
+                f"weights too small for {self._dtype} became zero: {num_zero:,} ({num_zero / self._num_weights:.2%}), "
+                f"such as in `{max(self._zero, key=lambda name: self._zero[name])}`; bfloat16 holds them",
                 SpecDecWarning,
                 stacklevel=3,
             )
