@@ -158,8 +158,8 @@ def _check_shapes(entries: list[_TensorEntry], shapes: dict[str, tuple[int, ...]
         wanted = shapes.get(entry.name)
         if wanted is not None and not entry.dtype.is_floating_point:
             raise SpecDecError(
-                f"`{entry.source_name}` is saved in {_name_of(entry.dtype)}, without a config that says what its integers "
-                f"stand for: {model_dir}",
+                f"`{entry.source_name}` is saved in {_name_of(entry.dtype)}, without a config that says what its "
+                f"integers stand for: {model_dir}",
                 hint="save the model in float32, float16 or bfloat16",
             )
         if wanted is not None and wanted != entry.shape:
