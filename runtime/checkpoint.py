@@ -232,7 +232,8 @@ def _write_safetensors(path: Path, entries: list[_TensorEntry], float_dtype: tor
                         output.write(_bytes_of(written))
                         done += entry.num_bytes(float_dtype)
                         progress(done, offset)
-    losses.warn()
+    for message in losses.messages():
+        warnings.warn(message, SpecDecWarning, stacklevel=2)
 
 
 class _Losses:
@@ -262,23 +263,21 @@ class _Losses:
             if num_zero:
                 self._zero[entry.name] = num_zero
 
-    def warn(self) -> None:
-        """A SpecDecWarning for weights that became infinite, and for zeros where they are more than a few."""
+    def messages(self) -> list[str]:
+        """What to warn of: weights that became infinite, and zeros where they are more than a few."""
+        said = []
         num_infinite, num_zero = sum(self._infinite.values()), sum(self._zero.values())
         if num_infinite:
-            warnings.warn(
+            said.append(
                 f"weights too large for {self._dtype} became infinite: {num_infinite:,}, such as in "
-                f"`{next(iter(self._infinite))}`; bfloat16 holds them",
-                SpecDecWarning,
-                stacklevel=3,
+                f"`{next(iter(self._infinite))}`; bfloat16 holds them"
             )
         if num_zero > self._num_weights * _FEW:
-            warnings.warn(
+            said.append(
                 f"weights too small for {self._dtype} became zero: {num_zero:,} ({num_zero / self._num_weights:.2%}), "
-                f"such as in `{max(self._zero, key=lambda name: self._zero[name])}`; bfloat16 holds them",
-                SpecDecWarning,
-                stacklevel=3,
+                f"such as in `{max(self._zero, key=lambda name: self._zero[name])}`; bfloat16 holds them"
             )
+        return said
 
 
 def _name_of(dtype: torch.dtype) -> str:

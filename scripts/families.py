@@ -258,7 +258,7 @@ def own_or_small_config(family: str) -> tuple[PreTrainedConfig | None, str]:
         reason = last_line(error)
     try:
         return CONFIG_MAPPING[family](), reason
-    except Exception:
+    except Exception:  # what a family's code stumbles over; why its small config fails says more
         return None, reason
 
 

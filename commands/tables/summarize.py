@@ -17,7 +17,7 @@ from runtime.evaluation.systems import SampleRun, SystemRun
 _TITLES = {"hf": "Hugging Face", "engine": "engine", "engine_no_drafter": "engine, no drafter"}
 
 
-def bare_summary(document: dict[str, Any]) -> list[str]:
+def _bare_summary(document: dict[str, Any]) -> list[str]:
     """A line for each system, then what they are compared and checked by."""
     lines = []
     for name, system in document["systems"].items():
@@ -31,7 +31,7 @@ def show_summary(
 ) -> None:
     """The first sample as TensorRT-LLM prints it, a column per system, the categories, and the checks."""
     if output.quiet:
-        output.text("\n".join(bare_summary(document)))
+        output.text("\n".join(_bare_summary(document)))
         return
     first: SampleRun = runs[0].samples[0]
     output.result(f"Sample {samples[0].id}")

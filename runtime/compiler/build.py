@@ -24,7 +24,14 @@ from runtime.compiler.compilation import StepFunction, compile_aot, torch_compil
 from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernels import compile_kernels, describe_kernels, load_kernels
 from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_steps
-from runtime.compiler.model import Step, load_model, num_positions, parse_pretrained_config, probe_config
+from runtime.compiler.model import (
+    Step,
+    load_model,
+    num_positions,
+    parse_pretrained_config,
+    probe_config,
+    why_positions_end,
+)
 from runtime.compiler.opening import current_environment, open_step
 from runtime.config import BuildConfig, CheckpointConfig, Compiler, EngineConfig, LayerShape, LogitsCheck, as_json
 from runtime.engine import Engine
@@ -161,9 +168,8 @@ def _check_lengths(build: BuildConfig, config: PreTrainedConfig) -> None:
         )
     positions = num_positions(config)
     if positions is not None and build.max_request_len > positions:
-        where = "the model has" if positions == config.max_position_embeddings else "before its longrope factors change"
         raise SpecDecError(
-            f"max_seq_len exceeds the {positions} positions {where}: {build.max_request_len}",
+            f"max_seq_len exceeds the {positions} positions {why_positions_end(config)}: {build.max_request_len}",
             hint=f"max_seq_len {positions} is the most",
             fact="positions",
             max_seq_len=positions,

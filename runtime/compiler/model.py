@@ -261,6 +261,12 @@ def num_positions(config: PreTrainedConfig) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def why_positions_end(config: PreTrainedConfig) -> str:
+    """What there are `num_positions` of, for an error."""
+    ends_with_model = num_positions(config) == getattr(config, "max_position_embeddings", None)
+    return "the model has" if ends_with_model else "before its longrope factors change"
+
+
 def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """The config's rotary parameters: one set for all layers, or one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}

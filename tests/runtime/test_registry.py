@@ -23,7 +23,7 @@ def default_config(model_type: str) -> dict[str, Any]:
     for make in (lambda: families.small_config(model_type), config_class)[0 if has_text else 1 :]:
         try:
             return json.loads(make().to_json_string(use_diff=False))
-        except Exception:
+        except Exception:  # transformers' own: some configs cannot be made or written without arguments
             continue
     return {"model_type": model_type}
 

@@ -7,6 +7,7 @@ import pytest
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
+from runtime.compiler.model import why_positions_end
 from runtime.drafters.ngram import NgramLookup
 from runtime.errors import SpecDecError
 from runtime.orchestrator import generate
@@ -68,3 +69,11 @@ def test_hugging_faces_factors_do_change_there(tmp_path: Path) -> None:
         tokens = repetitive_prompt(3, positions + 1)
         whole, short = (eager_logits(scaled_model(kind), tokens[:n]) for n in (positions + 1, positions))
         assert (whole[:20] - short[:20]).abs().max() > 1e-2
+
+
+def test_a_config_that_says_its_first_positions_only_is_told_so() -> None:
+    config = scaled_model("longrope").config
+    assert why_positions_end(config) == "before its longrope factors change"
+    del config.max_position_embeddings
+    assert why_positions_end(config) == "before its longrope factors change"
+    assert why_positions_end(scaled_model("dynamic").config) == "the model has"
