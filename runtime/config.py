@@ -15,8 +15,8 @@ from runtime.errors import SpecDecError
 
 CHECKPOINT_FORMAT_VERSION = 1
 # 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights; 4: neither
-# files nor weights were recorded
-ENGINE_FORMAT_VERSION = 5
+# files nor weights were recorded; 5: a token's bits depended on the size of its step
+ENGINE_FORMAT_VERSION = 6
 
 # Beyond these nothing useful can be built, and what is asked for is most likely a slip.
 MAX_BATCH_SIZE = 1024
@@ -39,6 +39,9 @@ Measure = Annotated[float, Between(0)]
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Compiler = Literal["aot", "torch-compile", "none"]
+Arithmetic = Literal["float32", "avx512_bf16", "amx_bf16"]
+"""How products of numbers of 16 bits are computed; their results differ in the last bits."""
+ARITHMETICS: tuple[Arithmetic, ...] = typing.get_args(Arithmetic)  # in the order of the kernels' numbers
 SpeculativeDecodingMode = Literal["none", "draft_tokens_external"]
 
 
@@ -101,6 +104,8 @@ class Environment:
     transformers: str
     device: Literal["cpu", "cuda"]
     capability: str
+    instructions: tuple[str, ...] = ()
+    """Sets of instructions that the CPU's code may use, by Linux's names."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,10 @@ class EngineConfig:
     host_s: Measure = 0.0
     """Seconds of a loop's turn beside the compiled step."""
     compiler_note: str | None = None
+    arithmetic: Arithmetic | None = None
+    """Of the kernels for linear layers; None where they are not used."""
+    batch_invariant: bool = False
+    """Whether a token's logits are the same bits whatever else is in its step: batch, draft, piece of a prompt."""
     mapping: Mapping = Mapping()
     config_digest: str = ""
     """Of all the rest, as it was written."""

@@ -9,18 +9,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from runtime.batch import Row, pack
 from runtime.bundle import LIBRARY, config_digest, record_files, uses_kernels
 from runtime.checkpoint import copy_tokenizer_files
 from runtime.checkpoint_dir import open_checkpoint
+from runtime.compiler.arithmetic import fastest_arithmetic
 from runtime.compiler.attention import KERNEL, PAGED
-from runtime.compiler.compilation import StepFunction, compile_aot, torch_compile
+from runtime.compiler.checking import check_logits, is_batch_invariant
+from runtime.compiler.compilation import PACKAGE, StepFunction, compile_aot, torch_compile
 from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernels import compile_kernels, describe_kernels, load_kernels
 from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_steps
@@ -33,15 +34,24 @@ from runtime.compiler.model import (
     why_positions_end,
 )
 from runtime.compiler.opening import current_environment, open_step
-from runtime.config import BuildConfig, CheckpointConfig, Compiler, EngineConfig, LayerShape, LogitsCheck, as_json
+from runtime.config import Arithmetic, BuildConfig, CheckpointConfig, Compiler, EngineConfig, LayerShape, as_json
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
-from runtime.kv_cache import KVPool
 from runtime.text import keep_tokenizer
 
 # Largest norm of the difference between two rows of logits, over the norm of the row.
 _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """How a step was compiled: the settings as they came out, why if not as asked, and by which products."""
+
+    build: BuildConfig
+    note: str | None = None
+    arithmetic: Arithmetic | None = None
+
 
 Phase = Callable[[str], None]
 """Called with the name of the phase that begins."""
@@ -79,10 +89,9 @@ def build_engine(
     with new_directory(output_dir, replace=replace) as directory:
         phase("compiling the step")
         if with_kernels:
-            compile_kernels(directory / LIBRARY)
-            load_kernels(directory / LIBRARY)
-            describe_kernels()
-        build, note = _compile(model, layers, build, directory)
+            _make_kernels(directory / LIBRARY)
+        compiled = _compile(model, layers, build, directory)
+        build = compiled.build
         if build.compiler != "aot":
             shutil.copyfile(weights, directory / "rank0.safetensors")
         phase("checking the logits")
@@ -98,15 +107,16 @@ def build_engine(
             environment=current_environment(device),
             logits_check=logits_check,
             weights_digest=weights_digest(model, getattr(torch, checkpoint.dtype)),
-            compiler_note=note,
+            compiler_note=compiled.note,
+            arithmetic=compiled.arithmetic,
+            batch_invariant=bool(compiled.arithmetic) and is_batch_invariant(step, model, layers, build),
         )
         if measure_costs:
             phase("measuring steps")
             config = _with_costs(config, step, device)
         phase("writing the engine")
         copy_tokenizer_files(checkpoint_dir, directory)
-        config = _finish(config, directory)
-    return config
+        return _finish(config, directory)
 
 
 def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
@@ -116,6 +126,12 @@ def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
     config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
     write_json(directory / "config.json", as_json(config))
     return config
+
+
+def _make_kernels(library: Path) -> None:
+    compile_kernels(library)
+    load_kernels(library)
+    describe_kernels()
 
 
 @contextmanager
@@ -176,21 +192,23 @@ def _check_lengths(build: BuildConfig, config: PreTrainedConfig) -> None:
         )
 
 
-def _compile(
-    model: PreTrainedModel, layers: tuple[LayerShape, ...], build: BuildConfig, directory: Path
-) -> tuple[BuildConfig, str | None]:
-    """Compile ahead of time if asked; returns the settings as they came out, and why if not as asked."""
+def _compile(model: PreTrainedModel, layers: tuple[LayerShape, ...], build: BuildConfig, directory: Path) -> _Compiled:
+    """Compile ahead of time if asked; if that cannot be, say why, for `torch-compile` when the step is called."""
     if build.compiler != "aot":
-        return build, None
+        return _Compiled(build)
+    parameter = next(model.parameters())
+    arithmetic = None
+    if parameter.device.type == "cpu":
+        arithmetic = fastest_arithmetic(parameter.dtype, 1 + build.max_draft_len)
     try:
-        compile_aot(Step(model), layers, build, directory / "rank0.pt2", directory / "rank0.safetensors")
+        uses_linear_kernel = compile_aot(Step(model), layers, build, directory, arithmetic)
     except Exception as error:  # export and Inductor raise many kinds; each means: not this model
         _raise_machine_error(error)
-        (directory / "rank0.pt2").unlink(missing_ok=True)
+        (directory / PACKAGE).unlink(missing_ok=True)
         message = next(iter(str(error).strip().splitlines()), "")
         note = f"cannot be compiled ahead of time: {type(error).__name__}: {message}"
-        return dataclasses.replace(build, compiler="torch-compile"), note
-    return build, None
+        return _Compiled(dataclasses.replace(build, compiler="torch-compile"), note)
+    return _Compiled(build, arithmetic=arithmetic if uses_linear_kernel else None)
 
 
 def _raise_machine_error(error: Exception) -> None:
@@ -204,76 +222,3 @@ def _raise_machine_error(error: Exception) -> None:
             hint="install one (the package `g++`) or name it in the variable CXX",
             fact="no_compiler",
         ) from error
-
-
-def check_logits(
-    step: StepFunction, model: PreTrainedModel, layers: tuple[LayerShape, ...], build: BuildConfig, tolerance: float
-) -> LogitsCheck:
-    """Compare a ragged batch's context step and draft-length step with eager attention over the whole sequences.
-
-    Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`.
-    """
-    num_context = _check_context_len(layers, build)
-    num_generation = min(1 + build.max_draft_len, build.max_request_len - num_context)
-    lengths = [(num_context, num_generation), (-(-num_context // 2), -(-num_generation // 2))]
-    lengths = lengths[: build.max_batch_size]
-    generator = torch.Generator().manual_seed(0)
-    rows_tokens = [
-        torch.randint(0, model.config.vocab_size, (context + draft,), generator=generator).tolist()
-        for context, draft in lengths
-    ]
-    parameter = next(model.parameters())
-    block_size = build.tokens_per_block
-    num_blocks = -(-(num_context + num_generation) // block_size)
-    tables = [list(range(1 + i * num_blocks, 1 + (i + 1) * num_blocks)) for i in range(len(lengths))]
-    pool = KVPool(layers, 1 + len(lengths) * num_blocks, block_size, parameter.dtype, parameter.device)
-
-    def run(rows: list[Row]) -> Tensor:
-        batch = pack(rows, block_size, parameter.device)
-        return step(*batch.tensors(), pool.keys, pool.values).float()
-
-    with torch.inference_mode():  # as an engine does: a compiled step is found again only under the same mode
-        zipped = list(zip(rows_tokens, tables, lengths, strict=True))
-        ours = [
-            run([Row(tokens[:context], 0, table, 1) for tokens, table, (context, _) in zipped]),
-            run([Row(tokens[context:], context, table, draft) for tokens, table, (context, draft) in zipped]),
-        ]
-        with _eager_attention(model):
-            reference = [
-                model(input_ids=torch.tensor([tokens], device=parameter.device), use_cache=False).logits[0].float()
-                for tokens in rows_tokens
-            ]
-    theirs = [
-        torch.stack([logits[context - 1] for logits, (context, _) in zip(reference, lengths, strict=True)]),
-        torch.cat([logits[context:] for logits, (context, _) in zip(reference, lengths, strict=True)]),
-    ]
-    difference, scale = torch.cat(ours) - torch.cat(theirs), torch.cat(theirs)
-    check = LogitsCheck(
-        max_abs_difference=difference.abs().max().item(),
-        relative_difference=(difference.norm(dim=-1) / scale.norm(dim=-1)).max().item(),
-        tolerance=tolerance,
-    )
-    if not check.relative_difference <= tolerance:
-        raise SpecDecError(
-            f"the engine's logits differ from transformers' by more than {tolerance:g} of their norm: "
-            f"{check.relative_difference:.2e} (largest difference {check.max_abs_difference:.2e})",
-            hint="the model is not computed correctly and no engine was written; please report it",
-        )
-    return check
-
-
-def _check_context_len(layers: tuple[LayerShape, ...], build: BuildConfig) -> int:
-    """Long enough for several blocks, and to pass a sliding window where that is affordable; a draft fits after it."""
-    windows = [layer.sliding_window for layer in layers if layer.sliding_window is not None]
-    wanted = max([2 * build.tokens_per_block + 7] + [window + 9 for window in windows if window <= 1024])
-    return max(1, min(wanted, build.max_input_len, build.max_request_len - 1 - build.max_draft_len))
-
-
-@contextmanager
-def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    ours = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(ours)

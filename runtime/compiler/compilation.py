@@ -20,7 +20,7 @@ from torch import Tensor
 
 from runtime.batch import Batch, Row, at_least_two, pack
 from runtime.compiler.weights import save_weights
-from runtime.config import BuildConfig, LayerShape
+from runtime.config import ARITHMETICS, Arithmetic, BuildConfig, LayerShape
 from runtime.kv_cache import KVPool
 
 if TYPE_CHECKING:
@@ -47,10 +47,16 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
     ]
 
 
-def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig, package: Path, weights: Path) -> None:
+PACKAGE, WEIGHTS = "rank0.pt2", "rank0.safetensors"
+
+
+def compile_aot(
+    step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig, directory: Path, arithmetic: Arithmetic | None
+) -> bool:
     """Write the step as an AOTInductor package, and the weights it wants to be handed (on a GPU: none).
 
-    Whatever keeps a model from being exported is raised as it comes.
+    On the CPU its linear layers are computed in `arithmetic`; returns whether all of them are. Whatever keeps a model
+    from being exported is raised as it comes.
     """
     from torch.export.pt2_archive._package import package_pt2
     from torch.export.pt2_archive._package_weights import Weights
@@ -58,15 +64,14 @@ def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig
     from runtime.compiler.linears import use_linear_kernel  # not to open an engine
     from runtime.compiler.selection import select_early
 
-    on_cpu = next(step.parameters()).device.type == "cpu"
     with _quiet(), torch.no_grad():
         program = export_step(step, layers, build.tokens_per_block)
         select_early(program, "logit_indices")
         # Freezing prepacks the weights for the CPU's matrix kernels: steps are two to three times faster.
         # torch writes into its own `metadata`, by which a later torch-compile would not be found again.
-        hands_over = on_cpu and use_linear_kernel(program)
+        hands_over = arithmetic is not None and use_linear_kernel(program, ARITHMETICS.index(arithmetic))
         options: dict[str, Any] = {
-            "freezing": on_cpu,
+            "freezing": arithmetic is not None,
             # Not tried out by compiling a program for each set of instructions: the kernels' compiler knows them.
             "cpp.vec_isa_ok": True if hands_over else None,
             "aot_inductor.metadata": {},
@@ -77,9 +82,10 @@ def compile_aot(step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig
         arguments, _ = program.example_inputs
         made = torch._inductor.aot_compile(program.module(check_guards=False), arguments, options=options)
     assert isinstance(made, list)  # because it is to be packaged
-    package_pt2(str(package), aoti_files=[file for file in made if isinstance(file, str)])
+    package_pt2(str(directory / PACKAGE), aoti_files=[file for file in made if isinstance(file, str)])
     constants = [file for file in made if isinstance(file, Weights)]
-    save_weights(weights, {name: tensor for part in constants for name, (tensor, _) in part.items()})
+    save_weights(directory / WEIGHTS, {name: tensor for part in constants for name, (tensor, _) in part.items()})
+    return hands_over
 
 
 def export_step(step: "Step", layers: tuple[LayerShape, ...], block_size: int) -> "ExportedProgram":

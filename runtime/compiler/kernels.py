@@ -19,17 +19,23 @@ from runtime.cache import cache_dir, digest
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 
-PANEL = 32  # outputs of a packed weight's panel
 _SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
 _HEADERS = sorted((Path(__file__).parent / "csrc").glob("*.h"))
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+_X86 = "abm adx amx avx bmi f16c fma gfni movbe popcnt sse ssse vaes vpclmulqdq"
+_ARM = "asimd atomics bf16 crc32 fp i8mm sme sve"
+_INSTRUCTIONS = tuple(f"{_X86} {_ARM}".split())
 
 
 def compile_kernels(path: Path) -> None:
     """Write the library to `path`, from the cache if it was compiled here before. SpecDecError without a compiler."""
     compiler = os.environ.get("CXX", "g++")
     name = digest(
-        (*(file.read_text() for file in (*_SOURCES, *_HEADERS)), *_FLAGS, compiler, torch.__version__, processor())
+        (
+            *(file.read_text() for file in (*_SOURCES, *_HEADERS)),
+            *_FLAGS,
+            *(compiler, _toolchain(compiler), torch.__version__, processor()),
+        )
     )
     cached = cache_dir() / f"kernels-{name[:16]}.so"
     if cached.exists():
@@ -43,12 +49,29 @@ def compile_kernels(path: Path) -> None:
 
 def processor() -> str:
     """What `-march=native` depends on; a cache may be shared by machines of several kinds."""
+    return f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()} {' '.join(_processor_flags())}"
+
+
+def instructions() -> tuple[str, ...]:
+    """The processor's sets of instructions that `-march=native` may use, by Linux's names; none where it names none."""
+    return tuple(flag for flag in _processor_flags() if flag.startswith(_INSTRUCTIONS))
+
+
+def _processor_flags() -> list[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = []
+        return []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()} {flags}"
+    return sorted(flags.partition(":")[2].split())
+
+
+def _toolchain(compiler: str) -> str:
+    """What the compiler says of itself, and the C library's version; no compiler says nothing."""
+    said = ""
+    with contextlib.suppress(OSError, ValueError):
+        said = subprocess.run([*shlex.split(compiler), "-v"], capture_output=True, text=True).stderr
+    return f"{said} {' '.join(platform.libc_ver())}"
 
 
 def _run_compiler(compiler: str, library: Path) -> None:
@@ -88,10 +111,12 @@ def describe_kernels() -> None:
     def attention(query: Tensor, key: Tensor, value: Tensor, *others: object) -> Tensor:
         return query.new_empty(query.shape[2], query.shape[1], value.shape[3])
 
-    def pack_linear(weight: Tensor) -> Tensor:
-        return weight.new_empty(-(-weight.shape[0] // PANEL), weight.shape[1], PANEL)
+    panel = torch.ops.specdec.panel()
 
-    def linear(x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
+    def pack_linear(weight: Tensor) -> Tensor:
+        return weight.new_empty(-(-weight.shape[0] // panel), weight.shape[1], panel)
+
+    def linear(x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, arithmetic: int) -> Tensor:
         return x.new_empty(*x.shape[:-1], num_outputs)
 
     torch.library.register_fake("specdec::paged_attention", attention, allow_override=True)

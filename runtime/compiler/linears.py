@@ -11,7 +11,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ATEN = torch.ops.aten
 # What torch prepacks, in layouts of its own that cannot be written to a file.
 _PRODUCTS = {
@@ -19,7 +19,7 @@ _PRODUCTS = {
 }
 
 
-def use_linear_kernel(program: ExportedProgram) -> bool:
+def use_linear_kernel(program: ExportedProgram, arithmetic: int) -> bool:
     """Replace linear layers in place, where the kernel has their dtype; returns whether torch has none to compute."""
     graph, weights = program.graph_module.graph, program.graph_signature.inputs_to_parameters
     groups: dict[tuple[Node, bool], list[Node]] = {}
@@ -27,7 +27,7 @@ def use_linear_kernel(program: ExportedProgram) -> bool:
         if node.target is torch.ops.aten.linear.default and node.args[1].name in weights and _can_serve(node.args[1]):
             groups.setdefault((node.args[0], len(node.args) > 2 and node.args[2] is not None), []).append(node)
     for (x, has_bias), layers in groups.items():
-        _replace(graph, x, layers, has_bias=has_bias)
+        _replace(graph, x, layers, arithmetic, has_bias=has_bias)
     program.graph_module.recompile()
     return not any(
         node.target in _PRODUCTS and any(argument.name in weights for argument in node.all_input_nodes)
@@ -40,7 +40,7 @@ def _can_serve(weight: Node) -> bool:
     return value.dtype in _DTYPES and value.shape[1] % 2 == 0
 
 
-def _replace(graph: Graph, x: Node, layers: list[Node], *, has_bias: bool) -> None:
+def _replace(graph: Graph, x: Node, layers: list[Node], arithmetic: int, *, has_bias: bool) -> None:
     sizes = [layer.args[1].meta["val"].shape[0] for layer in layers]  # type: ignore[union-attr]
 
     def call(target: Any, *arguments: Any) -> Node:
@@ -55,7 +55,7 @@ def _replace(graph: Graph, x: Node, layers: list[Node], *, has_bias: bool) -> No
     with graph.inserting_before(layers[0]):
         packed = call(torch.ops.specdec.pack_linear.default, joined(1))
         bias = joined(2) if has_bias else None
-        outputs = call(torch.ops.specdec.linear.default, x, packed, bias, sum(sizes))
+        outputs = call(torch.ops.specdec.linear.default, x, packed, bias, sum(sizes), arithmetic)
         if len(layers) == 1:
             layers[0].replace_all_uses_with(outputs)
         else:

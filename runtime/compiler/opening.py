@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from runtime.bundle import LIBRARY, uses_kernels
 from runtime.compiler.compilation import StepFunction, open_aot, torch_compile
-from runtime.compiler.kernels import load_kernels
+from runtime.compiler.kernels import instructions, load_kernels
 from runtime.compiler.weights import open_weights
 from runtime.config import Compiler, Dtype, EngineConfig, Environment
 from runtime.errors import SpecDecError
@@ -33,6 +33,7 @@ def current_environment(device: torch.device) -> Environment:
         transformers=metadata.version("transformers"),
         device="cuda" if device.type == "cuda" else "cpu",
         capability=capability,
+        instructions=() if device.type == "cuda" else instructions(),
     )
 
 
@@ -49,6 +50,15 @@ def check_environment(config: EngineConfig, engine_dir: Path, device: torch.devi
                 engine_dir=engine_dir,
                 build=config.build_config,
             )
+    missing = sorted(set(config.environment.instructions) - set(here.instructions))
+    if missing:
+        raise SpecDecError(
+            f"`{engine_dir}` was built for a processor with instructions that this one lacks: {', '.join(missing)}",
+            hint="build it again here, from its checkpoint",
+            fact="other_environment",
+            engine_dir=engine_dir,
+            build=config.build_config,
+        )
 
 
 def open_step(

@@ -11,19 +11,7 @@
 
 namespace {
 
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-
-inline Lanes widen(const float* p) { return load(p); }
-// bfloat16 is the upper half of a float.
-inline Lanes widen(const at::BFloat16* p) { return (Lanes)(__builtin_convertvector(load<Halves>(p), Words) << 16); }
-inline Lanes widen(const at::Half* p) {
-  Lanes wide;
-  for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<float>(p[i]);
-  return wide;
-}
-
-// Looks at four times 16 numbers at a time; only where one is larger than all before, at each of them.
+// Looks at four registers of numbers at a time; only where one is larger than all before, at each of them.
 template <typename T>
 int64_t argmax(const T* row, int64_t size) {
   constexpr int64_t kWide = 4 * kLanes;

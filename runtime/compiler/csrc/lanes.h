@@ -1,8 +1,11 @@
-// What the kernels share: 16 floats in a register, and a template's number of rows chosen at run time.
+// What the kernels share: as many floats as a register holds, numbers of 16 bits widened to them, a template's number of
+// rows chosen at run time, and work shared among threads.
 
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,13 +13,78 @@
 #include <cstring>
 #include <type_traits>
 
-constexpr int64_t kLanes = 16;
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Rows of a tile that is two registers wide: its sums, two pieces of what is multiplied and a factor fit the registers.
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16, kTileRows = 12;
+#elif defined(__AVX2__)
+constexpr int64_t kLanes = 8, kTileRows = 6;
+#elif defined(__aarch64__)
+constexpr int64_t kLanes = 4, kTileRows = 12;
+#else
+constexpr int64_t kLanes = 4, kTileRows = 6;
+#endif
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 template <typename V, typename T>
 inline V load(const T* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 inline Lanes load(const float* p) { return load<Lanes>(p); }
 inline void store(float* p, Lanes v) { std::memcpy(p, &v, sizeof v); }
+
+inline Lanes widen(const float* p) { return load(p); }
+// bfloat16 is the upper half of a float.
+inline Lanes widen(const at::BFloat16* p) { return (Lanes)(__builtin_convertvector(load<Halves>(p), Words) << 16); }
+inline Lanes widen(const at::Half* p) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_cvtph_ps(load<__m256i>(p));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Lanes)_mm256_cvtph_ps(load<__m128i>(p));
+#elif defined(__aarch64__)
+  return (Lanes)vcvt_f32_f16(load<float16x4_t>(p));
+#else
+  Lanes wide;
+  for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<float>(p[i]);
+  return wide;
+#endif
+}
+
+inline void narrow(Lanes v, float* to) { store(to, v); }
+inline void narrow(Lanes v, at::BFloat16* to) {
+#if defined(__AVX512BF16__)
+  const auto narrowed = _mm512_cvtneps_pbh((__m512)v);
+#else
+  const Words bits = (Words)v, rounded = bits + 0x7fffu + (bits >> 16 & 1u);  // to the nearest, of two to the even one
+  const auto narrowed = __builtin_convertvector((v == v ? rounded : bits | 0x400000u) >> 16, Halves);
+#endif
+  std::memcpy(to, &narrowed, sizeof narrowed);
+}
+inline void narrow(Lanes v, at::Half* to) {
+#if defined(__AVX512F__)
+  const auto narrowed = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__) && defined(__F16C__)
+  const auto narrowed = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__aarch64__)
+  const auto narrowed = vcvt_f16_f32((float32x4_t)v);
+#else
+  at::Half narrowed[kLanes];
+  for (int i = 0; i < kLanes; ++i) narrowed[i] = static_cast<at::Half>(v[i]);
+#endif
+  std::memcpy(to, &narrowed, sizeof narrowed);
+}
+
+template <typename T>
+inline void widen(const T* from, float* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, widen(from + i));
+  for (; i < count; ++i) to[i] = static_cast<float>(from[i]);
+}
 
 // Into the second-level cache: the first has few places for requests, which are needed for what is read now.
 inline void fetch_line(const void* p) { __builtin_prefetch(p, 0, 2); }

@@ -1,8 +1,13 @@
 // Linear layers on the CPU for any number of tokens, made for few: then a step is reading the weights, and they are read
 // once, in order, as fast as memory gives them.
 //
-// `pack_linear` lays a weight (N, K) out in panels of 32 outputs: (panels, K, 32) in float32; in bfloat16 (panels, K / 2,
-// 32, 2), so that both numbers of a pair are multiplied by one instruction where there is one. Sums are float32.
+// `pack_linear` lays a weight (N, K) out in panels of two registers' outputs, here 32: (panels, K, 32); in bfloat16
+// (panels, K / 2, 32, 2), so that both numbers of a pair are multiplied by one instruction where there is one. Sums are
+// float32.
+//
+// There are several ways to compute products ("arithmetics"): in float32, by instructions for pairs of bfloat16, and by
+// those for tiles (AMX). Each gives a token the same bits whatever other tokens are computed with it; two of them differ
+// in the last bits.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -12,124 +17,323 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "lanes.h"
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace {
 
 constexpr int64_t kPanel = 2 * kLanes;
-constexpr int64_t kRows = 12;     // of a tile: 24 sums, 2 pieces of a panel and a factor fit 32 registers
-constexpr int64_t kDepth = 2048;  // of a panel at a time: its piece stays in the second-level cache
 constexpr int64_t kAhead = 5120;  // bytes of a panel that are asked for before they are needed
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+enum Arithmetic : int64_t { kFloat32, kPairs, kTiles };
 
-inline void fetch_ahead(const void* p) {
-  fetch_line(static_cast<const char*>(p) + kAhead);
-  fetch_line(static_cast<const char*>(p) + kAhead + 64);
+template <typename T>
+inline void fetch_ahead(const T* p, int64_t count) {
+  for (int64_t byte = 0; byte < count * int64_t{sizeof(T)}; byte += 64)
+    fetch_line(reinterpret_cast<const char*>(p) + kAhead + byte);
 }
 
-// sums (R x 32) += x (R x depth) panel (depth x 32)
-template <int R>
-inline void accumulate(const float* x, int64_t x_row, const float* panel, int64_t depth, Lanes (&sums)[R][2]) {
-  for (int64_t k = 0; k < depth; ++k, panel += kPanel) {
-    fetch_ahead(panel);
-    const Lanes left = load<Lanes>(panel), right = load<Lanes>(panel + kLanes);
-    for (int r = 0; r < R; ++r) {
-      const float factor = x[r * x_row + k];
-      sums[r][0] += left * factor;
-      sums[r][1] += right * factor;
+// Of the bfloat16 weight's columns two make a pair, of other weights each stands by itself.
+template <typename T>
+constexpr int64_t kGroup = std::is_same_v<T, at::BFloat16> ? 2 : 1;
+
+// Calls use(k, left, right) for the columns of a panel, each as two registers of floats, in order.
+template <typename P, typename Use>
+inline void for_columns(const P* panel, int64_t depth, const Use& use) {
+  for (int64_t k = 0; k < depth; k += kGroup<P>, panel += kGroup<P> * kPanel) {
+    fetch_ahead(panel, kGroup<P> * kPanel);
+    if constexpr (kGroup<P> == 1) {
+      use(k, widen(panel), widen(panel + kLanes));
+    } else {  // of a pair the first is the lower half of a word
+      const Words left = load<Words>(panel), right = load<Words>(panel + kPanel);
+      use(k, (Lanes)(left << 16), (Lanes)(right << 16));
+      use(k + 1, (Lanes)(left & 0xffff0000u), (Lanes)(right & 0xffff0000u));
     }
   }
 }
+
+template <int R>
+inline void load_sums(const float* from, Lanes (&sums)[R][2]) {
+  for (int r = 0; r < R; ++r)
+    for (int half = 0; half < 2; ++half) sums[r][half] = load(from + r * kPanel + half * kLanes);
+}
+
+template <int R>
+inline void store_sums(const Lanes (&sums)[R][2], float* to) {
+  for (int r = 0; r < R; ++r)
+    for (int half = 0; half < 2; ++half) store(to + r * kPanel + half * kLanes, sums[r][half]);
+}
+
+// Each of the three below holds the tokens in the form that it wants, and has
+// add(): sums (rows x kPanel) += x (rows x depth) panel (depth x kPanel), of the tokens from `row` on and the columns from
+// `k` on; with_piece(): calls use(panel) with a piece of a panel in the form that it wants, which so many tiles will read;
+// first_row(): where one of the tiles begins into which M rows are divided.
+
+// Tiles of about equal size: 13 rows are 6 and 7.
+struct EvenTiles {
+  static int64_t num_tiles(int64_t M) { return (M + kTileRows - 1) / kTileRows; }
+  static int64_t first_row(int64_t tile, int64_t M) { return tile * M / num_tiles(M); }
+};
+
+// Numbers of 16 bits are widened: those of the tokens once, those of a panel as they are read, or for many tokens once.
+template <typename T>
+struct InFloat32 : EvenTiles {
+  static constexpr bool kWidens = !std::is_same_v<T, float>;
+  static constexpr int64_t kDepth = kWidens ? 512 : 2048;  // a piece of a panel stays in the second-level cache
+  static constexpr int64_t kManyTiles = 3;
+  std::unique_ptr<float[]> widened;
+  const float* x;
+  int64_t K;
+
+  InFloat32(const T* tokens, int64_t M, int64_t K) : K(K) {
+    if constexpr (kWidens) {
+      widened = std::make_unique_for_overwrite<float[]>(M * K);
+      at::parallel_for(0, M, 64, [&](int64_t begin, int64_t end) {
+        widen(tokens + begin * K, widened.get() + begin * K, (end - begin) * K);
+      });
+      x = widened.get();
+    } else {
+      x = tokens;
+    }
+  }
+
+  template <typename Use>
+  static void with_piece(const T* panel, int64_t depth, int64_t num_tiles, const Use& use) {
+    if constexpr (kWidens) {
+      if (num_tiles >= kManyTiles) {
+        thread_local std::vector<float> copy;
+        copy.resize(kDepth * kPanel);
+        for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
+          store(copy.data() + k * kPanel, left);
+          store(copy.data() + k * kPanel + kLanes, right);
+        });
+        return use(static_cast<const float*>(copy.data()));
+      }
+    }
+    use(panel);
+  }
+
+  template <typename P>
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P* panel, float* to) const {
+    with_rows<kTileRows>(rows, [&](auto count) {
+      constexpr int R = count();
+      const float* factors = x + row * K + k;
+      Lanes sums[R][2];
+      load_sums(to, sums);
+      for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
+        for (int r = 0; r < R; ++r) {
+          const float factor = factors[r * K + k];
+          sums[r][0] += left * factor;
+          sums[r][1] += right * factor;
+        }
+      });
+      store_sums(sums, to);
+    });
+  }
+};
 
 #if defined(__AVX512BF16__)
-template <int R>
-inline void accumulate(const at::BFloat16* x, int64_t x_row, const at::BFloat16* panel, int64_t depth,
-                       Lanes (&sums)[R][2]) {
-  for (int64_t k = 0; k < depth; k += 2, panel += 2 * kPanel) {
-    fetch_ahead(panel);
-    const auto left = load<__m512bh>(panel), right = load<__m512bh>(panel + kPanel);
-    for (int r = 0; r < R; ++r) {
-      const auto factor = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * x_row + k));
-      sums[r][0] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][0], left, factor);
-      sums[r][1] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][1], right, factor);
-    }
+struct InPairs : EvenTiles {
+  static constexpr int64_t kDepth = 2048;
+  const at::BFloat16* x;
+  int64_t K;
+
+  InPairs(const at::BFloat16* x, int64_t, int64_t K) : x(x), K(K) {}
+
+  template <typename Use>
+  static void with_piece(const at::BFloat16* panel, int64_t, int64_t, const Use& use) { use(panel); }
+
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to) const {
+    with_rows<kTileRows>(rows, [&](auto count) {
+      constexpr int R = count();
+      const at::BFloat16 *factors = x + row * K + k, *p = panel;
+      Lanes sums[R][2];
+      load_sums(to, sums);
+      for (int64_t k = 0; k < depth; k += 2, p += 2 * kPanel) {
+        fetch_ahead(p, 2 * kPanel);
+        const auto left = load<__m512bh>(p), right = load<__m512bh>(p + kPanel);
+        for (int r = 0; r < R; ++r) {
+          const auto factor = (__m512bh)_mm512_set1_epi32(load<int32_t>(factors + r * K + k));
+          sums[r][0] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][0], left, factor);
+          sums[r][1] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][1], right, factor);
+        }
+      }
+      store_sums(sums, to);
+    });
   }
-}
-#else
-// bfloat16 is the upper half of a float: of a pair the first is the lower half of a word.
-template <int R>
-inline void accumulate(const at::BFloat16* x, int64_t x_row, const at::BFloat16* panel, int64_t depth,
-                       Lanes (&sums)[R][2]) {
-  for (int64_t k = 0; k < depth; k += 2, panel += 2 * kPanel) {
-    fetch_ahead(panel);
-    for (int half = 0; half < 2; ++half) {
-      const Words pairs = load<Words>(panel + half * kPanel);
-      const Lanes first = (Lanes)(pairs << 16), second = (Lanes)(pairs & 0xffff0000u);
-      for (int r = 0; r < R; ++r)
-        sums[r][half] += first * static_cast<float>(x[r * x_row + k]) + second * static_cast<float>(x[r * x_row + k + 1]);
-    }
-  }
-}
+};
 #endif
 
-// 32 numbers of a panel as T, the first `count` of them.
-inline void narrow(const Lanes (&from)[2], float* to, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
-inline void narrow(const Lanes (&from)[2], at::BFloat16* to, int64_t count) {
-#if defined(__AVX512BF16__)
-  const auto narrowed = _mm512_cvtne2ps_pbh((__m512)from[1], (__m512)from[0]);
-  std::memcpy(to, &narrowed, count * sizeof(at::BFloat16));
-#else
-  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<at::BFloat16>(from[i / kLanes][i % kLanes]);
-#endif
+#if defined(__AMX_BF16__)
+// A tile register holds 16 rows of 64 bytes: sums of 16 tokens and 16 outputs, or 32 numbers of each of 16 tokens, or 16
+// pairs of columns of 16 outputs, which lie in the panel as the instruction wants them. Four hold the sums of 32 tokens
+// and a panel.
+struct InTiles {
+  static constexpr int64_t kDepth = 512;  // a piece of a panel stays in the first-level cache
+  static constexpr int64_t kHeight = 16, kWidth = 32;
+  std::unique_ptr<at::BFloat16[]> x;  // (blocks of 16 tokens, blocks of 32 columns, 16, 32)
+  int64_t K, num_blocks;
+
+  InTiles(const at::BFloat16* tokens, int64_t M, int64_t K) : K(K), num_blocks((K + kWidth - 1) / kWidth) {
+    x = std::make_unique_for_overwrite<at::BFloat16[]>((M + kHeight - 1) / kHeight * kHeight * num_blocks * kWidth);
+    at::parallel_for(0, M, 64, [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; ++m)
+        for (int64_t k = 0; k < K; k += kWidth)
+          std::memcpy(at(m, k), tokens + m * K + k, std::min(kWidth, K - k) * sizeof(at::BFloat16));
+    });
+  }
+
+  at::BFloat16* at(int64_t m, int64_t k) const {
+    return x.get() + ((m / kHeight * num_blocks + k / kWidth) * kHeight + m % kHeight) * kWidth;
+  }
+
+  static int64_t num_tiles(int64_t M) { return (M + 2 * kHeight - 1) / (2 * kHeight); }
+  static int64_t first_row(int64_t tile, int64_t M) { return std::min(tile * 2 * kHeight, M); }
+
+  template <typename Use>
+  static void with_piece(const at::BFloat16* panel, int64_t, int64_t, const Use& use) { use(panel); }
+
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to) const {
+    const int64_t whole = depth / kWidth * kWidth;
+    const auto add = rows > kHeight ? add_blocks<2> : add_blocks<1>;
+    const int64_t stride = num_blocks * kHeight * kWidth;
+    if (whole) add(at(row, k), stride, rows, whole, kWidth, panel, to);
+    if (whole < depth) add(at(row, k + whole), stride, rows, depth - whole, depth - whole, panel + whole * kPanel, to);
+    _tile_release();
+  }
+
+  // With tokens in one block of 16, or in two; `width` columns at a time.
+  template <int B>
+  static void add_blocks(const at::BFloat16* tokens, int64_t stride, int64_t rows, int64_t depth, int64_t width,
+                         const at::BFloat16* panel, float* to) {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shapes;
+    const auto shape = [&](int i, int64_t rows, int64_t bytes) { shapes.rows[i] = rows, shapes.row_bytes[i] = bytes; };
+    const int64_t height[] = {std::min(rows, kHeight), rows - kHeight};
+    for (int b = 0; b < B; ++b) {
+      shape(2 * b, height[b], 64), shape(2 * b + 1, height[b], 64);
+      shape(4 + b, height[b], width * 2);
+    }
+    shape(6, width / 2, 64), shape(7, width / 2, 64);
+    asm volatile("" : : "r"(&shapes) : "memory");  // the instructions' operands do not tell what they read
+    _tile_loadconfig(&shapes);
+    constexpr int64_t kRowBytes = kPanel * sizeof(float);
+    float* below = to + kHeight * kPanel;
+    _tile_loadd(0, to, kRowBytes);
+    _tile_loadd(1, to + kLanes, kRowBytes);
+    if constexpr (B == 2) _tile_loadd(2, below, kRowBytes);
+    if constexpr (B == 2) _tile_loadd(3, below + kLanes, kRowBytes);
+    for (int64_t k = 0; k < depth; k += width, panel += width * kPanel, tokens += kHeight * kWidth) {
+      fetch_ahead(panel, width * kPanel);
+      _tile_loadd(4, tokens, 64);
+      _tile_loadd(6, panel, 4 * kPanel);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, panel + kPanel, 4 * kPanel);
+      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (B == 2) {
+        _tile_loadd(5, tokens + stride, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, to, kRowBytes);
+    _tile_stored(1, to + kLanes, kRowBytes);
+    if constexpr (B == 2) _tile_stored(2, below, kRowBytes);
+    if constexpr (B == 2) _tile_stored(3, below + kLanes, kRowBytes);
+  }
+};
+
+// Linux lets a process use tiles when it has asked to.
+bool may_use_tiles() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
 }
+#endif
 
 // out (M, N) = x (M, K) weight^T + bias
-template <typename T>
-void run(const T* x, const T* packed, const T* bias, T* out, int64_t M, int64_t K, int64_t N) {
-  const int64_t panels = (N + kPanel - 1) / kPanel, tiles = (M + kRows - 1) / kRows;
+template <typename Product, typename T>
+void run(const T* tokens, const T* packed, const T* bias, T* out, int64_t M, int64_t K, int64_t N) {
+  const Product x(tokens, M, K);
+  const int64_t panels = (N + kPanel - 1) / kPanel, tiles = Product::num_tiles(M);
   // A task is a panel, or with many threads and tokens a part of the tokens of one.
   const int64_t parts = std::clamp<int64_t>(4 * at::get_num_threads() / panels, 1, tiles);
   share_tasks(panels * parts, [&](int64_t task) {
-    thread_local std::vector<float> unfinished;  // sums of the columns so far, where there are more than kDepth
+    thread_local std::vector<float> sums;
     const int64_t panel = task / parts, first = panel * kPanel, width = std::min(kPanel, N - first);
     const int64_t tile_begin = task % parts * tiles / parts, tile_end = (task % parts + 1) * tiles / parts;
-    const int64_t from = tile_begin * M / tiles, to = tile_end * M / tiles;
-    if (K > kDepth) unfinished.resize((to - from) * kPanel);
+    const int64_t from = Product::first_row(tile_begin, M), to = Product::first_row(tile_end, M);
+    sums.resize((to - from) * kPanel);
     float initial[kPanel] = {};
-    if (bias) std::copy_n(bias + first, width, initial);
-    for (int64_t k = 0; k < K; k += kDepth)
-      for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-        const int64_t row = tile * M / tiles, rows = (tile + 1) * M / tiles - row;
-        with_rows<kRows>(rows, [&](auto count) {
-          float* before = unfinished.data() + (row - from) * kPanel;
-          Lanes sums[count()][2];
-          for (int r = 0; r < count(); ++r)
-            for (int half = 0; half < 2; ++half)
-              sums[r][half] = load((k ? before + r * kPanel : initial) + half * kLanes);
-          accumulate<count()>(x + row * K + k, K, packed + (panel * K + k) * kPanel, std::min(kDepth, K - k), sums);
-          for (int r = 0; r < count(); ++r) {
-            if (k + kDepth >= K) narrow(sums[r], out + (row + r) * N + first, width);
-            else std::memcpy(before + r * kPanel, sums[r], sizeof sums[r]);
-          }
-        });
-      }
+    if (bias) widen(bias + first, initial, width);
+    for (int64_t row = 0; row < to - from; ++row) std::copy_n(initial, kPanel, sums.data() + row * kPanel);
+    for (int64_t k = 0; k < K; k += Product::kDepth) {
+      const int64_t depth = std::min(Product::kDepth, K - k);
+      Product::with_piece(packed + (panel * K + k) * kPanel, depth, tile_end - tile_begin, [&](auto piece) {
+        for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+          const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
+          x.add(row, rows, k, depth, piece, sums.data() + (row - from) * kPanel);
+        }
+      });
+    }
+    for (int64_t row = from; row < to; ++row) {
+      const float* sum = sums.data() + (row - from) * kPanel;
+      T whole[kPanel], *place = width == kPanel ? out + row * N + first : whole;
+      narrow(load(sum), place);
+      narrow(load(sum + kLanes), place + kLanes);
+      if (place == whole) std::copy_n(whole, width, out + row * N + first);
+    }
   });
 }
 
-// Of the float32 weight's columns each stands by itself, of the bfloat16 weight's two make a pair.
+// What the processor has for bfloat16.
+std::vector<int64_t> arithmetics() {
+  std::vector<int64_t> all{kFloat32};
+#if defined(__AVX512BF16__)
+  all.push_back(kPairs);
+#endif
+#if defined(__AMX_BF16__)
+  if (may_use_tiles()) all.push_back(kTiles);
+#endif
+  return all;
+}
+
+template <typename T>
+auto choose(int64_t arithmetic) {
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
+#if defined(__AMX_BF16__)
+    if (arithmetic == kTiles && may_use_tiles()) return run<InTiles, T>;
+#endif
+#if defined(__AVX512BF16__)
+    if (arithmetic == kPairs) return run<InPairs, T>;
+#endif
+  }
+  return run<InFloat32<T>, T>;
+}
+
+template <typename Call>
+void with_type(at::ScalarType type, const Call& call) {
+  if (type == at::kFloat) call(float{});
+  else if (type == at::kBFloat16) call(at::BFloat16{});
+  else call(at::Half{});
+}
+
 at::Tensor pack_linear(const at::Tensor& weight) {
   const int64_t N = weight.size(0), K = weight.size(1), panels = (N + kPanel - 1) / kPanel;
-  const int64_t group = weight.scalar_type() == at::kFloat ? 1 : 2;
-  TORCH_CHECK(K % group == 0, "the weight must have an even number of columns");
   at::Tensor packed = at::zeros({panels, K, kPanel}, weight.options()), rows = weight.contiguous();
-  const auto call = [&](auto zero) {
+  with_type(weight.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
+    constexpr int64_t group = kGroup<T>;
+    TORCH_CHECK(K % group == 0, "the weight must have an even number of columns");
     const T* source = rows.const_data_ptr<T>();
     T* target = packed.mutable_data_ptr<T>();
     at::parallel_for(0, N, 32, [&](int64_t begin, int64_t end) {
@@ -137,25 +341,21 @@ at::Tensor pack_linear(const at::Tensor& weight) {
         for (int64_t k = 0; k < K; ++k)
           target[(n / kPanel * K + k / group * group) * kPanel + n % kPanel * group + k % group] = source[n * K + k];
     });
-  };
-  if (group == 1) call(float{});
-  else call(at::BFloat16{});
+  });
   return packed;
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                  int64_t num_outputs) {
+                  int64_t num_outputs, int64_t arithmetic) {
   const int64_t K = packed.size(1), M = x.numel() / K;
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = num_outputs;
   at::Tensor out = at::empty(shape, x.options()), rows = x.contiguous();
-  const auto call = [&](auto zero) {
+  with_type(x.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    run(rows.const_data_ptr<T>(), packed.const_data_ptr<T>(), bias ? bias->const_data_ptr<T>() : nullptr,
-        out.mutable_data_ptr<T>(), M, K, num_outputs);
-  };
-  if (x.scalar_type() == at::kFloat) call(float{});
-  else call(at::BFloat16{});
+    choose<T>(arithmetic)(rows.const_data_ptr<T>(), packed.const_data_ptr<T>(),
+                          bias ? bias->const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>(), M, K, num_outputs);
+  });
   return out;
 }
 
@@ -163,7 +363,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
 
 TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def("pack_linear(Tensor weight) -> Tensor");
-  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int num_outputs) -> Tensor");
+  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int num_outputs, int arithmetic) -> Tensor");
+  library.def("panel() -> int", [] { return kPanel; });
+  library.def("arithmetics() -> int[]", arithmetics);
 }
 TORCH_LIBRARY_IMPL(specdec, CPU, library) {
   library.impl("pack_linear", pack_linear);

@@ -22,14 +22,12 @@
 
 #include "lanes.h"
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
 namespace {
 
-constexpr int64_t kChunk = 128, kRowsPerTask = 36, kSplitsPerThread = 2;
-constexpr int64_t kTileRows = 12;  // 24 sums, two pieces of a row and a factor fit 32 registers
+constexpr int64_t kChunk = 128, kRowsPerTask = 36, kTasksPerThread = 2;
+// Keys are divided at multiples of this position whatever else is computed: a row's parts, and the order in which they
+// are added up, are a function of its position alone, and so are the bits of its output.
+constexpr int64_t kSplit = 2 * kChunk;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.4426950408889634f;
 typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
@@ -81,13 +79,13 @@ struct Piece {
   }
 };
 
-// sum (R x W*16) += A (R x depth) B (depth x W*16), A and B row-major.
-template <int R, int W>
-inline void accumulate(const float* a, int64_t lda, const Piece<float>& b, int64_t depth, Lanes (&sum)[R][W]) {
+// sum (R x W*kLanes) += A (R x depth) B (depth x W*kLanes), A and B row-major.
+template <int R, int W, typename B>
+inline void accumulate(const float* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
   for (int64_t k = 0; k < depth; ++k) {
-    b.fetch<W>(k);
+    b.template fetch<W>(k);
     Lanes row[W];
-    for (int w = 0; w < W; ++w) row[w] = load(b.row(k) + w * kLanes);
+    for (int w = 0; w < W; ++w) row[w] = widen(b.row(k) + w * kLanes);
     for (int r = 0; r < R; ++r) {
       const float factor = a[r * lda + k];
       for (int w = 0; w < W; ++w) sum[r][w] += row[w] * factor;
@@ -96,7 +94,7 @@ inline void accumulate(const float* a, int64_t lda, const Piece<float>& b, int64
 }
 
 #if defined(__AVX512BF16__)
-// Pairs of two neighbouring rows' numbers: 16 of them, or 32 where `more` than that are wanted.
+// Pairs of two neighbouring rows' numbers: one register of them, or two where `more` than that are wanted.
 template <int more>
 inline void interleave(const at::BFloat16* p, int64_t ldb, __m512bh* pairs) {
   if constexpr (more > 0) {
@@ -135,9 +133,9 @@ inline void accumulate(const at::BFloat16* a, int64_t lda, const Piece<at::BFloa
 }
 #endif
 
-// C (R x W*16) = A (R x depth) B (depth x W*16), or C += where `adds`; all row-major.
-template <bool adds, int R, int W, typename T>
-inline void multiply(const T* a, int64_t lda, const Piece<T>& b, float* c, int64_t ldc, int64_t depth) {
+// C (R x W*kLanes) = A (R x depth) B (depth x W*kLanes), or C += where `adds`; all row-major.
+template <bool adds, int R, int W, typename A, typename B>
+inline void multiply(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth) {
   Lanes sum[R][W];
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W; ++w) sum[r][w] = adds ? load(c + r * ldc + w * kLanes) : Lanes{};
@@ -146,44 +144,24 @@ inline void multiply(const T* a, int64_t lda, const Piece<T>& b, float* c, int64
     for (int w = 0; w < W; ++w) store(c + r * ldc + w * kLanes, sum[r][w]);
 }
 
-// The same for a width that is any multiple of 16.
-template <bool adds, int R, typename T>
-void multiply_rows(const T* a, int64_t lda, const Piece<T>& b, float* c, int64_t ldc, int64_t depth, int64_t width) {
+// The same for a width that is any multiple of kLanes.
+template <bool adds, int R, typename A, typename B>
+void multiply_rows(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth, int64_t width) {
   int64_t w = 0;
-  if constexpr (R <= 4)  // few rows: more columns, so that sums do not wait for each other
+  if constexpr (R <= kTileRows / 3)  // few rows: more columns, so that sums do not wait for each other
     for (; w + 4 * kLanes <= width; w += 4 * kLanes) multiply<adds, R, 4>(a, lda, b.from_column(w), c + w, ldc, depth);
   for (; w + 2 * kLanes <= width; w += 2 * kLanes) multiply<adds, R, 2>(a, lda, b.from_column(w), c + w, ldc, depth);
   if (w < width) multiply<adds, R, 1>(a, lda, b.from_column(w), c + w, ldc, depth);
 }
 
-template <typename T>
-inline void widen(const T* from, float* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(from[i]);
-}
-
-// bfloat16 is the upper half of a float; said this way the compiler does 16 at a time.
-template <>
-inline void widen(const at::BFloat16* from, float* to, int64_t count) {
-  const auto* bits = reinterpret_cast<const uint16_t*>(from);
-  auto* wide = reinterpret_cast<uint32_t*>(to);
-  for (int64_t i = 0; i < count; ++i) wide[i] = static_cast<uint32_t>(bits[i]) << 16;
-}
-
-// 16 floats to T.
-inline void narrow(Lanes v, float* to) { store(to, v); }
+// In what numbers of type T are multiplied: in pairs of themselves where there is an instruction for it, or in float.
 #if defined(__AVX512BF16__)
-constexpr bool kHasBFloat16 = true;
-inline void narrow(Lanes v, at::BFloat16* to) {
-  const auto narrowed = _mm512_cvtneps_pbh((__m512)v);
-  std::memcpy(to, &narrowed, sizeof narrowed);
-}
-#else
-constexpr bool kHasBFloat16 = false;
-#endif
-
-// Whether products can be taken of numbers of this type, or only of floats.
 template <typename T>
-constexpr bool kMultiplies = std::is_same_v<T, float> || (kHasBFloat16 && std::is_same_v<T, at::BFloat16>);
+using Factor = std::conditional_t<std::is_same_v<T, at::BFloat16>, at::BFloat16, float>;
+#else
+template <typename T>
+using Factor = float;
+#endif
 
 template <typename T>
 struct Inputs {
@@ -207,21 +185,31 @@ void write_new(const Inputs<T>& in, int64_t token) {
   }
 }
 
-// Some rows of some neighbouring KV heads of one sequence, over keys first_key..last_key (exclusive) of its blocks.
+// Keys that are looked at together.
+inline int64_t chunk_of(int64_t block_size) {
+  return std::min(kChunk, std::max(kChunk / block_size, int64_t{1}) * block_size);
+}
+
+// Some rows of some neighbouring KV heads of one sequence.
 struct Task {
-  int64_t b, first_head, num_heads, first_row, num_rows, first_key, last_key;
+  int64_t b, first_head, num_heads, first_row, num_rows;
 };
 
-// Running softmax of a task's rows, head by head: their largest score so far, the sum of exponentials in 16 parts, and
+// Keys `begin` to `end`, exclusive, of a task's sequence.
+struct Share {
+  int64_t begin, end;
+};
+
+// Running softmax of a task's rows, head by head: their largest score so far, the sum of exponentials in kLanes parts, and
 // the weighted sum of values.
 struct Partial {
-  float *maximum, *sums, *weighted;  // (rows), (rows, 16), (rows, width)
+  float *maximum, *sums, *weighted;  // (rows), (rows, kLanes), (rows, width)
 };
 
 // Scores of `count` keys become 2 to the power of (score - maximum) * scale, 0 outside begin..end; the partial sums are
 // brought to the same maximum.
 template <typename E>
-void exponentiate(float* scores, E* weights, int64_t begin, int64_t end, int64_t count, float scale, const Partial& out,
+[[gnu::noinline]] void exponentiate(float* scores, E* weights, int64_t begin, int64_t end, int64_t count, float scale, const Partial& out,
                   int64_t r, int64_t width) {
   std::fill(scores, scores + begin, kNever);
   std::fill(scores + end, scores + count, kNever);
@@ -247,33 +235,41 @@ void exponentiate(float* scores, E* weights, int64_t begin, int64_t end, int64_t
   store(out.sums + r * kLanes, sum);
 }
 
-// In numbers of type E: T itself, with keys and values read where they lie, or float, into which those of one head are
-// copied.
+// In numbers of type E. Keys and values are read where they lie, or those of one head are copied into floats: for many
+// rows, so that they are widened once, and where they do not lie as vectors want them. The bits are the same.
 template <typename T, typename E, bool direct>
-void attend(const Inputs<T>& in, const Task& task, const Partial& out, int64_t width) {
+void attend(const Inputs<T>& in, const Task& task, const Share& share, const Partial& out, int64_t width) {
+  using Number = std::conditional_t<direct, T, float>;
   const int64_t num_rows = task.num_rows, all_rows = task.num_heads * num_rows;
-  thread_local std::vector<E> numbers;
-  thread_local std::vector<float> all_scores;
-  numbers.resize(all_rows * (in.D + kChunk) + (direct ? 0 : kChunk * (in.D + width)));
-  all_scores.resize(all_rows * kChunk);
-  E* query = numbers.data();
-  E* weights = query + all_rows * in.D;
-  E* key_copy = weights + all_rows * kChunk;
-  E* value_copy = key_copy + in.D * kChunk;
-  float* scores = all_scores.data();
   int64_t positions[kRowsPerTask], lowest = std::numeric_limits<int64_t>::max(), highest = 0;
-  for (int64_t row = 0; row < all_rows; ++row) {
-    const int64_t head = task.first_head + row / num_rows, r = row % num_rows;
-    const int64_t g = (task.first_row + r) / in.Q, token = task.b * in.Q + (task.first_row + r) % in.Q;
-    const T* source = in.query + (head * (in.H / in.Hk) + g) * in.query_head + token * in.query_token;
-    for (int64_t d = 0; d < in.D; ++d) query[row * in.D + d] = static_cast<E>(source[d]);
-    positions[r] = in.positions[token];
+  for (int64_t r = 0; r < num_rows; ++r) {
+    positions[r] = in.positions[task.b * in.Q + (task.first_row + r) % in.Q];
     lowest = std::min(lowest, positions[r]);
     highest = std::max(highest, positions[r]);
-    out.maximum[row] = kNever;
   }
+  std::fill_n(out.maximum, all_rows, kNever);
   std::fill_n(out.sums, all_rows * kLanes, 0.0f);
   std::fill_n(out.weighted, all_rows * width, 0.0f);
+  const int64_t chunk = chunk_of(in.block_size), last_key = std::min(share.end, highest + 1);
+  int64_t first_key = share.begin;
+  if (in.window > 0) first_key = std::max(first_key, (lowest - in.window + 1) / chunk * chunk);
+  if (first_key >= last_key) return;
+  thread_local std::vector<E> numbers;
+  thread_local std::vector<float> all_scores, copies;
+  numbers.resize(all_rows * (in.D + kChunk));
+  all_scores.resize(all_rows * kChunk);
+  if constexpr (!direct) copies.resize(kChunk * (in.D + width));
+  E* query = numbers.data();
+  E* weights = query + all_rows * in.D;
+  float* key_copy = copies.data();
+  float* value_copy = key_copy + in.D * kChunk;
+  float* scores = all_scores.data();
+  for (int64_t row = 0; row < all_rows; ++row) {
+    const int64_t head = task.first_head + row / num_rows, r = task.first_row + row % num_rows;
+    const T* source = in.query + (head * (in.H / in.Hk) + r / in.Q) * in.query_head +
+                      (task.b * in.Q + r % in.Q) * in.query_token;
+    for (int64_t d = 0; d < in.D; ++d) query[row * in.D + d] = static_cast<E>(source[d]);
+  }
   // Tiles of about equal size: 13 rows are 6 and 7.
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   // Calls use(rows, first) for the tiles of a head some of whose rows see a key; `rows` is a constant.
@@ -284,11 +280,6 @@ void attend(const Inputs<T>& in, const Task& task, const Partial& out, int64_t w
       with_rows<kTileRows>(end - first, [&](auto rows) { use(rows, first); });
     }
   };
-  const int64_t last_key = std::min(task.last_key, highest + 1);
-  int64_t first_key = task.first_key;
-  if (in.window > 0) first_key = std::max(first_key, (lowest - in.window + 1) / in.block_size * in.block_size);
-  const int64_t blocks_per_chunk = std::max(kChunk / in.block_size, int64_t{1});
-  const int64_t chunk = std::min(kChunk, blocks_per_chunk * in.block_size);
   const float scale = in.scale * kLog2E;
   const auto keys_at = [&](int64_t key, int64_t head) {
     const int64_t block = in.block_tables[task.b * in.N + key / in.block_size];
@@ -322,8 +313,9 @@ void attend(const Inputs<T>& in, const Task& task, const Partial& out, int64_t w
       for (int64_t j = 0; j < num_keys; ++j) std::fill_n(value_copy + j * width + in.Dv, width - in.Dv, 0.0f);
     }
     for_pieces([&](int64_t k, int64_t head, int64_t count) {
-      Piece<E> keys{key_copy, key_copy, kChunk};
-      if constexpr (direct) keys = {keys_at(start + k, head), values_at(start + k, head), in.block_size};
+      Piece<Number> keys;
+      if constexpr (!direct) keys = {key_copy, key_copy, kChunk};
+      else keys = {keys_at(start + k, head), values_at(start + k, head), in.block_size};
       for_tiles(start + k, [&](auto rows, int64_t first) {
         const int64_t row = head * num_rows + first;
         multiply_rows<false, rows()>(query + row * in.D, in.D, keys, scores + row * kChunk + k, kChunk, in.D,
@@ -339,11 +331,12 @@ void attend(const Inputs<T>& in, const Task& task, const Partial& out, int64_t w
       else std::fill_n(row_weights, padded, E(0.0f));
     }
     for_pieces([&](int64_t k, int64_t head, int64_t count) {
-      Piece<E> values{value_copy, value_copy, width};
+      Piece<Number> values;
       const int64_t next_key = std::min(start + k + chunk, last_key - 1);
-      if constexpr (direct) values = {values_at(start + k, head), keys_at(next_key, head), in.Dv};
-      // An odd one out has a partner in its block, whose weight is 0.
-      const int64_t depth = direct ? count + count % 2 : count;
+      if constexpr (!direct) values = {value_copy, value_copy, width};
+      else values = {values_at(start + k, head), keys_at(next_key, head), in.Dv};
+      // Of pairs an odd one out has a partner in its block, whose weight is 0.
+      const int64_t depth = std::is_same_v<E, float> ? count : count + count % 2;
       for_tiles(start + k, [&](auto rows, int64_t first) {
         const int64_t row = head * num_rows + first;
         multiply_rows<true, rows()>(weights + row * kChunk + k, kChunk, values, out.weighted + row * width, width,
@@ -353,32 +346,45 @@ void attend(const Inputs<T>& in, const Task& task, const Partial& out, int64_t w
   }
 }
 
-// Whether keys and values are multiplied where they lie.
+// Whether keys and values lie as vectors want them.
 template <typename T>
 bool reads_in_place(const Inputs<T>& in) {
-  return kMultiplies<T> && in.block_size % kLanes == 0 && in.Dv % kLanes == 0 && in.D % 2 == 0;
+  return in.block_size % kLanes == 0 && in.Dv % kLanes == 0 && in.D % 2 == 0;
 }
 
-// Adds up the parts of a task, one for each share of the keys, and writes its output.
-template <typename T, typename GetPartial>
-void finish(const Inputs<T>& in, const Task& task, int64_t num_splits, int64_t width, const GetPartial& partial) {
-  const float scale = in.scale * kLog2E;
+template <typename T>
+void attend_fastest(const Inputs<T>& in, const Task& task, const Share& share, const Partial& out, int64_t width) {
+  constexpr bool widens = std::is_same_v<Factor<T>, float> && !std::is_same_v<T, float>;
+  const bool copies = widens && task.num_rows > 2 * kTileRows;
+  if (reads_in_place(in) && !copies) attend<T, Factor<T>, true>(in, task, share, out, width);
+  else attend<T, float, false>(in, task, share, out, width);
+}
+
+// Adds a part of a task, over later keys, to those before it.
+[[gnu::noinline]] void add_part(const Partial& total, const Partial& part, int64_t num_rows, int64_t width, float scale) {
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const float maximum = std::max(total.maximum[row], part.maximum[row]);
+    if (part.maximum[row] == kNever) continue;
+    const float before = std::exp2((total.maximum[row] - maximum) * scale);
+    const float factor = std::exp2((part.maximum[row] - maximum) * scale);
+    const auto add = [&](float* to, const float* from, int64_t count) {
+      for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(to + i) * before + load(from + i) * factor);
+    };
+    total.maximum[row] = maximum;
+    add(total.sums + row * kLanes, part.sums + row * kLanes, kLanes);
+    add(total.weighted + row * width, part.weighted + row * width, width);
+  }
+}
+
+// Writes a task's output.
+template <typename T>
+void finish(const Inputs<T>& in, const Task& task, const Partial& total, int64_t width) {
   for (int64_t row = 0; row < task.num_heads * task.num_rows; ++row) {
-    float maximum = kNever;
-    for (int64_t s = 0; s < num_splits; ++s) maximum = std::max(maximum, partial(s).maximum[row]);
-    float* total = partial(0).weighted + row * width;
-    Lanes sum{};
-    for (int64_t s = 0; s < num_splits; ++s) {
-      const Partial part = partial(s);
-      const float factor = std::exp2((part.maximum[row] - maximum) * scale);
-      sum += load(part.sums + row * kLanes) * factor;
-      for (int64_t d = 0; d < width; ++d) total[d] = (s ? total[d] : 0) + part.weighted[row * width + d] * factor;
-    }
     const int64_t head = task.first_head + row / task.num_rows, r = task.first_row + row % task.num_rows;
     const int64_t token = task.b * in.Q + r % in.Q;
     T* output = in.output + (token * in.H + head * (in.H / in.Hk) + r / in.Q) * in.Dv;
-    const float weight = 1 / sum_of(sum);
-    for (int64_t d = 0; d < in.Dv; ++d) output[d] = static_cast<T>(total[d] * weight);
+    const float weight = 1 / sum_of(load(total.sums + row * kLanes));
+    for (int64_t d = 0; d < in.Dv; ++d) output[d] = static_cast<T>(total.weighted[row * width + d] * weight);
   }
 }
 
@@ -387,42 +393,58 @@ void run(const Inputs<T>& in) {
   at::parallel_for(0, in.B * in.Q, 64, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) write_new(in, token);
   });
+  const int64_t threads = at::get_num_threads(), num_keys = in.N * in.block_size;
+  const int64_t keys_per_share = round_up(kSplit, chunk_of(in.block_size));
+  const int64_t num_shares = (num_keys + keys_per_share - 1) / keys_per_share;
   const int64_t rows = in.H / in.Hk * in.Q, row_groups = (rows + kRowsPerTask - 1) / kRowsPerTask;
   // Few rows: of several heads at a time, because the K/V of a block's heads lie side by side.
-  const int64_t heads = reads_in_place(in) ? std::clamp(kRowsPerTask / rows, int64_t{1}, in.Hk) : 1;
-  const int64_t head_groups = (in.Hk + heads - 1) / heads, num_tasks = in.B * head_groups * row_groups;
-  // Few tasks: their keys are divided too, and the parts added up at the end.
-  const int64_t threads = at::get_num_threads(), num_keys = in.N * in.block_size;
-  const int64_t wanted = num_tasks < threads ? kSplitsPerThread * threads / num_tasks : 1;
-  const int64_t keys_per_split = round_up((num_keys + wanted - 1) / wanted, std::max(kChunk, in.block_size));
-  const int64_t splits = (num_keys + keys_per_split - 1) / keys_per_split;
+  int64_t heads = reads_in_place(in) ? std::clamp(kRowsPerTask / rows, int64_t{1}, in.Hk) : 1;
+  const auto count_tasks = [&] { return in.B * ((in.Hk + heads - 1) / heads) * row_groups; };
+  while (heads > 1 && count_tasks() * num_shares < threads) heads = (heads + 1) / 2;
+  const int64_t head_groups = (in.Hk + heads - 1) / heads, num_tasks = count_tasks();
+  // Few tasks: threads share their keys too, and the parts are added up at the end.
+  const bool divides = num_shares > 1 && num_tasks < kTasksPerThread * threads;
   const int64_t width = round_up(in.Dv, kLanes), partial_size = kRowsPerTask * (1 + kLanes + width);
-  const int64_t num_partials = splits > 1 ? num_tasks * splits : threads;
-  const auto buffer = std::make_unique_for_overwrite<float[]>(num_partials * partial_size);
+  const auto buffer =
+      std::make_unique_for_overwrite<float[]>((divides ? num_tasks * num_shares : 2 * threads) * partial_size);
   const auto partial = [&](int64_t i) {
     float* base = buffer.get() + i * partial_size;
     return Partial{base, base + kRowsPerTask, base + kRowsPerTask * (1 + kLanes)};
   };
-  const auto make_task = [&](int64_t i, int64_t split) {
+  const auto make_task = [&](int64_t i) {
     const int64_t row = i % row_groups * kRowsPerTask, head = i / row_groups % head_groups * heads;
     return Task{i / row_groups / head_groups, head, std::min(heads, in.Hk - head), row,
-                std::min(kRowsPerTask, rows - row), split * keys_per_split, std::min((split + 1) * keys_per_split, num_keys)};
+                std::min(kRowsPerTask, rows - row)};
   };
-  const auto attend_fastest = [&](const Task& task, const Partial& out) {
-    if constexpr (kMultiplies<T>)
-      if (reads_in_place(in)) return attend<T, T, true>(in, task, out, width);
-    attend<T, float, false>(in, task, out, width);
+  const auto attend_share = [&](const Task& task, int64_t share, const Partial& out) {
+    const int64_t begin = share * keys_per_share;
+    attend_fastest(in, task, Share{begin, std::min(begin + keys_per_share, num_keys)}, out, width);
   };
-  share_tasks(num_tasks * splits, [&](int64_t i) {
-    const Task task = make_task(i / splits, i % splits);
-    if (splits > 1) return attend_fastest(task, partial(i));
-    const Partial own = partial(at::get_thread_num());
-    attend_fastest(task, own);
-    finish(in, task, 1, width, [&](int64_t) { return own; });
+  const auto add = [&](const Task& task, const Partial& total, const Partial& part) {
+    add_part(total, part, task.num_heads * task.num_rows, width, in.scale * kLog2E);
+  };
+  if (divides) {
+    share_tasks(num_tasks * num_shares,
+                [&](int64_t i) { attend_share(make_task(i / num_shares), i % num_shares, partial(i)); });
+    for (int64_t i = 0; i < num_tasks; ++i) {
+      const Task task = make_task(i);
+      for (int64_t share = 1; share < num_shares; ++share)
+        add(task, partial(i * num_shares), partial(i * num_shares + share));
+      finish(in, task, partial(i * num_shares), width);
+    }
+    return;
+  }
+  share_tasks(num_tasks, [&](int64_t i) {
+    const Task task = make_task(i);
+    const int64_t thread = at::get_thread_num();
+    const Partial total = partial(2 * thread), part = partial(2 * thread + 1);
+    attend_share(task, 0, total);
+    for (int64_t share = 1; share < num_shares; ++share) {
+      attend_share(task, share, part);
+      add(task, total, part);
+    }
+    finish(in, task, total, width);
   });
-  if (splits > 1)
-    for (int64_t i = 0; i < num_tasks; ++i)
-      finish(in, make_task(i, 0), splits, width, [&](int64_t split) { return partial(i * splits + split); });
 }
 
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_pool,

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor, nn
 
 from runtime.compiler.kernels import describe_kernels, load_kernels
@@ -128,26 +130,118 @@ LINEAR_SHAPES = [  # tokens, inputs, outputs
 
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("arithmetic", [0, 1, 2], ids=["float32", "pairs", "tiles"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("num_tokens", "num_inputs", "num_outputs"), LINEAR_SHAPES)
 def test_kernel_is_a_linear_layer(
-    num_tokens: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, with_bias: bool, threads: int
+    num_tokens: int,
+    num_inputs: int,
+    num_outputs: int,
+    dtype: torch.dtype,
+    arithmetic: int,
+    with_bias: bool,
+    threads: int,
 ) -> None:
+    """In an arithmetic that the processor or the dtype does not have too: then in float32."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, num_tokens, num_inputs, generator=generator).to(dtype)[1:]
     weight = (torch.randn(num_outputs, num_inputs, generator=generator) / num_inputs**0.5).to(dtype)
     bias = torch.randn(num_outputs, generator=generator).to(dtype) if with_bias else None
-    output = torch.ops.specdec.linear(x, torch.ops.specdec.pack_linear(weight), bias, num_outputs)
+    output = torch.ops.specdec.linear(x, torch.ops.specdec.pack_linear(weight), bias, num_outputs, arithmetic)
     expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double() if bias is not None else None)
     assert output.dtype == dtype and output.shape == (1, num_tokens, num_outputs)
-    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    tolerance = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_linear_kernel_takes_rows_that_are_not_contiguous() -> None:
     x, weight = torch.randn(64, 5).T, torch.randn(40, 64)
-    output = torch.ops.specdec.linear(x, torch.ops.specdec.pack_linear(weight), None, 40)
+    output = torch.ops.specdec.linear(x, torch.ops.specdec.pack_linear(weight), None, 40, 0)
     torch.testing.assert_close(output, x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arithmetic", [0, 1, 2], ids=["float32", "pairs", "tiles"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 96), (34, 7), (2100, 40)])
+def test_a_token_has_the_same_bits_in_any_company(
+    num_inputs: int, num_outputs: int, dtype: torch.dtype, arithmetic: int, threads: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(70, num_inputs, generator=generator).to(dtype)
+    packed = torch.ops.specdec.pack_linear(torch.randn(num_outputs, num_inputs, generator=generator).to(dtype))
+    together = torch.ops.specdec.linear(x, packed, None, num_outputs, arithmetic)
+    for num_tokens in (1, 2, 5, 12, 13, 17, 33):
+        for start in (0, 36, 70 - num_tokens):
+            tokens = slice(start, start + num_tokens)
+            alone = torch.ops.specdec.linear(x[tokens], packed, None, num_outputs, arithmetic)
+            assert torch.equal(alone, together[tokens]), (num_tokens, start)
+
+
+class Sequences:
+    """Three sequences of random queries, keys and values, whose K/V lie in blocks all over a pool."""
+
+    def __init__(self, shape: tuple[int, int, int, int], block_size: int, window: int, dtype: torch.dtype) -> None:
+        H, Hk, D, Dv = shape
+        self.block_size, self.window, length = block_size, window, 1500
+        generator = torch.Generator().manual_seed(0)
+        self.query, self.key, self.value = (
+            torch.randn(3, length, *heads, generator=generator).to(dtype) for heads in ((H, D), (Hk, D), (Hk, Dv))
+        )
+        num_blocks = -(-length // block_size)
+        self.tables = (torch.randperm(3 * num_blocks, generator=generator) + 1).view(3, num_blocks)
+        self.key_pool = torch.zeros(3 * num_blocks + 1, Hk, D, block_size, dtype=dtype)
+        self.value_pool = torch.zeros(3 * num_blocks + 1, Hk, block_size, Dv, dtype=dtype)
+        self.attend([(sequence, 0, length) for sequence in range(3)])
+
+    def attend(self, rows: list[tuple[int, int, int]]) -> list[Tensor]:
+        """Outputs of a batch of rows (sequence, start, number of tokens), each (tokens, H, Dv)."""
+        Q = max(num_tokens for _, _, num_tokens in rows)
+        N = max(-(-(start + num_tokens) // self.block_size) for _, start, num_tokens in rows)
+        positions, slots = torch.zeros(2, len(rows), Q, dtype=torch.long)
+        flat = [torch.zeros(len(rows), Q, *of.shape[2:], dtype=of.dtype) for of in (self.query, self.key, self.value)]
+        for b, (sequence, start, num_tokens) in enumerate(rows):
+            own = torch.arange(start, start + num_tokens)
+            positions[b, :num_tokens] = own
+            slots[b, :num_tokens] = self.tables[sequence][own // self.block_size] * self.block_size
+            slots[b, :num_tokens] += own % self.block_size
+            for part, of in zip(flat, (self.query, self.key, self.value), strict=True):
+                part[b, :num_tokens] = of[sequence, own]
+        output = torch.ops.specdec.paged_attention(
+            *(part.flatten(0, 1).transpose(0, 1)[None] for part in flat),
+            *(self.key_pool, self.value_pool, positions, slots),
+            torch.stack([self.tables[sequence][:N] for sequence, _, _ in rows]),
+            0.2,
+            self.window,
+        )
+        return [output[b * Q : b * Q + num_tokens] for b, (_, _, num_tokens) in enumerate(rows)]
+
+
+SHAPES = {"4 heads": (12, 4, 64, 64), "1 head": (4, 1, 32, 32), "odd heads": (4, 2, 12, 12)}
+ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1400), st.integers(1, 90)), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("window", [0, 300, 5])
+@pytest.mark.parametrize("block_size", [32, 24, 256])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_attention_of_a_token_has_the_same_bits_in_any_company(
+    dtype: torch.dtype, shape: str, block_size: int, window: int
+) -> None:
+    """Whatever the batch, the row that it is in, and the threads; against one token at a time, by one thread."""
+    sequences = Sequences(SHAPES[shape], block_size, window, dtype)
+
+    @settings(max_examples=10 if settings.get_current_profile_name() == "default" else 1000, deadline=None)
+    @given(rows=ROWS, threads=st.sampled_from([1, 2, 3, 5]))
+    def bits_are_equal(rows: list[tuple[int, int, int]], threads: int) -> None:
+        torch.set_num_threads(threads)
+        together = sequences.attend(rows)
+        torch.set_num_threads(1)
+        for (sequence, start, num_tokens), output in zip(rows, together, strict=True):
+            for i in {0, num_tokens // 2, num_tokens - 1}:
+                (alone,) = sequences.attend([(sequence, start + i, 1)])
+                assert torch.equal(output[i], alone[0]), (sequence, start + i)
+
+    bits_are_equal()
 
 
 class _Layers(nn.Module):
@@ -167,7 +261,7 @@ def test_layers_of_one_input_become_one_in_a_compiled_step() -> None:
     describe_kernels()
     layers, x = _Layers().eval(), torch.randn(3, 16)
     program = torch.export.export(layers, (x,), strict=False)
-    use_linear_kernel(program)
+    use_linear_kernel(program, arithmetic=0)
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert targets.count("specdec.linear.default") == 3  # query, key and value; biased; last
     assert targets.count("aten.linear.default") == 1  # odd

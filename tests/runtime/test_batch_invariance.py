@@ -1,0 +1,128 @@
+"""A token's logits are a function of the model and the tokens before it, bit by bit: not of the drafts, the batch, the
+pieces of a prompt, the threads, the loop, what was found in the cache, or who was preempted.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from conftest import MakeEngineDir
+from hypothesis import given, settings
+from strength import examples
+from tiny import VOCAB_SIZE, make_model
+from torch import Tensor
+
+from runtime import leader, orchestrator
+from runtime.bundle import read_bundle
+from runtime.engine import Engine, KVCacheConfig
+from runtime.request import Draft, Request, Sequence
+
+MAX_LEN = 900
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "float32": ("llama", {}),
+    "bfloat16": ("mistral", {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 100}),
+    "float16": ("qwen2", {}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def engine_dir(request: pytest.FixtureRequest, make_engine_dir: MakeEngineDir) -> Path:
+    family, overrides = MODELS[request.param]
+    model = make_model(family, max_position_embeddings=MAX_LEN, **overrides)
+    limits = {"max_input_len": MAX_LEN - 1, "max_seq_len": MAX_LEN + 10, "tokens_per_block": 16}
+    return make_engine_dir(model, compiler="aot", dtype=request.param, **limits)
+
+
+@pytest.fixture(scope="module")
+def engines(engine_dir: Path) -> Iterator[list[Engine]]:
+    """With room for everything; with room for one request, so that others wait or are preempted; without reuse."""
+    caches = [KVCacheConfig(), KVCacheConfig(max_tokens=MAX_LEN + 48), KVCacheConfig(block_reuse=False)]
+    opened = [Engine.open(engine_dir, kv_cache=cache) for cache in caches]
+    yield opened
+    for engine in opened:
+        engine.close()
+
+
+class Guessing:
+    """Drafts of any length, of tokens that are right as often as not."""
+
+    def __init__(self, outputs: dict[int, list[int]], seed: int) -> None:
+        self.outputs, self.rng = outputs, random.Random(seed)
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [Draft(self._guess(s)[: min(self.rng.randint(0, max_draft_len), s.max_draft_len)]) for s in sequences]
+
+    def _guess(self, sequence: Sequence) -> list[int]:
+        rest = self.outputs[sequence.request.id][sequence.num_generated :]
+        return [t if self.rng.random() < 0.8 else self.rng.randrange(VOCAB_SIZE) for t in rest]
+
+    def forget(self, request_id: int) -> None: ...
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    """Those of one seed begin alike, so that their K/V are found."""
+    rng = random.Random(seed)
+    return tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length))
+
+
+@pytest.fixture(scope="module")
+def alone(engines: list[Engine]) -> Any:
+    """Output and logits of a prompt by itself: without a draft, in one piece, by one thread, with an empty cache."""
+    known: dict[tuple[int, ...], tuple[list[int], list[Tensor]]] = {}
+
+    def generate(tokens: tuple[int, ...], max_new_tokens: int) -> tuple[list[int], list[Tensor]]:
+        if tokens not in known:
+            engines[0].clear_cache()
+            engines[0].max_num_tokens = MAX_LEN
+            torch.set_num_threads(1)
+            request = Request(0, tokens, 30, keep_logits=True)
+            for sequence, _ in leader.generate(engines[0], [request], None, 0):
+                known[tokens] = sequence.output_tokens, sequence.logits
+        output, logits = known[tokens]
+        return output[:max_new_tokens], logits[:max_new_tokens]
+
+    return generate
+
+
+def test_logits_are_the_same_bits_in_any_company(engines: list[Engine], alone: Any) -> None:
+    @settings(max_examples=examples(10_000), deadline=None)
+    @given(
+        lengths=st.lists(st.tuples(st.integers(0, 2), st.integers(1, MAX_LEN - 40)), min_size=1, max_size=4),
+        max_new_tokens=st.integers(1, 30),
+        engine=st.sampled_from(engines),
+        in_leader_mode=st.booleans(),
+        piece=st.integers(1, 512),
+        threads=st.sampled_from([1, 2, 3, 5]),
+        seed=st.integers(0, 1000),
+    )
+    def bits_are_equal(
+        lengths: list[tuple[int, int]],
+        max_new_tokens: int,
+        engine: Engine,
+        in_leader_mode: bool,
+        piece: int,
+        threads: int,
+        seed: int,
+    ) -> None:
+        prompts = [prompt(*length) for length in lengths]
+        expected = [alone(tokens, max_new_tokens) for tokens in prompts]
+        requests = [Request(i, tokens, max_new_tokens, keep_logits=True) for i, tokens in enumerate(prompts)]
+        engine.max_num_tokens = piece
+        torch.set_num_threads(threads)
+        drafter = Guessing({i: output for i, (output, _) in enumerate(expected)}, seed)
+        generate = leader.generate if in_leader_mode or not engine.block_reuse else orchestrator.generate
+        done = {s.request.id: s for s, _ in generate(engine, requests, drafter) if s.finish_reason}
+        torch.set_num_threads(1)
+        for i, (output, logits) in enumerate(expected):
+            assert done[i].output_tokens == output
+            assert torch.equal(torch.stack(done[i].logits), torch.stack(logits))
+
+    bits_are_equal()
+
+
+def test_engine_says_that_it_keeps_the_bits(engine_dir: Path) -> None:
+    assert read_bundle(engine_dir).config.batch_invariant
