@@ -22,6 +22,11 @@ from runtime.session import Session
 
 Settings = TypeVar("Settings", NgramDrafter, SuffixDrafter, DraftTargetDrafter, CustomDrafter)
 
+_ENGINE_KEYS = (
+    *("dtype", "build_config", "environment", "logits_check", "compiler_note"),
+    *("arithmetic", "batch_invariant"),
+)
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -86,5 +91,5 @@ def _engine_record(bundle: Bundle) -> dict[str, Any]:
     return {
         "engine_dir": str(bundle.directory),
         "model_type": bundle.config.pretrained_config["model_type"],
-        **{key: record[key] for key in ("dtype", "build_config", "environment", "logits_check", "compiler_note")},
+        **{key: record[key] for key in _ENGINE_KEYS},
     }
