@@ -8,6 +8,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def no_command_yet() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def kernels(shared: Path, cache_of_its_own: None) -> Path:
     """The compiled kernels' library, which is in the cache from now on."""
-    return once(shared / "kernels", compile_kernels)
+    march = os.environ.get("SPECDEC_TEST_MARCH", "native")
+    return once(shared / "kernels", partial(compile_kernels, march=march))
 
 
 @pytest.fixture(scope="session")

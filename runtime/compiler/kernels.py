@@ -21,27 +21,30 @@ from runtime.files import write_file
 
 _SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
 _HEADERS = sorted((Path(__file__).parent / "csrc").glob("*.h"))
-_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 _X86 = "abm adx amx avx bmi f16c fma gfni movbe popcnt sse ssse vaes vpclmulqdq"
 _ARM = "asimd atomics bf16 crc32 fp i8mm sme sve"
 _INSTRUCTIONS = tuple(f"{_X86} {_ARM}".split())
 
 
-def compile_kernels(path: Path) -> None:
-    """Write the library to `path`, from the cache if it was compiled here before. SpecDecError without a compiler."""
+def compile_kernels(path: Path, march: str = "native") -> None:
+    """Write the library to `path`, from the cache if it was compiled here before. SpecDecError without a compiler.
+
+    For the processor that it is compiled on, unless `march` names another of the compiler's.
+    """
     compiler = os.environ.get("CXX", "g++")
     name = digest(
         (
             *(file.read_text() for file in (*_SOURCES, *_HEADERS)),
             *_FLAGS,
-            *(compiler, _toolchain(compiler), torch.__version__, processor()),
+            *(march, compiler, _toolchain(compiler), torch.__version__, processor()),
         )
     )
     cached = cache_dir() / f"kernels-{name[:16]}.so"
     if cached.exists():
         shutil.copyfile(cached, path)
         return
-    _run_compiler(compiler, path)
+    _run_compiler(compiler, path, f"-march={march}")
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time, and nothing else
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_file(cached, path.read_bytes())  # whole or absent, whoever else compiles
@@ -74,9 +77,19 @@ def _toolchain(compiler: str) -> str:
     return f"{said} {' '.join(platform.libc_ver())}"
 
 
-def _run_compiler(compiler: str, library: Path) -> None:
+def _run_compiler(compiler: str, library: Path, march: str) -> None:
     torch_dir = Path(torch.__file__).parent
-    command = [*shlex.split(compiler), *_FLAGS, "-x", "c++", "-", "-o", str(library), f"-I{torch_dir / 'include'}"]
+    command = [
+        *shlex.split(compiler),
+        *_FLAGS,
+        march,
+        "-x",
+        "c++",
+        "-",
+        "-o",
+        str(library),
+        f"-I{torch_dir / 'include'}",
+    ]
     command += [f"-L{torch_dir / 'lib'}", "-lc10", "-ltorch_cpu"]
     # All in one: torch's headers take longer to read than the kernels take to compile.
     sources = "".join(f'#include "{path}"\n' for path in _SOURCES)

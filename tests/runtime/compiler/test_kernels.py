@@ -1,5 +1,9 @@
 """The kernels compute what their formulas say, whatever the shapes, the blocks, the dtype and the threads."""
 
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -303,3 +307,13 @@ def test_argmax_finds_the_only_nan(dtype: torch.dtype) -> None:
     rows[:, 0] = 1.0
     rows.fill_diagonal_(torch.nan)
     assert torch.ops.specdec.argmax(rows).tolist() == list(range(200))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("march", ["x86-64", "haswell", "skylake-avx512"])
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64's sets of instructions")
+def test_kernels_for_lesser_processors_compute_the_same(march: str) -> None:
+    """All tests of this file with registers of 4, 8 and 16 floats, and without instructions for bfloat16."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(command, env=os.environ | {"SPECDEC_TEST_MARCH": march}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
