@@ -123,12 +123,13 @@ struct InFloat32 : EvenTiles {
   void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P* panel, float* to) const {
     with_rows<kTileRows>(rows, [&](auto count) {
       constexpr int R = count();
-      const float* factors = x + row * K + k;
+      const int64_t stride = K;  // here, where the compiler sees that it stays
+      const float* factors = x + row * stride + k;
       Lanes sums[R][2];
       load_sums(to, sums);
       for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
         for (int r = 0; r < R; ++r) {
-          const float factor = factors[r * K + k];
+          const float factor = factors[r * stride + k];
           sums[r][0] += left * factor;
           sums[r][1] += right * factor;
         }
@@ -152,14 +153,15 @@ struct InPairs : EvenTiles {
   void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to) const {
     with_rows<kTileRows>(rows, [&](auto count) {
       constexpr int R = count();
-      const at::BFloat16 *factors = x + row * K + k, *p = panel;
+      const int64_t stride = K;
+      const at::BFloat16 *factors = x + row * stride + k, *p = panel;
       Lanes sums[R][2];
       load_sums(to, sums);
       for (int64_t k = 0; k < depth; k += 2, p += 2 * kPanel) {
         fetch_ahead(p, 2 * kPanel);
         const auto left = load<__m512bh>(p), right = load<__m512bh>(p + kPanel);
         for (int r = 0; r < R; ++r) {
-          const auto factor = (__m512bh)_mm512_set1_epi32(load<int32_t>(factors + r * K + k));
+          const auto factor = (__m512bh)_mm512_set1_epi32(load<int32_t>(factors + r * stride + k));
           sums[r][0] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][0], left, factor);
           sums[r][1] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][1], right, factor);
         }
