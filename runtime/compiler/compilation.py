@@ -48,6 +48,7 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
 
 
 PACKAGE, WEIGHTS = "rank0.pt2", "rank0.safetensors"
+_FEW_TOKENS = 64
 
 
 def compile_aot(
@@ -117,13 +118,31 @@ class _PackagedStep:
         return logits
 
 
+class _ProcessorStep(_PackagedStep):
+    """On the CPU: the compiler's loops between the kernels are shared among threads for many tokens only.
+
+    For few, sharing takes longer than computing, and on a busy machine waits for a thread that is not running.
+    """
+
+    def __call__(self, *inputs: Tensor | list[Tensor]) -> Tensor:
+        tokens = inputs[0]
+        assert isinstance(tokens, Tensor)
+        if tokens.numel() > _FEW_TOKENS:
+            return super().__call__(*inputs)
+        torch.ops.specdec.compute_loops_alone(True)
+        try:
+            return super().__call__(*inputs)
+        finally:
+            torch.ops.specdec.compute_loops_alone(False)
+
+
 def open_aot(package: Path, weights: dict[str, Tensor], device: torch.device) -> StepFunction:
     """The packaged step. Its loader is called directly: `torch._inductor` alone takes most of a second to import."""
     device_index = -1 if device.index is None else device.index
     loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, device_index)
     if weights:
         loader.load_constants(weights, use_inactive=False, check_full_update=True, user_managed=True)
-    return _PackagedStep(loader, weights)
+    return (_ProcessorStep if device.type == "cpu" else _PackagedStep)(loader, weights)
 
 
 def torch_compile(step: "Step", cache_dir: Path) -> StepFunction:

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "lanes.h"
+#include "tasks.h"
 
 namespace {
 

@@ -1,14 +1,11 @@
-// What the kernels share: as many floats as a register holds, numbers of 16 bits widened to them, a template's number of
-// rows chosen at run time, and work shared among threads.
+// What the kernels share: as many floats as a register holds, numbers of 16 bits widened to them, and a template's number
+// of rows chosen at run time.
 
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-#include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -88,23 +85,6 @@ inline void widen(const T* from, float* to, int64_t count) {
 
 // Into the second-level cache: the first has few places for requests, which are needed for what is read now.
 inline void fetch_line(const void* p) { __builtin_prefetch(p, 0, 2); }
-
-// Calls do_task(i) for 0 <= i < num_tasks. A thread takes the next few when it has finished, so that all end together
-// even where something else runs on their cores: many at first, whose memory is read in one stream, and one at last
-// (guided self-scheduling, Polychronopoulos and Kuck, 1987).
-template <typename DoTask>
-inline void share_tasks(int64_t num_tasks, const DoTask& do_task) {
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), num_tasks);
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t thread, int64_t end_thread) {
-    for (; thread < end_thread; ++thread)
-      for (int64_t begin = next; begin < num_tasks; begin = next) {
-        const int64_t end = begin + std::max<int64_t>((num_tasks - begin) / (2 * threads), 1);
-        if (!next.compare_exchange_strong(begin, end)) continue;
-        for (int64_t i = begin; i < end; ++i) do_task(i);
-      }
-  });
-}
 
 // Calls use(std::integral_constant<int, rows>()), for 1 <= rows <= most.
 template <int most, typename Use>

@@ -9,7 +9,6 @@
 // those for tiles (AMX). Each gives a token the same bits whatever other tokens are computed with it; two of them differ
 // in the last bits.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -21,6 +20,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "tasks.h"
 
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
@@ -94,7 +94,7 @@ struct InFloat32 : EvenTiles {
   InFloat32(const T* tokens, int64_t M, int64_t K) : K(K) {
     if constexpr (kWidens) {
       widened = std::make_unique_for_overwrite<float[]>(M * K);
-      at::parallel_for(0, M, 64, [&](int64_t begin, int64_t end) {
+      share_range(M, 64, [&](int64_t begin, int64_t end) {
         widen(tokens + begin * K, widened.get() + begin * K, (end - begin) * K);
       });
       x = widened.get();
@@ -184,7 +184,7 @@ struct InTiles {
 
   InTiles(const at::BFloat16* tokens, int64_t M, int64_t K) : K(K), num_blocks((K + kWidth - 1) / kWidth) {
     x = std::make_unique_for_overwrite<at::BFloat16[]>((M + kHeight - 1) / kHeight * kHeight * num_blocks * kWidth);
-    at::parallel_for(0, M, 64, [&](int64_t begin, int64_t end) {
+    share_range(M, 64, [&](int64_t begin, int64_t end) {
       for (int64_t m = begin; m < end; ++m)
         for (int64_t k = 0; k < K; k += kWidth)
           std::memcpy(at(m, k), tokens + m * K + k, std::min(kWidth, K - k) * sizeof(at::BFloat16));
@@ -268,7 +268,7 @@ void run(const T* tokens, const T* packed, const T* bias, T* out, int64_t M, int
   const Product x(tokens, M, K);
   const int64_t panels = (N + kPanel - 1) / kPanel, tiles = Product::num_tiles(M);
   // A task is a panel, or with many threads and tokens a part of the tokens of one.
-  const int64_t parts = std::clamp<int64_t>(4 * at::get_num_threads() / panels, 1, tiles);
+  const int64_t parts = std::clamp<int64_t>(4 * num_threads() / panels, 1, tiles);
   share_tasks(panels * parts, [&](int64_t task) {
     thread_local std::vector<float> sums;
     const int64_t panel = task / parts, first = panel * kPanel, width = std::min(kPanel, N - first);
@@ -338,7 +338,7 @@ at::Tensor pack_linear(const at::Tensor& weight) {
     TORCH_CHECK(K % group == 0, "the weight must have an even number of columns");
     const T* source = rows.const_data_ptr<T>();
     T* target = packed.mutable_data_ptr<T>();
-    at::parallel_for(0, N, 32, [&](int64_t begin, int64_t end) {
+    share_range(N, 32, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n)
         for (int64_t k = 0; k < K; ++k)
           target[(n / kPanel * K + k / group * group) * kPanel + n % kPanel * group + k % group] = source[n * K + k];
@@ -368,6 +368,7 @@ TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int num_outputs, int arithmetic) -> Tensor");
   library.def("panel() -> int", [] { return kPanel; });
   library.def("arithmetics() -> int[]", arithmetics);
+  library.def("compute_loops_alone(bool alone) -> ()", compute_loops_alone);
 }
 TORCH_LIBRARY_IMPL(specdec, CPU, library) {
   library.impl("pack_linear", pack_linear);

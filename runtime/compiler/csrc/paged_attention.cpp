@@ -6,7 +6,6 @@
 // block_size, Dv), so that both products run along contiguous memory. The query heads of one KV head are rows of one
 // product: row g * Q + i is query i of its head g.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -21,6 +20,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "tasks.h"
 
 namespace {
 
@@ -390,10 +390,10 @@ void finish(const Inputs<T>& in, const Task& task, const Partial& total, int64_t
 
 template <typename T>
 void run(const Inputs<T>& in) {
-  at::parallel_for(0, in.B * in.Q, 64, [&](int64_t begin, int64_t end) {
+  share_range(in.B * in.Q, 64, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) write_new(in, token);
   });
-  const int64_t threads = at::get_num_threads(), num_keys = in.N * in.block_size;
+  const int64_t threads = num_threads(), num_keys = in.N * in.block_size;
   const int64_t keys_per_share = round_up(kSplit, chunk_of(in.block_size));
   const int64_t num_shares = (num_keys + keys_per_share - 1) / keys_per_share;
   const int64_t rows = in.H / in.Hk * in.Q, row_groups = (rows + kRowsPerTask - 1) / kRowsPerTask;
@@ -434,9 +434,8 @@ void run(const Inputs<T>& in) {
     }
     return;
   }
-  share_tasks(num_tasks, [&](int64_t i) {
+  share_tasks(num_tasks, [&](int64_t i, int64_t thread) {
     const Task task = make_task(i);
-    const int64_t thread = at::get_thread_num();
     const Partial total = partial(2 * thread), part = partial(2 * thread + 1);
     attend_share(task, 0, total);
     for (int64_t share = 1; share < num_shares; ++share) {

@@ -1,0 +1,203 @@
+// Work shared among threads, such that nobody waits for a thread that has not come: the caller takes tasks like the
+// threads that help it, and goes on when all that were begun are done. OpenMP waits for every thread of a team, also for
+// one that the system has not given a core and that has nothing to do, which on a busy machine costs a step three times
+// its time.
+//
+// Every calling thread has helpers of its own, so that several engines and callers do not know of each other. They are
+// made when they are first needed, wait for work a while before they sleep, and end with their caller.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include <pthread.h>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#ifndef SPECDEC_HELPER_SPIN
+#define SPECDEC_HELPER_SPIN 2000
+#define SPECDEC_CALLER_SPIN 30
+#endif
+
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// How arithmetic treats numbers too small to be normal; helpers do as their caller does.
+inline uint64_t float_mode() {
+#if defined(__x86_64__)
+  return _mm_getcsr();
+#elif defined(__aarch64__)
+  uint64_t mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+#else
+  return 0;
+#endif
+}
+inline void set_float_mode([[maybe_unused]] uint64_t mode) {
+#if defined(__x86_64__)
+  _mm_setcsr(static_cast<unsigned>(mode));
+#elif defined(__aarch64__)
+  asm volatile("msr fpcr, %0" : : "r"(mode));
+#endif
+}
+
+inline void wait_while(const std::atomic<uint32_t>& value, uint32_t same, std::chrono::microseconds spinning) {
+  const auto end = std::chrono::steady_clock::now() + spinning;
+  for (int i = 1; value.load(std::memory_order_acquire) == same; ++i) {
+    if (i % 64 == 0 && std::chrono::steady_clock::now() > end) return value.wait(same);
+    relax();
+  }
+}
+
+class Team {
+ public:
+  explicit Team(int64_t num_helpers) {
+    for (int64_t i = 1; i <= num_helpers; ++i) helpers_.emplace_back([this, i] { help(i); });
+  }
+  ~Team() {
+    ends_ = true;
+    round_.fetch_add(1);
+    round_.notify_all();
+    for (auto& helper : helpers_) helper.join();
+  }
+  int64_t num_helpers() const { return helpers_.size(); }
+
+  // Calls work(0) here, and work(i), 0 < i < threads, in those helpers that come while it lasts.
+  void run(int64_t threads, void (*work)(const void*, int64_t), const void* argument) {
+    work_ = work, argument_ = argument, threads_ = threads, mode_ = float_mode();
+    is_open_.store(true);
+    round_.fetch_add(1);
+    round_.notify_all();
+    work(argument, 0);
+    is_open_.store(false);
+    for (uint32_t busy = num_inside_; busy != 0; busy = num_inside_)
+      wait_while(num_inside_, busy, std::chrono::microseconds(SPECDEC_CALLER_SPIN));
+  }
+
+ private:
+  void help(int64_t i) {
+    for (uint32_t seen = 0;;) {
+      wait_while(round_, seen, std::chrono::microseconds(SPECDEC_HELPER_SPIN));
+      seen = round_;
+      if (ends_) return;
+      num_inside_.fetch_add(1);  // before the look: who closes the round then waits for this thread
+      if (is_open_ && i < threads_) {
+        set_float_mode(mode_);
+        work_(argument_, i);
+      }
+      num_inside_.fetch_sub(1);
+      num_inside_.notify_one();
+    }
+  }
+
+  alignas(64) std::atomic<uint32_t> round_{0};  // grows with every call: helpers wait for it
+  alignas(64) std::atomic<uint32_t> num_inside_{0};
+  alignas(64) std::atomic<bool> is_open_{false}, ends_{false};
+  void (*work_)(const void*, int64_t) = nullptr;
+  const void* argument_ = nullptr;
+  int64_t threads_ = 0;
+  uint64_t mode_ = 0;
+  std::vector<std::thread> helpers_;
+};
+
+inline thread_local int64_t threads_of_tasks = 0;  // 0: as many as torch uses
+inline std::atomic<int64_t> num_forks{0};
+
+// A forked child has the memory of its parent's teams, OpenMP's too, and none of their threads: loops of the thread that
+// forked would wait for them for ever. Tasks are shared with new helpers.
+inline const int watches_forks = pthread_atfork(nullptr, nullptr, [] {
+  num_forks.fetch_add(1);
+  if (!threads_of_tasks) threads_of_tasks = at::get_num_threads();
+  at::set_num_threads(1);
+});
+
+class OwnTeam {
+ public:
+  ~OwnTeam() { disband(); }
+
+  Team& of(int64_t num_helpers) {
+    if (!team_ || forks_ != num_forks || team_->num_helpers() != num_helpers) {
+      disband();
+      team_ = std::make_unique<Team>(num_helpers);
+      forks_ = num_forks;
+    }
+    return *team_;
+  }
+  bool is_busy = false;
+
+ private:
+  void disband() {
+    if (forks_ == num_forks) team_.reset();
+    else (void)team_.release();  // its threads cannot be waited for
+  }
+  std::unique_ptr<Team> team_;
+  int64_t forks_ = 0;
+};
+
+inline thread_local OwnTeam own_team;
+
+inline int64_t num_threads() { return threads_of_tasks ? threads_of_tasks : at::get_num_threads(); }
+
+// Whether the compiler's loops between the kernels are computed by this thread alone, as is faster for few tokens.
+inline void compute_loops_alone(bool alone) {
+#if defined(_OPENMP)
+  if (alone == (threads_of_tasks != 0) || num_forks) return;
+  if (alone) threads_of_tasks = at::get_num_threads();
+  omp_set_num_threads(alone ? 1 : static_cast<int>(threads_of_tasks));
+  if (!alone) threads_of_tasks = 0;
+#endif
+}
+
+// Calls do_task(i) or do_task(i, thread), thread < num_threads(), for 0 <= i < num_tasks. A thread takes the next few when
+// it has finished, so that all end together even where something else runs on their cores: many at first, whose memory is
+// read in one stream, and one at last (guided self-scheduling, Polychronopoulos and Kuck, 1987).
+template <typename DoTask>
+void share_tasks(int64_t num_tasks, const DoTask& do_task) {
+  const auto call = [&](int64_t i, int64_t thread) {
+    if constexpr (std::is_invocable_v<DoTask, int64_t, int64_t>) do_task(i, thread);
+    else do_task(i);
+  };
+  const int64_t all_threads = num_threads(), threads = std::min(all_threads, num_tasks);
+  if (threads <= 1 || own_team.is_busy) {
+    for (int64_t i = 0; i < num_tasks; ++i) call(i, 0);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t thread) {
+    for (int64_t begin = next; begin < num_tasks; begin = next) {
+      const int64_t end = begin + std::max<int64_t>((num_tasks - begin) / (2 * threads), 1);
+      if (!next.compare_exchange_strong(begin, end)) continue;
+      for (int64_t i = begin; i < end; ++i) call(i, thread);
+    }
+  };
+  using Work = decltype(work);
+  own_team.is_busy = true;
+  own_team.of(all_threads - 1)
+      .run(threads, [](const void* work, int64_t thread) { (*static_cast<const Work*>(work))(thread); }, &work);
+  own_team.is_busy = false;
+}
+
+// Calls use(begin, end) for parts of 0..count of at most `part`.
+template <typename Use>
+void share_range(int64_t count, int64_t part, const Use& use) {
+  share_tasks((count + part - 1) / part, [&](int64_t i) { use(i * part, std::min((i + 1) * part, count)); });
+}
