@@ -1,11 +1,15 @@
-"""Scripts: what `install.sh` says while it works, with a pip that only pretends."""
+"""Scripts: what `install.sh` says while it works, with a pip that only pretends; the kernels' benchmark in small."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from bench_kernels import torch_held_to
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,3 +50,35 @@ def test_an_installation_that_fails_ends_there(checkout: Path) -> None:
     done = install(checkout, "echo no such package >&2; exit 7")
     assert done.returncode == 7
     assert "no such package" in done.stderr and "specdec and what it needs" not in done.stderr
+
+
+def bench_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
+    sizes = "--sets native --rows 1 3 --layer 64 96 --context 40 --vocab-size 100 --seconds 0"
+    command = [sys.executable, ROOT / "scripts" / "bench_kernels.py", *sizes.split(), *arguments]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+
+
+def test_every_kernel_has_a_line_beside_torchs_own(kernels: Path) -> None:
+    done = bench_kernels("--margin", "0.9")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("passed: every kernel has 0.00 of torch's speed or more\n")
+    lines = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")][1:]
+    for dtype in ("float32", "bfloat16", "float16"):
+        names = [kernel.split(",")[0].strip() for kernel, name, *_ in lines if name.strip() == dtype]
+        assert sorted(set(names)) == ["argmax", "attention", "linear"]
+    assert all(float(cell) > 0 for _, _, *cells in lines for cell in cells)
+
+
+def test_a_slow_kernel_is_named_and_ends_in_an_exit_code(kernels: Path) -> None:
+    done = bench_kernels("--dtypes", "float32", "--margin", "-1000")
+    assert done.returncode == 1
+    verdict, *slow = done.stdout.splitlines()[-7:]
+    assert verdict == "failed: below 1000.90 of torch's speed"
+    assert all(re.fullmatch(r"this processor, .+, float32, [13] rows: [\d.]+", line) for line in slow)
+
+
+@pytest.mark.skipif("AVX" not in torch.backends.cpu.get_cpu_capability(), reason="x86-64's sets of instructions")
+def test_torch_is_held_to_a_set_of_instructions() -> None:
+    ask = [sys.executable, "-c", "import torch; print(torch.backends.cpu.get_cpu_capability())"]
+    said = subprocess.run(ask, env=torch_held_to("x86-64"), capture_output=True, text=True, check=True).stdout.strip()
+    assert said != torch.backends.cpu.get_cpu_capability() and "AVX" not in said
