@@ -218,7 +218,7 @@ def _raise_machine_error(error: Exception) -> None:
         raise cause
     if type(cause).__name__ == "InvalidCxxCompiler":
         raise SpecDecError(
-            f"no working C++ compiler to build with: {os.environ.get('CXX', 'g++')}",
+            f"no working C++ compiler to build with: {os.environ.get('CXX') or 'g++'}",
             hint="install one (the package `g++`) or name it in the variable CXX",
             fact="no_compiler",
         ) from error

@@ -19,8 +19,9 @@ from runtime.cache import cache_dir, digest
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 
-_SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
-_HEADERS = sorted((Path(__file__).parent / "csrc").glob("*.h"))
+SOURCES_DIR = Path(__file__).parent / "csrc"
+_SOURCES = sorted(SOURCES_DIR.glob("*.cpp"))
+_HEADERS = sorted(SOURCES_DIR.glob("*.h"))
 _FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 _X86 = "abm adx amx avx bmi f16c fma gfni movbe popcnt sse ssse vaes vpclmulqdq"
 _ARM = "asimd atomics bf16 crc32 fp i8mm sme sve"
@@ -32,7 +33,7 @@ def compile_kernels(path: Path, march: str = "native") -> None:
 
     For the processor that it is compiled on, unless `march` names another of the compiler's.
     """
-    compiler = os.environ.get("CXX", "g++")
+    compiler = os.environ.get("CXX") or "g++"
     name = digest(
         (
             *(file.read_text() for file in (*_SOURCES, *_HEADERS)),

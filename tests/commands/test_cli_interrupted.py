@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command_line import Specdec, tree
+from command_line import PROMPT, Specdec, tree
 from shared import once
 from tiny import make_model
 from transformers import PreTrainedTokenizerFast
@@ -176,15 +177,35 @@ def test_full_disk_is_one_error_and_leaves_nothing(command: str, full_disks: Pat
     assert tree(full_disks / command) == []
 
 
+@pytest.fixture
+def without_compiler(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine that has no compiler by any name, nor a cache from when it had one."""
+    (tmp_path / "bin").mkdir()
+    caches = {name: str(tmp_path / "cache") for name in ("TORCHINDUCTOR_CACHE_DIR", "SPECDEC_CACHE_DIR")}
+    return {"PATH": str(tmp_path / "bin"), "CXX": "", **caches}
+
+
+@pytest.mark.parametrize("named", ["", "/none/g++"], ids=["unset", "named"])
 def test_machine_without_a_compiler_is_one_error(
-    llama_checkpoint_dir: Path, tmp_path: Path, specdec_process: Specdec
+    named: str, without_compiler: dict[str, str], llama_checkpoint_dir: Path, tmp_path: Path, specdec_process: Specdec
 ) -> None:
     """A model that is compiled already would be found in the compiler's cache."""
-    environment = {"CXX": "/none/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     arguments = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", "--compiler", "aot"]
+    environment = without_compiler | {"CXX": named}
     result = specdec_process("build", *arguments, "--max-input-len", 64, environment=environment)
     assert result.exit_code == 1
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
-    assert "error: no working C++ compiler to build with: /none/g++\nhint: install one" in result.stderr
-    assert [name for name in tree(tmp_path) if not name.startswith("cache")] == []
+    assert f"error: no working C++ compiler to build with: {named or 'g++'}\nhint: install one" in result.stderr
+    assert [name for name in tree(tmp_path) if not name.startswith(("bin", "cache"))] == []
+
+
+def test_machine_without_a_compiler_runs_what_was_built_elsewhere(
+    without_compiler: dict[str, str], llama_engine_dir: Path, tmp_path: Path, specdec_process: Specdec
+) -> None:
+    shutil.copytree(llama_engine_dir, tmp_path / "engine")
+    arguments = ["--input-text", PROMPT, "--max-output-len", 8, "--draft-len", 4, "--ngram-config", "4,2", "--json"]
+    here = specdec_process("run", "--engine-dir", llama_engine_dir, *arguments)
+    there = specdec_process("run", "--engine-dir", tmp_path / "engine", *arguments, environment=without_compiler)
+    assert there.exit_code == 0, there.stderr
+    assert there.document["outputs"][0]["output_ids"] == here.document["outputs"][0]["output_ids"]

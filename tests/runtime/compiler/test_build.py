@@ -284,6 +284,16 @@ def test_engine_of_another_environment_is_refused(entry: str, built: str, here: 
     assert "--max-seq-len 160 " in hint and "--max-draft-len 10 " in hint and "--compiler none" in hint
 
 
+def test_engine_for_a_better_processor_is_refused_by_what_this_one_lacks(engine_dir: Path) -> None:
+    better = [*current_environment(CPU).instructions, "avx1024_fp8"]
+    edit_config(engine_dir, lambda data: data["environment"].update(instructions=better))
+    with pytest.raises(SpecDecError) as error:
+        Engine.open(engine_dir)
+    lacks = "was built for a processor with instructions that this one lacks: avx1024_fp8"
+    assert error.value.message == f"`{engine_dir}` {lacks}"
+    assert "rebuild it here: specdec build" in (hint_of(error.value) or "")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_engine_of_a_gpu_is_refused_without_one(engine_dir: Path) -> None:
     edit_config(engine_dir, lambda data: data["environment"].update(device="cuda", capability="NVIDIA H100 sm_90"))

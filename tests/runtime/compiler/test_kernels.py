@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from runtime.compiler.kernels import describe_kernels, load_kernels
+from runtime.compiler.kernels import compile_kernels, describe_kernels, load_kernels
 from runtime.compiler.linears import use_linear_kernel
 
 
@@ -307,6 +307,52 @@ def test_argmax_finds_the_only_nan(dtype: torch.dtype) -> None:
     rows[:, 0] = 1.0
     rows.fill_diagonal_(torch.nan)
     assert torch.ops.specdec.argmax(rows).tolist() == list(range(200))
+
+
+@pytest.fixture
+def pretended_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One that writes no library but a line that differs every time, with a cache of its own; its file of versions."""
+    version, compiler = tmp_path / "version", tmp_path / "compiler"
+    version.write_text("12.2")
+    compiler.write_text(
+        f"""#!/bin/sh
+        if [ "$1" = -v ]; then cat {version} >&2; exit; fi
+        cat > /dev/null
+        while [ "$1" != -o ]; do shift; done
+        echo compiled >> {tmp_path}/log; wc -l < {tmp_path}/log > "$2"
+        """
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    return version
+
+
+def compiled(path: Path) -> int:
+    """Which of the compiler's works the library is."""
+    compile_kernels(path)
+    return int(path.read_text())
+
+
+def test_cached_kernels_of_another_processor_are_not_taken(
+    pretended_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home directory is shared by machines: each finds its own, and never what it may be unable to execute."""
+    libraries = [compiled(tmp_path / "here.so"), compiled(tmp_path / "here.so")]
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("runtime.compiler.kernels._processor_flags", lambda: ["avx2", "fma"])
+        libraries += [compiled(tmp_path / "there.so"), compiled(tmp_path / "there.so")]
+    assert [*libraries, compiled(tmp_path / "here.so")] == [1, 1, 2, 2, 1]
+
+
+def test_cached_kernels_of_another_compiler_or_c_library_are_not_taken(
+    pretended_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries = [compiled(tmp_path / "kernels.so")]
+    pretended_compiler.write_text("13.1")
+    libraries.append(compiled(tmp_path / "kernels.so"))
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "3.0"))
+    assert [*libraries, compiled(tmp_path / "kernels.so")] == [1, 2, 3]
 
 
 @pytest.mark.slow
