@@ -1,0 +1,66 @@
+// As much of torch as the kernels use, for processors that torch is not installed for.
+
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#define TORCH_CHECK(holds, message) \
+  if (!(holds)) std::puts(message), std::exit(1)
+
+namespace at {
+
+using namespace c10;
+
+enum ScalarType { kFloat, kBFloat16, kHalf, kLong };
+
+struct Sizes {
+  std::vector<int64_t> all;
+  std::vector<int64_t> vec() const { return all; }
+};
+
+struct TensorOptions {
+  ScalarType type;
+  TensorOptions dtype(ScalarType other) const { return {other}; }
+};
+
+// Contiguous, unless strides are given.
+struct Tensor {
+  std::vector<int64_t> shape, strides;
+  ScalarType type;
+  std::shared_ptr<std::vector<int64_t>> memory;
+
+  Tensor(std::vector<int64_t> shape, ScalarType type) : shape(shape), strides(shape.size(), 1), type(type) {
+    for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
+    memory = std::make_shared<std::vector<int64_t>>(numel());  // of 8 bytes, enough for any type
+  }
+
+  int64_t dim() const { return shape.size(); }
+  int64_t size(int64_t i) const { return shape[i]; }
+  int64_t stride(int64_t i) const { return strides[i]; }
+  Sizes sizes() const { return {shape}; }
+  ScalarType scalar_type() const { return type; }
+  TensorOptions options() const { return {type}; }
+  Tensor contiguous() const { return *this; }
+  int64_t numel() const {
+    int64_t product = 1;
+    for (int64_t size : shape) product *= size;
+    return product;
+  }
+  template <typename T>
+  const T* const_data_ptr() const { return reinterpret_cast<const T*>(memory->data()); }
+  template <typename T>
+  T* mutable_data_ptr() const { return reinterpret_cast<T*>(memory->data()); }
+};
+
+inline Tensor zeros(std::vector<int64_t> shape, TensorOptions options) { return {shape, options.type}; }
+inline Tensor empty(std::vector<int64_t> shape, TensorOptions options) { return {shape, options.type}; }
+
+}  // namespace at

@@ -1,0 +1,151 @@
+// The kernels beside their formulas in double precision, without torch: for compilers and processors that torch is not
+// installed for, perhaps emulated, so the cases are few and small. Says how many there were, and which went wrong.
+
+#include "argmax.cpp"
+#include "linear.cpp"
+#include "paged_attention.cpp"
+
+#include <random>
+
+namespace {
+
+int num_cases = 0, num_wrong = 0;
+
+void check(bool right, const char* what, at::ScalarType type, int64_t size, int64_t other) {
+  ++num_cases;
+  if (right) return;
+  ++num_wrong;
+  const char* names[] = {"float32", "bfloat16", "float16"};
+  std::printf("wrong: %s in %s, %d and %d, %d threads\n", what, names[type], int(size), int(other), at::num_threads);
+}
+
+std::mt19937 generator(0);
+
+// Numbers around 0, rounded to T.
+template <typename T>
+at::Tensor random_tensor(std::vector<int64_t> shape, at::ScalarType type, float spread = 1) {
+  at::Tensor tensor(shape, type);
+  std::normal_distribution<float> normal(0, spread);
+  for (int64_t i = 0; i < tensor.numel(); ++i) tensor.mutable_data_ptr<T>()[i] = static_cast<T>(normal(generator));
+  return tensor;
+}
+
+bool near(double value, double expected, double tolerance) {
+  return std::abs(value - expected) <= tolerance * (1 + std::abs(expected));
+}
+
+// Every arithmetic, with a bias and without; and every token by itself, which must have the same bits.
+template <typename T>
+void check_linear(at::ScalarType type, double tolerance, int64_t M, int64_t K, int64_t N) {
+  const at::Tensor x = random_tensor<T>({M, K}, type), weight = random_tensor<T>({N, K}, type, 1 / std::sqrt(float(K)));
+  const at::Tensor packed = pack_linear(weight), shift = random_tensor<T>({N}, type);
+  for (int64_t arithmetic : arithmetics()) {
+    for (bool with_bias : {false, true}) {
+      const std::optional<at::Tensor> bias = with_bias ? std::optional(shift) : std::nullopt;
+      const at::Tensor out = linear(x, packed, bias, N, arithmetic);
+      bool right = true, same = true;
+      for (int64_t m = 0; m < M; ++m) {
+        at::Tensor token({1, K}, type);
+        std::copy_n(x.const_data_ptr<T>() + m * K, K, token.mutable_data_ptr<T>());
+        const at::Tensor alone = linear(token, packed, bias, N, arithmetic);
+        for (int64_t n = 0; n < N; ++n) {
+          double sum = with_bias ? float(shift.const_data_ptr<T>()[n]) : 0;
+          for (int64_t k = 0; k < K; ++k)
+            sum += double(float(token.const_data_ptr<T>()[k])) * float(weight.const_data_ptr<T>()[n * K + k]);
+          const T value = out.const_data_ptr<T>()[m * N + n];
+          right &= near(float(value), sum, tolerance);
+          same &= std::memcmp(&value, alone.const_data_ptr<T>() + n, sizeof value) == 0;
+        }
+      }
+      check(right, "a linear layer", type, M, K);
+      check(same, "the bits of a token in a linear layer", type, M, K);
+    }
+  }
+}
+
+// Queries of two heads for each key head, after `context` tokens, in blocks that lie in reverse order.
+template <typename T>
+void check_attention(at::ScalarType type, double tolerance, int64_t Q, int64_t context, int64_t D, int64_t block_size,
+                     int64_t window) {
+  const int64_t B = 2, Hk = 2, H = 4, num_keys = context + Q, N = (num_keys + block_size - 1) / block_size;
+  const at::Tensor query = random_tensor<T>({1, H, B * Q, D}, type), key = random_tensor<T>({1, Hk, B * Q, D}, type);
+  const at::Tensor value = random_tensor<T>({1, Hk, B * Q, D}, type);
+  at::Tensor keys = random_tensor<T>({B * N, Hk, D, block_size}, type), values = random_tensor<T>({B * N, Hk, block_size, D}, type);
+  at::Tensor positions({B, Q}, at::kLong), slots({B, Q}, at::kLong), tables({B, N}, at::kLong);
+  for (int64_t i = 0; i < B * N; ++i) tables.mutable_data_ptr<int64_t>()[i] = B * N - 1 - i;
+  const auto slot = [&](int64_t b, int64_t position) {
+    return tables.const_data_ptr<int64_t>()[b * N + position / block_size] * block_size + position % block_size;
+  };
+  for (int64_t i = 0; i < B * Q; ++i) {
+    positions.mutable_data_ptr<int64_t>()[i] = context + i % Q;
+    slots.mutable_data_ptr<int64_t>()[i] = slot(i / Q, context + i % Q);
+  }
+  const double scale = 1 / std::sqrt(double(D));
+  const at::Tensor out = paged_attention(query, key, value, keys, values, positions, slots, tables, scale, window);
+  bool right = true;
+  for (int64_t b = 0; b < B; ++b)
+    for (int64_t q = 0; q < Q; ++q)
+      for (int64_t head = 0; head < H; ++head) {
+        const int64_t own = head / (H / Hk), last = context + q, first = window ? std::max(last - window + 1, int64_t{0}) : 0;
+        std::vector<double> sums(D);
+        double total = 0;
+        for (int64_t position = first; position <= last; ++position) {
+          const int64_t at = slot(b, position), block = at / block_size, offset = at % block_size;
+          double score = 0;
+          for (int64_t d = 0; d < D; ++d)
+            score += double(float(query.const_data_ptr<T>()[(head * B * Q + b * Q + q) * D + d])) *
+                     float(keys.const_data_ptr<T>()[((block * Hk + own) * D + d) * block_size + offset]);
+          const double weight = std::exp(score * scale);
+          total += weight;
+          for (int64_t d = 0; d < D; ++d)
+            sums[d] += weight * float(values.const_data_ptr<T>()[((block * Hk + own) * block_size + offset) * D + d]);
+        }
+        for (int64_t d = 0; d < D; ++d)
+          right &= near(float(out.const_data_ptr<T>()[((b * Q + q) * H + head) * D + d]), sums[d] / total, tolerance);
+      }
+  check(right, "attention", type, Q, context);
+}
+
+template <typename T>
+void check_argmax(at::ScalarType type, int64_t size) {
+  const at::Tensor rows = random_tensor<T>({5, size}, type);
+  T* numbers = rows.mutable_data_ptr<T>();
+  numbers[size + size / 2] = std::numeric_limits<T>::quiet_NaN();
+  const at::Tensor indices = argmax_of_rows(rows);
+  bool right = true;
+  for (int64_t row = 0; row < 5; ++row) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < size; ++i)
+      if (float(numbers[row * size + i]) > float(numbers[row * size + best])) best = i;
+    right &= indices.const_data_ptr<int64_t>()[row] == (row == 1 ? size / 2 : best);
+  }
+  check(right, "argmax", type, 5, size);
+}
+
+template <typename T>
+void check_all(at::ScalarType type, double tolerance) {
+  for (int64_t M : {1, 2, 5, 13, 40}) check_linear<T>(type, tolerance, M, 64, 40);
+  check_linear<T>(type, tolerance, 25, 34, 7);
+  check_linear<T>(type, tolerance, 3, 2100, 33);
+  for (int64_t window : {0, 37}) {
+    check_attention<T>(type, tolerance, 1, 300, 32, 32, window);
+    check_attention<T>(type, tolerance, 6, 603, 16, 16, window);
+    check_attention<T>(type, tolerance, 50, 0, 32, 32, window);
+    check_attention<T>(type, tolerance, 3, 50, 12, 4, window);  // heads that are no multiple of a vector
+  }
+  for (int64_t size : {1, 15, 64, 1000}) check_argmax<T>(type, size);
+}
+
+}  // namespace
+
+int main() {
+  for (int threads : {1, 3}) {
+    at::num_threads = threads;
+    check_all<float>(at::kFloat, 2e-5);
+    check_all<at::BFloat16>(at::kBFloat16, 2e-2);
+    check_all<at::Half>(at::kHalf, 2e-3);
+  }
+  std::printf("registers of %d floats, %d arithmetics: %d cases, %d wrong\n", int(kLanes), int(arithmetics().size()),
+              num_cases, num_wrong);
+  return num_wrong > 0;
+}
