@@ -109,10 +109,12 @@ def equal_draft_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer:
     return make_draft_engine_dir(make_model("llama", vocab_size=len(tokenizer)))
 
 
-@pytest.fixture(scope="session")
-def bfloat16_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """A target of that dtype, which takes drafts of 10."""
-    model = make_model("llama", vocab_size=len(tokenizer)).to(torch.bfloat16)
+@pytest.fixture(scope="session", params=["bfloat16", "float16"])
+def half_engine_dir(
+    request: pytest.FixtureRequest, make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    """A target of either dtype of 16 bits, which takes drafts of 10."""
+    model = make_model("llama", vocab_size=len(tokenizer)).to(getattr(torch, request.param))
     return make_draft_engine_dir(model, **WITH_DRAFTS)
 
 

@@ -44,8 +44,11 @@ def test_dtype_is_that_of_the_weights(convert: Command, llama_dir: Path, tmp_pat
         torch.testing.assert_close(tensor, source[name].to(getattr(torch, expected)), rtol=0, atol=0)
 
 
-def test_auto_keeps_the_dtype_the_model_was_saved_in(convert: Command, specdec: Specdec, tmp_path: Path) -> None:
-    convert("--dtype", "bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_auto_keeps_the_dtype_the_model_was_saved_in(
+    dtype: str, convert: Command, specdec: Specdec, tmp_path: Path
+) -> None:
+    convert("--dtype", dtype)
     source = tmp_path / "ckpt"
     model_dir = tmp_path / "model"
     model_dir.mkdir()
@@ -53,7 +56,7 @@ def test_auto_keeps_the_dtype_the_model_was_saved_in(convert: Command, specdec: 
     (model_dir / "config.json").write_text(json.dumps(config))
     (model_dir / "model.safetensors").symlink_to(source / "rank0.safetensors")
     result = specdec("convert", "--model-dir", model_dir, "--output-dir", tmp_path / "again", "--json")
-    assert result.document["checkpoint"]["dtype"] == "bfloat16"
+    assert result.document["checkpoint"]["dtype"] == dtype
 
 
 def test_checkpoint_holds_the_weights_and_the_tokenizer(convert: Command, tmp_path: Path) -> None:

@@ -86,8 +86,8 @@ def test_no_logits_are_written_unless_asked_for(run: Run, tmp_path: Path, monkey
     assert tree(tmp_path) == []
 
 
-def test_logits_of_a_bfloat16_engine_are_float32(specdec: Specdec, bfloat16_engine_dir: Path, tmp_path: Path) -> None:
-    arguments = ["--engine-dir", bfloat16_engine_dir, "--input-text", "The dog", "--max-output-len", 4, "--end-id", 0]
+def test_logits_of_an_engine_of_16_bits_are_float32(specdec: Specdec, half_engine_dir: Path, tmp_path: Path) -> None:
+    arguments = ["--engine-dir", half_engine_dir, "--input-text", "The dog", "--max-output-len", 4, "--end-id", 0]
     assert specdec("run", *arguments, "--output-logits-npy", tmp_path / "x.npy").exit_code == 0
     logits = np.load(tmp_path / "x_generation.npy")
     assert logits.dtype == np.float32 and logits.shape == (1, 4, 300)

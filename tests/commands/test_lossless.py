@@ -41,6 +41,7 @@ from runtime.session import Session
 PROMPT = (5, 6, 7, 8)
 NUM_TOKENS = 8
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+OF_16_BITS = ["float16", "bfloat16"]
 
 
 @pytest.fixture(scope="session")
@@ -135,8 +136,9 @@ def test_difference_beyond_rounding_fails_in_every_dtype(dtype: str, twin_engine
     assert not difference["is_near_tie"]
 
 
-def test_one_difference_among_near_ties_fails(twin_engine_dirs: dict[str, Path]) -> None:
-    with session_of(twin_engine_dirs["bfloat16"]) as session:
+@pytest.mark.parametrize("dtype", OF_16_BITS)
+def test_one_difference_among_near_ties_fails(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
+    with session_of(twin_engine_dirs[dtype]) as session:
         first, second = generated(session, 2)
         near = with_token(first, 2, twin(first.output_tokens[2]))
         far = with_token(second, 2, worst_at(session, second, 2))
@@ -145,9 +147,10 @@ def test_one_difference_among_near_ties_fails(twin_engine_dirs: dict[str, Path])
     assert not check["passed"]
 
 
-def test_only_the_first_difference_of_an_output_is_looked_at(twin_engine_dirs: dict[str, Path]) -> None:
+@pytest.mark.parametrize("dtype", OF_16_BITS)
+def test_only_the_first_difference_of_an_output_is_looked_at(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
     """What follows it follows another text."""
-    with session_of(twin_engine_dirs["bfloat16"]) as session:
+    with session_of(twin_engine_dirs[dtype]) as session:
         (sequence,) = generated(session)
         near = with_token(sequence, 2, twin(sequence.output_tokens[2]))
         far = with_token(near, 3, worst_at(session, near, 3))
@@ -156,11 +159,12 @@ def test_only_the_first_difference_of_an_output_is_looked_at(twin_engine_dirs: d
     assert check["passed"]
 
 
+@pytest.mark.parametrize("dtype", OF_16_BITS)
 @pytest.mark.parametrize("is_shorter", [True, False])
 def test_output_of_another_length_differs_where_one_has_ended(
-    twin_engine_dirs: dict[str, Path], is_shorter: bool
+    dtype: str, twin_engine_dirs: dict[str, Path], is_shorter: bool
 ) -> None:
-    with session_of(twin_engine_dirs["bfloat16"]) as session:
+    with session_of(twin_engine_dirs[dtype]) as session:
         (sequence,) = generated(session)
         pair = (cut(sequence, 4), sequence) if is_shorter else (sequence, cut(sequence, 4))
         check = compare_tokens(session, [pair[0]], [pair[1]])
@@ -171,11 +175,12 @@ def test_output_of_another_length_differs_where_one_has_ended(
     assert not check["passed"]
 
 
-def test_token_that_cannot_be_chosen_is_no_near_tie(twin_engine_dirs: dict[str, Path]) -> None:
+@pytest.mark.parametrize("dtype", OF_16_BITS)
+def test_token_that_cannot_be_chosen_is_no_near_tie(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
     """The twin has the same logit, and is banned."""
-    with session_of(twin_engine_dirs["bfloat16"]) as session:
+    with session_of(twin_engine_dirs[dtype]) as session:
         banned = twin(generated(session)[0].output_tokens[1])
-    with session_of(twin_engine_dirs["bfloat16"]) as session:
+    with session_of(twin_engine_dirs[dtype]) as session:
         (sequence,) = generated(session, sampling=SamplingConfig(bad_words=((banned,),)))
         check = compare_tokens(session, [with_token(sequence, 1, banned)], [sequence])
     (difference,) = check["differences"]
@@ -230,12 +235,13 @@ def test_token_far_from_the_cut_is_not_chosen_by_rounding() -> None:
     assert not _is_chosen_within(sampled_sequence(), [1], logits, 2, 1e-3)
 
 
+@pytest.mark.parametrize("dtype", OF_16_BITS)
 @pytest.mark.parametrize(("measured", "is_near_tie"), [(1e3, True), (1e-9, False)])
 def test_samples_nearer_than_rounding_are_near_ties(
-    measured: float, is_near_tie: bool, twin_engine_dirs: dict[str, Path]
+    dtype: str, measured: float, is_near_tie: bool, twin_engine_dirs: dict[str, Path]
 ) -> None:
     """The second best with the noise, where `build` found logits to be off by so much."""
-    with session_of(twin_engine_dirs["bfloat16"]) as session:
+    with session_of(twin_engine_dirs[dtype]) as session:
         (sequence,) = generated(session, sampling=SamplingConfig(top_k=0))
         config = session.engine.config
         check = replace(config.logits_check, max_abs_difference=measured)
@@ -244,7 +250,7 @@ def test_samples_nearer_than_rounding_are_near_ties(
     assert (result["num_near_ties"], result["passed"]) == (int(is_near_tie), is_near_tie)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_samples_that_differ_beyond_rounding_fail(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
     with session_of(twin_engine_dirs[dtype]) as session:
         (sequence,) = generated(session, sampling=SamplingConfig(top_k=0))

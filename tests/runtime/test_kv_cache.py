@@ -355,7 +355,8 @@ def test_pool_is_zero_and_copies_every_layer() -> None:
         assert torch.equal(tensor[1], source) and torch.equal(tensor[2], source) and not tensor[0].any()
 
 
-def test_bytes_per_block_are_those_of_the_pool() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_bytes_per_block_are_those_of_the_pool(dtype: torch.dtype) -> None:
     layers = [LayerShape(2, 8, 8, None), LayerShape(1, 4, 6, 16)]
-    pool = KVPool(layers, 3, 4, torch.bfloat16, torch.device("cpu"))
-    assert bytes_per_block(layers, 4, torch.bfloat16) * 3 == sum(t.nbytes for t in (*pool.keys, *pool.values))
+    pool = KVPool(layers, 3, 4, dtype, torch.device("cpu"))
+    assert bytes_per_block(layers, 4, dtype) * 3 == sum(t.nbytes for t in (*pool.keys, *pool.values))

@@ -112,7 +112,7 @@ def test_sequence_does_not_change_the_prompt() -> None:
     assert request.prompt_tokens == PROMPT and Sequence.start(request).tokens == [1, 2, 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_logits_end_where_the_tokens_end(dtype: torch.dtype) -> None:
     """On the CPU and float32 whatever the target gave; a copy, not a view that keeps a whole step's logits alive."""
     logits = torch.randn(4, 7, dtype=dtype)
