@@ -46,9 +46,13 @@ inline Lanes widen(const at::Half* p) {
 #elif defined(__aarch64__)
   return (Lanes)vcvt_f32_f16(load<float16x4_t>(p));
 #else
-  Lanes wide;
-  for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<float>(p[i]);
-  return wide;
+  // The exponent is moved and gets its new bias: of infinity and NaN twice; what is less than normal becomes so, and has
+  // too much taken away again. No number on the way is less than normal, which the processor may take for 0.
+  const Words half = __builtin_convertvector(load<Halves>(p), Words), bits = (half & 0x7fffu) << 13;
+  const Words exponent = bits & 0x0f800000u, moved = bits + 0x38000000u;
+  const Words subnormal = (Words)((Lanes)(bits + 0x38800000u) - 0x1p-14f);
+  const Words wide = exponent == 0u ? subnormal : exponent == 0x0f800000u ? moved + 0x38000000u : moved;
+  return (Lanes)(wide | (half & 0x8000u) << 16);
 #endif
 }
 

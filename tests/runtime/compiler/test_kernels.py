@@ -181,6 +181,18 @@ def test_a_token_has_the_same_bits_in_any_company(
             assert torch.equal(alone, together[tokens]), (num_tokens, start)
 
 
+@pytest.mark.parametrize("flushes", [False, True], ids=["as is", "flushing"])
+def test_every_float16_is_read_as_it_is(flushes: bool) -> None:
+    """Those less than normal too, where the processor takes such floats for 0."""
+    weight = torch.zeros(1 << 16, 2, dtype=torch.float16)
+    weight[:, 0] = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.float16)
+    packed, one = torch.ops.specdec.pack_linear(weight), torch.tensor([[1.0, 0.0]], dtype=torch.float16)
+    torch.set_flush_denormal(flushes)
+    (output,) = torch.ops.specdec.linear(one, packed, None, 1 << 16, 0)
+    torch.set_flush_denormal(False)
+    torch.testing.assert_close(output, weight[:, 0], rtol=0, atol=0, equal_nan=True)
+
+
 class Sequences:
     """Three sequences of random queries, keys and values, whose K/V lie in blocks all over a pool."""
 

@@ -122,6 +122,22 @@ void check_argmax(at::ScalarType type, int64_t size) {
   check(right, "argmax", type, 5, size);
 }
 
+// All of the 65,536 numbers of 16 bits, of NaNs only that they are none.
+template <typename T>
+void check_widening(at::ScalarType type) {
+  bool right = true;
+  for (int64_t first = 0; first < 1 << 16; first += kLanes) {
+    T numbers[kLanes];
+    for (int i = 0; i < kLanes; ++i) numbers[i] = T(static_cast<uint16_t>(first + i), T::from_bits());
+    const Lanes wide = widen(numbers);
+    for (int i = 0; i < kLanes; ++i) {
+      const float expected = static_cast<float>(numbers[i]), value = wide[i];
+      right &= std::isnan(expected) ? std::isnan(value) : std::memcmp(&value, &expected, sizeof value) == 0;
+    }
+  }
+  check(right, "widening", type, 0, 0);
+}
+
 template <typename T>
 void check_all(at::ScalarType type, double tolerance) {
   for (int64_t M : {1, 2, 5, 13, 40}) check_linear<T>(type, tolerance, M, 64, 40);
@@ -139,6 +155,8 @@ void check_all(at::ScalarType type, double tolerance) {
 }  // namespace
 
 int main() {
+  check_widening<at::BFloat16>(at::kBFloat16);
+  check_widening<at::Half>(at::kHalf);
   for (int threads : {1, 3}) {
     at::num_threads = threads;
     check_all<float>(at::kFloat, 2e-5);
