@@ -25,7 +25,8 @@ import torch
 from runtime.compiler.kernels import SOURCES_DIR, instructions
 
 STANDALONE = Path(__file__).parents[1] / "tests" / "runtime" / "compiler" / "standalone"
-FLAGS = ("-std=c++20", "-O2", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-static", "-pthread")
+FLAGS = ("-std=c++20", "-O2", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-static", "-pthread", "-UNDEBUG")
+"""With NDEBUG, which Zig defines, torch's headers declare a function otherwise than its C library."""
 INCLUDES = (STANDALONE, SOURCES_DIR, Path(torch.__file__).parent / "include")
 ZIG = [sys.executable, "-m", "ziglang", "c++", "-target"]
 COMPILERS = {
