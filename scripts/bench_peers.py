@@ -1,22 +1,33 @@
-"""specdec beside Hugging Face `generate` and OpenVINO GenAI, in one run: same weights, token ids, threads and dtype.
+"""specdec beside Hugging Face `generate`, OpenVINO GenAI and llama.cpp: same weights, token ids, threads and dtype.
 
 Every system has a process of its own per model and dtype (`scripts/peers`), so that its peak memory is its own. They
 take turns, prompt by prompt, one computing at a time, and every output has the same number of tokens, greedily chosen.
 Ratios are of two measurements of one prompt in one turn; medians and the range are given. Outputs are compared with
-Hugging Face's without a drafter in the same dtype: in bfloat16 near ties may fall differently.
+Hugging Face's without a drafter in the same dtype (with specdec's where Hugging Face is not measured): in bfloat16 near
+ties may fall differently.
 
-Models: `demo`, the shipped pair; `101m` and `350m`, Llamas with random weights; `tiny`, another, to try the script.
+Models: `demo`, the shipped pair; `101m`, `350m` and `1100m` (TinyLlama's shape), Llamas with random weights; `tiny`,
+another, to try the script. All processes hold their weights at once, at 1,100 M in float32 4.4 GB each, and OpenVINO
+has two: `--peers` chooses.
 Prompts: the demo's articles for `demo`, and Spec-Bench's summarization and rag where `../shared/data/spec_bench` is.
 Random models have no tokenizer and take the ids of its Vicuna traces. Without it their prompts are random, with
 repeated spans.
 
-OpenVINO needs a virtual environment of its own, because it pins another transformers:
+OpenVINO needs a virtual environment of its own, because it pins another transformers. llama.cpp may be in any: its
+package is compiled here, for this processor's instructions. What is not installed is left out, by name. Nothing is
+fetched from anywhere.
 
     python -m venv ov
     ov/bin/pip install torch==2.13.0
     ov/bin/pip install openvino-genai optimum-intel[openvino]
+    python -m venv llama
+    llama/bin/pip install llama-cpp-python gguf
 
-    python scripts/bench_peers.py --openvino-python ov/bin/python [--models 101m] [--dtypes float32] [--work-dir DIR]
+    python scripts/bench_peers.py --openvino-python ov/bin/python --llamacpp-python llama/bin/python [--models 101m]
+        [--dtypes float32] [--work-dir DIR] [--json FILE]
+
+A short run is `--prompts 1 --runs 1 --requests 4`. `python scripts/peers/report.py FILE...` prints one table of several
+machines' JSON files.
 """
 
 import argparse
@@ -31,7 +42,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -39,7 +50,7 @@ from typing import Any
 
 import torch
 from bench_step import LLAMA_101M, save_random_llama
-from peers.report import METRICS, draw, print_result
+from peers.report import METRICS, draw, print_result, print_summary
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from commands.inputs.dataset import load_samples, summarization_prompt
@@ -47,23 +58,27 @@ from runtime.checkpoint import convert
 from runtime.compiler.build import build_engine
 from runtime.config import BuildConfig, Compiler
 from runtime.models import resolve_model
+from runtime.version import specdec_version
 
 SCRIPTS = Path(__file__).resolve().parent
 SPEC_BENCH = SCRIPTS.parent.parent / "shared" / "data" / "spec_bench"
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 NGRAM_DRAFT_LEN, NGRAM_SIZE, DRAFT_MODEL_DRAFT_LEN = 10, 2, 4
 BLOCK, BATCH, MAX_INPUT_LEN, MAX_REQUEST_LEN = 32, 4, 1536, 2048
-NUM_CONCURRENT = 12  # requests that throughput is measured with: as some end, others join the batch
-REFERENCE = "hugging-face none"
-INSTALL_OPENVINO = (
-    "python -m venv ov && ov/bin/pip install torch==2.13.0 && ov/bin/pip install openvino-genai optimum-intel[openvino]"
+REFERENCES = ("hugging-face none", "specdec none-v1")  # the first that is measured
+# Instruction sets that decide how fast products are, as Linux names them.
+INSTRUCTIONS = (
+    *("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"),
+    *("asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2", "sme"),
 )
 # (numerator, denominator): peers over specdec, then what leader mode and drafters change.
 PAIRS = [
     ("hugging-face none", "specdec none-v2"),
     ("openvino none", "specdec none-v2"),
+    ("llama.cpp none", "specdec none-v2"),
     ("hugging-face ngram", "specdec ngram-v2"),
     ("openvino ngram", "specdec ngram-v2"),
+    ("llama.cpp ngram", "specdec ngram-v2"),
     ("hugging-face draft-target", "specdec draft-target"),
     ("specdec none-v1", "specdec none-v2"),
     ("specdec ngram-v1", "specdec ngram-v2"),
@@ -72,7 +87,31 @@ PAIRS = [
     ("hugging-face none", "hugging-face ngram"),
     ("hugging-face none", "hugging-face draft-target"),
     ("openvino none", "openvino ngram"),
+    ("llama.cpp none", "llama.cpp ngram"),
 ]
+
+
+@dataclass(frozen=True)
+class Package:
+    """A peer that may be missing: what tells its version in the Python it is looked for in, and what installs it."""
+
+    probe: str
+    install: str
+
+
+PACKAGES = {
+    "openvino": Package(
+        "import numpy, openvino, openvino_genai, optimum.intel; print(openvino_genai.__version__)",
+        "python -m venv ov && ov/bin/pip install torch==2.13.0 && "
+        "ov/bin/pip install openvino-genai optimum-intel[openvino], and give --openvino-python ov/bin/python",
+    ),
+    "llama.cpp": Package(
+        "import numpy, gguf, llama_cpp; print(llama_cpp.__version__)",
+        "python -m venv llama && llama/bin/pip install llama-cpp-python gguf, "
+        "and give --llamacpp-python llama/bin/python",
+    ),
+}
+PEERS = ("hugging-face", *PACKAGES)
 
 
 @dataclass(frozen=True)
@@ -97,6 +136,18 @@ MODELS = {
             "num_hidden_layers": 24,
             "num_attention_heads": 16,
             "num_key_value_heads": 8,
+            "vocab_size": 32000,
+            "max_position_embeddings": 8192,
+        },
+        **_LONG,
+    ),
+    "1100m": Model(
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
             "vocab_size": 32000,
             "max_position_embeddings": 8192,
         },
@@ -175,11 +226,23 @@ def export_to_openvino(python: Path, model_dir: Path, work_dir: Path) -> Path:
     def export(directory: Path) -> None:
         command = [python.parent / "optimum-cli", "export", "openvino", "--model", model_dir]
         command += ["--task", "text-generation-with-past", directory]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, env=offline, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0:
             raise SystemExit(f"optimum-cli failed for {model_dir.name}:\n{done.stdout[-2000:]}")
 
     return once(work_dir / model_dir.name.replace("hf-", "openvino-"), export)
+
+
+def export_to_gguf(python: Path, model_dir: Path, work_dir: Path) -> Path:
+    def export(directory: Path) -> None:
+        directory.mkdir()
+        command = [python, "-m", "peers.llamacpp_export", model_dir, directory / "model.gguf"]
+        done = subprocess.run(command, cwd=SCRIPTS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"peers.llamacpp_export failed for {model_dir.name}:\n{done.stdout[-2000:]}")
+
+    return once(work_dir / model_dir.name.replace("hf-", "gguf-"), export) / "model.gguf"
 
 
 def load_prompts(name: str, model_dir: Path, num_prompts: int, prompt_len: int) -> dict[str, list[list[int]]]:
@@ -226,7 +289,7 @@ class Worker:
 
     def __init__(self, system: str, python: Path, settings: dict[str, Any]) -> None:
         self.system = system
-        module = {"hugging-face": "hf"}.get(system, system)
+        module = {"hugging-face": "hf", "llama.cpp": "llamacpp"}.get(system, system)
         self._process = subprocess.Popen(
             [python, "-m", f"peers.{module}_worker", json.dumps(settings)],
             cwd=SCRIPTS,
@@ -293,7 +356,9 @@ def measure_in_turns(
 
 def compare_outputs(records: list[dict[str, Any]]) -> None:
     """Put the position of the first difference from the reference, or None, in the place of the output ids."""
-    reference = {key_of(r): r["output_ids"] for r in records if label(r) == REFERENCE}
+    labels = {label(record) for record in records}
+    name = next(name for name in REFERENCES if name in labels)
+    reference = {key_of(r): r["output_ids"] for r in records if label(r) == name}
     for record in records:
         pairs = zip(record["output_ids"], reference[key_of(record)], strict=True)
         record["first_difference"] = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
@@ -370,43 +435,56 @@ def measure_details(settings: dict[str, Any]) -> dict[str, Any]:
     return details
 
 
+def plan_workers(settings: dict[str, Any], pythons: dict[str, Path], work_dir: Path) -> list[Worker]:
+    """A process for specdec and every peer in `pythons`, started; two for OpenVINO."""
+    python, model_dir = Path(sys.executable), Path(settings["model_dir"])
+    planned = [("specdec", python, settings)]
+    if "hugging-face" in pythons:
+        planned.insert(0, ("hugging-face", pythons["hugging-face"], settings))
+    if "openvino" in pythons:
+        openvino_dir = export_to_openvino(pythons["openvino"], model_dir, work_dir)
+        for variant in ("none", "ngram"):
+            own = {"openvino_dir": str(openvino_dir), "variant": variant}
+            planned.append(("openvino", pythons["openvino"], settings | own))
+    if "llama.cpp" in pythons:
+        own = {"gguf_file": str(export_to_gguf(pythons["llama.cpp"], model_dir, work_dir))}
+        planned.append(("llama.cpp", pythons["llama.cpp"], settings | own))
+    return [Worker(*plan) for plan in planned]
+
+
 def bench(
-    name: str, dtype: str, openvino_python: Path | None, work_dir: Path, arguments: argparse.Namespace
+    name: str, dtype: str, pythons: dict[str, Path], work_dir: Path, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Everything about one model in one dtype."""
-    model, num_threads = MODELS[name], arguments.threads
+    model = MODELS[name]
     model_dir = make_model(name, dtype, work_dir)
     engine_dir = make_engine(f"{name}-{dtype}", model, NGRAM_DRAFT_LEN, model_dir, work_dir)
     draft_dir = make_model("demo-draft", dtype, work_dir) if name == "demo" else None
     draft_engine_dir = make_engine(f"demo-draft-{dtype}", model, 0, draft_dir, work_dir) if draft_dir else None
-    sets = load_prompts(name, model_dir, max(arguments.prompts, NUM_CONCURRENT), arguments.prompt_len)
+    sets = load_prompts(name, model_dir, max(arguments.prompts, arguments.requests), arguments.prompt_len)
     # The cache holds what BATCH requests need and no more: its memory counts.
-    num_blocks = -(-(arguments.prompt_len + arguments.output_len + NGRAM_DRAFT_LEN) // BLOCK)
+    max_request_tokens = arguments.prompt_len + arguments.output_len + NGRAM_DRAFT_LEN
+    num_blocks = -(-max_request_tokens // BLOCK)
     settings = {
         "model_dir": str(model_dir),
         "engine_dir": str(engine_dir),
         "draft_model_dir": draft_dir and str(draft_dir),
         "draft_engine_dir": draft_engine_dir and str(draft_engine_dir),
         "dtype": dtype,
-        "num_threads": num_threads,
+        "num_threads": arguments.threads,
+        "max_request_tokens": max_request_tokens,
         "max_cache_tokens": BATCH * num_blocks * BLOCK,
         "ngram_size": NGRAM_SIZE,
         "ngram_draft_len": NGRAM_DRAFT_LEN,
         "draft_model_draft_len": DRAFT_MODEL_DRAFT_LEN,
     }
-    python = Path(sys.executable)
-    planned = [("hugging-face", python, settings), ("specdec", python, settings)]
-    if openvino_python:
-        openvino_dir = export_to_openvino(openvino_python, model_dir, work_dir)
-        for variant in ("none", "ngram"):
-            own = {"openvino_dir": str(openvino_dir), "variant": variant}
-            planned.append(("openvino", openvino_python, settings | own))
+    measured = {set_name: prompts[: arguments.prompts] for set_name, prompts in sets.items()}
     with ExitStack() as stack:
-        workers = [Worker(*plan) for plan in planned]
+        workers = plan_workers(settings, pythons, work_dir)
         for worker in workers:
             stack.callback(worker.stop)
+        for worker in workers:
             worker.wait_until_ready()
-        measured = {set_name: prompts[: arguments.prompts] for set_name, prompts in sets.items()}
         records = measure_in_turns(workers, measured, arguments.output_len, arguments.runs)
     result = {
         "model": name,
@@ -418,41 +496,49 @@ def bench(
         "records": records,
     }
     if arguments.details:
+        num_of_each = -(-arguments.requests // len(sets))
+        prompts = [ids for prompts in sets.values() for ids in prompts[:num_of_each]][: arguments.requests]
         more = {
-            "prompts": [ids for prompts in sets.values() for ids in prompts[: NUM_CONCURRENT // len(sets)]],
+            "prompts": prompts,
             "batch_size": BATCH,
             "output_len": arguments.output_len,
             "runs": arguments.runs,
             "contexts": model.contexts,
-            "max_cache_tokens": max(NUM_CONCURRENT * num_blocks * BLOCK, sum(model.contexts) + 4 * BLOCK),
+            "max_cache_tokens": max(len(prompts) * num_blocks * BLOCK, sum(model.contexts) + 4 * BLOCK),
         }
         result["specdec_details"] = measure_details(settings | more)
     return result
 
 
-def find_openvino(python: Path | None) -> tuple[str | None, str]:
-    """OpenVINO GenAI's version in that environment, or None and why not."""
-    if python is None:
-        return None, f"no `--openvino-python` and no SPECDEC_OPENVINO_PYTHON; install: {INSTALL_OPENVINO}"
-    probe = "import numpy, openvino, openvino_genai, optimum.intel; print(openvino_genai.__version__)"
+def find_package(name: str, python: Path) -> tuple[str | None, str]:
+    """The version of a peer's package in that Python, or None and why not."""
+    package = PACKAGES[name]
     try:
-        done = subprocess.run([python, "-c", probe], capture_output=True, text=True)
+        done = subprocess.run([python, "-c", package.probe], capture_output=True, text=True)
     except OSError as error:
-        return None, f"cannot run {python}: {error}; install: {INSTALL_OPENVINO}"
+        return None, f"cannot run {python}: {error}; install: {package.install}"
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return None, f"{python}: {reason}; install: {INSTALL_OPENVINO}"
+        return None, f"{python}: {reason}; install: {package.install}"
     return done.stdout.split()[-1], ""
 
 
-def cpu_name() -> str:
+def describe_machine() -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    fields: dict[str, str] = {}
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())  # of the first processor
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    return {
+        "cpu": fields.get("model name", platform.machine()),
+        "num_cores": os.cpu_count(),
+        "instructions": [name for name in INSTRUCTIONS if name in flags],
+    }
 
 
-def find_skipped(arguments: argparse.Namespace, openvino_reason: str) -> dict[str, str]:
-    skipped = {"openvino": openvino_reason} if openvino_reason else {}
+def find_skipped(arguments: argparse.Namespace) -> dict[str, str]:
+    skipped = {}
     for name in arguments.models:
         if name != "demo":
             skipped[f"draft-target on {name}"] = "the model has no draft model"
@@ -482,14 +568,19 @@ def positive(text: str) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", type=names_among(MODELS), default=["demo", "101m", "350m"], help="comma-separated")
-    parser.add_argument("--dtypes", type=names_among(DTYPES), default=list(DTYPES), help="comma-separated")
+    models = ["demo", "101m", "350m", "1100m"]
+    parser.add_argument("--models", type=names_among(MODELS), default=models, help="comma-separated")
+    parser.add_argument("--dtypes", type=names_among(DTYPES), default=["float32", "bfloat16"], help="comma-separated")
+    parser.add_argument("--peers", type=names_among(PEERS), default=list(PEERS), help="comma-separated")
     parser.add_argument("--prompts", type=positive, default=3, help="of each set")
     parser.add_argument("--prompt-len", type=positive, default=900, help="longer prompts keep their last tokens")
     parser.add_argument("--output-len", type=positive, default=128)
     parser.add_argument("--runs", type=positive, default=3, help="after a warm-up")
+    parser.add_argument("--requests", type=positive, default=12, help="that specdec's throughput is measured with")
     parser.add_argument("--threads", type=positive, default=os.cpu_count())
-    parser.add_argument("--openvino-python", type=Path, default=os.environ.get("SPECDEC_OPENVINO_PYTHON"))
+    for name in ("openvino", "llamacpp"):
+        python = os.environ.get(f"SPECDEC_{name.upper()}_PYTHON", sys.executable)
+        parser.add_argument(f"--{name}-python", type=Path, metavar="FILE", default=python, help="the Python it is in")
     parser.add_argument("--no-details", dest="details", action="store_false", help="leave out what is specdec's only")
     parser.add_argument("--work-dir", type=Path, help="keeps models and engines; remove it when specdec has changed")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -497,53 +588,75 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.prompt_len > MAX_INPUT_LEN or arguments.prompt_len + arguments.output_len > MAX_REQUEST_LEN:
         parser.error(f"prompts may have {MAX_INPUT_LEN} tokens, with the output {MAX_REQUEST_LEN}")
+    if arguments.requests < BATCH:
+        parser.error(f"throughput is measured with at least {BATCH} requests")
     for file in (arguments.json, arguments.png):
         if file and not file.parent.is_dir():
             parser.error(f"no such directory: {file.parent}")
     return arguments
 
 
+def find_peers(arguments: argparse.Namespace) -> tuple[dict[str, Path], dict[str, str], dict[str, str]]:
+    """The Python of every peer that is asked for and there, its version, and why the others are left out."""
+    pythons, versions, skipped = {"hugging-face": Path(sys.executable)}, {}, {}
+    # Not resolved: a virtual environment's python is a link.
+    for name, python in (("openvino", arguments.openvino_python), ("llama.cpp", arguments.llamacpp_python)):
+        if name in arguments.peers:
+            found, reason = find_package(name, python.absolute())
+            if found:
+                pythons[name], versions[name] = python.absolute(), found
+            else:
+                skipped[name] = reason
+    return {name: pythons[name] for name in arguments.peers if name in pythons}, versions, skipped
+
+
+def print_head(document: dict[str, Any]) -> None:
+    machine, settings = document["machine"], document["settings"]
+    print(f"{machine['cpu']}, {machine['num_cores']} cores, {settings['num_threads']} threads")
+    print(f"instructions: {' '.join(machine['instructions']) or '-'}")
+    print(", ".join(f"{name} {found or '-'}" for name, found in document["versions"].items()))
+    print(f"output {settings['output_len']} tokens, {settings['num_runs']} runs, median [min-max]")
+    for name, reason in document["skipped"].items():
+        print(f"skipped: {name}: {reason}")
+
+
 def main() -> None:
     arguments = parse_arguments()
-    # Not resolved: a virtual environment's python is a link.
-    openvino_python = arguments.openvino_python and arguments.openvino_python.absolute()
-    openvino_version, openvino_reason = find_openvino(openvino_python)
-    skipped = find_skipped(arguments, openvino_reason)
+    pythons, versions, missing = find_peers(arguments)
     document: dict[str, Any] = {
-        "machine": {"cpu": cpu_name(), "num_cores": os.cpu_count()},
-        "versions": {name: version(name) for name in ("specdec-cli", "torch", "transformers")}
-        | {"openvino-genai": openvino_version},
+        "machine": describe_machine(),
+        "versions": {"specdec-cli": specdec_version()}
+        | {name: metadata.version(name) for name in ("torch", "transformers")}
+        | versions,
         "settings": {
             "num_threads": arguments.threads,
             "max_prompt_len": arguments.prompt_len,
             "output_len": arguments.output_len,
+            "num_prompts_of_each_set": arguments.prompts,
             "num_runs": arguments.runs,
+            "num_requests": arguments.requests,
             "ngram": {"max_draft_len": NGRAM_DRAFT_LEN, "max_matching_ngram_size": NGRAM_SIZE},
             "draft_target": {"max_draft_len": DRAFT_MODEL_DRAFT_LEN},
         },
-        "skipped": skipped,
+        "skipped": missing | find_skipped(arguments),
         "results": [],
     }
-    machine, versions, results = document["machine"], document["versions"], document["results"]
-    print(f"{machine['cpu']}, {machine['num_cores']} cores, {arguments.threads} threads")
-    print(", ".join(f"{name} {found or '-'}" for name, found in versions.items()))
-    print(f"output {arguments.output_len} tokens, {arguments.runs} runs, median [min-max]")
-    for name, reason in skipped.items():
-        print(f"skipped: {name}: {reason}")
+    results = document["results"]
+    print_head(document)
     with tempfile.TemporaryDirectory() as temporary:
         work_dir = (arguments.work_dir or Path(temporary)).resolve()
         work_dir.mkdir(parents=True, exist_ok=True)
         for name in arguments.models:
             for dtype in arguments.dtypes:
                 say(f"{name}, {dtype}")
-                found = openvino_python if openvino_version else None
-                results.append(bench(name, dtype, found, work_dir, arguments))
+                results.append(bench(name, dtype, pythons, work_dir, arguments))
                 print_result(results[-1])
                 sys.stdout.flush()
                 if arguments.json:
                     arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-                if arguments.png and "PNG" not in skipped:
+                if arguments.png and "PNG" not in document["skipped"]:
                     draw(results, arguments.png)
+    print_summary(document)
 
 
 if __name__ == "__main__":

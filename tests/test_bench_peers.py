@@ -1,4 +1,7 @@
-"""bench_peers.py on a tiny model, without OpenVINO: the systems take turns, and what it writes holds what they did."""
+"""bench_peers.py on a tiny model, without OpenVINO and llama.cpp: systems take turns, and it writes what they did.
+
+Where SPECDEC_LLAMACPP_PYTHON names a Python with llama-cpp-python and gguf, llama.cpp is run, too.
+"""
 
 import json
 import os
@@ -8,7 +11,10 @@ from pathlib import Path
 
 import bench_peers
 import pytest
+import torch
+from peers import report
 from shared import once
+from transformers import LlamaConfig, LlamaForCausalLM
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_peers.py"
 SETTINGS = "--models tiny --dtypes float32 --prompts 1 --runs 1 --prompt-len 64 --output-len 8 --threads 1 --no-details"
@@ -19,7 +25,8 @@ def output_dir(shared: Path, kernels: Path) -> Path:
     def make(directory: Path) -> None:
         directory.mkdir()
         files = ["--json", str(directory / "peers.json"), "--png", str(directory / "peers.png")]
-        env = {name: value for name, value in os.environ.items() if name != "SPECDEC_OPENVINO_PYTHON"}
+        peers = ("SPECDEC_OPENVINO_PYTHON", "SPECDEC_LLAMACPP_PYTHON")
+        env = {name: value for name, value in os.environ.items() if name not in peers}
         command = [sys.executable, SCRIPT, *SETTINGS.split(), *files]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -28,7 +35,7 @@ def output_dir(shared: Path, kernels: Path) -> Path:
     return once(shared / "peers", make)
 
 
-def test_every_system_gives_hugging_faces_tokens_and_openvino_is_skipped_by_name(output_dir: Path) -> None:
+def test_every_system_gives_hugging_faces_tokens_and_missing_peers_are_skipped_by_name(output_dir: Path) -> None:
     document = json.loads((output_dir / "peers.json").read_text())
     (result,) = document["results"]
     assert {row["name"] for row in result["systems"]} == {
@@ -43,9 +50,10 @@ def test_every_system_gives_hugging_faces_tokens_and_openvino_is_skipped_by_name
         assert row["num_equal"] == row["num_prompts"] == 1, row
         assert row["num_output_tokens"] == 8
         assert row["ttft_s"]["median"] > 0 and row["tpot_s"]["median"] > 0 and row["peak_memory_bytes"] > 1e7
-    assert "install" in document["skipped"]["openvino"]
+    for name in ("openvino", "llama.cpp"):
+        assert "install" in document["skipped"][name]
+        assert f"skipped: {name}" in (output_dir / "stdout").read_text()
     assert "draft-target on tiny" in document["skipped"]
-    assert "skipped: openvino" in (output_dir / "stdout").read_text()
 
 
 def test_ratios_are_of_one_prompt_in_one_turn(output_dir: Path) -> None:
@@ -59,6 +67,46 @@ def test_ratios_are_of_one_prompt_in_one_turn(output_dir: Path) -> None:
     assert (ratio["wall_s"]["min"], ratio["wall_s"]["max"]) == pytest.approx((min(own), max(own)))
 
 
+def test_the_summary_says_where_it_was_measured_and_divides_by_leader_mode(
+    output_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads((output_dir / "peers.json").read_text())
+    report.print_summary(document)
+    summary = capsys.readouterr().out
+    assert summary in (output_dir / "stdout").read_text()
+    assert f"## {document['machine']['cpu']}: {os.cpu_count()} cores, 1 threads" in summary
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    assert document["machine"]["instructions"]
+    assert all(f" {name}" in cpuinfo for name in document["machine"]["instructions"])
+    (ours,) = [line.split(" | ") for line in summary.splitlines() if line.startswith("| tiny, float32, specdec |")]
+    (theirs,) = [
+        line.split(" | ") for line in summary.splitlines() if line.startswith("| tiny, float32, hugging-face |")
+    ]
+    # Two digits of TPOT are left of times under a millisecond.
+    assert float(theirs[5].split()[0]) == pytest.approx(float(theirs[2]) / float(ours[2]), rel=0.1)
+
+
+def test_models_have_the_parameters_in_their_names() -> None:
+    for name in ("101m", "350m", "1100m"):
+        shape = bench_peers.MODELS[name].shape
+        assert shape
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig(**shape))
+        assert model.num_parameters() == pytest.approx(int(name[:-1]) * 1e6, rel=0.01)
+
+
+@pytest.mark.skipif("SPECDEC_LLAMACPP_PYTHON" not in os.environ, reason="no llama-cpp-python")
+@pytest.mark.parametrize("dtype", bench_peers.DTYPES)
+def test_llama_cpp_gives_specdecs_tokens(dtype: str, tmp_path: Path, kernels: Path) -> None:
+    own = f"--dtypes {dtype} --peers llama.cpp --json {tmp_path / 'peers.json'}"
+    done = subprocess.run([sys.executable, SCRIPT, *SETTINGS.split(), *own.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads((tmp_path / "peers.json").read_text())["results"]
+    rows = [row for row in result["systems"] if row["name"].startswith("llama.cpp")]
+    assert {row["name"] for row in rows} == {"llama.cpp none", "llama.cpp ngram"}
+    assert all(row["num_equal"] == 1 or (dtype != "float32" and row["first_differences"][0] > 0) for row in rows), rows
+
+
 def test_the_chart_is_a_png(output_dir: Path) -> None:
     pytest.importorskip("matplotlib")
     assert (output_dir / "peers.png").read_bytes().startswith(b"\x89PNG\r\n")
@@ -66,7 +114,13 @@ def test_the_chart_is_a_png(output_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [("--models no-such", "no-such"), ("--dtypes float64", "float64"), ("--prompt-len 5000", "1536")],
+    [
+        ("--models no-such", "no-such"),
+        ("--dtypes float64", "float64"),
+        ("--peers vllm", "vllm"),
+        ("--prompt-len 5000", "1536"),
+        ("--requests 3", "4"),
+    ],
 )
 def test_what_it_does_not_know_is_wrong_usage(
     arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

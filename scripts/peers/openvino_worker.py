@@ -29,7 +29,7 @@ class StepStreamer(openvino_genai.StreamerBase):
 
 
 def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
-    precision = {"float32": "f32", "bfloat16": "bf16"}[settings["dtype"]]
+    precision = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[settings["dtype"]]
     properties: dict[str, Any] = {
         "ATTENTION_BACKEND": "PA",
         "INFERENCE_PRECISION_HINT": precision,

@@ -1,10 +1,16 @@
 """What bench_peers.py has measured, as Markdown tables on stdout and as a bar chart.
 
-Medians come with their range. A step is one of the generation phase: its time does not depend on how many drafts were
-accepted, so that systems can be compared where they chose other tokens.
+    python scripts/peers/report.py FILE...
+
+prints the summary of JSON files, one processor after the other. Medians come with their range. A step is one of the
+generation phase: its time does not depend on how many drafts were accepted, so that systems can be compared where they
+chose other tokens.
 """
 
+import json
+import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 METRICS = ("ttft_s", "tpot_s", "step_s", "wall_s")
@@ -58,6 +64,54 @@ def print_details(details: dict[str, Any]) -> None:
     print(f"| the same with prompts in the cache | {batch['generation_throughput_ratio']:.2f} |")
 
 
+def print_summary(document: dict[str, Any]) -> None:
+    """One processor's table: a row per model, dtype and system, over all prompts and runs."""
+    machine, settings = document["machine"], document["settings"]
+    print(f"\n## {machine['cpu']}: {machine['num_cores']} cores, {settings['num_threads']} threads\n")
+    print(f"Instructions: {' '.join(machine['instructions']) or '-'}.")
+    print(f"Prompts of at most {settings['max_prompt_len']} tokens, {settings['output_len']} of output.\n")
+    print(
+        "| model, dtype, system | TTFT ms | TPOT plain ms | TPOT n-gram ms | TTFT ÷ ours | TPOT plain ÷ ours "
+        "| TPOT n-gram ÷ ours | host ms per step, batch 1 / 4 | batch 4 ÷ batch 1, prompts included / known |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for result in document["results"]:
+        for row in summary_rows(result):
+            print(f"| {result['model']}, {result['dtype']}, {' | '.join(row)} |")
+
+
+def summary_rows(result: dict[str, Any]) -> list[list[str]]:
+    """specdec in leader mode, then its peers."""
+    rows = [["specdec", *figures(result, "specdec", "none-v2", "ngram-v2"), *["1"] * 3, *own_details(result)]]
+    for system in dict.fromkeys(record["system"] for record in result["records"]):
+        if system != "specdec":
+            over = {row["numerator"]: row for row in result["ratios"] if row["denominator"].endswith("-v2")}
+            plain, ngram = over[f"{system} none"], over[f"{system} ngram"]
+            ratios = [cell(values, 1, 2) for values in (plain["ttft_s"], plain["tpot_s"], ngram["tpot_s"])]
+            rows.append([system, *figures(result, system, "none", "ngram"), *ratios, "-", "-"])
+    return rows
+
+
+def figures(result: dict[str, Any], system: str, plain: str, ngram: str) -> list[str]:
+    """TTFT and TPOT without a drafter, TPOT with n-gram lookup: medians in milliseconds."""
+
+    def middle(variant: str, metric: str) -> float:
+        own = [r for r in result["records"] if r["system"] == system and r["variant"] == variant]
+        return median(record[metric] for record in own) * 1e3
+
+    ttft, tpot, tpot_ngram = middle(plain, "ttft_s"), middle(plain, "tpot_s"), middle(ngram, "tpot_s")
+    return [f"{ttft:,.1f}", f"{tpot:,.2f}", f"{tpot_ngram:,.2f}"]
+
+
+def own_details(result: dict[str, Any]) -> list[str]:
+    if "specdec_details" not in result:
+        return ["-", "-"]
+    details = result["specdec_details"]
+    batch = details["batch"]
+    host = " / ".join(f"{values['median']:.2f}" for values in details["host_ms_per_step"].values())
+    return [host, f"{batch['throughput_ratio']:.2f} / {batch['generation_throughput_ratio']:.2f}"]
+
+
 def draw(results: list[dict[str, Any]], file: Path) -> None:
     """TPOT of every system, a panel per model and dtype; bars are medians, lines the range."""
     import matplotlib
@@ -84,3 +138,8 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
         panel.set_xlabel("TPOT, ms (less is better)")
         panel.legend()
     figure.savefig(file, format="png", dpi=120)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print_summary(json.loads(Path(name).read_text(encoding="utf-8")))

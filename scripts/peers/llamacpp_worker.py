@@ -1,0 +1,111 @@
+"""The worker of llama.cpp: llama-cpp-python's `llama_decode`, with or without the drafts of its prompt lookup.
+
+The loop is here, because the binding's own computes the logits of all prompt tokens as soon as there is a drafter, and
+samples in Python: what is measured is llama.cpp. The binding has no draft model. Weights and K/V cache have the given
+dtype. Denormals are flushed to zero as in the other systems. What a library can do was settled when it was built: the
+note has its instruction sets.
+"""
+
+import ctypes
+import platform
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+from peers.worker import Variant, serve
+
+CACHE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}  # ggml.h, enum ggml_type
+FLUSH_DENORMALS = 0x8040  # of MXCSR: flush to zero, denormals are zero
+
+
+def flush_denormals() -> None:
+    """In this thread and those it starts, by the C library: its x86-64 fenv_t ends with MXCSR."""
+    if platform.machine() == "x86_64":
+        environment = (ctypes.c_uint32 * 8)()
+        libm = ctypes.CDLL("libm.so.6")
+        libm.fegetenv(environment)
+        environment[7] |= FLUSH_DENORMALS
+        libm.fesetenv(environment)
+
+
+class Model:
+    """One sequence: tokens in, greedy tokens out."""
+
+    def __init__(self, file: str, dtype: str, num_threads: int, max_tokens: int) -> None:
+        self._model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = params.n_batch = max_tokens
+        params.n_threads = params.n_threads_batch = num_threads
+        params.type_k = params.type_v = CACHE_TYPES[dtype]
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise RuntimeError(f"llama.cpp makes no context of {max_tokens} tokens for {file}")
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._batch = llama_cpp.llama_batch_init(max_tokens, 0, 1)
+        self._tokens, self._positions, num_sequences, self._has_logits = (
+            np.ctypeslib.as_array(array, (max_tokens,))
+            for array in (self._batch.token, self._batch.pos, self._batch.n_seq_id, self._batch.logits)
+        )
+        num_sequences[:] = 1
+        for i in range(max_tokens):
+            self._batch.seq_id[i][0] = 0
+
+    def forget(self, position: int) -> None:
+        """Drop the K/V from that position on."""
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, position, -1)
+
+    def step(self, tokens: list[int], position: int, num_logits: int) -> list[int]:
+        """Compute the tokens at their positions; the greedy choices after the last `num_logits` of them."""
+        n = self._batch.n_tokens = len(tokens)
+        self._tokens[:n] = tokens
+        self._positions[:n] = np.arange(position, position + n)
+        self._has_logits[:n] = np.arange(n) >= n - num_logits
+        if llama_cpp.llama_decode(self._context, self._batch) != 0:
+            raise RuntimeError(f"llama_decode failed for {n} tokens at position {position}")
+        first = llama_cpp.llama_get_logits_ith(self._context, n - num_logits)
+        logits = np.ctypeslib.as_array(first, (num_logits, self._vocab_size))  # rows with logits lie together
+        return [int(token) for token in logits.argmax(1)]
+
+
+def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
+    flush_denormals()
+    llama_cpp.llama_backend_init()
+    model = Model(settings["gguf_file"], settings["dtype"], settings["num_threads"], settings["max_request_tokens"])
+    lookup = LlamaPromptLookupDecoding(settings["ngram_size"], settings["ngram_draft_len"])
+
+    def no_drafts(ids: np.ndarray) -> np.ndarray:
+        return ids[:0]
+
+    def variant(propose: Any) -> Variant:
+        def generate(prompt: list[int], max_new_tokens: int, arrived: Any) -> list[int]:
+            model.forget(0)
+            tokens = prompt + model.step(prompt, 0, 1)
+            arrived()
+            end = len(prompt) + max_new_tokens
+            while len(tokens) < end:
+                # The last token has no K/V yet. A step yields one token more than it has drafts.
+                drafts = propose(np.array(tokens, np.intc))[: end - len(tokens) - 1].tolist()
+                choices = model.step([tokens[-1], *drafts], len(tokens) - 1, len(drafts) + 1)
+                pairs = zip(drafts, choices, strict=False)
+                num_accepted = next((i for i, (draft, choice) in enumerate(pairs) if draft != choice), len(drafts))
+                tokens += choices[: num_accepted + 1]
+                if num_accepted < len(drafts):
+                    model.forget(len(tokens) - 1)
+                arrived()
+            return tokens[len(prompt) :]
+
+        return generate
+
+    built_for = [
+        part.split(" = ")[0].split(":")[-1].strip()
+        for part in llama_cpp.llama_print_system_info().decode().split("|")
+        if part.strip().endswith("= 1")
+    ]
+    note = f"{settings['dtype']} K/V cache of {settings['max_request_tokens']} tokens, built for {' '.join(built_for)}"
+    return {"none": variant(no_drafts), "ngram": variant(lookup)}, note
+
+
+if __name__ == "__main__":
+    serve(load)
