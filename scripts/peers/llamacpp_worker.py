@@ -8,6 +8,7 @@ note has its instruction sets.
 
 import ctypes
 import platform
+import sys
 from typing import Any
 
 import llama_cpp
@@ -17,6 +18,13 @@ from peers.worker import Variant, serve
 
 CACHE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}  # ggml.h, enum ggml_type
 FLUSH_DENORMALS = 0x8040  # of MXCSR: flush to zero, denormals are zero
+ERROR = 4  # ggml.h, enum ggml_log_level
+
+
+@llama_cpp.llama_log_callback
+def log_errors(level: int, text: bytes, _: Any) -> None:
+    if level == ERROR:
+        sys.stderr.write(text.decode(errors="replace"))
 
 
 def flush_denormals() -> None:
@@ -71,6 +79,7 @@ class Model:
 
 def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
     flush_denormals()
+    llama_cpp.llama_log_set(log_errors, None)
     llama_cpp.llama_backend_init()
     model = Model(settings["gguf_file"], settings["dtype"], settings["num_threads"], settings["max_request_tokens"])
     lookup = LlamaPromptLookupDecoding(settings["ngram_size"], settings["ngram_draft_len"])
