@@ -13,15 +13,15 @@ Prompts: the demo's articles for `demo`, and Spec-Bench's summarization and rag 
 Random models have no tokenizer and take the ids of its Vicuna traces. Without it their prompts are random, with
 repeated spans.
 
-OpenVINO needs a virtual environment of its own, because it pins another transformers. llama.cpp may be in any: its
-package is compiled here, for this processor's instructions. What is not installed is left out, by name. Nothing is
-fetched from anywhere.
+OpenVINO needs a virtual environment of its own, because it pins another transformers. llama.cpp may be in any: pip
+compiles its package for this processor, in a quarter of an hour on two cores. What is not installed is left out, by
+name, and nothing is fetched: on a machine without a network the wheels are enough.
 
     python -m venv ov
     ov/bin/pip install torch==2.13.0
     ov/bin/pip install openvino-genai optimum-intel[openvino]
     python -m venv llama
-    llama/bin/pip install llama-cpp-python gguf
+    CMAKE_ARGS=-DLLAVA_BUILD=OFF llama/bin/pip install llama-cpp-python gguf
 
     python scripts/bench_peers.py --openvino-python ov/bin/python --llamacpp-python llama/bin/python [--models 101m]
         [--dtypes float32] [--work-dir DIR] [--json FILE]
@@ -107,7 +107,7 @@ PACKAGES = {
     ),
     "llama.cpp": Package(
         "import numpy, gguf, llama_cpp; print(llama_cpp.__version__)",
-        "python -m venv llama && llama/bin/pip install llama-cpp-python gguf, "
+        "python -m venv llama && CMAKE_ARGS=-DLLAVA_BUILD=OFF llama/bin/pip install llama-cpp-python gguf, "
         "and give --llamacpp-python llama/bin/python",
     ),
 }
