@@ -39,6 +39,8 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
         "INFERENCE_NUM_THREADS": settings["num_threads"],
     }
     note = ", ".join(f"{name} {value}" for name, value in properties.items())
+    # A precision that the processor lacks may become float32 without a word.
+    note += f", processor has {' '.join(openvino.Core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES'))}"
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
     scheduler.max_num_batched_tokens = 1 << 16  # a prompt is computed at once, as by default
