@@ -18,16 +18,16 @@ from commands.sessions import lossless_check, token_progress
 from commands.tables.lossless import exit_if_too_little_to_tell, fail_unless_lossless, lossless_lines
 from commands.tables.run import StreamPrinter, make_labels, show_outputs, show_stats
 from runtime.evaluation.steps import all_pieces
-from runtime.generation import Generation, Interrupted
+from runtime.generation import Generation, Interrupted, Unanswered
 from runtime.request import Request
 from runtime.text import stop_words_of
 
 
 def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunResults, output: Output) -> None:
-    """Generate, show and write; exit 1 if a check fails, 130 after Ctrl-C, with what had finished."""
+    """Generate, show and write; exit 1 if a request or a check fails, 130 after Ctrl-C, with what had finished."""
     prompts, requests = _make_requests(setup, prompts, inputs, results, output)
     labels = make_labels(len(requests), setup.params.n)
-    generation = _generate(setup, requests, labels, results, output)
+    generation, failed = _generate(setup, requests, labels, results, output)
     num_unfinished = len(requests) - len(generation.sequences)
     if not results.streaming:
         show_outputs(setup.llm, prompts, generation, labels, output, show_tokens=results.show_tokens)
@@ -42,6 +42,8 @@ def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunR
     if results.report is not None:
         write_report(results.report, document, all_pieces(setup.llm.tokenizer, generation.sequences))
         output.result(f"report written: {results.report}")
+    if failed is not None:
+        raise failed
     if num_unfinished or (results.check_lossless and not comparison):
         raise typer.Exit(130)
     fail_unless_lossless(document["checks"])
@@ -68,21 +70,26 @@ def _make_requests(
 
 def _generate(
     setup: Setup, requests: list[Request], labels: list[str], results: RunResults, output: Output
-) -> Generation:
-    """Answer the requests, printing text as it comes if asked to; after Ctrl-C what had finished, with a warning."""
+) -> tuple[Generation, Unanswered | None]:
+    """Answer the requests, printing text as it comes if asked to; after Ctrl-C what had finished, with a warning.
+
+    If a request failed what the others came to, and its error.
+    """
     if results.check_lossless:
         setup.session.warm_up(requests)  # or the first of the two runs would pay for the first step
     try:
         if results.streaming:
             interval = results.streaming_interval
             printer = StreamPrinter(setup.llm, stop_words_of(requests[0]), output, interval, labels)
-            return setup.session.run(requests, on_tokens=printer)
+            return setup.session.run(requests, on_tokens=printer), None
         with token_progress("generating", requests, output) as on_tokens:
-            return setup.session.run(requests, on_tokens=on_tokens)
+            return setup.session.run(requests, on_tokens=on_tokens), None
     except Interrupted as interrupted:
         num_finished = len(interrupted.finished.sequences)
         output.warning(f"interrupted: {num_finished} of {len(requests)} requests had finished")
-        return interrupted.finished
+        return interrupted.finished, None
+    except Unanswered as unanswered:
+        return unanswered.finished, unanswered
 
 
 def _write_files(prompts: list[Prompt], generation: Generation, results: RunResults, output: Output) -> None:
@@ -102,7 +109,7 @@ def _compare(
     if len(generation.sequences) == len(requests):
         with suppress(KeyboardInterrupt):
             return _compare_with_no_drafter(setup, requests, generation, results, output)
-    output.warning("lossless check left out: the run was interrupted")
+    output.warning("lossless check left out: not every request was answered")
     return {}
 
 

@@ -1,10 +1,13 @@
-"""What both loops do before the first step and before every step: check requests, and ask for drafts."""
+"""What both loops do: check requests before the first step, ask for drafts before every step, and commit after it."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from runtime.drafters.protocol import Drafter, check_drafts, check_request
 from runtime.engine import Engine
-from runtime.request import Draft, Request, Sequence
+from runtime.errors import RequestError
+from runtime.request import Draft, Request, Sequence, Verdict
+from runtime.sampling import NoChoice
 
 
 def check_requests(engine: Engine, drafter: Drafter | None, requests: Iterable[Request]) -> None:
@@ -21,3 +24,24 @@ def propose(drafter: Drafter | None, engine: Engine, sequences: list[Sequence], 
     drafts = drafter.propose(sequences, max_draft_len)
     check_drafts(drafts, len(sequences), max_draft_len, engine.config.vocab_size)
     return [draft.cut(engine.max_draft_len_of(s)) for s, draft in zip(sequences, drafts, strict=True)]
+
+
+def commit(
+    sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict | NoChoice]
+) -> list[tuple[Sequence, list[int]]]:
+    """(sequence, new tokens) of those that go on or are done; of those that cannot go on the error is kept."""
+    stepped = []
+    for sequence, draft, verdict in zip(sequences, drafts, verdicts, strict=True):
+        if isinstance(verdict, NoChoice):
+            message = f"{sequence.request.name}: {verdict.message}"
+            sequence.error = RequestError(message, hint=verdict.hint, fact=verdict.fact)
+        else:
+            stepped.append((sequence, sequence.commit(draft, verdict)))
+    return stepped
+
+
+def raise_error_of(sequences: Iterable[Sequence]) -> None:
+    """The first of what kept some from going on."""
+    for sequence in sequences:
+        if sequence.error is not None:
+            raise sequence.error

@@ -18,12 +18,14 @@ from torch import Tensor
 from runtime.batch import Row, context_row, fold, generation_row, pack
 from runtime.bundle import Bundle, check_step_files, read_bundle, uses_kernels
 from runtime.compiler.compilation import StepFunction
+from runtime.compiler.kernels import flush_denormals
 from runtime.compiler.opening import check_environment, open_step
 from runtime.config import EngineConfig
 from runtime.errors import SpecDecError, UsageError
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block
 from runtime.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
 from runtime.request import Draft, Request, Sequence, Verdict
+from runtime.sampling import NoChoice
 from runtime.verify import verify
 
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
@@ -101,9 +103,6 @@ class Engine:
         device = resolve_device(config.environment.device, device_id)
         check_environment(config, engine_dir, device)
         check_step_files(bundle)
-        if device.type == "cpu":
-            # Denormals make single steps 50 to 100 times slower.
-            torch.set_flush_denormal(True)
         compiler = config.build_config.compiler
         step = open_step(compiler, config.pretrained_config, config.dtype, engine_dir, device)
         return cls(config, step, device, kv_cache or KVCacheConfig(), max_num_tokens)
@@ -165,19 +164,24 @@ class Engine:
         """Give an admitted sequence that grew blocks for all its tokens and a draft. False: no room, no change."""
         return self._blocks.extend(sequence, len(sequence.tokens) + self.max_draft_len_of(sequence))
 
-    def step(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[Verdict]:
+    def step(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[Verdict | NoChoice]:
         """One target forward for admitted sequences, each with a draft of at most max_draft_len tokens (or empty).
 
-        Leaves every sequence's tokens as they are and `num_computed` at what the verdict makes valid.
+        Leaves every sequence's tokens as they are and `num_computed` at what the verdict makes valid. NoChoice is that
+        sequence's, which cannot go on; the others can.
         """
-        verdicts = []
-        for sequence, draft, logits in zip(sequences, drafts, self.forward(sequences, drafts), strict=True):
+        all_logits = self.forward(sequences, drafts)
+        return [self._verdict(*of_one) for of_one in zip(sequences, drafts, all_logits, strict=True)]
+
+    def _verdict(self, sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict | NoChoice:
+        try:
             verdict = verify(sequence, draft, logits)
-            if sequence.request.wants_logits:
-                verdict = dataclasses.replace(verdict, logits=logits[: verdict.num_accepted + 1])
-            sequence.num_computed = len(sequence.tokens) + verdict.num_accepted
-            verdicts.append(verdict)
-        return verdicts
+        except NoChoice as error:
+            return error
+        if sequence.request.wants_logits:
+            verdict = dataclasses.replace(verdict, logits=logits[: verdict.num_accepted + 1])
+        sequence.num_computed = len(sequence.tokens) + verdict.num_accepted
+        return verdict
 
     def forward(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
         """Compute what admitted sequences have not computed yet, and their drafts.
@@ -231,6 +235,8 @@ class Engine:
         if self._reads_in_place:
             rows = fold(rows)
         batch = pack(rows, self._blocks.block_size, self.device)
+        if self.device.type == "cpu":
+            flush_denormals()
         start = time.perf_counter()
         with torch.inference_mode():
             logits = self._step(*batch.tensors(), self._pool.keys, self._pool.values)

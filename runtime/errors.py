@@ -26,6 +26,10 @@ class UsageError(SpecDecError):
     """A setting that is wrong whatever the files hold (exit code 2)."""
 
 
+class RequestError(SpecDecError):
+    """A request that cannot go on, by its name. Those beside it have been answered."""
+
+
 @contextmanager
 def draft_engine_errors() -> Iterator[None]:
     """Say of an error that it is about the draft engine."""

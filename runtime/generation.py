@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.errors import RequestError, SpecDecError
 from runtime.request import Sequence
 from runtime.stats import LoopTimes, sum_stats
 
@@ -29,6 +30,14 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, finished: Generation) -> None:
         super().__init__()
+        self.finished = finished
+
+
+class Unanswered(SpecDecError):
+    """A request could not go on, with what the others came to."""
+
+    def __init__(self, error: RequestError, finished: Generation) -> None:
+        super().__init__(error.message, hint=error.hint, fact=error.fact, **error.values)
         self.finished = finished
 
 

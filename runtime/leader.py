@@ -10,7 +10,7 @@ from collections.abc import Generator
 from collections.abc import Sequence as Seq
 
 from runtime.drafters.protocol import Drafter
-from runtime.drafting import check_requests, propose
+from runtime.drafting import check_requests, commit, propose, raise_error_of
 from runtime.engine import Engine
 from runtime.request import Request, Sequence
 from runtime.stats import LoopTimes
@@ -31,7 +31,8 @@ def generate(
     engine.check_draft_len(max_draft_len if drafter else 0)
     check_requests(engine, drafter, requests)
     times = times if times is not None else LoopTimes()
-    batch = _Batch(engine, [Sequence.start(request) for request in requests])
+    sequences = [Sequence.start(request) for request in requests]
+    batch = _Batch(engine, sequences)
     try:
         while batch.waiting or batch.running:
             start, step_time_s = time.perf_counter(), engine.step_time_s
@@ -43,12 +44,13 @@ def generate(
             if drafter is not None:
                 times.draft_time_s += time.perf_counter() - drafts_start
             verdicts = engine.step(ready, drafts) if ready else []
-            new_tokens = [s.commit(d, v) for s, d, v in zip(ready, drafts, verdicts, strict=True)]
+            stepped = commit(ready, drafts, verdicts)
             batch.release_finished(drafter)
             times.target_time_s += engine.step_time_s - step_time_s
             times.num_iterations += 1
             times.wall_s += time.perf_counter() - start
-            yield from zip(ready, new_tokens, strict=True)
+            yield from stepped
+        raise_error_of(sequences)
     finally:
         for sequence in batch.running:
             engine.release(sequence)
@@ -101,7 +103,7 @@ class _Batch:
         return ready
 
     def release_finished(self, drafter: Drafter | None) -> None:
-        for sequence in [s for s in self.running if s.finish_reason is not None]:
+        for sequence in [s for s in self.running if s.is_over]:
             self.running.remove(sequence)
             self.engine.release(sequence)
             self._is_full = False

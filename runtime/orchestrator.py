@@ -10,7 +10,7 @@ from collections.abc import Generator
 from collections.abc import Sequence as Seq
 
 from runtime.drafters.protocol import Drafter
-from runtime.drafting import check_requests, propose
+from runtime.drafting import check_requests, commit, propose, raise_error_of
 from runtime.engine import Engine
 from runtime.errors import UsageError
 from runtime.request import Request, Sequence
@@ -27,7 +27,7 @@ def generate(
     """Yield (sequence, new tokens) after every step of every request, in groups of the engine's max_batch_size.
 
     A sequence whose `finish_reason` is set is done. All requests are checked before the first step. `times` is added to
-    as the loop goes.
+    as the loop goes. Of a request that cannot go on RequestError is raised when all others are done.
     """
     if not engine.block_reuse:
         raise UsageError("orchestrator mode needs block reuse", hint="leave it on", fact="block_reuse")
@@ -44,6 +44,7 @@ def generate(
             if drafter:
                 for sequence in group:
                     drafter.forget(sequence.request.id)
+    raise_error_of(sequences)
 
 
 def _generate_group(
@@ -60,15 +61,15 @@ def _generate_group(
             if drafter is not None:
                 times.draft_time_s += time.perf_counter() - drafts_start
             verdicts = engine.step(admitted, drafts)
-            new_tokens = [s.commit(d, v) for s, d, v in zip(admitted, drafts, verdicts, strict=True)]
+            stepped = commit(admitted, drafts, verdicts)
         finally:
             for sequence in admitted:
                 engine.release(sequence)
         times.target_time_s += engine.step_time_s - step_time_s
         times.num_iterations += 1
-        running.extend(s for s in admitted if s.finish_reason is None)
+        running.extend(s for s in admitted if not s.is_over)
         times.wall_s += time.perf_counter() - start
-        yield from zip(admitted, new_tokens, strict=True)
+        yield from stepped
 
 
 def _admit(engine: Engine, running: deque[Sequence], admitted: list[Sequence]) -> None:

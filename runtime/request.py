@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from runtime.errors import SpecDecError
 from runtime.params import GREEDY, SamplingConfig
 from runtime.sampling import Sampler
 from runtime.stats import RequestStats
@@ -111,6 +112,8 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
     finish_reason: FinishReason | None = None
+    error: SpecDecError | None = None
+    """Why it cannot go on."""
     logits: list[Tensor] = field(default_factory=list)
     """Where the request keeps them: (vocab,) float32 on the CPU, per generated token."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -125,6 +128,10 @@ class Sequence:
     @cached_property
     def sampler(self) -> Sampler:
         return Sampler(self.request.sampling, self.request.prompt_tokens, self.request.return_index)
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
 
     @property
     def num_generated(self) -> int:

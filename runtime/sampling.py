@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,17 +26,29 @@ Processor = Callable[..., Tensor]
 """As transformers' LogitsProcessor: (1, n) int64 prefix, (1, vocab) scores -> (1, vocab) scores."""
 
 
-class NoTokenLeft(SpecDecError):
-    """Penalties and bans leave nothing to choose at a position, or the model's logits are not numbers."""
+class NoChoice(SpecDecError):
+    """No token can be chosen at a position, whatever is drafted."""
 
-    def __init__(self, position: int) -> None:
-        super().__init__(
-            "there is no token left to choose, penalties and bans leave none or the model's logits are not numbers: "
-            f"position {position}",
-            hint="relax the penalties, no_repeat_ngram_size or bad_words",
-            fact="no_token_left",
-        )
+    def __init__(self, position: int, message: str, *, hint: str, fact: str | None = None) -> None:
+        super().__init__(f"{message}: position {position}", hint=hint, fact=fact)
         self.position = position
+
+
+def no_token_left(position: int) -> NoChoice:
+    return NoChoice(
+        position,
+        "penalties and bans leave no token to choose",
+        hint="relax the penalties, no_repeat_ngram_size or bad_words",
+        fact="no_token_left",
+    )
+
+
+def no_numbers(position: int) -> NoChoice:
+    return NoChoice(
+        position,
+        "the model's logits are NaN or infinite",
+        hint="its weights or this text make numbers too large for its dtype: try another dtype or another text",
+    )
 
 
 class OccurrencePenalty:
@@ -114,15 +127,17 @@ class Sampler:
     def scores(self, prefix: list[int], logits: Tensor) -> Tensor:
         """(vocab,) float32 after penalties, bans and cuts; -inf for what cannot be chosen. `logits` is (vocab,).
 
-        NoTokenLeft if nothing can.
+        NoChoice if nothing can. Of logits -inf is one that is never chosen.
         """
         scores = logits[None].float()
+        if not math.isfinite(scores.max()):
+            raise no_numbers(len(prefix))
         if self._penalties:
             scores = _apply(self._penalties, torch.tensor([prefix], device=logits.device), scores)
         if self._warpers:
             scores = _apply(self._warpers, torch.empty((1, 0), dtype=torch.int64, device=logits.device), scores)
         if not math.isfinite(scores.max()):
-            raise NoTokenLeft(len(prefix))
+            raise no_token_left(len(prefix))
         return scores[0]
 
     def probs(self, prefix: list[int], logits: Tensor) -> Tensor:
@@ -141,14 +156,19 @@ class Sampler:
         scores = self.scores(prefix, logits)
         if self.is_greedy:
             return scores
-        generator = torch.Generator().manual_seed(self._number(len(prefix), "noise") >> 1)
-        exponential = torch.empty(len(scores), dtype=torch.float64).exponential_(generator=generator)
-        return scores.double() - exponential.log().to(scores.device)
+        # torch's generator takes 32 bits of a seed: two of 100,000 positions would have the same noise.
+        generator = np.random.Generator(np.random.Philox(key=self._number(len(prefix), "noise")))
+        exponential = generator.standard_exponential(len(scores))
+        noise = -np.log(np.maximum(exponential, np.finfo(np.float64).tiny))
+        return scores.double() + torch.from_numpy(noise).to(scores.device)
 
     def choices(self, prefix: list[int], logits: Tensor) -> Iterable[int]:
         """The request's own tokens row by row of (n, vocab) logits, each after the prefix and those before it."""
         if self.is_argmax:
-            yield from self._argmaxes(logits)
+            for row, token in enumerate(self._argmaxes(logits)):
+                if token < 0:
+                    raise no_numbers(len(prefix) + row)
+                yield token
             return
         prefix = list(prefix)
         for row in logits:
@@ -157,12 +177,18 @@ class Sampler:
             prefix.append(token)
 
     def _argmaxes(self, logits: Tensor) -> Iterable[int]:
-        """Row by row. On a CPU by the kernel or by NumPy: torch looks at one number after the other."""
+        """Row by row, -1 where the largest is not finite.
+
+        On a CPU by the kernel or by NumPy: torch looks at one number after the other.
+        """
         if logits.device.type != "cpu":
-            return logits.argmax(dim=-1).tolist()
+            tokens = logits.argmax(dim=-1)
+            return tokens.where(logits.gather(-1, tokens[:, None])[:, 0].isfinite(), -1).tolist()
         if self._argmax_kernel is not None:
             return self._argmax_kernel(logits).tolist()  # type: ignore[no-any-return]
-        return (int(row.float().numpy().argmax()) for row in logits)
+        rows = logits.float().numpy()
+        largest = zip(rows, rows.argmax(axis=-1), strict=True)
+        return (int(token) if math.isfinite(row[token]) else -1 for row, token in largest)
 
     def uniform(self, position: int, purpose: Purpose) -> float:
         """In [0, 1), the same for the same arguments. 52 bits: times a sum of probabilities it stays below the sum."""

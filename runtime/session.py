@@ -12,7 +12,8 @@ from runtime.drafters.opening import OpenDrafter
 from runtime.drafters.settings import DrafterSettings, DraftLenMode
 from runtime.drafting import check_requests
 from runtime.engine import Engine
-from runtime.generation import Generation, Interrupted
+from runtime.errors import RequestError
+from runtime.generation import Generation, Interrupted, Unanswered
 from runtime.request import Request, Sequence
 from runtime.stats import LoopTimes
 
@@ -52,10 +53,10 @@ class Session:
         return samples and self.opened is not None and self.opened.gives_probs
 
     def run(self, requests: Seq[Request], *, speculate: bool = True, on_tokens: OnTokens | None = None) -> Generation:
-        """Answer the requests, with the drafter or without. Raises Interrupted at Ctrl-C."""
+        """Answer the requests, with the drafter or without. Raises Interrupted at Ctrl-C, Unanswered if one fails."""
         times, finished = LoopTimes(), {}
         draft_start_s = self.draft_engine.step_time_s if self.draft_engine else 0.0
-        is_interrupted = False
+        is_interrupted, failed = False, None
         try:
             with closing(self.steps(requests, times, speculate=speculate)) as steps:
                 for sequence, new_tokens in steps:
@@ -65,11 +66,15 @@ class Session:
                         on_tokens(sequence, new_tokens)
         except KeyboardInterrupt:
             is_interrupted = True
+        except RequestError as error:
+            failed = error
         if self.draft_engine:
             times.draft_model_time_s = self.draft_engine.step_time_s - draft_start_s
         generation = Generation([finished[request.id] for request in requests if request.id in finished], times)
         if is_interrupted:
             raise Interrupted(generation)
+        if failed is not None:
+            raise Unanswered(failed, generation)
         return generation
 
     def steps(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Sequence, Verdict
-from runtime.sampling import NoTokenLeft, Sampler, draw
+from runtime.sampling import NoChoice, Sampler, draw
 
 
 def verify(sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
@@ -22,7 +22,7 @@ def verify(sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
         if draft.probs is not None and draft.tokens and not sampler.is_greedy:
             return _verify_probs(sampler, sequence.tokens, draft, logits)
         return verify_tokens(draft.tokens, sampler.choices(sequence.tokens, logits))
-    except NoTokenLeft as error:
+    except NoChoice as error:
         num_kept = error.position - len(sequence.tokens)
         if num_kept == 0:
             raise

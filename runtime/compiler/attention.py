@@ -56,6 +56,11 @@ class PagedInputs:
             self.masks[sliding_window, num_groups] = visible.repeat(1, 1, num_groups, 1)
         return self.masks[sliding_window, num_groups]
 
+    def written(self) -> Tensor:
+        """(B, N x block_size) bool, False beyond a row's last token, where its blocks hold what others left there."""
+        num_slots = self.block_tables.shape[1] * self.key_pools[0].shape[3]
+        return torch.arange(num_slots, device=self.positions.device) <= self.positions.amax(1, keepdim=True)
+
 
 def paged_attention(
     module: nn.Module,
@@ -79,15 +84,22 @@ def paged_attention(
     S = paged.block_tables.shape[1] * block_size
     slots = paged.slot_mapping.view(B * Q)
     blocks, offsets = slots // block_size, slots % block_size
-    key_pool.permute(0, 3, 1, 2).index_put_((blocks, offsets), key[0].transpose(0, 1))
-    value_pool.transpose(1, 2).index_put_((blocks, offsets), value[0].transpose(0, 1))
+    # A mask adds -inf to a score, and multiplies a value by 0: numbers that are not finite would pass through. So a
+    # token that has any is marked by a key of NaN, is taken for zeros, and makes NaN of the outputs that see it.
+    finite = (key.isfinite().all(-1) & value.isfinite().all(-1))[0].unsqueeze(-1)
+    key_pool.permute(0, 3, 1, 2).index_put_((blocks, offsets), key[0].where(finite, torch.nan).transpose(0, 1))
+    value_pool.transpose(1, 2).index_put_((blocks, offsets), value[0].where(finite, 0).transpose(0, 1))
     keys = key_pool[paged.block_tables].permute(0, 2, 1, 4, 3).reshape(B, Hk, S, D)
     values = value_pool[paged.block_tables].transpose(1, 2).reshape(B, Hk, S, Dv)
+    broken = keys[..., 0].isnan()
+    usable = (paged.written()[:, None] & ~broken).unsqueeze(-1)
+    keys, values = keys.where(usable, 0), values.where(usable, 0)
     # The query heads of one KV head are folded into the query length: for Q = 1 in bfloat16 SDPA is then ten
     # times faster than with enable_gqa. Row g * Q + i of a KV head is query i of its head g.
     rows = query.reshape(H, B, Q, D).transpose(0, 1).reshape(B, Hk, H // Hk * Q, D)
     mask = paged.mask(sliding_window, H // Hk)
     output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+    output = output.masked_fill((mask & broken.unsqueeze(2)).any(-1, keepdim=True), torch.nan)
     # Contiguous, as transformers' own attention gives it: some models take a view (AFMoE).
     return output.reshape(B, H, Q, Dv).transpose(1, 2).reshape(1, B * Q, H, Dv).contiguous(), None
 

@@ -23,7 +23,7 @@ from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.checking import check_logits, is_batch_invariant
 from runtime.compiler.compilation import PACKAGE, StepFunction, compile_aot, torch_compile
 from runtime.compiler.identity import weights_digest
-from runtime.compiler.kernels import compile_kernels, describe_kernels, load_kernels
+from runtime.compiler.kernels import compile_kernels, describe_kernels, flush_denormals, load_kernels
 from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_steps
 from runtime.compiler.model import (
     Step,
@@ -84,12 +84,12 @@ def build_engine(
     with_kernels = uses_kernels(build.compiler, device.type)
     model = load_model(pretrained, weights, getattr(torch, checkpoint.dtype), KERNEL if with_kernels else PAGED)
     Step(model).to(device)
-    if device.type == "cpu":
-        torch.set_flush_denormal(True)
     with new_directory(output_dir, replace=replace) as directory:
         phase("compiling the step")
         if with_kernels:
             _make_kernels(directory / LIBRARY)
+        if device.type == "cpu":
+            flush_denormals()
         compiled = _compile(model, layers, build, directory)
         build = compiled.build
         if build.compiler != "aot":

@@ -5,10 +5,12 @@
 `none` runs the model as it is, for debugging.
 """
 
+import json
 import logging
 import math
 import os
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from runtime.batch import Batch, Row, at_least_two, pack
-from runtime.compiler.weights import save_weights
+from runtime.compiler.weights import Layout, layout_of, save_weights
 from runtime.config import ARITHMETICS, Arithmetic, BuildConfig, LayerShape
 from runtime.kv_cache import KVPool
 
@@ -49,6 +51,7 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
 
 PACKAGE, WEIGHTS = "rank0.pt2", "rank0.safetensors"
 _FEW_TOKENS = 64
+_LAYOUT = "weights.json"
 
 
 def compile_aot(
@@ -83,9 +86,14 @@ def compile_aot(
         arguments, _ = program.example_inputs
         made = torch._inductor.aot_compile(program.module(check_guards=False), arguments, options=options)
     assert isinstance(made, list)  # because it is to be packaged
-    package_pt2(str(directory / PACKAGE), aoti_files=[file for file in made if isinstance(file, str)])
     constants = [file for file in made if isinstance(file, Weights)]
-    save_weights(directory / WEIGHTS, {name: tensor for part in constants for name, (tensor, _) in part.items()})
+    weights = {name: tensor for part in constants for name, (tensor, _) in part.items()}
+    save_weights(directory / WEIGHTS, weights)
+    package_pt2(
+        str(directory / PACKAGE),
+        aoti_files=[file for file in made if isinstance(file, str)],
+        extra_files={_LAYOUT: json.dumps(layout_of(weights))},
+    )
     return hands_over
 
 
@@ -134,6 +142,13 @@ class _ProcessorStep(_PackagedStep):
             return super().__call__(*inputs)
         finally:
             torch.ops.specdec.compute_loops_alone(False)
+
+
+def wanted_layout(package: Path) -> Layout:
+    """The weights that the packaged step wants to be handed."""
+    with zipfile.ZipFile(package) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(f"/{_LAYOUT}"))
+        return {name: (dtype, shape) for name, (dtype, shape) in json.loads(archive.read(name)).items()}
 
 
 def open_aot(package: Path, weights: dict[str, Tensor], device: torch.device) -> StepFunction:

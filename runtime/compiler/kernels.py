@@ -5,11 +5,12 @@ so that opening needs no compiler. Importing this module compiles and loads noth
 """
 
 import contextlib
+import hashlib
 import os
 import platform
 import shlex
-import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ _HEADERS = sorted(SOURCES_DIR.glob("*.h"))
 _FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 _X86 = "abm adx amx avx bmi f16c fma gfni movbe popcnt sse ssse vaes vpclmulqdq"
 _ARM = "asimd atomics bf16 crc32 fp i8mm sme sve"
+_MARK = "specdec-kernels-of:"  # in the library, before the digest of its sources
 _INSTRUCTIONS = tuple(f"{_X86} {_ARM}".split())
 
 
@@ -36,19 +38,36 @@ def compile_kernels(path: Path, march: str = "native") -> None:
     compiler = os.environ.get("CXX") or "g++"
     name = digest(
         (
-            *(file.read_text() for file in (*_SOURCES, *_HEADERS)),
+            _sources(),
             *_FLAGS,
             *(march, compiler, _toolchain(compiler), torch.__version__, processor()),
         )
     )
     cached = cache_dir() / f"kernels-{name[:16]}.so"
-    if cached.exists():
-        shutil.copyfile(cached, path)
+    library = _read_cached(cached)
+    if library is not None:
+        path.write_bytes(library)
         return
     _run_compiler(compiler, path, f"-march={march}")
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time, and nothing else
         cached.parent.mkdir(parents=True, exist_ok=True)
-        write_file(cached, path.read_bytes())  # whole or absent, whoever else compiles
+        library = path.read_bytes()
+        write_file(cached, library + hashlib.sha256(library).digest())  # whole or absent, whoever else compiles
+
+
+def _read_cached(cached: Path) -> bytes | None:
+    """The library of a cache entry, which ends with its SHA-256; None if it is absent or not what was written."""
+    try:
+        data = cached.read_bytes()
+    except OSError:
+        return None
+    size = len(data) - hashlib.sha256().digest_size
+    return data[:size] if size > 0 and hashlib.sha256(data[:size]).digest() == data[size:] else None
+
+
+def _sources() -> str:
+    """A digest of the kernels' source."""
+    return digest(file.read_text() for file in (*_SOURCES, *_HEADERS))
 
 
 def processor() -> str:
@@ -83,6 +102,7 @@ def _run_compiler(compiler: str, library: Path, march: str) -> None:
     command = [
         *shlex.split(compiler),
         *_FLAGS,
+        f'-DSPECDEC_SOURCES="{_sources()}"',
         march,
         "-x",
         "c++",
@@ -110,13 +130,36 @@ def _run_compiler(compiler: str, library: Path, march: str) -> None:
 
 
 def load_kernels(path: Path) -> None:
-    """Make `torch.ops.specdec` available. The first library of a process serves all engines."""
+    """Make `torch.ops.specdec` available. The first library of a process serves all engines that have the same one.
+
+    SpecDecError if the library cannot be loaded, or is of other sources than the process's, whose layouts may differ.
+    """
     if hasattr(torch.ops.specdec, "linear"):
+        if f"{_MARK}{torch.ops.specdec.sources()}".encode() not in path.read_bytes():
+            raise SpecDecError(
+                f"this process has loaded other kernels than those of: {path}",
+                hint="build its engines with one version, or open them in processes of their own",
+            )
         return
     try:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except OSError as error:
         raise SpecDecError(f"`{path}` cannot be loaded: {error}", hint="build it again", fact="engine") from error
+
+
+_of_this_thread = threading.local()
+
+
+def flush_denormals() -> None:
+    """Take numbers close to 0 for 0, in this thread and in those that it computes with.
+
+    Without it single steps take 50 to 100 times as long; and a number's bits must not depend on which thread computes
+    it. Without the kernels only this thread can be reached.
+    """
+    torch.set_flush_denormal(True)
+    if not getattr(_of_this_thread, "others_flush", False) and hasattr(torch.ops.specdec, "flush_denormals"):
+        torch.ops.specdec.flush_denormals()
+        _of_this_thread.others_flush = True
 
 
 def describe_kernels() -> None:

@@ -4,6 +4,8 @@ import atexit
 import platform
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,9 @@ import torch
 from safetensors import SafetensorError
 
 from runtime.bundle import LIBRARY, uses_kernels
-from runtime.compiler.compilation import StepFunction, open_aot, torch_compile
+from runtime.compiler.compilation import PACKAGE, StepFunction, open_aot, torch_compile, wanted_layout
 from runtime.compiler.kernels import instructions, load_kernels
-from runtime.compiler.weights import open_weights
+from runtime.compiler.weights import check_layout, open_weights
 from runtime.config import Compiler, Dtype, EngineConfig, Environment
 from runtime.errors import SpecDecError
 
@@ -70,18 +72,16 @@ def open_step(
     if with_kernels:
         load_kernels(engine_dir / LIBRARY)
     if compiler == "aot":
+        package = engine_dir / PACKAGE
+        with _package_errors(package):
+            layout = wanted_layout(package)
         try:
+            check_layout(weights, layout)
             constants = open_weights(weights)
         except SafetensorError as error:
             raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_BUILD_AGAIN, fact="engine") from error
-        try:
-            return open_aot(engine_dir / "rank0.pt2", constants, device)
-        except Exception as error:  # torch raises RuntimeError, OSError or zip errors; all mean the same
-            raise SpecDecError(
-                f"`{engine_dir / 'rank0.pt2'}` cannot be opened: {str(error).splitlines()[0]}",
-                hint=_BUILD_AGAIN,
-                fact="engine",
-            ) from error
+        with _package_errors(package):
+            return open_aot(package, constants, device)
     # Only here does an engine need model code.
     from runtime.compiler.attention import KERNEL, PAGED
     from runtime.compiler.kernels import describe_kernels
@@ -98,3 +98,12 @@ def open_step(
     atexit.register(shutil.rmtree, cache_dir, ignore_errors=True)
     shutil.copytree(engine_dir / "rank0.cache", cache_dir, dirs_exist_ok=True)
     return torch_compile(step, cache_dir)
+
+
+@contextmanager
+def _package_errors(package: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # torch raises RuntimeError, OSError or zip errors; all mean the same
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise SpecDecError(f"`{package}` cannot be opened: {said}", hint=_BUILD_AGAIN, fact="engine") from error

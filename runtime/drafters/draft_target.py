@@ -15,7 +15,7 @@ from torch import Tensor
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Request, Sequence
-from runtime.sampling import NoTokenLeft, draw
+from runtime.sampling import NoChoice, draw
 
 
 class DraftModel:
@@ -99,7 +99,7 @@ class DraftModel:
             follower.num_computed = len(follower.tokens)
             try:
                 self._draft_token(proposal, _with_size(logits[0], self.vocab_size))
-            except NoTokenLeft:  # for the draft model; the target may have one
+            except NoChoice:  # for the draft model; the target may have one
                 proposal.has_ended = True
 
     def _draft_token(self, proposal: "_Proposal", logits: Tensor) -> None:

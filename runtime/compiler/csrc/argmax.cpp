@@ -1,4 +1,5 @@
-// The greedy choice: of each row the index of the largest number, the first of equal ones.
+// The greedy choice: of each row the index of the largest number, the first of equal ones; -1 where it is not finite, as in
+// a row with NaN.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -18,7 +19,7 @@ int64_t argmax(const T* row, int64_t size) {
   constexpr int64_t kWide = 4 * kLanes;
   float largest = -std::numeric_limits<float>::infinity();
   int64_t best = 0, i = 0;
-  // NaN is larger than any number, as for torch and NumPy: a model gone wrong is not to look right.
+  // NaN is larger than any number: a model gone wrong is not to look right.
   const auto look = [&](int64_t begin, int64_t end) {
     for (int64_t j = begin; j < end && !std::isnan(largest); ++j) {
       const float value = static_cast<float>(row[j]);
@@ -34,7 +35,7 @@ int64_t argmax(const T* row, int64_t size) {
     if (any) look(i, i + kWide);
   }
   look(i, size);
-  return best;
+  return std::isfinite(largest) ? best : -1;
 }
 
 at::Tensor argmax_of_rows(const at::Tensor& rows) {

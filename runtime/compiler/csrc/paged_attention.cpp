@@ -30,11 +30,10 @@ constexpr int64_t kChunk = 128, kRowsPerTask = 36, kTasksPerThread = 2;
 constexpr int64_t kSplit = 2 * kChunk;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.4426950408889634f;
-typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// 2 to the power of numbers at most 0, to 2 units in the last place; 0 below -126.
+// 2 to the power of numbers at most 0, to 2 units in the last place; 0 below -126, and of NaN NaN.
 inline Lanes exp2_lanes(Lanes x) {
   const Lanes shifted = x + 12582912.0f;  // rounds to a whole number, which is then in the lowest bits
   const Lanes r = x - (shifted - 12582912.0f);
@@ -44,8 +43,8 @@ inline Lanes exp2_lanes(Lanes x) {
   y = y * r + 2.402264791363012e-1f;
   y = y * r + 6.931472028550421e-1f;
   y = y * r + 1.0f;
-  const Lanes power = (Lanes)((IntLanes)y + ((IntLanes)shifted << 23));
-  return x < -126.0f ? Lanes{} : power;
+  const Lanes power = (Lanes)((Words)y + ((Words)shifted << 23));
+  return x >= -126.0f ? power : Lanes{} > x ? Lanes{} : x;
 }
 
 #if defined(__AVX512F__)
@@ -114,22 +113,27 @@ inline void interleave(const at::BFloat16* p, int64_t ldb, __m512bh* pairs) {
   }
 }
 
-// One instruction multiplies two rows of B by a pair of A's: the rows are interleaved as they are read. `depth` is even.
+// One instruction multiplies two rows of B by a pair of A's: the rows are interleaved as they are read. An odd one out is
+// its own partner, for which A has a 0: what lies behind it may be anything.
 template <int R, int W>
 inline void accumulate(const at::BFloat16* a, int64_t lda, const Piece<at::BFloat16>& b, int64_t depth,
                        Lanes (&sum)[R][W]) {
-  for (int64_t k = 0; k < depth; k += 2) {
-    b.fetch<W>(k);
-    b.fetch<W>(k + 1);
+  const auto add_pair = [&](int64_t k, int64_t to_partner) {
     __m512bh rows[W];
-    for (int w = 0; w < W; w += 2) interleave<W - 1>(b.row(k) + w * kLanes, b.stride, rows + w);
+    for (int w = 0; w < W; w += 2) interleave<W - 1>(b.row(k) + w * kLanes, to_partner, rows + w);
     for (int r = 0; r < R; ++r) {
       int32_t pair;
       std::memcpy(&pair, a + r * lda + k, sizeof pair);
       const auto factors = (__m512bh)_mm512_set1_epi32(pair);
       for (int w = 0; w < W; ++w) sum[r][w] = (Lanes)_mm512_dpbf16_ps((__m512)sum[r][w], rows[w], factors);
     }
+  };
+  for (int64_t k = 0; k + 1 < depth; k += 2) {
+    b.fetch<W>(k);
+    b.fetch<W>(k + 1);
+    add_pair(k, b.stride);
   }
+  if (depth % 2) add_pair(depth - 1, 0);
 }
 #endif
 
@@ -174,14 +178,38 @@ struct Inputs {
 };
 
 template <typename T>
+bool are_finite(const T* numbers, int64_t count) {
+  Lanes sums{};
+  float rest = 0;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Lanes v = widen(numbers + i);
+    sums += v - v;  // 0, or NaN
+  }
+  for (; i < count; ++i) {
+    const float number = static_cast<float>(numbers[i]);
+    rest += number - number;
+  }
+  return sum_of(sums) + rest == 0;
+}
+
+// Values of keys that a query does not see are multiplied by 0, which leaves no trace of finite ones. So a token whose key
+// or value is not finite has a key of NaN, whose score, and what comes of it, is NaN for whoever sees it, and a value of 0.
+template <typename T>
 void write_new(const Inputs<T>& in, int64_t token) {
   const int64_t block = in.slots[token] / in.block_size, offset = in.slots[token] % in.block_size;
   for (int64_t head = 0; head < in.Hk; ++head) {
     T* keys = in.key_pool + (block * in.Hk + head) * in.D * in.block_size + offset;
     const T* key = in.key + head * in.key_head + token * in.key_token;
-    for (int64_t d = 0; d < in.D; ++d) keys[d * in.block_size] = key[d];
+    const T* value = in.value + head * in.value_head + token * in.value_token;
     T* values = in.value_pool + ((block * in.Hk + head) * in.block_size + offset) * in.Dv;
-    std::memcpy(values, in.value + head * in.value_head + token * in.value_token, in.Dv * sizeof(T));
+    if (are_finite(key, in.D) && are_finite(value, in.Dv)) {
+      for (int64_t d = 0; d < in.D; ++d) keys[d * in.block_size] = key[d];
+      std::memcpy(values, value, in.Dv * sizeof(T));
+    } else {
+      for (int64_t d = 0; d < in.D; ++d) keys[d * in.block_size] = std::numeric_limits<T>::quiet_NaN();
+      std::fill_n(values, in.Dv, T(0.0f));
+    }
   }
 }
 
@@ -335,12 +363,10 @@ void attend(const Inputs<T>& in, const Task& task, const Share& share, const Par
       const int64_t next_key = std::min(start + k + chunk, last_key - 1);
       if constexpr (!direct) values = {value_copy, value_copy, width};
       else values = {values_at(start + k, head), keys_at(next_key, head), in.Dv};
-      // Of pairs an odd one out has a partner in its block, whose weight is 0.
-      const int64_t depth = std::is_same_v<E, float> ? count : count + count % 2;
       for_tiles(start + k, [&](auto rows, int64_t first) {
         const int64_t row = head * num_rows + first;
         multiply_rows<true, rows()>(weights + row * kChunk + k, kChunk, values, out.weighted + row * width, width,
-                                    depth, width);
+                                    count, width);
       });
     });
   }
@@ -363,8 +389,9 @@ void attend_fastest(const Inputs<T>& in, const Task& task, const Share& share, c
 // Adds a part of a task, over later keys, to those before it.
 [[gnu::noinline]] void add_part(const Partial& total, const Partial& part, int64_t num_rows, int64_t width, float scale) {
   for (int64_t row = 0; row < num_rows; ++row) {
+    // A part without a key. One of NaN scores has no maximum either, but sums, which are NaN.
+    if (part.maximum[row] == kNever && sum_of(load(part.sums + row * kLanes)) == 0) continue;
     const float maximum = std::max(total.maximum[row], part.maximum[row]);
-    if (part.maximum[row] == kNever) continue;
     const float before = std::exp2((total.maximum[row] - maximum) * scale);
     const float factor = std::exp2((part.maximum[row] - maximum) * scale);
     const auto add = [&](float* to, const float* from, int64_t count) {
