@@ -37,7 +37,7 @@ class NoChoice(SpecDecError):
 def no_token_left(position: int) -> NoChoice:
     return NoChoice(
         position,
-        "penalties and bans leave no token to choose",
+        "there is no token left to choose, penalties and bans leave none",
         hint="relax the penalties, no_repeat_ngram_size or bad_words",
         fact="no_token_left",
     )

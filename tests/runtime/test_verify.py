@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runtime.errors import SpecDecError
 from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence, Verdict
+from runtime.sampling import NoChoice
 from runtime.verify import verify, verify_tokens
 
 PROMPT = (1, 2, 3)
@@ -160,20 +160,25 @@ def test_verification_leaves_the_sequence_as_it_is() -> None:
 
 @pytest.mark.parametrize("probs", [None, distribution([0.5, 0.5])], ids=["by tokens", "by probabilities"])
 @pytest.mark.parametrize(
-    ("sampling", "bad_row"),
+    ("sampling", "bad_row", "message"),
     [
-        pytest.param({"no_repeat_ngram_size": 2}, [0.5, 0.5], id="everything banned"),
-        pytest.param({}, [torch.nan, 0.5], id="logits that are not numbers"),
+        pytest.param({"no_repeat_ngram_size": 2}, [0.5, 0.5], "no token left to choose", id="all banned"),
+        pytest.param({}, [torch.nan, 0.5], "logits are NaN or infinite", id="NaN"),
+        pytest.param({}, [0.5, torch.inf], "logits are NaN or infinite", id="infinite"),
+        pytest.param({"bad_words": ((1,),)}, [0.5, torch.inf], "logits are NaN or infinite", id="infinite and banned"),
+        pytest.param({}, [0, 0], "logits are NaN or infinite", id="nothing but -inf"),
+        pytest.param({"top_k": 1}, [torch.nan, 0.5], "logits are NaN or infinite", id="greedy NaN"),
+        pytest.param({"top_k": 1}, [0.5, torch.inf], "logits are NaN or infinite", id="greedy infinite"),
     ],
 )
 def test_position_with_no_token_left_is_an_error(
-    sampling: dict[str, Any], bad_row: list[float], probs: Tensor | None
+    sampling: dict[str, Any], bad_row: list[float], message: str, probs: Tensor | None
 ) -> None:
     """After 0 0 1 0 both 0 and 1 would repeat a pair; after a 1 only 0 would, so a step could go on from there."""
     for token in (0, 1):
         for seed in range(20):
             sequence = start(prompt=(0, 0, 1, 0), random_seed=seed, **sampling)
-            with pytest.raises(SpecDecError, match="no token left to choose"):
+            with pytest.raises(NoChoice, match=f"{message}.*: position 4"):
                 verify(sequence, Draft([token], probs), log(bad_row, [0.5, 0.5]))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from runtime.compiler.kernels import compile_kernels, describe_kernels, load_kernels
 from runtime.compiler.linears import use_linear_kernel
+from runtime.errors import SpecDecError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -260,6 +261,48 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(
     bits_are_equal()
 
 
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("block_size", [32, 24])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_numbers_that_are_not_finite_reach_only_who_sees_them(
+    dtype: torch.dtype, shape: str, block_size: int, window: int, poison: float, threads: int
+) -> None:
+    """In the key or the value of a token in the middle, and in all that lies in blocks behind the last."""
+    sequences, start, num_tokens = Sequences(SHAPES[shape], block_size, window, dtype), 290, 41
+    rows = [(0, start, num_tokens), (1, 7, 4), (2, 600, 1)]  # odd numbers of keys, and even ones
+    clean = sequences.attend(rows)
+    for sequence, first, count in rows:
+        behind = torch.arange(first + count, 1500)
+        blocks, offsets = sequences.tables[sequence][behind // block_size], behind % block_size
+        sequences.key_pool[blocks, ..., offsets] = poison
+        sequences.value_pool[blocks, :, offsets] = poison
+    assert all(torch.equal(a, b) for a, b in zip(sequences.attend(rows), clean, strict=True))
+    for numbers in (sequences.key, sequences.value):
+        kept = numbers[0, start + 20].clone()
+        numbers[0, start + 20, -1, 3] = poison
+        poisoned = sequences.attend(rows)
+        numbers[0, start + 20] = kept
+        seeing = slice(20, 20 + window if window else num_tokens)
+        num_heads = SHAPES[shape][0] // SHAPES[shape][1]  # that share the last head's keys
+        assert poisoned[0][seeing, -num_heads:].isnan().all()
+        poisoned[0][seeing, -num_heads:] = clean[0][seeing, -num_heads:]
+        assert all(torch.equal(a, b) for a, b in zip(poisoned, clean, strict=True))
+
+
+def test_position_that_only_sees_nan_is_nan_though_its_keys_are_divided() -> None:
+    """Parts of a row are added up; one whose scores are all NaN has no largest."""
+    sequences = Sequences(SHAPES["1 head"], 32, 0, torch.float32)
+    sequences.key[0, :256] = torch.nan
+    sequences.attend([(0, 0, 1500)])
+    for threads in (1, 5):
+        torch.set_num_threads(threads)
+        (output,) = sequences.attend([(0, 1400, 1)])
+        torch.set_num_threads(1)
+        assert output.isnan().all()
+
+
 class _Layers(nn.Module):
     """Three layers that read one input, one with a bias, one with an odd number of inputs, and one by itself."""
 
@@ -284,14 +327,73 @@ def test_layers_of_one_input_become_one_in_a_compiled_step() -> None:
     torch.testing.assert_close(program.module()(x), layers(x))
 
 
-def test_second_library_is_not_loaded_again(tmp_path: Path) -> None:
-    load_kernels(tmp_path / "no such file")
+def test_second_library_of_the_same_sources_is_not_loaded_again(kernels: Path, tmp_path: Path) -> None:
+    library = tmp_path / "kernels.so"
+    library.write_bytes(b"not machine code" + kernels.read_bytes())
+    load_kernels(library)
+
+
+def test_second_library_of_other_sources_is_refused(kernels: Path, tmp_path: Path) -> None:
+    """Weights may be laid out in another way there."""
+    library, sources = tmp_path / "kernels.so", torch.ops.specdec.sources().encode()
+    assert kernels.read_bytes().count(sources) > 0
+    library.write_bytes(kernels.read_bytes().replace(sources, b"0" * len(sources)))
+    with pytest.raises(SpecDecError, match="this process has loaded other kernels than those of: .*kernels.so"):
+        load_kernels(library)
+
+
+def test_every_thread_takes_numbers_close_to_0_for_0(kernels: Path) -> None:
+    """Threads that are there before too: the bits of a number must not depend on which of them computes it."""
+    code = """
+import sys, torch
+from pathlib import Path
+from runtime.compiler.kernels import flush_denormals, load_kernels
+torch.set_num_threads(4)
+torch.ones(1 << 20).exp()  # begins the threads
+load_kernels(Path(sys.argv[1]))
+packed = torch.ops.specdec.pack_linear(torch.full((4096, 16), 1e-20))
+def count():
+    x = torch.full((1, 16), 1e-20)
+    return sum(int((torch.ops.specdec.linear(x, packed, None, 4096, 0) != 0).sum()) for _ in range(50))
+before = count()
+flush_denormals()
+print(before, count())
+"""
+    result = subprocess.run([sys.executable, "-c", code, str(kernels)], capture_output=True, text=True, check=True)
+    before, after = map(int, result.stdout.split())
+    assert before == 50 * 4096 and after == 0
+
+
+def test_corrupt_cached_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flipped, cut or empty; a compiler that only counts stands for g++, which takes a minute."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = -v ] && exit\nwhile [ "$1" != -o ]; do shift; done\n'
+        f'echo . >>{tmp_path}/compiled; echo "a library" >"$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    library = tmp_path / "library"
+
+    def compile_and_count() -> int:
+        compile_kernels(library)
+        assert library.read_text() == "a library\n"
+        return len((tmp_path / "compiled").read_text().split())
+
+    assert compile_and_count() == compile_and_count() == 1
+    (cached,) = (tmp_path / "cache").glob("kernels-*.so")
+    whole = cached.read_bytes()
+    for num_compiled, damaged in enumerate((b"A" + whole[1:], whole[:-1] + b"A", whole[:-9], whole[:5], b""), start=2):
+        cached.write_bytes(damaged)
+        assert compile_and_count() == compile_and_count() == num_compiled
+        assert cached.read_bytes() == whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1, 15, 64, 65, 1000, 16_000])
 def test_argmax_is_numpys(dtype: torch.dtype, size: int, threads: int) -> None:
-    """Of equal numbers the first, and a number that is none before all."""
+    """Of equal numbers the first; -1 where the largest is not finite, or one is no number."""
     generator = torch.Generator().manual_seed(size)
     rows = torch.randn(12, size + 3, generator=generator).to(dtype)[:, :size]
     rows[1] = -torch.inf
@@ -300,7 +402,10 @@ def test_argmax_is_numpys(dtype: torch.dtype, size: int, threads: int) -> None:
     rows[4, -1] = torch.inf
     rows[5] = rows[5].abs().neg()
     rows[6, 0] = torch.nan
-    assert torch.ops.specdec.argmax(rows).tolist() == [int(row.float().numpy().argmax()) for row in rows]
+    expected = [int(row.float().numpy().argmax()) for row in rows]
+    for row in (1, 2, 4, 6):
+        expected[row] = -1
+    assert torch.ops.specdec.argmax(rows).tolist() == expected
 
 
 def test_argmax_is_the_first_largest() -> None:
@@ -314,11 +419,29 @@ def test_argmax_is_the_first_largest() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_argmax_finds_the_only_nan(dtype: torch.dtype) -> None:
-    """Wherever it is, and though no number after the first is larger."""
+    """Wherever it is, and though no number after the first is larger: there is none then."""
     rows = torch.full((200, 200), -1.0, dtype=dtype)
     rows[:, 0] = 1.0
     rows.fill_diagonal_(torch.nan)
-    assert torch.ops.specdec.argmax(rows).tolist() == list(range(200))
+    assert torch.ops.specdec.argmax(rows).tolist() == [-1] * 200
+    rows.fill_diagonal_(-torch.inf)
+    assert torch.ops.specdec.argmax(rows).tolist() == [1] + [0] * 199  # of a token that is never chosen
+
+
+@pytest.mark.slow
+def test_kernels_are_clean_under_sanitizers(tmp_path: Path) -> None:
+    """All tests of this file with AddressSanitizer and UndefinedBehaviorSanitizer watching the kernels."""
+    asan = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    environment = os.environ | {
+        "CXX": "g++ -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=vptr",
+        "SPECDEC_CACHE_DIR": str(tmp_path),
+        "LD_PRELOAD": asan,
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", __file__]
+    without = "not every_thread and not corrupt_cached and not lesser and not sanitizers"
+    result = subprocess.run([*command, "-k", without], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
 @pytest.fixture
