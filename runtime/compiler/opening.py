@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from runtime.bundle import LIBRARY, uses_kernels
 from runtime.compiler.compilation import PACKAGE, StepFunction, open_aot, torch_compile, wanted_layout
 from runtime.compiler.kernels import instructions, load_kernels
-from runtime.compiler.weights import check_layout, open_weights
+from runtime.compiler.weights import open_weights
 from runtime.config import Compiler, Dtype, EngineConfig, Environment
 from runtime.errors import SpecDecError
 
@@ -76,8 +76,7 @@ def open_step(
         with _package_errors(package):
             layout = wanted_layout(package)
         try:
-            check_layout(weights, layout)
-            constants = open_weights(weights)
+            constants = open_weights(weights, layout)
         except SafetensorError as error:
             raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_BUILD_AGAIN, fact="engine") from error
         with _package_errors(package):

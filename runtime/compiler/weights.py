@@ -5,7 +5,7 @@ Packaged with the step they would be in memory twice, mapped and copied, and the
 
 import json
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,34 +35,18 @@ def layout_of(weights: dict[str, Tensor]) -> Layout:
     return {name: (str(weight.dtype).removeprefix("torch."), list(weight.shape)) for name, weight in weights.items()}
 
 
-def check_layout(path: Path, wanted: Layout) -> None:
-    """SpecDecError unless the file has the weights that a step wants: a step reads its memory as it was compiled to."""
-    with safe_open(path, "pt") as file:
-        names = set(file.keys())
-        lacking, foreign = sorted(set(wanted) - names), sorted(names - set(wanted))
-        if lacking:
-            _refuse(path, f"lacks {len(lacking)} of the step's weights, such as: {lacking[0]}")
-        if foreign:
-            _refuse(path, f"has {len(foreign)} weights that the step has not, such as: {foreign[0]}")
-        for name, (dtype, shape) in wanted.items():
-            weight = file.get_slice(name)
-            found = (_NAMES.get(weight.get_dtype(), weight.get_dtype()), weight.get_shape())
-            if found != (dtype, shape):
-                _refuse(path, f"has {found[0]} {found[1]} where the step wants {dtype} {shape}: {name}")
+def open_weights(path: Path, wanted: Layout) -> dict[str, Tensor]:
+    """The file's tensors, in one piece of memory. Raises SafetensorError where it is damaged.
 
-
-def _refuse(path: Path, problem: str) -> NoReturn:
-    raise SpecDecError(f"`{path}` {problem}", hint="build it again", fact="engine")
-
-
-def open_weights(path: Path) -> dict[str, Tensor]:
-    """The file's tensors, in one piece of memory. Raises SafetensorError where it is damaged."""
+    SpecDecError unless they are what the step wants: it reads their memory as it was compiled to.
+    """
     with safe_open(path, "pt"):  # checks the header, and that the file goes on to its end
         pass
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         header.pop("__metadata__", None)
         data_start = file.tell()
+        _check_layout(path, header, wanted)
         sizes = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in header.items()}
         memory = huge_pages(sum(_aligned(size) for size in sizes.values()))
         weights, start = {}, 0
@@ -74,6 +58,22 @@ def open_weights(path: Path) -> dict[str, Tensor]:
             weights[name] = values.view(_DTYPES[entry["dtype"]]).view(entry["shape"])
             start += _aligned(sizes[name])
     return weights
+
+
+def _check_layout(path: Path, header: dict[str, Any], wanted: Layout) -> None:
+    lacking, foreign = sorted(wanted.keys() - header), sorted(header.keys() - wanted)
+    if lacking:
+        _refuse(path, f"lacks {len(lacking)} of the step's weights, such as: {lacking[0]}")
+    if foreign:
+        _refuse(path, f"has {len(foreign)} weights that the step has not, such as: {foreign[0]}")
+    for name, (dtype, shape) in wanted.items():
+        found = _NAMES.get(header[name]["dtype"], header[name]["dtype"])
+        if (found, header[name]["shape"]) != (dtype, shape):
+            _refuse(path, f"has {found} {header[name]['shape']} where the step wants {dtype} {shape}: {name}")
+
+
+def _refuse(path: Path, problem: str) -> NoReturn:
+    raise SpecDecError(f"`{path}` {problem}", hint="build it again", fact="engine")
 
 
 def _aligned(num_bytes: int) -> int:

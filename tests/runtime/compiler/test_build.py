@@ -413,8 +413,33 @@ def test_weights_of_another_model_are_an_error(
     shutil.copytree(llama_engine_dir, tmp_path / "engine")
     shutil.copyfile(llama_checkpoint_dir / "rank0.safetensors", tmp_path / "engine" / "rank0.safetensors")
     record_anew(tmp_path / "engine")
-    with pytest.raises(SpecDecError, match="rank0.pt2` cannot be opened"):
+    with pytest.raises(SpecDecError, match=r"rank0.safetensors` lacks \d+ of the step's weights, such as: "):
         Engine.open(tmp_path / "engine")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(lambda weight: None, "lacks 1 of the step's weights, such as: ", id="missing"),
+        pytest.param(lambda weight: weight[:1].clone(), "where the step wants float32", id="cut"),
+        pytest.param(lambda weight: weight.half(), "has float16", id="of another dtype"),
+    ],
+)
+def test_weights_that_the_step_does_not_want_are_an_error(
+    change: Callable[[Tensor], Tensor | None], message: str, llama_engine_dir: Path, tmp_path: Path
+) -> None:
+    """Each by itself, even where somebody has recorded them: the step would read beyond their end."""
+    for name, weight in load_file(llama_engine_dir / "rank0.safetensors").items():
+        weights, changed = load_file(llama_engine_dir / "rank0.safetensors"), change(weight)
+        del weights[name]
+        if changed is not None:
+            weights[name] = changed
+        shutil.copytree(llama_engine_dir, tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors"))
+        save_file(weights, tmp_path / name / "rank0.safetensors")
+        record_anew(tmp_path / name)
+        with pytest.raises(SpecDecError, match=message) as error:
+            Engine.open(tmp_path / name)
+        assert error.value.message.endswith(f": {name}") and error.value.hint == "build it again"
 
 
 # torch-compile

@@ -1,21 +1,24 @@
 """A step's weights are read as safetensors' own reader reads them, into aligned memory."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
-from runtime.compiler.weights import open_weights, save_weights
+from runtime.compiler.weights import Layout, layout_of, open_weights, save_weights
+from runtime.errors import SpecDecError
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(7, 5, generator=generator)
-    weights = {
+    return {
         "one number": torch.tensor([3.5]),
         "scalar": torch.tensor(2),
         "bfloat16": table.bfloat16(),
@@ -24,25 +27,34 @@ def path(tmp_path: Path) -> Path:
         "its first rows": table[:3],  # shares its memory
         "flags": table > 0,
     }
+
+
+@pytest.fixture
+def layout(weights: dict[str, Tensor]) -> Layout:
+    return layout_of(weights)
+
+
+@pytest.fixture
+def path(weights: dict[str, Tensor], tmp_path: Path) -> Path:
     save_weights(tmp_path / "weights.safetensors", weights)
     return tmp_path / "weights.safetensors"
 
 
-def test_weights_are_those_of_the_file(path: Path) -> None:
-    ours, theirs = open_weights(path), load_file(path)
+def test_weights_are_those_of_the_file(path: Path, layout: Layout) -> None:
+    ours, theirs = open_weights(path, layout), load_file(path)
     assert set(ours) == set(theirs) and len(ours) == 7
     for name, weight in theirs.items():
         assert ours[name].dtype == weight.dtype and ours[name].shape == weight.shape
         assert torch.equal(ours[name], weight)
 
 
-def test_every_weight_begins_at_a_cache_line(path: Path) -> None:
-    assert {weight.data_ptr() % 64 for weight in open_weights(path).values()} == {0}
+def test_every_weight_begins_at_a_cache_line(path: Path, layout: Layout) -> None:
+    assert {weight.data_ptr() % 64 for weight in open_weights(path, layout).values()} == {0}
 
 
 def test_no_weights_are_a_file_too(tmp_path: Path) -> None:
     save_weights(tmp_path / "empty.safetensors", {})
-    assert open_weights(tmp_path / "empty.safetensors") == {}
+    assert open_weights(tmp_path / "empty.safetensors", {}) == {}
 
 
 def test_others_may_read_the_file_if_the_user_lets_them(tmp_path: Path) -> None:
@@ -55,7 +67,35 @@ def test_others_may_read_the_file_if_the_user_lets_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 5, 40, -1])
-def test_file_that_is_cut_off_is_found_out(path: Path, size: int) -> None:
+def test_file_that_is_cut_off_is_found_out(path: Path, layout: Layout, size: int) -> None:
     os.truncate(path, size if size >= 0 else path.stat().st_size + size)
     with pytest.raises(SafetensorError):
-        open_weights(path)
+        open_weights(path, layout)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("scalar"), "lacks 1 of the step's weights, such as: scalar"),
+        (lambda w: w.update(more=w["flags"]), "has 1 weights that the step has not, such as: more"),
+        (
+            lambda w: w.update(table=w["table"][:6]),
+            r"has float32 \[6, 5\] where the step wants float32 \[7, 5\]: table",
+        ),
+        (lambda w: w.update(table=w["table"].T), r"has float32 \[5, 7\] where the step wants float32 \[7, 5\]: table"),
+        (lambda w: w.update(float16=w["bfloat16"]), "has bfloat16 .* where the step wants float16 .*: float16"),
+        (lambda w: w.update(table=w["table"].double()), "has F64 .* where the step wants float32 .*: table"),
+    ],
+    ids=["lacking", "more", "smaller", "transposed", "of another dtype", "of a foreign dtype"],
+)
+def test_weights_that_a_step_does_not_want_are_named(
+    change: Callable[[dict[str, Tensor]], None],
+    message: str,
+    weights: dict[str, Tensor],
+    layout: Layout,
+    tmp_path: Path,
+) -> None:
+    change(weights)
+    save_weights(tmp_path / "weights.safetensors", {name: weight.contiguous() for name, weight in weights.items()})
+    with pytest.raises(SpecDecError, match=f"weights.safetensors` {message}"):
+        open_weights(tmp_path / "weights.safetensors", layout)
