@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from command_line import NGRAM, PROMPT, PROMPTS, Result, Specdec, each, edit_json, texts_of
-from shared import record_anew
-from tiny import hf_greedy
+from shared import record_anew, shared_engine
+from tiny import hf_greedy, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 Run = Callable[..., Result]
@@ -260,3 +261,32 @@ def test_results_go_to_stdout_in_a_process_of_its_own(
     result = specdec_process("run", *arguments, "--max-input-length", 3, environment={"COLUMNS": "20"})
     assert result.document["requests"][0]["prompt"] == "é🙂"
     assert result.stderr.startswith("warning: ")
+
+
+@pytest.fixture
+def overflowing_engine_dir(tokenizer: PreTrainedTokenizerFast, shared: Path, tmp_path: Path) -> Path:
+    """Of a model that has finite weights, and makes NaN where it reads "#"."""
+    model = make_model("gpt2", vocab_size=len(tokenizer), tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer("#")["input_ids"]] = torch.finfo(torch.float32).max
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return shared_engine(shared / "engines", tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["leader", "orchestrator"])
+def test_request_that_fails_is_named_and_the_others_are_answered(
+    specdec: Specdec, overflowing_engine_dir: Path, mode: str, tmp_path: Path
+) -> None:
+    """One of three: what is written is the others', and the exit code is 1."""
+    arguments = ["run", "--engine-dir", overflowing_engine_dir, "--max-output-len", 5, "--mode", mode]
+    good = each("--input-text", ["a red ball", "One day"])
+    alone = specdec(*arguments, *good, "--json").document
+    result = specdec(*arguments, *good, "--input-text", "a # ball", "--output-csv", tmp_path / "ids.csv", "--json")
+    document = json.loads(result.stdout)
+    assert texts_of(document) == texts_of(alone) and document["num_unfinished_requests"] == 1
+    assert len((tmp_path / "ids.csv").read_text().splitlines()) == 2
+    assert result.exit_code == 1
+    message, hint = result.stderr.splitlines()
+    assert message.startswith("error: request 2: the model's logits are NaN or infinite: position ")
+    assert hint.startswith("hint: ")

@@ -254,6 +254,26 @@ def test_choices_of_neighbouring_positions_are_uniform_and_independent() -> None
     assert p_value(counts) > 1e-3
 
 
+@pytest.mark.parametrize("bit", range(64))
+def test_noise_depends_on_every_bit_of_its_number(bit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 32 of them two of 100,000 positions would choose alike."""
+    rankings = []
+    for number in (12345, 12345 ^ 1 << bit):
+        monkeypatch.setattr(Sampler, "_number", lambda self, position, purpose, number=number: number)
+        rankings.append(Sampler(SamplingConfig(top_k=0), (5,)).ranking([5], torch.zeros(8)))
+    assert not (rankings[0] == rankings[1]).any()
+
+
+def test_noise_is_gumbels() -> None:
+    """30,000 numbers against the distribution function exp(-exp(-x)), by Kolmogorov and Smirnov."""
+    samplers = (Sampler(SamplingConfig(top_k=0, random_seed=seed), (5,)) for seed in range(30))
+    noise = torch.cat([sampler.ranking([5], torch.zeros(1000)) for sampler in samplers]).sort().values
+    steps = torch.arange(len(noise) + 1) / len(noise)
+    expected = torch.exp(-torch.exp(-noise))
+    distance = torch.maximum(expected - steps[:-1], steps[1:] - expected).max()
+    assert distance < 1.95 / len(noise) ** 0.5  # exceeded by one of 1,000 such samples
+
+
 # -- The same text however it is run --
 
 SAMPLED = [
