@@ -217,8 +217,8 @@ class KVPool:
     """The memory of the cache: per layer one tensor for keys and one for values.
 
     A block holds the keys of each head transposed, (num_blocks, Hk, D, block_size), and the values as they are,
-    (num_blocks, Hk, block_size, Dv): both products of attention then run along contiguous memory. Zeroed, not empty:
-    what a mask hides is multiplied by zero, and zero times NaN is NaN.
+    (num_blocks, Hk, block_size, Dv): both products of attention then run along contiguous memory. Keys and values that
+    are not finite are stored as a key of NaN and a value of zeros, so that they reach only who sees them.
     """
 
     def __init__(

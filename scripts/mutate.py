@@ -72,7 +72,12 @@ LOOKUP = At("runtime/drafters/lookup.py", f"{T}drafters/test_ngram.py")
 NGRAM = At("runtime/drafters/ngram.py", f"{T}drafters/test_ngram.py")
 NOISE = At("runtime/sampling.py", DISTRIBUTION)
 ORCHESTRATOR = At("runtime/orchestrator.py", f"{T}test_orchestrator.py")
-PAGED = At("runtime/compiler/csrc/paged_attention.cpp", f"{KERNELS} -k 'attention or scores'")
+PAGED = At("runtime/compiler/csrc/paged_attention.cpp", f"{KERNELS} -k 'attention or scores or finite or nan'")
+POISON = At("runtime/compiler/attention.py", f"{T}test_poison.py -k 'none and stays'")
+MEMORY = At("runtime/compiler/memory.py", f"{T}test_poison.py -k 'none and fork'")
+FAILED = At("runtime/drafting.py", f"{T}test_poison.py -k 'none and stays'")
+WEIGHTS = At("runtime/compiler/weights.py", f"{T}compiler/test_weights.py")
+CACHED = At("runtime/compiler/kernels.py", f"{KERNELS} -k corrupt")
 POOL = At("runtime/drafters/pool.py", f"{T}drafters/test_pool.py -k 'not ten_thousand'")
 REQUEST = At("runtime/request.py", f"{T}test_request.py")
 SAMPLING = At("runtime/sampling.py", f"{T}test_sampling.py")
@@ -91,7 +96,7 @@ TABLE = [
     ("bonus-row-early", VERIFY, "logits[len(draft.tokens)])", "logits[len(draft.tokens) - 1])"),
     ("kept-one-too-many", VERIFY, "Verdict(num_kept - 1, draft", "Verdict(num_kept, draft"),
     ("noise-ignores-position", SAMPLING, 'self._number(len(prefix), "noise")', 'self._number(0, "noise")'),
-    ("noise-turned", NOISE, "scores.double() - exponential", "scores.double() + exponential"),
+    ("noise-turned", NOISE, "scores.double() + torch", "scores.double() - torch"),
     ("return-index-ignored", SAMPLING, "(params.random_seed, return_index, tuple", "(params.random_seed, tuple"),
     ("penalty-below-one-skipped", SAMPLING, "params.repetition_penalty != 1.0", "params.repetition_penalty > 1.0"),
     ("penalties-ignore-draft", SAMPLING, "prefix.append(token)", "pass"),
@@ -167,6 +172,22 @@ TABLE = [
     ("last-of-equals", ARGMAX, "if (value > largest ||", "if (value >= largest ||"),
     ("nan-overlooked", ARGMAX, "!(widen(row + i) <= bound)", "widen(row + i) > bound"),
     ("rest-overlooked", ARGMAX, "  look(i, size);\n", ""),
+    ("infinite-chosen", ARGMAX, "std::isfinite(largest) ? best : -1", "best"),
+    ("poison-written", PAGED, "are_finite(key, in.D) && are_finite(value, in.Dv)", "true"),
+    ("odd-partner-multiplied", PAGED, "add_pair(depth - 1, 0)", "add_pair(depth - 1, b.stride)"),
+    ("part-of-nan-left-out", PAGED, " && sum_of(load(part.sums + row * kLanes)) == 0", ""),
+    ("poison-through-the-mask", POISON, "(paged.written()[:, None] & ~broken)", "paged.written()[:, None]"),
+    ("stale-blocks-multiplied", POISON, "(paged.written()[:, None] & ~broken)", "(~broken)"),
+    (
+        "poison-taken-for-zeros",
+        POISON,
+        "output.masked_fill((mask & broken",
+        "output.masked_fill((~mask & mask & broken",
+    ),
+    ("failed-request-goes-on", FAILED, "sequence.error is not None", "False"),
+    ("memory-shared-with-forks", MEMORY, "mmap.MAP_PRIVATE", "mmap.MAP_SHARED"),
+    ("shapes-unchecked", WEIGHTS, '(found, header[name]["shape"]) != (dtype, shape)', "found != dtype"),
+    ("cached-library-unverified", CACHED, "hashlib.sha256(data[:size]).digest() == data[size:]", "True"),
 ]
 FAULTS = [Fault(*row) for row in TABLE]
 
