@@ -33,15 +33,14 @@ def commit(
     stepped = []
     for sequence, draft, verdict in zip(sequences, drafts, verdicts, strict=True):
         if isinstance(verdict, NoChoice):
-            message = f"{sequence.request.name}: {verdict.message}"
-            sequence.error = RequestError(message, hint=verdict.hint, fact=verdict.fact)
+            sequence.error = verdict
         else:
             stepped.append((sequence, sequence.commit(draft, verdict)))
     return stepped
 
 
 def raise_error_of(sequences: Iterable[Sequence]) -> None:
-    """The first of what kept some from going on."""
+    """RequestError of the first that could not go on."""
     for sequence in sequences:
-        if sequence.error is not None:
-            raise sequence.error
+        if (error := sequence.error) is not None:
+            raise RequestError(f"{sequence.request.name}: {error.message}", hint=error.hint, fact=error.fact)

@@ -12,9 +12,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from runtime.errors import SpecDecError
 from runtime.params import GREEDY, SamplingConfig
-from runtime.sampling import Sampler
+from runtime.sampling import NoChoice, Sampler
 from runtime.stats import RequestStats
 
 FinishReason = Literal["end_id", "stop", "length"]
@@ -112,7 +111,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
     finish_reason: FinishReason | None = None
-    error: SpecDecError | None = None
+    error: NoChoice | None = None
     """Why it cannot go on."""
     logits: list[Tensor] = field(default_factory=list)
     """Where the request keeps them: (vocab,) float32 on the CPU, per generated token."""

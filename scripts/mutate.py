@@ -184,7 +184,7 @@ TABLE = [
         "output.masked_fill((mask & broken",
         "output.masked_fill((~mask & mask & broken",
     ),
-    ("failed-request-goes-on", FAILED, "sequence.error is not None", "False"),
+    ("failed-request-goes-on", FAILED, "(error := sequence.error) is not None", "(error := sequence.error) and False"),
     ("memory-shared-with-forks", MEMORY, "mmap.MAP_PRIVATE", "mmap.MAP_SHARED"),
     ("shapes-unchecked", WEIGHTS, '(found, header[name]["shape"]) != (dtype, shape)', "found != dtype"),
     ("cached-library-unverified", CACHED, "hashlib.sha256(data[:size]).digest() == data[size:]", "True"),
