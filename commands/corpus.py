@@ -140,7 +140,6 @@ def stats(corpus_file: Annotated[Path, typer.Argument(metavar="FILE", help="A co
     from runtime.corpus import Corpus
 
     corpus = Corpus.open(corpus_file)
-    corpus.check_content()
     ngrams = [
         as_json(counts) | {"mean_occurrences": counts.num_occurrences / counts.num_distinct}
         for counts in corpus.ngram_counts(_MAX_NGRAM_SIZE)

@@ -7,22 +7,18 @@ A compiled step is machine code: open only bundles you would run as a program.
 Nothing here needs torch: what is wrong with a directory is said before torch is imported.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from runtime.cache import digest, file_digest
-from runtime.config import Compiler, EngineConfig, FileRecord, parse
+from runtime.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes, is_of_tokenizer
+from runtime.config import Compiler, EngineConfig, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json
-from runtime.tokenizer import SAVED, TOKENIZER_FILES
 
 LIBRARY = "kernels.so"
-_OF_TOKENIZER = frozenset({*TOKENIZER_FILES, SAVED})
-# People change them: how an output ends, and how a conversation is written.
-_NOT_RECORDED = frozenset({"config.json", "generation_config.json", "chat_template.jinja"})
 _BUILD_AGAIN = "build it again"
+ENGINE = Artefact("the engine was built", _BUILD_AGAIN, fact="engine")
 
 
 def step_files(config: EngineConfig) -> list[str]:
@@ -58,7 +54,7 @@ def read_bundle(engine_dir: Path) -> Bundle:
 def is_engine_dir(directory: Path) -> bool:
     """Whether the directory says that it is an engine's, whatever else may be wrong with it."""
     try:
-        return "build_config" in read_json(directory / "config.json")
+        return "build_config" in read_json(directory / CONFIG)
     except SpecDecError:
         return False
 
@@ -67,72 +63,36 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
     """Parse and check an engine directory; SpecDecError names what is missing or wrong."""
     if not engine_dir.is_dir():
         raise SpecDecError(f"engine directory does not exist: {engine_dir}", hint="build it", fact="no_engine")
-    data = read_json(engine_dir / "config.json")
+    data = read_json(engine_dir / CONFIG)
+    config = parse_engine_config(data, engine_dir)
+    check_config(engine_dir / CONFIG, data, ENGINE)
+    check_sizes(engine_dir, [record for record in config.files if not is_of_tokenizer(record)], ENGINE)
+    return config
+
+
+def parse_engine_config(data: dict[str, Any], engine_dir: Path) -> EngineConfig:
+    """What the `config.json` of an engine's directory says; SpecDecError for what none can say."""
     if "build_config" not in data:
         raise SpecDecError(f"this is not an engine directory: {engine_dir}", hint="build one", fact="not_an_engine")
-    config = parse(EngineConfig, data, str(engine_dir / "config.json"))
+    config = parse(EngineConfig, data, str(engine_dir / CONFIG))
     if not isinstance(config.pretrained_config.get("model_type"), str):
-        raise SpecDecError(f"`{engine_dir / 'config.json'}` names no `model_type`", hint=_BUILD_AGAIN, fact="engine")
+        raise SpecDecError(f"`{engine_dir / CONFIG}` names no `model_type`", hint=_BUILD_AGAIN, fact="engine")
     recorded = {record.name.partition("/")[0] for record in config.files}
     for name in step_files(config):
         if name not in recorded:
             raise SpecDecError(
-                f"`{engine_dir / 'config.json'}` has no record of the file: {name}", hint=_BUILD_AGAIN, fact="engine"
+                f"`{engine_dir / CONFIG}` has no record of the file: {name}", hint=_BUILD_AGAIN, fact="engine"
             )
-    for record in config.files:
-        if record.name not in _OF_TOKENIZER:
-            _check_size(engine_dir, record)
-    if config.config_digest != (found := config_digest(data)):
-        _raise_changed(
-            engine_dir / "config.json", f"digest {found[:12]}…, built with {config.config_digest[:12] or 'none'}…"
-        )
     return config
-
-
-def config_digest(data: dict[str, Any]) -> str:
-    """Of what `config.json` says, whatever its layout."""
-    return digest([json.dumps({key: value for key, value in data.items() if key != "config_digest"}, sort_keys=True)])
-
-
-def record_files(engine_dir: Path) -> tuple[FileRecord, ...]:
-    """The files that are there, as they are now."""
-    paths = sorted(path for path in engine_dir.rglob("*") if path.is_file())
-    names = {path.relative_to(engine_dir).as_posix(): path for path in paths}
-    return tuple(
-        FileRecord(name, path.stat().st_size, file_digest(path))
-        for name, path in names.items()
-        if name not in _NOT_RECORDED
-    )
 
 
 def check_step_files(bundle: Bundle) -> None:
     """SpecDecError unless the step's files are what was built. A file that is the same as last time is not read."""
-    for record in bundle.config.files:
-        if record.name not in _OF_TOKENIZER:
-            _check_content(bundle.directory, record)
+    check_contents(bundle.directory, [one for one in bundle.config.files if not is_of_tokenizer(one)], ENGINE)
 
 
 def check_tokenizer_files(bundle: Bundle) -> None:
     """SpecDecError unless the tokenizer is what the engine was built with."""
-    for record in bundle.config.files:
-        if record.name in _OF_TOKENIZER:
-            _check_size(bundle.directory, record)
-            _check_content(bundle.directory, record)
-
-
-def _check_size(engine_dir: Path, record: FileRecord) -> None:
-    path = engine_dir / record.name
-    if not path.is_file():
-        raise SpecDecError(f"file is missing: {path}", hint=_BUILD_AGAIN, fact="engine")
-    if path.stat().st_size != record.num_bytes:
-        _raise_changed(path, f"{path.stat().st_size:,} bytes, built with {record.num_bytes:,}")
-
-
-def _check_content(engine_dir: Path, record: FileRecord) -> None:
-    found = file_digest(engine_dir / record.name)
-    if found != record.sha256:
-        _raise_changed(engine_dir / record.name, f"SHA-256 {found[:12]}…, built with {record.sha256[:12]}…")
-
-
-def _raise_changed(path: Path, how: str) -> NoReturn:
-    raise SpecDecError(f"`{path}` has changed since the engine was built: {how}", hint=_BUILD_AGAIN, fact="engine")
+    records = [record for record in bundle.config.files if is_of_tokenizer(record)]
+    check_sizes(bundle.directory, records, ENGINE)
+    check_contents(bundle.directory, records, ENGINE)

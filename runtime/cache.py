@@ -8,16 +8,22 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
 from runtime.errors import SpecDecError
-from runtime.files import write_file
+from runtime.files import stamp_of, write_file
 
 _CHUNK_BYTES = 1 << 22
+_TIMES_DIFFER_NS = 100_000_000  # after so long a change of a file is seen in its times
+
+Range = tuple[int, int]
+"""Bytes of a file: the first, and one past the last."""
 
 
 def cache_dir() -> Path:
@@ -59,23 +65,47 @@ def digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file. It is kept, so that a large file is read again only if its size or time has changed.
+def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
+    """`read_digest`, which is kept, so that a large file is read again only if it is another one or has changed.
 
     Under which name it lies does not matter: an engine's directory is renamed when it is whole.
     """
-    stat = path.stat()
-    name = digest([str(stat.st_dev), str(stat.st_ino), str(stat.st_size), str(stat.st_mtime_ns)])
-    kept = cache_dir() / "digests" / name
-    try:
-        return kept.read_text()
-    except OSError:
-        pass
-    sha256 = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            sha256.update(chunk)
+        stamp = stamp_of(os.fstat(file.fileno()))
+        kept = cache_dir() / "digests" / digest(map(str, (*stamp, *ranges)))
+        if (found := read_kept_digest(kept)) is not None:
+            return found
+        sha256 = _digest_of(file, ranges)
+        # Neither a file that is written at the same time, nor one that may be without its time becoming another.
+        is_settled = time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) > _TIMES_DIFFER_NS
+        if not is_settled or stamp_of(os.fstat(file.fileno())) != stamp:
+            return sha256
     with contextlib.suppress(OSError):  # kept for the next time only
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_file(kept, sha256.hexdigest().encode())
+        write_file(kept, f"{sha256} {digest([sha256])}".encode())
+    return sha256
+
+
+def read_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
+    """SHA-256 of a file, or of these pieces of it one after the other: read, whatever is kept."""
+    with path.open("rb") as file:
+        return _digest_of(file, ranges)
+
+
+def read_kept_digest(path: Path) -> str | None:
+    """What `file_digest` has kept at `path`: a digest, and a digest of it. None if it is not there, or damaged."""
+    try:
+        kept, _, check = path.read_text().partition(" ")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return kept if check == digest([kept]) else None
+
+
+def _digest_of(file: BinaryIO, ranges: Sequence[Range]) -> str:
+    sha256 = hashlib.sha256()
+    whole = (0, os.fstat(file.fileno()).st_size)
+    for start, end in ranges or [whole]:
+        file.seek(start)
+        while chunk := file.read(min(_CHUNK_BYTES, end - file.tell())):
+            sha256.update(chunk)
     return sha256.hexdigest()

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from runtime.checksums import CONFIG, config_digest, record_files
 from runtime.compiler.model import parameter_shapes, parse_language_model, probe_config, renames_weights
 from runtime.config import CheckpointConfig, Dtype, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
@@ -82,7 +83,9 @@ def convert(
     with new_directory(output_dir, replace=replace) as directory:
         _write_safetensors(directory / "rank0.safetensors", entries, getattr(torch, dtype), progress)
         copy_tokenizer_files(model_dir, directory)
-        write_json(directory / "config.json", as_json(checkpoint))
+        checkpoint = replace_fields(checkpoint, files=record_files(directory))
+        checkpoint = replace_fields(checkpoint, config_digest=config_digest(as_json(checkpoint)))
+        write_json(directory / CONFIG, as_json(checkpoint))
     return checkpoint
 
 

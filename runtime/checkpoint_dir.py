@@ -1,21 +1,39 @@
 """Checkpoint directories as `build` finds them; `runtime.checkpoint` writes them. Imports no torch."""
 
 from pathlib import Path
+from typing import Any
 
+from runtime.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes
 from runtime.config import CheckpointConfig, Mapping, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json
 
+WEIGHTS = "rank0.safetensors"
+_CONVERT_AGAIN = "convert the model again"
+CHECKPOINT = Artefact("the model was converted", _CONVERT_AGAIN, fact="checkpoint")
+
 
 def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
-    """Parse and check a checkpoint directory; SpecDecError names what is missing or wrong."""
+    """Parse and check a checkpoint directory; SpecDecError names what is missing or wrong.
+
+    A file that is the same as last time is not read.
+    """
     if not checkpoint_dir.is_dir():
         raise SpecDecError(
             f"checkpoint directory does not exist: {checkpoint_dir}",
             hint="convert a model",
             fact="no_checkpoint",
         )
-    data = read_json(checkpoint_dir / "config.json")
+    data = read_json(checkpoint_dir / CONFIG)
+    config = parse_checkpoint_config(data, checkpoint_dir)
+    check_config(checkpoint_dir / CONFIG, data, CHECKPOINT)
+    check_sizes(checkpoint_dir, config.files, CHECKPOINT)
+    check_contents(checkpoint_dir, config.files, CHECKPOINT)
+    return config
+
+
+def parse_checkpoint_config(data: dict[str, Any], checkpoint_dir: Path) -> CheckpointConfig:
+    """What the `config.json` of a checkpoint directory says; SpecDecError for what none can say."""
     if "build_config" in data:
         raise SpecDecError(
             f"this is an engine directory, not a checkpoint: {checkpoint_dir}",
@@ -29,17 +47,15 @@ def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
             fact="model_for_checkpoint",
             model_dir=checkpoint_dir,
         )
-    config = parse(CheckpointConfig, data, str(checkpoint_dir / "config.json"))
+    config = parse(CheckpointConfig, data, str(checkpoint_dir / CONFIG))
     if config.mapping != Mapping():
         raise SpecDecError(
             f"the checkpoint is split over devices, which this version does not read: {checkpoint_dir}",
-            hint="convert the model again",
+            hint=_CONVERT_AGAIN,
             fact="checkpoint",
         )
-    if not (checkpoint_dir / "rank0.safetensors").is_file():
+    if WEIGHTS not in {record.name for record in config.files}:
         raise SpecDecError(
-            f"file is missing: {checkpoint_dir / 'rank0.safetensors'}",
-            hint="convert the model again",
-            fact="checkpoint",
+            f"`{checkpoint_dir / CONFIG}` has no record of the file: {WEIGHTS}", hint=_CONVERT_AGAIN, fact="checkpoint"
         )
     return config

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from runtime.errors import SpecDecError
 
-CHECKPOINT_FORMAT_VERSION = 1
+CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights; 4: neither
 # files nor weights were recorded; 5: a token's bits depended on the size of its step
 ENGINE_FORMAT_VERSION = 6
@@ -55,6 +55,15 @@ class Mapping:
 
 
 @dataclass(frozen=True)
+class FileRecord:
+    """A file of a directory as it was written; `name` is its path in it."""
+
+    name: str
+    num_bytes: Count
+    sha256: str
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """`config.json` of a checkpoint directory. `pretrained_config` is Hugging Face's own."""
 
@@ -62,6 +71,10 @@ class CheckpointConfig:
     dtype: Dtype
     quantization: None = None
     mapping: Mapping = Mapping()
+    files: tuple[FileRecord, ...] = ()
+    """All but those that people change; none until they are written."""
+    config_digest: str = ""
+    """Of all the rest, as it was written."""
     format_version: int = CHECKPOINT_FORMAT_VERSION
 
 
@@ -125,15 +138,6 @@ class StepCost:
     context_len: Count
     num_tokens: Size
     seconds: Measure
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file of an engine's directory as `build` wrote it; `name` is its path in it."""
-
-    name: str
-    num_bytes: Count
-    sha256: str
 
 
 @dataclass(frozen=True)

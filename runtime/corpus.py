@@ -12,47 +12,54 @@ The file is memory-mapped: a lookup reads the few pages it touches, and processe
 import hashlib
 import json
 import mmap
+import os
 import struct
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from functools import lru_cache
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from runtime.cache import Range, file_digest, read_digest
+from runtime.checksums import document_digest
 from runtime.config import Size, as_json, parse
 from runtime.errors import SpecDecError
-from runtime.files import new_file
+from runtime.files import new_file, stamp_of
 
-CORPUS_FORMAT_VERSION = 1
+CORPUS_FORMAT_VERSION = 2  # 1: what it says of itself had no digest
 _CLOSING = b"\xff\xff\xff\xff"
 _TOKEN_BYTES = 4
 _MIN_SHARE = 8  # one in so many
 _NUM_READ = 32  # rows read one by one
 _NUM_KEPT = 4096
-_NUM_SAMPLED = 64  # rows looked at when a corpus is opened
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own bound
 _DAMAGED = "make it again"
 _DTYPES = {"tokens": ("I32",), "suffix_array": ("I32", "I64")}
 _KEY = "specdec_corpus"  # of the file's metadata
+_INFO_DIGEST = "info_digest"
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class CorpusInfo:
-    """What a corpus says of itself. `content_digest` is of both tensors."""
+    """What a corpus says of itself. `content_digest` is of both tensors, `info_digest` of all the rest here."""
 
     vocab_size: Size
     tokenizer_digest: str
     num_documents: Size
     num_tokens: Size
     content_digest: str
+    info_digest: str = ""
     format_version: int = CORPUS_FORMAT_VERSION
 
 
@@ -96,8 +103,13 @@ class _Run(NamedTuple):
 class Corpus:
     """An open corpus. Lookups read what they need of the file and nothing else."""
 
-    def __init__(self, path: Path, info: CorpusInfo, data: mmap.mmap, offsets: dict[str, tuple[int, int]]) -> None:
+    def __init__(self, path: Path, info: CorpusInfo, descriptor: int, offsets: dict[str, Range]) -> None:
+        """The descriptor of the open file becomes the corpus's."""
         self.path, self.info = path, info
+        weakref.finalize(self, os.close, descriptor)
+        self._descriptor, self._stamp = descriptor, stamp_of(os.fstat(descriptor))
+        self._content = _content_ranges(offsets)
+        data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
         start, end = offsets["tokens"]
         self._data = memoryview(data)[start:end]
         self.tokens: Array = np.frombuffer(self._data, dtype="<i4")
@@ -113,42 +125,34 @@ class Corpus:
 
     @classmethod
     def open(cls, path: Path) -> "Corpus":
-        """SpecDecError if there is no such file, or if it is no corpus, of another format, or not whole."""
+        """SpecDecError if there is no such file, or if it is no corpus, of another format, or not what was written.
+
+        A file that is the same as last time is not read whole.
+        """
+        stamp = stamp_of(path.stat()) if path.is_file() else None
         info, offsets = _read_header(path)
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        corpus = cls(path, info, data, offsets)
-        corpus._check_sample()
+        if file_digest(path, _content_ranges(offsets)) != info.content_digest:
+            _raise_changed(path)
+        corpus = cls(path, info, os.open(path, os.O_RDONLY), offsets)
+        if corpus._stamp != stamp:
+            _raise_replaced(path)
         return corpus
 
     @property
     def num_bytes(self) -> int:
         return len(self._map)
 
-    def _check_sample(self) -> None:
-        """SpecDecError if one of a few rows names no place, or a place without a token: more would take reading."""
-        chosen = np.linspace(0, self.info.num_tokens - 1, _NUM_SAMPLED).astype(np.int64)
-        places = self.suffix_array[chosen]
-        if (places < 0).any() or (places >= len(self.tokens)).any():
-            raise SpecDecError(
-                f"the corpus is damaged, rows name places it does not have: {self.path}",
-                hint=_DAMAGED,
-                fact="damaged_corpus",
-            )
-        tokens = self.tokens[places]
-        if (tokens < 0).any() or (tokens >= self.info.vocab_size).any():
-            raise SpecDecError(
-                f"the corpus is damaged, ids are outside its vocabulary: {self.path}",
-                hint=_DAMAGED,
-                fact="damaged_corpus",
-            )
+    def check_is_the_same(self) -> None:
+        """SpecDecError for a file that was cut or written over since it was opened: its bytes are read as they are
+        now, and those that are no longer there would end the process. One in its place is no matter."""
+        now = os.fstat(self._descriptor)
+        if (now.st_size, now.st_mtime_ns) != (self._stamp.num_bytes, self._stamp.mtime_ns):
+            _raise_replaced(self.path)
 
     def check_content(self) -> None:
-        """SpecDecError unless every byte is as it was written. Reads the whole file."""
-        if _content_digest(self.tokens, self.suffix_array) != self.info.content_digest:
-            raise SpecDecError(
-                f"the corpus is damaged, its content has changed: {self.path}", hint=_DAMAGED, fact="damaged_corpus"
-            )
+        """SpecDecError unless every byte is as it was written. Reads the whole file, whatever is known of it."""
+        if read_digest(self.path, self._content) != self.info.content_digest:
+            _raise_changed(self.path)
 
     def documents(self) -> list[Array]:
         """The token ids of each document."""
@@ -174,6 +178,7 @@ class Corpus:
 
         If an n-gram occurs so do its ends, so the size is found by bisection.
         """
+        self.check_is_the_same()
         encoded = _encode(tail[-max_size:])
         longest = len(encoded) // _TOKEN_BYTES
         found: tuple[int, int] | None = None
@@ -303,6 +308,7 @@ def write_corpus(
     rows = suffix_array(tokens)
     digest = _content_digest(tokens, rows)
     info = CorpusInfo(vocab_size, tokenizer_digest, len(pieces), len(rows), digest)
+    info = replace_fields(info, info_digest=document_digest(as_json(info), _INFO_DIGEST))
     metadata = {_KEY: json.dumps(as_json(info))}
     with new_file(path, replace=replace) as temporary:
         save_file({"tokens": tokens, "suffix_array": rows}, temporary, metadata=metadata)
@@ -319,7 +325,6 @@ def merge_corpora(path: Path, corpora: Sequence[Corpus], *, replace: bool) -> Co
                 hint="make them with the same tokenizer",
                 fact="corpora_of_two_tokenizers",
             )
-        corpus.check_content()
     return write_corpus(
         path,
         [document for corpus in corpora for document in corpus.documents()],
@@ -364,7 +369,7 @@ def is_corpus(path: Path) -> bool:
         return False
 
 
-def _read_header(path: Path) -> tuple[CorpusInfo, dict[str, tuple[int, int]]]:
+def _read_header(path: Path) -> tuple[CorpusInfo, dict[str, Range]]:
     """What the file says of itself, and where in it the tensors lie."""
     if path.is_dir():
         raise SpecDecError(f"a corpus is a file, and this is a directory: {path}", hint="name the file")
@@ -379,11 +384,16 @@ def _read_header(path: Path) -> tuple[CorpusInfo, dict[str, tuple[int, int]]]:
     if _KEY not in metadata:
         raise SpecDecError(f"this is not a corpus: {path}", hint="make one of texts or traces", fact="no_corpus")
     try:
-        info = parse(CorpusInfo, json.loads(metadata[_KEY]), str(path))
-    except json.JSONDecodeError as error:
+        record = json.loads(metadata[_KEY])
+        info = parse(CorpusInfo, record, str(path))
+    except (ValueError, RecursionError) as error:
         raise SpecDecError(f"the corpus is damaged ({error}): {path}", hint=_DAMAGED, fact="damaged_corpus") from None
     except SpecDecError as error:
         raise SpecDecError(error.message, hint=_DAMAGED, fact="damaged_corpus") from None
+    if info.info_digest != document_digest(record, _INFO_DIGEST):
+        raise SpecDecError(
+            f"the corpus is damaged, what it says of itself has changed: {path}", hint=_DAMAGED, fact="damaged_corpus"
+        )
     header, first = _read_json_header(path)
     offsets = {}
     lengths = {"tokens": info.num_tokens + info.num_documents, "suffix_array": info.num_tokens}
@@ -400,11 +410,24 @@ def _read_header(path: Path) -> tuple[CorpusInfo, dict[str, tuple[int, int]]]:
     return info, offsets
 
 
+def _content_ranges(offsets: dict[str, Range]) -> list[Range]:
+    """Where the bytes lie that `content_digest` is of."""
+    return [offsets["tokens"], offsets["suffix_array"]]
+
+
+def _raise_changed(path: Path) -> NoReturn:
+    raise SpecDecError(f"the corpus is damaged, its content has changed: {path}", hint=_DAMAGED, fact="damaged_corpus")
+
+
+def _raise_replaced(path: Path) -> NoReturn:
+    raise SpecDecError(f"the corpus was written over while it was read: {path}", hint="start again when it is written")
+
+
 def _read_json_header(path: Path) -> tuple[dict[str, Any], int]:
     """A safetensors file's header, and where its data begin."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        if length > 2**20:
+        if length > _MAX_HEADER_BYTES:
             raise ValueError(length)
         header: dict[str, Any] = json.loads(file.read(length))
     return header, 8 + length

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.errors import SpecDecError
 
@@ -135,6 +135,20 @@ def write_file(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+class Stamp(NamedTuple):
+    """Which file it is, and since when it is what it is: another stamp, another content."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+def stamp_of(stat: os.stat_result) -> Stamp:
+    return Stamp(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def directory_bytes(path: Path) -> int:

@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 from tiny import build_tiny
 
-from runtime.bundle import config_digest, record_files
+from runtime.checksums import config_digest, record_files
 from runtime.config import as_json
 
 

@@ -30,7 +30,8 @@ NOUNS = {
     "runtime.files": {"runtime.errors"},
     "runtime.reading": {"runtime.errors"},
     "runtime.drafters.settings": {"runtime.errors", "runtime.drafters.protocol"},
-    "runtime.corpus": {"runtime.config", "runtime.errors", "runtime.files"},
+    "runtime.cache": {"runtime.errors", "runtime.files"},
+    "runtime.corpus": {"runtime.cache", "runtime.checksums", "runtime.config", "runtime.errors", "runtime.files"},
 }
 
 

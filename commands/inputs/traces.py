@@ -1,7 +1,9 @@
 """Traces: what a model was asked and what it answered, one JSON object a line.
 
 `{"prompt_ids": [...], "output_ids": [...], "category": "..."}`; `prompt` and `output` are the same as text, and the
-category may be left out. `--output-traces` writes ids, so that what is read back is what was generated.
+category may be left out. `--output-traces` writes ids, so that what is read back is what was generated, and a digest
+of each line in it: lines may be taken out, mixed and put together, and one that is damaged is noticed. A line without
+`digest` is a user's own.
 """
 
 import json
@@ -9,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from commands.inputs.prompts import check_category, check_ids, check_text
+from runtime.checksums import document_digest
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 from runtime.reading import read_json_lines, read_utf8, shown
@@ -17,6 +20,7 @@ from runtime.text import encode, encode_text
 from runtime.tokenizer import Tokenizer
 from runtime.tuning.replay import Trace
 
+_DIGEST_LEN = 16  # enough for damage, and lines of short answers stay short
 _FORM = 'write {"prompt_ids": [...], "output_ids": [...]}, or `prompt` and `output` as text'
 
 
@@ -28,6 +32,7 @@ def read_traces(path: Path, tokenizer: Tokenizer | None, vocab_size: int | None 
     traces = []
     for number, row in read_json_lines(read_utf8(path), path):
         where = f"line {number} of {path}"
+        check_digest(row, where)
         prompt = _read_tokens(row, "prompt", where, tokenizer, vocab_size)
         output = _read_tokens(row, "output", where, tokenizer, vocab_size)
         traces.append(Trace(prompt, output, check_category(row, f"`category` on {where}")))
@@ -38,9 +43,28 @@ def write_traces(path: Path, answers: Iterable[tuple[Sequence, str | None]]) -> 
     """Finished sequences, each with its category, or None. The file is whole or as it was."""
     lines = []
     for sequence, category in answers:
-        row = {"prompt_ids": list(sequence.request.prompt_tokens), "output_ids": sequence.output_tokens}
-        lines.append(json.dumps(row if category is None else row | {"category": category}) + "\n")
+        row: dict[str, object] = {"prompt_ids": list(sequence.request.prompt_tokens)}
+        row["output_ids"] = sequence.output_tokens
+        if category is not None:
+            row["category"] = category
+        lines.append(json.dumps(row | {"digest": _digest_of(row)}) + "\n")
     write_file(path, "".join(lines).encode())
+
+
+def check_digest(row: dict[str, object], where: str) -> bool:
+    """Whether a line has a digest; SpecDecError for one that is not the line's."""
+    if "digest" not in row:
+        return False
+    if row["digest"] != _digest_of(row):
+        raise SpecDecError(
+            f"{where} has changed since it was written: digest {shown(row['digest'])}, found {_digest_of(row)}",
+            hint="write the traces again; a line that you have changed yourself has no `digest`",
+        )
+    return True
+
+
+def _digest_of(row: dict[str, object]) -> str:
+    return document_digest(row, "digest")[:_DIGEST_LEN]
 
 
 def _read_tokens(

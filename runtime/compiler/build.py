@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from runtime.bundle import LIBRARY, config_digest, record_files, uses_kernels
+from runtime.bundle import LIBRARY, uses_kernels
 from runtime.checkpoint import copy_tokenizer_files
 from runtime.checkpoint_dir import open_checkpoint
+from runtime.checksums import config_digest, record_files
 from runtime.compiler.arithmetic import fastest_arithmetic
 from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.checking import check_logits, is_batch_invariant

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from runtime.bundle import Bundle
 from runtime.cache import digest
+from runtime.checksums import document_digest
 from runtime.config import Between, EngineConfig, Measure, Size, as_json, parse
 from runtime.drafters.settings import DraftLenMode, LookupDrafter, NgramDrafter, SuffixDrafter
 from runtime.errors import SpecDecError, UsageError
@@ -15,7 +16,7 @@ from runtime.files import write_json
 from runtime.reading import parse_json, read_utf8
 from runtime.version import specdec_version
 
-PROFILE_FORMAT_VERSION = 2
+PROFILE_FORMAT_VERSION = 3  # 2: without a digest
 _IDENTITY = ("pretrained_config", "dtype", "build_config", "environment", "vocab_size")
 _KINDS: dict[str, type[LookupDrafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 _AGAIN = "tune again"
@@ -51,6 +52,8 @@ class _Rest:
     draft_len_mode: DraftLenMode
     figures: Figures
     specdec_version: str | None
+    digest: str = ""
+    """Of all the rest, as it was written."""
     format_version: int = PROFILE_FORMAT_VERSION
 
 
@@ -72,7 +75,8 @@ def engine_digest(config: EngineConfig) -> str:
 
 def write_profile(path: Path, profile: Profile) -> None:
     rest = _Rest(profile.engine, profile.draft_len_mode, profile.figures, specdec_version())
-    write_json(path, dataclasses.asdict(rest) | {"drafter": drafter_record(profile.drafter)})
+    record = dataclasses.asdict(rest) | {"drafter": drafter_record(profile.drafter)}
+    write_json(path, record | {"digest": document_digest(record, "digest")})
 
 
 def drafter_record(drafter: LookupDrafter | None) -> dict[str, Any] | None:
@@ -91,12 +95,15 @@ def read_profile(path: Path) -> Profile:
     data = parse_json(read_utf8(path), path)
     if not isinstance(data, dict) or "engine" not in data or "format_version" not in data:
         raise SpecDecError(f"not a profile: {path}", hint=_AGAIN, fact="profile")
+    recorded, found = data.get("digest"), document_digest(data, "digest")
     record = data.pop("drafter", {})
     try:
         rest = parse(_Rest, data, str(path))
         drafter = _parse_drafter(record, f"{path}: drafter")
     except SpecDecError as error:
         raise SpecDecError(error.message, hint=_AGAIN, fact="profile") from error
+    if recorded != found:
+        raise SpecDecError(f"the profile has changed since it was written: {path}", hint=_AGAIN, fact="profile")
     if rest.draft_len_mode == "auto" and drafter is None:
         raise SpecDecError(
             f"the profile has no drafter for its draft_len_mode, auto: {path}", hint=_AGAIN, fact="profile"

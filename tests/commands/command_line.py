@@ -9,7 +9,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from runtime.bundle import config_digest
+from runtime.checksums import config_digest
 
 NGRAM = "[4,2,[0]]"
 NGRAM_RECORD: dict[str, Any] = {

@@ -122,7 +122,7 @@ def change_last_byte(directory: Path) -> None:
 
 def other_format(directory: Path) -> None:
     data = (directory / "old").read_bytes()
-    (directory / "old").write_bytes(data.replace(b'format_version\\": 1', b'format_version\\": 7'))
+    (directory / "old").write_bytes(data.replace(b'format_version\\": 2', b'format_version\\": 7'))
 
 
 # In a directory with `tok`, `other`, `old` (a corpus), `foreign` (one of the tokenizer `other`) and the texts.
@@ -163,13 +163,13 @@ MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] =
     ("corpus merge --output c old foreign", 1, ("different tokenizers: old and foreign",), None),
     ("corpus merge --output c old twin", 1, ("damaged or cut off", ": old"), and_twin(damage)),
     ("corpus merge --output c old twin", 1, ("its content has changed: old",), and_twin(change_last_byte)),
-    ("corpus merge --output c old twin", 1, ("cannot read (it reads 1): 7",), and_twin(other_format)),
+    ("corpus merge --output c old twin", 1, ("cannot read (it reads 2): 7",), and_twin(other_format)),
     ("corpus stats none", 1, ("there is no such corpus: none", "`specdec corpus create`"), None),
     ("corpus stats tok", 1, ("a corpus is a file, and this is a directory: tok",), None),
     ("corpus stats text.txt", 1, ("this is not a corpus", ": text.txt"), None),
     ("corpus stats old", 1, ("damaged or cut off", ": old", "`specdec corpus create`"), damage),
     ("corpus stats old", 1, ("its content has changed: old",), change_last_byte),
-    ("corpus stats old", 1, ("cannot read (it reads 1): 7", "`specdec corpus create`"), other_format),
+    ("corpus stats old", 1, ("cannot read (it reads 2): 7", "`specdec corpus create`"), other_format),
     ("corpus stats", 2, ("FILE",), None),
     ("corpus stat old", 2, ("stat",), None),
 ]  # fmt: skip

@@ -141,7 +141,7 @@ DAMAGES: list[tuple[str, Any]] = [
     ("the file is empty", ""),
     ("not a profile", "[]"),
     ("not a profile", '{"requests": []}'),
-    ("a format this version cannot read (it reads 2): 1", {"format_version": 1}),
+    ("a format this version cannot read (it reads 3): 1", {"format_version": 1}),
     ("lacks the key: figures", {"figures": None}),
     ("has an unknown key: extra", {"extra": 1}),
     ("draft_len_mode` has a value it cannot have: 'short'", {"draft_len_mode": "short"}),
@@ -174,4 +174,4 @@ def test_missing_profile_is_one_clear_error(specdec: Specdec, llama_uncompiled_d
 
 def test_profile_is_json_that_says_what_it_is_worth(path: Path) -> None:
     data = json.loads(path.read_text())
-    assert data["format_version"] == 2 and data["figures"]["measured_speedup"] == 1.25
+    assert data["format_version"] == 3 and data["figures"]["measured_speedup"] == 1.25

@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
 
 from commands.options.hints import hint_of
-from runtime.bundle import config_digest, read_engine_config
+from runtime.bundle import read_engine_config
 from runtime.checkpoint import convert
+from runtime.checksums import config_digest
 from runtime.compiler.attention import PAGED, PagedInputs, paged_attention
 from runtime.compiler.build import build_engine
 from runtime.compiler.opening import current_environment

@@ -1,0 +1,98 @@
+"""Checksums: what an artefact records of its files and of itself when it is written, and whether that still holds.
+
+A directory's `config.json` records size and SHA-256 of the files beside it, and in `config_digest` a digest of all that
+it says itself; a document that is a file of its own has its digest under `digest`. They find damage and mistakes, not
+malice: who can change a file can change what is recorded of it.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from runtime.cache import digest, file_digest
+from runtime.config import FileRecord
+from runtime.errors import SpecDecError
+from runtime.tokenizer import SAVED, TOKENIZER_FILES
+
+CONFIG = "config.json"
+NOT_RECORDED = frozenset({CONFIG, "generation_config.json", "chat_template.jinja"})
+"""People change them, but for the configuration, which has a digest of its own: how an output ends, and how a
+conversation is written."""
+_OF_TOKENIZER = frozenset({*TOKENIZER_FILES, SAVED})
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """How errors speak of one: since when its files are what they are, and what to do if they no longer are."""
+
+    since: str
+    hint: str
+    fact: str
+
+    def raise_changed(self, path: Path, how: str) -> NoReturn:
+        raise SpecDecError(f"`{path}` has changed since {self.since}: {how}", hint=self.hint, fact=self.fact)
+
+
+def document_digest(data: dict[str, Any], key: str) -> str:
+    """Of what a JSON document says but for its digest, which is under `key`, whatever its layout."""
+    return digest([json.dumps({name: value for name, value in data.items() if name != key}, sort_keys=True)])
+
+
+def config_digest(data: dict[str, Any]) -> str:
+    """Of what a directory's `config.json` says."""
+    return document_digest(data, "config_digest")
+
+
+def record_files(directory: Path) -> tuple[FileRecord, ...]:
+    """The files that are there, as they are now."""
+    return tuple(
+        FileRecord(name, path.stat().st_size, file_digest(path))
+        for name, path in files_in(directory).items()
+        if name not in NOT_RECORDED
+    )
+
+
+def files_in(directory: Path) -> dict[str, Path]:
+    """Every file of a directory, hidden ones too, by its name in it."""
+    paths = sorted(path for path in directory.rglob("*") if not path.is_dir())
+    return {path.relative_to(directory).as_posix(): path for path in paths}
+
+
+def is_of_tokenizer(record: FileRecord) -> bool:
+    return record.name in _OF_TOKENIZER
+
+
+def check_config(path: Path, data: dict[str, Any], artefact: Artefact) -> None:
+    """SpecDecError unless a `config.json` says what was written."""
+    recorded, found = str(data.get("config_digest", "")), config_digest(data)
+    if recorded != found:
+        artefact.raise_changed(path, f"digest {found[:12]}…, written with {recorded[:12] or 'none'}…")
+
+
+def check_sizes(directory: Path, records: Iterable[FileRecord], artefact: Artefact) -> None:
+    """SpecDecError for a file that is missing or of another size. Reads none."""
+    for record in records:
+        path = directory / record.name
+        if not path.is_file():
+            raise SpecDecError(f"file is missing: {path}", hint=artefact.hint, fact=artefact.fact)
+        if difference := size_difference(path, record):
+            artefact.raise_changed(path, difference)
+
+
+def check_contents(directory: Path, records: Iterable[FileRecord], artefact: Artefact) -> None:
+    """SpecDecError for a file that is not what was written. One that is the same as last time is not read."""
+    for record in records:
+        if difference := content_difference(directory / record.name, record, file_digest):
+            artefact.raise_changed(directory / record.name, difference)
+
+
+def size_difference(path: Path, record: FileRecord) -> str | None:
+    num_bytes = path.stat().st_size
+    return None if num_bytes == record.num_bytes else f"{num_bytes:,} bytes, written with {record.num_bytes:,}"
+
+
+def content_difference(path: Path, record: FileRecord, digest_of: Callable[[Path], str]) -> str | None:
+    found = digest_of(path)
+    return None if found == record.sha256 else f"SHA-256 {found[:12]}…, written with {record.sha256[:12]}…"
