@@ -7,6 +7,8 @@ A compiled step is machine code: open only bundles you would run as a program.
 Nothing here needs torch: what is wrong with a directory is said before torch is imported.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 from runtime.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes, is_of_tokenizer
 from runtime.config import Compiler, EngineConfig, parse
 from runtime.errors import SpecDecError
-from runtime.files import read_json
+from runtime.files import Stamp, read_json, stamp_of
 
 LIBRARY = "kernels.so"
 _BUILD_AGAIN = "build it again"
@@ -89,6 +91,23 @@ def parse_engine_config(data: dict[str, Any], engine_dir: Path) -> EngineConfig:
 def check_step_files(bundle: Bundle) -> None:
     """SpecDecError unless the step's files are what was built. A file that is the same as last time is not read."""
     check_contents(bundle.directory, [one for one in bundle.config.files if not is_of_tokenizer(one)], ENGINE)
+
+
+@contextmanager
+def unchanged_while_opened(bundle: Bundle) -> Iterator[None]:
+    """SpecDecError if the step's files are others when the block ends: what it has opened may be half of another
+    engine."""
+    names = [CONFIG, *(record.name for record in bundle.config.files if not is_of_tokenizer(record))]
+    before = [_stamp(bundle.directory / name) for name in names]
+    yield
+    if [_stamp(bundle.directory / name) for name in names] != before:
+        raise SpecDecError(
+            f"the engine was replaced while it was opened: {bundle.directory}", hint="start again when it is written"
+        )
+
+
+def _stamp(path: Path) -> Stamp | None:
+    return stamp_of(path.stat()) if path.is_file() else None
 
 
 def check_tokenizer_files(bundle: Bundle) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.batch import Row, context_row, fold, generation_row, pack
-from runtime.bundle import Bundle, check_step_files, read_bundle, uses_kernels
+from runtime.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
 from runtime.compiler.compilation import StepFunction
 from runtime.compiler.kernels import flush_denormals
 from runtime.compiler.opening import check_environment, open_step
@@ -102,9 +102,10 @@ class Engine:
             check_environment(config, engine_dir, torch.device("cpu"))
         device = resolve_device(config.environment.device, device_id)
         check_environment(config, engine_dir, device)
-        check_step_files(bundle)
         compiler = config.build_config.compiler
-        step = open_step(compiler, config.pretrained_config, config.dtype, engine_dir, device)
+        with unchanged_while_opened(bundle):
+            check_step_files(bundle)
+            step = open_step(compiler, config.pretrained_config, config.dtype, engine_dir, device)
         return cls(config, step, device, kv_cache or KVCacheConfig(), max_num_tokens)
 
     def __enter__(self) -> "Engine":

@@ -7,8 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from runtime.bundle import Bundle, check_tokenizer_files
+from runtime.bundle import Bundle, check_tokenizer_files, is_engine_dir, read_bundle
 from runtime.cache import digest
+from runtime.checkpoint_dir import open_checkpoint
+from runtime.checksums import CONFIG
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.files import read_json
 from runtime.request import Request, Sequence
@@ -55,8 +57,12 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
 def open_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of an engine, checkpoint or model directory, or of one that holds nothing else."""
     config: dict[str, Any] = {}
-    if (directory / "config.json").is_file():
-        config = read_json(directory / "config.json")
+    if (directory / CONFIG).is_file():
+        config = read_json(directory / CONFIG)
+        if is_engine_dir(directory):
+            check_tokenizer_files(read_bundle(directory))
+        elif "format_version" in config:
+            open_checkpoint(directory)
         config = config.get("pretrained_config", config)
     return load_tokenizer(directory, config if isinstance(config.get("model_type"), str) else None)
 

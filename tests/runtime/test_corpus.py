@@ -275,9 +275,7 @@ def written_over(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut_to_nothing, written_over])
-def test_corpus_that_is_written_over_while_it_is_read_is_an_error(
-    damage: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_writing_over_an_open_corpus_is_an_error(damage: Callable[[Path], None], tmp_path: Path) -> None:
     """What is mapped and no longer there would end the process with a signal."""
     corpus = make(tmp_path / "c", [[1, 2, 3] * 5000])
     assert corpus.longest_match([1, 2], 2)
