@@ -32,6 +32,7 @@ from commands.output import fail, warn
 from commands.run import run
 from commands.summarize import summarize
 from commands.tune import tune
+from commands.verify import verify
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 
 _EXAMPLES = {
@@ -76,6 +77,7 @@ _EXAMPLES = {
         "specdec tune --engine-dir engine --input-file prompts.jsonl --output tuned.json",
         "specdec tune --traces traces.jsonl --ngram-pool public",
     ),
+    verify: ("specdec verify engine", "specdec verify ~/.cache/specdec --json"),
 }
 
 
@@ -167,7 +169,8 @@ def _with_help_all(command: Callable[..., None]) -> Callable[..., None]:
 app = typer.Typer(
     name="specdec",
     cls=_Group,
-    help="Speculative decoding for Hugging Face models: convert, build, run, chat, summarize, compare, tune; corpora.",
+    help="Speculative decoding for Hugging Face models: convert, build, run, chat, summarize, compare, tune; corpora; "
+    "verify.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -190,7 +193,7 @@ def _register(command: Callable[..., None], group: typer.Typer = app) -> None:
     group.command(cls=_Command, epilog=epilog, context_settings=names)(shown)
 
 
-for _command in (convert, build, run, chat, summarize, compare, tune):
+for _command in (convert, build, run, chat, summarize, compare, tune, verify):
     _register(_command)
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)

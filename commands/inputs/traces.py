@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from commands.inputs.prompts import check_category, check_ids, check_text
-from runtime.checksums import document_digest
+from commands.inputs.trace_lines import check_digest, check_one_form, line_digest
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 from runtime.reading import read_json_lines, read_utf8, shown
@@ -19,9 +19,6 @@ from runtime.request import Sequence
 from runtime.text import encode, encode_text
 from runtime.tokenizer import Tokenizer
 from runtime.tuning.replay import Trace
-
-_DIGEST_LEN = 16  # enough for damage, and lines of short answers stay short
-_FORM = 'write {"prompt_ids": [...], "output_ids": [...]}, or `prompt` and `output` as text'
 
 
 def read_traces(path: Path, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> list[Trace]:
@@ -47,32 +44,15 @@ def write_traces(path: Path, answers: Iterable[tuple[Sequence, str | None]]) -> 
         row["output_ids"] = sequence.output_tokens
         if category is not None:
             row["category"] = category
-        lines.append(json.dumps(row | {"digest": _digest_of(row)}) + "\n")
+        lines.append(json.dumps(row | {"digest": line_digest(row)}) + "\n")
     write_file(path, "".join(lines).encode())
-
-
-def check_digest(row: dict[str, object], where: str) -> bool:
-    """Whether a line has a digest; SpecDecError for one that is not the line's."""
-    if "digest" not in row:
-        return False
-    if row["digest"] != _digest_of(row):
-        raise SpecDecError(
-            f"{where} has changed since it was written: digest {shown(row['digest'])}, found {_digest_of(row)}",
-            hint="write the traces again; a line that you have changed yourself has no `digest`",
-        )
-    return True
-
-
-def _digest_of(row: dict[str, object]) -> str:
-    return document_digest(row, "digest")[:_DIGEST_LEN]
 
 
 def _read_tokens(
     row: dict[str, object], name: str, where: str, tokenizer: Tokenizer | None, vocab_size: int | None
 ) -> tuple[int, ...]:
     """The ids under `name`_ids, or those of the text under `name`."""
-    if (name in row) == (f"{name}_ids" in row):
-        raise SpecDecError(f"{where} needs either `{name}` or `{name}_ids`, it has: {shown(sorted(row))}", hint=_FORM)
+    check_one_form(row, name, where)
     if name in row:
         return _encode(check_text(row[name], f"`{name}` on {where}"), name, where, tokenizer)
     ids = check_ids(row[f"{name}_ids"], f"`{name}_ids` on {where}")

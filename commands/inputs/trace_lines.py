@@ -1,0 +1,61 @@
+"""The lines of traces as they stand in a file: their digests, and whether they can be traces. Needs no torch."""
+
+from pathlib import Path
+
+from commands.inputs.prompts import check_category, check_ids, check_text
+from runtime.checksums import document_digest
+from runtime.errors import SpecDecError
+from runtime.reading import read_json_lines, read_utf8, shown
+
+_DIGEST_LEN = 16  # enough for damage, and lines of short answers stay short
+_NUM_READ = 4096  # bytes that tell what a file is
+_FORM = 'write {"prompt_ids": [...], "output_ids": [...]}, or `prompt` and `output` as text'
+
+
+def line_digest(row: dict[str, object]) -> str:
+    """Of all that a line says but its digest."""
+    return document_digest(row, "digest")[:_DIGEST_LEN]
+
+
+def check_digest(row: dict[str, object], where: str) -> bool:
+    """Whether a line has a digest; SpecDecError for one that is not the line's."""
+    if "digest" not in row:
+        return False
+    if row["digest"] != line_digest(row):
+        raise SpecDecError(
+            f"{where} has changed since it was written, its digest is {line_digest(row)}, not: {shown(row['digest'])}",
+            hint="write the traces again; a line that you change yourself has no `digest`",
+        )
+    return True
+
+
+def check_one_form(row: dict[str, object], name: str, where: str) -> None:
+    """SpecDecError unless a line has either the text under `name` or the ids under `name`_ids."""
+    if (name in row) == (f"{name}_ids" in row):
+        raise SpecDecError(f"{where} needs either `{name}` or `{name}_ids`, it has: {shown(sorted(row))}", hint=_FORM)
+
+
+def is_like_traces(path: Path) -> bool:
+    """Whether a file is by its name or by how it begins one of JSON lines with prompts, however damaged."""
+    if path.suffix.lower() == ".jsonl":
+        return True
+    with path.open("rb") as file:
+        start = file.read(_NUM_READ)
+    return start.lstrip().startswith(b"{") and b'"prompt' in start.partition(b"\n")[0]
+
+
+def check_trace_lines(path: Path) -> tuple[int, int]:
+    """How many traces a file holds, and how many of them have a digest; SpecDecError names the line of what is none."""
+    num_lines = num_with_digest = 0
+    for number, row in read_json_lines(read_utf8(path), path):
+        where = f"line {number} of {path}"
+        num_lines += 1
+        num_with_digest += check_digest(row, where)
+        for name in ("prompt", "output"):
+            check_one_form(row, name, where)
+            if name in row:
+                check_text(row[name], f"`{name}` on {where}")
+            else:
+                check_ids(row[f"{name}_ids"], f"`{name}_ids` on {where}")
+        check_category(row, f"`category` on {where}")
+    return num_lines, num_with_digest

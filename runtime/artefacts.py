@@ -1,0 +1,271 @@
+"""What lies on the disk, checked whole: every file is read, and compared with what was recorded when it was written.
+
+Opening an artefact reads a file once and again only when it has changed; here nothing that is known of a file counts.
+Nothing here needs torch.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from runtime.bundle import ENGINE, parse_engine_config
+from runtime.cache import cache_dir, read_digest, read_kept_digest
+from runtime.checkpoint_dir import CHECKPOINT, parse_checkpoint_config
+from runtime.checksums import (
+    CONFIG,
+    NOT_RECORDED,
+    Artefact,
+    check_config,
+    content_difference,
+    files_in,
+    size_difference,
+)
+from runtime.config import FileRecord
+from runtime.corpus import Corpus, is_corpus
+from runtime.errors import SpecDecError
+from runtime.files import read_json
+from runtime.models import MODEL_FILES, read_model_config
+from runtime.tuning.profile import read_profile
+
+Kind = Literal["engine", "checkpoint", "corpus", "profile", "traces", "model", "cache"]
+Status = Literal["ok", "no_checksum", "changed", "missing", "unknown", "damaged"]
+_INDEX = "model.safetensors.index.json"
+_LEFT_OVER = "left by a command that was interrupted, or one at work"
+
+
+@dataclass(frozen=True)
+class FileCheck:
+    """What was found of a file. `note` says what is wrong, or why there is nothing to compare it with."""
+
+    name: str
+    status: Status
+    num_bytes: int | None = None
+    note: str | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        return self.status in ("ok", "no_checksum")
+
+
+@dataclass(frozen=True)
+class ArtefactCheck:
+    """What an artefact is, and what was found of each of its files."""
+
+    kind: Kind
+    files: list[FileCheck]
+
+
+class _Directory(NamedTuple):
+    """A directory that has a record of its files: how its configuration is parsed, and how errors speak of it."""
+
+    kind: Kind
+    artefact: Artefact
+    parse: Callable[[dict[str, Any], Path], Any]
+
+
+_ENGINE = _Directory("engine", ENGINE, parse_engine_config)
+_CHECKPOINT = _Directory("checkpoint", CHECKPOINT, parse_checkpoint_config)
+
+
+def check_directory(directory: Path) -> ArtefactCheck:
+    """An engine, a checkpoint, a model or a cache; SpecDecError for a directory that is none of them."""
+    if not (directory / CONFIG).is_file() and _is_cache(directory):
+        return ArtefactCheck("cache", list(_check_cache(directory)))
+    data = read_json(directory / CONFIG)
+    if "build_config" in data:
+        return ArtefactCheck("engine", _check_recorded(directory, data, _ENGINE))
+    if "format_version" in data:
+        return ArtefactCheck("checkpoint", _check_recorded(directory, data, _CHECKPOINT))
+    if "model_type" in data:
+        return ArtefactCheck("model", list(_check_model(directory)))
+    raise SpecDecError(
+        f"neither an engine, a checkpoint, a model nor a cache, by its config.json: {directory}",
+        hint="if it was one of them, config.json is damaged: make or download the directory again",
+    )
+
+
+def check_corpus_or_profile(path: Path) -> ArtefactCheck | None:
+    """None for a file that is neither."""
+    if is_corpus(path):
+        return ArtefactCheck("corpus", [check_file(path, lambda: Corpus.open(path).check_content())])
+    try:
+        data = read_json(path)
+    except SpecDecError:
+        return None
+    if "engine" in data and "format_version" in data:
+        return ArtefactCheck("profile", [check_file(path, lambda: read_profile(path))])
+    return None
+
+
+def check_file(path: Path, check: Callable[[], object]) -> FileCheck:
+    """A file by itself, of which `check` raises SpecDecError where it is damaged."""
+    try:
+        check()
+    except SpecDecError as error:
+        return FileCheck(path.name, "damaged", path.stat().st_size, error.message)
+    return FileCheck(path.name, "ok", path.stat().st_size)
+
+
+def _check_recorded(directory: Path, data: dict[str, Any], kind: _Directory) -> list[FileCheck]:
+    records: tuple[FileRecord, ...] | None = None
+    note = None
+    try:
+        records = kind.parse(data, directory).files
+        check_config(directory / CONFIG, data, kind.artefact)
+    except SpecDecError as error:
+        note = error.message
+    num_bytes = (directory / CONFIG).stat().st_size
+    checks = [FileCheck(CONFIG, "damaged" if note else "ok", num_bytes, note)]
+    others = {name: path for name, path in files_in(directory).items() if name != CONFIG}
+    if records is None:
+        unread = "config.json is damaged, which records it"
+        return [*checks, *(FileCheck(name, "no_checksum", _size(path), unread) for name, path in others.items())]
+    checks += [_check_record(directory / record.name, record) for record in records]
+    recorded = {record.name for record in records}
+    for name, path in others.items():
+        if name in NOT_RECORDED:
+            checks.append(_check_unrecorded(path, "may be changed"))
+        elif name not in recorded:
+            checks.append(FileCheck(name, "unknown", _size(path), f"was not there when {kind.artefact.since}"))
+    return checks
+
+
+def _check_record(path: Path, record: FileRecord) -> FileCheck:
+    """A recorded file: there, the same bytes, and of the form that its name says."""
+    if not path.is_file():
+        return FileCheck(record.name, "missing")
+    note = size_difference(path, record) or content_difference(path, record, read_digest)
+    if note:
+        return FileCheck(record.name, "changed", _size(path), note)
+    return replace(check_file(path, lambda: _check_form(path)), name=record.name)
+
+
+def _check_unrecorded(path: Path, why: str) -> FileCheck:
+    found = check_file(path, lambda: _check_form(path))
+    return replace(found, status="no_checksum", note=why) if found.is_sound else found
+
+
+def _check_form(path: Path) -> None:
+    """SpecDecError for JSON that does not parse, or a safetensors file whose header and size do not agree."""
+    if path.suffix == ".json":
+        read_json(path)
+    if path.suffix == ".safetensors":
+        _tensor_names(path)
+
+
+def _tensor_names(path: Path) -> set[str]:
+    try:
+        with safe_open(path, framework="np") as tensors:
+            return set(tensors.keys())
+    except SafetensorError as error:
+        raise SpecDecError(f"`{path}` is damaged: {error}", hint="make or download it again") from None
+
+
+def _size(path: Path) -> int | None:
+    """None where there is nothing behind a link."""
+    return path.stat().st_size if path.exists() else None
+
+
+def _check_model(directory: Path) -> Iterator[FileCheck]:
+    """A Hugging Face model's files, by the digests that the hub's client keeps of what it has downloaded."""
+    names = sorted({path.name for pattern in MODEL_FILES for path in directory.glob(pattern)})
+    for name in names:
+        path = directory / name
+        if not path.is_file():
+            yield FileCheck(name, "missing", note="the link leads nowhere")
+            continue
+        recorded = _hub_digest(directory, path)
+        found = None if recorded is None else _git_digest(path) if len(recorded) == 40 else read_digest(path)
+        if found != recorded:
+            note = f"digest {str(found)[:12]}…, downloaded as {str(recorded)[:12]}…"
+            yield FileCheck(name, "changed", _size(path), note)
+        elif name == CONFIG:
+            yield _with_digest(check_file(path, lambda: read_model_config(directory)), recorded)
+        else:
+            yield _with_digest(check_file(path, lambda path=path: _check_form(path)), recorded)  # type: ignore[misc]
+    if _INDEX in names:
+        yield from _missing_shards(directory)
+
+
+def _with_digest(check: FileCheck, recorded: str | None) -> FileCheck:
+    if recorded is None and check.is_sound:
+        return replace(check, status="no_checksum", note="a model has none of its own")
+    return check
+
+
+def _missing_shards(directory: Path) -> Iterator[FileCheck]:
+    """Shards that the index names and that are not there, or do not hold what it says."""
+    try:
+        weight_map = read_json(directory / _INDEX).get("weight_map")
+    except SpecDecError:
+        return  # told already
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        yield FileCheck(_INDEX, "damaged", note="it has no `weight_map` from tensors to files")
+        return
+    for shard in sorted(set(weight_map.values())):
+        if not (directory / shard).is_file():
+            yield FileCheck(shard, "missing", note=f"{_INDEX} names it")
+            continue
+        wanted = {tensor for tensor, name in weight_map.items() if name == shard}
+        try:
+            absent = sorted(wanted - _tensor_names(directory / shard))
+        except SpecDecError:
+            continue  # told already
+        if absent:
+            yield FileCheck(shard, "damaged", note=f"it lacks a tensor that {_INDEX} names: {absent[0]}")
+
+
+def _hub_digest(directory: Path, path: Path) -> str | None:
+    """What the hub said of a downloaded file: SHA-256 of a large one, git's digest of a small one."""
+    target = path.resolve()
+    said = target.name if path.is_symlink() and target.parent.name == "blobs" else None
+    metadata = directory / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
+    if said is None and metadata.is_file():
+        said = metadata.read_text(errors="replace").partition("\n")[2].partition("\n")[0]
+    return said if said and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", said) else None
+
+
+def _git_digest(path: Path) -> str:
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _is_cache(directory: Path) -> bool:
+    is_ours = directory.resolve() == cache_dir().resolve()
+    return is_ours or any((directory / name).is_dir() for name in ("engines", "digests"))
+
+
+def _check_cache(directory: Path) -> Iterator[FileCheck]:
+    for path in _children(directory / "engines"):
+        name = f"engines/{path.name}"
+        if path.name.startswith("."):
+            yield FileCheck(name, "no_checksum", note=_LEFT_OVER)
+        elif path.is_dir():
+            yield from (replace(check, name=f"{name}/{check.name}") for check in _check_entry(path))
+    for path in _children(directory / "digests"):
+        name = f"digests/{path.name}"
+        if path.name.startswith("."):
+            yield FileCheck(name, "no_checksum", note=_LEFT_OVER)
+        elif read_kept_digest(path) is None:
+            yield FileCheck(name, "damaged", _size(path), "is not what was kept; it is read no more")
+        else:
+            yield FileCheck(name, "ok", _size(path))
+    for path in _children(directory):
+        if path.is_file():
+            yield FileCheck(path.name, "no_checksum", _size(path))
+
+
+def _check_entry(engine_dir: Path) -> Iterable[FileCheck]:
+    try:
+        return check_directory(engine_dir).files
+    except SpecDecError as error:
+        return [FileCheck(CONFIG, "damaged", note=error.message)]
+
+
+def _children(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir()) if directory.is_dir() else []
