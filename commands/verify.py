@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from commands.options.expand import expand_groups
 from commands.output import Output
-from runtime.artefacts import ArtefactCheck, Kind, check_corpus_or_profile, check_directory, check_file
 from runtime.errors import SpecDecError
 
-_HINTS: dict[Kind, str] = {
+if TYPE_CHECKING:  # help needs none of it
+    from runtime.artefacts import ArtefactCheck
+
+_HINTS = {
     "engine": "run `specdec build` again",
     "checkpoint": "run `specdec convert` again",
     "corpus": "make it again with `specdec corpus create`",
@@ -50,7 +52,9 @@ def verify(
         )
 
 
-def _check(path: Path) -> ArtefactCheck:
+def _check(path: Path) -> "ArtefactCheck":
+    from runtime.artefacts import check_corpus_or_profile, check_directory
+
     if path.is_dir():
         return check_directory(path)
     if not path.is_file():
@@ -59,9 +63,10 @@ def _check(path: Path) -> ArtefactCheck:
     return check_corpus_or_profile(path) or _check_traces(path)
 
 
-def _check_traces(path: Path) -> ArtefactCheck:
+def _check_traces(path: Path) -> "ArtefactCheck":
     """SpecDecError for a file that does not look like traces."""
     from commands.inputs.trace_lines import check_trace_lines, is_like_traces
+    from runtime.artefacts import ArtefactCheck, check_file
 
     if not is_like_traces(path):
         raise SpecDecError(

@@ -101,7 +101,7 @@ def test_replay_loads_no_engine() -> None:
 
 # From the top: what a layer holds is imported by nothing in the layers below it.
 LAYERS = (
-    ("runtime.tuning", "runtime.evaluation.systems"),
+    ("runtime.tuning", "runtime.evaluation.systems", "runtime.artefacts"),
     ("runtime.llm",),
     ("runtime.evaluation.lossless",),
     ("runtime.session", "runtime.engine_cache"),
@@ -132,7 +132,7 @@ def test_layers_of_runtime_import_downwards_only() -> None:
 
 def test_runtime_names_no_flag_and_no_command() -> None:
     """The commands know which flag to turn (`commands/options/hints.py`)."""
-    named = re.compile(r"--[a-z]|\bspecdec (convert|build|run|summarize|compare|tune|corpus)\b")
+    named = re.compile(r"--[a-z]|\bspecdec (convert|build|run|summarize|compare|tune|corpus|verify)\b")
     for module, path in modules("runtime").items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -101,6 +101,16 @@ def foreign_weights(name: str) -> Damage:
     return replace
 
 
+def recorded(damage: Damage) -> Damage:
+    """The same of a checkpoint that was converted so."""
+
+    def both(directory: Path) -> None:
+        damage(directory)
+        record_anew(directory / "ckpt")
+
+    return both
+
+
 def no_tokenizer(directory: Path) -> None:
     for path in [*directory.glob("engine/tokenizer*"), directory / "engine" / SAVED]:
         path.unlink()
@@ -544,8 +554,8 @@ CHECKPOINTS = [
     case(BUILD, 1, "unknown key: colour", damage=edited("ckpt/config.json", colour="red")),
     case(BUILD, 1, "names no `model_type`", damage=edited("ckpt/config.json", pretrained_config={})),
     case(BUILD, 1, "file is missing: ckpt/rank0.safetensors", damage=without("ckpt/rank0.safetensors")),
-    case(BUILD, 1, "ckpt/rank0.safetensors` is damaged", damage=truncated("ckpt/rank0.safetensors")),
-    case(BUILD, 1, "ckpt/rank0.safetensors` lacks", damage=foreign_weights("ckpt/rank0.safetensors")),
+    case(BUILD, 1, "ckpt/rank0.safetensors` has changed since", damage=truncated("ckpt/rank0.safetensors")),
+    case(BUILD, 1, "ckpt/rank0.safetensors` lacks", damage=recorded(foreign_weights("ckpt/rank0.safetensors"))),
     case(BUILD, 1, "wrong shape", damage=edited("ckpt/config.json", pretrained_config__intermediate_size=64)),
     case(BUILD.replace(" out ", " engine "), 1, "not empty: engine", "`--force`"),
     case(BUILD.replace(" out ", " model ") + "--force", 1, "something other than a checkpoint or engine: model"),
@@ -565,14 +575,14 @@ ENGINES = [
     case(RUN, 1, "martian", damage=edited("engine/config.json", pretrained_config__model_type="martian")),
     case(RUN, 1, "file is missing: engine/rank0.safetensors", damage=without("engine/rank0.safetensors")),
     case(
-        RUN, 1, "engine/rank0.safetensors` has changed since the engine was built: ", "built with",
+        RUN, 1, "engine/rank0.safetensors` has changed since the engine was built: ", "written with",
         "`specdec build` again", damage=truncated("engine/rank0.safetensors"),
     ),
     case(RUN, 1, "rank0.safetensors` has changed", damage=foreign_weights("engine/rank0.safetensors")),
     case(RUN, 1, "rank0.safetensors` has changed", ": SHA-256 ", damage=flipped("engine/rank0.safetensors")),
     case(RUN, 1, "engine/tokenizer.json` has changed", damage=truncated("engine/tokenizer.json")),
     case(
-        RUN, 1, "engine/tokenizer.json` has changed", "built with",
+        RUN, 1, "engine/tokenizer.json` has changed", "written with",
         damage=lambda d: swap_two_ids(d / "engine" / "tokenizer.json"),
     ),
     case(RUN, 1, "file is missing: engine/tokenizer.json", damage=without("engine/tokenizer.json")),
@@ -883,7 +893,7 @@ HAND_EDITED = [
             ({"build_config__compiler": "aot"}, "no record of the file: rank0.pt2"),
             ({"build_config": []}, "build_config` is not a JSON object: list"),
             ({"vocab_size": -5}, "vocab_size` is 1 or more, and not: -5"),
-            ({"format_version": 4}, "format this version cannot read (it reads 5): 4"),
+            ({"format_version": 4}, "format this version cannot read (it reads 6): 4"),
             ({"environment": None}, "lacks the key: environment"),
             ({"environment__device": "tpu"}, "device` has a value it cannot have: 'tpu'"),
             ({"logits_check__tolerance": -1}, "tolerance` is 0 or more, and not: -1"),
@@ -904,7 +914,7 @@ HAND_EDITED = [
         damage=file("engine/generation_config.json", '{"eos_token_id": [2, -1]}'),
     ),
     *[
-        case(BUILD, 1, *words, damage=by_hand("ckpt/config.json", **change))
+        case(BUILD, 1, *words, damage=edited("ckpt/config.json", **change))
         for change, *words in (
             ({"dtype": 5}, "dtype` has a value it cannot have: 5"),
             ({"quantization": "int8"}, "quantization` has a value it cannot have: 'int8'"),
@@ -914,8 +924,22 @@ HAND_EDITED = [
             ({"pretrained_config__max_position_embeddings": "x"}, "not a valid llama config", "'x'"),
         )
     ],
-    case(BUILD, 1, "ckpt/rank0.safetensors` is damaged", damage=file("ckpt/rank0.safetensors", "")),
-    case(BUILD, 1, "ckpt/rank0.safetensors` is damaged", damage=file("ckpt/rank0.safetensors", "x" * 5000)),
+    case(
+        BUILD, 1, "ckpt/config.json` has changed since the model was converted: digest ", "`specdec convert` again",
+        damage=by_hand("ckpt/config.json", dtype="float16"),
+    ),
+    case(BUILD, 1, "ckpt/tokenizer.json` has changed since", ": SHA-256 ", damage=flipped("ckpt/tokenizer.json")),
+    case(BUILD, 1, "no record of the file: rank0.safetensors", damage=edited("ckpt/config.json", files=[])),
+    case("verify", 2, "missing", "PATH"),
+    case("verify none", 1, "there is no such file or directory: none"),
+    case("verify nothing", 1, "file is missing: nothing/config.json"),
+    case("verify notes.txt", 1, "neither a corpus, a profile nor traces", ": notes.txt"),
+    case("verify model", 1, "neither an engine, a checkpoint", damage=edited("model/config.json", model_type=None)),
+    case("verify engine", 1, "engine/config.json` is not valid JSON", damage=truncated("engine/config.json")),
+    case("verify /dev/null", 1, "neither a file nor a directory: /dev/null"),
+    case("verify engine ckpt", 2, "unexpected extra argument"),
+    case(BUILD, 1, "ckpt/rank0.safetensors` is damaged", damage=recorded(file("ckpt/rank0.safetensors", ""))),
+    case(BUILD, 1, "ckpt/rank0.safetensors` is damaged", damage=recorded(file("ckpt/rank0.safetensors", "x" * 5000))),
     *[
         case(CONVERT, 1, *words, damage=by_hand("model/config.json", **change))
         for change, *words in (

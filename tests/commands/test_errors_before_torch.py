@@ -91,6 +91,12 @@ CASES = {
     "corpus merge --output out.corpus none notes.txt": "there is no such corpus: none",
     "corpus stats none": "there is no such corpus: none",
     "corpus stats notes.txt": "not a corpus",
+    "verify none": "there is no such file or directory: none",
+    "verify notes.txt": "neither a corpus, a profile nor traces",
+    "verify empty": "file is missing: empty/config.json",
+    "verify bad-engine": "2 files are not what was written, such as `rank0.safetensors` (changed): bad-engine",
+    "verify bad-ckpt": "1 file is not what was written, such as `tokenizer.json` (missing): bad-ckpt",
+    "verify traces.jsonl": "1 file is not what was written, such as `traces.jsonl` (damaged): traces.jsonl",
 }
 # So much the instrument sees: an error that needs the tokenizer comes after torch.
 LATE = "run --engine-dir engine --input-text a --end-id 300"
@@ -109,6 +115,12 @@ def outcomes(
         directory = tmp_path_factory.mktemp("wrong")
         for name, source in (("model", llama_dir), ("ckpt", llama_checkpoint_dir), ("engine", llama_uncompiled_dir)):
             shutil.copytree(source, directory / name)
+        shutil.copytree(llama_uncompiled_dir, directory / "bad-engine")
+        shutil.copytree(llama_checkpoint_dir, directory / "bad-ckpt")
+        (directory / "bad-engine" / "rank0.safetensors").write_bytes(b"")
+        (directory / "bad-engine" / "tokenizer.json").unlink()
+        (directory / "bad-ckpt" / "tokenizer.json").unlink()
+        (directory / "traces.jsonl").write_text("{}")
         shutil.copy(articles, directory)
         (directory / "empty").mkdir()
         (directory / "notes.txt").write_text("Nothing of the kind.")

@@ -10,7 +10,7 @@ from commands.options.panels import COMMON, PANELS
 from specdec_cli.app import app
 
 LONG = ["run", "chat", "summarize"]
-COMMANDS = [*LONG, "convert", "build", "compare", "tune", "corpus create", "corpus merge", "corpus stats"]
+COMMANDS = [*LONG, "convert", "build", "compare", "tune", "verify", "corpus create", "corpus merge", "corpus stats"]
 NUM_LINES_OF_A_SCREEN = 50
 LONGEST_AT_80 = 28
 
@@ -81,7 +81,9 @@ def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specde
         asked = {"_SPECDEC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
         return specdec_process(environment=asked).stdout.split()
 
-    assert completed("specdec ") == ["convert", "build", "run", "chat", "summarize", "compare", "tune", "corpus"]
+    assert completed("specdec ") == [
+        *("convert", "build", "run", "chat", "summarize", "compare", "tune", "verify", "corpus"),
+    ]
     assert completed("specdec corpus ") == ["create", "merge", "stats"]
     assert completed("specdec run --temp") == ["--temperature"]
     assert completed("specdec run --ngram-r") == ["--ngram-ranking"]

@@ -1,0 +1,198 @@
+"""`verify`: a sound artefact passes, and whatever is done to one of its files is found and named."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Result, Specdec, assert_valid
+from shared import record_anew
+from test_cli_errors import assert_one_clear_error
+
+from runtime.cache import file_digest
+from runtime.corpus import write_corpus
+from runtime.drafters.settings import NgramDrafter
+from runtime.tuning.profile import Figures, Profile, ProfileEngine, write_profile
+
+Change = Callable[[Path], Any]
+
+
+@pytest.fixture
+def artefacts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama_dir: Path, llama_checkpoint_dir: Path,
+    llama_uncompiled_dir: Path,
+) -> Path:  # fmt: skip
+    """The current directory: one of each, which a test may change."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(llama_uncompiled_dir, "engine")
+    shutil.copytree(llama_checkpoint_dir, "checkpoint")
+    shutil.copytree(llama_dir, "model")
+    write_corpus(Path("corpus"), [[1, 2, 3, 4] * 99], vocab_size=300, tokenizer_digest="0" * 64, replace=False)
+    figures = Figures(8, 1, 1.5, 0.25, 0.9, 1.4, 1.0, 1.25)
+    write_profile(Path("profile"), Profile(ProfileEngine("e", "0" * 64), NgramDrafter(4, 3), "fixed", figures))
+    Path("traces").write_text('{"prompt_ids": [5], "output_ids": [7], "digest": "bde66aadd41fb875"}\n' * 2)
+    shutil.copytree("engine", "cache/engines/model-0123456789abcdef")
+    Path("cache/engines/model-0123456789abcdef.lock").touch()
+    os.utime("model/config.json", ns=(0, 0))
+    with monkeypatch.context() as patch:
+        patch.setenv("SPECDEC_CACHE_DIR", "cache")
+        keep_digest_of(Path("model/model.safetensors"))
+    return tmp_path
+
+
+def keep_digest_of(path: Path) -> None:
+    """Have the cache know a file, as if it had been there for longer than a moment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.cache._TIMES_DIFFER_NS", -1)
+        file_digest(path)
+
+
+def verified(specdec: Specdec, path: str) -> tuple[Result, dict[str, Any]]:
+    result = specdec("verify", path, "--json")
+    document = json.loads(result.stdout)
+    assert_valid("verify", document)
+    assert document["is_sound"] == (result.exit_code == 0)
+    return result, document
+
+
+KINDS = ("engine", "checkpoint", "model", "corpus", "profile", "traces", "cache")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_written_is_sound(kind: str, artefacts: Path, specdec: Specdec) -> None:
+    result, document = verified(specdec, kind)
+    assert (result.exit_code, result.stderr, document["kind"]) == (0, "", kind)
+    assert {file["status"] for file in document["files"]} <= {"ok", "no_checksum"}
+    assert kind == "model" or any(file["status"] == "ok" for file in document["files"])
+    shown = specdec("verify", kind)
+    assert shown.exit_code == 0 and f"{kind} of " in shown.stdout and document["files"][0]["name"] in shown.stdout
+    assert specdec("verify", kind, "--quiet").stdout == ""
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def edit(**change: Any) -> Change:
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+ENGINE_WEIGHTS = "engines/model-0123456789abcdef/rank0.safetensors"
+FOUND: list[tuple[str, str, Change, str]] = [
+    ("engine", "rank0.safetensors", flip, "changed"),
+    ("engine", "rank0.safetensors", lambda path: path.write_bytes(b""), "changed"),
+    ("engine", "rank0.safetensors", Path.unlink, "missing"),
+    ("engine", "tokenizer.json", flip, "changed"),
+    ("engine", "notes.txt", Path.touch, "unknown"),
+    ("engine", ".hidden", Path.touch, "unknown"),
+    ("engine", "link", lambda path: path.symlink_to("nowhere"), "unknown"),
+    ("engine", "config.json", edit(vocab_size=5), "damaged"),
+    ("engine", "config.json", edit(vocab_size=-5), "damaged"),
+    ("engine", "generation_config.json", lambda path: path.write_text("{"), "damaged"),
+    ("checkpoint", "rank0.safetensors", flip, "changed"),
+    ("checkpoint", "tokenizer_config.json", Path.unlink, "missing"),
+    ("checkpoint", "config.json", edit(dtype="float16"), "damaged"),
+    ("checkpoint", "more.safetensors", Path.touch, "unknown"),
+    ("model", "model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
+    ("model", "tokenizer.json", lambda path: path.write_text("{"), "damaged"),
+    ("corpus", "corpus", flip, "damaged"),
+    ("corpus", "corpus", lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
+    ("profile", "profile", edit(draft_len_mode="auto"), "damaged"),
+    ("traces", "traces", lambda path: path.write_text(path.read_text().replace("7", "8", 1)), "damaged"),
+    ("traces", "traces", lambda path: path.write_text(path.read_text()[:-9]), "damaged"),
+    ("cache", ENGINE_WEIGHTS, flip, "changed"),
+    ("cache", "digests", lambda path: flip(next(path.iterdir())), "damaged"),
+    ("cache", "digests", lambda path: next(path.iterdir()).write_bytes(b""), "damaged"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change", "status"), FOUND, ids=[f"{kind}: {name} {status}" for kind, name, _, status in FOUND]
+)
+def test_what_is_not_what_was_written_is_named(
+    kind: str, name: str, change: Change, status: str, artefacts: Path, specdec: Specdec
+) -> None:
+    place = artefacts / kind
+    change(place / name if place.is_dir() else place)
+    result, document = verified(specdec, kind)
+    (wrong,) = [file for file in document["files"] if file["status"] not in ("ok", "no_checksum")]
+    assert wrong["status"] == status and wrong["name"].startswith(name)
+    assert_one_clear_error(
+        Result(result.exit_code, "", result.stderr), 1, (f"1 file is not what was written, such as `{wrong['name']}`",)
+    )
+
+
+def test_unknown_kept_digests_are_not_believed(artefacts: Path, specdec: Specdec) -> None:
+    """A file that has lost a bit although its size and times are the same, as a disk would have it."""
+    path = artefacts / "engine" / "rank0.safetensors"
+    keep_digest_of(path)
+    (record,) = [
+        one for one in json.loads((artefacts / "engine/config.json").read_text())["files"] if one["name"] == path.name
+    ]
+    flip(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.cache.read_kept_digest", lambda kept: record["sha256"])
+        assert file_digest(path) == record["sha256"]
+        assert verified(specdec, "engine")[1]["files"][1]["status"] == "changed"
+
+
+def test_checksums_that_are_right_of_tensors_that_are_not(artefacts: Path, specdec: Specdec) -> None:
+    (artefacts / "engine" / "rank0.safetensors").write_bytes(b"\xff" * 500)
+    record_anew(artefacts / "engine")
+    _, document = verified(specdec, "engine")
+    assert [file["status"] for file in document["files"] if file["name"] == "rank0.safetensors"] == ["damaged"]
+
+
+def test_lines_of_ones_own_have_no_checksum(artefacts: Path, specdec: Specdec) -> None:
+    Path("traces").write_text('{"prompt": "a", "output": "b"}\n')
+    _, document = verified(specdec, "traces")
+    assert [(file["status"], file["note"]) for file in document["files"]] == [
+        ("no_checksum", "1 of 1 lines have no digest: they are your own")
+    ]
+
+
+@pytest.mark.parametrize("is_large", [True, False], ids=["SHA-256", "git"])
+@pytest.mark.parametrize("in_cache", [True, False], ids=["cache", "directory"])
+def test_downloaded_models_have_the_hubs_digests(
+    is_large: bool, in_cache: bool, artefacts: Path, specdec: Specdec
+) -> None:
+    """The hub's client keeps a file under its digest, and for a directory of one's own beside it."""
+    path = artefacts / "model" / "model.safetensors"
+    data = path.read_bytes()
+    digest = hashlib.sha256(data) if is_large else hashlib.sha1(f"blob {len(data)}\0".encode() + data)
+    kept = artefacts / "model" / ".cache/huggingface/download/model.safetensors.metadata"
+    target = path
+    if in_cache:
+        target = artefacts / "blobs" / digest.hexdigest()
+        target.parent.mkdir()
+        path.rename(target)
+        path.symlink_to(target)
+    else:
+        kept.parent.mkdir(parents=True)
+        kept.write_text(f"{'0' * 40}\n{digest.hexdigest()}\n1700000000.0\n")
+
+    def status() -> str:
+        files = verified(specdec, "model")[1]["files"]
+        (found,) = [file["status"] for file in files if file["name"] == "model.safetensors"]
+        return str(found)
+
+    assert status() == "ok"
+    flip(target)
+    assert status() == "changed"
+
+
+def test_index_of_shards_must_be_true(artefacts: Path, specdec: Specdec) -> None:
+    index = artefacts / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "model.safetensors", "y": "model-2.safetensors"}}))
+    _, document = verified(specdec, "model")
+    wrong = {file["name"]: file["note"] for file in document["files"] if file["status"] in ("missing", "damaged")}
+    assert wrong == {
+        "model-2.safetensors": "model.safetensors.index.json names it",
+        "model.safetensors": "it lacks a tensor that model.safetensors.index.json names: x",
+    }
