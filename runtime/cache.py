@@ -20,7 +20,7 @@ from runtime.errors import SpecDecError
 from runtime.files import stamp_of, write_file
 
 _CHUNK_BYTES = 1 << 22
-_TIMES_DIFFER_NS = 100_000_000  # after so long a change of a file is seen in its times
+_TIME_STEP_NS = 100_000_000  # after so long a change of a file is seen in its times
 
 Range = tuple[int, int]
 """Bytes of a file: the first, and one past the last."""
@@ -77,7 +77,7 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
             return found
         sha256 = _digest_of(file, ranges)
         # Neither a file that is written at the same time, nor one that may be without its time becoming another.
-        is_settled = time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) > _TIMES_DIFFER_NS
+        is_settled = time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) > _TIME_STEP_NS
         if not is_settled or stamp_of(os.fstat(file.fileno())) != stamp:
             return sha256
     with contextlib.suppress(OSError):  # kept for the next time only

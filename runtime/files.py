@@ -107,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise SpecDecError(
             f"file is missing: {path}", hint="the directory is incomplete; make or download it again"
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of brackets
         raise SpecDecError(
             f"`{path}` is not valid JSON: {error}", hint="the file is damaged; make or download it again"
         ) from None

@@ -248,8 +248,22 @@ def _with_range(data: bytes, rng: random.Random, length: int, make: Callable[[in
     return data[:start] + make(len(kept)) + data[start + length :]
 
 
-def make_home(home: Path, model_dir: Path, engine_dir: Path, checkpoint_dir: Path) -> None:
-    """One of each artefact; the engine is of the model."""
+def import_all() -> None:
+    """What commands import, once for all forks: it takes longer than they do."""
+    import torch
+    from transformers import AutoTokenizer  # noqa: F401
+
+    import runtime.checkpoint
+    import runtime.compiler.build
+    import runtime.llm
+    import runtime.tuning.job  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def make_home(home: Path, engine_dir: Path, checkpoint_dir: Path) -> None:
+    """One of each artefact, in a new directory; the engine is of the checkpoint."""
+    home.mkdir()
     shutil.copytree(engine_dir, home / "engine")
     shutil.copytree(checkpoint_dir, home / "checkpoint")
     (home / "text.txt").write_text("The little dog had a red ball. The little dog had a red ball.\n" * 5)
@@ -309,6 +323,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # forks of several threads
+    import_all()
     import torch
 
     from runtime.checkpoint import convert
@@ -316,10 +331,8 @@ def main() -> None:
     from runtime.config import BuildConfig
     from runtime.models import resolve_model
 
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory) / "home"
-        home.mkdir()
         checkpoint_dir, engine_dir = Path(directory) / "checkpoint", Path(directory) / "engine"
         model_dir = resolve_model("demo-draft")
         convert(model_dir, checkpoint_dir, "float32", replace=False, progress=lambda done, total: None)
@@ -328,7 +341,7 @@ def main() -> None:
         build_engine(
             checkpoint_dir, engine_dir, build, device, replace=False, phase=lambda _: None, measure_costs=False
         )
-        make_home(home, model_dir, engine_dir, checkpoint_dir)
+        make_home(home, engine_dir, checkpoint_dir)
         counts, wrong = count_cases(home, given.first, given.num_cases)
     print(json.dumps(dict(sorted(counts.items())), indent=2))
     print(f"{given.num_cases:,} cases, {len(wrong)} of them wrong")

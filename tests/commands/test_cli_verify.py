@@ -47,7 +47,7 @@ def artefacts(
 def keep_digest_of(path: Path) -> None:
     """Have the cache know a file, as if it had been there for longer than a moment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.cache._TIMES_DIFFER_NS", -1)
+        patch.setattr("runtime.cache._TIME_STEP_NS", -1)
         file_digest(path)
 
 
