@@ -311,6 +311,8 @@ def count_cases(home: Path, first: int, number: int) -> tuple[Counter[str], list
         outcome, what = run_case(home, case)
         counts[f"{case.artefact}: {'error' if outcome.exit_code else 'signal' if outcome.signal else 'success'}"] += 1
         counts[case.damage] += 1
+        if (i + 1 - first) % 100 == 0:
+            print(f"{i + 1 - first:,} cases, {len(wrong)} of them wrong", file=sys.stderr, flush=True)
         if what:
             wrong.append(f"{case}: {what}\n{outcome.stderr[-2000:]}")
             print(wrong[-1], file=sys.stderr, flush=True)

@@ -1,12 +1,14 @@
 """A share of the campaign of damaged files (scripts/campaigns/hostile.py), and whether it sees what it looks for."""
 
+import os
+import signal
 from pathlib import Path
 
 import hostile
 import pytest
 from hostile import Case, Outcome, what_is_wrong
 
-NUM_CASES = 60
+NUM_CASES = 40
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +55,5 @@ def test_kept_digests_are_made_again() -> None:
 
 
 def test_a_signal_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-    import signal
-
-    monkeypatch.setattr("specdec_cli.app.main", lambda: os.kill(os.getpid(), signal.SIGBUS))
-    assert hostile.run_in_process(("verify", "x"), tmp_path).signal == signal.SIGBUS
+    monkeypatch.setattr("specdec_cli.app.main", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert hostile.run_in_process(("verify", "x"), tmp_path).signal == signal.SIGKILL
