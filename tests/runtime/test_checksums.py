@@ -1,0 +1,92 @@
+"""Kept digests are believed only where they are whole, and what is replaced while it is opened is an error."""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime import cache
+from runtime.bundle import check_step_files, read_bundle, unchanged_while_opened
+from runtime.cache import cache_dir, file_digest, read_digest
+from runtime.engine import Engine
+from runtime.errors import SpecDecError
+from runtime.text import open_tokenizer
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Path]]:
+    """The files that digests are kept in, from now on in a cache of its own and for files of this moment too."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_TIME_STEP_NS", -1)
+    return lambda: sorted((cache_dir() / "digests").glob("*"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda kept: b"", lambda kept: kept[:40], lambda kept: bytes([kept[0] ^ 1]) + kept[1:], lambda kept: b"\xff"],
+    ids=["empty", "cut", "one bit", "no text"],
+)
+def test_a_damaged_kept_digest_is_made_again(
+    damage: Callable[[bytes], bytes], kept: Callable[[], list[Path]], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    expected = hashlib.sha256(b"content").hexdigest()
+    assert file_digest(tmp_path / "file") == expected
+    (path,) = kept()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert file_digest(tmp_path / "file") == expected
+    assert path.read_bytes() == whole
+
+
+def test_digests_of_pieces_are_of_those_bytes_in_their_order(kept: Callable[[], list[Path]], tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"0123456789")
+    expected = hashlib.sha256(b"678" + b"12").hexdigest()
+    assert read_digest(tmp_path / "file", [(6, 9), (1, 3)]) == expected
+    assert file_digest(tmp_path / "file", [(6, 9), (1, 3)]) == expected
+    assert file_digest(tmp_path / "file") == hashlib.sha256(b"0123456789").hexdigest()
+    assert len(kept()) == 2
+
+
+def test_a_file_of_this_moment_has_no_kept_digest(
+    kept: Callable[[], list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may change once more without its times becoming others."""
+    monkeypatch.setattr(cache, "_TIME_STEP_NS", 10**12)
+    (tmp_path / "file").write_bytes(b"content")
+    file_digest(tmp_path / "file")
+    assert kept() == []
+
+
+def test_engine_that_is_replaced_while_it_is_opened_is_an_error(
+    llama_uncompiled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `build --force` does: the directory is renamed away, and another of the same files takes its place."""
+    engine_dir = shutil.copytree(llama_uncompiled_dir, tmp_path / "engine")
+    shutil.copytree(engine_dir, tmp_path / "new")
+
+    def check_and_replace(bundle: object) -> None:
+        check_step_files(read_bundle(engine_dir))
+        engine_dir.rename(tmp_path / "old")
+        (tmp_path / "new").rename(engine_dir)
+
+    monkeypatch.setattr("runtime.engine.check_step_files", check_and_replace)
+    with pytest.raises(SpecDecError, match="the engine was replaced while it was opened"):
+        Engine.open(engine_dir)
+
+
+def test_engine_that_nobody_touches_is_opened(llama_uncompiled_dir: Path) -> None:
+    with unchanged_while_opened(read_bundle(llama_uncompiled_dir)):
+        check_step_files(read_bundle(llama_uncompiled_dir))
+
+
+@pytest.mark.parametrize("source", ["llama_uncompiled_dir", "llama_checkpoint_dir"])
+def test_tokenizer_named_by_itself_is_compared_too(source: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    directory = shutil.copytree(request.getfixturevalue(source), tmp_path / "copy")
+    open_tokenizer(directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(path.read_text() + " ")
+    with pytest.raises(SpecDecError, match="tokenizer_config.json` has changed since"):
+        open_tokenizer(directory)
