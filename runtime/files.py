@@ -1,11 +1,15 @@
 """Directories that are whole or absent, and JSON that is valid or an error.
 
-Output is written to a hidden sibling and renamed, so a directory that exists is complete; an interrupted command
-leaves nothing behind.
+Output is written to a hidden sibling, given to the disk and renamed, so a directory that exists is complete; an
+interrupted command leaves nothing behind. What a killed one leaves, the next one removes: a process holds a lock on
+the directory that it writes, and without that lock it is nobody's any more.
 """
 
+import contextlib
+import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -18,6 +22,7 @@ from runtime.errors import SpecDecError
 
 def check_output_directory(path: Path, *, replace: bool) -> None:
     """SpecDecError unless `path` can be written: absent, empty, or (with `replace`) one of our own directories."""
+    recover_directory(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise SpecDecError(f"output directory is not a directory: {path}", hint="choose another name")
     if path.exists() and any(path.iterdir()):
@@ -55,19 +60,115 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
     check_output_directory(path, replace=replace)
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
+    with _temporary_sibling(path) as temporary:
+        yield temporary
+        _flush_tree(temporary)
+        if path.exists():
+            path.rename(_hidden_sibling(path, "old"))
+        temporary.rename(path)
+        _flush(path.parent)
+        for old in _hidden_siblings(path, "old"):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _temporary_sibling(path: Path) -> Iterator[Path]:
+    """A directory beside `path` for the length of the block; what killed processes left of theirs is gone."""
+    for left_over in _hidden_siblings(path, "tmp"):
+        remove_if_abandoned(left_over)
     temporary = _hidden_sibling(path, "tmp")
     try:
-        temporary.mkdir()
-        yield temporary
-        if path.exists():
-            old = _hidden_sibling(path, "old")
-            path.rename(old)
-            temporary.rename(path)
-            shutil.rmtree(old)
-        else:
-            temporary.rename(path)
+        with locked_directory(temporary):
+            yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def recover_directory(path: Path) -> None:
+    """Give a directory its name back, where a process was killed that had taken it to put another in its place."""
+    path = path.absolute()
+    if path.is_symlink() or path.exists():
+        return
+    old = _hidden_siblings(path, "old")
+    if old and all(_is_abandoned(directory) for directory in _hidden_siblings(path, "tmp")):
+        with contextlib.suppress(OSError):  # somebody else was faster, or it may not be written here
+            old[0].rename(path)
+
+
+@contextmanager
+def locked_directory(directory: Path, mode: int = 0o777) -> Iterator[None]:
+    """Make a directory and hold its lock, which goes with the process, however that ends."""
+    while (descriptor := _make_locked(directory, mode)) is None:
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make_locked(directory: Path, mode: int) -> int | None:
+    """The descriptor that holds the lock; None if somebody took the directory for abandoned before it was locked."""
+    directory.mkdir(mode)
+    descriptor = None
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.path.samestat(os.fstat(descriptor), directory.stat()):
+            return descriptor
+    except FileNotFoundError:
+        pass
+    if descriptor is not None:
+        os.close(descriptor)
+    return None
+
+
+def remove_if_abandoned(directory: Path) -> None:
+    """Remove a directory that a process had locked which is no more."""
+    with _abandoned(directory) as is_abandoned:
+        if is_abandoned:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _abandoned(directory: Path) -> Iterator[bool]:
+    """Whether nobody holds the directory's lock; then nobody can take it in the block. Without locks never."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def _is_abandoned(directory: Path) -> bool:
+    with _abandoned(directory) as is_abandoned:
+        return is_abandoned
+
+
+def _flush_tree(directory: Path) -> None:
+    """Have a directory on the disk with all that is in it."""
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            _flush(Path(parent) / name)
+        _flush(Path(parent))
+
+
+def _flush(path: Path) -> None:
+    """Have a file or a directory's names on the disk: a name must not come there before what it stands for."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -78,13 +179,16 @@ def new_file(path: Path, *, replace: bool) -> Iterator[Path]:
             f"output file exists: {path}", hint="allow it to be replaced, or choose another", fact="exists"
         )
     path = path.resolve()
-    temporary = _hidden_sibling(path, "tmp")
-    try:
-        yield temporary
-        temporary.chmod(0o666 & ~_umask())  # safetensors' files are their writer's own
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _temporary_sibling(path) as directory:
+        yield directory / path.name
+        (directory / path.name).chmod(0o666 & ~_umask())  # safetensors' files are their writer's own
+        _give_name(directory / path.name, path)
+
+
+def _give_name(written: Path, path: Path) -> None:
+    _flush(written)
+    written.replace(path)
+    _flush(path.parent)
 
 
 def _umask() -> int:
@@ -97,6 +201,14 @@ def _umask() -> int:
 def _hidden_sibling(path: Path, suffix: str) -> Path:
     """A name that nobody else uses. It is known before there is anything of that name, so nothing is left behind."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{suffix}")
+
+
+def _hidden_siblings(path: Path, suffix: str) -> list[Path]:
+    """Those that there are, whoever made them."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.{suffix}")
+    with contextlib.suppress(OSError):
+        return [sibling for sibling in path.parent.iterdir() if name.fullmatch(sibling.name)]
+    return []
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -129,12 +241,9 @@ def write_file(path: Path, data: bytes) -> None:
         path.write_bytes(data)
         return
     path = path.resolve()
-    temporary = _hidden_sibling(path, "tmp")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _temporary_sibling(path) as directory:
+        (directory / path.name).write_bytes(data)
+        _give_name(directory / path.name, path)
 
 
 class Stamp(NamedTuple):

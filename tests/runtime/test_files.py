@@ -1,6 +1,9 @@
 """Output directories are whole or absent, and only our own are replaced."""
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,10 @@ from runtime.files import (
     check_output_is_not_input,
     directory_bytes,
     new_directory,
+    new_file,
     read_json,
+    recover_directory,
+    write_file,
     write_json,
 )
 
@@ -135,3 +141,129 @@ def test_directory_bytes_counts_files_at_every_depth(tmp_path: Path) -> None:
     (tmp_path / "a" / "x").write_bytes(b"123")
     (tmp_path / "y").write_bytes(b"12345")
     assert directory_bytes(tmp_path) == 8
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a": ' * 50_000, '{"a": ' + "9" * 5_000 + "}"], ids=["lists", "objects", "digits"]
+)
+def test_json_that_python_cannot_hold_is_one_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SpecDecError, match="is not valid JSON: "):
+        read_json(tmp_path / "config.json")
+
+
+def replace_until(event: str, output: Path) -> None:
+    """In a process of its own: replace a directory, and be killed at `event`."""
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+import runtime.files
+from runtime.files import new_directory, write_json
+
+output, num_renames = Path({str(output)!r}), [0]
+rename = Path.rename
+def counted(self, target):
+    result = rename(self, target)
+    num_renames[0] += 1
+    if {event!r} == f"rename {{num_renames[0]}}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+Path.rename = counted
+with new_directory(output, replace=True) as directory:
+    write_json(directory / "config.json", {{"format_version": 1}})
+    (directory / "new").write_text("y")
+    if {event!r} == "writing":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+@pytest.mark.parametrize(("event", "found"), [("writing", "old"), ("rename 1", "old"), ("rename 2", "new")])
+def test_killed_replacement_is_mended_by_the_next_call(event: str, found: str, tmp_path: Path) -> None:
+    """Whether the next call reads what was there or replaces it. Nothing is left of the killed one."""
+    output = tmp_path / "output"
+    write_ours(output)
+    replace_until(event, output)
+    recover_directory(output)
+    assert sorted(path.name for path in output.iterdir()) == ["config.json", found]
+    with new_directory(output, replace=True) as directory:
+        write_ours(directory, "newest")
+    assert sorted(path.name for path in output.iterdir()) == ["config.json", "newest"]
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_replacement_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
+    """Between its two renames, too: what others find abandoned is of processes that are no more."""
+    output = tmp_path / "output"
+    write_ours(output)
+    with new_directory(output, replace=True) as first:
+        output.rename(tmp_path / ".output.0123abcd.old")
+        recover_directory(output)
+        assert not output.exists()
+        with new_directory(output, replace=True) as second:
+            write_ours(second, "second")
+        assert first.is_dir()
+        write_ours(first, "first")
+    assert sorted(path.name for path in output.iterdir()) == ["config.json", "first"]
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_killed_write_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from pathlib import Path
+from runtime.files import new_file
+with new_file(Path({str(tmp_path / "a")!r}), replace=False) as temporary:
+    temporary.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
+    assert not (tmp_path / "a").exists() and list(tmp_path.iterdir())
+    write_file(tmp_path / "a", b"whole")
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+    assert (tmp_path / "a").read_bytes() == b"whole"
+
+
+@pytest.fixture
+def durable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was given to the disk, and what took its place under a name, in order."""
+    events: list[str] = []
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        events.append(f"written {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+
+    def renamed(self: Path, target: Path) -> Path:
+        events.append(f"named {target.name}")
+        return rename(self, target)
+
+    def replaced(self: Path, target: Path) -> Path:
+        events.append(f"named {target.name}")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(Path, "replace", replaced)
+    return events
+
+
+def test_directory_is_on_the_disk_before_it_has_its_name(tmp_path: Path, durable: list[str]) -> None:
+    with new_directory(tmp_path / "output", replace=False) as directory:
+        (directory / "a").write_text("x")
+        (directory / "b").mkdir()
+        (directory / "b" / "c").write_text("y")
+    named = durable.index("named output")
+    assert {"written a", "written b", "written c"} <= set(durable[:named])
+    assert f"written {tmp_path.name}" in durable[named:]
+
+
+def test_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, durable: list[str]) -> None:
+    write_file(tmp_path / "a", b"x")
+    with new_file(tmp_path / "b", replace=False) as temporary:
+        temporary.write_text("y")
+    for name in ("a", "b"):
+        named = durable.index(f"named {name}")
+        assert durable[named - 1] == f"written {name}"
+        assert durable[named + 1] == f"written {tmp_path.name}"
