@@ -16,7 +16,7 @@ from typing import Any
 from runtime.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes, is_of_tokenizer
 from runtime.config import Compiler, EngineConfig, parse
 from runtime.errors import SpecDecError
-from runtime.files import Stamp, read_json, stamp_of
+from runtime.files import Stamp, read_json, recover_directory, stamp_of
 
 LIBRARY = "kernels.so"
 _BUILD_AGAIN = "build it again"
@@ -63,6 +63,7 @@ def is_engine_dir(directory: Path) -> bool:
 
 def read_engine_config(engine_dir: Path) -> EngineConfig:
     """Parse and check an engine directory; SpecDecError names what is missing or wrong."""
+    recover_directory(engine_dir)
     if not engine_dir.is_dir():
         raise SpecDecError(f"engine directory does not exist: {engine_dir}", hint="build it", fact="no_engine")
     data = read_json(engine_dir / CONFIG)

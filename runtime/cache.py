@@ -1,5 +1,7 @@
 """The cache directory: what can be made again from its inputs, named after a digest of all of them.
 
+Code is in it that is run, and digests that stand for files: it must be the user's own, writable by nobody else.
+
 Whoever makes an entry holds its lock, so that of several processes one works and the others wait. An entry is written
 whole or not at all; a process that is killed leaves at most a hidden directory, which the next one removes.
 """
@@ -7,6 +9,7 @@ whole or not at all; a process that is killed leaves at most a hidden directory,
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,19 +20,55 @@ from typing import BinaryIO
 from filelock import FileLock, Timeout
 
 from runtime.errors import SpecDecError
-from runtime.files import stamp_of, write_file
+from runtime.files import Stamp, stamp_of, write_file
 
 _CHUNK_BYTES = 1 << 22
-_TIME_STEP_NS = 100_000_000  # after so long a change of a file is seen in its times
+_SMALL_BYTES = 1 << 18  # read in less time than it takes to look whether that is needed
+_NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
+_TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 Range = tuple[int, int]
 """Bytes of a file: the first, and one past the last."""
 
 
 def cache_dir() -> Path:
-    """`SPECDEC_CACHE_DIR`, else `specdec` in the user's cache directory."""
+    """`SPECDEC_CACHE_DIR`, else `specdec` in the user's cache directory. It need not be there.
+
+    SpecDecError if others could have written into it.
+    """
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
-    return Path(os.environ.get("SPECDEC_CACHE_DIR") or default).absolute()
+    directory = Path(os.environ.get("SPECDEC_CACHE_DIR") or default).absolute()
+    check_is_own(directory)
+    return directory
+
+
+def make_cache_dir() -> Path:
+    """The same, made if it was not there; OSError if that cannot be."""
+    directory = cache_dir()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return cache_dir()
+
+
+def check_is_own(directory: Path) -> None:
+    """SpecDecError for a directory of another user (root's is everybody's), or one that others may write into."""
+    try:
+        stat = directory.stat()
+    except OSError:
+        return
+    if stat.st_uid not in (os.getuid(), 0):
+        raise SpecDecError(
+            f"the cache directory belongs to another user (number {stat.st_uid}), who could have put code into it: "
+            f"{directory}",
+            hint="SPECDEC_CACHE_DIR names another",
+            fact="cache_of_others",
+        )
+    if stat.st_mode & 0o022:
+        raise SpecDecError(
+            f"others may write into the cache directory, and could have put code into it: {directory}",
+            hint=f"remove it, or trust what is there: chmod go-w {directory}",
+        )
 
 
 @contextmanager
@@ -39,6 +78,7 @@ def locked_entry(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     Calls `on_wait` if another process is at it. SpecDecError if the cache cannot be written.
     """
     try:
+        make_cache_dir()
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path.with_name(f"{path.name}.lock"))
         try:
@@ -68,11 +108,15 @@ def digest(parts: Iterable[str]) -> str:
 def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
     """`read_digest`, which is kept, so that a large file is read again only if it is another one or has changed.
 
-    Under which name it lies does not matter: an engine's directory is renamed when it is whole.
+    That is seen by its size, its times and a sample of its bytes. Under which name it lies does not matter: an engine's
+    directory is renamed when it is whole. The time of change cannot be set back, but it has steps: a file that was just
+    written may be written again in the same one, and its digest is not kept yet.
     """
     with path.open("rb") as file:
         stamp = stamp_of(os.fstat(file.fileno()))
-        kept = cache_dir() / "digests" / digest(map(str, (*stamp, *ranges)))
+        if stamp.size <= _SMALL_BYTES:
+            return _digest_of(file, ranges)
+        kept = cache_dir() / "digests" / _known_as(file, stamp, ranges)
         if (found := read_kept_digest(kept)) is not None:
             return found
         sha256 = _digest_of(file, ranges)
@@ -81,9 +125,19 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
         if not is_settled or stamp_of(os.fstat(file.fileno())) != stamp:
             return sha256
     with contextlib.suppress(OSError):  # kept for the next time only
-        kept.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_dir()
+        kept.parent.mkdir(exist_ok=True)
         write_file(kept, f"{sha256} {digest([sha256])}".encode())
     return sha256
+
+
+def _known_as(file: BinaryIO, stamp: Stamp, ranges: Sequence[Range]) -> str:
+    """The name that the digest of a file in this state is kept under."""
+    sample = hashlib.sha256()
+    for start in range(0, stamp.size, -(-stamp.size // _NUM_SAMPLES)):
+        file.seek(start)
+        sample.update(file.read(_SAMPLE_BYTES))
+    return digest([*map(str, (*stamp, *ranges)), sample.hexdigest()])
 
 
 def read_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
@@ -98,7 +152,7 @@ def read_kept_digest(path: Path) -> str | None:
         kept, _, check = path.read_text().partition(" ")
     except (OSError, UnicodeDecodeError):
         return None
-    return kept if check == digest([kept]) else None
+    return kept if _SHA256.fullmatch(kept) and check == digest([kept]) else None
 
 
 def _digest_of(file: BinaryIO, ranges: Sequence[Range]) -> str:

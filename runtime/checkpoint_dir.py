@@ -6,7 +6,7 @@ from typing import Any
 from runtime.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes
 from runtime.config import CheckpointConfig, Mapping, parse
 from runtime.errors import SpecDecError
-from runtime.files import read_json
+from runtime.files import read_json, recover_directory
 
 WEIGHTS = "rank0.safetensors"
 _CONVERT_AGAIN = "convert the model again"
@@ -18,6 +18,7 @@ def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
 
     A file that is the same as last time is not read.
     """
+    recover_directory(checkpoint_dir)
     if not checkpoint_dir.is_dir():
         raise SpecDecError(
             f"checkpoint directory does not exist: {checkpoint_dir}",

@@ -32,6 +32,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "raise `--max-tokens-in-paged-kv-cache` or `--kv-cache-free-gpu-memory-fraction`",
         "free memory on the device",
     ),
+    "cache_of_others": ("name another in SPECDEC_CACHE_DIR", "do without: `--no-cache`"),
     "cache_unwritable": ("name another in SPECDEC_CACHE_DIR", "do without: `--no-cache`"),
     "checkpoint": _CONVERT_AGAIN,
     "checkpoint_of_two_models": f"config.json and weights are of two models; {_CONVERT_AGAIN}",

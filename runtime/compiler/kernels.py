@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runtime.cache import cache_dir, digest
+from runtime.cache import cache_dir, digest, make_cache_dir
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 
@@ -50,7 +50,7 @@ def compile_kernels(path: Path, march: str = "native") -> None:
         return
     _run_compiler(compiler, path, f"-march={march}")
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time, and nothing else
-        cached.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_dir()
         library = path.read_bytes()
         write_file(cached, library + hashlib.sha256(library).digest())  # whole or absent, whoever else compiles
 

@@ -1,0 +1,100 @@
+"""What is in the cache was put there by its user, and stands for the files as they are now."""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.cache import cache_dir, file_digest, make_cache_dir
+from runtime.errors import SpecDecError
+
+LARGE = 1 << 20
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "above" / "cache"))
+    return tmp_path / "above" / "cache"
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_settled(path: Path, content: bytes) -> None:
+    """Long enough ago for its digest to be kept."""
+    path.write_bytes(content)
+    time.sleep(0.15)
+
+
+def test_cache_is_its_users_alone(cache: Path) -> None:
+    assert cache_dir() == cache and not cache.exists()
+    assert make_cache_dir() == cache
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert make_cache_dir() == cache
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o702, 0o720, 0o1777])
+def test_cache_that_others_may_write_into_is_refused(mode: int, cache: Path, tmp_path: Path) -> None:
+    make_cache_dir().chmod(mode)
+    (tmp_path / "file").write_bytes(bytes(LARGE))
+    for use in (cache_dir, make_cache_dir, lambda: file_digest(tmp_path / "file")):
+        with pytest.raises(SpecDecError, match=f"others may write into the cache directory.*{cache}"):
+            use()
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_cache_of_another_user_is_refused(cache: Path) -> None:
+    os.chown(make_cache_dir(), 12345, -1)
+    with pytest.raises(SpecDecError, match="belongs to another user \\(number 12345\\)"):
+        cache_dir()
+
+
+def test_digest_is_kept_and_found_under_another_name(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    path = tmp_path / "model" / "file"
+    write_settled(path, os.urandom(LARGE))
+    expected = sha256(path)
+    assert file_digest(path) == expected
+    (kept,) = (cache / "digests").iterdir()
+    kept.write_text("a" * 64)
+    (tmp_path / "model").rename(tmp_path / "renamed")
+    assert file_digest(tmp_path / "renamed" / "file") == "a" * 64  # it was found, and not read again
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 64, b"0123", b"\xff" * 64, b"A" * 64])
+def test_kept_digest_that_is_none_is_made_again(content: bytes, cache: Path, tmp_path: Path) -> None:
+    """As a power failure leaves it: two models whose digests are empty would have one name."""
+    path = tmp_path / "file"
+    write_settled(path, os.urandom(LARGE))
+    file_digest(path)
+    (kept,) = (cache / "digests").iterdir()
+    kept.write_bytes(content)
+    assert file_digest(path) == sha256(path)
+    assert kept.read_text() == sha256(path)
+
+
+@pytest.mark.parametrize("num_bytes", [1000, LARGE])
+def test_file_rewritten_in_place_with_its_time_kept_has_another_digest(
+    num_bytes: int, cache: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    write_settled(path, bytes(num_bytes))
+    before, stat = file_digest(path), path.stat()
+    with path.open("r+b") as file:
+        file.seek(num_bytes // 3 + 7)
+        file.write(b"x")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert path.stat().st_mtime_ns == stat.st_mtime_ns and path.stat().st_size == num_bytes
+    assert file_digest(path) == sha256(path) != before
+
+
+def test_digest_of_a_file_just_written_is_not_kept(cache: Path, tmp_path: Path) -> None:
+    """It may be written once more in the same step of the clock; the digest is right nonetheless."""
+    path = tmp_path / "file"
+    for i in range(20):
+        path.write_bytes(bytes([i]) * LARGE)
+        assert file_digest(path) == sha256(path)
