@@ -114,7 +114,7 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
     """
     with path.open("rb") as file:
         stamp = stamp_of(os.fstat(file.fileno()))
-        if stamp.size <= _SMALL_BYTES:
+        if stamp.num_bytes <= _SMALL_BYTES:
             return _digest_of(file, ranges)
         kept = cache_dir() / "digests" / _known_as(file, stamp, ranges)
         if (found := read_kept_digest(kept)) is not None:
@@ -134,7 +134,7 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
 def _known_as(file: BinaryIO, stamp: Stamp, ranges: Sequence[Range]) -> str:
     """The name that the digest of a file in this state is kept under."""
     sample = hashlib.sha256()
-    for start in range(0, stamp.size, -(-stamp.size // _NUM_SAMPLES)):
+    for start in range(0, stamp.num_bytes, -(-stamp.num_bytes // _NUM_SAMPLES)):
         file.seek(start)
         sample.update(file.read(_SAMPLE_BYTES))
     return digest([*map(str, (*stamp, *ranges)), sample.hexdigest()])

@@ -20,6 +20,7 @@ from runtime.config import BuildConfig, Dtype
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.models import MODEL_FILES, resolve_model
+from runtime.temporary import temporary_dir
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
 _BUILD_CODE = ("compiler/**/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "kv_cache.py")
@@ -67,7 +68,7 @@ def engine_of_model(
     model_dir = resolve_model(name)
     device = resolve_device("auto", 0)
     if not use_cache:
-        with tempfile.TemporaryDirectory(prefix="specdec-") as directory:
+        with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
             yield _make_engine(model_dir, Path(directory) / "engine", settings, device, phases)
         return
     readable = re.sub(r"[^\w.-]", "_", Path(name).expanduser().resolve().name)

@@ -39,6 +39,7 @@ from runtime.config import Arithmetic, BuildConfig, CheckpointConfig, Compiler, 
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
+from runtime.temporary import own_temporary_files
 from runtime.text import keep_tokenizer
 
 # Largest norm of the difference between two rows of logits, over the norm of the row.
@@ -85,7 +86,7 @@ def build_engine(
     with_kernels = uses_kernels(build.compiler, device.type)
     model = load_model(pretrained, weights, getattr(torch, checkpoint.dtype), KERNEL if with_kernels else PAGED)
     Step(model).to(device)
-    with new_directory(output_dir, replace=replace) as directory:
+    with own_temporary_files(), new_directory(output_dir, replace=replace) as directory:
         phase("compiling the step")
         if with_kernels:
             _make_kernels(directory / LIBRARY)

@@ -24,6 +24,7 @@ from runtime.batch import Batch, Row, at_least_two, pack
 from runtime.compiler.weights import Layout, layout_of, save_weights
 from runtime.config import ARITHMETICS, Arithmetic, BuildConfig, LayerShape
 from runtime.kv_cache import KVPool
+from runtime.temporary import own_temporary_files
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -152,9 +153,13 @@ def wanted_layout(package: Path) -> Layout:
 
 
 def open_aot(package: Path, weights: dict[str, Tensor], device: torch.device) -> StepFunction:
-    """The packaged step. Its loader is called directly: `torch._inductor` alone takes most of a second to import."""
+    """The packaged step. Its loader is called directly: `torch._inductor` alone takes most of a second to import.
+
+    It unpacks the package, and runs what it has unpacked.
+    """
     device_index = -1 if device.index is None else device.index
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, device_index)
+    with own_temporary_files():
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, device_index)
     if weights:
         loader.load_constants(weights, use_inactive=False, check_full_update=True, user_managed=True)
     return (_ProcessorStep if device.type == "cpu" else _PackagedStep)(loader, weights)

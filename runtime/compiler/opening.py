@@ -1,11 +1,11 @@
 """The compiled step of an engine's directory, opened: on the machine that it was built for, and only there."""
 
-import atexit
 import platform
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from runtime.compiler.kernels import instructions, load_kernels
 from runtime.compiler.weights import open_weights
 from runtime.config import Compiler, Dtype, EngineConfig, Environment
 from runtime.errors import SpecDecError
+from runtime.temporary import temporary_dir
 
 _BUILD_AGAIN = "build it again"
 
@@ -93,8 +94,7 @@ def open_step(
     if compiler == "none":
         return step
     # A copy, because the compiler writes to its cache and the bundle may be shared or read-only.
-    cache_dir = Path(tempfile.mkdtemp(prefix="specdec-"))
-    atexit.register(shutil.rmtree, cache_dir, ignore_errors=True)
+    cache_dir = Path(tempfile.mkdtemp(dir=temporary_dir()))
     shutil.copytree(engine_dir / "rank0.cache", cache_dir, dirs_exist_ok=True)
     return torch_compile(step, cache_dir)
 
@@ -103,6 +103,15 @@ def open_step(
 def _package_errors(package: Path) -> Iterator[None]:
     try:
         yield
+    except SpecDecError:
+        raise
     except Exception as error:  # torch raises RuntimeError, OSError or zip errors; all mean the same
+        _try_to_unpack(package)
         said = next(iter(str(error).splitlines()), type(error).__name__)
         raise SpecDecError(f"`{package}` cannot be opened: {said}", hint=_BUILD_AGAIN, fact="engine") from error
+
+
+def _try_to_unpack(package: Path) -> None:
+    """Raise the OSError of a machine that has no room to unpack a package; torch says of it that it is damaged."""
+    with suppress(zipfile.BadZipFile), tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
+        zipfile.ZipFile(package).extractall(directory)
