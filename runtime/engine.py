@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import psutil
 import torch
@@ -215,6 +215,14 @@ class Engine:
     def max_draft_len_of(self, sequence: Sequence) -> int:
         """Tokens that a draft may have for the engine and for the sequence's budget."""
         return min(self.max_draft_len, sequence.max_draft_len)
+
+    def raise_cache_is_taken(self, request: Request) -> NoReturn:
+        """Say that others hold what the request needs, though it would fit: nobody gives it back while it waits."""
+        raise SpecDecError(
+            f"no room for {request.name} in the K/V cache: {self._blocks.num_free_blocks} of "
+            f"{self._blocks.num_blocks - 1} blocks are free, and sequences of another generation hold the rest",
+            hint="finish or close what else generates with this engine; a draft model needs an engine of its own",
+        )
 
     def compute_context(self, sequence: Sequence, num_tokens: int) -> None:
         """Compute the next `num_tokens` of an admitted sequence's uncomputed tail, which must be longer."""

@@ -38,6 +38,8 @@ def generate(
             start, step_time_s = time.perf_counter(), engine.step_time_s
             batch.admit()
             batch.make_room()
+            if not batch.running:
+                engine.raise_cache_is_taken(batch.waiting[0].request)
             ready = batch.compute_context()
             drafts_start = time.perf_counter()
             drafts = propose(drafter, engine, ready, max_draft_len)

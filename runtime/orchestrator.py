@@ -56,6 +56,8 @@ def _generate_group(
         admitted: list[Sequence] = []
         try:
             _admit(engine, running, admitted)
+            if not admitted:
+                engine.raise_cache_is_taken(running[0].request)
             drafts_start = time.perf_counter()
             drafts = propose(drafter, engine, admitted, max_draft_len)
             if drafter is not None:

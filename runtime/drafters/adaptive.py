@@ -8,6 +8,10 @@ with R tokens per second so far, the length is chosen that makes (expected token
 What a draft would have yielded is seen from what was generated, sent or not, because drafts never change that. So
 lookups learn from every proposal, and being off costs little but looking. A draft model is asked for no more than is
 sent, and while it does not pay only now and then.
+
+Tokens that were drawn from a distribution are all sent: how many there are may depend on what they are, and to leave
+some out for that would change what is generated. Who has drawn once is asked like a draft model from then on, for a
+length that was chosen before anything is drawn.
 """
 
 from bisect import bisect_right
@@ -74,6 +78,7 @@ class AdaptiveDrafter:
         self.drafter = drafter
         self._iteration_s = iteration_s
         self._draft_s = draft_s
+        self._is_asked_for_what_pays = draft_s is not None
         self._shared: dict[int, _Survival] = {}
         self._histories: dict[int, _History] = {}
         self._num_tokens = self._seconds = 0.0
@@ -87,13 +92,16 @@ class AdaptiveDrafter:
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         for sequence in sequences:
             self._learn(sequence)
-        if self._draft_s is not None:
+        if self._is_asked_for_what_pays:
             return self._propose_what_pays(sequences, max_draft_len)
         if self._num_off >= _REST_AFTER and self._num_off % _LOOK_INTERVAL:
             self._num_off += 1
             return [Draft([])] * len(sequences)
         drafts = self.drafter.propose(sequences, max_draft_len)
         self._remember(sequences, drafts)
+        if any(draft.probs is not None for draft in drafts):
+            self._is_asked_for_what_pays = True
+            return drafts
         draft_len = self._best_len(sequences, [(draft.match_len, len(draft.tokens)) for draft in drafts])
         if any(draft.tokens for draft in drafts):  # or there was nothing to send, which says nothing about what pays
             self._num_off = 0 if draft_len else self._num_off + 1
@@ -128,7 +136,8 @@ class AdaptiveDrafter:
             if num_right == len(known) < len(draft.tokens):
                 still_pending.append((start, draft))
                 continue
-            match_len = _class_of(draft.match_len)
+            # What is not known before drafting cannot be chosen by.
+            match_len = 0 if self._is_asked_for_what_pays else _class_of(draft.match_len)
             own = history.survivals.setdefault(match_len, _Survival(_OWN_MEMORY))
             shared = self._shared.setdefault(match_len, _Survival(_SHARED_MEMORY))
             for survival in (own, shared):

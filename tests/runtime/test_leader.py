@@ -1,5 +1,7 @@
 """The V2 loop: whatever arrives, waits, is put back and continued, each request ends with Hugging Face's tokens."""
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +228,42 @@ def test_requests_are_checked_before_the_first_step(open_engine: Any) -> None:
     with pytest.raises(SpecDecError, match="draft length exceeds the engine's max_draft_len 10: 11"):
         next(leader.generate(engine, make_requests(1), NgramLookup(2), 11))
     assert engine.step_time_s == 0
+
+
+@pytest.fixture
+def no_spinning() -> Iterator[None]:
+    """A loop that gets nowhere fails its test."""
+
+    def stop(signal_number: int, frame: object) -> None:
+        raise AssertionError("it goes round and round")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("no_spinning")
+@pytest.mark.parametrize("loop", [leader, orchestrator])
+def test_second_generation_without_room_is_an_error(open_engine: Any, llama: PreTrainedModel, loop: Any) -> None:
+    """The first gets on, and then the second has the cache for itself."""
+    engine = open_engine(max_tokens=64)
+    requests = [Request(i, tuple(repetitive_prompt(i, 30)), 12) for i in range(2)]
+    first = leader.generate(engine, requests[:1])
+    next(first)
+    with pytest.raises(SpecDecError, match=r"no room for .* in the K/V cache: \d+ of 16 blocks are free"):
+        list(loop.generate(engine, requests[1:]))
+    assert [s.output_tokens for s, _ in first][-1] == expected(llama, requests[:1])[0]
+    assert finish(engine, requests[1:], loop=loop)[1].output_tokens == expected(llama, requests[1:])[1]
+
+
+@pytest.mark.usefixtures("no_spinning")
+@pytest.mark.parametrize("loop", [leader, orchestrator])
+def test_engine_that_drafts_for_itself_without_room_is_an_error(open_engine: Any, tokenizer: Any, loop: Any) -> None:
+    engine = open_engine(max_tokens=96)
+    drafter = DraftModel(engine, len(tokenizer), use_logits=False)
+    with pytest.raises(SpecDecError, match="no room for .* in the K/V cache") as error:
+        list(loop.generate(engine, [Request(0, tuple(repetitive_prompt(0, 30)), 50)], drafter, 5))
+    assert error.value.hint is not None and "a draft model needs an engine of its own" in error.value.hint
+    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1

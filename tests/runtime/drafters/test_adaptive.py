@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -170,3 +171,24 @@ def test_a_quarter_is_accepted_at_the_best_lengths_yield() -> None:
         rates[name] = (tokens / steps, accepted / drafted_)
     assert rates["auto"][0] >= 0.97 * rates["fixed"][0]
     assert rates["auto"][1] >= 0.25
+
+
+class Drawer(Sayer):
+    """Says of what it drafts that it was drawn, with certainty."""
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        drafts = super().propose(sequences, max_draft_len)
+        rows = [torch.zeros(len(draft.tokens), 2 * WRONG, dtype=torch.float64) for draft in drafts]
+        for draft, row in zip(drafts, rows, strict=True):
+            row[range(len(draft.tokens)), draft.tokens] = 1
+        return [Draft(draft.tokens, row, draft.match_len) for draft, row in zip(drafts, rows, strict=True)]
+
+
+@pytest.mark.parametrize("match_len", [0, 4])
+def test_drawn_tokens_are_all_sent_and_asked_for_as_they_pay(match_len: int) -> None:
+    drawer = Drawer(OUTPUT, [i % 4 != 3 for i in range(400)], match_len)
+    lengths = drafted(OUTPUT, AdaptiveDrafter(drawer, price(0.15)))
+    assert lengths[0] == 10 and set(lengths[30:-4]) == {3}
+    assert sum(drawer.asked[30:-4]) == sum(lengths[30:-4])
+    lengths = drafted(OUTPUT, AdaptiveDrafter(Drawer(OUTPUT, [False] * 400, match_len), price(0.1)))
+    assert sum(lengths[40:]) < 30
