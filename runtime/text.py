@@ -41,9 +41,15 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
         if pretrained_config is not None:
             config = CONFIG_MAPPING[pretrained_config["model_type"]].from_dict(pretrained_config)
         tokenizer = AutoTokenizer.from_pretrained(
-            directory, config=config, truncation_side="left", local_files_only=True
+            directory, config=config, truncation_side="left", local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises many kinds; each means: no usable tokenizer here
+        if "trust_remote_code" in str(error):
+            raise SpecDecError(
+                f"the tokenizer is code of its own (`auto_map`), which is not run: {directory}",
+                hint="name a tokenizer that transformers has a class for",
+                fact="tokenizer_is_code",
+            ) from None
         reason = " ".join(str(error).split())
         raise SpecDecError(
             f"no usable tokenizer in: {directory}",

@@ -77,6 +77,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "build with a larger `specdec build --max-seq-len`",
         "with `--model-dir` give a larger `--max-seq-len`",
     ),
+    "tokenizer_is_code": "`--tokenizer-dir` names one that transformers has a class for",
     "top_k": "0 leaves the whole vocabulary",
     "tune_draft_len": "lower it, or build with a larger `specdec build --max-draft-len`",
 }

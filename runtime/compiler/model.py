@@ -160,7 +160,7 @@ def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> di
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """The shape of each weight that the config gives the model, made without memory."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)  # type: ignore[no-untyped-call]
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
@@ -211,7 +211,9 @@ def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerSha
 
 def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=PROBE)  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            copy.deepcopy(config), attn_implementation=PROBE, trust_remote_code=False
+        )
     except Exception as error:  # whatever the family's code stumbles over
         words = _last_words(error)
         said = "" if _OF_CODE.search(words) else f" ({words})"

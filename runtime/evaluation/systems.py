@@ -163,7 +163,9 @@ class HuggingFace:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         dtype = getattr(torch, engine.config.dtype)
         try:
-            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=dtype, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # transformers raises many kinds; the user needs the directory
             raise SpecDecError(f"transformers cannot load: {model_dir}", hint=str(error)) from error
         if model.config.vocab_size != engine.config.vocab_size:

@@ -1,0 +1,70 @@
+"""A model's directory may bring Python code (`auto_map`). It is never run, whatever is on standard input."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.checkpoint import convert
+from runtime.compiler.model import load_model, parse_pretrained_config
+from runtime.errors import SpecDecError
+from runtime.evaluation.systems import HuggingFace, Question
+from runtime.llm import LLM
+from runtime.params import SamplingParams
+from runtime.text import load_tokenizer, open_tokenizer
+
+CODE = """
+from pathlib import Path
+Path({marker!r}).write_text("it ran")
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+class Own(LlamaForCausalLM): pass
+class OwnTokenizer(PreTrainedTokenizerFast): pass
+"""
+
+
+@pytest.fixture
+def model_dir(llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model that has code for everything, and somebody who says yes to all questions."""
+    directory = tmp_path / "model"
+    shutil.copytree(llama_dir, directory)
+    (directory / "own.py").write_text(CODE.format(marker=str(tmp_path / "ran")))
+    edit(directory / "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
+    tokenizer = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    edit(directory / "tokenizer_config.json", **tokenizer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return directory
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("model_type", ["llama", None])
+def test_tokenizers_code_is_refused_in_our_words(model_type: str | None, model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match=f"the tokenizer is code of its own .*not run: {model_dir}"):
+        load_tokenizer(model_dir, {"model_type": model_type} if model_type else None)
+    with pytest.raises(SpecDecError, match="code of its own"):
+        open_tokenizer(model_dir)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_models_code_is_not_run_where_transformers_has_its_own(model_dir: Path, tmp_path: Path) -> None:
+    checkpoint = convert(model_dir, tmp_path / "checkpoint", None, replace=False, progress=lambda done, total: None)
+    config = parse_pretrained_config(checkpoint.pretrained_config, "config.json")
+    model = load_model(config, tmp_path / "checkpoint" / "rank0.safetensors", torch.float32, "eager")
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_comparison_with_transformers_runs_no_code(model_dir: Path, tmp_path: Path, llama_uncompiled_dir: Path) -> None:
+    edit(model_dir / "config.json", model_type="alien")
+    with LLM(llama_uncompiled_dir) as llm:
+        question = Question(llm, llm.request_of(SamplingParams()))
+        with pytest.raises(SpecDecError, match="transformers cannot load"):
+            HuggingFace.load(model_dir, question)
+    assert not (tmp_path / "ran").exists()
