@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from runtime.compiler.kernels import flush_denormals
 from runtime.compiler.opening import check_environment, open_step
 from runtime.config import EngineConfig
 from runtime.errors import SpecDecError, UsageError
+from runtime.free_memory import free_memory
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block
 from runtime.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
 from runtime.request import Draft, Request, Sequence, Verdict
@@ -312,4 +312,4 @@ def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.dev
 
 def _free_memory(device: torch.device) -> int:
     """Bytes that can be had on the device now."""
-    return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_memory()

@@ -82,6 +82,7 @@ def kill_commands(commands: list[Command], work_dir: Path, num_kills: int, seed:
     for i in range(num_kills):
         command = commands[i % len(commands)]
         problems += _kill(command, moments[command.name], work_dir, rng, found)
+        print(f"{i + 1} kills, {len(problems)} problems", file=sys.stderr, flush=True)
     print(f"{num_kills} kills, seed {seed}: {len(problems)} problems; found afterwards: {dict(found)}")
     return problems
 
@@ -92,8 +93,8 @@ def _kill(
     """One trial."""
     place = Path(tempfile.mkdtemp(dir=work_dir))
     replaces = rng.random() < 0.5
-    if replaces and (problem := _run(command, place)):
-        return [problem]
+    if replaces:
+        shutil.copytree(work_dir / "made" / command.name, place, dirs_exist_ok=True)
     was_there = {name for name in command.outputs if (place / name).exists()}
     duration_s, writing_s = moments
     while_writing = rng.random() < 0.5
@@ -136,8 +137,9 @@ def _look(command: Command, place: Path, found: Counter[str]) -> list[str]:
 
 
 def _moments(command: Command, work_dir: Path) -> tuple[float, float]:
-    """How long the command takes, and how much of it after its output's first byte."""
-    place = Path(tempfile.mkdtemp(dir=work_dir))
+    """How long the command takes, and how much of it after its output's first byte. What it made is kept to copy."""
+    place = work_dir / "made" / command.name
+    place.mkdir(parents=True)
     start = time.monotonic()
     process_id = _start(command, place, work_dir / "errors")
     _wait_for_writing(process_id, place)
@@ -146,7 +148,6 @@ def _moments(command: Command, work_dir: Path) -> tuple[float, float]:
     end = time.monotonic()
     if code:
         raise RuntimeError(f"{command.name} failed: {(work_dir / 'errors').read_text()[-500:]}")
-    shutil.rmtree(place)
     return end - start, max(end - writing, 0.02)
 
 
