@@ -17,6 +17,9 @@ from runtime.errors import UsageError
 from runtime.request import Draft, Sequence
 
 Pattern = tuple[int, ...]
+_LONGEST_INDEXED = 16
+"""Patterns of every size up to this are kept. Longer ones would take memory by the square of their size: they are
+looked for where their last so many tokens occurred."""
 
 
 @dataclass
@@ -26,6 +29,8 @@ class _History:
     sequence: Sequence
     ends: dict[Pattern, int] = field(default_factory=dict)
     counts: dict[Pattern, dict[int, int]] = field(default_factory=dict)
+    places: dict[Pattern, list[int]] = field(default_factory=dict)
+    """Where each pattern of the longest size that is indexed ended, if there may be longer ones."""
     num_indexed: int = 0
 
 
@@ -88,6 +93,7 @@ class NgramLookup:
         self.min_matching_ngram_size = min_matching_ngram_size
         self.ranking = ranking
         self.pool = pool
+        self._longest_indexed = min(max_matching_ngram_size, _LONGEST_INDEXED)
         self._keep = _KEEP[ranking]
         self._histories: dict[int, _History] = {}
 
@@ -107,15 +113,38 @@ class NgramLookup:
         draft_len = min(max_draft_len, sequence.max_draft_len)
         if self.ranking == "leftmost" and draft_len:
             draft_len = max_draft_len
-        sizes = range(min(self.max_matching_ngram_size, len(tokens) - 1), self.min_matching_ngram_size - 1, -1)
-        match_len = next((n for n in sizes if tuple(tokens[-n:]) in history.ends), 0)
+        match_len, end = self._find_long(history) or self._find_indexed(history)
         draft = list[int]()
         if match_len:
-            draft = self._continue(tokens, history.ends[tuple(tokens[-match_len:])], draft_len)
+            draft = self._continue(tokens, end, draft_len)
         elif self.pool is not None and (found := self.pool.find(tokens)) is not None:
             match_len = found[0]
             draft = self.pool.draft(tokens, draft_len)
         return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
+
+    def _find_indexed(self, history: _History) -> tuple[int, int]:
+        """(size, end) of the longest pattern that is kept and the occurrence that the ranking chooses; (0, 0): none."""
+        tokens = history.sequence.tokens
+        longest = min(self._longest_indexed, len(tokens) - 1)
+        for n in range(longest, self.min_matching_ngram_size - 1, -1):
+            if (end := history.ends.get(tuple(tokens[-n:]))) is not None:
+                return n, end
+        return 0, 0
+
+    def _find_long(self, history: _History) -> tuple[int, int] | None:
+        """The same for patterns longer than those; None if there is none."""
+        tokens = history.sequence.tokens
+        places = history.places.get(tuple(tokens[-_LONGEST_INDEXED:]), [])
+        sizes = [_num_common_before(tokens, end, self.max_matching_ngram_size) for end in places]
+        size = max(sizes, default=0)
+        if size < max(self.min_matching_ngram_size, _LONGEST_INDEXED + 1):
+            return None
+        pattern = tuple(tokens[-size:])
+        found = _History(history.sequence)
+        for end, own_size in zip(places, sizes, strict=True):
+            if own_size == size:
+                self._keep(found, pattern, end, tokens[end])
+        return size, found.ends[pattern]
 
     def _continue(self, tokens: list[int], end: int, draft_len: int) -> list[int]:
         draft = tokens[end : end + draft_len]
@@ -126,9 +155,24 @@ class NgramLookup:
     def _index(self, history: _History) -> None:
         """Add the patterns that have a follower by now; those at the very end have none yet."""
         tokens = history.sequence.tokens
-        for n in range(self.min_matching_ngram_size, min(self.max_matching_ngram_size, len(tokens) - 1) + 1):
+        if self.max_matching_ngram_size > _LONGEST_INDEXED:
+            for end in range(max(history.num_indexed + 1, _LONGEST_INDEXED), len(tokens)):
+                history.places.setdefault(tuple(tokens[end - _LONGEST_INDEXED : end]), []).append(end)
+        for n in range(self.min_matching_ngram_size, min(self._longest_indexed, len(tokens) - 1) + 1):
             first = max(history.num_indexed + 1, n)
             patterns = zip(*(tokens[first - n + i : len(tokens) - n + i] for i in range(n)), strict=True)
             for end, pattern in enumerate(patterns, first):
                 self._keep(history, pattern, end, tokens[end])
         history.num_indexed = max(history.num_indexed, len(tokens) - 1)
+
+
+def _num_common_before(tokens: list[int], end: int, most: int) -> int:
+    """How many tokens before `end` are the sequence's last ones, at most `most`: by halves, compared as slices."""
+    low, high = 0, min(most, end)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tokens[end - middle : end] == tokens[-middle:]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
