@@ -1,7 +1,8 @@
-"""What both loops do: check requests before the first step, ask for drafts before every step, and commit after it."""
+"""What both loops do: check requests before the first step, ask for drafts before every step, commit after it, let go."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
 
 from runtime.drafters.protocol import Drafter, check_drafts, check_request
 from runtime.engine import Engine
@@ -44,3 +45,15 @@ def raise_error_of(sequences: Iterable[Sequence]) -> None:
     for sequence in sequences:
         if (error := sequence.error) is not None:
             raise RequestError(f"{sequence.request.name}: {error.message}", hint=error.hint, fact=error.fact)
+
+
+def let_go(engine: Engine, drafter: Drafter | None, sequences: Seq[Sequence]) -> None:
+    """Give back the blocks that a step which failed left to sequences, and the drafter's state of them.
+
+    What fails for one of them is raised when the others have been let go.
+    """
+    with ExitStack() as stack:
+        for sequence in reversed(sequences):
+            if drafter:
+                stack.callback(drafter.forget, sequence.request.id)
+            stack.callback(engine.release, sequence)

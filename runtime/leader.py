@@ -10,7 +10,7 @@ from collections.abc import Generator
 from collections.abc import Sequence as Seq
 
 from runtime.drafters.protocol import Drafter
-from runtime.drafting import check_requests, commit, propose, raise_error_of
+from runtime.drafting import check_requests, commit, let_go, propose, raise_error_of
 from runtime.engine import Engine
 from runtime.request import Request, Sequence
 from runtime.stats import LoopTimes
@@ -54,11 +54,7 @@ def generate(
             yield from stepped
         raise_error_of(sequences)
     finally:
-        for sequence in batch.running:
-            engine.release(sequence)
-        if drafter:
-            for sequence in (*batch.running, *batch.waiting):
-                drafter.forget(sequence.request.id)
+        let_go(engine, drafter, [*batch.running, *batch.waiting])
 
 
 class _Batch:
@@ -81,9 +77,8 @@ class _Batch:
         """Blocks for the next step of everyone that still runs; the youngest give theirs back if they must."""
         for sequence in list(self.running):
             while sequence in self.running and not self.engine.extend(sequence):
-                youngest = self.running.pop()
-                self.engine.release(youngest)
-                self.waiting.appendleft(youngest)
+                self.engine.release(self.running[-1])
+                self.waiting.appendleft(self.running.pop())
                 self._is_full = True
 
     def compute_context(self) -> list[Sequence]:
@@ -106,8 +101,8 @@ class _Batch:
 
     def release_finished(self, drafter: Drafter | None) -> None:
         for sequence in [s for s in self.running if s.is_over]:
-            self.running.remove(sequence)
             self.engine.release(sequence)
             self._is_full = False
             if drafter:
                 drafter.forget(sequence.request.id)
+            self.running.remove(sequence)

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from collections.abc import Sequence as Seq
 
 from runtime.drafters.protocol import Drafter
-from runtime.drafting import check_requests, commit, propose, raise_error_of
+from runtime.drafting import check_requests, commit, let_go, propose, raise_error_of
 from runtime.engine import Engine
 from runtime.errors import UsageError
 from runtime.request import Request, Sequence
@@ -41,9 +41,7 @@ def generate(
         try:
             yield from _generate_group(engine, group, drafter, max_draft_len, times)
         finally:
-            if drafter:
-                for sequence in group:
-                    drafter.forget(sequence.request.id)
+            let_go(engine, drafter, group)
     raise_error_of(sequences)
 
 

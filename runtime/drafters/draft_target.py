@@ -50,9 +50,10 @@ class DraftModel:
         return [p.draft() for p in proposals]
 
     def forget(self, request_id: int) -> None:
-        follower = self._followers.pop(request_id, None)
+        follower = self._followers.get(request_id)
         if follower is not None:
             self.engine.release(follower)
+            del self._followers[request_id]
 
     def _follow(self, sequence: Sequence) -> Sequence:
         """The sequence's follower, with its tokens, and K/V of as many of them as are still true."""

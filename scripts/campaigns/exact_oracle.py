@@ -1,0 +1,123 @@
+"""Random requests through both loops with every drafter, against a model that is an exact function of its K/V cache.
+
+python scripts/campaigns/exact_oracle.py                     10,000 random cases
+python scripts/campaigns/exact_oracle.py --every-failure 40  of 40 cases every call fails once, before and after its work
+python scripts/campaigns/exact_oracle.py --planted           plants each fault of faults.py: the cases must find it
+
+What a case is: cases.py; the model: oracle.py. Exit 1 if an output is wrong, or if a fault is not found.
+"""
+
+import argparse
+import contextlib
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import cases
+from faults import FAULTS, Fault, planted
+from oracle import Failure
+
+from runtime.corpus import Corpus
+
+PLANTED_CASES = 400
+
+
+def count_cases(first: int, number: int, corpus: Corpus) -> tuple[Counter[str], list[int]]:
+    """Run them; what they were, and those that failed."""
+    counts: Counter[str] = Counter()
+    failed = []
+    for case in range(first, first + number):
+        try:
+            outcome = cases.run(case, corpus)
+        except Exception:  # whatever it is: a case that does not end as it should
+            failed.append(case)
+            print(f"case {case}:\n{traceback.format_exc(limit=-3)}", file=sys.stderr, flush=True)
+            continue
+        _add(counts, outcome)
+    return counts, failed
+
+
+def _add(counts: Counter[str], outcome: cases.Outcome) -> None:
+    counts.update(
+        {
+            "cases": 1,
+            "outputs": outcome.num_outputs,
+            "accepted draft tokens": outcome.num_accepted,
+            "preempted": outcome.num_preempted,
+            f"loop: {outcome.loop}": 1,
+            f"drafter: {outcome.drafter}": 1,
+            f"ending: {outcome.ending}": 1,
+        }
+    )
+
+
+def fail_everywhere(first: int, number: int, corpus: Corpus) -> tuple[Counter[str], list[int]]:
+    """Of each case every call fails once, before its work and after it."""
+    counts: Counter[str] = Counter()
+    failed = []
+    for case in range(first, first + number):
+        calls = cases.run(case, corpus, ending="finished").calls
+        for operation, times in calls.items():
+            for i in range(2 * times):
+                failure = Failure(operation, i // 2, after=bool(i % 2))
+                counts[f"failures of {operation}"] += 1
+                try:
+                    cases.run(case, corpus, ending="failure", failure=failure)
+                except Exception:
+                    failed.append(case)
+                    print(f"case {case}, {failure}:\n{traceback.format_exc(limit=-3)}", file=sys.stderr, flush=True)
+    return counts, failed
+
+
+def find(fault: Fault, corpus: Corpus, most: int) -> str | None:
+    """The first case that fails with the fault in the code, and how; None if none does."""
+    with planted(fault):
+        for case in range(most):
+            try:
+                with contextlib.redirect_stderr(None):
+                    cases.run(case, corpus)
+            except Exception as error:
+                return f"case {case}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None
+
+
+def find_all(names: list[str], corpus: Corpus) -> bool:
+    """Print a line for each fault of these names, or for all; whether all were found."""
+    cases.TIME_LIMIT_S = 10
+    faults = [fault for fault in FAULTS if fault.name in names or not names]
+    num_found = 0
+    for fault in faults:
+        found = find(fault, corpus, PLANTED_CASES)
+        num_found += found is not None
+        print(f"{fault.name:32}{found or 'NOT FOUND'}", flush=True)
+    print(f"{num_found} of {len(faults)} planted faults found")
+    return num_found == len(faults)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="the first case")
+    parser.add_argument("--cases", type=int, default=10_000, help="how many")
+    parser.add_argument("--every-failure", type=int, metavar="CASES", help="have every call of so many cases fail")
+    parser.add_argument("--planted", nargs="*", metavar="NAME", help="plant faults, all or by name, and find them")
+    options = parser.parse_args()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="exact-oracle-") as directory:
+        corpus = cases.make_corpus(Path(directory))
+        if options.planted is not None:
+            return 0 if find_all(options.planted, corpus) else 1
+        if options.every_failure:
+            counts, failed = fail_everywhere(options.first, options.every_failure, corpus)
+        else:
+            counts, failed = count_cases(options.first, options.cases, corpus)
+    for name in sorted(counts):
+        print(f"{counts[name]:10,}  {name}")
+    print(f"{len(failed)} failed in {time.monotonic() - start:.0f} s: {failed[:20]}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""A model whose logits are an exact function of the tokens in the K/V cache, and an engine that checks what it holds.
+
+A token's keys are its id and its position, and its value is a hash of everything before it, all written to the real slots
+and read back through the real block tables. The logits after it are a hash of those keys and values. So a wrong slot, a
+stale block, a block under the wrong parent, a token lost or computed twice changes logits, and what they should have been
+is computed from the list of tokens alone.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.config import BuildConfig, EngineConfig, Environment, LayerShape, LogitsCheck
+from runtime.engine import Engine, KVCacheConfig
+from runtime.request import Draft, Request, Sequence
+from runtime.sampling import Sampler, draw
+
+Array = NDArray[Any]
+_LAYER = LayerShape(num_kv_heads=1, key_head_dim=2, value_head_dim=1, sliding_window=None)
+_HASH_BITS = 24  # that float32 holds exactly
+
+
+def mixed(x: Array) -> Array:
+    """uint64: every high bit of the result depends on every bit of `x` (the finalizer of splitmix64, shortened)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x ^= x >> np.uint64(32)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(29)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(32)
+    return x
+
+
+@dataclass(frozen=True)
+class ExactModel:
+    """Three times in four the token it likes most follows from the two before alone, so that lookups find something.
+
+    Models of different seeds like the same then, and differ in the rest. `sharpness` is how much it likes that token.
+    """
+
+    seed: int
+    vocab_size: int
+    sharpness: float = 3.0
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        logit_indices: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> Tensor:
+        """An engine's step (`runtime.compiler.model.Step`): write the new keys, then the values, then read all."""
+        pool_keys, pool_values, at = keys[0].numpy(), values[0].numpy(), positions.numpy()
+        assert input_ids.max() < self.vocab_size
+        block_size = pool_keys.shape[-1]
+        blocks, offsets = np.divmod(slot_mapping.numpy(), block_size)
+        pool_keys[blocks, 0, 0, offsets] = input_ids.numpy() + 1
+        pool_keys[blocks, 0, 1, offsets] = at + 1
+        read_blocks = np.repeat(block_tables.numpy(), block_size, axis=1)
+        read_offsets = np.tile(np.arange(block_size), block_tables.shape[1])
+        ids, places = (pool_keys[read_blocks, 0, i, read_offsets].astype(np.uint64) for i in (0, 1))
+        rows = np.arange(len(ids))[:, None]
+        prefixes = self._prefixes(ids, places)
+        pool_values[blocks, 0, offsets, 0] = _short(prefixes)[rows, at]
+        read_values = pool_values[read_blocks, 0, read_offsets, 0].astype(np.uint64)
+        states = self._states(prefixes, read_values)[rows, at]
+        before = np.where(at > 0, ids[rows, np.maximum(at - 1, 0)], 0)
+        chosen = logit_indices.numpy()
+        return self._logits(*(part.reshape(-1)[chosen] for part in (states, before, ids[rows, at])))
+
+    def cached(self, tokens: Seq[int]) -> tuple[Array, Array]:
+        """What the cache must hold of a text: (2, n) keys and (n,) values."""
+        ids, places = _as_stored(tokens)
+        return np.stack([ids, places]), _short(self._prefixes(ids[None], places[None]))[0]
+
+    def logits(self, tokens: Seq[int], num_last: int = 1) -> Tensor:
+        """(num_last, vocab) float32 after each of the last tokens of a text, by the text alone."""
+        ids, places = _as_stored(tokens)
+        prefixes = self._prefixes(ids[None], places[None])
+        states = self._states(prefixes, _short(prefixes))[0]
+        before = np.concatenate([np.zeros(1, dtype=np.uint64), ids[:-1]])
+        return self._logits(states[-num_last:], before[-num_last:], ids[-num_last:])
+
+    def _prefixes(self, ids: Array, places: Array) -> Array:
+        """(B, n) a hash of every token up to each: of its id, the position it is said to have, and where it is found."""
+        index = np.arange(ids.shape[1], dtype=np.uint64)
+        words = ids << np.uint64(40) ^ places << np.uint64(20) ^ index
+        return np.cumsum(mixed(words ^ np.uint64(self.seed << 56)), axis=1, dtype=np.uint64)
+
+    @staticmethod
+    def _states(prefixes: Array, read_values: Array) -> Array:
+        index = np.arange(prefixes.shape[1], dtype=np.uint64)
+        values = np.cumsum(mixed(read_values << np.uint64(32) ^ index), axis=1, dtype=np.uint64)
+        return mixed(prefixes ^ mixed(values))
+
+    def _logits(self, states: Array, before: Array, last: Array) -> Tensor:
+        vocab_size = np.uint64(self.vocab_size)
+        usual = mixed(before << np.uint64(20) ^ last) % vocab_size
+        liked = np.where(states & np.uint64(3), usual, (states >> np.uint64(8)) % vocab_size)
+        noise = mixed(states[:, None] + np.arange(self.vocab_size, dtype=np.uint64)) >> np.uint64(40)
+        logits = noise.astype(np.float64) * 2.0**-24 * self.sharpness
+        logits[np.arange(len(liked)), liked.astype(np.int64)] += self.sharpness
+        return torch.from_numpy(logits.astype(np.float32))
+
+
+def _as_stored(tokens: Seq[int]) -> tuple[Array, Array]:
+    """Ids and positions from 1: what was never written is 0."""
+    return np.asarray(tokens, dtype=np.uint64) + np.uint64(1), np.arange(1, len(tokens) + 1, dtype=np.uint64)
+
+
+def _short(hashes: Array) -> Array:
+    return mixed(hashes) >> np.uint64(64 - _HASH_BITS)
+
+
+class Injected(Exception):
+    """A failure put in on purpose."""
+
+
+@dataclass
+class Failure:
+    """The `number`th call of `operation`, from 0, fails: before it does its work, or after."""
+
+    operation: str
+    number: int
+    after: bool
+
+
+class Calls:
+    """Counts the calls of engines and sequences, and lets one of them fail."""
+
+    def __init__(self) -> None:
+        self.numbers: Counter[str] = Counter()
+        self.failure: Failure | None = None
+
+    def make(self, operation: str, call: Callable[[], Any]) -> Any:
+        number = self.numbers[operation]
+        self.numbers[operation] += 1
+        failure = self.failure
+        fails = failure is not None and (failure.operation, failure.number) == (operation, number)
+        if fails and failure is not None and not failure.after:
+            raise Injected(operation)
+        result = call()
+        if fails:
+            raise Injected(operation)
+        return result
+
+    @contextmanager
+    def watch_commits(self) -> Iterator[None]:
+        commit = Sequence.commit
+
+        def watched(sequence: Sequence, draft: Draft, verdict: Any) -> list[int]:
+            tokens: list[int] = self.make("commit", lambda: commit(sequence, draft, verdict))
+            assert sequence.num_computed <= len(sequence.tokens), "num_computed is beyond the tokens"
+            return tokens
+
+        Sequence.commit = watched  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Sequence.commit = commit  # type: ignore[method-assign]
+
+
+class CheckedEngine(Engine):
+    """An engine of an exact model: the logits of every step, and the K/V behind them, are what the tokens say."""
+
+    def __init__(self, model: ExactModel, build: BuildConfig, kv_cache: KVCacheConfig, max_num_tokens: int) -> None:
+        environment = Environment("", "", "cpu", "")
+        config = EngineConfig(
+            {}, "float32", build, (_LAYER,), model.vocab_size, environment, LogitsCheck(0, 0, 0), weights_digest=""
+        )
+        super().__init__(config, model, torch.device("cpu"), kv_cache, max_num_tokens)
+        self.model = model
+        self.calls = Calls()
+        self.name = ""
+        """Put before what its calls are counted as."""
+        self.held: dict[int, Sequence] = {}
+
+    def admit(self, sequence: Sequence) -> bool:
+        def call() -> bool:
+            self.held[id(sequence)] = sequence
+            if is_admitted := super(CheckedEngine, self).admit(sequence):
+                self.check_sequence(sequence)
+            return is_admitted
+
+        return bool(self.calls.make(f"{self.name}admit", call))
+
+    def release(self, sequence: Sequence) -> None:
+        if sequence.block_table:
+            self.check_sequence(sequence)
+        self.calls.make(f"{self.name}release", lambda: super(CheckedEngine, self).release(sequence))
+        self.held.pop(id(sequence), None)
+
+    def forward(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
+        def call() -> Seq[Tensor]:
+            all_logits = super(CheckedEngine, self).forward(sequences, drafts)
+            for sequence, draft, logits in zip(sequences, drafts, all_logits, strict=True):
+                expected = self.model.logits([*sequence.tokens, *draft.tokens], len(draft.tokens) + 1)
+                assert torch.equal(logits, expected), f"{self.name}logits of request {sequence.request.id}"
+            return all_logits
+
+        logits: Seq[Tensor] = self.calls.make(f"{self.name}step", call)
+        return logits
+
+    def check_sequence(self, sequence: Sequence) -> None:
+        """The first `num_computed` tokens are in its blocks."""
+        self._check_blocks(sequence.block_table, sequence.tokens[: sequence.num_computed])
+
+    def check_books(self) -> None:
+        """Nobody holds a block, no block is lost, and what is published holds the texts it is published as."""
+        assert not any(s.block_table for s in self.held.values()), f"{self.name}blocks are held"
+        assert self._blocks.num_free_blocks == self._blocks.num_blocks - 1, f"{self.name}blocks are lost"
+        self._blocks.check_integrity()
+        block_of = {node.id: block for block, node in self._blocks._nodes.items()}
+        for block in self._blocks._nodes:
+            path = [block]
+            while parent := block_of.get(self._blocks._nodes[path[0]].parent):
+                path.insert(0, parent)
+            if self._blocks._nodes[path[0]].parent == 0:  # or its parent was forgotten, and nobody finds it
+                tokens = [token for one in path for token in self._blocks._nodes[one].tokens]
+                self._check_blocks(path, tokens)
+
+    def _check_blocks(self, blocks: list[int], tokens: list[int]) -> None:
+        if not tokens:
+            return
+        keys, values = self.model.cached(tokens)
+        index = np.arange(len(tokens))
+        block, offset = np.asarray(blocks)[index // self._blocks.block_size], index % self._blocks.block_size
+        held_keys = self._pool.keys[0].numpy()[block, 0, :, offset].T
+        held_values = self._pool.values[0].numpy()[block, 0, offset, 0]
+        assert (held_keys == keys).all() and (held_values == values).all(), f"{self.name}K/V are of other tokens"
+
+
+def one_by_one(model: ExactModel, request: Request, drafts: Seq[Draft] = ()) -> list[int]:
+    """The output of a request, token by token from the text alone: no engine, cache, batch or loop.
+
+    `drafts` are those of its steps so far, and are needed where a sampling request's carry probabilities.
+    """
+    tokens = list(request.prompt_tokens)
+    sampler = Sampler(request.sampling, request.prompt_tokens, request.return_index)
+    for draft in drafts or [Draft([])] * request.max_new_tokens:
+        is_drawn = draft.probs is not None and draft.tokens and not sampler.is_greedy
+        follow = _rejection_step if is_drawn else _plain_step
+        for token in follow(model, sampler, tokens, draft):
+            tokens.append(token)
+            if has_ended(request, tokens):
+                return tokens[len(request.prompt_tokens) :]
+    return tokens[len(request.prompt_tokens) :]
+
+
+def has_ended(request: Request, tokens: list[int]) -> bool:
+    if tokens[-1] in request.end_ids:
+        return True
+    if request.stop_check is not None and request.stop_check(tokens, len(request.prompt_tokens)):
+        return True
+    return len(tokens) - len(request.prompt_tokens) == request.max_new_tokens
+
+
+def _plain_step(model: ExactModel, sampler: Sampler, tokens: list[int], draft: Draft) -> Iterator[int]:
+    """The target's own tokens, for as long as they are the draft's, and one more."""
+    prefix = list(tokens)
+    for drafted in [*draft.tokens, None]:
+        token = sampler.choose(prefix, model.logits(prefix)[0])
+        yield token
+        if token != drafted:
+            return
+        prefix.append(token)
+
+
+def _rejection_step(model: ExactModel, sampler: Sampler, tokens: list[int], draft: Draft) -> Iterator[int]:
+    """Chen et al., arXiv 2302.01318, Algorithm 2, of a draft that tells what it was drawn from."""
+    assert draft.probs is not None
+    prefix = list(tokens)
+    for token, q in zip(draft.tokens, draft.probs, strict=True):
+        p = sampler.probs(prefix, model.logits(prefix)[0])
+        if sampler.uniform(len(prefix), "accept") >= float(p[token]) / float(q[token]):
+            residual = (p - q).clamp(min=0)
+            yield draw(residual if float(residual.sum()) > 0 else p, sampler.uniform(len(prefix), "target"))
+            return
+        yield token
+        prefix.append(token)
+    yield draw(sampler.probs(prefix, model.logits(prefix)[0]), sampler.uniform(len(prefix), "target"))

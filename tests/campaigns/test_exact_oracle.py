@@ -1,0 +1,47 @@
+"""A share of the exact oracle's campaign (scripts/campaigns/exact_oracle.py): random cases, failures, planted faults."""
+
+from pathlib import Path
+
+import pytest
+from exact_oracle import count_cases, fail_everywhere, find
+from faults import FAULTS, planted
+
+import cases
+from runtime.corpus import Corpus
+
+# Two of each kind: what is found at the first cases.
+QUICKLY_FOUND = (
+    *("published-under-wrong-parent", "taken-over-still-found", "rollback-missing", "num-computed-uncut", "slots-shifted"),
+    *("residual-exchanged", "preempted-is-lost", "draft-rollback-missing", "drafter-not-let-go", "penalties-ignore-draft"),
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return cases.make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_random_cases_have_the_models_own_outputs(first: int, corpus: Corpus) -> None:
+    counts, failed = count_cases(first, 20, corpus)
+    assert not failed
+    assert counts["outputs"] > 20 and counts["accepted draft tokens"] > 20
+
+
+@pytest.mark.parametrize("case", [2, 41])
+def test_whichever_call_fails_everything_is_given_back_and_the_next_run_is_right(case: int, corpus: Corpus) -> None:
+    counts, failed = fail_everywhere(case, 1, corpus)
+    assert not failed
+    assert all(counts[f"failures of {name}"] for name in ("admit", "step", "commit", "release"))
+
+
+@pytest.mark.parametrize("name", QUICKLY_FOUND)
+def test_planted_fault_is_found(name: str, corpus: Corpus) -> None:
+    fault = next(fault for fault in FAULTS if fault.name == name)
+    assert find(fault, corpus, most=200)
+
+
+def test_every_fault_can_be_planted() -> None:
+    for fault in FAULTS:
+        with planted(fault):
+            pass
