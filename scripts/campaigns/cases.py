@@ -1,7 +1,8 @@
 """Random cases for the exact oracle: a number makes a case, and the case is what it says on every machine.
 
-A case has an engine, a loop, a drafter and requests. It is run to its end; or it is left early, or one call in it fails,
-and then the same requests are answered by the same engine and drafter. Every output is compared with the model's own.
+A case has an engine, a loop, a drafter and requests. It is run to its end; or it is left early, or one call in it
+fails, and then the same requests are answered by the same engine and drafter. Every output is compared with the model's
+own.
 """
 
 import random
@@ -200,9 +201,7 @@ class Case:
         pool = NgramPool(max_tokens=choose([30, 1000])) if "pool" in name else None
         if name.startswith("suffix"):
             return SuffixLookup(pool=pool, growth=choose([None, 2]))
-        ngram = NgramLookup(
-            choose([1, 2, 3]), ranking=choose(["oldest", "leftmost", "recent", "frequent"]), pool=pool
-        )
+        ngram = NgramLookup(choose([1, 2, 3]), ranking=choose(["oldest", "leftmost", "recent", "frequent"]), pool=pool)
         corpus = CorpusLookup(self.corpus, choose([1, 2, 4]))
         return {"corpus": corpus, "ngram, corpus": DrafterChain([ngram, corpus])}.get(name, ngram)
 

@@ -2,11 +2,11 @@
 
 python scripts/campaigns/distributions.py [--texts 4000] [--drafters custom ...] [--samplings plain ...]
 
-Drafters, fixed and automatic draft lengths, both loops, penalties and cuts, all with all. The costs that automatic lengths
-are chosen by are the worst that could be: a draft of one token or of three never pays, one of two always does, so what is
-sent depends on what was drafted. Custom drafters stop at an end id, so their lengths depend on their tokens. Each line says
-the total variation distance that would have been found with a probability of 99 % (runtime/evaluation/chi_squared.py), of the
-fault that is hardest to find. Exit 1 if a distribution is another one (p below 0.00001).
+Drafters, fixed and automatic draft lengths, both loops, penalties and cuts, all with all. The costs that automatic
+lengths are chosen by are the worst that could be: a draft of one token or of three never pays, one of two always does,
+so what is sent depends on what was drafted. Custom drafters stop at an end id, so their lengths depend on their tokens.
+Each line says the total variation distance that would have been found with a probability of 99 %, of the fault that is
+hardest to find (runtime/evaluation/chi_squared.py). Exit 1 if a distribution is another one (p below 0.00001).
 """
 
 import argparse
@@ -16,11 +16,13 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from oracle import CheckedEngine, ExactModel, one_by_one
+from oracle import ExactModel, engine_config, one_by_one
+from torch import Tensor
 
 from runtime import leader, orchestrator
 from runtime.config import BuildConfig
@@ -34,7 +36,7 @@ from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
-from runtime.engine import KVCacheConfig
+from runtime.engine import Engine, KVCacheConfig
 from runtime.evaluation.chi_squared import detectable_total_variation, p_value_of
 from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence
@@ -83,7 +85,7 @@ class Drawing:
         tokens, probs = list(sequence.tokens), []
         chance = random.Random(f"{sequence.request.sampling.random_seed} {len(tokens)}")
         while len(probs) < max_draft_len and (not probs or tokens[-1] != END_ID):
-            probs.append(torch.softmax(OTHER.logits(tokens)[0].double(), dim=-1))
+            probs.append(drawing_distribution(tuple(tokens)))
             tokens.append(chance.choices(range(VOCAB_SIZE), probs[-1].tolist())[0])
         return Draft(tokens[len(sequence.tokens) :], torch.stack(probs) if self.gives_probs and probs else None)
 
@@ -91,15 +93,20 @@ class Drawing:
         """Nothing is kept."""
 
 
+@cache
+def drawing_distribution(tokens: Text) -> Tensor:
+    return torch.softmax(OTHER.logits(tokens)[0].double(), dim=-1)
+
+
 def worst_cost(batch_size: int, context_len: int, draft_len: float) -> float:
     """Seconds of a step: drafts of one token and of three cost what five steps do."""
     return (1.0, 5.0, 1.1, 5.0)[math.ceil(draft_len)]
 
 
-def make_engine(model: ExactModel, max_draft_len: int) -> CheckedEngine:
+def make_engine(model: ExactModel, max_draft_len: int) -> Engine:
     # One request at a time, or the others of a batch would hide what a draft's own length does.
     build = BuildConfig("none", 1, 16, 32, max_draft_len, 4, "draft_tokens_external")
-    return CheckedEngine(model, build, KVCacheConfig(), 512)
+    return Engine(engine_config(model, build), model, torch.device("cpu"), KVCacheConfig())
 
 
 def make_drafter(name: str, corpus: Corpus) -> Drafter | None:

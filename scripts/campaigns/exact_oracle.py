@@ -1,7 +1,7 @@
 """Random requests through both loops with every drafter, against a model that is an exact function of its K/V cache.
 
 python scripts/campaigns/exact_oracle.py                     10,000 random cases
-python scripts/campaigns/exact_oracle.py --every-failure 40  of 40 cases every call fails once, before and after its work
+python scripts/campaigns/exact_oracle.py --every-failure 40  of 40 cases every call fails, before and after its work
 python scripts/campaigns/exact_oracle.py --planted           plants each fault of faults.py: the cases must find it
 
 What a case is: cases.py; the model: oracle.py. Exit 1 if an output is wrong, or if a fault is not found.

@@ -1,9 +1,9 @@
 """A model whose logits are an exact function of the tokens in the K/V cache, and an engine that checks what it holds.
 
-A token's keys are its id and its position, and its value is a hash of everything before it, all written to the real slots
-and read back through the real block tables. The logits after it are a hash of those keys and values. So a wrong slot, a
-stale block, a block under the wrong parent, a token lost or computed twice changes logits, and what they should have been
-is computed from the list of tokens alone.
+A token's keys are its id and its position, and its value is a hash of everything before it, all written to the real
+slots and read back through the real block tables. The logits after it are a hash of those keys and values. So a wrong
+slot, a stale block, a block under the wrong parent, a token lost or computed twice changes logits, and what they should
+have been is computed from the list of tokens alone.
 """
 
 from collections import Counter
@@ -93,7 +93,7 @@ class ExactModel:
         return self._logits(states[-num_last:], before[-num_last:], ids[-num_last:])
 
     def _prefixes(self, ids: Array, places: Array) -> Array:
-        """(B, n) a hash of every token up to each: of its id, the position it is said to have, and where it is found."""
+        """(B, n) a hash of the tokens up to each: of their ids, the positions they were given, and where they lie."""
         index = np.arange(ids.shape[1], dtype=np.uint64)
         words = ids << np.uint64(40) ^ places << np.uint64(20) ^ index
         return np.cumsum(mixed(words ^ np.uint64(self.seed << 56)), axis=1, dtype=np.uint64)
@@ -121,6 +121,13 @@ def _as_stored(tokens: Seq[int]) -> tuple[Array, Array]:
 
 def _short(hashes: Array) -> Array:
     return mixed(hashes) >> np.uint64(64 - _HASH_BITS)
+
+
+def engine_config(model: ExactModel, build: BuildConfig) -> EngineConfig:
+    environment = Environment("", "", "cpu", "")
+    return EngineConfig(
+        {}, "float32", build, (_LAYER,), model.vocab_size, environment, LogitsCheck(0, 0, 0), weights_digest=""
+    )
 
 
 class Injected(Exception):
@@ -175,11 +182,7 @@ class CheckedEngine(Engine):
     """An engine of an exact model: the logits of every step, and the K/V behind them, are what the tokens say."""
 
     def __init__(self, model: ExactModel, build: BuildConfig, kv_cache: KVCacheConfig, max_num_tokens: int) -> None:
-        environment = Environment("", "", "cpu", "")
-        config = EngineConfig(
-            {}, "float32", build, (_LAYER,), model.vocab_size, environment, LogitsCheck(0, 0, 0), weights_digest=""
-        )
-        super().__init__(config, model, torch.device("cpu"), kv_cache, max_num_tokens)
+        super().__init__(engine_config(model, build), model, torch.device("cpu"), kv_cache, max_num_tokens)
         self.model = model
         self.calls = Calls()
         self.name = ""
@@ -213,7 +216,12 @@ class CheckedEngine(Engine):
         return logits
 
     def check_sequence(self, sequence: Sequence) -> None:
-        """The first `num_computed` tokens are in its blocks."""
+        """The first `num_computed` tokens are in its blocks, none of which is published as anything else."""
+        size = self._blocks.block_size
+        for i, block in enumerate(sequence.block_table):
+            if node := self._blocks._nodes.get(block):
+                own = tuple(sequence.tokens[i * size : i * size + len(node.tokens)])
+                assert own == node.tokens[: len(own)], f"{self.name}a block is still published as what it was"
         self._check_blocks(sequence.block_table, sequence.tokens[: sequence.num_computed])
 
     def check_books(self) -> None:

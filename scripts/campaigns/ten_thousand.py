@@ -4,8 +4,8 @@ python scripts/campaigns/ten_thousand.py [--requests 10000] [--pools 1 1.5 8] [-
 
 Prompts have 1 to 600 tokens; outputs end at budgets, end ids and stop words; some are sampled, with penalties and cuts.
 The K/V cache has room for `pool` times the longest request. Every output must be what the exact model says of its text
-alone (oracle.py); in the end every block is free again, and holds what it is published as; and resident memory is within
-2 % of what it was when the tenth part had finished. Exit 1 if one of these is not so.
+alone (oracle.py); in the end every block is free again, and holds what it is published as; and resident memory is
+within 2 % of what it was when the tenth part had finished. Exit 1 if one of these is not so.
 """
 
 import argparse
