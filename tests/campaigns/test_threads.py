@@ -1,0 +1,127 @@
+"""Several engines, threads and runs in one process: the same outputs, and an error where two cannot share."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import TARGET, VOCAB_SIZE
+from oracle import CheckedEngine, ExactModel, one_by_one
+
+from runtime import leader, orchestrator
+from runtime.config import BuildConfig
+from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.protocol import Drafter
+from runtime.engine import Engine, KVCacheConfig
+from runtime.errors import SpecDecError
+from runtime.params import SamplingConfig
+from runtime.request import Request
+
+LOOPS: list[Any] = [orchestrator, leader]
+
+
+def make_engine(model: ExactModel = TARGET, max_tokens: int | None = None) -> CheckedEngine:
+    build = BuildConfig("aot", 4, 64, 110, 6, 4, "draft_tokens_external")
+    return CheckedEngine(model, build, KVCacheConfig(max_tokens=max_tokens), 32)
+
+
+def make_requests(first: int, number: int = 8) -> list[Request]:
+    return [
+        Request(i, tuple((i * j) % VOCAB_SIZE for j in range(3 + i % 20)), 20, sampling=SamplingConfig(top_k=i % 3))
+        for i in range(first, first + number)
+    ]
+
+
+def outputs(steps: Iterator[Any]) -> dict[int, list[int]]:
+    return {s.request.id: s.output_tokens for s, _ in steps if s.finish_reason is not None}
+
+
+def expected(requests: list[Request]) -> dict[int, list[int]]:
+    return {request.id: one_by_one(TARGET, request) for request in requests}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_engines_in_threads_have_the_outputs_of_one(loop: Any) -> None:
+    """Each with its own drafter, every other one with a draft model; all start at once."""
+    found: dict[int, dict[int, list[int]]] = {}
+    barrier = threading.Barrier(6)
+
+    def run(number: int) -> None:
+        draft_model = DraftModel(make_engine(ExactModel(2, VOCAB_SIZE)), VOCAB_SIZE, use_logits=False)
+        drafter: Drafter = draft_model if number % 2 else NgramLookup(2)
+        engine = make_engine(max_tokens=100)
+        barrier.wait()
+        found[number] = outputs(loop.generate(engine, make_requests(number), drafter, 4))
+        engine.check_books()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: expected(make_requests(number)) for number in range(6)}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_runs_that_take_turns_on_one_engine_have_their_own_outputs(loop: Any) -> None:
+    """With room for both."""
+    engine = make_engine()
+    first, second = make_requests(0), make_requests(100)
+    runs = [loop.generate(engine, requests, NgramLookup(2), 4) for requests in (first, second)]
+    found: dict[int, list[int]] = {}
+    while runs:
+        for run in list(runs):
+            if (step := next(run, None)) is None:
+                runs.remove(run)
+            elif step[0].finish_reason is not None:
+                found[step[0].request.id] = step[0].output_tokens
+    assert found == expected(first) | expected(second)
+    engine.check_books()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_run_without_room_beside_another_is_an_error_and_the_other_goes_on(loop: Any) -> None:
+    engine = make_engine(max_tokens=40)
+    request, other = Request(0, (1, 2, 3), 30), Request(1, (4, 5, 6), 37)
+    holder = leader.generate(engine, [request])
+    next(holder)
+    with pytest.raises(SpecDecError, match="another run"):
+        for _ in loop.generate(engine, [other]):
+            pass
+    assert outputs(holder) == expected([request])
+    assert outputs(loop.generate(engine, [other])) == expected([other])
+    engine.check_books()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_engine_that_drafts_for_itself_ends_in_an_error_or_in_its_own_output(loop: Any) -> None:
+    for max_tokens in (40, 80, None):
+        engine = make_engine(max_tokens=max_tokens)
+        request = Request(0, (1, 2, 3), 30)
+        try:
+            found = outputs(loop.generate(engine, [request], DraftModel(engine, VOCAB_SIZE, use_logits=False), 4))
+            assert found == expected([request])
+        except SpecDecError as error:
+            assert max_tokens and "another run, or a drafter on the same engine" in error.message
+        engine.check_books()
+
+
+def test_engines_of_one_directory_in_threads_have_the_outputs_of_one(llama_uncompiled_dir: Path) -> None:
+    """Of real weights."""
+    requests = [Request(i, (5 + i, 9, 5 + i, 9, 5 + i), 12) for i in range(4)]
+    with Engine.open(llama_uncompiled_dir) as engine:
+        alone = outputs(leader.generate(engine, requests))
+    found: dict[int, dict[int, list[int]]] = {}
+
+    def run(number: int) -> None:
+        with Engine.open(llama_uncompiled_dir) as engine:
+            found[number] = outputs(LOOPS[number % 2].generate(engine, requests, NgramLookup(2), 4))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(4), alone)
