@@ -1,4 +1,4 @@
-"""What both loops do: check requests before the first step, ask for drafts before every step, commit after it, let go."""
+"""What both loops do: check requests, ask for drafts before every step, commit after it, and let go at the end."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq

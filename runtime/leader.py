@@ -31,8 +31,7 @@ def generate(
     engine.check_draft_len(max_draft_len if drafter else 0)
     check_requests(engine, drafter, requests)
     times = times if times is not None else LoopTimes()
-    sequences = [Sequence.start(request) for request in requests]
-    batch = _Batch(engine, sequences)
+    batch = _Batch(engine, [Sequence.start(request) for request in requests])
     try:
         while batch.waiting or batch.running:
             start, step_time_s = time.perf_counter(), engine.step_time_s
@@ -52,7 +51,7 @@ def generate(
             times.num_iterations += 1
             times.wall_s += time.perf_counter() - start
             yield from stepped
-        raise_error_of(sequences)
+        raise_error_of(batch.failed)
     finally:
         let_go(engine, drafter, [*batch.running, *batch.waiting])
 
@@ -64,6 +63,7 @@ class _Batch:
         self.engine = engine
         self.waiting = deque(sequences)
         self.running: list[Sequence] = []
+        self.failed: list[Sequence] = []
         self._is_full = False
 
     def admit(self) -> None:
@@ -106,3 +106,5 @@ class _Batch:
             if drafter:
                 drafter.forget(sequence.request.id)
             self.running.remove(sequence)
+            if sequence.error is not None:
+                self.failed.append(sequence)

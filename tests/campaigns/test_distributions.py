@@ -40,7 +40,6 @@ def test_next_three_tokens_follow_the_targets_distribution(
     assert 0 < fit.num_accepted < fit.num_drafted
 
 
-@pytest.mark.xfail(strict=True, reason="drafts with probabilities are cut by a length that depends on their tokens")
 def test_automatic_lengths_of_drafts_that_end_at_an_end_id(corpus: Corpus) -> None:
     drafter: Any = make_drafter("custom by probs", corpus)
     assert measure(adapted(drafter), "leader", SAMPLINGS["plain"], 4 * NUM_TEXTS).p_value > SMALLEST_P_VALUE
