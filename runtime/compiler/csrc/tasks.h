@@ -27,10 +27,9 @@
 #include <immintrin.h>
 #endif
 
-#ifndef SPECDEC_HELPER_SPIN
-#define SPECDEC_HELPER_SPIN 2000
-#define SPECDEC_CALLER_SPIN 30
-#endif
+// How long a helper waits for work, and a caller for helpers, before it sleeps. Longer, and a helper has used up its time
+// when there is work, where something else runs on its core; shorter, and it is asleep when the next kernel begins.
+constexpr std::chrono::microseconds kHelperWaits{200}, kCallerWaits{30};
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -90,13 +89,13 @@ class Team {
     work(argument, 0);
     is_open_.store(false);
     for (uint32_t busy = num_inside_; busy != 0; busy = num_inside_)
-      wait_while(num_inside_, busy, std::chrono::microseconds(SPECDEC_CALLER_SPIN));
+      wait_while(num_inside_, busy, kCallerWaits);
   }
 
  private:
   void help(int64_t i) {
     for (uint32_t seen = 0;;) {
-      wait_while(round_, seen, std::chrono::microseconds(SPECDEC_HELPER_SPIN));
+      wait_while(round_, seen, kHelperWaits);
       seen = round_;
       if (ends_) return;
       num_inside_.fetch_add(1);  // before the look: who closes the round then waits for this thread
