@@ -452,32 +452,38 @@ def plan_workers(settings: dict[str, Any], pythons: dict[str, Path], work_dir: P
     return [Worker(*plan) for plan in planned]
 
 
-def bench(
-    name: str, dtype: str, pythons: dict[str, Path], work_dir: Path, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Everything about one model in one dtype."""
+def prepare(name: str, dtype: str, work_dir: Path, max_request_tokens: int, num_threads: int) -> dict[str, Any]:
+    """What workers are told of a model in a dtype, which is made unless it is there."""
     model = MODELS[name]
     model_dir = make_model(name, dtype, work_dir)
     engine_dir = make_engine(f"{name}-{dtype}", model, NGRAM_DRAFT_LEN, model_dir, work_dir)
     draft_dir = make_model("demo-draft", dtype, work_dir) if name == "demo" else None
     draft_engine_dir = make_engine(f"demo-draft-{dtype}", model, 0, draft_dir, work_dir) if draft_dir else None
-    sets = load_prompts(name, model_dir, max(arguments.prompts, arguments.requests), arguments.prompt_len)
-    # The cache holds what BATCH requests need and no more: its memory counts.
-    max_request_tokens = arguments.prompt_len + arguments.output_len + NGRAM_DRAFT_LEN
-    num_blocks = -(-max_request_tokens // BLOCK)
-    settings = {
+    return {
         "model_dir": str(model_dir),
         "engine_dir": str(engine_dir),
         "draft_model_dir": draft_dir and str(draft_dir),
         "draft_engine_dir": draft_engine_dir and str(draft_engine_dir),
         "dtype": dtype,
-        "num_threads": arguments.threads,
+        "num_threads": num_threads,
         "max_request_tokens": max_request_tokens,
-        "max_cache_tokens": BATCH * num_blocks * BLOCK,
+        # What BATCH requests need and no more: its memory counts.
+        "max_cache_tokens": BATCH * -(-max_request_tokens // BLOCK) * BLOCK,
         "ngram_size": NGRAM_SIZE,
         "ngram_draft_len": NGRAM_DRAFT_LEN,
         "draft_model_draft_len": DRAFT_MODEL_DRAFT_LEN,
     }
+
+
+def bench(
+    name: str, dtype: str, pythons: dict[str, Path], work_dir: Path, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Everything about one model in one dtype."""
+    model = MODELS[name]
+    max_request_tokens = arguments.prompt_len + arguments.output_len + NGRAM_DRAFT_LEN
+    settings = prepare(name, dtype, work_dir, max_request_tokens, arguments.threads)
+    num_prompts = max(arguments.prompts, arguments.requests)
+    sets = load_prompts(name, Path(settings["model_dir"]), num_prompts, arguments.prompt_len)
     measured = {set_name: prompts[: arguments.prompts] for set_name, prompts in sets.items()}
     with ExitStack() as stack:
         workers = plan_workers(settings, pythons, work_dir)
@@ -504,7 +510,9 @@ def bench(
             "output_len": arguments.output_len,
             "runs": arguments.runs,
             "contexts": model.contexts,
-            "max_cache_tokens": max(len(prompts) * num_blocks * BLOCK, sum(model.contexts) + 4 * BLOCK),
+            "max_cache_tokens": max(
+                len(prompts) * settings["max_cache_tokens"] // BATCH, sum(model.contexts) + 4 * BLOCK
+            ),
         }
         result["specdec_details"] = measure_details(settings | more)
     return result
@@ -566,6 +574,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def add_python_flags(parser: argparse.ArgumentParser) -> None:
+    for name in ("openvino", "llamacpp"):
+        python = os.environ.get(f"SPECDEC_{name.upper()}_PYTHON", sys.executable)
+        parser.add_argument(f"--{name}-python", type=Path, metavar="FILE", default=python, help="the Python it is in")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     models = ["demo", "101m", "350m", "1100m"]
@@ -578,9 +592,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=positive, default=3, help="after a warm-up")
     parser.add_argument("--requests", type=positive, default=12, help="that specdec's throughput is measured with")
     parser.add_argument("--threads", type=positive, default=os.cpu_count())
-    for name in ("openvino", "llamacpp"):
-        python = os.environ.get(f"SPECDEC_{name.upper()}_PYTHON", sys.executable)
-        parser.add_argument(f"--{name}-python", type=Path, metavar="FILE", default=python, help="the Python it is in")
+    add_python_flags(parser)
     parser.add_argument("--no-details", dest="details", action="store_false", help="leave out what is specdec's only")
     parser.add_argument("--work-dir", type=Path, help="keeps models and engines; remove it when specdec has changed")
     parser.add_argument("--json", type=Path, metavar="FILE")
