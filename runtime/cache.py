@@ -23,7 +23,6 @@ from runtime.errors import SpecDecError
 from runtime.files import Stamp, stamp_of, write_file
 
 _CHUNK_BYTES = 1 << 22
-_SMALL_BYTES = 1 << 18  # read in less time than it takes to look whether that is needed
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
 _TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -114,8 +113,6 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
     """
     with path.open("rb") as file:
         stamp = stamp_of(os.fstat(file.fileno()))
-        if stamp.num_bytes <= _SMALL_BYTES:
-            return _digest_of(file, ranges)
         kept = cache_dir() / "digests" / _known_as(file, stamp, ranges)
         if (found := read_kept_digest(kept)) is not None:
             return found
@@ -134,7 +131,7 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
 def _known_as(file: BinaryIO, stamp: Stamp, ranges: Sequence[Range]) -> str:
     """The name that the digest of a file in this state is kept under."""
     sample = hashlib.sha256()
-    for start in range(0, stamp.num_bytes, -(-stamp.num_bytes // _NUM_SAMPLES)):
+    for start in range(0, stamp.num_bytes, max(stamp.num_bytes // _NUM_SAMPLES, 1)):
         file.seek(start)
         sample.update(file.read(_SAMPLE_BYTES))
     return digest([*map(str, (*stamp, *ranges)), sample.hexdigest()])

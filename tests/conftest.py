@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from shared import once, shared_dir, shared_engine
+from shared import MakeEngineDir, once, shared_dir, shared_engine
 from strength import register_profiles
 from tiny import make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,7 +48,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
-MakeEngineDir = Callable[..., Path]
 MakeEngine = Callable[..., Engine]
 
 

@@ -23,6 +23,10 @@ def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
+MakeEngineDir = Callable[..., Path]
+"""What the fixture `make_engine_dir` is."""
+
+
 def record_anew(engine_dir: Path) -> None:
     """Have an engine that a test has changed pass for one that was built so."""
     config = json.loads((engine_dir / "config.json").read_text())

@@ -83,7 +83,7 @@ def test_the_summary_says_where_it_was_measured_and_divides_by_leader_mode(
         line.split(" | ") for line in summary.splitlines() if line.startswith("| tiny, float32, hugging-face |")
     ]
     # Two digits of TPOT are left of times under a millisecond.
-    assert float(theirs[5].split()[0]) == pytest.approx(float(theirs[2]) / float(ours[2]), rel=0.1)
+    assert float(theirs[5].split()[0]) == pytest.approx(float(theirs[2]) / float(ours[2]), rel=0.2)
 
 
 def test_models_have_the_parameters_in_their_names() -> None:

@@ -67,9 +67,16 @@ FAULTS = [
         "len(sequence.tokens) + self.max_draft_len_of(sequence)",
         "len(sequence.tokens)",
     ),
-    Fault("rollback-missing", f"{ENGINE}.step", "+ verdict.num_accepted\n", "+ len(draft.tokens)\n"),
-    Fault("own-token-taken-for-computed", f"{ENGINE}.step", "+ verdict.num_accepted\n", "+ verdict.num_accepted + 1\n"),
-    Fault("logits-of-draft-dropped", f"{ENGINE}.step", "logits[: verdict.num_accepted + 1]", "logits[-1:]"),
+    Fault("rollback-missing", f"{ENGINE}._verdict", "+ verdict.num_accepted\n", "+ len(draft.tokens)\n"),
+    Fault(
+        "own-token-taken-for-computed",
+        f"{ENGINE}._verdict",
+        "+ verdict.num_accepted\n",
+        "+ verdict.num_accepted + 1\n",
+    ),
+        "own-token-taken-for-computed", f"{ENGINE}._verdict", "+ verdict.num_accepted\n", "+ verdict.num_accepted + 1\n"
+    ),
+    Fault("logits-of-draft-dropped", f"{ENGINE}._verdict", "logits[: verdict.num_accepted + 1]", "logits[-1:]"),
     Fault(
         "groups-in-their-own-order",
         f"{ENGINE}.forward",

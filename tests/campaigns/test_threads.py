@@ -87,7 +87,7 @@ def test_run_without_room_beside_another_is_an_error_and_the_other_goes_on(loop:
     request, other = Request(0, (1, 2, 3), 30), Request(1, (4, 5, 6), 37)
     holder = leader.generate(engine, [request])
     next(holder)
-    with pytest.raises(SpecDecError, match="another run"):
+    with pytest.raises(SpecDecError, match="another generation hold the rest"):
         for _ in loop.generate(engine, [other]):
             pass
     assert outputs(holder) == expected([request])
@@ -104,7 +104,7 @@ def test_engine_that_drafts_for_itself_ends_in_an_error_or_in_its_own_output(loo
             found = outputs(loop.generate(engine, [request], DraftModel(engine, VOCAB_SIZE, use_logits=False), 4))
             assert found == expected([request])
         except SpecDecError as error:
-            assert max_tokens and "another run, or a drafter on the same engine" in error.message
+            assert max_tokens and "another generation hold the rest" in error.message
         engine.check_books()
 
 

@@ -204,7 +204,7 @@ def test_machine_without_a_compiler_runs_what_was_built_elsewhere(
     without_compiler: dict[str, str], llama_engine_dir: Path, tmp_path: Path, specdec_process: Specdec
 ) -> None:
     shutil.copytree(llama_engine_dir, tmp_path / "engine")
-    arguments = ["--input-text", PROMPT, "--max-output-len", 8, "--draft-len", 4, "--ngram-config", "4,2", "--json"]
+    arguments = ["--input-text", PROMPT, "--max-output-len", 8, "--ngram-config", "4,2", "--json"]
     here = specdec_process("run", "--engine-dir", llama_engine_dir, *arguments)
     there = specdec_process("run", "--engine-dir", tmp_path / "engine", *arguments, environment=without_compiler)
     assert there.exit_code == 0, there.stderr

@@ -10,8 +10,8 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from conftest import MakeEngineDir
 from hypothesis import given, settings
+from shared import MakeEngineDir
 from strength import examples
 from tiny import VOCAB_SIZE, make_model
 from torch import Tensor

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import hypothesis.strategies as st
 import pytest
 import torch
-from conftest import MakeEngineDir
 from hypothesis import given, settings
+from shared import MakeEngineDir
 from test_batch_invariance import MAX_LEN, MODELS
 from tiny import VOCAB_SIZE, make_model
 from torch import Tensor
