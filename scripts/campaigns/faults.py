@@ -69,11 +69,6 @@ FAULTS = [
     ),
     Fault("rollback-missing", f"{ENGINE}._verdict", "+ verdict.num_accepted\n", "+ len(draft.tokens)\n"),
     Fault(
-        "own-token-taken-for-computed",
-        f"{ENGINE}._verdict",
-        "+ verdict.num_accepted\n",
-        "+ verdict.num_accepted + 1\n",
-    ),
         "own-token-taken-for-computed", f"{ENGINE}._verdict", "+ verdict.num_accepted\n", "+ verdict.num_accepted + 1\n"
     ),
     Fault("logits-of-draft-dropped", f"{ENGINE}._verdict", "logits[: verdict.num_accepted + 1]", "logits[-1:]"),
@@ -139,7 +134,7 @@ FAULTS = [
     Fault("sent-past-budget", "drafting:propose", "draft.cut(engine.max_draft_len_of(s))", "draft"),
     Fault("orchestrator-keeps-blocks", "orchestrator:_generate_group", "engine.release(sequence)", "pass"),
     Fault("orchestrator-never-lets-go", "orchestrator:generate", "let_go(engine, drafter, group)", "pass"),
-    Fault("finished-run-on", "orchestrator:_generate_group", "if s.finish_reason is None", ""),
+    Fault("finished-run-on", "orchestrator:_generate_group", "if not s.is_over", ""),
     Fault("preempted-keeps-blocks", f"{LEADER}.make_room", "self.engine.release(self.running[-1])", "pass"),
     Fault(
         "preempted-is-lost", f"{LEADER}.make_room", "self.waiting.appendleft(self.running.pop())", "self.running.pop()"

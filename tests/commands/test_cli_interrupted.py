@@ -208,4 +208,4 @@ def test_machine_without_a_compiler_runs_what_was_built_elsewhere(
     here = specdec_process("run", "--engine-dir", llama_engine_dir, *arguments)
     there = specdec_process("run", "--engine-dir", tmp_path / "engine", *arguments, environment=without_compiler)
     assert there.exit_code == 0, there.stderr
-    assert there.document["outputs"][0]["output_ids"] == here.document["outputs"][0]["output_ids"]
+    assert there.document["requests"][0]["output_ids"] == here.document["requests"][0]["output_ids"]

@@ -112,7 +112,7 @@ def outputs(kind: str, sampling: str) -> list[list[int]]:
     num_draws = 32_000 if sampling == "plain" and kind in ("lookup", "drawn") else 10_000
     draft_tokens, probs = drafts(kind, distributions(DRAFT_LOGITS, SAMPLING[sampling]), num_draws)
     result = []
-    for seed, tokens in enumerate(draft_tokens):
+    for seed, tokens in enumerate(draft_tokens, 20_000):
         params = SamplingConfig(**({"top_k": 0} | SAMPLING[sampling]), random_seed=seed)
         verdict = verify(Sequence.start(Request(0, (1, 2), 9, sampling=params)), Draft(tokens, probs), TARGET_LOGITS)
         result.append([*tokens[: verdict.num_accepted], verdict.next_token])

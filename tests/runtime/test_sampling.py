@@ -301,7 +301,7 @@ def make_drafter(name: str, dirs: dict[str, Path], *, use_logits: bool = False) 
     return NgramLookup(2) if name == "ngram" else None
 
 
-def make_requests(sampling: dict[str, Any], random_seed: int = 0) -> list[Request]:
+def make_requests(sampling: dict[str, Any], random_seed: int = 3) -> list[Request]:
     params = SamplingConfig(**sampling, random_seed=random_seed)
     return [Request(i, prompt, NUM_NEW_TOKENS, sampling=params) for i, prompt in enumerate(PROMPTS)]
 
