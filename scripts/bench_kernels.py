@@ -72,7 +72,7 @@ def linear_calls(rows: int, dtype: torch.dtype, sizes: argparse.Namespace, arith
     packed = torch.ops.specdec.pack_linear(weight)
     theirs: list[Call] = [lambda: F.linear(x, weight)]
     try:
-        reordered = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(), rows)
+        reordered = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
         product = torch.ops.mkldnn._linear_pointwise
         product(x, reordered, None, "none", [], "")
         theirs.append(lambda: product(x, reordered, None, "none", [], ""))
@@ -81,7 +81,9 @@ def linear_calls(rows: int, dtype: torch.dtype, sizes: argparse.Namespace, arith
     return lambda: torch.ops.specdec.linear(x, packed, None, num_outputs, arithmetic), theirs
 
 
-def attention_calls(rows: int, dtype: torch.dtype, sizes: argparse.Namespace) -> tuple[Call, list[Call]]:
+def attention_calls(
+    rows: int, dtype: torch.dtype, sizes: argparse.Namespace, arithmetic: int
+) -> tuple[Call, list[Call]]:
     """Few rows after a context; many rows are a prompt from its beginning, which torch calls causal."""
     context = sizes.context if rows <= 32 else 0
     num_keys = context + rows
@@ -96,7 +98,7 @@ def attention_calls(rows: int, dtype: torch.dtype, sizes: argparse.Namespace) ->
 
     def ours() -> object:
         pools = (key_pool, value_pool, positions, positions, blocks)
-        return torch.ops.specdec.paged_attention(query, key, value, *pools, HEAD_DIM**-0.5, 0)
+        return torch.ops.specdec.paged_attention(query, key, value, *pools, HEAD_DIM**-0.5, 0, arithmetic)
 
     if context:
         grouped = query.view(1, KV_HEADS, group * rows, HEAD_DIM)
@@ -130,10 +132,10 @@ def kernels_of(dtype: torch.dtype, sizes: argparse.Namespace) -> dict[str, Calla
     choices = torch.ops.specdec.arithmetics() if dtype == torch.bfloat16 else [0]
     chosen = ARITHMETICS.index(fastest_arithmetic(dtype, 11))
     kernels: dict[str, Callable[[int], tuple[Call, list[Call]]]] = {}
-    for choice in choices:
-        label = f"linear, {ARITHMETICS[choice]}{'' if choice == chosen else ', not chosen'}"
-        kernels[label] = lambda rows, choice=choice: linear_calls(rows, dtype, sizes, choice)
-    kernels["attention"] = lambda rows: attention_calls(rows, dtype, sizes)
+    for name, calls in (("linear", linear_calls), ("attention", attention_calls)):
+        for choice in choices:
+            label = f"{name}, {ARITHMETICS[choice]}{'' if choice == chosen else ', not chosen'}"
+            kernels[label] = lambda rows, calls=calls, choice=choice: calls(rows, dtype, sizes, choice)
     kernels["argmax"] = lambda rows: argmax_calls(rows, dtype, sizes)
     return kernels
 

@@ -130,6 +130,7 @@ def kernel_attention(
         paged.block_tables,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window or 0,
+        0,  # the arithmetic, which `runtime.compiler.linears` sets
     )
     return output[None], None
 

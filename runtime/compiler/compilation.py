@@ -66,7 +66,7 @@ def compile_aot(
     from torch.export.pt2_archive._package import package_pt2
     from torch.export.pt2_archive._package_weights import Weights
 
-    from runtime.compiler.linears import use_linear_kernel  # not to open an engine
+    from runtime.compiler.linears import use_kernels  # not to open an engine
     from runtime.compiler.selection import select_early
 
     with _quiet(), torch.no_grad():
@@ -74,13 +74,14 @@ def compile_aot(
         select_early(program, "logit_indices")
         # Freezing prepacks the weights for the CPU's matrix kernels: steps are two to three times faster.
         # torch writes into its own `metadata`, by which a later torch-compile would not be found again.
-        hands_over = arithmetic is not None and use_linear_kernel(program, ARITHMETICS.index(arithmetic))
+        hands_over = arithmetic is not None and use_kernels(program, ARITHMETICS.index(arithmetic))
         options: dict[str, Any] = {
             "freezing": arithmetic is not None,
             # Not tried out by compiling a program for each set of instructions: the kernels' compiler knows them.
             "cpp.vec_isa_ok": True if hands_over else None,
             "aot_inductor.metadata": {},
             "aot_inductor.package": True,
+            "aot_inductor.precompile_headers": False,  # for one program it takes as long as reading them
             "aot_inductor.package_constants_in_so": not hands_over,
             "aot_inductor.package_constants_on_disk_format": "pickle_weights" if hands_over else None,
         }

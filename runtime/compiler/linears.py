@@ -1,4 +1,5 @@
-"""An exported step whose linear layers are computed by the CPU kernel of `runtime.compiler.kernels`.
+"""An exported step whose linear layers are computed by the CPU kernel of `runtime.compiler.kernels`, in one arithmetic
+with attention.
 
 Layers that read one input, as query, key and value do, become one. Weights are packed by an operation of the graph,
 which the compiler carries out once, because its input is constant: the package holds packed weights only.
@@ -19,13 +20,18 @@ _PRODUCTS = {
 }
 
 
-def use_linear_kernel(program: ExportedProgram, arithmetic: int) -> bool:
-    """Replace linear layers in place, where the kernel has their dtype; returns whether torch has none to compute."""
+def use_kernels(program: ExportedProgram, arithmetic: int) -> bool:
+    """Replace linear layers in place, where the kernel has their dtype; returns whether torch has none to compute.
+
+    `arithmetic` is that of the products of them, and of attention.
+    """
     graph, weights = program.graph_module.graph, program.graph_signature.inputs_to_parameters
     groups: dict[tuple[Node, bool], list[Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.aten.linear.default and node.args[1].name in weights and _can_serve(node.args[1]):
             groups.setdefault((node.args[0], len(node.args) > 2 and node.args[2] is not None), []).append(node)
+        elif node.target is torch.ops.specdec.paged_attention.default:
+            node.args = (*node.args[:-1], arithmetic)
     for (x, has_bias), layers in groups.items():
         _replace(graph, x, layers, arithmetic, has_bias=has_bias)
     program.graph_module.recompile()

@@ -144,8 +144,9 @@ def test_poison_stays_with_who_reads_it(engine: Engine, loop: str) -> None:
                     assert torch.equal(torch.stack(sequence.logits), torch.stack(alone.logits))
         if kind != "huge":
             assert sorted(done) == [r.id for r in requests if r.id not in readers]
-            assert said.startswith(f"request {readers[0]}: the model's logits are NaN or infinite" if readers else "")
-            assert bool(said) == bool(readers)
+            # Of several the one that came to it first: with prompts in pieces not always the first request.
+            first = [f"request {i}: the model's logits are NaN or infinite" for i in readers]
+            assert said.startswith(tuple(first)) if readers else not said
 
     stays()
 

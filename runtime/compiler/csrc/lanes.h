@@ -26,6 +26,11 @@ constexpr int64_t kLanes = 4, kTileRows = 12;
 #else
 constexpr int64_t kLanes = 4, kTileRows = 6;
 #endif
+
+// How products are computed (`runtime.config.ARITHMETICS`): in float32, or by instructions for pairs of bfloat16 or for
+// tiles (AMX), where the processor has them. Two of them differ in the last bits.
+enum Arithmetic : int64_t { kFloat32, kPairs, kTiles };
+
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));

@@ -31,7 +31,6 @@ namespace {
 
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kAhead = 5120;  // bytes of a panel that are asked for before they are needed
-enum Arithmetic : int64_t { kFloat32, kPairs, kTiles };
 
 template <typename T>
 inline void fetch_ahead(const T* p, int64_t count) {
@@ -77,38 +76,48 @@ inline void store_sums(const Lanes (&sums)[R][2], float* to) {
 
 // Tiles of about equal size: 13 rows are 6 and 7.
 struct EvenTiles {
+  static constexpr int64_t kMostRows = kTileRows;
   static int64_t num_tiles(int64_t M) { return (M + kTileRows - 1) / kTileRows; }
   static int64_t first_row(int64_t tile, int64_t M) { return tile * M / num_tiles(M); }
 };
 
 // Numbers of 16 bits are widened: those of the tokens once, those of a panel as they are read, or for many tokens once.
+// Of many tokens a tile's numbers lie as they are read, column by column.
 template <typename T>
 struct InFloat32 : EvenTiles {
   static constexpr bool kWidens = !std::is_same_v<T, float>;
-  static constexpr int64_t kDepth = kWidens ? 512 : 2048;  // a piece of a panel stays in the second-level cache
   static constexpr int64_t kManyTiles = 3;
-  std::unique_ptr<float[]> widened;
+  std::unique_ptr<float[]> own;
   const float* x;
   int64_t K;
+  bool by_columns;
 
-  InFloat32(const T* tokens, int64_t M, int64_t K) : K(K) {
-    if constexpr (kWidens) {
-      widened = std::make_unique_for_overwrite<float[]>(M * K);
-      share_range(M, 64, [&](int64_t begin, int64_t end) {
-        widen(tokens + begin * K, widened.get() + begin * K, (end - begin) * K);
+  InFloat32(const T* tokens, int64_t M, int64_t K) : K(K), by_columns(num_tiles(M) >= kManyTiles) {
+    if constexpr (!kWidens) x = tokens;
+    if (!kWidens && !by_columns) return;
+    own = std::make_unique_for_overwrite<float[]>(M * K);
+    x = own.get();
+    if (by_columns) {
+      share_tasks(num_tiles(M), [&](int64_t tile) {
+        const int64_t row = first_row(tile, M), rows = first_row(tile + 1, M) - row;
+        float* to = own.get() + row * K;
+        for (int64_t k = 0; k < K; ++k)
+          for (int64_t r = 0; r < rows; ++r) *to++ = static_cast<float>(tokens[(row + r) * K + k]);
       });
-      x = widened.get();
     } else {
-      x = tokens;
+      widen(tokens, own.get(), M * K);
     }
   }
+
+  // A piece of a panel stays in a cache: for many tiles in the first-level one.
+  static int64_t depth(int64_t num_tiles) { return num_tiles >= kManyTiles ? 8192 / kPanel : 2048; }
 
   template <typename Use>
   static void with_piece(const T* panel, int64_t depth, int64_t num_tiles, const Use& use) {
     if constexpr (kWidens) {
       if (num_tiles >= kManyTiles) {
         thread_local std::vector<float> copy;
-        copy.resize(kDepth * kPanel);
+        copy.resize(depth * kPanel);
         for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
           store(copy.data() + k * kPanel, left);
           store(copy.data() + k * kPanel + kLanes, right);
@@ -123,29 +132,36 @@ struct InFloat32 : EvenTiles {
   void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P* panel, float* to) const {
     with_rows<kTileRows>(rows, [&](auto count) {
       constexpr int R = count();
-      const int64_t stride = K;  // here, where the compiler sees that it stays
-      const float* factors = x + row * stride + k;
-      Lanes sums[R][2];
-      load_sums(to, sums);
-      for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
-        for (int r = 0; r < R; ++r) {
-          const float factor = factors[r * stride + k];
-          sums[r][0] += left * factor;
-          sums[r][1] += right * factor;
-        }
-      });
-      store_sums(sums, to);
+      if (by_columns) add_rows<R>(x + row * K + k * R, 1, R, depth, panel, to);
+      else add_rows<R>(x + row * K + k, K, 1, depth, panel, to);
     });
+  }
+
+  // Of tokens whose numbers lie so far apart, those of a column and those of a row.
+  template <int R, typename P>
+  [[gnu::always_inline]] static void add_rows(const float* factors, int64_t to_row, int64_t to_column, int64_t depth,
+                                              const P* panel, float* to) {
+    Lanes sums[R][2];
+    load_sums(to, sums);
+    for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
+      for (int r = 0; r < R; ++r) {
+        const float factor = factors[r * to_row + k * to_column];
+        sums[r][0] += left * factor;
+        sums[r][1] += right * factor;
+      }
+    });
+    store_sums(sums, to);
   }
 };
 
 #if defined(__AVX512BF16__)
 struct InPairs : EvenTiles {
-  static constexpr int64_t kDepth = 2048;
   const at::BFloat16* x;
   int64_t K;
 
   InPairs(const at::BFloat16* x, int64_t, int64_t K) : x(x), K(K) {}
+
+  static int64_t depth(int64_t) { return 2048; }
 
   template <typename Use>
   static void with_piece(const at::BFloat16* panel, int64_t, int64_t, const Use& use) { use(panel); }
@@ -177,8 +193,7 @@ struct InPairs : EvenTiles {
 // pairs of columns of 16 outputs, which lie in the panel as the instruction wants them. Four hold the sums of 32 tokens
 // and a panel.
 struct InTiles {
-  static constexpr int64_t kDepth = 512;  // a piece of a panel stays in the first-level cache
-  static constexpr int64_t kHeight = 16, kWidth = 32;
+  static constexpr int64_t kHeight = 16, kWidth = 32, kMostRows = 2 * kHeight;
   std::unique_ptr<at::BFloat16[]> x;  // (blocks of 16 tokens, blocks of 32 columns, 16, 32)
   int64_t K, num_blocks;
 
@@ -195,6 +210,7 @@ struct InTiles {
     return x.get() + ((m / kHeight * num_blocks + k / kWidth) * kHeight + m % kHeight) * kWidth;
   }
 
+  static int64_t depth(int64_t) { return 4096; }  // a piece of a panel stays in the second-level cache
   static int64_t num_tiles(int64_t M) { return (M + 2 * kHeight - 1) / (2 * kHeight); }
   static int64_t first_row(int64_t tile, int64_t M) { return std::min(tile * 2 * kHeight, M); }
 
@@ -235,7 +251,7 @@ struct InTiles {
     if constexpr (B == 2) _tile_loadd(2, below, kRowBytes);
     if constexpr (B == 2) _tile_loadd(3, below + kLanes, kRowBytes);
     for (int64_t k = 0; k < depth; k += width, panel += width * kPanel, tokens += kHeight * kWidth) {
-      fetch_ahead(panel, width * kPanel);
+      if constexpr (B == 1) fetch_ahead(panel, width * kPanel);
       _tile_loadd(4, tokens, 64);
       _tile_loadd(6, panel, 4 * kPanel);
       _tile_dpbf16ps(0, 4, 6);
@@ -262,6 +278,17 @@ bool may_use_tiles() {
 }
 #endif
 
+// A tile's sums (rows x kPanel) become its outputs, of which `width` lie in a row of `out`.
+template <typename T>
+inline void write(const float* sums, int64_t rows, int64_t width, T* out, int64_t stride) {
+  for (int64_t r = 0; r < rows; ++r, sums += kPanel, out += stride) {
+    T whole[kPanel], *place = width == kPanel ? out : whole;
+    narrow(load(sums), place);
+    narrow(load(sums + kLanes), place + kLanes);
+    if (place == whole) std::copy_n(whole, width, out);
+  }
+}
+
 // out (M, N) = x (M, K) weight^T + bias
 template <typename Product, typename T>
 void run(const T* tokens, const T* packed, const T* bias, T* out, int64_t M, int64_t K, int64_t N) {
@@ -274,25 +301,22 @@ void run(const T* tokens, const T* packed, const T* bias, T* out, int64_t M, int
     const int64_t panel = task / parts, first = panel * kPanel, width = std::min(kPanel, N - first);
     const int64_t tile_begin = task % parts * tiles / parts, tile_end = (task % parts + 1) * tiles / parts;
     const int64_t from = Product::first_row(tile_begin, M), to = Product::first_row(tile_end, M);
-    sums.resize((to - from) * kPanel);
     float initial[kPanel] = {};
     if (bias) widen(bias + first, initial, width);
-    for (int64_t row = 0; row < to - from; ++row) std::copy_n(initial, kPanel, sums.data() + row * kPanel);
-    for (int64_t k = 0; k < K; k += Product::kDepth) {
-      const int64_t depth = std::min(Product::kDepth, K - k);
+    const int64_t most = Product::depth(tile_end - tile_begin);
+    sums.resize((K > most ? to - from : Product::kMostRows) * kPanel);
+    for (int64_t k = 0; k < K; k += most) {
+      const int64_t depth = std::min(most, K - k);
       Product::with_piece(packed + (panel * K + k) * kPanel, depth, tile_end - tile_begin, [&](auto piece) {
         for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
           const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
-          x.add(row, rows, k, depth, piece, sums.data() + (row - from) * kPanel);
+          float* sum = sums.data() + (K > most ? row - from : 0) * kPanel;
+          if (k == 0)
+            for (int64_t r = 0; r < rows; ++r) std::copy_n(initial, kPanel, sum + r * kPanel);
+          x.add(row, rows, k, depth, piece, sum);
+          if (k + depth == K) write(sum, rows, width, out + row * N + first, N);
         }
       });
-    }
-    for (int64_t row = from; row < to; ++row) {
-      const float* sum = sums.data() + (row - from) * kPanel;
-      T whole[kPanel], *place = width == kPanel ? out + row * N + first : whole;
-      narrow(load(sum), place);
-      narrow(load(sum + kLanes), place + kLanes);
-      if (place == whole) std::copy_n(whole, width, out + row * N + first);
     }
   });
 }

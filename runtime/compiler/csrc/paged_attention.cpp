@@ -158,15 +158,6 @@ void multiply_rows(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t
   if (w < width) multiply<adds, R, 1>(a, lda, b.from_column(w), c + w, ldc, depth);
 }
 
-// In what numbers of type T are multiplied: in pairs of themselves where there is an instruction for it, or in float.
-#if defined(__AVX512BF16__)
-template <typename T>
-using Factor = std::conditional_t<std::is_same_v<T, at::BFloat16>, at::BFloat16, float>;
-#else
-template <typename T>
-using Factor = float;
-#endif
-
 template <typename T>
 struct Inputs {
   const T *query, *key, *value;
@@ -378,11 +369,10 @@ bool reads_in_place(const Inputs<T>& in) {
   return in.block_size % kLanes == 0 && in.Dv % kLanes == 0 && in.D % 2 == 0;
 }
 
-template <typename T>
+template <typename T, typename E>
 void attend_fastest(const Inputs<T>& in, const Task& task, const Share& share, const Partial& out, int64_t width) {
-  constexpr bool widens = std::is_same_v<Factor<T>, float> && !std::is_same_v<T, float>;
-  const bool copies = widens && task.num_rows > 2 * kTileRows;
-  if (reads_in_place(in) && !copies) attend<T, Factor<T>, true>(in, task, share, out, width);
+  const bool copies = !std::is_same_v<T, E> && task.num_rows > 2 * kTileRows;
+  if (reads_in_place(in) && !copies) attend<T, E, true>(in, task, share, out, width);
   else attend<T, float, false>(in, task, share, out, width);
 }
 
@@ -415,7 +405,14 @@ void finish(const Inputs<T>& in, const Task& task, const Partial& total, int64_t
   }
 }
 
-template <typename T>
+#if defined(__AVX512BF16__)
+using Pairs = at::BFloat16;
+#else
+using Pairs = float;  // there is no instruction for pairs
+#endif
+
+// Numbers of type T are multiplied as those of type E.
+template <typename E, typename T>
 void run(const Inputs<T>& in) {
   share_range(in.B * in.Q, 64, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) write_new(in, token);
@@ -445,7 +442,7 @@ void run(const Inputs<T>& in) {
   };
   const auto attend_share = [&](const Task& task, int64_t share, const Partial& out) {
     const int64_t begin = share * keys_per_share;
-    attend_fastest(in, task, Share{begin, std::min(begin + keys_per_share, num_keys)}, out, width);
+    attend_fastest<T, E>(in, task, Share{begin, std::min(begin + keys_per_share, num_keys)}, out, width);
   };
   const auto add = [&](const Task& task, const Partial& total, const Partial& part) {
     add_part(total, part, task.num_heads * task.num_rows, width, in.scale * kLog2E);
@@ -475,22 +472,24 @@ void run(const Inputs<T>& in) {
 
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_pool,
                            at::Tensor value_pool, const at::Tensor& positions, const at::Tensor& slots,
-                           const at::Tensor& block_tables, double scale, int64_t window) {
+                           const at::Tensor& block_tables, double scale, int64_t window,
+                           int64_t arithmetic) {
   const int64_t B = slots.size(0), Q = slots.size(1), H = query.size(1), Dv = value_pool.size(3);
   at::Tensor output = at::empty({B * Q, H, Dv}, query.options());
   TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "heads must be contiguous");
-  const auto call = [&](auto zero) {
+  const auto call = [&](auto zero, auto factor) {
     using T = decltype(zero);
-    run(Inputs<T>{query.const_data_ptr<T>(), key.const_data_ptr<T>(), value.const_data_ptr<T>(), query.stride(1),
+    run<decltype(factor)>(Inputs<T>{query.const_data_ptr<T>(), key.const_data_ptr<T>(), value.const_data_ptr<T>(), query.stride(1),
                   query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
                   key_pool.mutable_data_ptr<T>(), value_pool.mutable_data_ptr<T>(), output.mutable_data_ptr<T>(),
                   positions.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(),
                   block_tables.const_data_ptr<int64_t>(), B, Q, block_tables.size(1), H, key_pool.size(1),
                   key_pool.size(2), Dv, key_pool.size(3), window, static_cast<float>(scale)});
   };
-  if (query.scalar_type() == at::kFloat) call(float{});
-  else if (query.scalar_type() == at::kBFloat16) call(at::BFloat16{});
-  else call(at::Half{});
+  if (query.scalar_type() == at::kFloat) call(float{}, float{});
+  else if (query.scalar_type() == at::kHalf) call(at::Half{}, float{});
+  else if (arithmetic == kPairs) call(at::BFloat16{}, Pairs{});
+  else call(at::BFloat16{}, float{});
   return output;
 }
 
@@ -499,6 +498,6 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
 TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def(
       "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor "
-      "positions, Tensor slots, Tensor block_tables, float scale, int window) -> Tensor");
+      "positions, Tensor slots, Tensor block_tables, float scale, int window, int arithmetic) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(specdec, CPU, library) { library.impl("paged_attention", paged_attention); }

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from runtime.compiler.kernels import compile_kernels, describe_kernels, load_kernels
-from runtime.compiler.linears import use_linear_kernel
+from runtime.compiler.linears import use_kernels
 from runtime.errors import SpecDecError
 
 
@@ -65,7 +65,7 @@ CASES = [
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-def run(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def run(case: Case, dtype: torch.dtype, arithmetic: int) -> tuple[Tensor, Tensor]:
     """Outputs of kernel and formula, (B x Q, H, Dv), with new K/V written by the kernel and by hand."""
     B, Q, H, Hk, D, Dv = case.B, case.Q, case.H, case.Hk, case.D, case.Dv
     generator = torch.Generator().manual_seed(0)
@@ -85,7 +85,7 @@ def run(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         expected_keys[block, :, :, offset] = key[0, :, token]
         expected_values[block, :, offset] = value[0, :, token]
     output = torch.ops.specdec.paged_attention(
-        query, key, value, key_pool, value_pool, positions, slots, block_tables, D**-0.5, case.window
+        query, key, value, key_pool, value_pool, positions, slots, block_tables, D**-0.5, case.window, arithmetic
     )
     assert torch.equal(key_pool, expected_keys) and torch.equal(value_pool, expected_values)
     keys = expected_keys[block_tables].permute(0, 2, 1, 4, 3).reshape(B, Hk, -1, D).double()
@@ -101,10 +101,11 @@ def run(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return output, expected
 
 
+@pytest.mark.parametrize("arithmetic", [0, 1, 2], ids=["float32", "pairs", "tiles"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel_is_attention(case: Case, dtype: torch.dtype, threads: int) -> None:
-    output, expected = run(case, dtype)
+def test_kernel_is_attention(case: Case, dtype: torch.dtype, arithmetic: int, threads: int) -> None:
+    output, expected = run(case, dtype, arithmetic)
     assert output.dtype == dtype
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
@@ -116,7 +117,7 @@ def test_scores_far_apart_do_not_overflow() -> None:
     positions, slots, tables = torch.tensor([[3]]), torch.tensor([[7]]), torch.tensor([[1]])
     value = torch.full((1, 1, 1, 16), 5.0)
     output = torch.ops.specdec.paged_attention(
-        query, key, value, key_pool, value_pool, positions, slots, tables, 1.0, 0
+        query, key, value, key_pool, value_pool, positions, slots, tables, 1.0, 0, 0
     )
     torch.testing.assert_close(output, torch.full((1, 1, 16), 5.0))
 
@@ -197,9 +198,11 @@ def test_every_float16_is_read_as_it_is(flushes: bool) -> None:
 class Sequences:
     """Three sequences of random queries, keys and values, whose K/V lie in blocks all over a pool."""
 
-    def __init__(self, shape: tuple[int, int, int, int], block_size: int, window: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int, int], block_size: int, window: int, dtype: torch.dtype, arithmetic: int = 0
+    ) -> None:
         H, Hk, D, Dv = shape
-        self.block_size, self.window, length = block_size, window, 1500
+        self.block_size, self.window, self.arithmetic, length = block_size, window, arithmetic, 1500
         generator = torch.Generator().manual_seed(0)
         self.query, self.key, self.value = (
             torch.randn(3, length, *heads, generator=generator).to(dtype) for heads in ((H, D), (Hk, D), (Hk, Dv))
@@ -229,10 +232,12 @@ class Sequences:
             torch.stack([self.tables[sequence][:N] for sequence, _, _ in rows]),
             0.2,
             self.window,
+            self.arithmetic,
         )
         return [output[b * Q : b * Q + num_tokens] for b, (_, _, num_tokens) in enumerate(rows)]
 
 
+KINDS = [*((dtype, 0) for dtype in TOLERANCE), (torch.bfloat16, 1)]  # tiles are for linear layers only
 SHAPES = {"4 heads": (12, 4, 64, 64), "1 head": (4, 1, 32, 32), "odd heads": (4, 2, 12, 12)}
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1400), st.integers(1, 90)), min_size=1, max_size=4)
 
@@ -240,12 +245,12 @@ ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1400), st.integers(1
 @pytest.mark.parametrize("window", [0, 300, 5])
 @pytest.mark.parametrize("block_size", [32, 24, 256])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("dtype", "arithmetic"), KINDS, ids=str)
 def test_attention_of_a_token_has_the_same_bits_in_any_company(
-    dtype: torch.dtype, shape: str, block_size: int, window: int
+    dtype: torch.dtype, arithmetic: int, shape: str, block_size: int, window: int
 ) -> None:
     """Whatever the batch, the row that it is in, and the threads; against one token at a time, by one thread."""
-    sequences = Sequences(SHAPES[shape], block_size, window, dtype)
+    sequences = Sequences(SHAPES[shape], block_size, window, dtype, arithmetic)
 
     @settings(max_examples=10 if settings.get_current_profile_name() == "default" else 1000, deadline=None)
     @given(rows=ROWS, threads=st.sampled_from([1, 2, 3, 5]))
@@ -265,12 +270,12 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("block_size", [32, 24])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("dtype", "arithmetic"), KINDS, ids=str)
 def test_numbers_that_are_not_finite_reach_only_who_sees_them(
-    dtype: torch.dtype, shape: str, block_size: int, window: int, poison: float, threads: int
+    dtype: torch.dtype, arithmetic: int, shape: str, block_size: int, window: int, poison: float, threads: int
 ) -> None:
     """In the key or the value of a token in the middle, and in all that lies in blocks behind the last."""
-    sequences, start, num_tokens = Sequences(SHAPES[shape], block_size, window, dtype), 290, 41
+    sequences, start, num_tokens = Sequences(SHAPES[shape], block_size, window, dtype, arithmetic), 290, 41
     rows = [(0, start, num_tokens), (1, 7, 4), (2, 600, 1)]  # odd numbers of keys, and even ones
     clean = sequences.attend(rows)
     for sequence, first, count in rows:
@@ -320,7 +325,7 @@ def test_layers_of_one_input_become_one_in_a_compiled_step() -> None:
     describe_kernels()
     layers, x = _Layers().eval(), torch.randn(3, 16)
     program = torch.export.export(layers, (x,), strict=False)
-    use_linear_kernel(program, arithmetic=0)
+    use_kernels(program, arithmetic=0)
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert targets.count("specdec.linear.default") == 3  # query, key and value; biased; last
     assert targets.count("aten.linear.default") == 1  # odd

@@ -66,7 +66,7 @@ void check_linear(at::ScalarType type, double tolerance, int64_t M, int64_t K, i
 // Queries of two heads for each key head, after `context` tokens, in blocks that lie in reverse order.
 template <typename T>
 void check_attention(at::ScalarType type, double tolerance, int64_t Q, int64_t context, int64_t D, int64_t block_size,
-                     int64_t window) {
+                     int64_t window, int64_t arithmetic) {
   const int64_t B = 2, Hk = 2, H = 4, num_keys = context + Q, N = (num_keys + block_size - 1) / block_size;
   const at::Tensor query = random_tensor<T>({1, H, B * Q, D}, type), key = random_tensor<T>({1, Hk, B * Q, D}, type);
   const at::Tensor value = random_tensor<T>({1, Hk, B * Q, D}, type);
@@ -81,7 +81,8 @@ void check_attention(at::ScalarType type, double tolerance, int64_t Q, int64_t c
     slots.mutable_data_ptr<int64_t>()[i] = slot(i / Q, context + i % Q);
   }
   const double scale = 1 / std::sqrt(double(D));
-  const at::Tensor out = paged_attention(query, key, value, keys, values, positions, slots, tables, scale, window);
+  const at::Tensor out =
+      paged_attention(query, key, value, keys, values, positions, slots, tables, scale, window, arithmetic);
   bool right = true;
   for (int64_t b = 0; b < B; ++b)
     for (int64_t q = 0; q < Q; ++q)
@@ -143,12 +144,13 @@ void check_all(at::ScalarType type, double tolerance) {
   for (int64_t M : {1, 2, 5, 13, 40}) check_linear<T>(type, tolerance, M, 64, 40);
   check_linear<T>(type, tolerance, 25, 34, 7);
   check_linear<T>(type, tolerance, 3, 2100, 33);
-  for (int64_t window : {0, 37}) {
-    check_attention<T>(type, tolerance, 1, 300, 32, 32, window);
-    check_attention<T>(type, tolerance, 6, 603, 16, 16, window);
-    check_attention<T>(type, tolerance, 50, 0, 32, 32, window);
-    check_attention<T>(type, tolerance, 3, 50, 12, 4, window);  // heads that are no multiple of a vector
-  }
+  for (int64_t arithmetic : {kFloat32, kPairs})
+    for (int64_t window : {0, 37}) {
+      check_attention<T>(type, tolerance, 1, 300, 32, 32, window, arithmetic);
+      check_attention<T>(type, tolerance, 6, 603, 16, 16, window, arithmetic);
+      check_attention<T>(type, tolerance, 50, 0, 32, 32, window, arithmetic);
+      check_attention<T>(type, tolerance, 3, 50, 12, 4, window, arithmetic);  // heads that are no multiple of a vector
+    }
   for (int64_t size : {1, 15, 64, 1000}) check_argmax<T>(type, size);
 }
 
