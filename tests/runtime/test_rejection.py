@@ -92,6 +92,13 @@ def total_variation(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().sum() / 2)
 
 
+COMBINATIONS = [
+    pytest.param(kind, sampling, marks=[] if sampling in ("plain", "all") else [pytest.mark.slow])
+    for kind in ("lookup", "one-hot distribution", "drawn")
+    for sampling in SAMPLING
+]
+
+
 def drafts(kind: str, probs: Tensor, num_drafts: int) -> tuple[list[list[int]], Tensor | None]:
     """Draft tokens, and the distribution that is claimed: looked up (always the same) or drawn from `probs`.
 
@@ -128,8 +135,7 @@ def counts_at(position: int, all_tokens: list[list[int]]) -> Tensor:
     return counts
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("kind", ["lookup", "one-hot distribution", "drawn"])
+@pytest.mark.parametrize(("kind", "sampling"), COMBINATIONS)
 def test_every_position_follows_the_targets_distribution(kind: str, sampling: str) -> None:
     """The second given the first that was accepted, the bonus token given a draft accepted whole."""
     all_tokens = outputs(kind, sampling)[:10_000]
@@ -149,8 +155,7 @@ def test_wrong_probabilities_are_noticed() -> None:
     assert bonus > SMALLEST_P_VALUE  # after the draft the distribution is the target's own
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("kind", ["lookup", "one-hot distribution", "drawn"])
+@pytest.mark.parametrize(("kind", "sampling"), COMBINATIONS)
 def test_no_more_is_rejected_than_must_be(kind: str, sampling: str) -> None:
     """No rule that follows the target accepts more than the distributions have in common: 1 - total variation."""
     num_draws = 2000
@@ -239,7 +244,7 @@ def make_drafter(name: str, dirs: dict[str, Path], vocab_size: int) -> Drafter |
     return DraftModel(Engine.open(dirs[model]), vocab_size, use_logits=rule == "probabilities")
 
 
-@pytest.mark.parametrize("sampling", TEXT_SAMPLING)
+@pytest.mark.parametrize("sampling", ["top-p", pytest.param("top-k", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "drafter", ["none", "ngram", "similar by tokens", "similar by probabilities", "small by probabilities"]
 )

@@ -150,7 +150,7 @@ inline void multiply(const A* a, int64_t lda, const Piece<B>& b, float* c, int64
 
 // The same for a width that is any multiple of kLanes.
 template <bool adds, int R, typename A, typename B>
-void multiply_rows(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth, int64_t width) {
+[[gnu::noinline]] void multiply_rows(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth, int64_t width) {
   int64_t w = 0;
   if constexpr (R <= kTileRows / 3)  // few rows: more columns, so that sums do not wait for each other
     for (; w + 4 * kLanes <= width; w += 4 * kLanes) multiply<adds, R, 4>(a, lda, b.from_column(w), c + w, ldc, depth);
