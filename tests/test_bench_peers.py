@@ -35,6 +35,7 @@ def output_dir(shared: Path, kernels: Path) -> Path:
     return once(shared / "peers", make)
 
 
+@pytest.mark.slow
 def test_every_system_gives_hugging_faces_tokens_and_missing_peers_are_skipped_by_name(output_dir: Path) -> None:
     document = json.loads((output_dir / "peers.json").read_text())
     (result,) = document["results"]
@@ -56,6 +57,7 @@ def test_every_system_gives_hugging_faces_tokens_and_missing_peers_are_skipped_b
     assert "draft-target on tiny" in document["skipped"]
 
 
+@pytest.mark.slow
 def test_ratios_are_of_one_prompt_in_one_turn(output_dir: Path) -> None:
     (result,) = json.loads((output_dir / "peers.json").read_text())["results"]
     records = {(r["set"], f"{r['system']} {r['variant']}"): r for r in result["records"]}
@@ -67,6 +69,7 @@ def test_ratios_are_of_one_prompt_in_one_turn(output_dir: Path) -> None:
     assert (ratio["wall_s"]["min"], ratio["wall_s"]["max"]) == pytest.approx((min(own), max(own)))
 
 
+@pytest.mark.slow
 def test_the_summary_says_where_it_was_measured_and_divides_by_leader_mode(
     output_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,6 +110,7 @@ def test_llama_cpp_gives_specdecs_tokens(dtype: str, tmp_path: Path, kernels: Pa
     assert all(row["num_equal"] == 1 or (dtype != "float32" and row["first_differences"][0] > 0) for row in rows), rows
 
 
+@pytest.mark.slow
 def test_the_chart_is_a_png(output_dir: Path) -> None:
     pytest.importorskip("matplotlib")
     assert (output_dir / "peers.png").read_bytes().startswith(b"\x89PNG\r\n")
@@ -132,6 +136,7 @@ def test_what_it_does_not_know_is_wrong_usage(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_busy_machines_table_has_a_row_for_each_load(output_dir: Path) -> None:
     arguments = "--model tiny --dtype float32 --peers hugging-face --prompt-len 32 --output-len 8 --threads 1 --runs 1"
     command = [
