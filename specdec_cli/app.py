@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from commands.bench import bench
 from commands.build import build
 from commands.chat import chat
 from commands.compare import compare
@@ -26,7 +27,7 @@ from commands.convert import convert
 from commands.corpus import create, merge, stats
 from commands.options.hints import hint_of, message_of
 from commands.options.panels import COMMON, sort_by_panel
-from commands.options.spellings import empty_value, normalize_name, split_flags_without_effect
+from commands.options.spellings import empty_value, normalize_name, one_value_each, split_flags_without_effect
 from commands.options.usage import usage_message
 from commands.output import fail, warn
 from commands.run import run
@@ -76,6 +77,10 @@ _EXAMPLES = {
     tune: (
         "specdec tune --engine-dir engine --input-file prompts.jsonl --output tuned.json",
         "specdec tune --traces traces.jsonl --ngram-pool public",
+    ),
+    bench: (
+        "specdec bench --base-url http://127.0.0.1:8000 --dataset question.jsonl --request-rate 4 --output-len 128",
+        "specdec bench --dataset random --num-prompts 64 --concurrency 16 --goodput ttft:200 tpot:50 --json",
     ),
     verify: ("specdec verify engine", "specdec verify ~/.cache/specdec --json"),
 }
@@ -134,7 +139,7 @@ class _Command(TyperCommand):
         if empty is not None:
             what = f"`{empty}`" if empty else "an argument"
             raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` lists what there is")
-        return super().parse_args(ctx, kept)
+        return super().parse_args(ctx, one_value_each(kept, self.name or ""))
 
 
 _SHOWS_ALL = "specdec.shows_all_flags"
@@ -170,7 +175,7 @@ app = typer.Typer(
     name="specdec",
     cls=_Group,
     help="Speculative decoding for Hugging Face models: convert, build, run, chat, summarize, compare, tune; corpora; "
-    "verify.",
+    "verify; bench.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -193,7 +198,7 @@ def _register(command: Callable[..., None], group: typer.Typer = app) -> None:
     group.command(cls=_Command, epilog=epilog, context_settings=names)(shown)
 
 
-for _command in (convert, build, run, chat, summarize, compare, tune, verify):
+for _command in (convert, build, run, chat, summarize, compare, tune, verify, bench):
     _register(_command)
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence as Seq
 
+from commands.html.frame import chart_card
 from commands.html.outputs import Pieces
 from commands.html.svg import Column, area_chart, column_chart
 from commands.html.values import NO_DRAFTS, Page, integer, listed, seconds, step_time
@@ -17,18 +18,11 @@ def charts_section(page: Page, outputs: Seq[Pieces]) -> str:
     if page.at("total", "num_spec_steps"):
         cards += [_histogram(page), _positions(page)]
     else:
-        cards.append(_card("Acceptance", f"{NO_DRAFTS}: no acceptance to show", ""))
+        cards.append(chart_card("Acceptance", f"{NO_DRAFTS}: no acceptance to show", ""))
     steps = [list(Counter(p.step for p in pieces).values()) for pieces in outputs if pieces is not None]
     cards.append(_over_time(steps))
     cards.append(_time_split(page))
     return f'<h2>Drafts and steps</h2>\n<div class="charts">\n{"".join(cards)}</div>'
-
-
-def _card(title: str, note: str, content: str) -> str:
-    return (
-        f'<figure class="card"><figcaption><h3>{title}</h3><p class="note">{note}</p></figcaption>\n'
-        f"{content}</figure>\n"
-    )
 
 
 def _histogram(page: Page) -> str:
@@ -49,7 +43,7 @@ def _histogram(page: Page) -> str:
     )
     mean = page.show(number, "total", "mean_acceptance_length", reason=NO_DRAFTS)
     note = f"{page.show(integer, 'total', 'num_spec_steps')} steps with a draft; mean acceptance length {mean}"
-    return _card("Accepted tokens of a draft", note, chart)
+    return chart_card("Accepted tokens of a draft", note, chart)
 
 
 def _positions(page: Page) -> str:
@@ -65,7 +59,9 @@ def _positions(page: Page) -> str:
         label=f"Share of drafts whose token was accepted, by position, in percent: {listed(shown)}",
         backdrop=True,
     )
-    return _card("Acceptance by position", "% of the drafts that are so long whose token there was accepted", chart)
+    return chart_card(
+        "Acceptance by position", "% of the drafts that are so long whose token there was accepted", chart
+    )
 
 
 def _over_time(steps: Seq[Seq[int]]) -> str:
@@ -82,7 +78,7 @@ def _over_time(steps: Seq[Seq[int]]) -> str:
         label="Tokens per step as the outputs grow",
     )
     note = "all requests together, from the first step of each to the last of the longest"
-    return _card("Tokens per step over time", note, chart)
+    return chart_card("Tokens per step over time", note, chart)
 
 
 def _time_split(page: Page) -> str:
@@ -104,7 +100,7 @@ def _time_split(page: Page) -> str:
     )
     num_iterations, wall = page.show(integer, "total", "num_iterations"), page.show(seconds, "total", "wall_s")
     note = f"{num_iterations} steps of the loop in {wall}"
-    return _card("Where the time went", note, f'<div class="split" aria-hidden="true">{bar}</div>\n{table}\n')
+    return chart_card("Where the time went", note, f'<div class="split" aria-hidden="true">{bar}</div>\n{table}\n')
 
 
 def _time_row(page: Page, part: str, name: str, share: float) -> str:

@@ -4,15 +4,14 @@ The page refers to nothing outside itself and has no script. A number of the doc
 (`data-path`) and stands beside what is shown in full (`value`), so the page cannot say anything else than the JSON.
 """
 
-import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from commands.documents.rouge import ROUGE_TYPES
 from commands.html.charts import charts_section
+from commands.html.frame import definitions_section, facts_section, page_footer, page_header, tile, whole_page
 from commands.html.outputs import Pieces, outputs_section
 from commands.html.values import NO_DRAFTS, Page, escaped, integer, request_time, seconds, table, tenths, times
 from commands.output import number, percent
@@ -49,17 +48,10 @@ def html_report(document: dict[str, Any], outputs: Seq[Pieces]) -> str:
         *([_category_table(page)] if document.get("categories") else []),
         outputs_section(page, outputs),
         _settings(document),
-        _definitions(),
-        _footer(document),
+        definitions_section(_DEFINITIONS),
+        page_footer(document),
     ]
-    style = files("commands").joinpath("html/report.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escaped(title)} – specdec</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(body)
-        + "\n</main>\n</body>\n</html>\n"
-    )
+    return whole_page(title, body)
 
 
 def _title(document: dict[str, Any]) -> str:
@@ -100,7 +92,7 @@ def _header(document: dict[str, Any], title: str) -> str:
         if num_unfinished
         else ""
     )
-    return f"<header>\n<p>specdec {escaped(document['command'])}</p>\n<h1>{escaped(title)}</h1>{alert}\n</header>"
+    return page_header(document["command"], title, alert)
 
 
 def _tiles(page: Page) -> str:
@@ -111,15 +103,8 @@ def _tiles(page: Page) -> str:
     if page.at("rouge"):
         name = next(iter(page.document["rouge"]))
         caption = f"× 100, {page.show(integer, 'num_references')} outputs with a reference ({_SYSTEMS[name]})"
-        tiles.append(_tile("ROUGE-1", page.show(number, "rouge", name, "rouge1", reason="no references"), caption))
+        tiles.append(tile("ROUGE-1", page.show(number, "rouge", name, "rouge1", reason="no references"), caption))
     return f'<dl class="tiles">\n{"".join(tiles)}</dl>'
-
-
-def _tile(name: str, figure: str, caption: str, style: str = "") -> str:
-    return (
-        f'<div class="tile card"><dt>{name}</dt><dd class="figure{style}">{figure}</dd>'
-        f'<dd class="caption">{caption}</dd></div>\n'
-    )
 
 
 def _speedup_tile(page: Page) -> str:
@@ -132,13 +117,13 @@ def _speedup_tile(page: Page) -> str:
         caption = "not measured: <code>--check-lossless</code> does"
     else:
         caption = "not measured: the engine was not run"
-    return _tile("Speedup", page.show(times, "speedup", reason="not measured"), caption)
+    return tile("Speedup", page.show(times, "speedup", reason="not measured"), caption)
 
 
 def _tokens_per_step_tile(page: Page) -> str:
     tokens, steps = page.show(integer, "total", "num_generated_tokens"), page.show(integer, "total", "num_steps")
     figure = page.show(number, "total", "tokens_per_step", reason="no step was made")
-    return _tile("Tokens per step", figure, f"{tokens} tokens in {steps} steps")
+    return tile("Tokens per step", figure, f"{tokens} tokens in {steps} steps")
 
 
 def _acceptance_tile(page: Page) -> str:
@@ -146,13 +131,13 @@ def _acceptance_tile(page: Page) -> str:
     accepted = page.show(integer, "total", "num_accepted_draft_tokens")
     drafted = page.show(integer, "total", "num_draft_tokens")
     caption = f"{accepted} of {drafted} draft tokens" if page.at("total", "num_draft_tokens") else NO_DRAFTS
-    return _tile("Acceptance rate", figure, caption)
+    return tile("Acceptance rate", figure, caption)
 
 
 def _throughput_tile(page: Page) -> str:
     figure = page.show(tenths, "total", "output_tokens_per_second", reason="no time was measured")
     wall = page.show(seconds, "total", "wall_s")
-    return _tile("Tokens/s", figure, f"wall time {wall}, without loading and warm-up")
+    return tile("Tokens/s", figure, f"wall time {wall}, without loading and warm-up")
 
 
 def _lossless_tile(page: Page) -> str:
@@ -166,15 +151,15 @@ def _lossless_tile(page: Page) -> str:
             f"{page.show(integer, 'checks', 'lossless', 'num_samples')} outputs token for token the same as without a "
             "drafter"
         )
-        return _tile("Lossless", "passed" if check["passed"] else "FAILED", caption, _verdict(check["passed"]))
+        return tile("Lossless", "passed" if check["passed"] else "FAILED", caption, _verdict(check["passed"]))
     if same is not None:
         figure = (
             f"{page.show(integer, 'checks', 'identical_to_no_drafter', 'num_identical')} of "
             f"{page.show(integer, 'checks', 'identical_to_no_drafter', 'num_samples')}"
         )
         is_same = same["num_identical"] == same["num_samples"]
-        return _tile("Lossless", figure, "outputs token for token the same as without a drafter", _verdict(is_same))
-    return _tile("Lossless", "not checked", "<code>--check-lossless</code> compares with no drafter", " words none")
+        return tile("Lossless", figure, "outputs token for token the same as without a drafter", _verdict(is_same))
+    return tile("Lossless", "not checked", "<code>--check-lossless</code> compares with no drafter", " words none")
 
 
 def _distribution_tile(page: Page, passed: bool | None) -> str:
@@ -186,8 +171,8 @@ def _distribution_tile(page: Page, passed: bool | None) -> str:
         f"variation distance of {figure('detectable_total_variation', '.2g')} with {figure('power', '.0%')}"
     )
     if passed is None:
-        return _tile("Lossless", "too little to tell", caption, " words none")
-    return _tile("Lossless", "passed" if passed else "FAILED", caption, _verdict(passed))
+        return tile("Lossless", "too little to tell", caption, " words none")
+    return tile("Lossless", "passed" if passed else "FAILED", caption, _verdict(passed))
 
 
 def _verdict(is_good: bool) -> str:
@@ -262,38 +247,4 @@ def _settings(document: dict[str, Any]) -> str:
         ("Environment", environment),
         *([("Draft engine", document["draft_engine"])] if document["draft_engine"] else []),
     ]
-    shown = "".join(
-        f'<section class="card"><h3>{name}</h3><dl>{_facts(facts)}</dl></section>\n' for name, facts in cards
-    )
-    return f'<h2>Settings and versions</h2>\n<div class="facts">\n{shown}</div>'
-
-
-def _facts(facts: dict[str, Any], prefix: str = "") -> str:
-    """Keys as in the JSON, an object's with its own in front; nulls are left out."""
-    rows = []
-    for key, value in facts.items():
-        if isinstance(value, dict):
-            rows.append(_facts(value, f"{prefix}{key}."))
-        elif value is not None and value != []:
-            shown = (
-                value if isinstance(value, str) else f"{value:.3g}" if isinstance(value, float) else json.dumps(value)
-            )
-            rows.append(f"<dt>{escaped(prefix + key)}</dt><dd>{escaped(shown)}</dd>")
-    return "".join(rows)
-
-
-def _definitions() -> str:
-    words = "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in _DEFINITIONS.items())
-    return (
-        '<details class="fold"><summary><h2>What the words mean</h2></summary>\n'
-        f'<dl class="words">{words}</dl></details>'
-    )
-
-
-def _footer(document: dict[str, Any]) -> str:
-    version = document["specdec_version"] or "(not installed)"
-    return (
-        f"<footer>Made by specdec {escaped(version)} from the document that "
-        f"<code>specdec {escaped(document['command'])} --json</code> prints (schema {document['schema_version']}). "
-        "A dash stands where there was nothing to measure.</footer>"
-    )
+    return facts_section(cards)

@@ -94,6 +94,7 @@ def load_samples(
     max_samples: int | None,
     seed: int,
     columns: Columns = Columns(),
+    needs_reference: bool = True,
 ) -> list[Sample]:
     """The first `max_samples` samples (None: all) of the dataset `name`, shuffled with `seed`.
 
@@ -102,7 +103,7 @@ def load_samples(
     of the hub: the directory holding it, or the one above (`dataset_dir`/`name`).
 
     A question may be a list of turns, as in MT-Bench and Spec-Bench, of which the first is asked, and its reference a
-    list, of which the first is the first turn's.
+    list, of which the first is the first turn's. Without `needs_reference` none is looked for.
 
     The order is that of `datasets.Dataset.shuffle(seed)`, as in TensorRT-LLM. `demo` keeps the order of its
     file, in which the categories alternate, so that the first few samples show each of them.
@@ -118,7 +119,9 @@ def load_samples(
         raise SpecDecError(f"the dataset has no rows: {name}", hint="give a file with at least one row")
     text_column = _column(table, columns.text, _TEXT_COLUMNS[eval_task], "text", name)
     reference_column: str | None
-    if eval_task == "question" and columns.reference is None:
+    if not needs_reference:
+        reference_column = None
+    elif eval_task == "question" and columns.reference is None:
         reference_column = next((c for c in _REFERENCE_COLUMNS[eval_task] if c in table.columns), None)
     else:
         reference_column = _column(table, columns.reference, _REFERENCE_COLUMNS[eval_task], "reference", name)
@@ -372,7 +375,7 @@ def _sample(
     text, reference = row.get(text_column), row.get(reference_column) if reference_column else None
     if eval_task == "question":
         text, reference = _first(text), _first(reference)
-    has_reference = eval_task != "question" or reference not in (None, "")
+    has_reference = reference_column is not None and (eval_task != "question" or reference not in (None, ""))
     return Sample(
         id=check_text(str(row_id), f"the id of {where}"),
         category=None if category in (None, "") else check_text(str(category), f"`category` in {where}"),

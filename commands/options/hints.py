@@ -21,6 +21,7 @@ _DRAFTS = (
 )
 
 HINTS: dict[str, str | tuple[str, ...]] = {
+    "api_key": "`--api-key`, or the variable OPENAI_API_KEY, has the key",
     "already_converted": "a checkpoint goes to `specdec build --checkpoint-dir`, an engine to `specdec run "
     "--engine-dir`",
     "bad_tokenizer": "`--tokenizer-dir` names another; transformers said: {reason}",
@@ -60,6 +61,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_token_left": "relax the penalties, `--no-repeat-ngram-size` or `--bad-words`",
     "no_tokenizer": "`--tokenizer-dir` names one",
     "none_fits": "give shorter ones, or build for longer ones: `specdec build --max-input-len N --max-seq-len N`",
+    "not_an_openai_server": "check `--base-url`",
     "not_an_engine": ("make one with `specdec build`", "`--model-dir` takes a model"),
     "not_ours": "`--force` replaces only what specdec wrote; choose another directory or remove this one",
     "other_model": "give the model that the engine was made from with `--hf-model-dir`",
@@ -77,6 +79,9 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "build with a larger `specdec build --max-seq-len`",
         "with `--model-dir` give a larger `--max-seq-len`",
     ),
+    "server_model": "`--model` names one; it has {names}",
+    "server_names_no_model": "`--model` names one",
+    "server_unreachable": "check that it runs, and `--base-url`",
     "tokenizer_is_code": "`--tokenizer-dir` names one that transformers has a class for",
     "top_k": "0 leaves the whole vocabulary",
     "tune_draft_len": "lower it, or build with a larger `specdec build --max-draft-len`",

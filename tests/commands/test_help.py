@@ -10,7 +10,18 @@ from commands.options.panels import COMMON, PANELS
 from specdec_cli.app import app
 
 LONG = ["run", "chat", "summarize"]
-COMMANDS = [*LONG, "convert", "build", "compare", "tune", "verify", "corpus create", "corpus merge", "corpus stats"]
+COMMANDS = [
+    *LONG,
+    "convert",
+    "build",
+    "compare",
+    "tune",
+    "verify",
+    "bench",
+    "corpus create",
+    "corpus merge",
+    "corpus stats",
+]
 NUM_LINES_OF_A_SCREEN = 50
 LONGEST_AT_80 = 28
 
@@ -82,7 +93,7 @@ def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specde
         return specdec_process(environment=asked).stdout.split()
 
     assert completed("specdec ") == [
-        *("convert", "build", "run", "chat", "summarize", "compare", "tune", "verify", "corpus"),
+        *("convert", "build", "run", "chat", "summarize", "compare", "tune", "verify", "bench", "corpus"),
     ]
     assert completed("specdec corpus ") == ["create", "merge", "stats"]
     assert completed("specdec run --temp") == ["--temperature"]

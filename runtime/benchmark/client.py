@@ -1,0 +1,251 @@
+"""A client of OpenAI's HTTP interface: it sends one request, reads the stream, and takes the time of every piece.
+
+Times are `time.perf_counter`'s. Of the server's answer only what is checked here is believed: anything else is a
+ServerError, which says what came.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx2
+
+from runtime.benchmark.speculation import SpeculationCounts, counts_of_response
+from runtime.errors import SpecDecError
+from runtime.reading import shown
+
+Endpoint = Literal["completions", "chat"]
+PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+Content = str | list[int] | list[dict[str, str]]
+"""A prompt's text, its token ids, or the messages of a conversation."""
+
+
+class ServerError(Exception):
+    """What the server did with one request instead of answering it; `status` where it is an HTTP error."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass
+class Answer:
+    """What came of one request. `piece_times` are those of the chunks that carried text."""
+
+    arrival_s: float
+    start_s: float = 0.0
+    end_s: float = 0.0
+    piece_times: list[float] = field(default_factory=list)
+    text: str = ""
+    num_prompt_tokens: int | None = None
+    num_output_tokens: int | None = None
+    speculation: SpeculationCounts | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.piece_times[0] - self.start_s
+
+    @property
+    def latency_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(end − first token) ÷ (tokens − 1); None for one token."""
+        tokens = self.num_tokens
+        return (self.end_s - self.piece_times[0]) / (tokens - 1) if tokens > 1 else None
+
+    @property
+    def itls_s(self) -> list[float]:
+        """The gaps between chunks with text, of which each holds all tokens of a step."""
+        return [after - before for before, after in zip(self.piece_times, self.piece_times[1:], strict=False)]
+
+    @property
+    def num_tokens(self) -> int:
+        """As the server counted them; chunks, where it did not."""
+        return len(self.piece_times) if self.num_output_tokens is None else self.num_output_tokens
+
+
+class Client:
+    """A server's address, and what every request to it has in common."""
+
+    def __init__(self, base_url: str, api_key: str | None, timeout_s: float) -> None:
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx2.AsyncClient(
+            headers=headers,
+            timeout=httpx2.Timeout(timeout_s, connect=min(timeout_s, 30.0), pool=None),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._http.aclose()
+
+    async def models(self) -> list[str]:
+        """The names of the server's models; SpecDecError for a server that does not tell."""
+        where = f"{self.base_url}/v1/models"
+        try:
+            response = await self._http.get(where)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise unreachable(self.base_url, error) from None
+        if response.status_code != 200:
+            raise refused(ServerError(_error_text(response.status_code, response.text), response.status_code), where)
+        names = _model_names(response)
+        if not names:
+            raise SpecDecError(
+                f"the server names no model: {where}", hint="give its name", fact="server_names_no_model"
+            )
+        return names
+
+    async def metrics_text(self) -> str | None:
+        """What the server tells Prometheus; None where it tells nothing."""
+        try:
+            response = await self._http.get(f"{self.base_url}/metrics")
+        except httpx2.HTTPError:
+            return None
+        return response.text if response.status_code == 200 else None
+
+    async def ask(self, endpoint: Endpoint, body: Mapping[str, Any], answer: Answer) -> None:
+        """Fill in `answer`, or the error that came in its place."""
+        answer.start_s = answer.end_s = time.perf_counter()
+        try:
+            async with self._http.stream("POST", self.base_url + PATHS[endpoint], json=body) as response:
+                if response.status_code != 200:
+                    text = (await response.aread()).decode(errors="replace")
+                    raise ServerError(_error_text(response.status_code, text), response.status_code)
+                await _read_stream(response, answer)
+        except httpx2.HTTPError as error:
+            raise ServerError(_reason(error)) from None
+
+
+def request_body(endpoint: Endpoint, model: str, content: Content, max_tokens: int) -> dict[str, Any]:
+    """What asks for the answer to a prompt as a stream, with its usage in the end."""
+    common = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    if endpoint == "completions":
+        return common | {"prompt": content, "max_tokens": max_tokens}
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    return common | {"messages": messages, "max_completion_tokens": max_tokens}
+
+
+async def _read_stream(response: httpx2.Response, answer: Answer) -> None:
+    is_done = False
+    async for event in httpx2.EventSource(response):
+        now = time.perf_counter()
+        if event.data == "[DONE]":
+            is_done = True
+        elif not is_done and event.data:
+            _take_chunk(_parse(event.data), answer, now)
+    if not is_done:
+        raise ServerError("the stream ended before `data: [DONE]`")
+    if not answer.piece_times:
+        raise ServerError("the stream held no token")
+
+
+def _parse(data: str) -> dict[str, Any]:
+    try:
+        chunk = json.loads(data)
+    except (ValueError, RecursionError):
+        raise ServerError(f"the stream holds an event that is not JSON: {shown(data)}") from None
+    if not isinstance(chunk, dict):
+        raise ServerError(f"the stream holds an event that is no object: {shown(data)}")
+    if chunk.get("error"):
+        raise ServerError(f"the server broke off: {_message(chunk['error'])}")
+    return chunk
+
+
+def _take_chunk(chunk: dict[str, Any], answer: Answer, now: float) -> None:
+    """A chat's first chunk names the role and carries no text: it is no token, and sets no time."""
+    choices, usage = chunk.get("choices"), chunk.get("usage")
+    if choices is not None and not (isinstance(choices, list) and all(isinstance(c, dict) for c in choices)):
+        raise ServerError(f"the stream holds choices that are no list of objects: {shown(choices)}")
+    for choice in choices or []:
+        text, is_last = _text_of(choice), choice.get("finish_reason") is not None
+        # An end id is a token without text: where nothing else was generated it is the first one.
+        if text or (is_last and not answer.piece_times):
+            answer.piece_times.append(now)
+        if text or is_last:
+            answer.end_s = now
+            answer.text += text
+        if is_last:
+            answer.finish_reason = str(choice["finish_reason"])
+    if isinstance(usage, dict):
+        answer.num_output_tokens = _count(usage, "completion_tokens")
+        answer.num_prompt_tokens = _count(usage, "prompt_tokens")
+    answer.speculation = counts_of_response(chunk) or answer.speculation
+
+
+def _text_of(choice: dict[str, Any]) -> str:
+    """A completion's text, or a chat's content; what a model thinks aloud is generated too."""
+    delta = choice.get("delta")
+    parts = [choice.get("text")] if not isinstance(delta, dict) else [
+        delta.get(name) for name in ("reasoning_content", "reasoning", "content")
+    ]  # fmt: skip
+    if any(part is not None and not isinstance(part, str) for part in parts):
+        raise ServerError(f"the stream holds text that is none: {shown(parts)}")
+    return "".join(part for part in parts if part)
+
+
+def _count(usage: dict[str, Any], name: str) -> int:
+    value = usage.get(name)
+    if type(value) is not int or value < 0:
+        raise ServerError(f"the server's usage has no count `{name}`: {shown(usage)}")
+    return value
+
+
+def _model_names(response: httpx2.Response) -> list[str]:
+    try:
+        return [str(model["id"]) for model in response.json()["data"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise SpecDecError(
+            f"not an OpenAI-compatible server, its list of models is {shown(response.text)}: {response.url}",
+            hint="check the address",
+            fact="not_an_openai_server",
+        ) from None
+
+
+def unreachable(base_url: str, error: Exception) -> SpecDecError:
+    return SpecDecError(
+        f"the server cannot be reached ({_reason(error)}): {base_url}",
+        hint="check that it runs, and its address",
+        fact="server_unreachable",
+    )
+
+
+def refused(error: ServerError, where: str) -> SpecDecError:
+    """Why a server that was reached answers nothing, as one error."""
+    if error.status in (401, 403):
+        return SpecDecError(
+            f"the server refuses the API key ({error}): {where}", hint="give it one that it knows", fact="api_key"
+        )
+    return SpecDecError(f"{error}: {where}", hint="see what the server prints")
+
+
+def _error_text(status: int, text: str) -> str:
+    """What the server says is wrong, in OpenAI's form or any other."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        data = None
+    found = data.get("error", data.get("message", data.get("detail"))) if isinstance(data, dict) else None
+    said = _message(found) if found else shown(text.strip()) if text.strip() else "nothing more"
+    return f"the server answers {status}: {said}"
+
+
+def _message(error: object) -> str:
+    said = error.get("message", error) if isinstance(error, dict) else error
+    text = " ".join(str(said).split())
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong between here and the server, in a few words."""
+    if isinstance(error, httpx2.TimeoutException):
+        return "no answer in time"
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,114 @@
+"""Sends requests to a server at their times, not more than so many at once, and gathers what came."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.benchmark.client import Answer, Client, Content, Endpoint, ServerError, refused, request_body
+from runtime.benchmark.speculation import SpeculationCounts, counts_of_prometheus, total_counts
+from runtime.errors import SpecDecError
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of whom. `arrivals` are seconds from the start, one for each prompt."""
+
+    endpoint: Endpoint
+    model: str | None
+    prompts: Seq[Content]
+    max_tokens: int
+    arrivals: Seq[float]
+    concurrency: int | None
+    extra_body: dict[str, Any]
+    num_warmups: int = 1
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """`speculation` is what the server told, and `speculation_source` where."""
+
+    model: str
+    answers: list[Answer]
+    start_s: float
+    duration_s: float
+    speculation: SpeculationCounts | None
+    speculation_source: str | None
+
+
+def run_load(client: Callable[[], Client], load: Load, on_answer: Callable[[], None]) -> LoadResult:
+    """Send it all and wait for every answer. SpecDecError if the server does not answer a first request."""
+
+    async def run() -> LoadResult:
+        async with client() as opened:
+            return await _run(opened, load, on_answer)
+
+    return asyncio.run(run())
+
+
+async def _run(client: Client, load: Load, on_answer: Callable[[], None]) -> LoadResult:
+    names = await client.models() if load.model is None else []
+    model = load.model or names[0]
+    await _warm_up(client, load, model)
+    before = await _counters(client)
+    limit: AbstractAsyncContextManager[object] = (
+        nullcontext() if load.concurrency is None else asyncio.Semaphore(load.concurrency)
+    )
+    start_s = time.perf_counter()
+
+    async def one(content: Content, arrival: float) -> Answer:
+        answer = Answer(start_s + arrival)
+        await asyncio.sleep(answer.arrival_s - time.perf_counter())
+        async with limit:
+            await _ask(client, load, model, content, answer)
+        on_answer()
+        return answer
+
+    asked = [one(*each) for each in zip(load.prompts, load.arrivals, strict=True)]
+    answers = list(await asyncio.gather(*asked))
+    duration_s = time.perf_counter() - start_s
+    told = [answer.speculation for answer in answers if answer.speculation is not None]
+    if told:
+        return LoadResult(model, answers, start_s, duration_s, total_counts(told), "responses")
+    after = await _counters(client)
+    since = after.since(before) if after is not None and before is not None else None
+    return LoadResult(model, answers, start_s, duration_s, since, None if since is None else "prometheus")
+
+
+async def _counters(client: Client) -> SpeculationCounts | None:
+    text = await client.metrics_text()
+    return None if text is None else counts_of_prometheus(text)
+
+
+async def _ask(client: Client, load: Load, model: str, content: Content, answer: Answer) -> None:
+    body = request_body(load.endpoint, model, content, load.max_tokens) | load.extra_body
+    try:
+        await client.ask(load.endpoint, body, answer)
+    except ServerError as error:
+        answer.error = str(error)
+
+
+async def _warm_up(client: Client, load: Load, model: str) -> None:
+    """The first prompt, answered before the clock starts. What is wrong with the server is found here."""
+    for _ in range(load.num_warmups):
+        body = request_body(load.endpoint, model, load.prompts[0], load.max_tokens) | load.extra_body
+        try:
+            await client.ask(load.endpoint, body, Answer(0.0))
+        except ServerError as error:
+            raise await _why(client, load, model, error) from None
+
+
+async def _why(client: Client, load: Load, model: str, error: ServerError) -> SpecDecError:
+    """The error of a first request: a server that cannot be reached, or that has other models, or what it said."""
+    if error.status not in (None, 404):
+        return refused(error, client.base_url)
+    names = await client.models()  # raises what is wrong with the server as a whole
+    if error.status == 404 and model not in names:
+        return SpecDecError(
+            f"the server has no such model: {model}", hint=f"it has {', '.join(names)}", fact="server_model",
+            names=", ".join(names),
+        )  # fmt: skip
+    return refused(error, client.base_url)

@@ -1,0 +1,392 @@
+"""`specdec bench` against a server whose times, tokens and faults are known."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import Result, Specdec, assert_valid, tree
+from openai_server import DONE, Asked, Piece, Reply, Script, Server, as_json, event, failure, models, running
+
+from commands.html.bench import bench_page
+
+Bench = Callable[..., Result]
+SLACK_MS = 40.0  # what a busy machine may add to a time
+METRICS = {
+    "num_drafts": 2,
+    "num_draft_tokens": 8,
+    "num_accepted_tokens": 3,
+    "acceptance_rate": 0.375,
+    "accepted_per_position": [2, 1, 0, 0],
+    "tokens_per_step": 2.5,
+}
+
+DOCUMENT_METRICS = ("ttft", "tpot", "itl", "e2el")
+VLLM_KEYS = (
+    "date endpoint_type backend label model_id tokenizer_id num_prompts request_rate burstiness max_concurrency "
+    "duration completed failed total_input_tokens total_output_tokens request_throughput request_goodput "
+    "output_throughput total_token_throughput input_lens output_lens ttfts itls start_times generated_texts errors "
+    "max_output_tokens_per_s max_concurrent_requests spec_decode_acceptance_rate spec_decode_acceptance_length "
+    "spec_decode_num_drafts spec_decode_draft_tokens spec_decode_accepted_tokens "
+    "spec_decode_per_position_acceptance_rates"
+)
+
+
+def chunk(text: str | None, finish_reason: str | None = None, *, chat: bool = False) -> dict[str, Any]:
+    said = {"delta": {} if text is None else {"content": text}} if chat else {"text": text or ""}
+    return {"id": "x", "choices": [{"index": 0, "finish_reason": finish_reason, **said}], "usage": None}
+
+
+def usage(num_prompt: int = 7, num_output: int = 5, **more: Any) -> dict[str, Any]:
+    counts = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+    return {"id": "x", "choices": [], "usage": counts, **more}
+
+
+def stream(waits: list[float], *, chat: bool = False, **more: Any) -> list[Piece]:
+    """Five tokens in as many chunks as there are waits."""
+    role = [(0.0, event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}))] if chat else []
+    last = len(waits) - 1
+    texts = [(wait, event(chunk(f" t{i}", "length" if i == last else None, chat=chat))) for i, wait in enumerate(waits)]
+    return [*role, *texts, (0.0, event(usage(**more))), (0.0, DONE)]
+
+
+def script(answer: Callable[[Asked], Reply], metrics: Callable[[], str] | None = None) -> Script:
+    """Models, perhaps counters, and this answer to whatever is asked."""
+
+    def reply(asked: Asked) -> Reply:
+        if asked.path == "/v1/models":
+            return models("first", "second")
+        if asked.path == "/metrics":
+            return Reply([(0.0, metrics().encode())], 200, "text/plain") if metrics else failure(404, "no metrics")
+        return answer(asked)
+
+    return reply
+
+
+def steady(asked: Asked) -> Reply:
+    """The first token after 60 ms, then one every 20 ms."""
+    return Reply(stream([0.06, 0.02, 0.02, 0.02, 0.02], chat="chat" in asked.path))
+
+
+@pytest.fixture
+def bench(specdec: Specdec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """`bench(server, …)`: four prompts sent to it."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"prompt {i}"}) + "\n" for i in range(4)))
+
+    def call(server: Server | str, *arguments: object) -> Result:
+        own = {str(argument) for argument in arguments} & {"--dataset", "--input-file"}
+        source = [] if own else ["--input-file", prompts]
+        url = server if isinstance(server, str) else server.url
+        return specdec("bench", "--base-url", url, *source, *arguments)
+
+    return call
+
+
+def test_times_are_those_of_the_server(bench: Bench, tmp_path: Path) -> None:
+    """What the server noted when it sent each piece, put through numpy."""
+    waits = [[0.05 + 0.03 * i, *[0.02 + 0.005 * i] * 4] for i in range(6)]
+
+    def answer(asked: Asked) -> Reply:
+        return Reply(stream(waits[int(asked.body["prompt"])]))
+
+    (tmp_path / "six.txt").write_text("".join(f"{i}\n" for i in range(6)))
+    arguments = ["--input-file", tmp_path / "six.txt", "--num-warmups", 0, "--metric-percentiles", "50,90", "--json"]
+    with running(script(answer)) as server:
+        document = bench(server, *arguments).document
+        asked = sorted(server.generations(), key=lambda one: int(one.body["prompt"]))
+    texts = [one.sent_s[:5] for one in asked]
+    ttfts = [(sent[0] - one.start_s) * 1e3 for sent, one in zip(texts, asked, strict=True)]
+    tpots = [(sent[-1] - sent[0]) / 4 * 1e3 for sent in texts]
+    latencies = [(sent[-1] - one.start_s) * 1e3 for sent, one in zip(texts, asked, strict=True)]
+    gaps = [gap * 1e3 for sent in texts for gap in np.diff(sent)]
+    for name, values in {"ttft": ttfts, "tpot": tpots, "itl": gaps, "e2el": latencies}.items():
+        assert document[f"mean_{name}_ms"] == pytest.approx(np.mean(values), abs=SLACK_MS), name
+        assert document[f"median_{name}_ms"] == pytest.approx(np.median(values), abs=SLACK_MS), name
+        assert document[f"p90_{name}_ms"] == pytest.approx(np.percentile(values, 90), abs=SLACK_MS), name
+    assert np.array(document["ttfts"]) * 1e3 == pytest.approx(np.array(ttfts), abs=SLACK_MS)
+    assert [len(gaps) for gaps in document["itls"]] == [4] * 6
+    assert document["generated_texts"] == [" t0 t1 t2 t3 t4"] * 6
+
+
+def test_a_chats_first_chunk_is_no_token(bench: Bench) -> None:
+    """It names the role, and is sent before anything is computed."""
+    with running(script(steady)) as server:
+        document = bench(server, "--endpoint", "chat", "--json").document
+    assert document["mean_ttft_ms"] == pytest.approx(60, abs=SLACK_MS) and min(document["ttfts"]) >= 0.055
+    assert [len(gaps) for gaps in document["itls"]] == [4] * 4
+    assert document["backend"] == "openai-chat"
+
+
+def test_what_is_asked_is_what_was_said(bench: Bench) -> None:
+    with running(script(steady)) as server:
+        arguments = ["--output-len", 9, "--ignore-eos", "--api-key", "sesame", "--extra-body", '{"speculative": false}']
+        result = bench(server, *arguments, "--num-warmups", 2, "--json")
+        bodies = [one.body for one in server.generations()]
+        keys = {one.headers.get("authorization") for one in server.asked}
+    assert [body["prompt"] for body in bodies[:2]] == ["prompt 0"] * 2  # the warm-ups
+    assert sorted(body["prompt"] for body in bodies[2:]) == [f"prompt {i}" for i in range(4)]
+    for body in bodies:
+        body.pop("prompt")
+        assert body == {
+            "model": "first", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 9,
+            "temperature": 0.0, "ignore_eos": True, "speculative": False,
+        }  # fmt: skip
+    assert keys == {"Bearer sesame"}
+    assert "sesame" not in result.stdout + result.stderr
+
+
+def test_keys_are_those_of_vllm_bench_serve(bench: Bench) -> None:
+    """The keys that vLLM 0.11 writes with `--save-detailed --percentile-metrics ttft,tpot,itl,e2el`."""
+    summaries = [f"{what}_{name}_ms" for what in ("mean", "median", "std", "p99") for name in DOCUMENT_METRICS]
+    reply = Reply(stream([0.01] * 3, metrics={"speculative_decoding": METRICS}))
+    with running(script(lambda asked: reply)) as server:
+        document = bench(server, "--goodput", "ttft:2000", "tpot:1000", "--json").document
+    assert {*VLLM_KEYS.split(), *summaries} <= set(document)
+    assert_valid("bench", document)
+    assert document["request_rate"] == "inf" and document["settings"]["goodput"] == {"ttft": 2000.0, "tpot": 1000.0}
+    assert document["request_goodput"] == pytest.approx(document["request_throughput"])
+    assert (document["input_lens"], document["output_lens"]) == ([7] * 4, [5] * 4)
+    assert document["spec_decode_source"] == "responses"
+    assert document["tokens_per_step"] == 2.5 and document["spec_decode_draft_tokens"] == 32
+
+
+def test_counters_before_and_after_tell_of_speculation(bench: Bench) -> None:
+    """A server that answers nothing of it, and counts for Prometheus: what was counted before is not of this run."""
+    served = [0]
+
+    def answer(asked: Asked) -> Reply:
+        served[0] += 1
+        return Reply(stream([0.01] * 2))
+
+    def metrics() -> str:
+        return (
+            f"vllm:spec_decode_num_drafts_total {100 + 2 * served[0]}\n"
+            f"vllm:spec_decode_num_draft_tokens_total {500 + 8 * served[0]}\n"
+            f"vllm:spec_decode_num_accepted_tokens_total {300 + 3 * served[0]}\n"
+        )
+
+    with running(script(answer, metrics)) as server:
+        document = bench(server, "--json").document
+    assert document["spec_decode_source"] == "prometheus"
+    assert document["spec_decode_num_drafts"] == 8 and document["spec_decode_draft_tokens"] == 32
+    assert document["spec_decode_accepted_tokens"] == 12
+    assert document["tokens_per_step"] == 20 / (20 - 12)
+
+
+def test_no_more_are_under_way_than_allowed(bench: Bench) -> None:
+    with running(script(steady)) as server:
+        limited = bench(server, "--num-prompts", 4, "--concurrency", 2, "--json").document
+        assert (server.most_open, limited["max_concurrent_requests"]) == (2, 2)
+        free = bench(server, "--num-prompts", 4, "--json").document
+        assert (server.most_open, free["max_concurrent_requests"]) == (4, 4)
+    assert sorted(limited["queue_times"])[2] > 0.1 > max(free["queue_times"])  # two waited for the other two
+
+
+def test_requests_are_sent_at_their_times(bench: Bench) -> None:
+    from runtime.benchmark.arrivals import arrival_times
+
+    with running(script(steady)) as server:
+        document = bench(server, "--request-rate", 20, "--seed", 4, "--num-warmups", 0, "--json").document
+        starts = [one.start_s for one in server.generations()]
+    planned = arrival_times(4, 20, seed=4)
+    assert np.array(starts) - starts[0] == pytest.approx(np.array(planned), abs=SLACK_MS / 1e3)
+    assert np.array(document["start_times"]) == pytest.approx(np.array(planned), abs=SLACK_MS / 1e3)
+
+
+def test_the_tables_show_the_numbers(bench: Bench, tmp_path: Path) -> None:
+    reply = Reply(stream([0.01] * 3, metrics={"speculative_decoding": METRICS}))
+    with running(script(lambda asked: reply)) as server:
+        result = bench(server, "--goodput", "ttft:2000", "--report", tmp_path / "report.html")
+    assert result.exit_code == 0
+    for words in ("TTFT", "TPOT", "P99", "4 requests in", "goodput", "2.50 tokens per step: 20 in 8 steps", "37.5 %"):
+        assert words in result.stdout, words
+    assert "2.50" in (tmp_path / "report.html").read_text()
+
+
+def test_quiet_is_one_line(bench: Bench) -> None:
+    with running(script(steady)) as server:
+        result = bench(server, "--quiet")
+    assert result.stdout.startswith("4 requests in") and result.stdout.count("\n") == 1 and result.stderr == ""
+
+
+def test_the_page_holds_what_servers_say_as_text(bench: Bench) -> None:
+    def answer(asked: Asked) -> Reply:
+        if asked.body["prompt"] == "prompt 2":
+            return failure(500, "<script>alert(1)</script>")
+        return Reply(stream([0.01] * 3))
+
+    with running(script(answer)) as server:
+        result = bench(server, "--json", "--model", "<b>m</b>")
+    page = bench_page(result.document)
+    assert "1 of 4 requests failed" in result.stderr
+    assert "<script" not in page and "<b>m" not in page and "&lt;script&gt;alert(1)" in page
+
+
+def test_prompts_come_from_datasets_and_files(bench: Bench, tmp_path: Path) -> None:
+    spec_bench = tmp_path / "question.jsonl"
+    spec_bench.write_text(json.dumps({"question_id": 81, "category": "writing", "turns": ["Say it.", "Again."]}) + "\n")
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text(json.dumps({"prompt_ids": [3, 4]}) + "\n")
+    with running(script(steady)) as server:
+
+        def sent(*arguments: object) -> list[Any]:
+            server.asked.clear()
+            assert bench(server, *arguments, "--num-warmups", 0).exit_code == 0
+            return [one.body.get("prompt", one.body.get("messages")) for one in server.generations()]
+
+        assert sent("--dataset", spec_bench) == ["Say it."]
+        assert sent("--dataset", spec_bench, "--endpoint", "chat") == [[{"role": "user", "content": "Say it."}]]
+        assert sent("--input-file", mixed, "--endpoint", "chat") == [[{"role": "user", "content": "Hi"}]]
+        assert sent("--input-file", ids) == [[3, 4]]
+        assert all(prompt.endswith("TL;DR:") for prompt in sent("--dataset", "demo", "--num-prompts", 3))
+        random = sent("--dataset", "random", "--num-prompts", 5, "--input-len", 12, "--seed", 1)
+        assert [len(prompt.split()) for prompt in random] == [12] * 5 and len(set(random)) == 5
+        assert sorted(sent("--dataset", "random", "--num-prompts", 5, "--input-len", 12, "--seed", 1)) == sorted(random)
+
+
+def test_prompts_that_repeat_are_told_of(bench: Bench) -> None:
+    with running(script(steady)) as server:
+        result = bench(server, "--num-prompts", 6)
+        assert len(server.generations()) == 7
+    assert "6 prompts are asked for, and there are 4" in result.stderr
+
+
+def closed_port() -> str:
+    with running(script(steady)) as server:
+        return server.url
+
+
+def garbled(*pieces: bytes, **more: Any) -> Callable[[Asked], Reply]:
+    return lambda asked: Reply([(0.0, piece) for piece in pieces], **more)
+
+
+ONE = event(chunk(" a"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda asked: failure(401, "Incorrect API key"), ("refuses the API key", "401", "Incorrect", "--api-key")),
+        (lambda asked: failure(404, "no model `first`"), ("404", "no model `first`")),
+        (lambda asked: failure(400, "max_tokens is too large"), ("400", "max_tokens is too large")),
+        (lambda asked: Reply([(0.0, b"<h1>Bad gateway</h1>")], 502, "text/html"), ("502", "Bad gateway")),
+        (garbled(ONE, b"data: {half\n\n", DONE), ("not JSON", "{half")),
+        (garbled(ONE, b"data: [1, 2]\n\n", DONE), ("no object", "[1, 2]")),
+        (garbled(ONE, event({"choices": "none"}), DONE), ("no list", "none")),
+        (garbled(ONE, event({"choices": [{"text": 5}]}), DONE), ("text that is none", "5")),
+        (garbled(ONE, event({"choices": [], "usage": {"completion_tokens": "5"}}), DONE), ("no count", "'5'")),
+        (garbled(ONE, event({"error": {"message": "out of memory"}}), DONE), ("broke off", "out of memory")),
+        (garbled(ONE), ("ended before", "[DONE]")),
+        (garbled(ONE, is_cut=True), ("closed", "body")),
+        (garbled(event(usage()), DONE), ("held no token",)),
+        (lambda asked: as_json({"choices": [{"text": "all"}]}), ("text/event-stream", "application/json")),
+    ],
+)  # fmt: skip
+def test_a_server_that_answers_wrongly_is_one_clear_error(
+    answer: Callable[[Asked], Reply], words: tuple[str, ...], bench: Bench, tmp_path: Path
+) -> None:
+    before = tree(tmp_path)
+    with running(script(answer)) as server:
+        result = bench(server, "--report", tmp_path / "report.html", "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    lines = result.stderr.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["error", "hint"], result.stderr
+    for word in words:
+        assert word in result.stderr, result.stderr
+    assert tree(tmp_path) == before
+
+
+def test_a_server_that_is_not_there_is_one_clear_error(bench: Bench) -> None:
+    for arguments in ([], ["--model", "m"]):
+        result = bench(closed_port(), *arguments)
+        assert result.exit_code == 1 and "cannot be reached" in result.stderr and "`--base-url`" in result.stderr
+        assert result.stderr.count("\n") == 2
+
+
+def test_a_model_that_the_server_has_not_is_named_beside_those_it_has(bench: Bench) -> None:
+    with running(script(lambda asked: failure(404, "gone"))) as server:
+        result = bench(server, "--model", "third")
+    assert result.exit_code == 1
+    assert "no such model: third" in result.stderr and "first, second" in result.stderr and "`--model`" in result.stderr
+
+
+def test_a_server_that_is_no_openai_server_is_named(bench: Bench) -> None:
+    with running(lambda asked: as_json({"models": []})) as server:
+        result = bench(server)
+    assert result.exit_code == 1 and "not an OpenAI-compatible server" in result.stderr
+    with running(lambda asked: models()) as server:
+        result = bench(server)
+    assert result.exit_code == 1 and "names no model" in result.stderr and "`--model`" in result.stderr
+
+
+def test_a_server_that_hangs_is_given_up(bench: Bench) -> None:
+    with running(script(lambda asked: Reply([(0.0, ONE), (2.0, DONE)]))) as server:
+        result = bench(server, "--timeout", 0.2)
+    assert result.exit_code == 1 and "no answer in time" in result.stderr
+
+
+def test_requests_that_fail_among_others_are_counted_and_named(bench: Bench) -> None:
+    def answer(asked: Asked) -> Reply:
+        return failure(503, "queue full") if asked.body["prompt"] == "prompt 3" else Reply(stream([0.01] * 2))
+
+    with running(script(answer)) as server:
+        result = bench(server, "--json")
+    document = result.document
+    assert (document["completed"], document["failed"]) == (3, 1)
+    assert "1 of 4 requests failed, the first with: the server answers 503: queue full" in result.stderr
+    assert [bool(error) for error in document["errors"]] == [False, False, False, True]
+
+
+def test_every_request_failing_is_an_error(bench: Bench) -> None:
+    with running(script(lambda asked: failure(503, "queue full"))) as server:
+        result = bench(server, "--num-warmups", 0)
+    assert result.exit_code == 1 and "every request failed" in result.stderr and "queue full" in result.stderr
+
+
+def test_a_server_without_usage_has_its_chunks_counted(bench: Bench) -> None:
+    pieces = [(0.0, event(chunk(" a"))), (0.0, event(chunk(" b", "length"))), (0.0, DONE)]
+    with running(script(lambda asked: Reply(pieces))) as server:
+        result = bench(server, "--json")
+    assert result.document["output_lens"] == [2] * 4 and "sends no usage" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--request-rate 0", ("--request-rate", "more than 0")),
+        ("--request-rate nan", ("--request-rate", "nan")),
+        ("--base-url localhost:8000", ("no HTTP address", "localhost:8000")),
+        ("--goodput speed:5", ("no", "speed:5")),
+        ("--extra-body [1]", ("--extra-body", "[1]")),
+        ("--metric-percentiles 50,101", ("--metric-percentiles", "101")),
+        ("--input-len 5", ("--input-len", "random")),
+        ("--dataset demo", ("--dataset", "--input-file")),
+        ("--temperature nan", ("--temperature", "nan")),
+        ("--seed -1", ("--seed", "-1")),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_told_before_anything_is_sent(
+    arguments: str, words: tuple[str, ...], specdec: Specdec, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a prompt\n")
+    result = specdec("bench", "--input-file", prompts, *arguments.split())
+    assert result.exit_code == 2 and result.stderr.count("\n") == 2
+    for word in words:
+        assert word in result.stderr, result.stderr
+
+
+def test_prompts_that_the_endpoint_does_not_take_are_named(specdec: Specdec, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    result = specdec("bench", "--input-file", path)
+    assert result.exit_code == 1 and "prompt 1" in result.stderr and "`--endpoint chat`" in result.stderr
+    path.write_text('{"prompt_ids": [1]}\n')
+    result = specdec("bench", "--input-file", path, "--endpoint", "chat")
+    assert result.exit_code == 1 and "token ids" in result.stderr

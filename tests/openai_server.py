@@ -1,0 +1,163 @@
+"""A small HTTP server on 127.0.0.1 that streams what a test tells it to, when it tells it to, and notes when it did.
+
+It stands in for servers with OpenAI's interface, of which any may send anything: what it sends is the test's script.
+Its clock is the clients' (`time.perf_counter` of the same process).
+"""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+Piece = tuple[float, bytes]
+"""Seconds to wait, and what is sent then."""
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Asked:
+    """A request, and when each piece of its answer was sent. `is_broken_off`: by the client, before the end."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    text: str
+    start_s: float
+    sent_s: list[float] = field(default_factory=list)
+    is_broken_off: bool = False
+
+    @property
+    def body(self) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(self.text)
+        return data
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer. `is_cut`: the connection is closed in the middle of it, after the last piece."""
+
+    pieces: Sequence[Piece]
+    status: int = 200
+    content_type: str = "text/event-stream"
+    is_cut: bool = False
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+Script = Callable[[Asked], Reply]
+
+
+def event(data: object) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def as_json(data: object, status: int = 200) -> Reply:
+    return Reply([(0.0, json.dumps(data).encode())], status, "application/json")
+
+
+def models(*names: str) -> Reply:
+    return as_json({"object": "list", "data": [{"id": name, "object": "model"} for name in names]})
+
+
+def failure(status: int, message: str) -> Reply:
+    """In OpenAI's form."""
+    return as_json(
+        {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}, status
+    )
+
+
+class Server:
+    """Answers by `script`; `asked` has every request in the order of arrival."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.asked: list[Asked] = []
+        self.num_open = self.most_open = 0
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def generations(self) -> list[Asked]:
+        """The requests that were for text."""
+        return [one for one in self.asked if one.method == "POST"]
+
+    async def serve(self, is_ready: threading.Event, is_over: asyncio.Event) -> None:
+        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        is_ready.set()
+        async with server:
+            await is_over.wait()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            while True:
+                asked = await _read(reader)
+                self.asked.append(asked)
+                reply = self._script(asked)
+                await self._answer(asked, reply, writer)
+                if reply.is_cut:
+                    break
+        writer.close()
+
+    async def _answer(self, asked: Asked, reply: Reply, writer: asyncio.StreamWriter) -> None:
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        headers = {"content-type": reply.content_type, "transfer-encoding": "chunked", **dict(reply.headers)}
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        writer.write(f"HTTP/1.1 {reply.status} Said\r\n{head}\r\n".encode())
+        try:
+            for wait_s, data in reply.pieces:
+                if wait_s:
+                    await asyncio.sleep(wait_s)
+                asked.sent_s.append(time.perf_counter())
+                writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+                await writer.drain()
+                asked.is_broken_off = writer.is_closing()
+            if not reply.is_cut:
+                writer.write(b"0\r\n\r\n")
+            await writer.drain()
+        except ConnectionError:
+            asked.is_broken_off = True
+            raise
+        finally:
+            self.num_open -= 1
+
+
+async def _read(reader: asyncio.StreamReader) -> Asked:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    start_s = time.perf_counter()
+    first, *lines = head.strip().split("\r\n")
+    method, path, _ = first.split(" ")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    text = await reader.readexactly(int(headers.get("content-length", 0)))
+    return Asked(method, path, headers, text.decode(), start_s)
+
+
+@contextmanager
+def running(script: Script) -> Iterator[Server]:
+    """A server on a thread of its own, until the end of the block."""
+    server, is_ready, is_over = Server(script), threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        with loop:
+            loop.run_until_complete(server.serve(is_ready, is_over))
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert is_ready.wait(10)
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(is_over.set)
+        thread.join(10)
+        assert not thread.is_alive()
