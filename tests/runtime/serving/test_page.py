@@ -1,0 +1,379 @@
+"""The page at `/` in headless Chromium, as its user sees and uses it; and its text, for what no browser would show."""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from openai_server import DONE, Asked, Reply, Server, event, failure, running
+from page_server import COUNTS, DRAFTED, PAGE, TEXT, policy, serve_page, streamed
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+]
+browser_only = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: install the package `chromium`")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Open]:
+    """`open_page(server, …)`: the page in a context of its own; nothing it does may be an error or go elsewhere."""
+    problems: list[str] = []
+    contexts = []
+
+    def open_(server: Server, **context: Any) -> Any:
+        contexts.append(browser.new_context(viewport={"width": 1280, "height": 800}, **context))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(10_000)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console", lambda message: problems.append(message.text) if "Content Security" in message.text else None
+        )
+        page.on("request", lambda one: None if one.url.startswith(server.url) else problems.append(f"asks {one.url}"))
+        page.goto(server.url)
+        page.wait_for_selector("#state.up, #state.down")
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+def ask(page: Any, prompt: str = "What is it?") -> None:
+    page.fill("#prompt", prompt)
+    page.keyboard.press("Enter")
+
+
+def wait_for_answer(page: Any) -> None:
+    page.wait_for_selector("#said:not(:empty)", state="attached")
+
+
+class Tags(HTMLParser):
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_the_page_needs_nothing_else_and_fits_the_policy() -> None:
+    """One script and one style, nothing inline, no address; and no way from a text to HTML."""
+    tags = Tags(PAGE).found
+    assert [tag for tag, _ in tags if tag in ("script", "style")] == ["style", "script"]
+    for tag, attributes in tags:
+        assert tag not in {"link", "iframe", "object", "embed", "img", "base"}
+        assert not {"style", "src", "srcset", "action", "background"} & set(attributes)
+        assert not any(name.startswith("on") for name in attributes)
+        assert attributes.get("href", "#").startswith("#")
+    assert not re.search(r"https?://|url\(|@import", PAGE)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|DOMParser", PAGE)
+    assert not re.search(r"localStorage|sessionStorage|indexedDB|document\.cookie", PAGE)
+    assert "unsafe" not in policy()
+
+
+def test_every_field_has_a_name() -> None:
+    labelled = set(re.findall(r'<label[^>]* for="([\w-]+)"', PAGE))
+    for label in re.findall(r"<label.*?</label>", PAGE, re.DOTALL):
+        labelled |= set(re.findall(r'id="([\w-]+)"', label))
+        assert re.sub(r"<[^>]+>", "", label).strip()
+    fields = re.findall(r"<(?:input|select|textarea)\b[^>]*>", PAGE)
+    named = [re.search(r'id="([\w-]+)"', field) for field in fields if 'type="radio"' not in field]
+    assert len(named) >= 7 and all(found and found[1] in labelled for found in named)
+
+
+@browser_only
+def test_tokens_are_marked_by_their_kind_and_counted(open_page: Open) -> None:
+    with running(serve_page()) as server:
+        page = open_page(server)
+        ask(page)
+        wait_for_answer(page)
+        assert page.text_content(".answer .text") == TEXT
+        marked = [(span.text_content(), span.get_attribute("class")) for span in page.query_selector_all(".answer .t")]
+        assert marked == [
+            ("lative ", "t accepted"), ("dec", "t recovered"), ("oding drafts ", "t accepted"), ("cheap ", "t bonus"),
+            ("tokens.\n", "t recovered"),
+        ]  # fmt: skip
+        counts = {kind: page.text_content(f"#count-{kind}") for kind in ("accepted", "recovered", "bonus", "plain")}
+        assert counts == {"accepted": "5", "recovered": "2", "bonus": "1", "plain": "1"}
+        assert page.text_content("#per-step") == "2.25" and page.text_content("#acceptance") == "56 %"
+        assert float(page.text_content("#rate")) > 0 and page.text_content("#ttft").endswith("ms")
+        assert "position: 67, 67, 33" in page.get_attribute("#chart", "aria-label")
+        assert page.text_content("#chart .note") == "% of 3 drafts whose token there was accepted"
+        assert "5 of 9 drafted tokens accepted" in page.text_content(".figures")
+
+
+@browser_only
+def test_what_is_asked_is_the_contract(open_page: Open) -> None:
+    with running(serve_page()) as server:
+        page = open_page(server)
+        page.fill("#max-tokens", "17")
+        page.fill("#temperature", "0.5")
+        ask(page, "One")
+        wait_for_answer(page)
+        page.evaluate("document.getElementById('said').textContent = ''")
+        ask(page, "Two")
+        wait_for_answer(page)
+        page.get_by_text("Text to continue").click()
+        page.evaluate("document.getElementById('said').textContent = ''")
+        ask(page, "Three")
+        wait_for_answer(page)
+        first, second, third = (one for one in server.generations())
+    assert first.path == second.path == "/v1/chat/completions" and third.path == "/v1/completions"
+    common = {
+        "model": "demo", "max_tokens": 17, "temperature": 0.5, "stream": True,
+        "stream_options": {"include_usage": True}, "return_token_kinds": True,
+    }  # fmt: skip
+    for one in (first, second, third):
+        assert common.items() <= one.body.items() and "speculative" not in one.body
+        assert "authorization" not in one.headers
+    assert first.body["messages"] == [{"role": "user", "content": "One"}]
+    assert second.body["messages"] == [
+        {"role": "user", "content": "One"}, {"role": "assistant", "content": TEXT}, {"role": "user", "content": "Two"},
+    ]  # fmt: skip
+    assert third.body["prompt"] == "Three"
+
+
+@browser_only
+def test_side_by_side_runs_the_same_prompt_both_ways(open_page: Open) -> None:
+    with running(serve_page(wait_s=0.04)) as server:
+        page = open_page(server)
+        page.get_by_role("switch", name="With and without speculation, side by side").check()
+        ask(page)
+        page.wait_for_selector(".verdict")
+        answers = page.query_selector_all(".answer")
+        assert [one.query_selector(".text").text_content() for one in answers] == [TEXT, TEXT]
+        boxes = [one.bounding_box() for one in answers]
+        assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
+        verdict = page.text_content(".verdict")
+        first, second = (one.body for one in server.generations())
+    # 9 tokens in 4 steps beside 9 in 9, each step as long: the rates are as 8 / 3 to 8 / 8.
+    assert float(verdict.partition("×")[0]) == pytest.approx(8 / 3, rel=0.35) and "the same text" in verdict
+    assert second.pop("speculative") is False
+    assert first == second  # the seed too
+
+
+@browser_only
+def test_texts_of_servers_and_users_are_shown_as_text(open_page: Open) -> None:
+    evil = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
+    steps = [[(evil, "plain")], [(evil, "accepted"), (evil, "bonus")]]
+    rows = [{"id": evil, "prompt_tokens": 1, "completion_tokens": 2, "tokens_per_step": 1.5, "running_s": 0.1}]
+    with running(serve_page(steps, requests=lambda: rows)) as server:
+        page = open_page(server)
+        ask(page, evil)
+        wait_for_answer(page)
+        page.wait_for_selector("#requests td")
+        assert page.text_content(".answer .text") == evil * 3
+        assert page.text_content(".said") == evil and page.text_content("#requests td") == evil
+        assert page.title() == "specdec" and page.query_selector("main img, main script") is None
+        assert page.query_selector("#model i") is None and "<i>other</i>" in page.text_content("#model")
+
+
+@browser_only
+def test_errors_are_told_where_the_answer_would_be(open_page: Open) -> None:
+    def generate(asked: Asked) -> Reply:
+        said = asked.body["messages"][-1]["content"]
+        broken = streamed(DRAFTED, 0.0, chat=True, counts=None)[:2]
+        return {
+            "refuse": failure(400, "the prompt has <b>too many</b> tokens"),
+            "break": Reply([*broken, (0.0, event({"error": {"message": "out of memory"}}))]),
+            "cut": Reply(broken),
+            "garble": Reply([*broken, (0.0, b"data: {half\n\n"), (0.0, DONE)]),
+        }[said]
+
+    with running(serve_page(generate=generate)) as server:
+        page = open_page(server)
+        for said, words in {
+            "refuse": "The server answers 400: the prompt has <b>too many</b> tokens",
+            "break": "out of memory",
+            "cut": "broke off",
+            "garble": "JSON",
+        }.items():
+            ask(page, said)
+            page.wait_for_selector(".turn:last-child [role=alert]")
+            assert words in page.text_content(".turn:last-child [role=alert]")
+            assert page.is_visible("#send") and page.is_hidden("#stop")
+    assert page.text_content(".turn:nth-child(3) .text").startswith("Speculative")  # what came before it is kept
+
+
+@browser_only
+def test_the_api_key_is_sent_and_kept_nowhere(open_page: Open) -> None:
+    with running(serve_page(api_key="sesame")) as server:
+        page = open_page(server)
+        assert page.text_content("#state") == "needs an API key"
+        page.click("#key-box summary")
+        page.get_by_label("API key").last.fill("sesame")
+        page.keyboard.press("Tab")
+        page.wait_for_selector("#state.up")
+        page.keyboard.press("Escape")
+        ask(page)
+        wait_for_answer(page)
+        assert server.generations()[-1].headers["authorization"] == "Bearer sesame"
+        assert page.context.cookies() == []
+        assert page.evaluate("localStorage.length + sessionStorage.length") == 0
+        assert "sesame" not in page.content() and "sesame" not in page.url
+        page.reload()
+        page.wait_for_selector("#state.down")
+        assert page.input_value("#key") == ""
+
+
+@browser_only
+def test_stop_ends_the_request_and_keeps_what_came(open_page: Open) -> None:
+    slow = [[("a ", "plain")] for _ in range(200)]
+    with running(serve_page(slow, wait_s=0.05)) as server:
+        page = open_page(server)
+        ask(page)
+        page.wait_for_selector(".answer .text span")
+        assert page.get_attribute("#log", "aria-busy") == "true"
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#send")
+        assert "stopped" in page.text_content(".figures")
+        assert page.text_content(".answer .text").startswith("a ")
+        page.wait_for_timeout(300)
+        (asked,) = server.generations()
+        assert asked.is_broken_off and len(asked.sent_s) < 100
+        assert page.query_selector("[role=alert]") is None
+
+
+@browser_only
+def test_the_keyboard_reaches_and_does_everything(open_page: Open) -> None:
+    with running(serve_page()) as server:
+        page = open_page(server)
+        reached = []
+        for _ in range(18):
+            page.keyboard.press("Tab")
+            reached.append(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
+        wanted = [
+            "Skip to the prompt",
+            "model",
+            "API key",
+            "prompt",
+            "max-tokens",
+            "temperature",
+            "both",
+            "clear",
+            "send",
+        ]
+        assert [one for one in reached if one in wanted] == wanted
+        assert "colours" in reached and "requests" in reached
+        page.focus("#both")
+        page.keyboard.press("Space")
+        assert page.is_checked("#both")
+        page.focus("input[value=chat]")
+        page.keyboard.press("ArrowRight")
+        assert page.is_checked("input[value=text]")
+        page.focus("#prompt")
+        page.keyboard.type("one")
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.type("two")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".verdict")
+        assert server.generations()[0].body["prompt"] == "one\ntwo"
+        focused = page.evaluate("document.activeElement.id")
+        assert focused == "prompt"
+
+
+@browser_only
+def test_running_requests_are_listed(open_page: Open) -> None:
+    rows = [
+        {"id": "cmpl-1", "prompt_tokens": 1234, "completion_tokens": 56, "tokens_per_step": 2.345, "running_s": 1.25}
+    ]
+    with running(serve_page(requests=lambda: rows)) as server:
+        page = open_page(server)
+        page.wait_for_selector("#requests td")
+        cells = [cell.text_content() for cell in page.query_selector_all("#requests td")]
+        assert cells == ["cmpl-1", "1,234", "56", "2.35", "1.3 s"]
+        assert page.text_content("#state") == "1 running"
+        rows.clear()
+        page.wait_for_function("document.getElementById('state').textContent === 'ready'")
+        assert page.text_content("#requests") == "None."
+
+
+@browser_only
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_in_both_schemes(open_page: Open, scheme: str) -> None:
+    """Every text has a contrast of 4.5 to what is behind it (WCAG 2.2, 1.4.3)."""
+    with running(serve_page()) as server:
+        page = open_page(server, color_scheme=scheme)
+        ask(page)
+        wait_for_answer(page)
+        found = page.evaluate(CONTRASTS)
+    assert len(found) > 30
+    assert [one for one in found if one["ratio"] < 4.5] == []
+
+
+CONTRASTS = """() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const linear = (v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const luminance = (colour) => colour.slice(0, 3).map((v) => linear(v / 255))
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const behind = (element) => {
+    for (let e = element; e; e = e.parentElement) {
+      const colour = rgb(getComputedStyle(e).backgroundColor);
+      if (colour.length < 4 || colour[3] === 1) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!own || !element.checkVisibility() || element.closest(".unseen, .skip, script, option")) continue;
+    const [a, b] = [rgb(getComputedStyle(element).color), behind(element)].map(luminance).sort((x, y) => y - x);
+    found.push({ text: element.textContent.trim().slice(0, 40), ratio: (a + .05) / (b + .05) });
+  }
+  return found;
+}"""
+
+
+@browser_only
+@pytest.mark.parametrize("width", [1280, 900, 480, 320])
+def test_narrow_windows_lose_nothing(open_page: Open, width: int) -> None:
+    """480 pixels are 60 columns. Nothing reaches over the edge, and everything is there."""
+    with running(serve_page()) as server:
+        page = open_page(server)
+        page.set_viewport_size({"width": width, "height": 700})
+        page.check("#both")
+        ask(page, "A long prompt without any space: " + "x" * 300)
+        page.wait_for_selector(".verdict")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        for name in ("#prompt", "#send", "#model", "#rate", "#chart", "#requests", ".answer:last-child", "#key-box"):
+            box = page.query_selector(name).bounding_box()
+            assert box["width"] > 0 and box["x"] >= 0 and box["x"] + box["width"] <= width + 1, name
+
+
+@browser_only
+def test_a_server_that_goes_away_is_told(open_page: Open) -> None:
+    with running(serve_page()) as server:
+        page = open_page(server)
+    page.wait_for_selector("#state.down")
+    assert page.text_content("#state") == "cannot be reached"
+    ask(page)
+    page.wait_for_selector("[role=alert]")
+    assert "cannot be reached" in page.text_content("[role=alert]")
+
+
+def test_the_counts_of_the_stand_in_are_those_of_its_tokens() -> None:
+    kinds = [kind for step in DRAFTED for _, kind in step]
+    assert COUNTS["num_accepted_tokens"] == kinds.count("accepted") == sum(COUNTS["accepted_per_position"])  # type: ignore[arg-type]
+    assert COUNTS["tokens_per_step"] == len(kinds) / len(DRAFTED)
