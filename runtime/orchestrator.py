@@ -13,7 +13,7 @@ from runtime.drafters.protocol import Drafter
 from runtime.drafting import check_requests, commit, let_go, propose, raise_error_of
 from runtime.engine import Engine
 from runtime.errors import UsageError
-from runtime.request import Request, Sequence
+from runtime.request import Draft, Request, Sequence
 from runtime.stats import LoopTimes
 
 
@@ -43,6 +43,24 @@ def generate(
         finally:
             let_go(engine, drafter, group)
     raise_error_of(sequences)
+
+
+def step_once(engine: Engine, request: Request, tokens: Seq[int], draft: Seq[int]) -> Sequence:
+    """One step of a request of which nothing was kept: `tokens` are its prompt's and what it has generated.
+
+    For whoever drafts elsewhere, another server's model for one. The sequence that is returned owns no blocks.
+    """
+    check_requests(engine, None, [request])
+    sequence, drafts = Sequence.start(request), [Draft(list(draft))]
+    sequence.tokens = list(tokens)
+    if not engine.admit(sequence):
+        engine.raise_cache_is_taken(request)
+    try:
+        commit([sequence], drafts, engine.step([sequence], drafts))
+    finally:
+        engine.release(sequence)
+    raise_error_of([sequence])
+    return sequence
 
 
 def _generate_group(

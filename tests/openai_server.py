@@ -77,6 +77,7 @@ class Server:
         self.asked: list[Asked] = []
         self.num_open = self.most_open = 0
         self.port = 0
+        self.stop: Callable[[], object]
 
     @property
     def url(self) -> str:
@@ -86,12 +87,14 @@ class Server:
         """The requests that were for text."""
         return [one for one in self.asked if one.method == "POST"]
 
-    async def serve(self, is_ready: threading.Event, is_over: asyncio.Event) -> None:
+    async def serve(self, is_ready: threading.Event) -> None:
+        loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+        self.stop = lambda: loop.call_soon_threadsafe(is_over.set)
         server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         is_ready.set()
-        async with server:
-            await is_over.wait()
+        await is_over.wait()
+        server.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
@@ -141,23 +144,13 @@ async def _read(reader: asyncio.StreamReader) -> Asked:
 @contextmanager
 def running(script: Script) -> Iterator[Server]:
     """A server on a thread of its own, until the end of the block."""
-    server, is_ready, is_over = Server(script), threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
-
-    def run() -> None:
-        with loop:
-            loop.run_until_complete(server.serve(is_ready, is_over))
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-
-    thread = threading.Thread(target=run)
+    server, is_ready = Server(script), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(is_ready)))
     thread.start()
     assert is_ready.wait(10)
     try:
         yield server
     finally:
-        loop.call_soon_threadsafe(is_over.set)
+        server.stop()
         thread.join(10)
         assert not thread.is_alive()

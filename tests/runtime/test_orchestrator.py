@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import hf_greedy, repetitive_prompt
+from tiny import VOCAB_SIZE, hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
 
 from commands.options.hints import hint_of
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError, UsageError
-from runtime.orchestrator import generate
+from runtime.orchestrator import generate, step_once
 from runtime.request import Draft, Request, Sequence
 from runtime.stats import LoopTimes
 
@@ -238,3 +238,23 @@ def test_requests_are_checked_before_the_first_step(open_engine: Any) -> None:
     with pytest.raises(SpecDecError, match="prompt is empty: request 5"):
         next(generate(engine, [*make_requests(5), Request(5, (), 5)], None, 0))
     assert engine.step_time_s == 0
+
+
+@pytest.mark.parametrize("num_right", [0, 2, 5])
+def test_steps_of_a_request_that_nobody_keeps_make_the_same_output(
+    num_right: int, open_engine: Any, llama: PreTrainedModel
+) -> None:
+    """Drafts of five tokens of which so many are right."""
+    (request,) = make_requests(1)
+    (output,) = expected(llama, [request])
+    engine, tokens, num_steps = open_engine(), list(request.prompt_tokens), 0
+    while True:
+        rest = output[len(tokens) - len(request.prompt_tokens) :]
+        draft = [*rest[:num_right], *[(token + 1) % VOCAB_SIZE for token in rest[num_right:5]]]
+        sequence = step_once(engine, request, tokens, draft[: len(rest) - 1])
+        tokens, num_steps = sequence.tokens, num_steps + 1
+        assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
+        if sequence.finish_reason is not None:
+            break
+    assert tokens[len(request.prompt_tokens) :] == output and sequence.finish_reason == "length"
+    assert num_steps == -(-NUM_NEW_TOKENS // (num_right + 1))

@@ -41,13 +41,13 @@ class TritonPythonModel:
         max_tokens, num_draft_tokens = (number_of(request, name) for name in ("max_tokens", "num_draft_tokens"))
         if not max_tokens or max_tokens < 1 or num_draft_tokens < 0:
             raise ValueError(f"max_tokens is at least 1, num_draft_tokens at least 0: {max_tokens}, {num_draft_tokens}")
-        sampling = sampling_of(request)
+        common = [int32("prompt_len", [len(prompt)]), *sampling_of(request)]
         stop_words = text_of(request, "stop_words")
         ids, counts, is_finished = list(prompt), {"steps": 0, "drafted": 0, "accepted": 0}, False
         while not is_finished:
             num_left = len(prompt) + max_tokens - len(ids)
-            draft = self._draft_of(ids, min(num_draft_tokens, num_left - 1), sampling)
-            new_ids, is_finished = self._step(ids, draft, num_left, sampling)
+            draft = self._draft_of(ids, min(num_draft_tokens, num_left - 1), common)
+            new_ids, is_finished = self._step(ids, draft, num_left, common)
             counts["steps"] += 1
             counts["drafted"] += len(draft)
             counts["accepted"] += common_len(draft, new_ids[len(ids) :])
@@ -56,17 +56,17 @@ class TritonPythonModel:
             is_finished = is_finished or has_stopped
         return answer(text, ids[len(prompt) :], counts)
 
-    def _draft_of(self, ids, num_tokens, sampling):
+    def _draft_of(self, ids, num_tokens, common):
         """What the draft model says comes next; nothing where the target alone may add a token."""
         if num_tokens < 1:
             return []
-        inputs = [int32("input_ids", ids), int32("request_output_len", [num_tokens]), *sampling]
+        inputs = [int32("input_ids", ids), int32("request_output_len", [num_tokens]), *common]
         (output_ids,) = call(self._draft, inputs, ["output_ids"])
         return output_ids[len(ids) :].tolist()
 
-    def _step(self, ids, draft, num_left, sampling):
+    def _step(self, ids, draft, num_left, common):
         """The tokens after one step of the target, and whether they are all there will be."""
-        inputs = [int32("input_ids", ids), int32("request_output_len", [num_left]), *sampling]
+        inputs = [int32("input_ids", ids), int32("request_output_len", [num_left]), *common]
         if draft:
             inputs.append(int32("draft_input_ids", draft))
         output_ids, is_finished = call(self._target, inputs, ["output_ids", "is_finished"])

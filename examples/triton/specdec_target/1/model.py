@@ -5,11 +5,11 @@ found by block reuse. What it returns is the tokens given, the accepted part of 
 """
 
 import json
-from contextlib import closing
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from runtime.orchestrator import step_once
 from specdec_cli import LLM, SamplingParams
 
 
@@ -17,8 +17,6 @@ class TritonPythonModel:
     def initialize(self, args):
         parameters = json.loads(args["model_config"])["parameters"]
         self._llm = LLM(parameters["engine_dir"]["string_value"], mode="orchestrator")
-        self._draft = []
-        self._session = self._llm.session(lambda tokens, max_draft_len: self._draft)
 
     def execute(self, requests):
         return [self._response(request) for request in requests]
@@ -33,14 +31,11 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(str(error)))
 
     def _step(self, request):
-        self._draft = ids_of(request, "draft_input_ids")
-        longest = self._llm.engine.max_draft_len
-        if len(self._draft) > longest:
-            raise ValueError(f"the target was built for drafts of at most {longest} tokens: {len(self._draft)}")
-        template = self._llm.request_of(sampling_params(request))
-        asked = template.with_prompt(0, ids_of(request, "input_ids"))
-        with closing(self._session.steps([asked])) as steps:
-            sequence, _ = next(steps)
+        draft, longest = ids_of(request, "draft_input_ids"), self._llm.engine.max_draft_len
+        if len(draft) > longest:
+            raise ValueError(f"the target was built for drafts of at most {longest} tokens: {len(draft)}")
+        tokens, asked = asked_of(self._llm, request)
+        sequence = step_once(self._llm.engine, asked, tokens, draft)
         return pb_utils.InferenceResponse(
             output_tensors=[
                 pb_utils.Tensor("output_ids", np.array(sequence.tokens, np.int32)),
@@ -49,22 +44,27 @@ class TritonPythonModel:
         )
 
 
-def ids_of(request, name):
-    tensor = pb_utils.get_input_tensor_by_name(request, name)
-    return [] if tensor is None else tensor.as_numpy().reshape(-1).tolist()
+def asked_of(llm, request):
+    """The tokens so far, and the request that they are of: its prompt is the first `prompt_len` of them.
 
+    Greedy unless something else is asked for, as TensorRT-LLM is. Draws depend on the seed, the prompt and the place.
+    """
 
-def sampling_params(request):
-    """Greedy unless something else is asked for, as TensorRT-LLM is."""
-
-    def given(name, default):
+    def given(name, default=None):
         tensor = pb_utils.get_input_tensor_by_name(request, name)
         return default if tensor is None else tensor.as_numpy().reshape(-1)[0].item()
 
-    return SamplingParams(
-        max_tokens=given("request_output_len", None),
+    tokens, prompt_len = ids_of(request, "input_ids"), given("prompt_len")
+    params = SamplingParams(
+        max_tokens=len(tokens) - prompt_len + given("request_output_len"),
         temperature=given("temperature", 0.0),
         top_k=given("runtime_top_k", 0),
         top_p=given("runtime_top_p", 1.0),
         seed=given("random_seed", 0),
     )
+    return tokens, llm.request_of(params).with_prompt(0, tokens[:prompt_len])
+
+
+def ids_of(request, name):
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    return [] if tensor is None else tensor.as_numpy().reshape(-1).tolist()
