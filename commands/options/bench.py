@@ -19,7 +19,6 @@ from commands.inputs.contents import (
 )
 from commands.inputs.dataset import DEMO, EvalTask
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SAMPLING
-from commands.options.single import Report
 from commands.output import check_report
 from runtime.errors import UsageError
 
@@ -48,8 +47,9 @@ class BenchServer:
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Key to send; better given as the variable, which other users of the machine do not see.",
+            help="Key to send; as the variable OPENAI_API_KEY other users of the machine do not see it.",
             envvar="OPENAI_API_KEY",
+            show_envvar=False,
             rich_help_panel=RUNTIME,
             show_default=False,
         ),
@@ -242,7 +242,15 @@ class BenchResults:
     metric_percentiles: Annotated[
         str, typer.Option(metavar="P,…", help="Percentiles to give of each metric.", rich_help_panel=OUTPUT)
     ] = "90,95,99"
-    report: Report = None
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html",
+            help="Write a page with the numbers, charts and requests; it needs no other file.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None
 
     def check(self) -> None:
         """UsageError for an objective or a percentile that is none, or a page by another file's name."""

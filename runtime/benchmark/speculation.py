@@ -47,16 +47,19 @@ def counts_of_response(chunk: dict[str, Any]) -> SpeculationCounts | None:
     record = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
     if not isinstance(record, dict):
         return None
-    drafts, drafted, accepted = (record.get(f"num_{name}") for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    drafts, drafted, accepted = (
+        record.get(f"num_{name}", "") for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
     positions, per_step = record.get("accepted_per_position") or [], record.get("tokens_per_step")
     if not isinstance(positions, list) or not all(
         type(number) is int for number in (drafts, drafted, accepted, *positions)
     ):
         return None
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    is_told = isinstance(tokens, int) and isinstance(per_step, int | float) and per_step > 0
-    num_steps = tokens / per_step if is_told else None
-    return SpeculationCounts(int(drafts), int(drafted), int(accepted), tuple(positions), num_steps)
+    num_steps = None
+    if isinstance(tokens, int) and isinstance(per_step, int | float) and per_step > 0:
+        num_steps = tokens / per_step
+    return SpeculationCounts(drafts, drafted, accepted, tuple(positions), num_steps)
 
 
 _LINE = re.compile(r"vllm:spec_decode_num_(\w+)_total(?:\{(.*)\})?\s+(\S+)")

@@ -1,6 +1,10 @@
 """`specdec bench` against a server whose times, tokens and faults are known."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,11 +266,11 @@ def closed_port() -> str:
         return server.url
 
 
+ONE = event(chunk(" a"))
+
+
 def garbled(*pieces: bytes, **more: Any) -> Callable[[Asked], Reply]:
     return lambda asked: Reply([(0.0, piece) for piece in pieces], **more)
-
-
-ONE = event(chunk(" a"))
 
 
 @pytest.mark.parametrize(
@@ -347,6 +351,33 @@ def test_every_request_failing_is_an_error(bench: Bench) -> None:
     with running(script(lambda asked: failure(503, "queue full"))) as server:
         result = bench(server, "--num-warmups", 0)
     assert result.exit_code == 1 and "every request failed" in result.stderr and "queue full" in result.stderr
+
+
+@pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_and_every_request(
+    sent: int, exit_code: int, process_environment: dict[str, str], tmp_path: Path
+) -> None:
+    slow = Reply([(0.05, ONE)] * 400)
+    with running(script(lambda asked: slow)) as server:
+        command = [sys.executable, "-m", "specdec_cli", "bench", "--base-url", server.url, "--num-warmups", "0"]
+        process = subprocess.Popen(
+            [*command, "--dataset", "random", "--num-prompts", "3"],
+            env=process_environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        deadline = time.monotonic() + 60
+        while sum(bool(asked.sent_s) for asked in server.generations()) < 3:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(sent)
+        stdout, stderr = process.communicate(timeout=20)
+        while server.num_open:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert (process.returncode, stdout) == (exit_code, "") and "Traceback" not in stderr
+    assert all(asked.is_broken_off for asked in server.generations())
 
 
 def test_a_server_without_usage_has_its_chunks_counted(bench: Bench) -> None:

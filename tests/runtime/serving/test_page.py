@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
 ]
-browser_only = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: install the package `chromium`")
+HAS_BOTH = CHROMIUM is not None and find_spec("playwright") is not None
+browser_only = pytest.mark.skipif(not HAS_BOTH, reason="no Chromium here (package `chromium`), or no Playwright")
 
 
 @pytest.fixture(scope="module")
@@ -358,6 +360,22 @@ def test_narrow_windows_lose_nothing(open_page: Open, width: int) -> None:
         for name in ("#prompt", "#send", "#model", "#rate", "#chart", "#requests", ".answer:last-child", "#key-box"):
             box = page.query_selector(name).bounding_box()
             assert box["width"] > 0 and box["x"] >= 0 and box["x"] + box["width"] <= width + 1, name
+
+
+@browser_only
+def test_the_end_of_an_answer_stays_in_sight_unless_its_reader_scrolls_away(open_page: Open) -> None:
+    long = [[("A line of the answer.\n", "plain")] for _ in range(60)]
+    with running(serve_page(long, wait_s=0.02)) as server:
+        page = open_page(server)
+        ask(page)
+        page.wait_for_selector(".answer .text span:nth-child(40)")
+        end, prompt = (page.query_selector(name).bounding_box() for name in (".answer .text", "#ask"))
+        assert end["y"] + end["height"] <= prompt["y"] + 60
+        page.mouse.wheel(0, -400)
+        page.wait_for_selector(".answer .text span:nth-child(50)")
+        before = page.evaluate("scrollY")
+        wait_for_answer(page)
+        assert page.evaluate("scrollY") == before < page.evaluate("document.documentElement.scrollHeight - innerHeight")
 
 
 @browser_only
