@@ -18,6 +18,7 @@ from runtime.reading import shown
 
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+_MAX_BYTES = 4_000_000
 Content = str | list[int] | list[dict[str, str]]
 """A prompt's text, its token ids, or the messages of a conversation."""
 
@@ -92,12 +93,12 @@ class Client:
         """The names of the server's models; SpecDecError for a server that does not tell."""
         where = f"{self.base_url}/v1/models"
         try:
-            response = await self._http.get(where)
+            status, text = await self._get(where)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise unreachable(self.base_url, error) from None
-        if response.status_code != 200:
-            raise refused(ServerError(_error_text(response.status_code, response.text), response.status_code), where)
-        names = _model_names(response)
+        if status != 200:
+            raise refused(ServerError(_error_text(status, text), status), where)
+        names = _model_names(text, where)
         if not names:
             raise SpecDecError(
                 f"the server names no model: {where}", hint="give its name", fact="server_names_no_model"
@@ -107,19 +108,22 @@ class Client:
     async def metrics_text(self) -> str | None:
         """What the server tells Prometheus; None where it tells nothing."""
         try:
-            response = await self._http.get(f"{self.base_url}/metrics")
+            status, text = await self._get(f"{self.base_url}/metrics")
         except httpx2.HTTPError:
             return None
-        return response.text if response.status_code == 200 else None
+        return text if status == 200 else None
+
+    async def _get(self, url: str) -> tuple[int, str]:
+        async with self._http.stream("GET", url) as response:
+            return response.status_code, await _beginning(response)
 
     async def ask(self, endpoint: Endpoint, body: Mapping[str, Any], answer: Answer) -> None:
         """Fill in `answer`, or the error that came in its place."""
         answer.start_s = answer.end_s = time.perf_counter()
         try:
             async with self._http.stream("POST", self.base_url + PATHS[endpoint], json=body) as response:
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    raise ServerError(_error_text(response.status_code, text), response.status_code)
+                if (status := response.status_code) != 200:
+                    raise ServerError(_error_text(status, await _beginning(response)), status)
                 await _read_stream(response, answer)
         except httpx2.HTTPError as error:
             raise ServerError(_reason(error)) from None
@@ -132,6 +136,16 @@ def request_body(endpoint: Endpoint, model: str, content: Content, max_tokens: i
         return common | {"prompt": content, "max_tokens": max_tokens}
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     return common | {"messages": messages, "max_completion_tokens": max_tokens}
+
+
+async def _beginning(response: httpx2.Response) -> str:
+    """The text of a response, as much of it as anybody needs."""
+    data = b""
+    async for piece in response.aiter_bytes():
+        data += piece
+        if len(data) > _MAX_BYTES:
+            break
+    return data[:_MAX_BYTES].decode(errors="replace")
 
 
 async def _read_stream(response: httpx2.Response, answer: Answer) -> None:
@@ -199,12 +213,12 @@ def _count(usage: dict[str, Any], name: str) -> int:
     return value
 
 
-def _model_names(response: httpx2.Response) -> list[str]:
+def _model_names(text: str, where: str) -> list[str]:
     try:
-        return [str(model["id"]) for model in response.json()["data"]]
+        return [str(model["id"]) for model in json.loads(text)["data"]]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise SpecDecError(
-            f"not an OpenAI-compatible server, its list of models is {shown(response.text)}: {response.url}",
+            f"not an OpenAI-compatible server, its list of models is {shown(text)}: {where}",
             hint="check the address",
             fact="not_an_openai_server",
         ) from None

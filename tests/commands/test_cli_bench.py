@@ -329,6 +329,15 @@ def test_a_server_that_is_no_openai_server_is_named(bench: Bench) -> None:
     assert result.exit_code == 1 and "names no model" in result.stderr and "`--model`" in result.stderr
 
 
+def test_an_endless_answer_is_not_read_to_its_end(bench: Bench) -> None:
+    endless = Reply([(0.0, b"x" * 100_000)] * 2000, 500, "text/plain")
+    with running(script(lambda asked: endless)) as server:
+        result = bench(server)
+        assert result.exit_code == 1 and "the server answers 500: 'xxx" in result.stderr
+        (asked,) = server.generations()
+    assert len(asked.sent_s) < 500 and len(result.stderr) < 500
+
+
 def test_a_server_that_hangs_is_given_up(bench: Bench) -> None:
     with running(script(lambda asked: Reply([(0.0, ONE), (2.0, DONE)]))) as server:
         result = bench(server, "--timeout", 0.2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from commands.options.spellings import normalize_name, split_flags_without_effect
+from commands.options.spellings import normalize_name, one_value_each, split_flags_without_effect
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,10 @@ def test_flags_without_effect_are_taken_out_with_their_values(
     arguments: list[str], kept: list[str], dropped: list[str]
 ) -> None:
     assert split_flags_without_effect(arguments, frozenset({"text"})) == (kept, dropped)
+
+
+def test_several_values_of_one_flag_are_the_flag_several_times() -> None:
+    given = ["--goodput", "ttft:200", "tpot:50", "--json", "--dataset", "demo", "--goodput", "e2el:9"]
+    each = ["--goodput", "ttft:200", "--goodput", "tpot:50", "--json", "--dataset", "demo", "--goodput", "e2el:9"]
+    assert one_value_each(given, "bench") == each
+    assert one_value_each(["one", "two"], "run") == ["one", "two"]
