@@ -1,5 +1,6 @@
 """The page of `bench`: made of its document alone, in the same frame as the other pages."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,10 @@ def _charts(page: Page) -> str:
 
 def _distribution(title: str, values: list[float]) -> str:
     """How many requests were answered in which time."""
-    width = (max(values, default=0.0) / _NUM_BINS) or 1.0
-    counts = [0] * _NUM_BINS
+    width = _round_width(max(values, default=0.0) / _NUM_BINS)
+    counts = [0] * (int(max(values, default=0.0) / width) + 1)
     for value in values:
-        counts[min(int(value / width), _NUM_BINS - 1)] += 1
+        counts[int(value / width)] += 1
     columns = [
         Column(
             count, str(count), f"{i * width:.3g}", f"{i * width:.4g} to {(i + 1) * width:.4g} ms: {count:,} requests"
@@ -131,6 +132,12 @@ def _distribution(title: str, values: list[float]) -> str:
     label = f"{title}: requests by milliseconds: {listed(counts)}"
     chart = column_chart(columns, largest=max(counts), axis="ms", label=label)
     return chart_card(title, f"{len(values):,} requests by their time", chart)
+
+
+def _round_width(least: float) -> float:
+    """1, 2 or 5 times a power of ten, and no less than this."""
+    power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
+    return next((step * power for step in (1, 2, 5) if step * power >= least), 10 * power)
 
 
 def _over_time(page: Page) -> str:

@@ -12,6 +12,8 @@ from runtime.benchmark.client import Answer, Client, Content, Endpoint, ServerEr
 from runtime.benchmark.speculation import SpeculationCounts, counts_of_prometheus, total_counts
 from runtime.errors import SpecDecError
 
+_WARM_UP = "One, two, three, four,"
+
 
 @dataclass(frozen=True)
 class Load:
@@ -92,9 +94,12 @@ async def _ask(client: Client, load: Load, model: str, content: Content, answer:
 
 
 async def _warm_up(client: Client, load: Load, model: str) -> None:
-    """The first prompt, answered before the clock starts. What is wrong with the server is found here."""
+    """Answers before the clock starts, to a prompt of its own: one of the load's would be found in a prefix cache.
+
+    What is wrong with the server is found here.
+    """
+    body = request_body(load.endpoint, model, _WARM_UP, load.max_tokens) | load.extra_body
     for _ in range(load.num_warmups):
-        body = request_body(load.endpoint, model, load.prompts[0], load.max_tokens) | load.extra_body
         try:
             await client.ask(load.endpoint, body, Answer(0.0))
         except ServerError as error:

@@ -45,7 +45,7 @@ def policy() -> str:
 
     return (
         f"default-src 'none'; script-src 'sha256-{digest('script')}'; style-src 'sha256-{digest('style')}'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 
@@ -78,6 +78,8 @@ def serve_page(
 
     def answer(asked: Asked) -> Reply:
         chat = asked.path == "/v1/chat/completions"
+        if "stream" not in asked.body:
+            return as_json({"choices": [{"text": "Specu"}], "usage": {}})
         if asked.body.get("speculative") is False:
             return Reply(streamed(without_drafts(steps), wait_s, chat=chat, counts=None))
         return Reply(streamed(steps, wait_s, chat=chat, counts=COUNTS if steps is DRAFTED else None))

@@ -85,10 +85,11 @@ def test_the_page_needs_nothing_else_and_fits_the_policy() -> None:
     tags = Tags(PAGE).found
     assert [tag for tag, _ in tags if tag in ("script", "style")] == ["style", "script"]
     for tag, attributes in tags:
-        assert tag not in {"link", "iframe", "object", "embed", "img", "base"}
+        assert tag not in {"iframe", "object", "embed", "img", "base"}
+        assert tag != "link" or attributes == {"rel": "icon", "href": "data:,"}
         assert not {"style", "src", "srcset", "action", "background"} & set(attributes)
         assert not any(name.startswith("on") for name in attributes)
-        assert attributes.get("href", "#").startswith("#")
+        assert attributes.get("href", "#").startswith(("#", "data:"))
     assert not re.search(r"https?://|url\(|@import", PAGE)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|DOMParser", PAGE)
     assert not re.search(r"localStorage|sessionStorage|indexedDB|document\.cookie", PAGE)
@@ -167,11 +168,14 @@ def test_side_by_side_runs_the_same_prompt_both_ways(open_page: Open) -> None:
         boxes = [one.bounding_box() for one in answers]
         assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
         verdict = page.text_content(".verdict")
-        first, second = (one.body for one in server.generations())
-    # 9 tokens in 4 steps beside 9 in 9, each step as long: the rates are as 8 / 3 to 8 / 8.
-    assert float(verdict.partition("×")[0]) == pytest.approx(8 / 3, rel=0.35) and "the same text" in verdict
+        rates = [float(one.query_selector(".speed").text_content().split()[0].replace(",", "")) for one in answers]
+        prepared, first, second = (one.body for one in server.generations())
+    # 9 tokens in 4 steps beside 9 in 9, each step as long: but for what a busy machine adds, as 8 / 3 to 8 / 8.
+    ratio = float(verdict.partition("×")[0])
+    assert ratio == pytest.approx(rates[0] / rates[1], rel=0.01) and ratio > 1.3 and "the same text" in verdict
     assert second.pop("speculative") is False
     assert first == second  # the seed too
+    assert prepared["max_tokens"] == 1 and prepared["messages"] == first["messages"] and "stream" not in prepared
 
 
 @browser_only
@@ -289,7 +293,7 @@ def test_the_keyboard_reaches_and_does_everything(open_page: Open) -> None:
         page.keyboard.type("two")
         page.keyboard.press("Enter")
         page.wait_for_selector(".verdict")
-        assert server.generations()[0].body["prompt"] == "one\ntwo"
+        assert {one.body["prompt"] for one in server.generations()} == {"one\ntwo"}
         focused = page.evaluate("document.activeElement.id")
         assert focused == "prompt"
 
