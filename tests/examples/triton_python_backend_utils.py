@@ -1,10 +1,10 @@
 """Stands in for Triton Inference Server and the module of this name that it gives to Python models.
 
-There is no Triton server to test with. This has those of its names that the example uses, calls models as the Python
-backend does (`initialize`, `execute` with a list of requests, `finalize`), and holds every tensor that goes in or out
-against the model's config.pbtxt: known name, data type, dims, nothing missing. What it does not stand in for: queues,
-instances beside each other, batching, processes and shared memory, the HTTP and gRPC front ends, and the real parser
-of config.pbtxt.
+Tests do without that server (`examples/triton/try.sh` runs a real one). This has those of its names that the example
+uses, calls models as the Python backend does (`initialize`, `execute` with a list of requests, `finalize`), and holds
+every tensor that goes in or out against the model's config.pbtxt: known name, data type, dims, nothing missing. What it
+does not stand in for: queues, instances beside each other, batching, processes and shared memory, the HTTP and gRPC
+front ends, and the real parser of config.pbtxt.
 """
 
 import importlib.util
