@@ -2,9 +2,16 @@
 
 import re
 import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -397,3 +404,44 @@ def test_the_counts_of_the_stand_in_are_those_of_its_tokens() -> None:
     kinds = [kind for step in DRAFTED for _, kind in step]
     assert COUNTS["num_accepted_tokens"] == kinds.count("accepted") == sum(COUNTS["accepted_per_position"])  # type: ignore[arg-type]
     assert COUNTS["tokens_per_step"] == len(kinds) / len(DRAFTED)
+
+
+@pytest.fixture
+def real_server(llama_uncompiled_dir: Path) -> Iterator[SimpleNamespace]:
+    """`specdec serve` itself, in a process of its own, with n-gram lookup."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]
+    command = [sys.executable, "-m", "specdec_cli", "serve", "--engine-dir", str(llama_uncompiled_dir)]
+    process = subprocess.Popen([*command, "--ngram-config", "4,2", "--port", str(port)])
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
+            break
+        except OSError:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+    yield SimpleNamespace(url=f"http://127.0.0.1:{port}")
+    process.terminate()
+    process.wait(30)
+
+
+@browser_only
+@pytest.mark.skipif(find_spec("commands.serving") is None, reason="this tree has no `specdec serve`")
+def test_the_page_works_with_the_server_itself(open_page: Open, real_server: SimpleNamespace) -> None:
+    page = open_page(real_server)
+    page.get_by_role("radio", name="Text to continue").check(force=True)
+    page.fill("#max-tokens", "40")
+    page.check("#both")
+    ask(page, "The little dog had a red ball. The little dog had a")
+    page.wait_for_selector(".verdict, [role=alert]")
+    assert "the same text" in page.text_content(".verdict")
+    assert (
+        page.query_selector(".answer .accepted") is not None and page.query_selector(".answer .recovered") is not None
+    )
+    counts = {kind: int(page.text_content(f"#count-{kind}")) for kind in ("accepted", "recovered", "bonus", "plain")}
+    num_steps = counts["recovered"] + counts["bonus"] + counts["plain"]
+    assert sum(counts.values()) == 40
+    # The last step may have been cut before its own token.
+    possible = [pytest.approx(40 / steps, abs=0.01) for steps in (num_steps, num_steps + 1)]
+    assert float(page.text_content("#per-step")) in possible
