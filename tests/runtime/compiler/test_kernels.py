@@ -63,6 +63,8 @@ CASES = [
     Case(1, 3, 4, 2, 16, 16, 4, 2, window=1),
 ]
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+KINDS = [*((dtype, 0) for dtype in TOLERANCE), (torch.bfloat16, 1)]  # dtypes, and the arithmetics that they have
+LINEAR_KINDS = [*KINDS, (torch.bfloat16, 2), (torch.float16, 2)]  # the last is then computed in float32
 
 
 def run(case: Case, dtype: torch.dtype, arithmetic: int) -> tuple[Tensor, Tensor]:
@@ -101,8 +103,7 @@ def run(case: Case, dtype: torch.dtype, arithmetic: int) -> tuple[Tensor, Tensor
     return output, expected
 
 
-@pytest.mark.parametrize("arithmetic", [0, 1, 2], ids=["float32", "pairs", "tiles"])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("dtype", "arithmetic"), KINDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel_is_attention(case: Case, dtype: torch.dtype, arithmetic: int, threads: int) -> None:
     output, expected = run(case, dtype, arithmetic)
@@ -136,8 +137,7 @@ LINEAR_SHAPES = [  # tokens, inputs, outputs
 
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("arithmetic", [0, 1, 2], ids=["float32", "pairs", "tiles"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "arithmetic"), LINEAR_KINDS, ids=str)
 @pytest.mark.parametrize(("num_tokens", "num_inputs", "num_outputs"), LINEAR_SHAPES)
 def test_kernel_is_a_linear_layer(
     num_tokens: int,
@@ -166,8 +166,7 @@ def test_linear_kernel_takes_rows_that_are_not_contiguous() -> None:
     torch.testing.assert_close(output, x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("arithmetic", [0, 1, 2], ids=["float32", "pairs", "tiles"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "arithmetic"), LINEAR_KINDS, ids=str)
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 96), (34, 7), (2100, 40)])
 def test_a_token_has_the_same_bits_in_any_company(
     num_inputs: int, num_outputs: int, dtype: torch.dtype, arithmetic: int, threads: int
@@ -237,7 +236,6 @@ class Sequences:
         return [output[b * Q : b * Q + num_tokens] for b, (_, _, num_tokens) in enumerate(rows)]
 
 
-KINDS = [*((dtype, 0) for dtype in TOLERANCE), (torch.bfloat16, 1)]  # tiles are for linear layers only
 SHAPES = {"4 heads": (12, 4, 64, 64), "1 head": (4, 1, 32, 32), "odd heads": (4, 2, 12, 12)}
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1400), st.integers(1, 90)), min_size=1, max_size=4)
 
