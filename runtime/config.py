@@ -15,8 +15,9 @@ from runtime.errors import SpecDecError
 
 CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights; 4: neither
-# files nor weights were recorded; 5: a token's bits depended on the size of its step
-ENGINE_FORMAT_VERSION = 6
+# files nor weights were recorded; 5: a token's bits depended on the size of its step; 6: the package did not say what
+# it was compiled for
+ENGINE_FORMAT_VERSION = 7
 
 # Beyond these nothing useful can be built, and what is asked for is most likely a slip.
 MAX_BATCH_SIZE = 1024
@@ -107,6 +108,16 @@ class BuildConfig:
     @property
     def max_request_len(self) -> int:
         return self.max_seq_len - self.max_draft_len
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a step is compiled for; `EngineConfig` has fields of the same names."""
+
+    dtype: Dtype
+    vocab_size: Size
+    layers: tuple[LayerShape, ...]
+    build_config: BuildConfig
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from runtime.batch import Row, context_row, fold, generation_row, pack
 from runtime.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
 from runtime.compiler.compilation import StepFunction
 from runtime.compiler.kernels import flush_denormals
-from runtime.compiler.opening import check_environment, open_step
+from runtime.compiler.opening import check_environment, check_shape, open_step
 from runtime.config import EngineConfig
 from runtime.errors import SpecDecError, UsageError
 from runtime.free_memory import free_memory
@@ -64,6 +64,7 @@ class Engine:
         self.device = device
         self.block_reuse = kv_cache.block_reuse
         self.step_time_s = 0.0
+        self._is_open = True
         self._step = step
         # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
         self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
@@ -105,6 +106,7 @@ class Engine:
         compiler = config.build_config.compiler
         with unchanged_while_opened(bundle):
             check_step_files(bundle)
+            check_shape(config, engine_dir)
             step = open_step(compiler, config.pretrained_config, config.dtype, engine_dir, device)
         return cls(config, step, device, kv_cache or KVCacheConfig(), max_num_tokens)
 
@@ -119,8 +121,15 @@ class Engine:
         self._blocks.clear()
 
     def close(self) -> None:
-        """Give back the memory of the K/V cache and the compiled step."""
-        del self._step, self._pool
+        """Give back the memory of the K/V cache and the compiled step. Closed, it can be closed again, and no more."""
+        if self._is_open:
+            self._is_open = False
+            del self._step, self._pool
+
+    def check_is_open(self) -> None:
+        """SpecDecError once it was closed."""
+        if not self._is_open:
+            raise SpecDecError("the engine was closed", hint="open it again")
 
     @property
     def max_draft_len(self) -> int:
@@ -132,6 +141,7 @@ class Engine:
 
     def check_request(self, request: Request) -> None:
         """SpecDecError if the engine cannot serve the request whatever else runs."""
+        self.check_is_open()
         self.check_lengths(request)
         check_vocabulary(request, self.config.vocab_size)
 
@@ -151,6 +161,7 @@ class Engine:
 
         False: no room now, nothing changed. SpecDecError: it would not fit an empty cache either.
         """
+        self.check_is_open()
         num_tokens = len(sequence.tokens) + self.max_draft_len_of(sequence)
         copies = self._blocks.admit(sequence, num_tokens)
         if copies is None:
@@ -231,6 +242,7 @@ class Engine:
 
     def occupy_cache(self) -> None:
         """Have the whole K/V cache in memory, as if it were full: for measuring."""
+        self.check_is_open()
         self._pool.occupy()
 
     def time_step(self, rows: list[Row]) -> float:
@@ -241,6 +253,7 @@ class Engine:
 
     def _forward(self, rows: Seq[Row]) -> Tensor:
         """(T, vocab) logits of the rows' last positions."""
+        self.check_is_open()
         if self._reads_in_place:
             rows = fold(rows)
         batch = pack(rows, self._blocks.block_size, self.device)

@@ -193,6 +193,7 @@ class LLM:
 
     def session(self, drafter: AnyDrafter | None = None, draft_len_mode: DraftLenMode = "fixed") -> Session:
         """The session that drafts in this way; SpecDecError if such a drafter does not fit the engine."""
+        self.engine.check_is_open()  # before a draft model is opened for it
         settings = None if drafter is None else as_settings(drafter)
         key = (settings, draft_len_mode)
         if key not in self._sessions:

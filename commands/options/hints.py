@@ -64,6 +64,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "not_an_openai_server": "check `--base-url`",
     "not_an_engine": ("make one with `specdec build`", "`--model-dir` takes a model"),
     "not_ours": "`--force` replaces only what specdec wrote; choose another directory or remove this one",
+    "other_torch": ("install torch 2.13", "do without: `--compiler none`"),
     "other_model": "give the model that the engine was made from with `--hf-model-dir`",
     "positions": "`--max-seq-len {max_seq_len}`",
     "profile": "make it again: `specdec tune --engine-dir ENGINE --output PROFILE.json`",

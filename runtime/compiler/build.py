@@ -35,7 +35,8 @@ from runtime.compiler.model import (
     why_positions_end,
 )
 from runtime.compiler.opening import current_environment, open_step
-from runtime.config import Arithmetic, BuildConfig, CheckpointConfig, Compiler, EngineConfig, LayerShape, as_json
+from runtime.compiler.private_torch import check_torch
+from runtime.config import Arithmetic, BuildConfig, CheckpointConfig, Compiler, EngineConfig, StepShape, as_json
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
@@ -92,7 +93,7 @@ def build_engine(
             _make_kernels(directory / LIBRARY)
         if device.type == "cpu":
             flush_denormals()
-        compiled = _compile(model, layers, build, directory)
+        compiled = _compile(model, StepShape(checkpoint.dtype, pretrained.vocab_size, layers, build), directory)
         build = compiled.build
         if build.compiler != "aot":
             shutil.copyfile(weights, directory / "rank0.safetensors")
@@ -194,8 +195,11 @@ def _check_lengths(build: BuildConfig, config: PreTrainedConfig) -> None:
         )
 
 
-def _compile(model: PreTrainedModel, layers: tuple[LayerShape, ...], build: BuildConfig, directory: Path) -> _Compiled:
+def _compile(model: PreTrainedModel, shape: StepShape, directory: Path) -> _Compiled:
     """Compile ahead of time if asked; if that cannot be, say why, for `torch-compile` when the step is called."""
+    build = shape.build_config
+    if build.compiler != "none":
+        check_torch()
     if build.compiler != "aot":
         return _Compiled(build)
     parameter = next(model.parameters())
@@ -203,7 +207,7 @@ def _compile(model: PreTrainedModel, layers: tuple[LayerShape, ...], build: Buil
     if parameter.device.type == "cpu":
         arithmetic = fastest_arithmetic(parameter.dtype, 1 + build.max_draft_len)
     try:
-        uses_linear_kernel = compile_aot(Step(model), layers, build, directory, arithmetic)
+        uses_linear_kernel = compile_aot(Step(model), shape, directory, arithmetic)
     except Exception as error:  # export and Inductor raise many kinds; each means: not this model
         _raise_machine_error(error)
         (directory / PACKAGE).unlink(missing_ok=True)

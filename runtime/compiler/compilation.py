@@ -22,7 +22,7 @@ from torch import Tensor
 
 from runtime.batch import Batch, Row, at_least_two, pack
 from runtime.compiler.weights import Layout, layout_of, save_weights
-from runtime.config import ARITHMETICS, Arithmetic, BuildConfig, LayerShape
+from runtime.config import ARITHMETICS, Arithmetic, LayerShape, StepShape, as_json, parse
 from runtime.kv_cache import KVPool
 from runtime.temporary import own_temporary_files
 
@@ -52,12 +52,10 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
 
 PACKAGE, WEIGHTS = "rank0.pt2", "rank0.safetensors"
 _FEW_TOKENS = 64
-_LAYOUT = "weights.json"
+_LAYOUT, _SHAPE = "weights.json", "step.json"
 
 
-def compile_aot(
-    step: "Step", layers: tuple[LayerShape, ...], build: BuildConfig, directory: Path, arithmetic: Arithmetic | None
-) -> bool:
+def compile_aot(step: "Step", shape: StepShape, directory: Path, arithmetic: Arithmetic | None) -> bool:
     """Write the step as an AOTInductor package, and the weights it wants to be handed (on a GPU: none).
 
     On the CPU its linear layers are computed in `arithmetic`; returns whether all of them are. Whatever keeps a model
@@ -70,7 +68,7 @@ def compile_aot(
     from runtime.compiler.selection import select_early
 
     with _quiet(), torch.no_grad():
-        program = export_step(step, layers, build.tokens_per_block)
+        program = export_step(step, shape.layers, shape.build_config.tokens_per_block)
         select_early(program, "logit_indices")
         # Freezing prepacks the weights for the CPU's matrix kernels: steps are two to three times faster.
         # torch writes into its own `metadata`, by which a later torch-compile would not be found again.
@@ -94,7 +92,7 @@ def compile_aot(
     package_pt2(
         str(directory / PACKAGE),
         aoti_files=[file for file in made if isinstance(file, str)],
-        extra_files={_LAYOUT: json.dumps(layout_of(weights))},
+        extra_files={_LAYOUT: json.dumps(layout_of(weights)), _SHAPE: json.dumps(as_json(shape))},
     )
     return hands_over
 
@@ -148,9 +146,18 @@ class _ProcessorStep(_PackagedStep):
 
 def wanted_layout(package: Path) -> Layout:
     """The weights that the packaged step wants to be handed."""
+    return {name: (dtype, shape) for name, (dtype, shape) in _read_extra(package, _LAYOUT).items()}
+
+
+def shape_of_package(package: Path) -> StepShape:
+    """What the packaged step was compiled for."""
+    return parse(StepShape, _read_extra(package, _SHAPE), f"{package}: {_SHAPE}")
+
+
+def _read_extra(package: Path, extra: str) -> Any:
     with zipfile.ZipFile(package) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(f"/{_LAYOUT}"))
-        return {name: (dtype, shape) for name, (dtype, shape) in json.loads(archive.read(name)).items()}
+        (name,) = (name for name in archive.namelist() if name.endswith(f"/{extra}"))
+        return json.loads(archive.read(name))
 
 
 def open_aot(package: Path, weights: dict[str, Tensor], device: torch.device) -> StepFunction:

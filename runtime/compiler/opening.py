@@ -14,10 +14,17 @@ import torch
 from safetensors import SafetensorError
 
 from runtime.bundle import LIBRARY, uses_kernels
-from runtime.compiler.compilation import PACKAGE, StepFunction, open_aot, torch_compile, wanted_layout
+from runtime.compiler.compilation import (
+    PACKAGE,
+    StepFunction,
+    open_aot,
+    shape_of_package,
+    torch_compile,
+    wanted_layout,
+)
 from runtime.compiler.kernels import instructions, load_kernels
 from runtime.compiler.weights import open_weights
-from runtime.config import Compiler, Dtype, EngineConfig, Environment
+from runtime.config import Compiler, Dtype, EngineConfig, Environment, as_json
 from runtime.errors import SpecDecError
 from runtime.temporary import temporary_dir
 
@@ -97,6 +104,52 @@ def open_step(
     cache_dir = Path(tempfile.mkdtemp(dir=temporary_dir()))
     shutil.copytree(engine_dir / "rank0.cache", cache_dir, dirs_exist_ok=True)
     return torch_compile(step, cache_dir)
+
+
+def check_shape(config: EngineConfig, engine_dir: Path) -> None:
+    """SpecDecError if `config.json` says what the step was not made for: it would read and write beyond its memory."""
+    where = engine_dir / "config.json"
+    if config.build_config.compiler == "aot":
+        with _package_errors(engine_dir / PACKAGE):
+            made_for = as_json(shape_of_package(engine_dir / PACKAGE))
+    else:
+        made_for = _shape_of_model(config, where)
+    said = dict(_named_values(as_json(config)))
+    for name, value in _named_values(made_for):
+        if said.get(name) != value:
+            raise SpecDecError(
+                f"`{where}` is of another step, which was made for {name} {value}: {said.get(name)}",
+                hint=_BUILD_AGAIN,
+                fact="engine",
+            )
+
+
+def _shape_of_model(config: EngineConfig, where: Path) -> dict[str, Any]:
+    """What the model asks for, where that is opened and not a package."""
+    from runtime.compiler.model import num_positions, parse_pretrained_config, probe_config, why_positions_end
+
+    pretrained = parse_pretrained_config(config.pretrained_config, str(where))
+    positions, asked = num_positions(pretrained), config.build_config.max_request_len
+    if positions is not None and asked > positions:
+        raise SpecDecError(
+            f"`{where}` asks for more than the {positions} positions {why_positions_end(pretrained)}: {asked}",
+            hint=_BUILD_AGAIN,
+            fact="engine",
+        )
+    return {"layers": [as_json(layer) for layer in probe_config(pretrained)], "vocab_size": pretrained.vocab_size}
+
+
+def _named_values(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each number and word of a JSON document by its place in it, such as `layers[0].num_kv_heads`."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _named_values(item, f"{name}.{key}" if name else key)
+    elif isinstance(value, list | tuple):
+        yield f"number of {name}", len(value)
+        for i, item in enumerate(value):
+            yield from _named_values(item, f"{name}[{i}]")
+    else:
+        yield name, value
 
 
 @contextmanager

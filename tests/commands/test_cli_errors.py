@@ -893,7 +893,7 @@ HAND_EDITED = [
             ({"build_config__compiler": "aot"}, "no record of the file: rank0.pt2"),
             ({"build_config": []}, "build_config` is not a JSON object: list"),
             ({"vocab_size": -5}, "vocab_size` is 1 or more, and not: -5"),
-            ({"format_version": 4}, "format this version cannot read (it reads 6): 4"),
+            ({"format_version": 4}, "format this version cannot read (it reads 7): 4"),
             ({"environment": None}, "lacks the key: environment"),
             ({"environment__device": "tpu"}, "device` has a value it cannot have: 'tpu'"),
             ({"logits_check__tolerance": -1}, "tolerance` is 0 or more, and not: -1"),
@@ -912,6 +912,10 @@ HAND_EDITED = [
     case(
         RUN, 1, "`eos_token_id` of the model is no token id: -1",
         damage=file("engine/generation_config.json", '{"eos_token_id": [2, -1]}'),
+    ),
+    case(
+        RUN, 1, "`eos_token_id` of the model is no token id: [1]",
+        damage=file("engine/generation_config.json", '{"eos_token_id": [[1]]}'),
     ),
     *[
         case(BUILD, 1, *words, damage=edited("ckpt/config.json", **change))

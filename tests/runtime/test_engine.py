@@ -1,5 +1,7 @@
 """Logits equal Hugging Face's whatever the K/V cache did, and a rejected draft leaves no trace."""
 
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,8 @@ from tiny import eager_logits, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from runtime import leader, orchestrator
+from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine, KVCacheConfig, resolve_device
 from runtime.errors import SpecDecError, UsageError
 from runtime.request import Draft, Request, Sequence
@@ -266,3 +270,26 @@ def test_request_the_engine_cannot_serve_is_an_error(
     engine.check_request(Request(3, (5,) * 96, 64))  # just fits
     with pytest.raises(SpecDecError, match=message):
         engine.check_request(Request(3, tuple(prompt), max_new_tokens))
+
+
+@pytest.mark.parametrize("loop", [orchestrator, leader])
+def test_closed_engine_says_so(loop: Any, llama_uncompiled_dir: Path) -> None:
+    engine = Engine.open(llama_uncompiled_dir)
+    sequence = start(A)
+    assert engine.admit(sequence)
+    steps = loop.generate(engine, [Request(1, (3, 4, 5), 9)], NgramLookup(2))
+    next(steps)
+    engine.close()
+    engine.close()
+    uses: list[Callable[[], object]] = [
+        lambda: next(steps),
+        lambda: list(loop.generate(engine, [Request(2, (3, 4, 5), 9)])),
+        lambda: engine.step([sequence], [Draft([])]),
+        lambda: engine.admit(start(A, 3)),
+        engine.occupy_cache,
+    ]
+    for use in uses:
+        with pytest.raises(SpecDecError, match="^the engine was closed$"):
+            use()
+    engine.release(sequence)
+    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1

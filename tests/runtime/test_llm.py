@@ -258,3 +258,20 @@ def test_engines_are_named_by_the_code_that_builds_them() -> None:
     assert {"compiler/build.py", "compiler/compilation.py", "compiler/csrc/linear.cpp", "kv_cache.py"} <= names
     assert not {name for name in names if name.startswith(("drafters", "evaluation", "tuning"))}
     assert not names & {"sampling.py", "leader.py", "orchestrator.py", "llm.py", "verify.py", "stats.py"}
+
+
+def test_closed_it_says_so(llama_uncompiled_dir: Path, draft_engine_dir: Path) -> None:
+    llm = LLM(llama_uncompiled_dir)
+    pieces = llm.stream(PROMPT, GREEDY)
+    next(pieces)
+    llm.close()
+    llm.close()
+    uses: list[Callable[[], object]] = [
+        lambda: next(pieces),
+        lambda: llm.generate(PROMPT),
+        lambda: llm.generate(PROMPT, drafter=DraftTargetDrafter(draft_engine_dir)),
+        lambda: llm.stream(PROMPT),
+    ]
+    for use in uses:
+        with pytest.raises(SpecDecError, match="^the engine was closed$"):
+            use()

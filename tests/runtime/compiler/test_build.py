@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -445,6 +446,57 @@ def test_weights_that_the_step_does_not_want_are_an_error(
         with pytest.raises(SpecDecError, match=message) as error:
             Engine.open(tmp_path / name)
         assert error.value.message.endswith(f": {name}") and error.value.hint == "build it again"
+
+
+SHAPES: dict[str, tuple[tuple[str | int, ...], object]] = {
+    "layers[0].num_kv_heads 2: 4": (("layers", 0, "num_kv_heads"), 4),
+    "layers[1].num_kv_heads 2: 1": (("layers", 1, "num_kv_heads"), 1),
+    "layers[0].key_head_dim 8: 4": (("layers", 0, "key_head_dim"), 4),
+    "layers[1].value_head_dim 8: 16": (("layers", 1, "value_head_dim"), 16),
+    "layers[0].sliding_window None: 8": (("layers", 0, "sliding_window"), 8),
+    "number of layers 2: 0": (("layers",), []),
+    "vocab_size 300: 299": (("vocab_size",), 299),
+}
+SHAPES_OF_PACKAGE: dict[str, tuple[tuple[str | int, ...], object]] = SHAPES | {
+    "dtype float32: bfloat16": (("dtype",), "bfloat16"),
+    "build_config.tokens_per_block 4: 8": (("build_config", "tokens_per_block"), 8),
+    "build_config.max_seq_len 170: 5000": (("build_config", "max_seq_len"), 5000),
+    "build_config.max_batch_size 4: 9": (("build_config", "max_batch_size"), 9),
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "said", "place", "value"),
+    [
+        *[("llama_engine_dir", said, *change) for said, change in SHAPES_OF_PACKAGE.items()],
+        *[("llama_uncompiled_dir", said, *change) for said, change in SHAPES.items()],
+    ],
+)
+def test_shapes_that_are_not_the_steps_are_an_error(
+    source: str, said: str, place: tuple[str | int, ...], value: object, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Even where somebody has recorded them: the first step would read and write beyond its memory."""
+    engine_dir = shutil.copytree(request.getfixturevalue(source), tmp_path / "engine")
+
+    def change(data: Any) -> None:
+        for key in place[:-1]:
+            data = data[key]
+        data[place[-1]] = value
+
+    edit_config(engine_dir, change)
+    record_anew(engine_dir)
+    with pytest.raises(SpecDecError, match=re.escape("config.json` is of another step, which was made for " + said)):
+        Engine.open(engine_dir)
+
+
+def test_engine_without_a_compiler_has_no_more_positions_than_its_model(
+    llama_uncompiled_dir: Path, tmp_path: Path
+) -> None:
+    engine_dir = shutil.copytree(llama_uncompiled_dir, tmp_path / "engine")
+    edit_config(engine_dir, lambda data: data["build_config"].update(max_seq_len=300))
+    record_anew(engine_dir)
+    with pytest.raises(SpecDecError, match="asks for more than the 256 positions the model has: 290"):
+        Engine.open(engine_dir)
 
 
 # torch-compile

@@ -1,0 +1,55 @@
+"""What building uses of torch that torch promises to nobody. It is looked for first.
+
+In another torch one of them may be gone or called otherwise. That would fail somewhere in the export, and be taken for
+a model that cannot be exported.
+"""
+
+import inspect
+import pkgutil
+from typing import NoReturn
+
+import torch
+
+from runtime.errors import SpecDecError
+
+_TESTED = "2.13"
+# Each with the parameters that it is called with by name.
+PRIVATE: dict[str, tuple[str, ...]] = {
+    "torch._check": (),
+    "torch._ops.OpOverload": (),
+    "torch._inductor.aot_compile": ("options",),
+    "torch._inductor.config.patch": (),
+    "torch._inductor.config.freezing": (),
+    "torch._inductor.config.cpp_cache_precompile_headers": (),
+    "torch._inductor.config.cpp.vec_isa_ok": (),
+    "torch._inductor.config.aot_inductor.metadata": (),
+    "torch._inductor.config.aot_inductor.package": (),
+    "torch._inductor.config.aot_inductor.package_constants_in_so": (),
+    "torch._inductor.config.aot_inductor.package_constants_on_disk_format": (),
+    "torch.export.pt2_archive._package.package_pt2": ("aoti_files", "extra_files"),
+    "torch.export.pt2_archive._package_weights.Weights": (),
+    "torch.fx.experimental._config.patch": (),
+    "torch.fx.experimental._config.use_duck_shape": (),
+    "torch.fx.experimental.symbolic_shapes.statically_known_true": (),
+    "torch._C._aoti.AOTIModelPackageLoader.run": (),
+    "torch._C._aoti.AOTIModelPackageLoader.load_constants": (),
+}
+
+
+def check_torch() -> None:
+    """SpecDecError, with torch's version, if one of them is missing or is not called as it was."""
+    for name, parameters in PRIVATE.items():
+        try:
+            found = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            _refuse(f"has no `{name}`")
+        if lacking := [one for one in parameters if one not in inspect.signature(found).parameters]:
+            _refuse(f"has a `{name}` without `{lacking[0]}`")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise SpecDecError(
+        f"torch {torch.__version__} cannot be built with: it {what}",
+        hint=f"install torch {_TESTED}",
+        fact="other_torch",
+    )

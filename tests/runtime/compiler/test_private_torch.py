@@ -1,0 +1,77 @@
+"""What is used of torch that it promises to nobody is looked for first, and missing is named."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import make_build
+
+from runtime.compiler.build import build_engine
+from runtime.compiler.private_torch import PRIVATE, check_torch
+from runtime.errors import SpecDecError
+
+RUNTIME = Path(__file__).parents[3] / "runtime"
+
+
+def package_files(f: str, *, aoti_files: list[str]) -> None:
+    """As `package_pt2` might be in another torch."""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            lambda patch: patch.delattr("torch._inductor.aot_compile"),
+            "has no `torch._inductor.aot_compile`",
+            id="gone",
+        ),
+        pytest.param(
+            lambda patch: patch.delattr("torch.export.pt2_archive._package_weights.Weights"),
+            "has no `torch.export.pt2_archive._package_weights.Weights`",
+            id="class gone",
+        ),
+        pytest.param(
+            lambda patch: patch.setattr("torch.export.pt2_archive._package.package_pt2", package_files),
+            "has a `torch.export.pt2_archive._package.package_pt2` without `extra_files`",
+            id="called otherwise",
+        ),
+    ],
+)
+def test_torch_that_lacks_something_is_named_and_nothing_is_written(
+    change: Callable[[pytest.MonkeyPatch], None],
+    message: str,
+    llama_checkpoint_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was taken for a model that cannot be exported, and an engine of another kind was made."""
+    check_torch()
+    change(monkeypatch)
+    output, build, cpu = tmp_path / "engine", make_build(compiler="aot"), torch.device("cpu")
+    with pytest.raises(SpecDecError) as error:
+        build_engine(llama_checkpoint_dir, output, build, cpu, replace=False, phase=lambda name: None)
+    assert error.value.message == f"torch {torch.__version__} cannot be built with: it {message}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Of torch, as they are imported or written out."""
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (name for name in names if re.search(r"^torch\..*\b_[A-Za-z]", name))
+
+
+def test_nothing_else_of_torch_is_private() -> None:
+    """Where more is used it belongs into the list."""
+    used = {name for path in RUNTIME.rglob("*.py") for name in private_names(path.read_text())}
+    assert len(used) >= 6
+    assert not [name for name in used if not any(f"{one}.".startswith(f"{name}.") for one in PRIVATE)]
