@@ -23,6 +23,7 @@ from commands import progress
 from commands.options.panels import OUTPUT
 from commands.tables.fitting import fitted
 from runtime.errors import SpecDecError, UsageError
+from runtime.files import try_new_file
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,13 @@ def check_report(path: Path | None) -> None:
 
 def check_output_file(path: Path) -> None:
     """SpecDecError unless a file can be written at `path`, found out before the work. Leaves no trace."""
-    existed = path.exists()
     try:
-        path.open("ab").close()
+        if path.exists():
+            path.open("ab").close()
+        else:
+            try_new_file(path)
     except OSError as error:
         raise SpecDecError(f"cannot write the file ({error.strerror}): {path}", hint="choose another path") from None
-    if not existed:
-        path.unlink()
 
 
 def check_new_directory(path: Path) -> None:

@@ -29,6 +29,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 Range = tuple[int, int]
 """Bytes of a file: the first, and one past the last."""
+_seen: dict[tuple[Stamp | Range, ...], str] = {}  # by this process
 
 
 def cache_dir() -> Path:
@@ -99,6 +100,13 @@ def locked_entry(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
         lock.release()
 
 
+def remove_left_over(path: Path) -> None:
+    """What a process has left that was killed when the cache's entry `path` was there already."""
+    if any(path.parent.glob(f".{path.name}.*")):
+        with contextlib.suppress(SpecDecError), locked_entry(path, lambda: None):
+            pass
+
+
 def digest(parts: Iterable[str]) -> str:
     """A name for what is made of `parts`."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -109,18 +117,23 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
 
     That is seen by its size, its times and a sample of its bytes. Under which name it lies does not matter: an engine's
     directory is renamed when it is whole. The time of change cannot be set back, but it has steps: a file that was just
-    written may be written again in the same one, and its digest is not kept yet.
+    written may be written again in the same one, and its digest is not kept yet. One that this process has seen is not
+    even opened.
     """
+    if (seen := _seen.get((stamp_of(path.stat()), *ranges))) is not None:
+        return seen
     with path.open("rb") as file:
         stamp = stamp_of(os.fstat(file.fileno()))
         kept = cache_dir() / "digests" / _known_as(file, stamp, ranges)
         if (found := read_kept_digest(kept)) is not None:
+            _seen[stamp, *ranges] = found
             return found
         sha256 = _digest_of(file, ranges)
         # Neither a file that is written at the same time, nor one that may be without its time becoming another.
         is_settled = time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) > _TIME_STEP_NS
         if not is_settled or stamp_of(os.fstat(file.fileno())) != stamp:
             return sha256
+    _seen[stamp, *ranges] = sha256
     with contextlib.suppress(OSError):  # kept for the next time only
         make_cache_dir()
         kept.parent.mkdir(exist_ok=True)

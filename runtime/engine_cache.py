@@ -13,7 +13,7 @@ import torch
 
 import runtime
 from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
-from runtime.cache import cache_dir, digest, file_digest, locked_entry
+from runtime.cache import cache_dir, digest, file_digest, locked_entry, remove_left_over
 from runtime.compiler.kernels import processor
 from runtime.compiler.opening import current_environment
 from runtime.config import BuildConfig, Dtype
@@ -73,7 +73,9 @@ def engine_of_model(
         return
     readable = re.sub(r"[^\w.-]", "_", Path(name).expanduser().resolve().name)
     entry = cache_dir() / "engines" / f"{readable}-{_identity(model_dir, settings, device)[:16]}"
-    if not _is_engine(entry):
+    if _is_engine(entry):
+        remove_left_over(entry)
+    else:
         with locked_entry(entry, _say_that_it_waits):
             if not _is_engine(entry):  # or somebody has built it in the meantime
                 shutil.rmtree(entry, ignore_errors=True)

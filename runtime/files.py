@@ -185,6 +185,12 @@ def new_file(path: Path, *, replace: bool) -> Iterator[Path]:
         _give_name(directory / path.name, path)
 
 
+def try_new_file(path: Path) -> None:
+    """OSError unless a file can be made at `path`. Never makes it: a process that is killed now leaves none."""
+    with _temporary_sibling(path.resolve()) as directory:
+        (directory / path.name).touch()
+
+
 def _give_name(written: Path, path: Path) -> None:
     _flush(written)
     written.replace(path)

@@ -80,7 +80,7 @@ def build_engine(
     check_output_directory(output_dir, replace=replace)
     checkpoint = open_checkpoint(checkpoint_dir)
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
-    _check_lengths(build, pretrained)
+    _check_settings(build, pretrained)
     layers = probe_config(pretrained)
     phase("loading the checkpoint")
     weights = checkpoint_dir / "rank0.safetensors"
@@ -178,7 +178,9 @@ def default_max_seq_len(checkpoint_dir: Path) -> int:
     return positions
 
 
-def _check_lengths(build: BuildConfig, config: PreTrainedConfig) -> None:
+def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
+    if build.compiler != "none":
+        check_torch()
     if build.max_input_len >= build.max_request_len:
         raise SpecDecError(
             f"max_input_len leaves no room for output in max_seq_len {build.max_request_len}: {build.max_input_len}",
@@ -198,8 +200,6 @@ def _check_lengths(build: BuildConfig, config: PreTrainedConfig) -> None:
 def _compile(model: PreTrainedModel, shape: StepShape, directory: Path) -> _Compiled:
     """Compile ahead of time if asked; if that cannot be, say why, for `torch-compile` when the step is called."""
     build = shape.build_config
-    if build.compiler != "none":
-        check_torch()
     if build.compiler != "aot":
         return _Compiled(build)
     parameter = next(model.parameters())

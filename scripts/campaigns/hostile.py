@@ -12,7 +12,6 @@ Exit 1 if a case ends otherwise.
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import random
@@ -26,8 +25,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import forks
+from forks import use_directories
+
 MAY_BE_CHANGED = ("generation_config.json", "chat_template.jinja")
-_SECONDS = 120  # after so long a command hangs
+_PATIENCE = 60_000  # a command that has not ended after so many looks hangs: at least two minutes
 RUN = ("run", "--engine-dir", "engine", "--input-text", "The dog", "--max-output-len", "3")
 OPENED_BY: dict[str, tuple[str, ...]] = {
     "engine": RUN,
@@ -152,9 +154,7 @@ def run_in_process(
 ) -> Outcome:
     """The command in a fork of this process, which has imported what commands import."""
     with tempfile.TemporaryFile() as stderr, meanwhile() if meanwhile else contextlib.nullcontext():
-        child = os.fork()
-        if not child:
-            _become(command, home, stderr.fileno())
+        child = forks.start(command, home, stderr.fileno(), prepare=lambda: use_directories(home / "cache", home))
         status = _wait(child)
         stderr.seek(0)
         said = stderr.read().decode(errors="replace")
@@ -163,38 +163,9 @@ def run_in_process(
     return Outcome(os.WEXITSTATUS(status), 0, said)
 
 
-def _become(command: tuple[str, ...], home: Path, stderr: int) -> None:
-    """Never returns."""
-    from specdec_cli.app import main
-
-    code = 70
-    try:
-        os.chdir(home)
-        os.environ["SPECDEC_CACHE_DIR"] = str(home / "cache")
-        os.environ["COLUMNS"] = "1000"
-        os.dup2(stderr, 2)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.stdout, sys.stderr = io.TextIOWrapper(os.fdopen(1, "wb")), io.TextIOWrapper(os.fdopen(2, "wb"))
-        sys.argv = ["specdec", *command]
-        try:
-            main()
-            code = 0
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else 1 if ended.code else 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-            code = 70
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
-
-
 def _wait(child: int) -> int:
     """The status it ends with; one that hangs is ended by SIGALRM's number."""
-    end = time.monotonic() + _SECONDS
-    while time.monotonic() < end:
+    for _ in range(_PATIENCE):
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
             return status
@@ -246,19 +217,6 @@ def _with_range(data: bytes, rng: random.Random, length: int, make: Callable[[in
     start = rng.randrange(len(data))
     kept = data[start : start + length]
     return data[:start] + make(len(kept)) + data[start + length :]
-
-
-def import_all() -> None:
-    """What commands import, once for all forks: it takes longer than they do."""
-    import torch
-    from transformers import AutoTokenizer  # noqa: F401
-
-    import runtime.checkpoint
-    import runtime.compiler.build
-    import runtime.llm
-    import runtime.tuning.job  # noqa: F401
-
-    torch.set_num_threads(1)
 
 
 def make_home(home: Path, engine_dir: Path, checkpoint_dir: Path) -> None:
@@ -325,7 +283,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # forks of several threads
-    import_all()
+    forks.import_all()
     import torch
 
     from runtime.checkpoint import convert

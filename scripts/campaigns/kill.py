@@ -1,18 +1,18 @@
 """Kills commands at random moments: what they leave is whole or absent, and the same call made again succeeds.
 
 python scripts/campaigns/kill.py                     100 kills of all commands in turn
-python scripts/campaigns/kill.py --kills 10 --seed 1
-python scripts/campaigns/kill.py --disks             full and read-only disks too (root: they are mounted)
+python scripts/campaigns/kill.py --kills 10 --first 700
+python scripts/campaigns/kill.py --disks             full and read-only disks (root: they are mounted), and no kills
 
-Every command is killed (signal 9) half the time at any moment, and half the time while its output is being written;
-what it would replace is there or not. Exit 1 if anything is found half written, or lost, or if the next call fails.
+A command is killed (signal 9) half the time at any moment, and half the time while it writes; what it would replace is
+there or not. After the kill, what was there must still be read, old or new, and what was not is whole or absent. After
+the next call everything is there, and nothing hidden is left behind. Exit 1 if that is not so.
 """
 
 import argparse
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -20,261 +20,251 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
+import forks
 import numpy as np
+from forks import use_directories
 
-# What takes seconds to import is imported here: every trial is forked.
-from commands.html import report as _report  # noqa: F401
 from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
+from runtime.cache import read_kept_digest
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.config import BuildConfig
 from runtime.corpus import Corpus
 from runtime.engine_cache import EngineSettings
 from runtime.tuning.profile import read_profile
-from specdec_cli.app import main as specdec
 
 MODEL = "demo-draft"
 TEXT = "def area(w, h):\n    return w * h\n\ndef area(w, h):\n    return w * h\n" * 8
-LIMIT_S = 300.0
+LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)
 class Command:
-    """What is killed. `arguments` writes `outputs` in the directory that it is called with."""
+    """What is killed. `arguments` are those that write `outputs` in the directory that it is called in."""
 
     name: str
-    arguments: Callable[[Path], list[object]]
+    arguments: list[object]
     outputs: dict[str, Callable[[Path], object]]
-    """Names, and what raises unless one of that name is whole."""
-    force: bool = True
+    """Names, and what raises unless one of that name can be read, and is whole."""
+    prepare: Callable[[], object] = lambda: None
+    """Called in the process before."""
 
 
-def main() -> None:
-    arguments = _parse_arguments()
-    work_dir = Path(tempfile.mkdtemp(prefix="kill-"))  # not removed at a process' end: every trial is a process
-    try:
-        os.environ["SPECDEC_CACHE_DIR"] = str(work_dir / "cache")
-        os.environ["TMPDIR"] = tempfile.tempdir = str(work_dir / "temporary")
-        (work_dir / "temporary").mkdir()
-        commands = _commands(work_dir)
-        problems = kill_commands(commands, work_dir, arguments.kills, arguments.seed)
-        if arguments.disks:
-            problems += try_disks(commands, work_dir)
-    finally:
-        shutil.rmtree(work_dir)
-    for problem in problems:
-        print(f"PROBLEM: {problem}")
-    sys.exit(bool(problems))
+@dataclass(frozen=True)
+class Moments:
+    """How long a command takes, and after how much of it something is written."""
+
+    duration_s: float
+    writing_s: float
 
 
-def kill_commands(commands: list[Command], work_dir: Path, num_kills: int, seed: int) -> list[str]:
-    """Kill them in turn, and say what is wrong afterwards."""
-    rng, problems = random.Random(seed), []
-    moments = {command.name: _moments(command, work_dir) for command in commands}
-    found: Counter[str] = Counter()
-    for i in range(num_kills):
-        command = commands[i % len(commands)]
-        problems += _kill(command, moments[command.name], work_dir, rng, found)
-        print(f"{i + 1} kills, {len(problems)} problems {problems[-1:]}", file=sys.stderr, flush=True)
-    print(f"{num_kills} kills, seed {seed}: {len(problems)} problems; found afterwards: {dict(found)}")
-    return problems
+class Campaign:
+    """Commands, what they need, and what came of them, in a directory."""
 
+    def __init__(self, work_dir: Path, without: Sequence[str] = ()) -> None:
+        """All commands but those of these names."""
+        self.work_dir = work_dir
+        self.temporary = work_dir / "temporary"
+        self.temporary.mkdir()
+        self.found: Counter[str] = Counter()
+        self.commands = [command for command in make_commands(self) if command.name not in without]
+        self.moments = {command.name: self._time(command) for command in self.commands}
 
-def _kill(
-    command: Command, moments: tuple[float, float], work_dir: Path, rng: random.Random, found: Counter[str]
-) -> list[str]:
-    """One trial."""
-    place = Path(tempfile.mkdtemp(dir=work_dir))
-    replaces = rng.random() < 0.5
-    if replaces:
-        shutil.copytree(work_dir / "made" / command.name, place, dirs_exist_ok=True)
-    was_there = {name for name in command.outputs if (place / name).exists()}
-    duration_s, writing_s = moments
-    while_writing = rng.random() < 0.5
-    process_id = _start(command, place, work_dir / "errors")
-    if while_writing:
-        _wait_for_writing(process_id, place)
-    time.sleep(rng.uniform(0, writing_s if while_writing else duration_s))
-    os.kill(process_id, signal.SIGKILL)
-    killed = os.WIFSIGNALED(os.waitpid(process_id, 0)[1])
-    what = f"{command.name}, {'replacing' if replaces else 'new'}, killed {'writing' if while_writing else 'anywhere'}"
-    problems = [f"{what}: {problem}" for problem in _look(command, place, found)]
-    hidden = [path.name for path in place.iterdir() if path.name.startswith(".")]
-    found["killed" if killed else "done before it could be killed"] += 1
-    found["with hidden leftovers"] += bool(hidden)
-    if problem := _run(command, place):
-        problems.append(f"{what}: the next call failed: {problem}")
-    problems += [f"{what}, next call: {problem}" for problem in _look(command, place, Counter())]
-    problems += [f"{what}, next call: absent: {name}" for name in command.outputs if not (place / name).exists()]
-    if left := [path.name for path in place.iterdir() if path.name.startswith(".")]:
-        problems.append(f"{what}: left behind: {left}")
-    left = [path.name for path in (work_dir / "temporary").glob("specdec.work.*")]
-    if left and command.name in ("build", "cache"):  # the others make none of their own, and see none of others'
-        problems.append(f"{what}: left behind in the temporary directory: {left}")
-    if lost := {name for name in was_there if not (place / name).exists()}:
-        problems.append(f"{what}: lost: {lost}")
-    shutil.rmtree(place)
-    return problems
+    def kill(self, number: int) -> list[str]:
+        """Kill one command, chosen and killed by `number`; what is wrong then, and after the next call."""
+        rng = random.Random(number)
+        command = self.commands[number % len(self.commands)]
+        place = Path(tempfile.mkdtemp(dir=self.work_dir))
+        replaces, while_writing = rng.random() < 0.5, rng.random() < 0.5
+        if replaces:
+            shutil.copytree(self._made(command), place, dirs_exist_ok=True)
+        was_killed = self._start_and_kill(command, place, rng, while_writing=while_writing)
+        self.found["killed" if was_killed else "done before it could be killed"] += 1
+        what = f"{number}: {command.name}, {'replacing' if replaces else 'new'}, killed "
+        what += "while it wrote" if while_writing else "at any moment"
+        problems = [f"then {problem}" for problem in self._look(command, place, must_be_there=replaces)]
+        if problem := self.run(command, place):
+            problems.append(f"the next call failed: {problem}")
+        problems += [f"after the next call {problem}" for problem in self._look(command, place, must_be_there=True)]
+        problems += [f"left behind: {path}" for path in self._left_behind(place)]
+        shutil.rmtree(place)
+        return [f"{what}: {problem}" for problem in problems]
 
+    def _start_and_kill(self, command: Command, place: Path, rng: random.Random, *, while_writing: bool) -> bool:
+        moments = self.moments[command.name]
+        with self._started(command, place) as (process_id, _):
+            if while_writing:
+                _wait_for_writing(process_id, place)
+                time.sleep(rng.uniform(0, moments.writing_s))
+            else:
+                time.sleep(rng.uniform(0, moments.duration_s))
+            os.kill(process_id, signal.SIGKILL)
+            return os.WIFSIGNALED(os.waitpid(process_id, 0)[1])
 
-def _look(command: Command, place: Path, found: Counter[str]) -> list[str]:
-    """What is wrong with the outputs that are there."""
-    problems = []
-    for name, check in command.outputs.items():
-        found["whole" if (place / name).exists() else "absent"] += 1
-        if (place / name).exists():
+    def _look(self, command: Command, place: Path, *, must_be_there: bool) -> list[str]:
+        """What is wrong with the outputs; those that a killed process was about to replace are found by reading."""
+        problems = []
+        for name, check in command.outputs.items():
             try:
-                check(place / name)
+                if must_be_there or (place / name).exists():
+                    check(place / name)
+                    self.found["whole"] += 1
+                else:
+                    self.found["absent"] += 1
             except Exception as error:
                 problems.append(f"{name} is not whole: {type(error).__name__}: {error}")
-    return problems
+        return problems
+
+    def _left_behind(self, place: Path) -> list[Path]:
+        hidden = [path for path in place.rglob(".*") if path.name.endswith((".tmp", ".old")) or path.is_dir()]
+        return [path.relative_to(place) for path in hidden] + list(self.temporary.glob("specdec.work.*"))
+
+    def run(self, command: Command, place: Path) -> str | None:
+        """Call it to its end; what it said if it failed."""
+        with self._started(command, place) as (process_id, errors):
+            code = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
+            return None if code == 0 else f"exit code {code}: {errors.read_text()[-1000:]}"
+
+    @contextmanager
+    def _started(self, command: Command, place: Path) -> Iterator[tuple[int, Path]]:
+        """The process id, and the file that its errors go to."""
+
+        def prepare() -> None:
+            use_directories(self.work_dir / "cache", self.temporary)
+            command.prepare()
+
+        with tempfile.NamedTemporaryFile(dir=self.work_dir) as errors:
+            yield forks.start(command.arguments, place, errors.fileno(), prepare=prepare), Path(errors.name)
+
+    def _time(self, command: Command) -> Moments:
+        """By a call that makes what others are to replace."""
+        place = self._made(command)
+        place.mkdir(parents=True)
+        start = time.monotonic()
+        with self._started(command, place) as (process_id, errors):
+            _wait_for_writing(process_id, place)
+            writing = time.monotonic()
+            if os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]):
+                raise RuntimeError(f"{command.name} failed: {errors.read_text()}")
+        end = time.monotonic()
+        if problems := self._look(command, place, must_be_there=True):
+            raise RuntimeError(f"{command.name}: {problems}")
+        return Moments(end - start, max(end - writing, 0.02))
+
+    def _made(self, command: Command) -> Path:
+        return self.work_dir / "made" / command.name
+
+    def try_disk(self, command: Command, kind: str) -> list[str]:
+        """What is wrong after a call on a disk of this kind (an option of mount)."""
+        with mounted(self.work_dir / "disk", kind) as disk, self._started(command, disk) as (process_id, errors):
+            code = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
+            said = errors.read_text()
+            problems = self._look(command, disk, must_be_there=code == 0)
+            problems += [f"left behind: {path}" for path in self._left_behind(disk)]
+        kinds = [line.partition(":")[0] for line in said.splitlines() if line.startswith(("error: ", "hint: "))]
+        if "Traceback" in said or (code, kinds) not in ((0, []), (1, ["error", "hint"])):
+            problems.append(f"exit code {code}: {said[-1000:]}")
+        self.found[f"{command.name} on {kind}: exit code {code}"] += 1
+        return [f"{command.name} on {kind}: {problem}" for problem in problems]
 
 
-def _moments(command: Command, work_dir: Path) -> tuple[float, float]:
-    """How long the command takes, and how much of it after its output's first byte. What it made is kept to copy."""
-    place = work_dir / "made" / command.name
-    place.mkdir(parents=True)
-    start = time.monotonic()
-    process_id = _start(command, place, work_dir / "errors")
-    _wait_for_writing(process_id, place)
-    writing = time.monotonic()
-    code = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
-    end = time.monotonic()
-    if code:
-        raise RuntimeError(f"{command.name} failed: {(work_dir / 'errors').read_text()[-500:]}")
-    return end - start, max(end - writing, 0.02)
+DISKS = ("size=16k", "size=200k", "size=1500k", "ro")
+
+
+@contextmanager
+def mounted(disk: Path, kind: str) -> Iterator[Path]:
+    """CalledProcessError where nothing can be mounted."""
+    disk.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", kind, "tmpfs", disk], check=True, capture_output=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def _wait_for_writing(process_id: int, place: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
-    before = set(os.listdir(place))
-    while set(os.listdir(place)) == before and time.monotonic() < deadline:
+    before = _tree(place)
+    while _tree(place) == before and time.monotonic() < deadline:
         if os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return
         time.sleep(0.0005)
 
 
-def _run(command: Command, place: Path) -> str | None:
-    """Call it to its end; what it said if it failed."""
-    with tempfile.NamedTemporaryFile(dir=place.parent) as errors:
-        code = os.waitstatus_to_exitcode(os.waitpid(_start(command, place, Path(errors.name)), 0)[1])
-        return None if code == 0 else f"{command.name}, exit code {code}: {Path(errors.name).read_text()[-500:]}"
+def _tree(place: Path) -> set[str]:
+    """All names below, some of which come and go meanwhile."""
+    return {os.path.join(parent, name) for parent, *names in os.walk(place) for name in (*names[0], *names[1])}
 
 
-def _start(command: Command, place: Path, errors: Path, file_limit: int | None = None) -> int:
-    """The process id of the command, which is run in a fork of this process: it has imported all that it needs."""
-    sys.stdout.flush()
-    process_id = os.fork()
-    if process_id:
-        return process_id
-    code = 1
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-        if file_limit is not None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
-        force = ["--force"] if command.force else []
-        sys.argv = ["specdec", *map(str, command.arguments(place)), *force]
-        try:
-            specdec()
-            code = 0
-        except SystemExit as exit:
-            code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
-    finally:
-        sys.stderr.flush()
-        _leave(code)
-    raise AssertionError("it has left")
-
-
-def _leave(code: int) -> None:
-    """As a process ends, but not the parent's way: what was registered for its end is done, and no more."""
-    import atexit
-
-    atexit._run_exitfuncs()
-    os._exit(code)
-
-
-def _commands(work_dir: Path) -> list[Command]:
+def make_commands(campaign: Campaign) -> list[Command]:
     """All that write something, on a small model without a compiler."""
-    _build_uncompiled()
-    checkpoint, engine = work_dir / "checkpoint", work_dir / "engine"
-    (work_dir / "text.txt").write_text(TEXT)
+    checkpoint, engine = campaign.work_dir / "checkpoint", campaign.work_dir / "engine"
+    text = campaign.work_dir / "text.txt"
+    text.write_text(TEXT)
+    output = ["--output-dir", "output", "--force"]
     convert = Command(
         "convert",
-        lambda place: ["convert", "--model-dir", MODEL, "--output-dir", place / "output", "--dtype", "float32"],
+        ["convert", "--model-dir", MODEL, "--dtype", "float32", *output],
         {"output": lambda path: _check_checkpoint(path, checkpoint)},
     )
-    drafts = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 5]
+    sizes = ["--max-batch-size", 1, "--max-input-len", 64, "--max-seq-len", 128, "--max-draft-len", 5]
+    mode = ["--speculative-decoding-mode", "draft_tokens_external"]
     build = Command(
         "build",
-        lambda place: ["build", "--checkpoint-dir", checkpoint, "--output-dir", place / "output", "--compiler", "none",
-                       "--max-batch-size", 1, "--max-input-len", 64, "--max-seq-len", 128, *drafts],
+        ["build", "--checkpoint-dir", checkpoint, "--compiler", "none", *sizes, *mode, *output],
         {"output": _check_engine},
-    )  # fmt: skip
+    )
     for command, made in ((convert, checkpoint), (build, engine)):
-        if problem := _run(command, work_dir):
-            raise RuntimeError(problem)
-        (work_dir / "output").rename(made)
+        if problem := campaign.run(command, campaign.work_dir):
+            raise RuntimeError(f"{command.name}: {problem}")
+        (campaign.work_dir / "output").rename(made)
     corpus = Command(
         "corpus",
-        lambda place: ["corpus", "create", "--output", place / "output", "--tokenizer-dir", engine, "--text",
-                       work_dir / "text.txt"],
+        ["corpus", "create", "--output", "output", "--force", "--tokenizer-dir", engine, "--text", text],
         {"output": lambda path: Corpus.open(path).check_content()},
-    )  # fmt: skip
-    asked = ["--engine-dir", engine, "--input-text", TEXT[:60], "--max-output-len", 16]
-    tune = Command(
-        "tune",
-        lambda place: ["tune", *asked, "--num-live-prompts", 1, "--ngram-config", "[3,2,[0]]", "--output",
-                       place / "output"],
-        {"output": read_profile},
-        force=False,
-    )  # fmt: skip
+    )
+    asked = ["--engine-dir", engine, "--input-text", TEXT[:60], "--max-output-len", 16, "--ngram-config", "[3,2,[0]]"]
+    tune = Command("tune", ["tune", *asked, "--num-live-prompts", 1, "--output", "output"], {"output": read_profile})
+    files = ["--output-csv", "csv", "--output-npy", "npy.npy", "--output-traces", "traces", "--report", "report"]
     run = Command(
         "run",
-        lambda place: ["run", *asked, "--ngram-config", "[3,2,[0]]", "--output-csv", place / "csv", "--output-npy",
-                       place / "npy.npy", "--output-traces", place / "traces", "--report", place / "report"],
-        {"csv": lambda path: _assert(len(path.read_text().split(",")) > 1),
-         "npy.npy": lambda path: _assert(np.load(path).size > 1),
-         "traces": lambda path: [json.loads(line) for line in path.read_text().splitlines()],
-         "report": lambda path: _assert(path.read_text().rstrip().endswith("</html>"))},
-        force=False,
-    )  # fmt: skip
-    return [convert, build, corpus, tune, run, _cached_run()]
+        ["run", *asked, *files],
+        {
+            "csv": lambda path: _assert(len(path.read_text().split(",")) > 1),
+            "npy.npy": lambda path: _assert(np.load(path).size > 1),
+            "traces": lambda path: _assert([json.loads(line) for line in path.read_text().splitlines()]),
+            "report": lambda path: _assert(path.read_text().rstrip().endswith("</html>")),
+        },
+    )
+    return [convert, build, corpus, tune, run, _run_with_a_cache()]
 
 
-def _cached_run() -> Command:
+def _run_with_a_cache() -> Command:
     """`run` of a model, whose engine is in a cache of the place's own."""
 
-    def arguments(place: Path) -> list[object]:
-        os.environ["SPECDEC_CACHE_DIR"] = str(place / "cache")  # in the fork
-        asked = ["--input-text", TEXT[:60], "--max-output-len", 4, "--max-seq-len", 128, "--max-batch-size", 1]
-        return ["run", "--model-dir", MODEL, *asked]
+    def prepare() -> None:
+        build_config = EngineSettings.build_config
+
+        def uncompiled(self: EngineSettings, num_positions: int) -> BuildConfig:
+            return replace(build_config(self, num_positions), compiler="none")
+
+        EngineSettings.build_config = uncompiled  # type: ignore[method-assign]
+        os.environ["SPECDEC_CACHE_DIR"] = str(Path("cache").absolute())
 
     def check(cache: Path) -> None:
         for engine in (cache / "engines").glob("[!.]*"):
             if engine.is_dir():
                 _check_engine(engine)
         for kept in (cache / "digests").glob("[!.]*"):
-            _assert(kept.is_dir() or len(kept.read_bytes()) == 64)
+            _assert(read_kept_digest(kept))
 
-    return Command("cache", arguments, {"cache": check}, force=False)
-
-
-def _build_uncompiled() -> None:
-    build_config = EngineSettings.build_config
-
-    def uncompiled(self: EngineSettings, num_positions: int) -> BuildConfig:
-        return replace(build_config(self, num_positions), compiler="none")
-
-    EngineSettings.build_config = uncompiled  # type: ignore[method-assign]
+    sizes = ["--max-output-len", 4, "--max-seq-len", 128, "--max-batch-size", 1]
+    arguments = ["run", "--model-dir", MODEL, "--input-text", TEXT[:60], *sizes]
+    return Command("run with a cache", arguments, {"cache": check}, prepare)
 
 
 def _check_checkpoint(path: Path, reference: Path) -> None:
@@ -291,43 +281,34 @@ def _check_engine(path: Path) -> None:
     check_tokenizer_files(bundle)
 
 
-def _assert(is_whole: bool) -> None:
+def _assert(is_whole: object) -> None:
     if not is_whole:
         raise ValueError("half written")
 
 
-def try_disks(commands: list[Command], work_dir: Path) -> list[str]:
-    """Each command on a disk that is full after so many bytes, and on one that cannot be written at all."""
-    problems, num_tried = [], 0
-    for command in commands:
-        for kind in ("size=16k", "size=200k", "size=1500k", "ro"):
-            disk = work_dir / "disk"
-            disk.mkdir(exist_ok=True)
-            if subprocess.run(["mount", "-t", "tmpfs", "-o", kind, "tmpfs", disk], capture_output=True).returncode:
-                return [*problems, "no disk can be mounted here"]
-            try:
-                errors = work_dir / "errors"
-                code = os.waitstatus_to_exitcode(os.waitpid(_start(command, disk, errors), 0)[1])
-                said = errors.read_text()
-                num_tried += 1
-                print(f"{command.name} on {kind}: exit code {code} {said.strip().splitlines()[-2:] if code else ''}")
-                if "Traceback" in said or code not in (0, 1):
-                    problems.append(f"{command.name} on a disk of {kind}: exit code {code}: {said[-500:]}")
-                problems += [f"{command.name} on {kind}: {problem}" for problem in _look(command, disk, Counter())]
-                if left := [path.name for path in disk.iterdir() if path.name.startswith(".")]:
-                    problems.append(f"{command.name} on {kind}: left behind: {left}")
-            finally:
-                subprocess.run(["umount", disk], check=True)
-    print(f"{num_tried} commands on full and read-only disks")
-    return problems
-
-
-def _parse_arguments() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first kill")
     parser.add_argument("--disks", action="store_true")
-    return parser.parse_args()
+    given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    forks.import_all()
+    problems = []
+    with tempfile.TemporaryDirectory(prefix="kill-") as directory:
+        campaign = Campaign(Path(directory))
+        if given.disks:
+            trials = [lambda c=c, d=d: campaign.try_disk(c, d) for c in campaign.commands for d in DISKS]
+        else:
+            trials = [lambda n=n: campaign.kill(n) for n in range(given.first, given.first + given.kills)]
+        for i, trial in enumerate(trials):
+            found = trial()
+            problems += found
+            print(*found, f"{i + 1} of {len(trials)}, {len(problems)} problems", sep="\n", file=sys.stderr, flush=True)
+    print(json.dumps(dict(sorted(campaign.found.items())), indent=2))
+    print(f"{len(trials)} tried, {len(problems)} problems")
+    sys.exit(bool(problems))
 
 
 if __name__ == "__main__":

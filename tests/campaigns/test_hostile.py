@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+import forks
 import hostile
 import pytest
 from hostile import Case, Outcome, what_is_wrong
@@ -14,7 +15,7 @@ NUM_CASES = 40
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, llama_uncompiled_dir: Path, llama_checkpoint_dir: Path) -> Path:
     directory = tmp_path_factory.mktemp("hostile") / "home"
-    hostile.import_all()
+    forks.import_all()
     hostile.make_home(directory, llama_uncompiled_dir, llama_checkpoint_dir)
     return directory
 

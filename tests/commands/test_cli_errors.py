@@ -1105,10 +1105,11 @@ def test_damaged_compiled_step_is_one_clear_error(
 
 
 def test_ids_beyond_the_vocabulary_come_from_a_foreign_tokenizer_too(
-    specdec: Specdec, directory: Path, tokenizer: PreTrainedTokenizerFast
+    specdec: Specdec, make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    edit_json(directory / "engine" / "config.json", vocab_size=100)
-    assert_one_clear_error(specdec(*shlex.split(RUN)), 1, ("outside the vocabulary of 100",))
+    engine_dir = make_draft_engine_dir(make_model("llama", vocab_size=100), tokenizer)
+    arguments = ["--engine-dir", engine_dir, "--input-text", "The dog", "--max-output-len", 8]
+    assert_one_clear_error(specdec("run", *arguments), 1, ("outside the vocabulary of 100",))
 
 
 def test_kv_cache_that_is_too_small_is_found_before_the_first_token(specdec: Specdec, directory: Path) -> None:

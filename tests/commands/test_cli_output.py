@@ -3,12 +3,13 @@
 import io
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from command_line import Specdec
 from rich.table import Table
 
-from commands.output import Output, fail, megabytes, milliseconds, number, percent, warn
+from commands.output import Output, check_output_file, fail, megabytes, milliseconds, number, percent, warn
 
 MARKUP = "[10,2,[0]] [bold]b[/bold] [/] \\[x] :smile: [link=a]"
 
@@ -133,3 +134,14 @@ def test_numbers_have_units_and_a_dash_where_nothing_was_measured() -> None:
 def test_terminal_that_knows_no_width_gets_errors(specdec: Specdec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "0")
     assert "error: " in specdec("run", "--no-such-flag").stderr
+
+
+def test_process_killed_while_it_asks_whether_a_file_can_be_written_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        raise RuntimeError("killed here")
+
+    monkeypatch.setattr(Path, "unlink", killed)
+    check_output_file(tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []

@@ -209,6 +209,20 @@ def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> Non
 
 
 @pytest.mark.usefixtures("built_uncompiled")
+def test_what_a_build_has_left_that_was_killed_at_its_very_end_is_removed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the engine was there, and its checkpoint not removed yet."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    assert run().exit_code == 0
+    (engine,) = engines(tmp_path / "cache")
+    (engine.with_name(f".{engine.name}.left") / "checkpoint").mkdir(parents=True)
+    result = run()
+    assert result.exit_code == 0 and "compiling" not in result.stderr
+    assert engines(tmp_path / "cache") == [engine]
+
+
+@pytest.mark.usefixtures("built_uncompiled")
 def test_without_the_cache_nothing_is_kept(
     specdec: Specdec, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

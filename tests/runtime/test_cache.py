@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime import cache as cache_module
 from runtime.cache import cache_dir, digest, file_digest, make_cache_dir
 from runtime.errors import SpecDecError
 
@@ -16,7 +17,13 @@ LARGE = 1 << 20
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "above" / "cache"))
+    monkeypatch.setattr(cache_module, "_seen", {})
     return tmp_path / "above" / "cache"
+
+
+def be_another_process() -> None:
+    """Which has seen no file yet."""
+    cache_module._seen.clear()
 
 
 def sha256(path: Path) -> str:
@@ -62,7 +69,33 @@ def test_digest_is_kept_and_found_under_another_name(cache: Path, tmp_path: Path
     (kept,) = (cache / "digests").iterdir()
     kept.write_text(f"{'a' * 64} {digest(['a' * 64])}")
     (tmp_path / "model").rename(tmp_path / "renamed")
+    be_another_process()
     assert file_digest(tmp_path / "renamed" / "file") == "a" * 64  # it was found, and not read again
+
+
+def test_file_that_this_process_has_seen_is_not_opened_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read first, or found in the cache; under another name too. Other pieces of it are."""
+    (tmp_path / "model").mkdir()
+    path = tmp_path / "model" / "file"
+    write_settled(path, os.urandom(LARGE))
+    expected = sha256(path)
+    assert file_digest(path) == expected
+    be_another_process()
+    assert file_digest(path) == expected
+    path = (tmp_path / "model").rename(tmp_path / "renamed") / "file"
+
+    def refuse(path: Path, mode: str = "r") -> None:
+        raise AssertionError(f"opened: {path}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        assert file_digest(path) == expected
+        with pytest.raises(AssertionError, match="opened"):
+            file_digest(path, [(1, 3)])
+    write_settled(path, bytes(LARGE))
+    assert file_digest(path) == sha256(path) != expected
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 64, b"0123", b"\xff" * 64, b"A" * 64])
@@ -73,6 +106,7 @@ def test_kept_digest_that_is_none_is_made_again(content: bytes, cache: Path, tmp
     file_digest(path)
     (kept,) = (cache / "digests").iterdir()
     kept.write_bytes(content)
+    be_another_process()
     assert file_digest(path) == sha256(path)
     assert kept.read_text().split()[0] == sha256(path)
 

@@ -20,6 +20,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[P
     """The files that digests are kept in, from now on in a cache of its own and for files of this moment too."""
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_TIME_STEP_NS", -1)
+    monkeypatch.setattr(cache, "_seen", {})
     return lambda: sorted((cache_dir() / "digests").glob("*"))
 
 
@@ -37,6 +38,7 @@ def test_a_damaged_kept_digest_is_made_again(
     (path,) = kept()
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
+    cache._seen.clear()  # as in another process
     assert file_digest(tmp_path / "file") == expected
     assert path.read_bytes() == whole
 

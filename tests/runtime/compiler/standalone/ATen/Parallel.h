@@ -12,6 +12,7 @@ namespace at {
 inline int num_threads = 1;
 inline thread_local int thread_num = 0;
 inline int get_num_threads() { return num_threads; }
+inline void set_num_threads(int number) { num_threads = number; }
 inline int get_thread_num() { return thread_num; }
 
 template <typename Use>

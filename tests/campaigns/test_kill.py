@@ -1,0 +1,73 @@
+"""A share of scripts/campaigns/kill.py: ten kills, full and read-only disks, and that it sees what it looks for."""
+
+import copy
+import dataclasses
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import forks
+import kill
+import pytest
+from kill import Campaign, Moments
+
+from runtime import files
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+    forks.import_all()
+    return Campaign(tmp_path_factory.mktemp("kill"), without=["tune"])  # which takes the longest
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_what_is_left_of_killed_commands_is_whole_or_absent(first: int, campaign: Campaign) -> None:
+    campaign.found.clear()
+    assert [problem for number in range(first, first + 5) for problem in campaign.kill(number)] == []
+    assert campaign.found["killed"] >= 3
+
+
+def write_in_two_pieces() -> None:
+    def give_name(written: Path, path: Path) -> None:
+        data = written.read_bytes()
+        with path.open("wb", buffering=0) as file:
+            file.write(data[: len(data) // 2])
+            time.sleep(1)
+            file.write(data[len(data) // 2 :])
+
+    files._give_name = give_name  # in a fork
+
+
+def leave_all_behind() -> None:
+    write_in_two_pieces()
+    files.remove_if_abandoned = lambda directory: None
+
+
+@pytest.mark.parametrize(
+    ("prepare", "found"), [(write_in_two_pieces, "then output is not whole"), (leave_all_behind, "left behind: ")]
+)
+def test_planted_fault_is_found(prepare: Callable[[], None], found: str, campaign: Campaign) -> None:
+    (corpus,) = (command for command in campaign.commands if command.name == "corpus")
+    faulty = copy.copy(campaign)
+    faulty.commands = [dataclasses.replace(corpus, prepare=prepare)]
+    faulty.moments = {"corpus": Moments(0.5, 0.5)}
+    assert any(found in problem for number in range(8) for problem in faulty.kill(number))
+
+
+@pytest.fixture
+def can_mount(tmp_path: Path) -> None:
+    try:
+        with kill.mounted(tmp_path / "disk", "ro"):
+            pass
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no disk can be mounted here")
+
+
+@pytest.mark.usefixtures("can_mount")
+@pytest.mark.parametrize(("name", "kind"), [("convert", "size=200k"), ("run", "size=16k"), ("corpus", "ro")])
+def test_full_and_read_only_disks_are_clear_errors(name: str, kind: str, campaign: Campaign) -> None:
+    (command,) = (command for command in campaign.commands if command.name == name)
+    campaign.found.clear()
+    assert campaign.try_disk(command, kind) == []
+    assert campaign.found[f"{name} on {kind}: exit code 1"] == 1

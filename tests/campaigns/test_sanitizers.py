@@ -1,0 +1,27 @@
+"""A share of scripts/campaigns/sanitizers.py: how kernels share their work, and that what is wrong with it is found."""
+
+from pathlib import Path
+
+import pytest
+from sanitizers import PROGRAMS, SANITIZERS, find
+
+from runtime.compiler.kernels import SOURCES_DIR
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_tasks_are_clean_under_sanitizers(sanitizer: str) -> None:
+    assert find("tasks", sanitizer) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_kernels_without_torch_are_clean_under_sanitizers(program: str, sanitizer: str) -> None:
+    assert find(program, sanitizer) is None
+
+
+def test_caller_that_does_not_wait_for_its_helpers_is_found(tmp_path: Path) -> None:
+    source = (SOURCES_DIR / "tasks.h").read_text()
+    assert source.count("busy != 0; busy") == 1
+    (tmp_path / "tasks.h").write_text(source.replace("busy != 0; busy", "false; busy"))
+    assert "data race" in (find("tasks", "thread", includes=[tmp_path]) or "")

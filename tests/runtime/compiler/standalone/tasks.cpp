@@ -1,0 +1,32 @@
+// Several callers share tasks at once, each with helpers of its own that are made anew when their number changes: for
+// ThreadSanitizer. What tasks write is neither atomic nor locked, so that every order between threads has to be the
+// kernels' own. Says how many rounds there were, and how many were wrong.
+
+#include "tasks.h"
+
+#include <cstdio>
+
+int main() {
+  constexpr int kCallers = 3, kRounds = 300;
+  std::atomic<int> num_wrong{0};
+  const auto call = [&](int caller) {
+    for (int round = 0; round < kRounds; ++round) {
+      threads_of_tasks = 2 + (caller + round / 50) % 3;
+      const int64_t num_tasks = 1 + (round * 7) % 40;
+      std::vector<int64_t> done(num_tasks), by_thread(num_threads());
+      share_tasks(num_tasks, [&](int64_t i, int64_t thread) {
+        share_tasks(2, [&](int64_t) { done[i] += i; });  // of a task: by the same thread
+        ++by_thread[thread];
+      });
+      int64_t sum = 0, expected = 0;
+      for (int64_t i = 0; i < num_tasks; ++i) sum += done[i], expected += 2 * i;
+      for (int64_t number : by_thread) sum += number;
+      num_wrong += sum != expected + num_tasks;
+    }
+  };
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < kCallers; ++caller) callers.emplace_back(call, caller);
+  for (std::thread& caller : callers) caller.join();
+  std::printf("%d rounds, %d wrong\n", kCallers * kRounds, num_wrong.load());
+  return num_wrong > 0;
+}
