@@ -9,6 +9,7 @@ import sys
 import types
 import typing
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from runtime.errors import SpecDecError
@@ -112,7 +113,7 @@ class BuildConfig:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a step is compiled for; `EngineConfig` has fields of the same names."""
+    """What a step is compiled for."""
 
     dtype: Dtype
     vocab_size: Size
@@ -178,6 +179,10 @@ class EngineConfig:
     """Of all the rest, as it was written."""
     format_version: int = ENGINE_FORMAT_VERSION
 
+    @property
+    def step_shape(self) -> StepShape:
+        return StepShape(self.dtype, self.vocab_size, self.layers, self.build_config)
+
 
 Config = TypeVar("Config")
 
@@ -200,7 +205,7 @@ def parse(kind: type[Config], data: Any, where: str) -> Config:
             f"`{where}` has a format this version cannot read (it reads {readable}): {version}",
             hint="make it again with this version of specdec, or install the version that wrote it",
         )
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = _type_hints(kind)  # type: ignore[arg-type]
     unknown = sorted(set(data) - set(hints))
     if unknown:
         raise SpecDecError(
@@ -217,6 +222,11 @@ def parse(kind: type[Config], data: Any, where: str) -> Config:
                 hint="the file was changed or is damaged; make the directory again",
             )
     return kind(**values)
+
+
+@cache
+def _type_hints(kind: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 def _parse_value(kind: Any, value: Any, where: str) -> Any:

@@ -24,7 +24,7 @@ from runtime.compiler.compilation import (
 )
 from runtime.compiler.kernels import instructions, load_kernels
 from runtime.compiler.weights import open_weights
-from runtime.config import Compiler, Dtype, EngineConfig, Environment, as_json
+from runtime.config import Compiler, Dtype, EngineConfig, Environment, StepShape, as_json
 from runtime.errors import SpecDecError
 from runtime.temporary import temporary_dir
 
@@ -111,21 +111,22 @@ def check_shape(config: EngineConfig, engine_dir: Path) -> None:
     where = engine_dir / "config.json"
     if config.build_config.compiler == "aot":
         with _package_errors(engine_dir / PACKAGE):
-            made_for = as_json(shape_of_package(engine_dir / PACKAGE))
+            made_for = shape_of_package(engine_dir / PACKAGE)
     else:
-        made_for = _shape_of_model(config, where)
-    said = dict(_named_values(as_json(config)))
-    for name, value in _named_values(made_for):
-        if said.get(name) != value:
-            raise SpecDecError(
-                f"`{where}` is of another step, which was made for {name} {value}: {said.get(name)}",
-                hint=_BUILD_AGAIN,
-                fact="engine",
-            )
+        made_for = _shape_by_model(config, where)
+    if made_for == config.step_shape:
+        return
+    said, values = dict(_named_values(as_json(config.step_shape))), _named_values(as_json(made_for))
+    name, value = next((name, value) for name, value in values if said.get(name) != value)
+    raise SpecDecError(
+        f"`{where}` is of another step, which was made for {name} {value}: {said.get(name)}",
+        hint=_BUILD_AGAIN,
+        fact="engine",
+    )
 
 
-def _shape_of_model(config: EngineConfig, where: Path) -> dict[str, Any]:
-    """What the model asks for, where that is opened and not a package."""
+def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
+    """As far as the model has a say in it, where that is opened and not a package."""
     from runtime.compiler.model import num_positions, parse_pretrained_config, probe_config, why_positions_end
 
     pretrained = parse_pretrained_config(config.pretrained_config, str(where))
@@ -136,7 +137,7 @@ def _shape_of_model(config: EngineConfig, where: Path) -> dict[str, Any]:
             hint=_BUILD_AGAIN,
             fact="engine",
         )
-    return {"layers": [as_json(layer) for layer in probe_config(pretrained)], "vocab_size": pretrained.vocab_size}
+    return StepShape(config.dtype, pretrained.vocab_size, probe_config(pretrained), config.build_config)
 
 
 def _named_values(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
