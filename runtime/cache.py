@@ -20,7 +20,7 @@ from typing import BinaryIO
 from filelock import FileLock, Timeout
 
 from runtime.errors import SpecDecError
-from runtime.files import Stamp, stamp_of, write_file
+from runtime.files import Stamp, remove_if_abandoned, stamp_of, write_file
 
 _CHUNK_BYTES = 1 << 22
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
@@ -137,6 +137,8 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
     with contextlib.suppress(OSError):  # kept for the next time only
         make_cache_dir()
         kept.parent.mkdir(exist_ok=True)
+        for left_over in kept.parent.glob(".*.tmp"):
+            remove_if_abandoned(left_over)
         write_file(kept, f"{sha256} {digest([sha256])}".encode())
     return sha256
 

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import warnings
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from runtime.batch import Batch, Row, at_least_two, pack
+from runtime.compiler.memory import give_back
 from runtime.compiler.weights import Layout, layout_of, save_weights
 from runtime.config import ARITHMETICS, Arithmetic, LayerShape, StepShape, as_json, parse
 from runtime.kv_cache import KVPool
@@ -170,7 +172,10 @@ def open_aot(package: Path, weights: dict[str, Tensor], device: torch.device) ->
         loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, device_index)
     if weights:
         loader.load_constants(weights, use_inactive=False, check_full_update=True, user_managed=True)
-    return (_ProcessorStep if device.type == "cpu" else _PackagedStep)(loader, weights)
+    step = (_ProcessorStep if device.type == "cpu" else _PackagedStep)(loader, weights)
+    for one in list(weights.values())[:1]:  # they lie in one piece; torch never lets go of those that it was handed
+        weakref.finalize(step, give_back, one).atexit = False
+    return step
 
 
 def torch_compile(step: "Step", cache_dir: Path) -> StepFunction:

@@ -90,7 +90,12 @@ class Campaign:
         if problem := self.run(command, place):
             problems.append(f"the next call failed: {problem}")
         problems += [f"after the next call {problem}" for problem in self._look(command, place, must_be_there=True)]
-        problems += [f"left behind: {path}" for path in self._left_behind(place)]
+        problems += [f"left behind: {path}" for path in _hidden(place)]
+        # Removed by the next process that makes one of its own, as `build` does.
+        if left := list(self.temporary.glob("specdec.work.*")):
+            self.found["temporary directories left to the next build"] += 1
+            problems += [f"left behind: {path}" for path in left if command.name == "build"]
+        self.found["left to the next kept digest"] += len(list(place.glob("cache/digests/.*")))
         shutil.rmtree(place)
         return [f"{what}: {problem}" for problem in problems]
 
@@ -118,10 +123,6 @@ class Campaign:
             except Exception as error:
                 problems.append(f"{name} is not whole: {type(error).__name__}: {error}")
         return problems
-
-    def _left_behind(self, place: Path) -> list[Path]:
-        hidden = [path for path in place.rglob(".*") if path.name.endswith((".tmp", ".old")) or path.is_dir()]
-        return [path.relative_to(place) for path in hidden] + list(self.temporary.glob("specdec.work.*"))
 
     def run(self, command: Command, place: Path) -> str | None:
         """Call it to its end; what it said if it failed."""
@@ -164,7 +165,7 @@ class Campaign:
             code = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
             said = errors.read_text()
             problems = self._look(command, disk, must_be_there=code == 0)
-            problems += [f"left behind: {path}" for path in self._left_behind(disk)]
+            problems += [f"left behind: {path}" for path in _hidden(disk)]
         kinds = [line.partition(":")[0] for line in said.splitlines() if line.startswith(("error: ", "hint: "))]
         if "Traceback" in said or (code, kinds) not in ((0, []), (1, ["error", "hint"])):
             problems.append(f"exit code {code}: {said[-1000:]}")
@@ -193,6 +194,11 @@ def _wait_for_writing(process_id: int, place: Path) -> None:
         if os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return
         time.sleep(0.0005)
+
+
+def _hidden(place: Path) -> list[str]:
+    """Directories that are written in, and what they were to replace; not of digests, which the next one removes."""
+    return [str(path.relative_to(place)) for path in place.rglob(".*") if path.parent.name != "digests"]
 
 
 def _tree(place: Path) -> set[str]:

@@ -21,11 +21,10 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     return Campaign(tmp_path_factory.mktemp("kill"), without=["tune"])  # which takes the longest
 
 
-@pytest.mark.parametrize("first", [0, 5])
-def test_what_is_left_of_killed_commands_is_whole_or_absent(first: int, campaign: Campaign) -> None:
+def test_what_is_left_of_killed_commands_is_whole_or_absent(campaign: Campaign) -> None:
     campaign.found.clear()
-    assert [problem for number in range(first, first + 5) for problem in campaign.kill(number)] == []
-    assert campaign.found["killed"] >= 3
+    assert [problem for number in range(10) for problem in campaign.kill(number)] == []
+    assert campaign.found["killed"] >= 1  # of the others the end came first
 
 
 def write_in_two_pieces() -> None:

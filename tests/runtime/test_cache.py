@@ -98,6 +98,17 @@ def test_file_that_this_process_has_seen_is_not_opened_again(
     assert file_digest(path) == sha256(path) != expected
 
 
+def test_what_a_killed_process_has_left_among_kept_digests_is_removed_with_the_next_one(
+    cache: Path, tmp_path: Path
+) -> None:
+    """Killed when the digest was there already, so that nobody writes it again."""
+    (make_cache_dir() / "digests" / f".{'0' * 64}.0123abcd.tmp").mkdir(parents=True)
+    write_settled(tmp_path / "file", os.urandom(LARGE))
+    file_digest(tmp_path / "file")
+    (kept,) = (cache / "digests").iterdir()
+    assert kept.is_file()
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 64, b"0123", b"\xff" * 64, b"A" * 64])
 def test_kept_digest_that_is_none_is_made_again(content: bytes, cache: Path, tmp_path: Path) -> None:
     """As a power failure leaves it: two models whose digests are empty would have one name."""

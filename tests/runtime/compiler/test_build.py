@@ -448,6 +448,15 @@ def test_weights_that_the_step_does_not_want_are_an_error(
         assert error.value.message.endswith(f": {name}") and error.value.hint == "build it again"
 
 
+def test_closed_engine_gives_the_memory_of_its_weights_back(llama_engine_dir: Path) -> None:
+    """Pages that the system has taken back are zeros; torch keeps the weights that it was handed for ever."""
+    engine = Engine.open(llama_engine_dir)
+    weights = list(engine._step.weights.values())  # type: ignore[attr-defined]
+    assert all(weight.any() for weight in weights)
+    engine.close()
+    assert not any(weight.any() for weight in weights)
+
+
 SHAPES: dict[str, tuple[tuple[str | int, ...], object]] = {
     "layers[0].num_kv_heads 2: 4": (("layers", 0, "num_kv_heads"), 4),
     "layers[1].num_kv_heads 2: 1": (("layers", 1, "num_kv_heads"), 1),
