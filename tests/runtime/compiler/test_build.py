@@ -566,8 +566,8 @@ def test_model_that_cannot_be_exported_falls_back_with_a_note(
     monkeypatch.setattr(torch.export, "export", refuse)
     with torch.compiler.set_stance("force_eager"):
         config = build(llama_checkpoint_dir, tmp_path / "engine", compiler="aot")
-    assert config == read_engine_config(tmp_path / "engine")
     assert config.build_config.compiler == "torch-compile"
+    assert json.loads((tmp_path / "engine" / "config.json").read_text())["compiler_note"] == config.compiler_note
     assert config.compiler_note == "cannot be compiled ahead of time: RuntimeError: this model looks at values"
     assert config.logits_check.relative_difference < 1e-5
     assert not (tmp_path / "engine" / "rank0.pt2").exists()
