@@ -26,6 +26,11 @@ class ChatTemplate:
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise_no_chat_template(str(tokenizer_dir))
 
+    @property
+    def source(self) -> Any:
+        """The template itself."""
+        return self._tokenizer.chat_template
+
     def encode(self, messages: Seq[Message]) -> list[int]:
         """The conversation's tokens, up to where the assistant goes on; SpecDecError where the template says no."""
         from jinja2 import TemplateError

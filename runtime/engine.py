@@ -31,6 +31,7 @@ from runtime.verify import verify
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
 DEFAULT_MAX_NUM_TOKENS = 512
 _SHORT_ROW = 32
+_MAX_LOGITS = 1 << 23  # computed at once of a prompt that is scored
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,11 @@ class Engine:
     def max_batch_size(self) -> int:
         return self.config.build_config.max_batch_size
 
+    @property
+    def cache_usage(self) -> float:
+        """Share of the K/V cache's blocks that sequences hold."""
+        return 1 - self._blocks.num_free_blocks / (self._blocks.num_blocks - 1)
+
     def check_request(self, request: Request) -> None:
         """SpecDecError if the engine cannot serve the request whatever else runs."""
         self.check_is_open()
@@ -208,6 +214,8 @@ class Engine:
                     f"{sequence.request.id} can take: {len(draft.tokens)}"
                 )
         for sequence in sequences:
+            while sequence.num_unscored:
+                self.compute_context(sequence, min(sequence.num_unscored, self.max_num_tokens))
             while len(sequence.tokens) - sequence.num_computed > self.max_num_tokens:
                 self.compute_context(sequence, self.max_num_tokens)
         rows = [generation_row(s, draft.tokens) for s, draft in zip(sequences, drafts, strict=True)]
@@ -236,9 +244,21 @@ class Engine:
         )
 
     def compute_context(self, sequence: Sequence, num_tokens: int) -> None:
-        """Compute the next `num_tokens` of an admitted sequence's uncomputed tail, which must be longer."""
-        self._forward([context_row(sequence, num_tokens)])
-        sequence.num_computed += num_tokens
+        """Compute the next `num_tokens` of an admitted sequence's uncomputed tail, which must be longer.
+
+        Of a prompt that is scored no more than are unscored, in pieces, because each of these tokens has logits.
+        """
+        while num_tokens:
+            num_known = len(sequence.prompt_logprobs) - sequence.num_computed
+            is_scored = sequence.num_unscored > 0 and num_known <= 0
+            most = max(_MAX_LOGITS // self.config.vocab_size, 1) if is_scored else max(num_known, 0) or num_tokens
+            row = context_row(sequence, min(num_tokens, most))
+            if is_scored:
+                sequence.score(self._forward([dataclasses.replace(row, num_logits=len(row.tokens))]))
+            else:
+                self._forward([row])
+            sequence.num_computed += len(row.tokens)
+            num_tokens -= len(row.tokens)
 
     def occupy_cache(self) -> None:
         """Have the whole K/V cache in memory, as if it were full: for measuring."""

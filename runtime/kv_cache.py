@@ -70,12 +70,13 @@ class BlockManager:
         """Give `sequence` blocks for `num_tokens` tokens, those whose K/V are known first.
 
         Sets its block table and `num_computed`, which stays below the number of its tokens, because the last one
-        must be computed for its logits. Returns the copies to make, or None (and changes nothing) if there are too few
-        free blocks.
+        must be computed for its logits, and lower where others' logits are wanted. Returns the copies to make, or None
+        (and changes nothing) if there are too few free blocks.
         """
-        shared, parent = self._find_full_blocks(sequence.tokens)
+        max_reused = sequence.max_reused
+        shared, parent = self._find_full_blocks(sequence.tokens[: max_reused + 1])
         start = len(shared) * self.block_size
-        end = min(start + self.block_size, len(sequence.tokens) - 1)
+        end = min(start + self.block_size, max_reused)
         partial = self._find_partial_block(parent, sequence.tokens[start:end])
         num_new = self.num_blocks_for(num_tokens) - len(shared)
         num_revived = sum(self._num_holders[block] == 0 for block in shared)

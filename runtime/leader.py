@@ -27,53 +27,95 @@ def generate(
 
     The same promises as `runtime.orchestrator.generate`, for engines without block reuse too.
     """
-    max_draft_len = engine.max_draft_len if max_draft_len is None else max_draft_len
-    engine.check_draft_len(max_draft_len if drafter else 0)
+    leader = Leader(engine, drafter, max_draft_len, times)
     check_requests(engine, drafter, requests)
-    times = times if times is not None else LoopTimes()
-    batch = _Batch(engine, [Sequence.start(request) for request in requests])
+    for request in requests:
+        leader.add(Sequence.start(request))
     try:
-        while batch.waiting or batch.running:
-            start, step_time_s = time.perf_counter(), engine.step_time_s
-            batch.admit()
-            batch.make_room()
-            if not batch.running:
-                engine.raise_cache_is_taken(batch.waiting[0].request)
-            ready = batch.compute_context()
-            drafts_start = time.perf_counter()
-            drafts = propose(drafter, engine, ready, max_draft_len)
-            if drafter is not None:
-                times.draft_time_s += time.perf_counter() - drafts_start
-            verdicts = engine.step(ready, drafts) if ready else []
-            stepped = commit(ready, drafts, verdicts)
-            batch.release_finished(drafter)
-            times.target_time_s += engine.step_time_s - step_time_s
-            times.num_iterations += 1
-            times.wall_s += time.perf_counter() - start
-            yield from stepped
-        raise_error_of(batch.failed)
+        while leader.has_work:
+            yield from leader.step()
+        raise_error_of(leader.failed)
     finally:
-        let_go(engine, drafter, [*batch.running, *batch.waiting])
+        leader.let_go()
 
 
-class _Batch:
-    """Who runs and who waits; both oldest first."""
+class Leader:
+    """Who runs and who waits, both oldest first, and the step that all of them take together.
 
-    def __init__(self, engine: Engine, sequences: list[Sequence]) -> None:
+    Who calls `step` may add and drop sequences between two steps.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: Drafter | None = None,
+        max_draft_len: int | None = None,
+        times: LoopTimes | None = None,
+    ) -> None:
         self.engine = engine
-        self.waiting = deque(sequences)
+        self.drafter = drafter
+        self.max_draft_len = engine.max_draft_len if max_draft_len is None else max_draft_len
+        engine.check_draft_len(self.max_draft_len if drafter else 0)
+        self.times = times if times is not None else LoopTimes()
+        self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.failed: list[Sequence] = []
+        """Those that could not go on, by their `error`."""
         self._is_full = False
 
-    def admit(self) -> None:
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence, whose request has been checked, join as soon as there is room."""
+        self.waiting.append(sequence)
+
+    def step(self) -> list[tuple[Sequence, list[int]]]:
+        """(sequence, new tokens) of those that go on or are done, which have been released."""
+        start, step_time_s = time.perf_counter(), self.engine.step_time_s
+        self._admit()
+        self._make_room()
+        if not self.running:
+            self.engine.raise_cache_is_taken(self.waiting[0].request)
+        ready = self._compute_context()
+        drafts_start = time.perf_counter()
+        drafts = propose(self.drafter, self.engine, ready, self.max_draft_len)
+        if self.drafter is not None:
+            self.times.draft_time_s += time.perf_counter() - drafts_start
+        verdicts = self.engine.step(ready, drafts) if ready else []
+        stepped = commit(ready, drafts, verdicts)
+        self._release_finished()
+        self.times.target_time_s += self.engine.step_time_s - step_time_s
+        self.times.num_iterations += 1
+        self.times.wall_s += time.perf_counter() - start
+        return stepped
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence that nobody waits for any more; what it computed can be found by others."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._is_full = False
+        let_go(self.engine, self.drafter, [sequence])
+
+    def let_go(self) -> None:
+        """Drop all, as after a step that failed."""
+        sequences = [*self.running, *self.waiting]
+        self.running.clear()
+        self.waiting.clear()
+        self._is_full = False
+        let_go(self.engine, self.drafter, sequences)
+
+    def _admit(self) -> None:
         """Let waiting sequences join while there is room; once blocks ran out, not until somebody has finished."""
         while self.waiting and len(self.running) < self.engine.max_batch_size and not (self._is_full and self.running):
             if not self.engine.admit(self.waiting[0]):
                 return
             self.running.append(self.waiting.popleft())
 
-    def make_room(self) -> None:
+    def _make_room(self) -> None:
         """Blocks for the next step of everyone that still runs; the youngest give theirs back if they must."""
         for sequence in list(self.running):
             while sequence in self.running and not self.engine.extend(sequence):
@@ -81,13 +123,19 @@ class _Batch:
                 self.waiting.appendleft(self.running.pop())
                 self._is_full = True
 
-    def compute_context(self) -> list[Sequence]:
+    def _compute_context(self) -> list[Sequence]:
         """Spend max_num_tokens on prompts, the oldest first; returns the sequences whose next step gives a token.
 
         A generation step waits for nobody: its few tokens are computed whatever is left to spend.
         """
         budget, ready = self.engine.max_num_tokens, []
         for sequence in self.running:
+            if sequence.num_unscored and budget > 0:
+                num_scored = min(sequence.num_unscored, budget)
+                self.engine.compute_context(sequence, num_scored)
+                budget -= num_scored
+            if sequence.num_unscored:
+                continue
             num_missing = len(sequence.tokens) - sequence.num_computed
             if num_missing <= self.engine.max_draft_len + 1:
                 ready.append(sequence)
@@ -99,12 +147,12 @@ class _Batch:
                 budget = 0
         return ready
 
-    def release_finished(self, drafter: Drafter | None) -> None:
+    def _release_finished(self) -> None:
         for sequence in [s for s in self.running if s.is_over]:
             self.engine.release(sequence)
             self._is_full = False
-            if drafter:
-                drafter.forget(sequence.request.id)
+            if self.drafter:
+                self.drafter.forget(sequence.request.id)
             self.running.remove(sequence)
             if sequence.error is not None:
                 self.failed.append(sequence)

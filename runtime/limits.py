@@ -45,6 +45,7 @@ def check_vocabulary(request: Request, vocab_size: int) -> None:
     for what, tokens in (
         ("prompt", request.prompt_tokens),
         ("bad words", [token for word in request.sampling.bad_words for token in word]),
+        ("logit bias", [token for token, _ in request.sampling.logit_bias]),
     ):
         foreign = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if foreign is not None:
@@ -52,9 +53,10 @@ def check_vocabulary(request: Request, vocab_size: int) -> None:
                 f"{what} of {request.name} has a token id outside the vocabulary of {vocab_size}: {foreign}",
                 hint="use the tokenizer that the model was trained with",
             )
-    if (request.num_logprobs or 0) > vocab_size:
+    num_logprobs = max(request.num_logprobs or 0, request.num_prompt_logprobs or 0)
+    if num_logprobs > vocab_size:
         raise SpecDecError(
-            f"logprobs of more tokens than the vocabulary of {vocab_size} has: {request.num_logprobs}",
+            f"logprobs of more tokens than the vocabulary of {vocab_size} has: {num_logprobs}",
             hint="ask for fewer",
         )
     if request.sampling.top_k > vocab_size:

@@ -4,12 +4,13 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from runtime.errors import UsageError
 
-_AT_LEAST_0 = ("temperature", "top_k", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
+_AT_LEAST_0 = ("temperature", "top_k", "no_repeat_ngram_size")
+_PENALTIES = ("presence_penalty", "frequency_penalty")
 _SHARES = ("top_p", "min_p")
 _HINTS = {
     "temperature": "0 is greedy, 1 no effect",
@@ -27,6 +28,9 @@ def is_greedy(temperature: float, top_k: int) -> bool:
 class SamplingConfig:
     """TensorRT-LLM's names and defaults; `bad_words` and penalties see the prompt too, as there.
 
+    Without `penalize_prompt` presence and frequency count what was generated only, as OpenAI's do; there they may be
+    negative. `logit_bias` is added to the logits of tokens, as (token, bias), before anything else.
+
     top_k 1 and temperature 0 (below 1e-5) are greedy; top_k 0 leaves the whole vocabulary; top_p 0.0 and 1.0, min_p
     0.0, no_repeat_ngram_size 0 and neutral penalties (1.0, 0.0, 0.0) change nothing. UsageError if out of range.
     """
@@ -41,9 +45,12 @@ class SamplingConfig:
     no_repeat_ngram_size: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     random_seed: int = 0
+    penalize_prompt: bool = True
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        ranges = [(name, 0 <= getattr(self, name) < math.inf, "at least 0") for name in _AT_LEAST_0]
+        at_least_0 = (*_AT_LEAST_0, *_PENALTIES) if self.penalize_prompt else _AT_LEAST_0
+        ranges = [(name, 0 <= getattr(self, name) < math.inf, "at least 0") for name in at_least_0]
         ranges += [(name, 0 <= getattr(self, name) <= 1, "between 0 and 1") for name in _SHARES]
         ranges.append(("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0"))
         for name, is_valid, form in ranges:
@@ -89,6 +96,10 @@ class SamplingParams:
     """Whether the model's own end ids are tokens like any other; `stop_token_ids` end an output in either case."""
     max_tokens: int = 16
     logprobs: int | None = None
+    penalize_prompt: bool = True
+    """Whether presence and frequency penalties count the prompt's tokens too; if not they may be negative."""
+    logit_bias: Mapping[int, float] | None = None
+    """Token id -> what is added to its logit."""
 
     def __post_init__(self) -> None:
         bounds = (("n", self.n, 1), ("max_tokens", self.max_tokens, 1), ("logprobs", self.logprobs, 0))
@@ -119,4 +130,6 @@ class SamplingParams:
             no_repeat_ngram_size=self.no_repeat_ngram_size,
             bad_words=bad_words,
             random_seed=self.seed or 0,
+            penalize_prompt=self.penalize_prompt,
+            logit_bias=tuple((self.logit_bias or {}).items()),
         )

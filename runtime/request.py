@@ -44,6 +44,8 @@ class Request:
     keep_logits: bool = False
     num_logprobs: int | None = None
     """Log-probabilities of so many best tokens are kept for each generated token, and its own; None: none are."""
+    num_prompt_logprobs: int | None = None
+    """The same for each token of the prompt after the first."""
     label: str | None = None
     """What its user calls it, such as a row of a file."""
 
@@ -69,6 +71,17 @@ class TokenLogprobs:
     logprob: float
     top: tuple[tuple[int, float], ...]
     """(token, log-probability), the best first."""
+
+
+def token_logprobs(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenLogprobs]:
+    """Of each token by its row of (num_tokens, vocab) float32 logits, and of the `num_top` best."""
+    all_logprobs = torch.log_softmax(logits, dim=-1)
+    values, ids = all_logprobs.topk(min(num_top, all_logprobs.shape[-1]))
+    own = all_logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(top_ids, top_values, strict=True)))
+        for token, logprob, top_ids, top_values in zip(tokens, own.tolist(), ids.tolist(), values.tolist(), strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -117,6 +130,8 @@ class Sequence:
     """Where the request keeps them: (vocab,) float32 on the CPU, per generated token."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Where the request asks for them, per generated token."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Where the request asks for them, per token of the prompt after the first."""
 
     @classmethod
     def start(cls, request: Request) -> "Sequence":
@@ -131,6 +146,18 @@ class Sequence:
     @property
     def is_over(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt whose log-probabilities are asked for and not known yet."""
+        if self.request.num_prompt_logprobs is None:
+            return 0
+        return len(self.request.prompt_tokens) - 1 - len(self.prompt_logprobs)
+
+    @property
+    def max_reused(self) -> int:
+        """Tokens whose K/V may be found instead of computed: what is scored needs its logits."""
+        return len(self.prompt_logprobs) if self.num_unscored else len(self.tokens) - 1
 
     @property
     def num_generated(self) -> int:
@@ -175,11 +202,15 @@ class Sequence:
         if self.request.keep_logits:
             self.logits.extend(logits)
         if self.request.num_logprobs is not None:
-            all_logprobs = torch.log_softmax(logits, dim=-1)
-            for token, logprobs in zip(tokens, all_logprobs, strict=True):
-                values, ids = logprobs.topk(min(self.request.num_logprobs, len(logprobs)))
-                top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-                self.logprobs.append(TokenLogprobs(token, float(logprobs[token]), top))
+            self.logprobs += token_logprobs(logits, tokens, self.request.num_logprobs)
+
+    def score(self, logits: Tensor) -> None:
+        """Keep the log-probabilities of the next of the prompt's tokens; row i of (n, vocab) is the i-th's."""
+        start = len(self.prompt_logprobs) + 1
+        tokens = self.request.prompt_tokens[start : start + len(logits)]
+        assert self.request.num_prompt_logprobs is not None
+        logits = logits.to("cpu", torch.float32)
+        self.prompt_logprobs += token_logprobs(logits, tokens, self.request.num_prompt_logprobs)
 
     def _finish_reason(self) -> FinishReason | None:
         if self.tokens[-1] in self.request.end_ids:

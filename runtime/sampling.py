@@ -52,20 +52,39 @@ def no_numbers(position: int) -> NoChoice:
 
 
 class OccurrencePenalty:
-    """Subtracts `presence` from the score of a token that occurred, and `frequency` for each time it did."""
+    """Subtracts `presence` from the score of a token that occurred, and `frequency` for each time it did.
 
-    def __init__(self, presence: float, frequency: float) -> None:
-        self.presence, self.frequency = presence, frequency
+    Tokens before `start` are not looked at.
+    """
+
+    def __init__(self, presence: float, frequency: float, start: int = 0) -> None:
+        self.presence, self.frequency, self.start = presence, frequency, start
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        input_ids = input_ids[:, self.start :]
         counts = torch.zeros_like(scores).scatter_add_(1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype))
         return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
-def penalties(params: SamplingConfig) -> list[Processor]:
-    """What depends on the tokens before, in the order of transformers' `generate`, which has no occurrence penalty."""
+class LogitBias:
+    """Adds to the scores of tokens what (token, bias) pairs say."""
+
+    def __init__(self, biases: Seq[tuple[int, float]]) -> None:
+        self.tokens = torch.tensor([token for token, _ in biases])
+        self.biases = torch.tensor([bias for _, bias in biases])
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        biases = self.biases.to(scores.device, scores.dtype)
+        return scores.index_add(1, self.tokens.to(scores.device), biases[None])
+
+
+def penalties(params: SamplingConfig, num_prompt_tokens: int = 0) -> list[Processor]:
+    """Biases, and what depends on the tokens before, in the order of transformers' `generate`.
+
+    It has no occurrence penalty.
+    """
     neutral = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words")
-    if all(getattr(params, name) == getattr(GREEDY, name) for name in neutral):
+    if all(getattr(params, name) == getattr(GREEDY, name) for name in (*neutral, "logit_bias")):
         return []  # before transformers is imported, which plain requests do not need
     from transformers.generation.logits_process import (
         NoBadWordsLogitsProcessor,
@@ -73,11 +92,12 @@ def penalties(params: SamplingConfig) -> list[Processor]:
         RepetitionPenaltyLogitsProcessor,
     )
 
-    processors: list[Processor] = []
+    processors: list[Processor] = [LogitBias(params.logit_bias)] if params.logit_bias else []
     if params.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
     if params.presence_penalty or params.frequency_penalty:
-        processors.append(OccurrencePenalty(params.presence_penalty, params.frequency_penalty))
+        start = 0 if params.penalize_prompt else num_prompt_tokens
+        processors.append(OccurrencePenalty(params.presence_penalty, params.frequency_penalty, start))
     if params.no_repeat_ngram_size:
         processors.append(NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
     if params.bad_words:
@@ -113,7 +133,7 @@ class Sampler:
 
     def __init__(self, params: SamplingConfig, prompt_tokens: Seq[int], return_index: int = 0) -> None:
         self.is_greedy = params.is_greedy
-        self._penalties, self._warpers = penalties(params), warpers(params)
+        self._penalties, self._warpers = penalties(params, len(prompt_tokens)), warpers(params)
         identity = repr((params.random_seed, return_index, tuple(prompt_tokens)))
         self._key = hashlib.blake2b(identity.encode(), digest_size=16).digest()
         # An engine of this process has loaded it. Found once: finding it takes twice as long as what it does.

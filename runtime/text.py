@@ -18,6 +18,7 @@ from runtime.tokenizer import Tokenizer, find_saved_tokenizer, save_tokenizer
 
 _REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
 _CONTEXT = 16  # tokens of a prompt that its output is read after
+_NUM_UNSETTLED = 32  # tokens at the end of an output that are decoded again as it grows
 
 
 def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) -> Tokenizer:
@@ -235,16 +236,25 @@ class StopWords:
 
 @dataclass
 class TextStream:
-    """Turns a growing output into text, piece by piece; never shows half a character or half a stop word."""
+    """Turns a growing output into text, piece by piece; never shows half a character or half a stop word.
+
+    Only the last tokens are decoded again, from a place where the text was found to be the same in two halves as whole.
+    """
 
     tokenizer: Tokenizer
     stop_words: StopWords | None = None
     before: Seq[int] = ()
     """The prompt's tokens."""
     _shown: int = field(default=0, init=False)
+    _settled: str = field(default="", init=False)
+    _num_settled: int = field(default=0, init=False)
 
     def next_piece(self, output_tokens: list[int], *, finished: bool) -> str:
-        text = decode(self.tokenizer, output_tokens, self.before)
+        if finished:
+            text = decode(self.tokenizer, output_tokens, self.before)
+        else:
+            self._settle(output_tokens)
+            text = self._settled + self._decode(output_tokens, self._num_settled, len(output_tokens))
         if self.stop_words:
             text = self.stop_words.cut(text)
         if not finished:
@@ -253,6 +263,22 @@ class TextStream:
         piece = text[self._shown :]
         self._shown = max(self._shown, len(text))
         return piece
+
+    def _settle(self, tokens: list[int]) -> None:
+        """Keep the text of all but the last tokens, if it does not depend on them."""
+        middle = len(tokens) - _NUM_UNSETTLED
+        if middle - self._num_settled < _NUM_UNSETTLED:
+            return
+        first = self._decode(tokens, self._num_settled, middle)
+        last = self._decode(tokens, middle, len(tokens))
+        if not first.endswith(_REPLACEMENT) and first + last == self._decode(tokens, self._num_settled, len(tokens)):
+            self._settled += first
+            self._num_settled = middle
+
+    def _decode(self, tokens: list[int], start: int, end: int) -> str:
+        before = tokens[max(start - _CONTEXT, 0) : start]
+        missing = _CONTEXT - len(before)
+        return decode(self.tokenizer, tokens[start:end], [*self.before[-missing:], *before] if missing else before)
 
     def _held_back(self, text: str) -> int:
         """Characters at the end that may be the start of a stop word."""

@@ -87,9 +87,10 @@ class SavedTokenizer:
         max_length: int | None = None,
         verbose: bool = True,
     ) -> Mapping[str, Any]:
-        """Truncation keeps a text's end."""
-        if truncation and max_length is not None:
-            self._tokenizer.enable_truncation(max_length, direction="left")
+        """Truncation keeps a text's end. Without it nothing is set, which another thread's use would forbid."""
+        if not truncation or max_length is None:
+            return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+        self._tokenizer.enable_truncation(max_length, direction="left")
         try:
             return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
         finally:

@@ -31,6 +31,7 @@ from commands.options.spellings import empty_value, normalize_name, one_value_ea
 from commands.options.usage import usage_message
 from commands.output import fail, warn
 from commands.run import run
+from commands.serve import serve
 from commands.summarize import summarize
 from commands.tune import tune
 from commands.verify import verify
@@ -54,6 +55,10 @@ _EXAMPLES = {
     chat: (
         "specdec chat --model-dir ./Llama-3.2-1B-Instruct --ngram-config 10,2",
         'specdec chat --engine-dir engine --system "You are brief." --show-tokens',
+    ),
+    serve: (
+        "specdec serve --model-dir demo --spec-decode-algo NGRAM",
+        'specdec serve --engine-dir engine --ngram-config "[10,2,[0]]" --draft-len-mode auto --port 8000',
     ),
     summarize: (
         'specdec summarize --engine-dir engine --hf-model-dir demo --test-hf --test-engine --ngram-config "[10,2,[0]]" '
@@ -86,7 +91,7 @@ _EXAMPLES = {
 }
 
 
-_LONG = (run, chat, summarize)
+_LONG = (run, chat, serve, summarize)
 """Commands with so many flags that `--help` shows the common ones."""
 
 
@@ -174,8 +179,8 @@ def _with_help_all(command: Callable[..., None]) -> Callable[..., None]:
 app = typer.Typer(
     name="specdec",
     cls=_Group,
-    help="Speculative decoding for Hugging Face models: convert, build, run, chat, summarize, compare, tune; corpora; "
-    "verify; bench.",
+    help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, summarize, compare, tune; "
+    "corpora; verify; bench.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -198,7 +203,7 @@ def _register(command: Callable[..., None], group: typer.Typer = app) -> None:
     group.command(cls=_Command, epilog=epilog, context_settings=names)(shown)
 
 
-for _command in (convert, build, run, chat, summarize, compare, tune, verify, bench):
+for _command in (convert, build, run, chat, serve, summarize, compare, tune, verify, bench):
     _register(_command)
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)

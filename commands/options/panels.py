@@ -3,8 +3,8 @@
 from typing import Any
 
 INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampling"
-KV_CACHE, RUNTIME, LEADER = "KV cache", "Runtime", "Leader mode (V2)"
-PANELS = (INPUT, RUNTIME, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
+KV_CACHE, RUNTIME, LEADER, SERVER = "KV cache", "Runtime", "Leader mode (V2)", "Server"
+PANELS = (INPUT, SERVER, RUNTIME, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
 
 COMMON = frozenset(
     {
@@ -16,6 +16,7 @@ COMMON = frozenset(
         "model_dir", "draft_model_dir", "spec_decode_max_draft_len", "streaming",
         "check_accuracy", "rouge1_threshold", "check_lossless", "stats", "show_tokens", "report", "output_dir",
         "json", "quiet",
+        "host", "port", "api_key", "served_model_name", "max_queue_len",
     }
 )  # fmt: skip
 """What `--help` shows of a command with many flags; `--help-all` shows all."""

@@ -16,6 +16,8 @@ _ALIASES = {
     "num-draft-tokens": "spec-decode-max-draft-len",
     "draft-model": "draft-model-dir",
     "model": "model-dir",
+    "max-num-seqs": "max-batch-size",
+    "max-model-len": "max-seq-len",
     "kv-cache-fraction": "kv-cache-free-gpu-memory-fraction",
 }
 

@@ -23,7 +23,7 @@ class Fault(NamedTuple):
 
 
 BLOCKS, ENGINE, BATCH = "kv_cache:BlockManager", "engine:Engine", "batch"
-LEADER, FOLLOW, SEQUENCE = "leader:_Batch", "drafters.draft_target:DraftModel", "request:Sequence"
+LEADER, FOLLOW, SEQUENCE = "leader:Leader", "drafters.draft_target:DraftModel", "request:Sequence"
 
 FAULTS = [
     Fault("part-one-too-long", f"{BLOCKS}.admit", "num_computed += num_matched", "num_computed += num_matched + 1"),
@@ -135,14 +135,14 @@ FAULTS = [
     Fault("orchestrator-keeps-blocks", "orchestrator:_generate_group", "engine.release(sequence)", "pass"),
     Fault("orchestrator-never-lets-go", "orchestrator:generate", "let_go(engine, drafter, group)", "pass"),
     Fault("finished-run-on", "orchestrator:_generate_group", "if not s.is_over", ""),
-    Fault("preempted-keeps-blocks", f"{LEADER}.make_room", "self.engine.release(self.running[-1])", "pass"),
+    Fault("preempted-keeps-blocks", f"{LEADER}._make_room", "self.engine.release(self.running[-1])", "pass"),
     Fault(
-        "preempted-is-lost", f"{LEADER}.make_room", "self.waiting.appendleft(self.running.pop())", "self.running.pop()"
+        "preempted-is-lost", f"{LEADER}._make_room", "self.waiting.appendleft(self.running.pop())", "self.running.pop()"
     ),
-    Fault("finished-keep-blocks", f"{LEADER}.release_finished", "self.engine.release(sequence)", "pass"),
-    Fault("leader-never-forgets", f"{LEADER}.release_finished", "drafter.forget(sequence.request.id)", "pass"),
-    Fault("waiting-not-let-go", "leader:generate", "[*batch.running, *batch.waiting]", "batch.running"),
-    Fault("running-not-let-go", "leader:generate", "[*batch.running, *batch.waiting]", "[*batch.waiting]"),
+    Fault("finished-keep-blocks", f"{LEADER}._release_finished", "self.engine.release(sequence)", "pass"),
+    Fault("leader-never-forgets", f"{LEADER}._release_finished", "self.drafter.forget(sequence.request.id)", "pass"),
+    Fault("waiting-not-let-go", "leader:Leader.let_go", "[*self.running, *self.waiting]", "[*self.running]"),
+    Fault("running-not-let-go", "leader:Leader.let_go", "[*self.running, *self.waiting]", "[*self.waiting]"),
     Fault("blocks-not-let-go", "drafting:let_go", "stack.callback(engine.release, sequence)", "pass"),
     Fault("drafter-not-let-go", "drafting:let_go", "stack.callback(drafter.forget, sequence.request.id)", "pass"),
     Fault("draft-rollback-missing", f"{FOLLOW}._follow", "num_computed, num_common,", "num_computed,"),

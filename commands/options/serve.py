@@ -1,0 +1,103 @@
+"""The groups of options that only `serve` has."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.options.panels import INPUT, RUNTIME, SERVER
+from commands.options.single import TokenizerDir
+from runtime.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ServeInputs:
+    """What is served; `engine_dir` is None where a model may be given instead."""
+
+    engine_dir: Annotated[
+        Path | None,
+        typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
+    ] = None
+    tokenizer_dir: TokenizerDir = None
+    max_num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of prompts computed at a time, so that a long one does not stall the others.",
+            rich_help_panel=RUNTIME,
+            show_default="512",
+        ),
+    ] = None
+
+    @property
+    def engine(self) -> Path:
+        """The engine's directory, the usual one where none is named."""
+        return self.engine_dir or Path("engine_outputs")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where the server listens, who may ask, and how long anything may take."""
+
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0 is every network's.", rich_help_panel=SERVER)
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 is any that is free.", rich_help_panel=SERVER)
+    ] = 8000
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SPECDEC_API_KEY",
+            help="What clients must send as their key. Others see a command's flags: give it in the variable.",
+            rich_help_panel=SERVER,
+            show_default="none is asked for",
+        ),
+    ] = None
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What clients call the model; repeatable, the first is told in answers.",
+            rich_help_panel=SERVER,
+            show_default="the directory's name",
+        ),
+    ] = None
+    max_queue_len: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Sequences that may wait for the running batch; more get 503.", rich_help_panel=SERVER
+        ),
+    ] = 128
+    request_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001, metavar="SECONDS", help="How long an answer may take, waiting included.", rich_help_panel=SERVER
+        ),
+    ] = 600.0
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="How long answers that run have to finish after SIGTERM or Ctrl-C.",
+            rich_help_panel=SERVER,
+        ),
+    ] = 30.0
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin whose pages may ask, such as https://chat.example.org; `*` is any; repeatable.",
+            rich_help_panel=SERVER,
+            show_default="the server's own page",
+        ),
+    ] = None
+
+    def names(self, engine: Path, model: str | None) -> tuple[str, ...]:
+        """What the model is called: no path of this machine."""
+        return tuple(self.served_model_name or [Path(model or engine).expanduser().resolve().name])
+
+    def check(self) -> None:
+        """UsageError for a key that no header can carry, which would shut everybody out."""
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise UsageError("the API key has characters that HTTP has no room for", hint="take letters and digits")

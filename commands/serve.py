@@ -1,0 +1,66 @@
+"""`specdec serve`: an HTTP server that OpenAI's clients know."""
+
+from importlib import import_module
+
+from commands.inputs.paths import check_models
+from commands.options.drafting import DraftingOptions, choose_drafting
+from commands.options.expand import expand_groups
+from commands.options.kv_cache import KVCacheOptions
+from commands.options.leader import LeaderOptions
+from commands.options.serve import ServeInputs, ServerOptions
+from commands.output import Output
+from runtime.errors import SpecDecError, UsageError
+from runtime.params import SamplingParams
+
+_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+
+
+@expand_groups
+def serve(
+    inputs: ServeInputs,
+    server: ServerOptions,
+    drafting: DraftingOptions,
+    kv_cache: KVCacheOptions,
+    leader: LeaderOptions,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's clients expect it, with speculation in a running batch.
+
+    Only this machine can reach it unless `--host` says otherwise. A page to try it is at `/`, metrics at `/metrics`.
+    """
+    server.check()
+    _check_packages()
+    if leader.mode == "orchestrator":
+        raise UsageError("a server runs in leader mode: `--mode orchestrator`", hint="leave the flag out")
+    drafting.check_profile(leader.drafting_flags, leader.model_dir)
+    leader.check(inputs.engine_dir, drafting)
+    named = leader.named(drafting)
+    kv_cache.check(is_leader=True, disable_reuse=leader.disable_kv_cache_reuse)
+    chosen = choose_drafting(drafting, named, inputs.engine, check_lossless=False)
+    check_models(inputs.engine, leader.model_dir, inputs.tokenizer_dir, chosen.named.drafter)
+
+    from commands.serving.running import Serving, serve_setup
+    from commands.serving.server import Address, listen
+    from commands.sessions import SessionOptions, open_setup_of_models
+    from runtime.engine import DEFAULT_MAX_NUM_TOKENS
+
+    output = Output()
+    cache = kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse)
+    num_tokens = inputs.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
+    options = SessionOptions(inputs.engine, inputs.tokenizer_dir, chosen, SamplingParams(), cache, "leader", num_tokens)
+    with listen(Address(server.host, server.port)) as bound:
+        address = Address(server.host, bound.getsockname()[1])
+        with open_setup_of_models(leader.models(), options, output) as setup:
+            names = server.names(inputs.engine, leader.model_dir)
+            serve_setup(setup, bound, Serving(address, names, server))
+
+
+def _check_packages() -> None:
+    """SpecDecError, before a model is opened, if the extra is not installed."""
+    for name in _PACKAGES:
+        try:
+            import_module(name)
+        except ImportError:
+            raise SpecDecError(
+                f"`specdec serve` needs a package that is not installed: {name}",
+                hint="pip install 'specdec-cli[serve]'",
+            ) from None

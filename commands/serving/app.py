@@ -1,0 +1,268 @@
+"""The server's routes: what comes in is read, asked of the loop, and written as OpenAI's clients read it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from commands.serving.asking import ask_chat, ask_completion, chat_tokens
+from commands.serving.bodies import parse_body, read_body
+from commands.serving.chat import ChatReply
+from commands.serving.completions import CompletionReply
+from commands.serving.errors import HTTPError, as_http_error
+from commands.serving.group import ClientGone, Clock, Group, submit
+from commands.serving.metrics import ServerMetrics
+from commands.serving.page import page_response
+from commands.serving.replies import TokenTexts
+from commands.serving.responses import EventStream, Waiting, whole
+from commands.serving.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from commands.serving.served import ServedModel
+from runtime.errors import SpecDecError
+from runtime.serving.answer import Asked
+from runtime.text import encode_text
+
+T = TypeVar("T")
+G = TypeVar("G", bound=Generation)
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the routes have in common."""
+
+    served: ServedModel
+    clock: Clock
+    metrics: ServerMetrics
+    request_timeout_s: float
+    texts: TokenTexts
+    worker: ThreadPoolExecutor
+    """One thread: bodies are parsed and tokenized beside the event loop, one after the other."""
+
+    async def aside(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.worker, function)
+
+    def waiting(self, receive: Any) -> Waiting:
+        return Waiting(self.served.loop, receive, self.request_timeout_s)
+
+    async def ask(
+        self, request: Request, model: type[G], ask: Callable[[ServedModel, G], list[Asked]]
+    ) -> tuple[G, Group]:
+        """The body that was sent, and the answers that are on their way."""
+        raw = await read_body(request)
+
+        def prepare() -> tuple[G, list[Asked]]:
+            body = parse_body(raw, model)
+            self.served.check_name(body.model)
+            return body, ask(self.served, body)
+
+        body, asked = await self.aside(prepare)
+        return body, submit(self.served.loop, asked)
+
+    async def reply(self, request: Request, body: Generation, group: Group, reply: Any) -> Response:
+        waiting = self.waiting(request.receive)
+        if body.stream:
+            return EventStream(group, reply.streams(), reply.chunks(), waiting)
+        await whole(group, waiting)
+        return JSONResponse(reply.document())
+
+
+def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, version: str) -> FastAPI:
+    """The application. Its lifespan is the loop's."""
+    metrics = ServerMetrics(served.loop, served.name)
+    clock.on_progress.append(metrics.observe)
+    worker = ThreadPoolExecutor(1, "specdec-requests")
+    server = Server(served, clock, metrics, request_timeout_s, TokenTexts(served), worker)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        clock.attach(asyncio.get_running_loop())
+        served.loop.start()
+        yield
+        await asyncio.to_thread(served.loop.stop, 0)
+        worker.shutdown()
+
+    app = FastAPI(
+        title="specdec", version=version, docs_url=None, redoc_url=None, lifespan=lifespan, openapi_url="/openapi.json"
+    )
+    app.include_router(_generation_routes(server))
+    app.include_router(_model_routes(server, version))
+    app.include_router(_token_routes(server))
+    app.add_exception_handler(HTTPError, _on_http_error)
+    app.add_exception_handler(SpecDecError, lambda request, error: _on_http_error(request, as_http_error(error)))
+    app.add_exception_handler(HTTPException, _on_routing_error)
+    app.add_exception_handler(ClientGone, lambda request, error: Response(status_code=499))
+    app.add_exception_handler(Exception, _on_bug)
+    return app
+
+
+def _generation_routes(server: Server) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions", **_body(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """A prompt goes on."""
+        body, group = await server.ask(request, CompletionRequest, ask_completion)
+        return await server.reply(
+            request, body, group, CompletionReply(server.served, body, group.answers, server.texts)
+        )
+
+    @router.post("/v1/chat/completions", **_body(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """The assistant's next message."""
+        body, group = await server.ask(request, ChatRequest, ask_chat)
+        return await server.reply(request, body, group, ChatReply(server.served, body, group.answers, server.texts))
+
+    return router
+
+
+def _model_routes(server: Server, version: str) -> APIRouter:
+    router, served, loop = APIRouter(), server.served, server.served.loop
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": served.created,
+            "owned_by": "specdec",
+            "root": name,
+            "parent": None,
+            "max_model_len": served.max_model_len,
+        }
+
+    @router.get("/v1/models")
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        """The model that is served, by each of its names."""
+        return {"object": "list", "data": [card(name) for name in served.names]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """One name of the model."""
+        served.check_name(name)
+        return card(name)
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 while requests are taken, 503 when not."""
+        return Response(status_code=200 if loop.takes_requests else 503)
+
+    @router.get("/version")
+    async def version_of_server() -> dict[str, str]:
+        return {"version": version}
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus metrics by vLLM's names."""
+        return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/requests")
+    async def requests() -> dict[str, Any]:
+        """Sequences on their way."""
+        now = time.perf_counter()
+        return {"data": [_request_entry(answer, now) for answer in loop.unfinished()]}
+
+    @router.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return page_response()
+
+    return router
+
+
+def _request_entry(answer: Any, now: float) -> dict[str, Any]:
+    progress = answer.progress
+    return {
+        "id": answer.request.id,
+        "prompt_tokens": len(answer.request.prompt_tokens),
+        "completion_tokens": progress.num_tokens,
+        "tokens_per_step": progress.num_tokens / progress.num_steps if progress.num_steps else None,
+        "running_s": now - answer.sequence.stats.start_s,
+    }
+
+
+def _token_routes(server: Server) -> APIRouter:
+    router, served = APIRouter(), server.served
+
+    @router.post("/tokenize", **_body(TokenizeRequest))
+    async def tokenize(request: Request) -> dict[str, Any]:
+        """A text's tokens, or a conversation's."""
+        raw = await read_body(request)
+
+        def work() -> dict[str, Any]:
+            body = parse_body(raw, TokenizeRequest)
+            served.check_name(body.model)
+            tokens = _tokens_of(served, body)
+            found: dict[str, Any] = {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens}
+            strings = [server.texts.text_of(token) for token in tokens] if body.return_token_strs else None
+            return found | {"token_strs": strings}
+
+        return await server.aside(work)
+
+    @router.post("/detokenize", **_body(DetokenizeRequest))
+    async def detokenize(request: Request) -> dict[str, str]:
+        """The text of tokens, special ones included."""
+        raw = await read_body(request)
+
+        def work() -> dict[str, str]:
+            body = parse_body(raw, DetokenizeRequest)
+            served.check_name(body.model)
+            _check_tokens(served, body.tokens)
+            tokenizer = served.tokenizer
+            text = tokenizer.decode(body.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            return {"prompt": str(text)}
+
+        return await server.aside(work)
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """What clients that make prompts themselves have to know."""
+        return served.tokenizer_info
+
+    return router
+
+
+def _tokens_of(served: ServedModel, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None:
+        return chat_tokens(served, body.messages)
+    if body.prompt is None:
+        raise HTTPError(400, "prompt: a text, or `messages`", param="prompt")
+    served.check_text_len(len(body.prompt), "prompt")
+    if body.add_special_tokens is False:
+        return encode_text(served.tokenizer, body.prompt)
+    return served.llm.encode(body.prompt)[0]
+
+
+def _check_tokens(served: ServedModel, tokens: Seq[int]) -> None:
+    size = served.llm.bundle.config.vocab_size
+    foreign = next((token for token in tokens if token >= size), None)
+    if foreign is not None:
+        raise HTTPError(400, f"a token is outside the vocabulary of {size}: {foreign}", param="tokens")
+
+
+def _body(model: type[Any]) -> dict[str, Any]:
+    """What openapi.json says of a body that is read by hand."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {
+        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+    }
+
+
+def _on_http_error(request: Request, error: Any) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+def _on_routing_error(request: Request, error: Any) -> Response:
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return JSONResponse(HTTPError(error.status_code, message).body, error.status_code, error.headers)
+
+
+def _on_bug(request: Request, error: Exception) -> Response:
+    body = HTTPError(500, "the server failed to answer; its log says why", code="internal_error").body
+    return JSONResponse(body, 500)

@@ -1,0 +1,175 @@
+"""From what a client sent to what the loop is asked: prompts to tokens, fields to parameters, and how to draft."""
+
+import dataclasses
+import secrets
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from commands.options.drafter_configs import parse_ngram_config, parse_suffix_config
+from commands.options.lookups import LookupOptions
+from commands.serving.errors import HTTPError
+from commands.serving.schema import ChatMessage, ChatRequest, CompletionRequest, Generation, Speculative, TextPart
+from commands.serving.served import ServedModel
+from runtime.chat import Message
+from runtime.drafters.chain import DrafterChain
+from runtime.drafters.opening import ShortDrafter, open_lookup
+from runtime.drafters.prediction import PredictionLookup
+from runtime.drafters.protocol import Drafter
+from runtime.drafters.settings import LookupDrafter, check_draft_len_fits
+from runtime.params import SamplingParams
+from runtime.request import Request
+from runtime.serving.answer import Asked
+from runtime.text import encode_text
+
+_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, for completions. A chat has as many as fit."""
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How to draft for all sequences of a request."""
+
+    by_default: bool = True
+    drafter: Drafter | None = None
+
+
+def ask_completion(served: ServedModel, body: CompletionRequest) -> list[Asked]:
+    """`n` requests for each prompt, in order."""
+    prompts = _prompts(served, body.prompt)
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return _ask(served, body, prompts, max_tokens, body.logprobs, echoes=bool(body.echo))
+
+
+def ask_chat(served: ServedModel, body: ChatRequest) -> list[Asked]:
+    """`n` requests for the conversation, with as many tokens as there is room for if no number is given."""
+    if body.top_logprobs and not body.logprobs:
+        raise HTTPError(400, "`top_logprobs` needs `logprobs`: true", param="top_logprobs", code="invalid_value")
+    prompt = chat_tokens(served, body.messages)
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if max_tokens is None:
+        max_tokens = max(served.max_model_len - len(prompt), 1)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _ask(served, body, [prompt], max_tokens, logprobs)
+
+
+def chat_tokens(served: ServedModel, messages: Seq[ChatMessage]) -> list[int]:
+    """The conversation by the tokenizer's template."""
+    if not served.has_chat_template:
+        raise HTTPError(400, "the model's tokenizer has no chat template: send a prompt to /v1/completions instead")
+    said: list[Message] = []
+    for message in messages:
+        role = "system" if message.role == "developer" else message.role
+        said.append({"role": role, "content": _text_of(message.content)})
+    served.check_text_len(sum(len(message["content"]) for message in said), "messages")
+    return served.llm.chat_template.encode(said)
+
+
+def _text_of(content: str | Seq[TextPart] | None) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+def _prompts(served: ServedModel, prompt: str | Seq[Any]) -> list[list[int]]:
+    """The tokens of one prompt or several, texts or ids."""
+    is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+    prompts = [prompt] if is_one else prompt
+    if len(prompts) > served.max_sequences:
+        raise HTTPError(400, f"more prompts than this server takes at once: {len(prompts)}", param="prompt")
+    for one in prompts:
+        if isinstance(one, str):
+            served.check_text_len(len(one), "prompt")
+    return [served.llm.encode(one)[0] for one in prompts]
+
+
+def _ask(
+    served: ServedModel,
+    body: Generation,
+    prompts: list[list[int]],
+    max_tokens: int,
+    logprobs: int | None,
+    *,
+    echoes: bool = False,
+) -> list[Asked]:
+    n = body.n or 1
+    if len(prompts) * n > served.max_sequences:
+        raise HTTPError(400, f"more outputs than this server takes at once: {len(prompts)} x {n}", param="n")
+    if max_tokens == 0 and not echoes:
+        raise HTTPError(400, "max_tokens is 0 without `echo`: nothing was asked", param="max_tokens")
+    params = _params(served, body, max(max_tokens, 1), logprobs)
+    drafting = _drafting(served, body)
+    template = dataclasses.replace(served.llm.request_of(params), label="the request")
+    if echoes:
+        template = dataclasses.replace(template, num_prompt_logprobs=logprobs)
+    asked = []
+    for prompt in prompts:
+        for_prompt = template if body.seed is not None else _with_any_seed(template)
+        for index in range(n):
+            request = for_prompt.with_prompt(served.loop.next_request_id(), prompt, index)
+            asked.append(Asked(request, drafting.by_default, drafting.drafter))
+    return asked
+
+
+def _with_any_seed(request: Request) -> Request:
+    sampling = dataclasses.replace(request.sampling, random_seed=secrets.randbits(63))
+    return dataclasses.replace(request, sampling=sampling)
+
+
+def _params(served: ServedModel, body: Generation, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    """The fields that are given, the model's own defaults for the others, and else OpenAI's."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    values: dict[str, Any] = served.defaults | given
+    # -1 is the whole vocabulary to vLLM, and what is more than the vocabulary is as much.
+    values["top_k"] = min(max(values.get("top_k", 0), 0), served.llm.bundle.config.vocab_size)
+    return SamplingParams(
+        seed=body.seed,
+        stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
+        bad_words=body.bad_words,
+        ignore_eos=bool(body.ignore_eos),
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        logit_bias=body.logit_bias,
+        penalize_prompt=False,
+        **values,
+    )
+
+
+def _drafting(served: ServedModel, body: Generation) -> Drafting:
+    """Who drafts: as `speculative` says, after the prediction if there is one."""
+    if body.speculative is False:
+        return Drafting(by_default=False)
+    default = served.loop.default_drafter
+    if body.speculative is True and default is None:
+        raise HTTPError(400, "this server was started without a drafter", param="speculative")
+    drafter = default
+    if isinstance(body.speculative, Speculative):
+        drafter = _own_drafter(served, body.speculative)
+    if body.prediction is not None:
+        served.check_drafts_fit(1, "prediction")
+        text = _text_of(body.prediction.content)
+        tokens = encode_text(served.tokenizer, text)[: served.max_model_len]
+        predicted = PredictionLookup(tokens)
+        drafter = predicted if drafter is None else DrafterChain([predicted, drafter])
+    return Drafting() if drafter is default else Drafting(False, drafter)
+
+
+def _own_drafter(served: ServedModel, asked: Speculative) -> Drafter | None:
+    """The lookup that a request names, else the server's own drafter, with drafts no longer than it says."""
+    settings: LookupDrafter | None = None
+    if asked.ngram_config is not None and asked.suffix_config is not None:
+        raise HTTPError(400, "`ngram_config` and `suffix_config` cannot be given together", param="speculative")
+    if asked.ngram_config is not None:
+        settings, _ = parse_ngram_config(str(asked.ngram_config), LookupOptions())
+    elif asked.suffix_config is not None:
+        settings, _ = parse_suffix_config(str(asked.suffix_config), LookupOptions())
+    if asked.draft_len is not None:
+        served.check_drafts_fit(asked.draft_len, "speculative")
+    if settings is None:
+        drafter = served.loop.default_drafter
+        if drafter is None:
+            raise HTTPError(400, "this server has no drafter, and the request names none", param="speculative")
+    else:
+        check_draft_len_fits(settings, served.llm.engine.max_draft_len)
+        drafter = ShortDrafter(open_lookup(settings, None).drafter, settings.max_draft_len)
+    return drafter if asked.draft_len is None else ShortDrafter(drafter, asked.draft_len)

@@ -1,0 +1,99 @@
+"""Completions: choices of text, whole or in chunks."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from commands.serving.pieces import Piece, PieceStream
+from commands.serving.replies import TokenTexts, finish_reason, metrics, usage
+from commands.serving.responses import Chunks
+from commands.serving.schema import CompletionRequest
+from commands.serving.served import ServedModel
+from runtime.request import TokenLogprobs
+from runtime.serving.answer import Answer
+from runtime.text import decode
+
+
+class CompletionReply:
+    """Writes the answers to one completion request."""
+
+    def __init__(self, served: ServedModel, body: CompletionRequest, answers: list[Answer], texts: TokenTexts) -> None:
+        self.answers = answers
+        self._served, self._body, self._texts = served, body, texts
+        self._num_prompts = len(answers) // (body.n or 1)
+        self._shows_output = body.max_tokens != 0
+        self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+        self._offsets = [len(self._echoed(answer)) for answer in answers]
+
+    def streams(self) -> list[PieceStream]:
+        marks = bool(self._body.return_token_kinds)
+        return [PieceStream(answer, self._served.tokenizer, marks) for answer in self.answers]
+
+    def document(self) -> dict[str, Any]:
+        choices = [self._choice(i, piece) for i, stream in enumerate(self.streams()) if (piece := stream.next())]
+        for choice, answer in zip(choices, self.answers, strict=True):
+            choice["text"] = self._echoed(answer) + choice["text"]
+            if self._body.echo and self._body.logprobs is not None:
+                before = self._prompt_logprobs(answer)
+                choice["logprobs"] = {name: before[name] + choice["logprobs"][name] for name in before}
+        return self._envelope(choices) | {"usage": self._usage(), "metrics": metrics(self.answers)}
+
+    def chunks(self) -> Chunks:
+        return Chunks(self._first, self._of_piece, self._last)
+
+    def _first(self, index: int) -> Iterator[dict[str, Any]]:
+        """The prompt, where it is asked for."""
+        if self._body.echo and not self._body.return_token_kinds:
+            text = self._echoed(self.answers[index])
+            yield self._envelope([{"index": index, "text": text, "logprobs": None, "finish_reason": None}])
+
+    def _of_piece(self, index: int, piece: Piece) -> dict[str, Any]:
+        chunk = self._envelope([self._choice(index, piece)])
+        options = self._body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            chunk["usage"] = self._usage()
+        return chunk
+
+    def _last(self) -> Iterator[dict[str, Any]]:
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield self._envelope([]) | {"usage": self._usage(), "metrics": metrics(self.answers)}
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self.answers, self._num_prompts, counts_output=self._shows_output)
+
+    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._served.name,
+            "choices": choices,
+        }
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        answer = self.answers[index]
+        text, shown = (piece.text, piece.logprobs) if self._shows_output else ("", [])
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+        if self._body.logprobs is not None:
+            choice["logprobs"] = self._logprobs_of(shown, index)
+        choice["finish_reason"] = finish_reason(answer) if piece.is_last else None
+        if self._body.return_token_kinds:
+            choice["tokens"] = piece.tokens
+        return choice
+
+    def _logprobs_of(self, logprobs: list[TokenLogprobs], index: int) -> dict[str, Any]:
+        found = self._texts.completion_logprobs(logprobs, [one.token for one in logprobs], self._offsets[index])
+        self._offsets[index] += sum(map(len, found["tokens"]))
+        return found
+
+    def _prompt_logprobs(self, answer: Answer) -> dict[str, Any]:
+        return self._texts.completion_logprobs(
+            [None, *answer.sequence.prompt_logprobs], answer.request.prompt_tokens, 0
+        )
+
+    def _echoed(self, answer: Answer) -> str:
+        if not self._body.echo:
+            return ""
+        return decode(self._served.tokenizer, answer.request.prompt_tokens)

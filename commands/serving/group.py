@@ -1,0 +1,94 @@
+"""The answers to one HTTP request, as its handler waits for them on the event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Sequence as Seq
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from commands.serving.errors import as_http_error
+from runtime.serving.answer import Answer, Asked
+from runtime.serving.loop import ServingLoop
+
+Receive = Callable[[], Any]
+
+
+@dataclass(eq=False)
+class Group:
+    """Answers on their way. `changed` is set from the loop's thread when one of them got on."""
+
+    answers: list[Answer] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_client_gone: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return all(answer.progress.is_over for answer in self.answers)
+
+    def raise_error(self) -> None:
+        """HTTPError of the first answer that could not go on."""
+        for answer in self.answers:
+            if answer.progress.error is not None:
+                raise as_http_error(answer.progress.error)
+
+    async def step(self) -> None:
+        """Wait until answers got on. ClientGone if nobody reads them, HTTPError if one cannot go on."""
+        await self.changed.wait()
+        self.changed.clear()
+        if self.is_client_gone:
+            raise ClientGone
+
+
+class ClientGone(Exception):
+    """Nobody reads the answer."""
+
+
+class Clock:
+    """Wakes the handlers whose answers got on: called in the loop's thread, once for each step."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.on_progress: list[Callable[[Answer], None]] = []
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def __call__(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            for listener in self.on_progress:
+                listener(answer)
+        groups = {answer.owner for answer in answers}
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_wake, groups)
+
+
+def _wake(groups: Iterable[object]) -> None:
+    for group in groups:
+        if isinstance(group, Group):
+            group.changed.set()
+
+
+def submit(loop: ServingLoop, asked: Seq[Asked]) -> Group:
+    """SpecDecError where the loop takes them not."""
+    group = Group()
+    group.answers = loop.submit(asked, group)
+    return group
+
+
+@asynccontextmanager
+async def watched(group: Group, loop: ServingLoop, receive: Receive) -> AsyncIterator[None]:
+    """While the block lasts it is noticed if the client goes away. Afterwards nobody works on the answers."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        group.is_client_gone = True
+        group.changed.set()
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        loop.cancel(group.answers)

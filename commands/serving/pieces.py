@@ -1,0 +1,71 @@
+"""An answer as it grows: its text in pieces, with log-probabilities and kinds of tokens where they are asked for."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from commands.serving.replies import TokenTexts
+from runtime.evaluation.steps import TokenKind, token_kinds
+from runtime.request import TokenLogprobs
+from runtime.serving.answer import Answer
+from runtime.text import TextStream, stop_words_of
+from runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of an answer."""
+
+    text: str
+    logprobs: list[TokenLogprobs]
+    tokens: list[dict[str, str]]
+    is_last: bool
+
+
+@dataclass
+class PieceStream:
+    """The pieces of one answer, one for each time it is looked at."""
+
+    answer: Answer
+    tokenizer: Tokenizer
+    marks_tokens: bool = False
+    _text: TextStream = field(init=False)
+    _num_read: int = 0
+    _is_over: bool = False
+
+    def __post_init__(self) -> None:
+        request = self.answer.request
+        self._text = TextStream(self.tokenizer, stop_words_of(request), request.prompt_tokens)
+
+    def next(self) -> Piece | None:
+        """What came since the last time; None if nothing did, or it had been over."""
+        progress = self.answer.progress
+        if self._is_over or (progress.num_tokens == self._num_read and not progress.is_over):
+            return None
+        self._is_over = progress.is_over
+        tokens = self.answer.output_tokens
+        start, self._num_read = self._num_read, len(tokens)
+        logprobs = self.answer.sequence.logprobs[start : len(tokens)]
+        if self.marks_tokens:
+            marked = self._marked(tokens, start, progress.num_steps)
+            return Piece("".join(one["text"] for one in marked), logprobs, marked, self._is_over)
+        return Piece(self._text.next_piece(tokens, finished=self._is_over), logprobs, [], self._is_over)
+
+    def _marked(self, tokens: list[int], start: int, num_steps: int) -> list[dict[str, str]]:
+        """A text and a kind for each new token; text that was held back comes with the token that let it go."""
+        stats = self.answer.sequence.stats
+        drafted, accepted = stats.per_step_drafted[:num_steps], stats.per_step_accepted[:num_steps]
+        kinds: list[TokenKind] = [kind for step in token_kinds(drafted, accepted, len(tokens)) for kind in step]
+        marked = []
+        for end in range(start + 1, len(tokens) + 1):
+            is_last = self._is_over and end == len(tokens)
+            text = self._text.next_piece(tokens[:end], finished=is_last)
+            marked.append({"text": text, "kind": kinds[end - 1]})
+        return marked
+
+
+def completion_choice(
+    index: int, piece: Piece, texts: TokenTexts, offset: int, *, has_logprobs: bool, finish: str | None
+) -> dict[str, Any]:
+    tokens = [one.token for one in piece.logprobs]
+    logprobs = texts.completion_logprobs(piece.logprobs, tokens, offset) if has_logprobs else None
+    return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": finish}

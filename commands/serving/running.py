@@ -1,0 +1,62 @@
+"""An opened model served at an address, from the first connection to the last."""
+
+import socket
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
+
+from commands.documents.settings import Setup
+from commands.options.serve import ServerOptions
+from commands.output import stderr, warn
+from commands.serving.app import make_app
+from commands.serving.group import Clock
+from commands.serving.guard import Guard
+from commands.serving.served import ServedModel, check_can_serve, model_defaults, prepare_chat
+from commands.serving.server import Address, errors_logged, serve
+from runtime.llm import LLM
+from runtime.serving.loop import ServingLoop
+from runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How it is served."""
+
+    address: Address
+    names: tuple[str, ...]
+    options: ServerOptions
+
+
+def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
+    """Serve until a signal comes."""
+    options, address = serving.options, serving.address
+    clock = Clock()
+    served = open_served(setup.llm, setup.session, clock, serving.names, options.max_queue_len)
+    app = guarded_app(served, clock, options)
+    reach = "only this machine reaches it" if address.is_of_this_machine else "other machines reach it"
+    stderr().print(f"{served.name} at {address.url} ({reach}); Ctrl-C ends")
+    if not address.is_of_this_machine and options.api_key is None:
+        warn("whoever reaches this address may ask: `--api-key`, or the variable SPECDEC_API_KEY, keeps others out")
+    with errors_logged():
+        serve(app, served.loop, bound, options.shutdown_timeout)
+
+
+def open_served(llm: LLM, session: Session, clock: Clock, names: tuple[str, ...], max_queue_len: int) -> ServedModel:
+    """The model behind a loop that has not been started; SpecDecError if it cannot be served."""
+    check_can_serve(llm)
+    has_chat_template = prepare_chat(llm)
+    loop = ServingLoop(session, max_queue_len, clock)
+    defaults = model_defaults(llm.bundle.directory)
+    return ServedModel(llm, loop, names, int(time.time()), has_chat_template, defaults)
+
+
+def guarded_app(served: ServedModel, clock: Clock, options: ServerOptions) -> Any:
+    """The application, with whoever may not ask turned away."""
+    origins = options.allowed_origins or []
+    app = Guard(make_app(served, clock, options.request_timeout, version("specdec-cli")), options.api_key, origins)
+    if not origins:
+        return app
+    return CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"])

@@ -1,0 +1,162 @@
+"""What clients may send: the fields of OpenAI's completions and chat, vLLM's further ones, and our own.
+
+Unknown fields are ignored. Those that clients know and this server does not do are refused, unless they have the value
+that asks for nothing (`REFUSED`).
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_STOP_WORDS = 32
+MAX_BIASES = 1024
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+StopWord = Annotated[str, Field(min_length=1, max_length=256)]
+StopWords = StopWord | Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)]
+
+
+class Lenient(BaseModel):
+    """Unknown fields are ignored; numbers are finite."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Lenient):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Speculative(Lenient):
+    """How to draft for one request. `draft_len` alone shortens the server's own drafts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ngram_config: str | list[Any] | int | None = Field(None, description="As `--ngram-config`: [10,2] or 10.")
+    suffix_config: str | list[Any] | int | None = Field(None, description="As `--suffix-config`: 10.")
+    draft_len: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="The longest draft.")
+
+
+class TextPart(Lenient):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Lenient):
+    """Predicted output: what the answer will probably be, drafted as far as it is right."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
+class Generation(Lenient):
+    """What completions and chat have in common."""
+
+    model: str | None = Field(None, description="The model's name; 404 for another one.")
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: StopWords | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_WORDS)] | None = None
+    bad_words: Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
+    ) = None
+    user: str | None = None
+    speculative: bool | Speculative | None = Field(
+        None, description="false: nothing is drafted for this request; an object: how."
+    )
+    prediction: Prediction | None = None
+    return_token_kinds: bool | None = Field(
+        None, description="Have `tokens` in each choice of a stream: the text of each token, and what it was."
+    )
+
+
+class CompletionRequest(Generation):
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+
+class ChatMessage(Lenient):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+
+
+class ChatRequest(Generation):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TokenizeRequest(Lenient):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Lenient):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def _asks_nothing(*neutral: Any) -> Callable[[Any], bool]:
+    return lambda value: value is None or any(value == one and type(value) is type(one) for one in neutral)
+
+
+REFUSED: dict[str, Callable[[Any], bool]] = {
+    "tools": _asks_nothing([]),
+    "functions": _asks_nothing([]),
+    "tool_choice": _asks_nothing("none", "auto"),
+    "function_call": _asks_nothing("none", "auto"),
+    "response_format": _asks_nothing({"type": "text"}),
+    "modalities": _asks_nothing(["text"]),
+    "audio": _asks_nothing(),
+    "web_search_options": _asks_nothing(),
+    "suffix": _asks_nothing(""),
+    "best_of": _asks_nothing(1),
+    "use_beam_search": _asks_nothing(False),
+    "length_penalty": _asks_nothing(1.0, 1),
+    "min_tokens": _asks_nothing(0),
+    "prompt_logprobs": _asks_nothing(),
+    "truncate_prompt_tokens": _asks_nothing(),
+    "skip_special_tokens": _asks_nothing(True),
+    "include_stop_str_in_output": _asks_nothing(False),
+    "return_tokens_as_token_ids": _asks_nothing(False),
+    "guided_json": _asks_nothing(),
+    "guided_regex": _asks_nothing(),
+    "guided_choice": _asks_nothing(),
+    "guided_grammar": _asks_nothing(),
+    "structured_outputs": _asks_nothing(),
+    "logits_processors": _asks_nothing([]),
+    "chat_template": _asks_nothing(),
+    "chat_template_kwargs": _asks_nothing({}),
+    "add_generation_prompt": _asks_nothing(True),
+    "continue_final_message": _asks_nothing(False),
+    "documents": _asks_nothing([]),
+    "drafter": _asks_nothing(),
+}
+"""Field -> whether a value asks for nothing."""
+_REFUSED_IN_CHAT: dict[str, Callable[[Any], bool]] = {"echo": _asks_nothing(False)}
+
+
+def refused_field(body: dict[str, Any], *, is_chat: bool) -> str | None:
+    """The first field that asks for what this server does not do."""
+    refused = REFUSED | _REFUSED_IN_CHAT if is_chat else REFUSED
+    return next((name for name, asks_nothing in refused.items() if name in body and not asks_nothing(body[name])), None)

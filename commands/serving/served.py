@@ -1,0 +1,118 @@
+"""The model that a server answers with: its names, its bounds, what it does when a client does not say."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from commands.serving.errors import HTTPError
+from runtime.chat import has_chat_template
+from runtime.errors import SpecDecError
+from runtime.files import read_json
+from runtime.llm import LLM
+from runtime.serving.loop import ServingLoop
+from runtime.tokenizer import Tokenizer
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """An opened model behind a loop."""
+
+    llm: LLM
+    loop: ServingLoop
+    names: tuple[str, ...]
+    """What clients may call it, the first one being what it is called in answers."""
+    created: int
+    """Seconds since 1970."""
+    has_chat_template: bool
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """For fields that a client leaves out."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = self.llm.tokenizer
+        assert tokenizer is not None  # `check_can_serve`
+        return tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its output."""
+        return self.llm.bundle.config.build_config.max_request_len
+
+    @property
+    def max_sequences(self) -> int:
+        return self.loop.capacity
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(len(token) for token in self.tokenizer.get_vocab())
+
+    @cached_property
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Special tokens by name, and the chat template."""
+        path = self.llm.tokenizer_dir / "tokenizer_config.json"
+        config = read_json(path) if path.is_file() else {}
+        found = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        template = self.llm.chat_template.source if self.has_chat_template else None
+        return found | {
+            "tokenizer_class": config.get("tokenizer_class"),
+            "chat_template": template,
+            "vocab_size": self.llm.bundle.config.vocab_size,
+            "model_max_length": self.max_model_len,
+        }
+
+    def check_name(self, name: str | None) -> None:
+        """HTTPError for another model's."""
+        if name is not None and name not in self.names:
+            raise HTTPError(404, f"the model `{name[:200]}` does not exist", param="model", code="model_not_found")
+
+    def check_text_len(self, num_characters: int, param: str) -> None:
+        """HTTPError for a text that cannot be short enough, whatever its tokens are: before time is spent on it."""
+        if num_characters > self.max_model_len * self._longest_token:
+            raise HTTPError(
+                400,
+                f"the text is longer than {self.max_model_len} tokens can be: {num_characters} characters",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def check_drafts_fit(self, draft_len: int, param: str) -> None:
+        """HTTPError if the engine takes no such drafts."""
+        longest = self.llm.engine.max_draft_len
+        if draft_len > longest:
+            raise HTTPError(400, f"the engine takes drafts of at most {longest} tokens: {draft_len}", param=param)
+
+
+def _content(token: Any) -> str | None:
+    """Of a special token, which is a text or an object with one."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def check_can_serve(llm: LLM) -> None:
+    """SpecDecError for an engine without a tokenizer: clients send texts, and read them."""
+    if llm.tokenizer is None:
+        raise SpecDecError("serving needs a tokenizer, and the engine has none", hint="name one", fact="no_tokenizer")
+
+
+def prepare_chat(llm: LLM) -> bool:
+    """Whether there is a chat template, which is opened before the first client waits for it."""
+    is_there = has_chat_template(llm.tokenizer_dir)
+    if is_there:
+        llm.chat_template  # noqa: B018  # it is kept
+    return is_there
+
+
+def model_defaults(engine_dir: Path) -> dict[str, Any]:
+    """Of the model's generation_config.json: numbers that shape the distribution. `do_sample` is not one."""
+    path = engine_dir / "generation_config.json"
+    if not path.is_file():
+        return {}
+    config = read_json(path)
+    return {name: config[name] for name in _DEFAULTS if isinstance(config.get(name), int | float)}

@@ -1,0 +1,107 @@
+"""The process: it listens before the model is open, serves until a signal comes, and then lets what runs finish."""
+
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from runtime.errors import SpecDecError, UsageError
+from runtime.serving.loop import ServingLoop
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 15
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the server listens."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        shown = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{shown}:{self.port}"
+
+    @property
+    def is_of_this_machine(self) -> bool:
+        return self.host in ("127.0.0.1", "::1", "localhost")
+
+
+def listen(address: Address) -> socket.socket:
+    """A socket that is bound and takes no connections yet; SpecDecError if the address cannot be had."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"no such host ({error}): {address.host}", hint="127.0.0.1 is this machine alone") from None
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(where)
+    except OSError as error:
+        bound.close()
+        raise SpecDecError(
+            f"cannot listen ({error.strerror}): {address.host}:{address.port}", hint="choose another host or port"
+        ) from None
+    return bound
+
+
+class _Server(uvicorn.Server):
+    """Stops in two steps: new requests are refused at once, connections are closed when what runs is done."""
+
+    def __init__(self, config: uvicorn.Config, loop: ServingLoop, shutdown_timeout_s: float) -> None:
+        super().__init__(config)
+        self._serving, self._shutdown_timeout_s = loop, shutdown_timeout_s
+        self._deadline_s: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._deadline_s is not None:
+            self.should_exit = self.force_exit = True
+            return
+        self._deadline_s = time.monotonic() + self._shutdown_timeout_s
+        self._serving.refuse_new()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._deadline_s is not None and not self.should_exit:
+            is_late = time.monotonic() >= self._deadline_s
+            self.should_exit = is_late or not self._serving.unfinished()
+        return await super().on_tick(counter)
+
+
+def serve(app: Any, loop: ServingLoop, bound: socket.socket, shutdown_timeout_s: float) -> None:
+    """Serve until SIGTERM or Ctrl-C; a second one does not wait."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=2,
+        server_header=False,
+    )
+    server = _Server(config, loop, shutdown_timeout_s)
+    server.run(sockets=[bound])
+
+
+@contextmanager
+def errors_logged() -> Iterator[None]:
+    """What goes wrong is told on stderr, with where."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    loggers = [logging.getLogger("uvicorn.error"), logging.getLogger("runtime.serving")]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)

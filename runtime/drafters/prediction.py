@@ -1,0 +1,88 @@
+"""Drafts from a predicted output: what its user expects, such as a file of which a few lines are to change.
+
+The prediction is followed token by token from its start. Where the output leaves it, the place to go on from is looked
+up by the output's last tokens, the place nearest to where the two parted: after a line that changed, most of the rest
+is as predicted.
+"""
+
+from dataclasses import dataclass
+
+from runtime.drafters.lookup import cut_at_end_id
+from runtime.request import Draft, Sequence
+
+_SHORTEST, _LONGEST = 2, 8
+"""Tokens of the output that must be found again after it left the prediction, and of which more count no more."""
+_WINDOW = 32
+"""Tokens ahead in which a single token counts as found, right after the output left the prediction."""
+_MAX_GUESSES = 2
+"""Steps in a row that draft from where a replaced token would have been, though nothing was found."""
+
+
+@dataclass
+class _Place:
+    """Where a request is in the prediction: the token that is expected next, and how sure that is."""
+
+    next: int = 0
+    num_seen: int = 0
+    """Generated tokens that were looked at."""
+    num_matched: int = 0
+    """Tokens in a row that were as predicted."""
+    num_guesses: int = 0
+
+
+class PredictionLookup:
+    """Looks up one predicted output, for all requests that expect it."""
+
+    def __init__(self, prediction: list[int]) -> None:
+        self.prediction = prediction
+        self._places: dict[int, _Place] = {}
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        for end in range(_SHORTEST, len(prediction) + 1):
+            self._ends.setdefault(tuple(prediction[end - _SHORTEST : end]), []).append(end)
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [self._follow(sequence, max_draft_len) for sequence in sequences]
+
+    def forget(self, request_id: int) -> None:
+        self._places.pop(request_id, None)
+
+    def _follow(self, sequence: Sequence, max_draft_len: int) -> Draft:
+        place = self._places.setdefault(sequence.request.id, _Place())
+        self._move(place, sequence.output_tokens)
+        if place.num_guesses > _MAX_GUESSES:
+            return Draft([])
+        draft_len = min(max_draft_len, sequence.max_draft_len)
+        draft = self.prediction[place.next : place.next + draft_len]
+        return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=place.num_matched)
+
+    def _move(self, place: _Place, output: list[int]) -> None:
+        """Go along with the tokens that are new; where they left the prediction, look where it goes on."""
+        has_left = False
+        for token in output[place.num_seen :]:
+            is_expected = place.next < len(self.prediction) and self.prediction[place.next] == token
+            place.num_matched = place.num_matched + 1 if is_expected else 0
+            has_left |= not is_expected
+            place.next = min(place.next + 1, len(self.prediction))
+        place.num_seen = len(output)
+        if place.num_matched >= _SHORTEST:
+            place.num_guesses = 0
+        elif has_left or place.num_guesses:
+            self._look_up(place, output)
+
+    def _look_up(self, place: _Place, output: list[int]) -> None:
+        found = [(self._match_len(end, output), end) for end in self._ends.get(tuple(output[-_SHORTEST:]), ())]
+        if found:
+            place.num_matched, place.next = max(found, key=lambda one: (one[0], -abs(one[1] - place.next)))
+            place.num_guesses = 0
+            return
+        place.num_guesses += 1
+        ahead = self.prediction[place.next : place.next + _WINDOW]
+        if place.num_guesses == 1 and output[-1] in ahead:
+            place.next += ahead.index(output[-1]) + 1
+
+    def _match_len(self, end: int, output: list[int]) -> int:
+        """How many of the output's last tokens the prediction has before `end`."""
+        n = _SHORTEST
+        while n < min(_LONGEST, end, len(output)) and self.prediction[end - n - 1] == output[-n - 1]:
+            n += 1
+        return n

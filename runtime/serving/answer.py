@@ -1,0 +1,58 @@
+"""What somebody asked of a running server, and how far the answer has got.
+
+The loop's thread writes sequences, others read them: no further than the last `Progress` says, which is replaced as a
+whole after each step.
+"""
+
+from dataclasses import dataclass, field
+
+from runtime.drafters.protocol import Drafter
+from runtime.errors import SpecDecError
+from runtime.request import FinishReason, Request, Sequence
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, and how to draft for it. With `drafts_by_default` as the server does, else by `drafter` or nobody."""
+
+    request: Request
+    drafts_by_default: bool = True
+    drafter: Drafter | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What may be read of an answer: so many generated tokens, of so many steps."""
+
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_cached_tokens: int = 0
+    """Of the prompt, found in the K/V cache."""
+    finish_reason: FinishReason | None = None
+    error: SpecDecError | None = None
+    """Why it ended without an answer."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclass(eq=False)
+class Answer:
+    """One sequence on its way. `owner` is whatever its reader wants to be reminded of when it gets on."""
+
+    asked: Asked
+    sequence: Sequence
+    owner: object = None
+    progress: Progress = field(default_factory=Progress)
+    is_cancelled: bool = False
+
+    @property
+    def request(self) -> Request:
+        return self.asked.request
+
+    @property
+    def output_tokens(self) -> list[int]:
+        """As far as it may be read."""
+        start = len(self.request.prompt_tokens)
+        return self.sequence.tokens[start : start + self.progress.num_tokens]

@@ -1,0 +1,215 @@
+"""The leader loop of a server: a thread of its own, into which requests come and from which answers are read.
+
+Whoever asks waits for nobody: `submit` puts requests into a queue that has an end, and `cancel` marks answers that the
+loop drops before its next step. No error of a request ends the loop: those in the step that failed are told, and what
+comes later is answered.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from itertools import count
+from threading import Condition, Thread
+
+from runtime.drafters.opening import ShortDrafter
+from runtime.drafters.protocol import Drafter, check_request
+from runtime.errors import SpecDecError
+from runtime.leader import Leader
+from runtime.request import Sequence
+from runtime.serving.answer import Answer, Asked, Progress
+from runtime.serving.routing import DrafterRouter
+from runtime.serving.totals import Totals
+from runtime.session import Session
+
+_LOG = logging.getLogger(__name__)
+
+
+class QueueFull(SpecDecError):
+    """More are waiting than may wait."""
+
+
+class Stopping(SpecDecError):
+    """The server is about to end."""
+
+
+class StepFailed(SpecDecError):
+    """The step that a request was in failed, by nothing that the request can be blamed for."""
+
+
+class ServingLoop:
+    """Answers requests with one engine until it is stopped. At most `max_queue_len` sequences wait.
+
+    `on_progress` is called in the loop's thread after each step, with the answers that got on.
+    """
+
+    def __init__(self, session: Session, max_queue_len: int, on_progress: Callable[[list[Answer]], None]) -> None:
+        self.engine = session.engine
+        self.max_queue_len = max_queue_len
+        self.totals = Totals()
+        self._on_progress = on_progress
+        self._router = DrafterRouter(_default_drafter(session))
+        self._leader = Leader(session.engine, self._router, session.engine.max_draft_len)
+        self._condition = Condition()
+        self._arrived: deque[Answer] = deque()
+        self._answers: dict[int, Answer] = {}
+        """Those that are not over, by the ids of their requests."""
+        self._has_cancelled = False
+        self._is_stopping = False
+        self._thread = Thread(target=self._run, name="specdec-serving", daemon=True)
+        self.next_request_id = count().__next__
+
+    @property
+    def default_drafter(self) -> Drafter | None:
+        return self._router.default
+
+    @property
+    def num_running(self) -> int:
+        return len(self._leader.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return max(len(self._answers) - self.num_running, 0)
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that can be on their way, running and waiting."""
+        return self.engine.max_batch_size + self.max_queue_len
+
+    @property
+    def takes_requests(self) -> bool:
+        return self._thread.is_alive() and not self._is_stopping
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, asked: Seq[Asked], owner: object = None) -> list[Answer]:
+        """Queue all of them or none. SpecDecError if one can never be served, QueueFull or Stopping if not now."""
+        for one in asked:
+            self.engine.check_request(one.request)
+            check_request(self._router.default if one.drafts_by_default else one.drafter, one.request)
+        answers = [Answer(one, Sequence.start(one.request), owner) for one in asked]
+        with self._condition:
+            if self._is_stopping:
+                raise Stopping("the server is shutting down", hint="ask again later")
+            if len(self._answers) + len(answers) > self.capacity:
+                raise QueueFull(
+                    f"the queue is full, {self.num_waiting} requests wait and {self.num_running} run", hint="ask later"
+                )
+            for answer in answers:
+                self._answers[answer.request.id] = answer
+                self._arrived.append(answer)
+            self._condition.notify()
+        return answers
+
+    def cancel(self, answers: Iterable[Answer]) -> None:
+        """Let nobody wait for these any more: before the next step they are gone."""
+        with self._condition:
+            for answer in answers:
+                if not answer.progress.is_over:
+                    answer.is_cancelled = self._has_cancelled = True
+            self._condition.notify()
+
+    def unfinished(self) -> list[Answer]:
+        """Those on their way, the oldest first."""
+        with self._condition:
+            return list(self._answers.values())
+
+    def refuse_new(self) -> None:
+        """Take nothing new from now on; what has come is answered, and then the thread ends."""
+        with self._condition:
+            self._is_stopping = True
+            self._condition.notify()
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """End, giving those on their way so long, without a limit if it is None."""
+        self.refuse_new()
+        self._thread.join(timeout_s)
+        self.cancel(self.unfinished())
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            try:
+                self._step()
+            except BaseException as error:  # whatever a drafter raises, those who come later are answered
+                _LOG.exception("a step failed")
+                self._fail_step(error)
+
+    def _wait_for_work(self) -> bool:
+        """Take in what came and drop what was cancelled; False when the loop is to end."""
+        with self._condition:
+            while not (self._arrived or self._has_cancelled or self._leader.has_work or self._is_stopping):
+                self._condition.wait()
+            arrived, self._arrived = self._arrived, deque()
+            cancelled = [one for one in self._answers.values() if one.is_cancelled] if self._has_cancelled else []
+            self._has_cancelled = False
+            is_over = self._is_stopping and not (arrived or self._answers)
+        for answer in arrived:
+            if not answer.asked.drafts_by_default:
+                self._router.assign(answer.request.id, answer.asked.drafter)
+            self._leader.add(answer.sequence)
+        for answer in cancelled:
+            self._leader.drop(answer.sequence)
+            self._end(answer, "abort")
+        return not is_over
+
+    def _step(self) -> None:
+        if not self._leader.has_work:
+            return
+        advanced = []
+        for sequence, new_tokens in self._leader.step():
+            answer = self._answers[sequence.request.id]
+            self.totals.count_step(sequence, len(new_tokens))
+            answer.progress = _progress_of(sequence, answer.progress)
+            if sequence.finish_reason is not None:
+                self._end(answer, "length" if sequence.finish_reason == "length" else "stop")
+            advanced.append(answer)
+        failed, self._leader.failed = self._leader.failed, []
+        for sequence in failed:
+            advanced.append(self._fail(self._answers[sequence.request.id], sequence.error))
+        if advanced:
+            self._on_progress(advanced)
+
+    def _fail_step(self, error: BaseException) -> None:
+        """Tell those of the step that failed; if nobody was in it, the one who could not get in."""
+        cause = StepFailed(f"the step failed: {error or type(error).__name__}", hint="the server's log says where")
+        failed = list(self._leader.running) or list(self._leader.waiting)[:1]
+        answers = []
+        for sequence in failed:
+            with suppress(Exception):  # what failed may fail again when it is told to forget
+                self._leader.drop(sequence)
+            answer = self._answers.get(sequence.request.id)
+            if answer is not None:
+                answers.append(self._fail(answer, cause))
+        self._on_progress(answers)
+
+    def _fail(self, answer: Answer, error: SpecDecError | None) -> Answer:
+        answer.progress = Progress(answer.progress.num_tokens, answer.progress.num_steps, error=error)
+        self._end(answer, "error")
+        return answer
+
+    def _end(self, answer: Answer, reason: str) -> None:
+        self.totals.count_end(reason)
+        with self._condition:
+            del self._answers[answer.request.id]
+
+
+def _default_drafter(session: Session) -> Drafter | None:
+    if session.opened is None:
+        return None
+    drafter = session.opened.drafter
+    return ShortDrafter(drafter, session.max_draft_len)
+
+
+def _progress_of(sequence: Sequence, before: Progress) -> Progress:
+    stats = sequence.stats
+    is_first = before.num_steps == 0  # what is found when it is continued later was its own
+    num_cached = min(stats.num_reused_tokens, len(sequence.request.prompt_tokens))
+    return Progress(
+        stats.num_generated_tokens,
+        stats.num_steps,
+        num_cached if is_first else before.num_cached_tokens,
+        sequence.finish_reason,
+    )
