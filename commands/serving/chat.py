@@ -42,13 +42,13 @@ class ChatReply:
         choice: dict[str, Any] = {"index": index, "delta": {"role": "assistant", "content": ""}}
         yield self._chunk([choice | {"logprobs": None, "finish_reason": None}])
 
-    def _of_piece(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _of_piece(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
         delta = {"content": piece.text}
         chunk = self._chunk([self._choice(index, piece, "delta", delta)])
         options = self._body.stream_options
         if options is not None and options.continuous_usage_stats:
             chunk["usage"] = usage(self.answers, 1)
-        return chunk
+        yield chunk
 
     def _last(self) -> Iterator[dict[str, Any]]:
         options = self._body.stream_options

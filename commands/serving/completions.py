@@ -25,6 +25,7 @@ class CompletionReply:
         self._shows_output = body.max_tokens != 0
         self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self._offsets = [len(self._echoed(answer)) for answer in answers]
+        self._has_echoed: set[int] = set()
 
     def streams(self) -> list[PieceStream]:
         marks = bool(self._body.return_token_kinds)
@@ -32,28 +33,35 @@ class CompletionReply:
 
     def document(self) -> dict[str, Any]:
         choices = [self._choice(i, piece) for i, stream in enumerate(self.streams()) if (piece := stream.next())]
-        for choice, answer in zip(choices, self.answers, strict=True):
-            choice["text"] = self._echoed(answer) + choice["text"]
-            if self._body.echo and self._body.logprobs is not None:
-                before = self._prompt_logprobs(answer)
-                choice["logprobs"] = {name: before[name] + choice["logprobs"][name] for name in before}
+        if self._body.echo:
+            for choice in choices:
+                echoed = self._echo_choice(choice["index"])
+                choice["text"] = echoed["text"] + choice["text"]
+                if (before := echoed["logprobs"]) is not None:
+                    choice["logprobs"] = {name: before[name] + choice["logprobs"][name] for name in before}
         return self._envelope(choices) | {"usage": self._usage(), "metrics": metrics(self.answers)}
 
     def chunks(self) -> Chunks:
         return Chunks(self._first, self._of_piece, self._last)
 
     def _first(self, index: int) -> Iterator[dict[str, Any]]:
-        """The prompt, where it is asked for."""
-        if self._body.echo and not self._body.return_token_kinds:
-            text = self._echoed(self.answers[index])
-            yield self._envelope([{"index": index, "text": text, "logprobs": None, "finish_reason": None}])
+        """Nothing: what is echoed comes with the first piece, when its log-probabilities are known."""
+        yield from ()
 
-    def _of_piece(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _of_piece(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        if self._body.echo and index not in self._has_echoed:
+            self._has_echoed.add(index)
+            yield self._envelope([self._echo_choice(index)])
         chunk = self._envelope([self._choice(index, piece)])
         options = self._body.stream_options
         if options is not None and options.continuous_usage_stats:
             chunk["usage"] = self._usage()
-        return chunk
+        yield chunk
+
+    def _echo_choice(self, index: int) -> dict[str, Any]:
+        answer = self.answers[index]
+        logprobs = None if self._body.logprobs is None else self._prompt_logprobs(answer)
+        return {"index": index, "text": self._echoed(answer), "logprobs": logprobs, "finish_reason": None}
 
     def _last(self) -> Iterator[dict[str, Any]]:
         options = self._body.stream_options
@@ -85,7 +93,7 @@ class CompletionReply:
 
     def _logprobs_of(self, logprobs: list[TokenLogprobs], index: int) -> dict[str, Any]:
         found = self._texts.completion_logprobs(logprobs, [one.token for one in logprobs], self._offsets[index])
-        self._offsets[index] += sum(map(len, found["tokens"]))
+        self._offsets[index] += sum(self._texts.num_shown(one.token) for one in logprobs)
         return found
 
     def _prompt_logprobs(self, answer: Answer) -> dict[str, Any]:

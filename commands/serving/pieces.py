@@ -1,9 +1,7 @@
 """An answer as it grows: its text in pieces, with log-probabilities and kinds of tokens where they are asked for."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from commands.serving.replies import TokenTexts
 from runtime.evaluation.steps import TokenKind, token_kinds
 from runtime.request import TokenLogprobs
 from runtime.serving.answer import Answer
@@ -61,11 +59,3 @@ class PieceStream:
             text = self._text.next_piece(tokens[:end], finished=is_last)
             marked.append({"text": text, "kind": kinds[end - 1]})
         return marked
-
-
-def completion_choice(
-    index: int, piece: Piece, texts: TokenTexts, offset: int, *, has_logprobs: bool, finish: str | None
-) -> dict[str, Any]:
-    tokens = [one.token for one in piece.logprobs]
-    logprobs = texts.completion_logprobs(piece.logprobs, tokens, offset) if has_logprobs else None
-    return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": finish}

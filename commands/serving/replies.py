@@ -68,10 +68,18 @@ class TokenTexts:
         before = encode_text(tokenizer, "a")
 
         @lru_cache(maxsize=1 << 16)
-        def text_of(token: int) -> str:
-            return decode(tokenizer, [token], before) or str(tokenizer.convert_ids_to_tokens(token) or "")
+        def shown(token: int) -> str:
+            return decode(tokenizer, [token], before)
 
-        self.text_of = text_of
+        self._tokenizer, self._shown = tokenizer, shown
+
+    def text_of(self, token: int) -> str:
+        """Of a special token, which is not shown in texts, its name."""
+        return self._shown(token) or str(self._tokenizer.convert_ids_to_tokens(token) or "")
+
+    def num_shown(self, token: int) -> int:
+        """Characters that it adds to a text."""
+        return len(self._shown(token))
 
     def completion_logprobs(
         self, logprobs: Iterable[TokenLogprobs | None], tokens: Iterable[int], offset: int
@@ -79,12 +87,11 @@ class TokenTexts:
         """OpenAI's form for completions; None for a prompt's first token, of which nothing is known."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, one in zip(tokens, logprobs, strict=True):
-            text = self.text_of(token)
-            found["tokens"].append(text)
+            found["tokens"].append(self.text_of(token))
             found["token_logprobs"].append(None if one is None else _finite(one.logprob))
             found["top_logprobs"].append(None if one is None else self._top(one))
             found["text_offset"].append(offset)
-            offset += len(text)
+            offset += self.num_shown(token)
         return found
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:

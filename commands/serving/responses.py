@@ -49,7 +49,7 @@ class Chunks:
     """How the pieces of a stream are written: what comes first, for each piece, and at the end."""
 
     first: Callable[[int], Iterable[dict[str, Any]]]
-    of_piece: Callable[[int, Piece], dict[str, Any]]
+    of_piece: Callable[[int, Piece], Iterable[dict[str, Any]]]
     last: Callable[[], Iterable[dict[str, Any]]]
 
 
@@ -91,7 +91,7 @@ class EventStream(Response):
         for index, stream in enumerate(self._streams):
             piece = stream.next()
             if piece is not None and (piece.text or piece.logprobs or piece.tokens or piece.is_last):
-                yield _event(self._chunks.of_piece(index, piece))
+                yield from map(_event, self._chunks.of_piece(index, piece))
 
 
 async def _send(send: Send, body: bytes) -> None:

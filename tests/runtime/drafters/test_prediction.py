@@ -1,0 +1,116 @@
+"""A predicted output is drafted as far as it is right, and again after what changed."""
+
+import random
+from itertools import pairwise
+
+from runtime.drafters.prediction import PredictionLookup
+from runtime.request import Draft, Request, Sequence, Verdict
+
+PROMPT = (1, 2, 3)
+END = 0
+
+
+def replay(output: list[int], drafter: PredictionLookup, max_draft_len: int = 10) -> Sequence:
+    """Generate `output` with the drafter, as a model would that says just that: the verdicts are by comparison."""
+    request = Request(7, PROMPT, len(output), frozenset({END}))
+    sequence = Sequence.start(request)
+    while not sequence.is_over:
+        (draft,) = drafter.propose([sequence], max_draft_len)
+        assert len(draft.tokens) <= min(max_draft_len, sequence.max_draft_len)
+        rest = output[sequence.num_generated :]
+        num_accepted = 0
+        while num_accepted < len(draft.tokens) and draft.tokens[num_accepted] == rest[num_accepted]:
+            num_accepted += 1
+        sequence.commit(draft, Verdict(num_accepted, rest[num_accepted]))
+    assert sequence.output_tokens == output
+    drafter.forget(7)
+    return sequence
+
+
+def file_of(num_lines: int, seed: int) -> list[list[int]]:
+    """Lines of code as tokens: a few words come again and again, as names and keywords do."""
+    rng = random.Random(seed)
+    return [
+        [10, *(rng.choice([rng.randint(20, 60), rng.randint(100, 4000)]) for _ in range(8)), 11]
+        for _ in range(num_lines)
+    ]
+
+
+def flat(lines: list[list[int]]) -> list[int]:
+    return [token for line in lines for token in line]
+
+
+def test_what_is_predicted_right_takes_as_few_steps_as_can_be() -> None:
+    output = flat(file_of(44, 1))
+    assert replay(output, PredictionLookup(output)).stats.num_steps == len(output) // 11
+
+
+def test_an_edit_of_three_lines_yields_six_tokens_a_step() -> None:
+    """400 tokens of which three lines were replaced, one by a longer one, one by a shorter one."""
+    for seed in range(10):
+        lines = file_of(40, seed)
+        fresh = file_of(3, 1000 + seed)
+        edited = list(lines)
+        edited[5], edited[19], edited[33] = fresh[0], [*fresh[1][:-1], *fresh[1]], [*fresh[2][:5], 11]
+        sequence = replay(flat(edited), PredictionLookup(flat(lines)))
+        assert len(sequence.output_tokens) > 390
+        assert (sequence.stats.tokens_per_step or 0) >= 6, seed
+
+
+def test_lines_that_were_added_or_removed_are_got_over() -> None:
+    lines = file_of(40, 3)
+    added = [*lines[:12], *file_of(2, 50), *lines[12:]]
+    removed = [*lines[:12], *lines[15:]]
+    for edited in (added, removed):
+        assert (replay(flat(edited), PredictionLookup(flat(lines))).stats.tokens_per_step or 0) >= 6
+
+
+def test_a_replaced_token_costs_a_step() -> None:
+    output = flat(file_of(20, 4))
+    predicted = list(output)
+    predicted[50] = 9999
+    unchanged = replay(output, PredictionLookup(output)).stats.num_steps
+    assert replay(output, PredictionLookup(predicted)).stats.num_steps <= unchanged + 1
+
+
+def test_what_was_not_predicted_is_soon_not_drafted() -> None:
+    output = flat(file_of(20, 5))
+    sequence = replay(output, PredictionLookup(flat([[5000 + i] * 3 for i in range(60)])))
+    assert sequence.stats.num_spec_steps <= 3
+    assert replay(output, PredictionLookup([])).stats.num_spec_steps == 0
+
+
+def test_a_prediction_after_a_preface_is_found() -> None:
+    predicted = flat(file_of(30, 6))
+    output = [7000 + i for i in range(12)] + predicted
+    sequence = replay(output, PredictionLookup(predicted))
+    assert sequence.stats.num_steps <= 12 + 3 + len(predicted) // 11 + 1
+
+
+def test_requests_follow_one_prediction_each_at_its_own_place() -> None:
+    predicted = flat(file_of(10, 7))
+    drafter = PredictionLookup(predicted)
+    first, second = (Sequence.start(Request(i, PROMPT, 90)) for i in range(2))
+    first.commit(Draft([]), Verdict(0, predicted[0]))
+    drafts = drafter.propose([first, second], 4)
+    assert [draft.tokens for draft in drafts] == [predicted[1:5], predicted[:4]]
+    drafter.forget(0)
+    assert drafter._places.keys() == {1}
+
+
+def test_an_end_id_is_not_drafted() -> None:
+    drafter = PredictionLookup([5, 6, END, 8])
+    sequence = Sequence.start(Request(1, PROMPT, 20, frozenset({END})))
+    assert drafter.propose([sequence], 10)[0].tokens == [5, 6]
+
+
+def test_the_pairs_of_a_prediction_are_what_it_is_found_by() -> None:
+    """Of several places the one nearest to where the output left is taken."""
+    predicted = [20, 21, 30, 31, 20, 21, 40, 41, 20, 21, 50, 51]
+    drafter = PredictionLookup(predicted)
+    assert all(pair in drafter._ends for pair in pairwise(predicted))
+    sequence = Sequence.start(Request(1, PROMPT, 50))
+    for token in (20, 21, 30, 31, 99, 20, 21):
+        sequence.commit(Draft([]), Verdict(0, token))
+        (draft,) = drafter.propose([sequence], 3)
+    assert draft.tokens == [40, 41, 20]

@@ -1,0 +1,98 @@
+"""Chat: the assistant's messages by the tokenizer's template, and what clients of it read."""
+
+from typing import Any
+
+import pytest
+from jinja2 import Template
+from serving_models import TEMPLATE, Served
+
+from runtime.params import SamplingParams
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [
+    {"role": "system", "content": "You are little."},
+    {"role": "user", "content": "Who found the ball?"},
+    {"role": "assistant", "content": "The dog."},
+    {"role": "user", "content": "Who lost the ball?"},
+]
+GREEDY: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 30, "ignore_eos": True}
+
+
+def rendered(messages: list[dict[str, Any]]) -> str:
+    return Template(TEMPLATE).render(messages=messages, add_generation_prompt=True)
+
+
+def chat(served: Served, **body: Any) -> dict[str, Any]:
+    response = served.post(CHAT, **(GREEDY | body))
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_message_is_what_the_model_says_after_the_rendered_conversation(served: Served) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (expected,) = served.llm.generate(rendered(MESSAGES), params)
+    found = chat(served)
+    (choice,) = found["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert choice["finish_reason"] == "length"
+    assert found["object"] == "chat.completion" and found["model"] == "tiny"
+    assert found["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+    as_parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in MESSAGES]
+    assert chat(served, messages=as_parts)["choices"] == found["choices"]
+    developer = [MESSAGES[0] | {"role": "developer"}, *MESSAGES[1:]]
+    assert chat(served, messages=developer)["choices"] == found["choices"]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}])
+def test_a_stream_of_chat_joins_to_the_message(served: Served, sampling: dict[str, Any]) -> None:
+    whole = chat(served, n=2, **sampling)
+    chunks = served.stream(CHAT, **GREEDY, n=2, **sampling, stream_options={"include_usage": True})
+    texts = ["", ""]
+    for chunk in chunks[:-1]:
+        (choice,) = chunk["choices"]
+        assert chunk["object"] == "chat.completion.chunk"
+        texts[choice["index"]] += choice["delta"]["content"]
+    assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+    assert [chunk["choices"][0]["delta"].get("role") for chunk in chunks[:3]] == ["assistant", "assistant", None]
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 60
+
+
+def test_logprobs_of_chat_have_tokens_and_their_bytes(served: Served) -> None:
+    found = chat(served, logprobs=True, top_logprobs=2, max_tokens=12)["choices"][0]
+    entries = found["logprobs"]["content"]
+    assert len(entries) == 12 and all(len(entry["top_logprobs"]) == 2 for entry in entries)
+    for entry in entries:
+        assert entry["logprob"] == pytest.approx(entry["top_logprobs"][0]["logprob"])  # greedy: its own is the best
+        assert entry["bytes"] is None or bytes(entry["bytes"]).decode() == entry["token"]
+    streamed = served.stream(CHAT, **(GREEDY | {"max_tokens": 12}), logprobs=True, top_logprobs=2)
+    again = [
+        entry
+        for chunk in streamed
+        if chunk["choices"][0]["logprobs"]
+        for entry in chunk["choices"][0]["logprobs"]["content"]
+    ]
+    assert again == entries
+
+
+def test_a_chat_may_be_as_long_as_there_is_room(served: Served) -> None:
+    found = chat(served, max_tokens=None)
+    assert found["usage"]["total_tokens"] == served.model.max_model_len
+    assert chat(served, max_tokens=3, max_completion_tokens=5)["usage"]["completion_tokens"] == 5
+
+
+def test_a_later_turn_finds_what_was_computed_for_the_earlier_ones(served: Served) -> None:
+    """The prompt's K/V, and those of the answer that was generated, but its last token's."""
+    served.llm.engine.clear_cache()
+    tokens = served.llm.encode("Once upon a time there was a little dog. The dog")[0]
+    first = served.complete(prompt=tokens, max_tokens=20, ignore_eos=True, logprobs=0)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    (output,) = served.llm.generate(tokens, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    served.llm.engine.clear_cache()
+    served.complete(prompt=tokens, max_tokens=20, ignore_eos=True)
+    turn = [*tokens, *output.token_ids, *served.llm.encode(" The girl")[0]]
+    cold_text = served.llm.generate(turn, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))[0].text
+    served.llm.engine.clear_cache()
+    served.complete(prompt=tokens, max_tokens=20, ignore_eos=True)
+    second = served.complete(prompt=turn, max_tokens=10, ignore_eos=True)
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == len(tokens) + 20 - 1
+    assert second["choices"][0]["text"] == cold_text

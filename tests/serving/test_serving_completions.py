@@ -1,0 +1,225 @@
+"""Completions: the texts are those of the Python API, however they are asked for."""
+
+import math
+from typing import Any
+
+import pytest
+from serving_models import PROMPT, MakeServed, Served
+
+from runtime.params import SamplingParams
+
+PROMPTS = [PROMPT, "Once upon a time", "the ball the ball the ball the ball"]
+SAMPLED = {"temperature": 0.9, "seed": 11, "max_tokens": 30, "ignore_eos": True}
+
+
+def expected(served: Served, prompt: Any, **params: Any) -> list[Any]:
+    """The Python API's outputs without a drafter, before the server's loop used the engine or after."""
+    return served.llm.generate(prompt, SamplingParams(**params))
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0, "max_tokens": 30, "ignore_eos": True}, SAMPLED])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_completion_is_what_the_python_api_says(served: Served, prompt: str, params: dict[str, Any]) -> None:
+    (output,) = expected(served, prompt, **params)
+    found = served.complete(prompt=prompt, **params)
+    assert found["choices"][0]["text"] == output.text
+    assert found["choices"][0]["finish_reason"] == "length"
+    assert found["usage"]["completion_tokens"] == 30 == len(output.token_ids)
+    assert found["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
+    assert found["usage"]["total_tokens"] == 30 + len(output.prompt_token_ids)
+
+
+@pytest.mark.parametrize("extra", [{}, {"return_token_kinds": True}, {"logprobs": 1}])
+@pytest.mark.parametrize("sampling", [{"temperature": 0, "max_tokens": 40, "ignore_eos": True}, SAMPLED])
+def test_a_stream_joins_to_the_whole(served: Served, sampling: dict[str, Any], extra: dict[str, Any]) -> None:
+    whole = served.complete(**sampling)
+    chunks = served.stream(prompt=PROMPT, **sampling, **extra)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert not any("\ufffd" in chunk["choices"][0]["text"] for chunk in chunks[:-1])
+
+
+def test_kinds_of_tokens_join_to_the_chunks_and_count_as_the_metrics_do(served: Served) -> None:
+    body = {"prompt": PROMPTS[2], "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    chunks = served.stream(**body, return_token_kinds=True, stream_options={"include_usage": True})
+    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+    for choice in choices:
+        assert "".join(token["text"] for token in choice["tokens"]) == choice["text"]
+    kinds = [token["kind"] for choice in choices for token in choice["tokens"]]
+    assert len(kinds) == 40
+    speculation = chunks[-1]["metrics"]["speculative_decoding"]
+    assert kinds.count("accepted") == speculation["num_accepted_tokens"] > 0
+    assert chunks[-1]["choices"] == []
+    details = chunks[-1]["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == speculation["num_accepted_tokens"]
+    rejected = speculation["num_draft_tokens"] - speculation["num_accepted_tokens"]
+    assert details["rejected_prediction_tokens"] == rejected
+    assert speculation["acceptance_rate"] == speculation["num_accepted_tokens"] / speculation["num_draft_tokens"]
+    assert sum(speculation["accepted_per_position"]) == speculation["num_accepted_tokens"]
+    num_steps = kinds.count("plain") + speculation["num_drafts"]
+    assert speculation["tokens_per_step"] == pytest.approx(40 / num_steps)
+
+
+def test_usage_can_come_with_every_chunk(served: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = served.stream(prompt=PROMPT, temperature=0, max_tokens=9, ignore_eos=True, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 9
+    assert all("usage" not in chunk for chunk in served.stream(prompt=PROMPT, temperature=0, max_tokens=9))
+
+
+def test_prompts_are_texts_or_ids_one_or_several(served: Served) -> None:
+    ids = [served.llm.encode(prompt)[0] for prompt in PROMPTS]
+    texts = [choice["text"] for choice in served.complete(prompt=PROMPTS)["choices"]]
+    assert texts == [served.complete(prompt=prompt)["choices"][0]["text"] for prompt in PROMPTS]
+    assert [choice["text"] for choice in served.complete(prompt=ids)["choices"]] == texts
+    assert served.complete(prompt=ids[1])["choices"][0]["text"] == texts[1]
+    found = served.complete(prompt=PROMPTS, n=2)
+    assert [choice["index"] for choice in found["choices"]] == list(range(6))
+    assert found["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+def test_n_samples_differ_and_come_again_with_the_seed(served: Served) -> None:
+    body = SAMPLED | {"n": 3, "prompt": PROMPT}
+    texts = [choice["text"] for choice in served.complete(**body)["choices"]]
+    assert texts == [output.text for output in expected(served, PROMPT, n=3, **SAMPLED)]
+    assert len(set(texts)) == 3
+    streamed = [""] * 3
+    for chunk in served.stream(**body):
+        streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert streamed == texts
+
+
+def test_samples_without_a_seed_are_not_the_same(served: Served) -> None:
+    texts = {served.complete(temperature=1.0, max_tokens=20)["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) == 3
+    twice = served.complete(prompt=[PROMPT, PROMPT], temperature=1.0, max_tokens=20)["choices"]
+    assert twice[0]["text"] != twice[1]["text"]
+
+
+def test_a_client_that_says_nothing_gets_samples_of_16_tokens(served: Served) -> None:
+    response = served.post("/v1/completions", prompt=PROMPT, max_tokens=None, ignore_eos=True, foreign_field=7)
+    assert response.json()["usage"]["completion_tokens"] == 16
+    others = {served.post("/v1/completions", prompt=PROMPT).json()["choices"][0]["text"] for _ in range(3)}
+    assert len(others) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_of_a_stop_word_or_after_it_is_shown(served: Served, stream: bool) -> None:
+    (full,) = expected(served, PROMPT, temperature=0, max_tokens=40, ignore_eos=True)
+    word = full.text[12:16]
+    (cut,) = expected(served, PROMPT, temperature=0, max_tokens=40, ignore_eos=True, stop=word)
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 40, "ignore_eos": True, "stop": [word, "never there"]}
+    if stream:
+        chunks = served.stream(**body, stream_options={"include_usage": True})
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1])
+        finish, usage = chunks[-2]["choices"][0]["finish_reason"], chunks[-1]["usage"]
+    else:
+        found = served.complete(**body)
+        text, finish, usage = found["choices"][0]["text"], found["choices"][0]["finish_reason"], found["usage"]
+    assert text == cut.text == full.text[: full.text.index(word)]
+    assert finish == "stop"
+    assert usage["completion_tokens"] == len(cut.token_ids) < 40
+
+
+def test_an_end_id_is_a_stop_and_shows_nothing(served: Served) -> None:
+    (full,) = expected(served, PROMPT, temperature=0, max_tokens=20, ignore_eos=True)
+    found = served.complete(max_tokens=20, ignore_eos=True, stop_token_ids=[full.token_ids[6]])
+    first = full.token_ids.index(full.token_ids[6])
+    assert found["usage"]["completion_tokens"] == first + 1
+    assert found["choices"][0]["finish_reason"] == "stop"
+
+
+def test_logprobs_are_the_models_own(served: Served) -> None:
+    (output,) = expected(served, PROMPT, temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+    logprobs = served.complete(max_tokens=8, ignore_eos=True, logprobs=3)["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == pytest.approx([one.logprob for one in output.logprobs], abs=1e-6)
+    assert all(value < 0 for value in logprobs["token_logprobs"])
+    for found, one in zip(logprobs["top_logprobs"], output.logprobs, strict=True):
+        assert max(found.values()) == pytest.approx(max(value for _, value in one.top), abs=1e-6)
+    assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == 8
+    streamed = [
+        chunk["choices"][0]["logprobs"]
+        for chunk in served.stream(prompt=PROMPT, temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+    ]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [value for one in streamed for value in one[name]] == logprobs[name]
+
+
+def test_logprobs_zero_are_of_the_chosen_tokens_alone(served: Served) -> None:
+    logprobs = served.complete(max_tokens=3, ignore_eos=True, logprobs=0, temperature=1.0)["choices"][0]["logprobs"]
+    assert [len(top) for top in logprobs["top_logprobs"]] == [1, 1, 1]
+
+
+def test_biased_tokens_are_chosen_or_never(served: Served) -> None:
+    token = served.llm.encode(" ball")[0][-1]
+    found = served.complete(max_tokens=5, ignore_eos=True, logit_bias={str(token): 100})
+    assert found["choices"][0]["text"] == served.llm.tokenizer.decode([token] * 5)  # type: ignore[union-attr]
+    (free,) = expected(served, PROMPT, temperature=0, max_tokens=12, ignore_eos=True)
+    banned = {str(one): -100 for one in set(free.token_ids)}
+    (other,) = expected(
+        served, PROMPT, temperature=0, max_tokens=12, ignore_eos=True, logit_bias={int(k): v for k, v in banned.items()}
+    )
+    assert not set(other.token_ids) & set(free.token_ids)
+    found = served.complete(max_tokens=12, ignore_eos=True, logit_bias=banned)
+    assert found["choices"][0]["text"] == other.text
+
+
+def test_occurrence_penalties_leave_the_prompt_alone_and_may_be_negative(served: Served) -> None:
+    plain = served.complete(max_tokens=1, ignore_eos=True)["choices"][0]["text"]
+    assert served.complete(max_tokens=1, ignore_eos=True, presence_penalty=2)["choices"][0]["text"] == plain
+    repeated = served.complete(max_tokens=30, ignore_eos=True, frequency_penalty=-2)["choices"][0]["text"]
+    varied = served.complete(max_tokens=30, ignore_eos=True, frequency_penalty=2)["choices"][0]["text"]
+    assert repeated != varied
+
+
+def test_a_prompt_is_echoed(served: Served) -> None:
+    plain = served.complete(max_tokens=6)["choices"][0]["text"]
+    assert served.complete(max_tokens=6, echo=True)["choices"][0]["text"] == PROMPT + plain
+    chunks = served.stream(prompt=PROMPT, temperature=0, max_tokens=6, echo=True)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == PROMPT + plain
+    nothing = served.complete(max_tokens=0, echo=True)
+    assert nothing["choices"][0]["text"] == PROMPT
+    assert nothing["usage"]["completion_tokens"] == 0
+
+
+def test_speculation_changes_no_text_and_can_be_switched_off(served: Served) -> None:
+    body: dict[str, Any] = {"prompt": PROMPTS[2], "max_tokens": 40, "ignore_eos": True}
+    found = {
+        name: served.complete(**body, speculative=speculative)
+        for name, speculative in {
+            "default": None,
+            "on": True,
+            "off": False,
+            "ngram": {"ngram_config": [7, 3]},
+            "as text": {"ngram_config": "[7,3,[0]]"},
+            "suffix": {"suffix_config": 5},
+            "short": {"draft_len": 1},
+        }.items()
+    }
+    assert len({one["choices"][0]["text"] for one in found.values()}) == 1
+    drafted = {name: one["metrics"]["speculative_decoding"] for name, one in found.items()}
+    assert drafted["off"]["num_draft_tokens"] == 0 and drafted["off"]["acceptance_rate"] is None
+    assert drafted["off"]["tokens_per_step"] == 1
+    assert drafted["default"] == drafted["on"] and drafted["ngram"] == drafted["as text"]
+    longest = {name: len(one["accepted_per_position"]) for name, one in drafted.items()}
+    assert longest == {"default": 4, "on": 4, "off": 0, "ngram": 7, "as text": 7, "suffix": 5, "short": 1}
+
+
+def test_speculation_leaves_log_probabilities_as_they_are(served: Served) -> None:
+    body: dict[str, Any] = {"prompt": PROMPTS[2], "max_tokens": 30, "ignore_eos": True, "logprobs": 2}
+    on = served.complete(**body)
+    off = served.complete(**body, speculative=False)
+    assert on["metrics"]["speculative_decoding"]["num_accepted_tokens"] > 0
+    found, expected = (one["choices"][0]["logprobs"]["token_logprobs"] for one in (on, off))
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert all(math.isfinite(value) and value < 0 for value in found)
+
+
+def test_a_server_without_a_drafter_says_so(make_served: MakeServed) -> None:
+    served = make_served(None)
+    assert served.post("/v1/completions", prompt=PROMPT, speculative=True).status_code == 400
+    assert served.post("/v1/completions", prompt=PROMPT, speculative={"draft_len": 2}).status_code == 400
+    own = served.complete(prompt=PROMPTS[2], max_tokens=30, ignore_eos=True, speculative={"ngram_config": 4})
+    assert own["metrics"]["speculative_decoding"]["num_accepted_tokens"] > 0

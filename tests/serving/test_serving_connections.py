@@ -1,0 +1,146 @@
+"""Clients that go away, read slowly or say nothing; and what the process does when it is told to end."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_models import PROMPT, Listening
+
+LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True, "temperature": 0}
+
+
+def send(port: int, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+    """A connection on which the request was sent, and nothing was read."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {len(raw)}\r\nConnection: close\r\n\r\n"
+    connection.sendall(head.encode() + raw)
+    return connection
+
+
+def read_all(connection: socket.socket) -> tuple[int, str]:
+    """The status and the rest, as it came."""
+    raw = b""
+    while chunk := connection.recv(65536):
+        raw += chunk
+    connection.close()
+    return int(raw.split(b" ", 2)[1]), raw.decode()
+
+
+def wait(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_sequences(make_listening: Callable[..., Listening], stream: bool) -> None:
+    listening = make_listening()
+    loop, engine = listening.model.loop, listening.model.llm.engine
+    connection = send(listening.port, LONG | {"stream": stream, "n": 16})
+    wait(lambda: loop.totals.num_generated_tokens >= 4)
+    connection.close()
+    wait(lambda: not loop.unfinished())
+    assert loop.totals.num_finished["abort"] > 0
+    assert loop.totals.num_generated_tokens < 16 * 120
+    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
+
+
+def test_a_client_that_reads_slowly_holds_up_nobody(make_listening: Callable[..., Listening]) -> None:
+    listening = make_listening()
+    expected = read_all(send(listening.port, LONG | {"stream": True}))[1].count('"text"')
+    slow = send(listening.port, LONG | {"stream": True})
+    first = slow.recv(1)
+    started = time.monotonic()
+    for _ in range(3):
+        status, _ = read_all(send(listening.port, LONG | {"max_tokens": 20}))
+        assert status == 200
+    assert time.monotonic() - started < 20
+    wait(lambda: not listening.model.loop.unfinished())
+    rest = first
+    while chunk := slow.recv(4096):
+        rest += chunk
+    assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and rest.count(b'"text"') <= expected
+
+
+def test_an_answer_is_the_same_alone_and_among_many(make_listening: Callable[..., Listening]) -> None:
+    listening = make_listening()
+    bodies = [
+        LONG
+        | {
+            "prompt": f"{'the dog ' * i}{PROMPT}",
+            "max_tokens": 30,
+            "temperature": i % 2,
+            "seed": i,
+            "stream": i % 3 == 0,
+        }
+        for i in range(16)
+    ]
+
+    def texts(raw: str) -> str:
+        return "".join(re.findall(r'"text":"((?:[^"\\]|\\.)*)"', raw))
+
+    alone = [texts(read_all(send(listening.port, body))[1]) for body in bodies]
+    together = [send(listening.port, body) for body in bodies]
+    assert [texts(read_all(connection)[1]) for connection in together] == alone
+
+
+@contextmanager
+def process(engine_dir: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """`specdec serve` of an engine, and the port that it listens at."""
+    command = [sys.executable, "-m", "specdec_cli", "serve", "--engine-dir", str(engine_dir), "--port", "0", *arguments]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    try:
+        assert started.stderr is not None
+        for line in started.stderr:
+            if found := re.search(r"http://127\.0\.0\.1:(\d+) \(only this machine", line):
+                yield started, int(found[1])
+                break
+        else:
+            raise AssertionError("it did not listen")
+    finally:
+        started.kill()
+        started.wait()
+
+
+def test_sigterm_refuses_what_is_new_and_finishes_what_runs(llama_uncompiled_dir: Path) -> None:
+    with process(llama_uncompiled_dir, "--ngram-config", "4,2") as (server, port):
+        running = send(port, LONG | {"n": 24})
+        while json.loads(read_all(get(port, "/requests"))[1].split("\r\n\r\n")[1])["data"] == []:
+            pass
+        server.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        refused, raw = read_all(send(port, LONG))
+        assert refused == 503 and "retry-after: 1" in raw.lower() and "shutting down" in raw
+        assert read_all(get(port, "/health"))[0] == 503
+        status, raw = read_all(running)
+        assert status == 200 and raw.count('"finish_reason":"length"') == 24
+        assert server.wait(20) == 0
+        assert server.stderr is not None and "Traceback" not in server.stderr.read()
+
+
+def get(port: int, path: str) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost:{port}\r\nConnection: close\r\n\r\n".encode())
+    return connection
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_opened(llama_uncompiled_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [sys.executable, "-m", "specdec_cli", "serve", "--engine-dir", str(llama_uncompiled_dir)]
+        result = subprocess.run(
+            [*command, "--port", str(taken.getsockname()[1])], capture_output=True, text=True, timeout=60
+        )
+    assert result.returncode == 1
+    assert re.fullmatch(r"error: cannot listen \(Address already in use\): 127\.0\.0\.1:\d+\nhint: .*\n", result.stderr)

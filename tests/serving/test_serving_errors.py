@@ -1,0 +1,209 @@
+"""What a client does wrong is told it in OpenAI's form, by a status of its own; nothing of it is a 500."""
+
+from typing import Any
+
+import pytest
+from serving_models import PROMPT, MakeServed, Served
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "a ball"}]
+
+WRONG = {
+    "no prompt": ({}, "prompt"),
+    "prompt of no kind": ({"prompt": 7}, "prompt"),
+    "empty prompt": ({"prompt": ""}, None),
+    "no prompts": ({"prompt": []}, None),
+    "an empty one of several": ({"prompt": ["a", ""]}, None),
+    "mixed prompts": ({"prompt": ["a", 3]}, "prompt"),
+    "a foreign id": ({"prompt": [3, 100_000]}, None),
+    "a negative id": ({"prompt": [3, -1]}, "prompt"),
+    "too long": ({"prompt": "the ball " * 200}, "prompt"),
+    "too long by far": ({"prompt": "x" * 1_000_000}, "prompt"),
+    "too many tokens": ({"prompt": PROMPT, "max_tokens": 1000}, None),
+    "no tokens": ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens"),
+    "negative tokens": ({"prompt": PROMPT, "max_tokens": -1}, "max_tokens"),
+    "tokens as words": ({"prompt": PROMPT, "max_tokens": "many"}, "max_tokens"),
+    "cold": ({"prompt": PROMPT, "temperature": -0.1}, "temperature"),
+    "top_p": ({"prompt": PROMPT, "top_p": 1.1}, "top_p"),
+    "top_p of nothing": ({"prompt": PROMPT, "top_p": 0}, "top_p"),
+    "min_p": ({"prompt": PROMPT, "min_p": 2}, "min_p"),
+    "top_k": ({"prompt": PROMPT, "top_k": -2}, "top_k"),
+    "n": ({"prompt": PROMPT, "n": 0}, "n"),
+    "many": ({"prompt": PROMPT, "n": 100_000}, "n"),
+    "logprobs": ({"prompt": PROMPT, "logprobs": 21}, "logprobs"),
+    "stop": ({"prompt": PROMPT, "stop": ["x"] * 33}, "stop"),
+    "an empty stop": ({"prompt": PROMPT, "stop": ""}, "stop"),
+    "a long stop": ({"prompt": PROMPT, "stop": "x" * 300}, "stop"),
+    "a stop of numbers": ({"prompt": PROMPT, "stop": [1]}, "stop"),
+    "seed": ({"prompt": PROMPT, "seed": 2**70}, "seed"),
+    "bias": ({"prompt": PROMPT, "logit_bias": {"3": 101}}, "logit_bias"),
+    "bias of a word": ({"prompt": PROMPT, "logit_bias": {"ball": 1}}, "logit_bias"),
+    "bias of a foreign id": ({"prompt": PROMPT, "logit_bias": {"100000": 1}}, None),
+    "foreign stop id": ({"prompt": PROMPT, "stop_token_ids": [100_000]}, None),
+    "penalty": ({"prompt": PROMPT, "presence_penalty": 3}, "presence_penalty"),
+    "repetition": ({"prompt": PROMPT, "repetition_penalty": 0}, "repetition_penalty"),
+    "suffix": ({"prompt": PROMPT, "suffix": "end"}, "suffix"),
+    "best_of": ({"prompt": PROMPT, "best_of": 3}, "best_of"),
+    "beams": ({"prompt": PROMPT, "use_beam_search": True}, "use_beam_search"),
+    "guided": ({"prompt": PROMPT, "guided_regex": "a+"}, "guided_regex"),
+    "a drafter": ({"prompt": PROMPT, "drafter": "os:system"}, "drafter"),
+    "a drafter within": ({"prompt": PROMPT, "speculative": {"drafter": "os:system"}}, "speculative"),
+    "two drafters": ({"prompt": PROMPT, "speculative": {"ngram_config": 4, "suffix_config": 4}}, "speculative"),
+    "long drafts": ({"prompt": PROMPT, "speculative": {"ngram_config": 11}}, None),
+    "longer drafts": ({"prompt": PROMPT, "speculative": {"draft_len": 11}}, "speculative"),
+    "no config": ({"prompt": PROMPT, "speculative": {"ngram_config": "[[[["}}, None),
+    "a config of code": ({"prompt": PROMPT, "speculative": {"ngram_config": "__import__('os')"}}, None),
+    "a prediction of nothing": ({"prompt": PROMPT, "prediction": {"type": "content"}}, "prediction"),
+}
+
+
+def check_error(response: Any, status: int, param: str | None = None) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"]
+    assert param is None or error["param"] == param
+    assert "/root" not in response.text and "/tmp" not in response.text and "Traceback" not in response.text
+    return error
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_completion_is_refused(served: Served, name: str) -> None:
+    body, param = WRONG[name]
+    check_error(served.post(COMPLETIONS, **body), 400, param)
+    assert not served.model.loop.unfinished()
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}, {"role": "tool", "content": "x"}]}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": MESSAGES, "echo": True}, "echo"),
+        ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
+    ],
+)
+def test_a_wrong_chat_is_refused(served: Served, body: dict[str, Any], param: str) -> None:
+    check_error(served.post(CHAT, **body), 400, param)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b"7", b"null", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"\xff\xfe"]
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_what_is_no_json_is_refused(served: Served, path: str, body: bytes) -> None:
+    check_error(served.client.post(path, content=body), 400)
+
+
+def test_deep_and_long_bodies_are_refused(served: Served) -> None:
+    deep = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    check_error(served.client.post(COMPLETIONS, content=deep), 400)
+    assert check_error(served.client.post(COMPLETIONS, content=b" " * (5 << 20)), 413)["code"] == "body_too_long"
+    chunks = (b" " * (1 << 20) for _ in range(6))
+    check_error(served.client.post(COMPLETIONS, content=chunks), 413)
+    check_error(served.client.post(COMPLETIONS, content=b'{"seed": ' + b"9" * 10_000 + b"}"), 400)
+
+
+def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
+    nothing = {"tools": [], "tool_choice": "none", "suffix": None, "best_of": 1, "response_format": {"type": "text"}}
+    clients = {"user": "me", "logit_bias": None, "stop": None, "logprobs": None, "stream_options": None, "n": None}
+    assert served.post(COMPLETIONS, prompt=PROMPT, **nothing, **clients).status_code == 200
+
+
+def test_json_needs_no_content_type(served: Served) -> None:
+    response = served.client.post(
+        COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": "application/x-www-form-urlencoded"}
+    )
+    assert response.status_code == 200
+
+
+def test_another_model_is_not_found(served: Served) -> None:
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": MESSAGES}), ("/tokenize", {"prompt": "a"})):
+        assert check_error(served.post(path, model="gpt-4", **body), 404, "model")["code"] == "model_not_found"
+        assert served.post(path, model="tiny-alias", **body).status_code == 200
+    check_error(served.client.get("/v1/models/gpt-4"), 404)
+
+
+def test_unknown_paths_and_methods_are_told_in_the_same_form(served: Served) -> None:
+    check_error(served.client.get("/v1/nothing"), 404)
+    check_error(served.client.get(COMPLETIONS), 405)
+
+
+def test_a_full_queue_is_refused_with_when_to_come_again(make_served: MakeServed) -> None:
+    served = make_served(None, max_queue_len=2)
+    check_error(served.post(COMPLETIONS, prompt=PROMPT, n=7), 400, "n")  # never: 4 run and 2 wait
+    first = [served.model.loop.submit(asked_of(served, 100), None) for _ in range(6)]
+    response = served.post(COMPLETIONS, prompt=PROMPT)
+    served.model.loop.cancel([answer for group in first for answer in group])
+    error = check_error(response, 503)
+    assert error["code"] == "queue_full" and int(response.headers["retry-after"]) >= 1
+
+
+def asked_of(served: Served, max_tokens: int) -> list[Any]:
+    from commands.serving.asking import ask_completion
+    from commands.serving.schema import CompletionRequest
+
+    body = CompletionRequest(prompt=PROMPT, max_tokens=max_tokens, ignore_eos=True)
+    return ask_completion(served.model, body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_takes_too_long_is_ended(make_served: MakeServed, stream: bool) -> None:
+    served = make_served(None, request_timeout=0.02)
+    response = served.post(COMPLETIONS, prompt=PROMPT, max_tokens=120, ignore_eos=True, n=4, stream=stream)
+    if stream:
+        assert response.status_code == 200 and '"code":"timeout"' in response.text
+    else:
+        check_error(response, 504)
+    assert not wait_for_end(served)
+
+
+def wait_for_end(served: Served) -> list[Any]:
+    import time
+
+    until = time.monotonic() + 10
+    while served.model.loop.unfinished() and time.monotonic() < until:
+        time.sleep(0.01)
+    return served.model.loop.unfinished()
+
+
+def test_a_key_is_asked_for_everywhere_but_at_the_door(make_served: MakeServed) -> None:
+    served = make_served(None, api_key="secret")
+    for path in ("/v1/models", "/metrics", "/requests", "/tokenizer_info", "/openapi.json", "/nothing"):
+        response = served.client.get(path)
+        check_error(response, 401)
+        assert "secret" not in response.text
+        check_error(served.client.get(path, headers={"Authorization": "Bearer secre"}), 401)
+    check_error(served.post(COMPLETIONS, prompt="a"), 401)
+    for path in ("/", "/health"):
+        assert served.client.get(path).status_code == 200
+    key = {"Authorization": "Bearer secret"}
+    assert served.client.get("/v1/models", headers=key).status_code == 200
+    assert served.client.post(COMPLETIONS, json={"prompt": "a"}, headers=key).status_code == 200
+
+
+def test_pages_of_elsewhere_may_not_ask_unless_they_are_allowed(make_served: MakeServed, served: Served) -> None:
+    evil = {"Origin": "https://evil.example"}
+    response = served.client.post(COMPLETIONS, json={"prompt": "a"}, headers=evil)
+    check_error(response, 403)
+    assert "access-control-allow-origin" not in response.headers
+    own = {"Origin": "http://testserver"}
+    assert served.client.post(COMPLETIONS, json={"prompt": "a"}, headers=own).status_code == 200
+    open_to = make_served(None, allowed_origins=["https://good.example"])
+    good = {"Origin": "https://good.example"}
+    response = open_to.client.post(COMPLETIONS, json={"prompt": "a"}, headers=good)
+    assert response.headers["access-control-allow-origin"] == "https://good.example"
+    check_error(open_to.client.post(COMPLETIONS, json={"prompt": "a"}, headers=evil), 403)
+
+
+def test_a_model_without_a_chat_template_says_so(make_served: MakeServed) -> None:
+    served = make_served(None, tokenizer_dir=None)
+    error = check_error(served.post(CHAT, messages=MESSAGES), 400)
+    assert "no chat template" in error["message"]

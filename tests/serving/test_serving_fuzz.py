@@ -1,0 +1,111 @@
+"""Whatever comes as a body is answered, or refused by a status of the user's: never 5xx, never a hang."""
+
+import json
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serving_models import PROMPT, MakeServed, Served
+from strength import examples
+
+from commands.serving.schema import REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+MODELS = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 3},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a ball"}], "max_tokens": 3},
+    "/tokenize": {"prompt": PROMPT},
+    "/detokenize": {"tokens": [5, 6]},
+}
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    0.5,
+    -0.0,
+    1e308,
+    2**31,
+    2**63,
+    -(2**63),
+    10**30,
+    "",
+    "a",
+    "\u0000",
+    "\U0001f642" * 9,
+]
+ODD += [
+    [],
+    {},
+    [[]],
+    [None],
+    [0],
+    [-1],
+    [[0]],
+    ["a"],
+    ["a", 0],
+    {"": 0},
+    {"type": "text"},
+    {"type": "content", "content": "a b"},
+]
+ODD += [
+    {"ngram_config": 3},
+    {"ngram_config": "[3,2"},
+    {"suffix_config": [2, [0]]},
+    {"draft_len": 0},
+    {"include_usage": True},
+]
+ODD += [
+    {"0": 1, "5": -100},
+    [{"role": "user", "content": None}],
+    [{"role": "assistant", "content": [{"type": "text", "text": "a"}]}],
+]
+values = st.one_of(
+    st.sampled_from(ODD),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+        max_leaves=6,
+    ),
+)
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A path, and a body that was right before some of its fields got other values."""
+    path = draw(st.sampled_from(sorted(MODELS)))
+    names = sorted({*MODELS[path].model_fields, *REFUSED, "foreign"})
+    changes = draw(st.dictionaries(st.sampled_from(names), values, max_size=4))
+    raw = json.dumps(VALID[path] | changes).encode()
+    if draw(st.integers(0, 9)) == 0:
+        cut = draw(st.integers(0, len(raw)))
+        raw = raw[:cut] + draw(st.binary(max_size=4)) + raw[cut + draw(st.integers(0, 4)) :]
+    return path, raw
+
+
+@settings(max_examples=examples(2000), deadline=None, suppress_health_check=list(HealthCheck))
+@given(bodies())
+def test_any_body_is_answered_or_refused(served: Served, body: tuple[str, bytes]) -> None:
+    path, raw = body
+    response = served.client.post(path, content=raw)
+    assert response.status_code in (200, 400, 404, 413), response.text
+    if response.status_code != 200:
+        assert response.json()["error"]["message"]
+
+
+def test_the_server_is_whole_afterwards(served: Served, make_served: MakeServed) -> None:
+    """Of the same session: what the bodies left is looked for in what it says now, and in its cache."""
+    assert not served.model.loop.unfinished() and served.model.loop.takes_requests
+    fresh = make_served(None)
+    for prompt in (PROMPT, "the ball the ball"):
+        found = served.complete(prompt=prompt, max_tokens=20, ignore_eos=True)
+        assert found["choices"] == fresh.complete(prompt=prompt, max_tokens=20, ignore_eos=True)["choices"]
+    assert served.num_free_blocks == served.llm.engine._blocks.num_blocks - 1
