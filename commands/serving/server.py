@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 
+from commands.serving.connections import BoundedProtocol, allow_files
 from runtime.errors import SpecDecError, UsageError
 from runtime.serving.loop import ServingLoop
 
@@ -77,8 +78,10 @@ class _Server(uvicorn.Server):
 
 def serve(app: Any, loop: ServingLoop, bound: socket.socket, shutdown_timeout_s: float) -> None:
     """Serve until SIGTERM or Ctrl-C; a second one does not wait."""
+    allow_files()
     config = uvicorn.Config(
         app,
+        http=BoundedProtocol,
         log_config=None,
         access_log=False,
         lifespan="on",

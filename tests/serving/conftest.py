@@ -13,6 +13,7 @@ import uvicorn
 from serving_models import TEMPLATE, Listening, MakeServed, Served, opened
 from starlette.testclient import TestClient
 
+from commands.serving.connections import BoundedProtocol
 from runtime.drafters.settings import DrafterSettings, NgramDrafter
 
 
@@ -53,7 +54,9 @@ def make_listening(llama_uncompiled_dir: Path, chat_tokenizer_dir: Path) -> Iter
         def make(drafter: DrafterSettings | None = None, **options: Any) -> Listening:
             served, app = stack.enter_context(opened(llama_uncompiled_dir, chat_tokenizer_dir, drafter, **options))
             bound = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+            server = uvicorn.Server(
+                uvicorn.Config(app, http=BoundedProtocol, log_config=None, timeout_graceful_shutdown=1)
+            )
             thread = Thread(target=server.run, kwargs={"sockets": [bound]})
             thread.start()
 

@@ -96,6 +96,31 @@ def test_an_answer_is_the_same_alone_and_among_many(make_listening: Callable[...
     assert [texts(read_all(connection)[1]) for connection in together] == alone
 
 
+def test_connections_beyond_the_bound_are_refused_politely(
+    make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("commands.serving.connections.MAX_CONNECTIONS", 5)
+    listening = make_listening()
+    held = [socket.create_connection(("127.0.0.1", listening.port), timeout=30) for _ in range(5)]
+    wait(lambda: read_all(get(listening.port, "/health"))[0] == 503)
+    status, raw = read_all(get(listening.port, "/health"))
+    assert status == 503 and "retry-after" in raw.lower() and '"too_many_connections"' in raw
+    for connection in held:
+        connection.close()
+    wait(lambda: read_all(get(listening.port, "/health"))[0] == 200)
+
+
+def test_a_connection_that_says_nothing_is_ended(
+    make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("commands.serving.connections.FIRST_REQUEST_S", 0.2)
+    listening = make_listening()
+    silent = socket.create_connection(("127.0.0.1", listening.port), timeout=30)
+    halting = socket.create_connection(("127.0.0.1", listening.port), timeout=30)
+    halting.sendall(b"GET /health HT")
+    assert silent.recv(10) == halting.recv(10) == b""
+
+
 @contextmanager
 def process(engine_dir: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """`specdec serve` of an engine, and the port that it listens at."""

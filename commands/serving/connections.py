@@ -1,0 +1,53 @@
+"""Connections: as many as the process has room for, and none for a client that says nothing."""
+
+import asyncio
+import json
+import resource
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from commands.serving.errors import HTTPError
+
+MAX_CONNECTIONS = 1000
+FIRST_REQUEST_S = 30
+_NUM_FILES = 4096
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, which refuses connections beyond a number, and ends those on which no request comes."""
+
+    _is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= MAX_CONNECTIONS:
+            self._is_refused = True
+            transport.write(_refusal())
+            transport.close()
+            return
+        super().connection_made(transport)
+        self.loop.call_later(FIRST_REQUEST_S, self._end_if_silent)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._is_refused:
+            super().connection_lost(exc)
+
+    def _end_if_silent(self) -> None:
+        # It has a cycle from its first request on; then uvicorn's own bounds hold.
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+def _refusal() -> bytes:
+    error = HTTPError(503, f"more than {MAX_CONNECTIONS} connections are open", code="too_many_connections")
+    body = json.dumps(error.body).encode()
+    headers = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
+    lines = ["HTTP/1.1 503 Service Unavailable", *(f"{k}: {v}" for k, v in (headers | error.headers).items())]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def allow_files() -> None:
+    """Room for the connections among the process's open files, as far as it may be had."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _NUM_FILES if hard == resource.RLIM_INFINITY else min(_NUM_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
