@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from commands.serving.asking import ask_chat, ask_completion, chat_tokens
@@ -96,11 +98,24 @@ def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, versio
     app.include_router(_model_routes(server, version))
     app.include_router(_token_routes(server))
     app.add_exception_handler(HTTPError, _on_http_error)
-    app.add_exception_handler(SpecDecError, lambda request, error: _on_http_error(request, as_http_error(error)))
+    app.add_exception_handler(SpecDecError, _on_error)
     app.add_exception_handler(HTTPException, _on_routing_error)
-    app.add_exception_handler(ClientGone, lambda request, error: Response(status_code=499))
+    app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
+    schema = _schema_of(app)
+    app.openapi = lambda: schema  # type: ignore[method-assign]
     return app
+
+
+def _schema_of(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's, with the bodies that are read by hand."""
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    bodies: list[tuple[type[Any], Any]] = [
+        (model, "validation") for model in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+    ]
+    _, described = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+    schema.setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"])
+    return schema
 
 
 def _generation_routes(server: Server) -> APIRouter:
@@ -254,15 +269,23 @@ def _body(model: type[Any]) -> dict[str, Any]:
     }
 
 
-def _on_http_error(request: Request, error: Any) -> Response:
+async def _on_http_error(request: Request, error: Any) -> Response:
     return JSONResponse(error.body, error.status, error.headers)
 
 
-def _on_routing_error(request: Request, error: Any) -> Response:
+async def _on_error(request: Request, error: Any) -> Response:
+    return await _on_http_error(request, as_http_error(error))
+
+
+async def _on_client_gone(request: Request, error: Any) -> Response:
+    return Response(status_code=499)
+
+
+async def _on_routing_error(request: Request, error: Any) -> Response:
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
     return JSONResponse(HTTPError(error.status_code, message).body, error.status_code, error.headers)
 
 
-def _on_bug(request: Request, error: Exception) -> Response:
+async def _on_bug(request: Request, error: Exception) -> Response:
     body = HTTPError(500, "the server failed to answer; its log says why", code="internal_error").body
     return JSONResponse(body, 500)

@@ -6,8 +6,10 @@ from typing import Any, TypeVar
 import pydantic_core
 from fastapi import Request
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 
 from commands.serving.errors import HTTPError, of_validation
+from commands.serving.group import ClientGone
 from commands.serving.schema import ChatRequest, Lenient, refused_field
 
 MAX_BODY_BYTES = 4 << 20
@@ -16,8 +18,9 @@ Body = TypeVar("Body", bound=Lenient)
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body; HTTPError if it is too long or too slow."""
-    if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
+    """The whole body; HTTPError if it is too long or too slow, ClientGone if its sender went away."""
+    announced = request.headers.get("content-length", "")
+    if announced.isascii() and announced.isdigit() and int(announced) > MAX_BODY_BYTES:
         raise _too_long()
     body = bytearray()
     try:
@@ -28,6 +31,8 @@ async def read_body(request: Request) -> bytes:
                     raise _too_long()
     except TimeoutError:
         raise HTTPError(408, f"the body did not come within {_READ_TIMEOUT_S} s") from None
+    except ClientDisconnect:
+        raise ClientGone from None
     return bytes(body)
 
 

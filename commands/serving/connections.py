@@ -10,6 +10,7 @@ from commands.serving.errors import HTTPError
 
 MAX_CONNECTIONS = 1000
 FIRST_REQUEST_S = 30
+_REFUSED_S = 1
 _NUM_FILES = 4096
 
 
@@ -21,11 +22,19 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= MAX_CONNECTIONS:
             self._is_refused = True
+            self.transport = transport
             transport.write(_refusal())
-            transport.close()
+            # Not closed yet: if what the client sends came after that, it would lose what was said.
+            self.loop.call_later(_REFUSED_S, transport.close)
             return
         super().connection_made(transport)
         self.loop.call_later(FIRST_REQUEST_S, self._end_if_silent)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self.transport.close()
+        else:
+            super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._is_refused:

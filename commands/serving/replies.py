@@ -8,7 +8,7 @@ from typing import Any
 from commands.serving.served import ServedModel
 from runtime.request import FinishReason, TokenLogprobs
 from runtime.serving.answer import Answer
-from runtime.stats import RequestStats, sum_stats
+from runtime.stats import sum_stats
 from runtime.text import decode, encode_text
 
 _LEAST_LOGPROB = -9999.0  # of a token that is never chosen; JSON has no infinity
@@ -22,11 +22,11 @@ def finish_reason(answer: Answer) -> str | None:
 
 def usage(answers: Seq[Answer], num_prompts: int, *, counts_output: bool = True) -> dict[str, Any]:
     """Tokens of all answers to a request; each prompt once, however many answers it has."""
-    stats = _summed(answers)
     n = len(answers) // num_prompts
     num_prompt = sum(len(answer.request.prompt_tokens) for answer in answers[::n])
     num_output = sum(answer.progress.num_tokens for answer in answers) if counts_output else 0
-    num_accepted = stats.num_accepted_draft_tokens
+    num_accepted = sum(answer.progress.num_accepted_tokens for answer in answers)
+    num_drafted = sum(answer.progress.num_draft_tokens for answer in answers)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
@@ -34,15 +34,15 @@ def usage(answers: Seq[Answer], num_prompts: int, *, counts_output: bool = True)
         "prompt_tokens_details": {"cached_tokens": sum(a.progress.num_cached_tokens for a in answers[::n])},
         "completion_tokens_details": {
             "accepted_prediction_tokens": num_accepted,
-            "rejected_prediction_tokens": stats.num_draft_tokens - num_accepted,
+            "rejected_prediction_tokens": num_drafted - num_accepted,
             "reasoning_tokens": 0,
         },
     }
 
 
 def metrics(answers: Seq[Answer]) -> dict[str, Any]:
-    """How speculation went, over all answers to a request."""
-    stats = _summed(answers)
+    """How speculation went, over all answers to a request, which are over."""
+    stats = sum_stats(answer.sequence.stats for answer in answers)
     accepted = stats.accepted_per_position
     return {
         "speculative_decoding": {
@@ -54,10 +54,6 @@ def metrics(answers: Seq[Answer]) -> dict[str, Any]:
             "tokens_per_step": stats.tokens_per_step,
         }
     }
-
-
-def _summed(answers: Iterable[Answer]) -> RequestStats:
-    return sum_stats(answer.sequence.stats for answer in answers)
 
 
 class TokenTexts:

@@ -40,8 +40,11 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
     stderr().print(f"{served.name} at {address.url} ({reach}); Ctrl-C ends")
     if not address.is_of_this_machine and options.api_key is None:
         warn("whoever reaches this address may ask: `--api-key`, or the variable SPECDEC_API_KEY, keeps others out")
-    with errors_logged():
-        serve(app, served.loop, bound, options.shutdown_timeout)
+    try:
+        with errors_logged():
+            serve(app, served.loop, bound, options.shutdown_timeout)
+    finally:
+        served.loop.stop(0)  # before the engine is closed, also where uvicorn did not wait for it
 
 
 def open_served(llm: LLM, session: Session, clock: Clock, names: tuple[str, ...], max_queue_len: int) -> ServedModel:

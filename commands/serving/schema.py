@@ -19,6 +19,9 @@ StopWord = Annotated[str, Field(min_length=1, max_length=256)]
 StopWords = StopWord | Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)]
 
 
+ConfigText = Annotated[str, Field(max_length=64)]
+
+
 class Lenient(BaseModel):
     """Unknown fields are ignored; numbers are finite."""
 
@@ -35,8 +38,8 @@ class Speculative(Lenient):
 
     model_config = ConfigDict(extra="forbid")
 
-    ngram_config: str | list[Any] | int | None = Field(None, description="As `--ngram-config`: [10,2] or 10.")
-    suffix_config: str | list[Any] | int | None = Field(None, description="As `--suffix-config`: 10.")
+    ngram_config: ConfigText | list[Any] | None = Field(None, description="As `--ngram-config`: [10,2].")
+    suffix_config: ConfigText | list[Any] | int | None = Field(None, description="As `--suffix-config`: 10.")
     draft_len: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="The longest draft.")
 
 

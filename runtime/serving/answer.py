@@ -26,6 +26,8 @@ class Progress:
 
     num_tokens: int = 0
     num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_cached_tokens: int = 0
     """Of the prompt, found in the K/V cache."""
     finish_reason: FinishReason | None = None

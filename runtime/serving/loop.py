@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from threading import Condition, Thread
 
@@ -125,9 +126,10 @@ class ServingLoop:
     def stop(self, timeout_s: float | None = None) -> None:
         """End, giving those on their way so long, without a limit if it is None."""
         self.refuse_new()
-        self._thread.join(timeout_s)
-        self.cancel(self.unfinished())
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+            self.cancel(self.unfinished())
+            self._thread.join()
 
     def _run(self) -> None:
         while self._wait_for_work():
@@ -169,8 +171,7 @@ class ServingLoop:
         failed, self._leader.failed = self._leader.failed, []
         for sequence in failed:
             advanced.append(self._fail(self._answers[sequence.request.id], sequence.error))
-        if advanced:
-            self._on_progress(advanced)
+        self._tell(advanced)
 
     def _fail_step(self, error: BaseException) -> None:
         """Tell those of the step that failed; if nobody was in it, the one who could not get in."""
@@ -183,10 +184,18 @@ class ServingLoop:
             answer = self._answers.get(sequence.request.id)
             if answer is not None:
                 answers.append(self._fail(answer, cause))
-        self._on_progress(answers)
+        self._tell(answers)
+
+    def _tell(self, answers: list[Answer]) -> None:
+        """Whoever listens ends neither the loop nor the step."""
+        try:
+            if answers:
+                self._on_progress(answers)
+        except Exception:
+            _LOG.exception("nobody could be told of a step")
 
     def _fail(self, answer: Answer, error: SpecDecError | None) -> Answer:
-        answer.progress = Progress(answer.progress.num_tokens, answer.progress.num_steps, error=error)
+        answer.progress = replace(answer.progress, error=error)
         self._end(answer, "error")
         return answer
 
@@ -210,6 +219,8 @@ def _progress_of(sequence: Sequence, before: Progress) -> Progress:
     return Progress(
         stats.num_generated_tokens,
         stats.num_steps,
+        stats.num_draft_tokens,
+        stats.num_accepted_draft_tokens,
         num_cached if is_first else before.num_cached_tokens,
         sequence.finish_reason,
     )

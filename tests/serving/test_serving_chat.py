@@ -46,7 +46,7 @@ def test_a_message_is_what_the_model_says_after_the_rendered_conversation(served
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}])
 def test_a_stream_of_chat_joins_to_the_message(served: Served, sampling: dict[str, Any]) -> None:
     whole = chat(served, n=2, **sampling)
-    chunks = served.stream(CHAT, **GREEDY, n=2, **sampling, stream_options={"include_usage": True})
+    chunks = served.stream(CHAT, **(GREEDY | sampling), n=2, stream_options={"include_usage": True})
     texts = ["", ""]
     for chunk in chunks[:-1]:
         (choice,) = chunk["choices"]

