@@ -37,12 +37,15 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
     served = open_served(setup.llm, setup.session, clock, serving.names, options.max_queue_len)
     app = guarded_app(served, clock, options)
     reach = "only this machine reaches it" if address.is_of_this_machine else "other machines reach it"
-    stderr().print(f"{served.name} at {address.url} ({reach}); Ctrl-C ends")
+
+    def say_where() -> None:
+        stderr().print(f"{served.name} at {address.url} ({reach}); Ctrl-C ends", soft_wrap=True)
+
     if not address.is_of_this_machine and options.api_key is None:
         warn("whoever reaches this address may ask: `--api-key`, or the variable SPECDEC_API_KEY, keeps others out")
     try:
         with errors_logged():
-            serve(app, served.loop, bound, options.shutdown_timeout)
+            serve(app, served.loop, bound, options.shutdown_timeout, say_where)
     finally:
         served.loop.stop(0)  # before the engine is closed, also where uvicorn did not wait for it
 

@@ -3,7 +3,7 @@
 import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -57,10 +57,17 @@ def listen(address: Address) -> socket.socket:
 class _Server(uvicorn.Server):
     """Stops in two steps: new requests are refused at once, connections are closed when what runs is done."""
 
-    def __init__(self, config: uvicorn.Config, loop: ServingLoop, shutdown_timeout_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, loop: ServingLoop, shutdown_timeout_s: float, on_ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
+        self._on_ready = on_ready
         self._serving, self._shutdown_timeout_s = loop, shutdown_timeout_s
         self._deadline_s: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._deadline_s is not None:
@@ -76,8 +83,10 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serve(app: Any, loop: ServingLoop, bound: socket.socket, shutdown_timeout_s: float) -> None:
-    """Serve until SIGTERM or Ctrl-C; a second one does not wait."""
+def serve(
+    app: Any, loop: ServingLoop, bound: socket.socket, shutdown_timeout_s: float, on_ready: Callable[[], None]
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; a second one does not wait. `on_ready` is called when connections are taken."""
     allow_files()
     config = uvicorn.Config(
         app,
@@ -90,7 +99,7 @@ def serve(app: Any, loop: ServingLoop, bound: socket.socket, shutdown_timeout_s:
         timeout_graceful_shutdown=2,
         server_header=False,
     )
-    server = _Server(config, loop, shutdown_timeout_s)
+    server = _Server(config, loop, shutdown_timeout_s, on_ready)
     server.run(sockets=[bound])
 
 
