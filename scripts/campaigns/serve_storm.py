@@ -192,7 +192,9 @@ def main() -> None:
     parser.add_argument("--every-failure", action="store_true")
     args = parser.parse_args()
     command = [sys.executable, "-m", "specdec_cli", "serve", "--model-dir", "demo", "--spec-decode-algo", "NGRAM"]
-    server = subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True)
+    # A small cache: all of its memory is in use after the first storm, and sequences have to be put back.
+    command += ["--max-tokens-in-paged-kv-cache", "512", "--port", "0"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     port = next(int(found[1]) for line in server.stderr if (found := re.search(r"http://127.0.0.1:(\d+) ", line)))
     try:
