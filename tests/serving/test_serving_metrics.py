@@ -1,6 +1,7 @@
 """What the server tells of itself: metrics by vLLM's names, its model, its tokens, its requests."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +109,26 @@ def test_openapi_describes_the_bodies(served: Served, model: str) -> None:
     assert described["properties"]
     refs = set(re.findall(r'"#/components/schemas/(\w+)"', served.client.get("/openapi.json").text))
     assert refs <= set(schema["components"]["schemas"])
+
+
+def test_the_chapter_names_every_route_and_field_and_no_other(served: Served) -> None:
+    chapter = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    schema = served.client.get("/openapi.json").json()
+    routes = {f"{method.upper()} {path}" for path, methods in schema["paths"].items() for method in methods}
+    table = chapter.partition("## Routes")[2].partition("## Fields")[0]
+    assert set(re.findall(r"`((?:GET|POST) [^`]*)`", table)) - {"GET /openapi.json"} == routes
+    fields: dict[str, set[str]] = {}
+    for row in chapter.partition("## Fields")[2].partition("## What speculation")[0].splitlines():
+        if cells := re.match(r"\| (`.*?`) \| (both|completions|chat) \|", row):
+            for name in re.findall(r"`(\w+)`", cells[1]):
+                fields[name] = {"completions", "chat"} if cells[2] == "both" else {cells[2]}
+    described = schema["components"]["schemas"]
+    names = {
+        "completions": set(described["CompletionRequest"]["properties"]),
+        "chat": set(described["ChatRequest"]["properties"]),
+    }
+    for of, properties in names.items():
+        assert {name for name, where in fields.items() if of in where} - {"top_logprobs"} == properties - {
+            "top_logprobs"
+        }
+    assert "top_logprobs" in names["chat"] and "top_logprobs" in fields
