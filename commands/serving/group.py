@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from threading import Event
 from typing import Any
 
 from commands.serving.errors import as_http_error
@@ -13,8 +12,6 @@ from runtime.serving.answer import Answer, Asked
 from runtime.serving.loop import ServingLoop
 
 Receive = Callable[[], Any]
-_NUM_ROUNDS = 3  # an answer's handler runs in the second; in each what has come in is read
-_LONGEST_PAUSE_S = 0.01
 
 
 @dataclass(eq=False)
@@ -48,15 +45,10 @@ class ClientGone(Exception):
 
 
 class Clock:
-    """Wakes the handlers whose answers got on: called in the loop's thread, once for each step.
-
-    It lets them work before the next step. A step holds the interpreter's lock from its start to its end, and whoever
-    gives it up for a system call has it back after the step: of 16 answers one would be written in each.
-    """
+    """Wakes the handlers whose answers got on: called in the loop's thread, once for each step."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._has_worked = Event()
         self.on_progress: list[Callable[[Answer], None]] = []
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -68,22 +60,13 @@ class Clock:
                 listener(answer)
         groups = {answer.owner for answer in answers}
         if self._loop is not None and not self._loop.is_closed():
-            self._has_worked.clear()
-            self._loop.call_soon_threadsafe(self._wake, groups)
-            self._has_worked.wait(_LONGEST_PAUSE_S)
+            self._loop.call_soon_threadsafe(_wake, groups)
 
-    def _wake(self, groups: Iterable[object]) -> None:
-        for group in groups:
-            if isinstance(group, Group):
-                group.changed.set()
-        self._rest(_NUM_ROUNDS)
 
-    def _rest(self, num_rounds: int) -> None:
-        """Let the event loop go round, and then the next step begin."""
-        if num_rounds and self._loop is not None:
-            self._loop.call_soon(self._rest, num_rounds - 1)
-        else:
-            self._has_worked.set()
+def _wake(groups: Iterable[object]) -> None:
+    for group in groups:
+        if isinstance(group, Group):
+            group.changed.set()
 
 
 def submit(loop: ServingLoop, asked: Seq[Asked]) -> Group:

@@ -42,7 +42,7 @@ class StepFailed(SpecDecError):
 class ServingLoop:
     """Answers requests with one engine until it is stopped. At most `max_queue_len` sequences wait.
 
-    `on_progress` is called in the loop's thread after each step, with the answers that got on, which may be none.
+    `on_progress` is called in the loop's thread after each step, with the answers that got on.
     """
 
     def __init__(self, session: Session, max_queue_len: int, on_progress: Callable[[list[Answer]], None]) -> None:
@@ -189,7 +189,8 @@ class ServingLoop:
     def _tell(self, answers: list[Answer]) -> None:
         """Whoever listens ends neither the loop nor the step."""
         try:
-            self._on_progress(answers)
+            if answers:
+                self._on_progress(answers)
         except Exception:
             _LOG.exception("nobody could be told of a step")
 
