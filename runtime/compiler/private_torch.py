@@ -24,6 +24,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch._inductor.config.cpp.vec_isa_ok": (),
     "torch._inductor.config.aot_inductor.metadata": (),
     "torch._inductor.config.aot_inductor.package": (),
+    "torch._inductor.config.aot_inductor.precompile_headers": (),
     "torch._inductor.config.aot_inductor.package_constants_in_so": (),
     "torch._inductor.config.aot_inductor.package_constants_on_disk_format": (),
     "torch.export.pt2_archive._package.package_pt2": ("aoti_files", "extra_files"),
