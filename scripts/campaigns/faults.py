@@ -28,7 +28,7 @@ LEADER, FOLLOW, SEQUENCE = "leader:Leader", "drafters.draft_target:DraftModel", 
 FAULTS = [
     Fault("part-one-too-long", f"{BLOCKS}.admit", "num_computed += num_matched", "num_computed += num_matched + 1"),
     Fault("revived-not-counted", f"{BLOCKS}.admit", "num_new + num_revived >", "num_new >"),
-    Fault("last-token-found", f"{BLOCKS}.admit", "len(sequence.tokens) - 1)", "len(sequence.tokens))"),
+    Fault("last-token-found", f"{BLOCKS}.admit", "block_size, max_reused)", "block_size, max_reused + 1)"),
     Fault("held-once-only", f"{BLOCKS}._hold", "self._num_holders[block] += 1", "self._num_holders[block] = 1"),
     Fault("freed-by-first", f"{BLOCKS}.release", "self._num_holders[block] -= 1", "self._num_holders[block] = 0"),
     Fault("all-blocks-found", f"{BLOCKS}._find_full_blocks", "len(tokens) - self.block_size", "len(tokens)"),
@@ -81,8 +81,8 @@ FAULTS = [
     Fault(
         "context-skips-token",
         f"{ENGINE}.compute_context",
-        "num_computed += num_tokens",
-        "num_computed += num_tokens + 1",
+        "num_computed += len(row.tokens)",
+        "num_computed += len(row.tokens) + 1",
     ),
     Fault(
         "draft-past-budget",

@@ -137,13 +137,13 @@ def full_disks(
     """
 
     def make(directory: Path) -> None:
-        def command(name: str) -> tuple[int, list[object]]:
+        def command(name: str) -> tuple[int, list[str]]:
             (directory / name).mkdir(parents=True)
             output = directory / name / "output"
             build = ["build", "--checkpoint-dir", llama_checkpoint_dir, "--output-dir", output, "--max-input-len", 64]
             prompts = [argument for _ in range(20) for argument in ("--input-text", "The little dog")]
             run = ["run", "--engine-dir", llama_uncompiled_dir, *prompts, "--max-output-len", 20, "--quiet"]
-            return {
+            limit, words = {
                 "convert": (100_000, ["convert", "--model-dir", llama_dir, "--output-dir", output]),
                 "build": (100_000, [*build, "--compiler", "none"]),
                 "build --compiler aot": (1_000, [*build, "--compiler", "aot"]),
@@ -152,8 +152,9 @@ def full_disks(
                 "run --output-logits-npy": (100_000, [*run, "--output-logits-npy", output]),
                 "run --report": (1_000, [*run, "--report", output]),
             }[name]
+            return limit, [str(word) for word in words]
 
-        commands = json.dumps({name: command(name) for name in FULL_DISKS}, default=str)
+        commands = json.dumps({name: command(name) for name in FULL_DISKS})
         done = subprocess.run(
             [sys.executable, "-c", WITH_LIMITS, commands],
             env=process_environment,

@@ -17,6 +17,7 @@
 #include <memory>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <pthread.h>
@@ -67,6 +68,9 @@ inline void wait_while(const std::atomic<uint32_t>& value, uint32_t same, std::c
   }
 }
 
+// Whether this thread does a task: what that shares it does alone, as helpers do, or two threads would be at one task.
+inline thread_local bool in_task = false;
+
 class Team {
  public:
   explicit Team(int64_t num_helpers) {
@@ -94,6 +98,7 @@ class Team {
 
  private:
   void help(int64_t i) {
+    in_task = true;
     for (uint32_t seen = 0;;) {
       wait_while(round_, seen, kHelperWaits);
       seen = round_;
@@ -141,7 +146,6 @@ class OwnTeam {
     }
     return *team_;
   }
-  bool is_busy = false;
 
  private:
   void disband() {
@@ -176,8 +180,10 @@ void share_tasks(int64_t num_tasks, const DoTask& do_task) {
     else do_task(i);
   };
   const int64_t all_threads = num_threads(), threads = std::min(all_threads, num_tasks);
-  if (threads <= 1 || own_team.is_busy) {
+  const bool was_in_task = std::exchange(in_task, true);
+  if (threads <= 1 || was_in_task) {
     for (int64_t i = 0; i < num_tasks; ++i) call(i, 0);
+    in_task = was_in_task;
     return;
   }
   std::atomic<int64_t> next{0};
@@ -189,10 +195,9 @@ void share_tasks(int64_t num_tasks, const DoTask& do_task) {
     }
   };
   using Work = decltype(work);
-  own_team.is_busy = true;
   own_team.of(all_threads - 1)
       .run(threads, [](const void* work, int64_t thread) { (*static_cast<const Work*>(work))(thread); }, &work);
-  own_team.is_busy = false;
+  in_task = false;
 }
 
 // Calls use(begin, end) for parts of 0..count of at most `part`.
