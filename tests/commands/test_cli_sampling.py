@@ -117,6 +117,8 @@ def test_document_records_the_sampling_parameters(run: Run) -> None:
         "no_repeat_ngram_size": 0,
         "bad_words": [],
         "random_seed": 0,
+        "penalize_prompt": True,
+        "logit_bias": [],
     }
     flags = ["--temperature", 0.7, "--top-k", 30, "--top-p", 0.9, "--min-p", 0.02, "--repetition-penalty", 1.1]
     flags += ["--presence-penalty", 0.3, "--frequency-penalty", 0.2, "--no-repeat-ngram-size", 4]
@@ -132,6 +134,8 @@ def test_document_records_the_sampling_parameters(run: Run) -> None:
         "no_repeat_ngram_size": 4,
         "bad_words": ["dog", "red ball"],
         "random_seed": 11,
+        "penalize_prompt": True,
+        "logit_bias": [],
     }
 
 
