@@ -8,13 +8,11 @@ from importlib.resources import files
 from fastapi.responses import HTMLResponse
 
 _INLINE = re.compile(r"<(script|style)[^>]*>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
-_NO_PAGE = "<!doctype html><title>specdec</title><p>This is a specdec server.</p>"
 
 
 def page_response() -> HTMLResponse:
     """The page, its own scripts and styles allowed by their digests."""
-    file = files("runtime.serving") / "page.html"
-    html = file.read_text(encoding="utf-8") if file.is_file() else _NO_PAGE
+    html = (files("commands.serving") / "page.html").read_text(encoding="utf-8")
     digests: dict[str, list[str]] = {"script": [], "style": []}
     for kind, content in _INLINE.findall(html):
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
@@ -22,8 +20,8 @@ def page_response() -> HTMLResponse:
     policy = "; ".join(
         [
             "default-src 'none'",
-            f"script-src {' '.join(digests['script']) or _NONE}",
-            f"style-src {' '.join(digests['style']) or _NONE}",
+            f"script-src {' '.join(digests['script'])}",
+            f"style-src {' '.join(digests['style'])}",
             "connect-src 'self'",
             "img-src 'self' data:",
             "base-uri 'none'",
@@ -33,6 +31,3 @@ def page_response() -> HTMLResponse:
     )
     headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
     return HTMLResponse(html, headers=headers | {"X-Content-Type-Options": "nosniff"})
-
-
-_NONE = "'none'"
