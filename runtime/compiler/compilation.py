@@ -165,14 +165,19 @@ def _read_extra(package: Path, extra: str) -> Any:
 def open_aot(package: Path, weights: dict[str, Tensor], device: torch.device) -> StepFunction:
     """The packaged step. Its loader is called directly: `torch._inductor` alone takes most of a second to import.
 
-    It unpacks the package, and runs what it has unpacked.
+    It unpacks the package, and runs what it has unpacked. On the CPU it is that of the kernels, which must be loaded:
+    Python's other threads do not wait for it, as they do for torch's.
     """
-    device_index = -1 if device.index is None else device.index
+    on_processor, index = device.type == "cpu", -1 if device.index is None else device.index
     with own_temporary_files():
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, device_index)
-    if weights:
-        loader.load_constants(weights, use_inactive=False, check_full_update=True, user_managed=True)
-    step = (_ProcessorStep if device.type == "cpu" else _PackagedStep)(loader, weights)
+        loader = (
+            torch.classes.specdec.Package(str(package))
+            if on_processor
+            else torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, index)
+        )
+    if weights:  # on the CPU only
+        loader.load(weights)
+    step = (_ProcessorStep if on_processor else _PackagedStep)(loader, weights)
     for one in list(weights.values())[:1]:  # they lie in one piece; torch never lets go of those that it was handed
         weakref.finalize(step, give_back, one).atexit = False
     return step

@@ -33,7 +33,6 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch.fx.experimental._config.use_duck_shape": (),
     "torch.fx.experimental.symbolic_shapes.statically_known_true": (),
     "torch._C._aoti.AOTIModelPackageLoader.run": (),
-    "torch._C._aoti.AOTIModelPackageLoader.load_constants": (),
 }
 
 
