@@ -8,7 +8,7 @@ from rich.table import Table
 from commands.options.build import DEFAULT_MAX_INPUT_LEN, BuildOptions
 from commands.options.expand import expand_groups
 from commands.output import Output, check_new_directory, megabytes
-from runtime.checkpoint_dir import open_checkpoint
+from runtime.checkpoint_dir import check_precision, open_checkpoint
 from runtime.config import EngineConfig, as_json
 from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
 
@@ -23,7 +23,7 @@ def build(options: BuildOptions, output: Output) -> None:
     options.check()
     check_output_directory(options.output_dir, replace=options.force)
     check_new_directory(options.output_dir)
-    open_checkpoint(options.checkpoint_dir)
+    check_precision(open_checkpoint(options.checkpoint_dir).quantization)
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
 
     from runtime.compiler.build import build_engine, default_max_seq_len

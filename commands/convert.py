@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 import typer
 
 from commands.options.expand import expand_groups
-from commands.options.panels import INPUT, OUTPUT, RUNTIME
+from commands.options.panels import INPUT, KV_CACHE, OUTPUT, RUNTIME
 from commands.options.single import Force
 from commands.output import Output, check_new_directory, megabytes
-from runtime.config import as_json
+from commands.tables.precision import described
+from runtime.config import CheckpointConfig, KVCacheQuantAlgo, Precision, QuantFormat, as_json
 from runtime.errors import UsageError
 from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
 from runtime.models import read_model_config, resolve_model
@@ -30,6 +31,46 @@ class ConvertOptions:
         Literal["auto", "float32", "float16", "bfloat16"],
         typer.Option(help="Dtype of the weights; `auto` keeps the one they were saved in.", rich_help_panel=RUNTIME),
     ] = "auto"
+    qformat: Annotated[
+        Literal["full_prec", "int8", "int4", "fp8", "int8_wo", "int4_wo"],
+        typer.Option(
+            help="Round the linear layers' weights; `int8_wo` and `int4_wo` are TensorRT-LLM's names of `int8` and "
+            "`int4`.",
+            rich_help_panel=RUNTIME,
+            metavar="[full_prec|int8|int4|fp8]",
+        ),
+    ] = "full_prec"
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Inputs that share a scale: 32, 64 or 128; -1 for all of an output's.",
+            rich_help_panel=RUNTIME,
+            show_default="64 for int4, else -1",
+        ),
+    ] = None
+    quantize_lm_head: Annotated[
+        bool, typer.Option("--quantize-lm-head", help="Round the output layer too.", rich_help_panel=RUNTIME)
+    ] = False
+    use_weight_only: Annotated[
+        bool,
+        typer.Option(
+            "--use-weight-only",
+            help="TensorRT-LLM's `--qformat` with `--weight-only-precision`.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = False
+    weight_only_precision: Annotated[
+        Literal["int8", "int4"] | None,
+        typer.Option(help="What `--use-weight-only` rounds to.", rich_help_panel=RUNTIME, show_default="int8"),
+    ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        typer.Option(help="Dtype of keys and values; `auto` is the weights'.", rich_help_panel=KV_CACHE),
+    ] = "auto"
+    activations: Annotated[
+        Literal["float", "int8"],
+        typer.Option(help="As what a rounded layer's inputs are multiplied.", rich_help_panel=RUNTIME),
+    ] = "float"
     tp_size: Annotated[int, typer.Option(hidden=True)] = 1
     pp_size: Annotated[int, typer.Option(hidden=True)] = 1
     force: Force = False
@@ -41,6 +82,57 @@ class ConvertOptions:
                 f"models are not split over devices in this version: --tp-size {self.tp_size} --pp-size {self.pp_size}",
                 hint="leave both flags out",
             )
+        if self.weight_only_precision is not None and not self.use_weight_only:
+            raise UsageError(
+                f"`--weight-only-precision {self.weight_only_precision}` needs `--use-weight-only`",
+                hint=f"`--qformat {self.weight_only_precision}` says the same",
+            )
+        if self.use_weight_only and self.qformat != "full_prec":
+            raise UsageError(
+                f"`--use-weight-only` and `--qformat {self.qformat}` say the same twice", hint="leave one of them out"
+            )
+        if self._qformat is None:
+            self._check_unrounded()
+        elif self.group_size not in (None, *_GROUP_SIZES):
+            raise UsageError(
+                f"`--group-size` is 32, 64, 128 or -1: {self.group_size}", hint="`--group-size 64` is int4's default"
+            )
+
+    def _check_unrounded(self) -> None:
+        """UsageError for a setting of rounding where nothing is rounded."""
+        flags = {
+            "--group-size": self.group_size is not None,
+            "--quantize-lm-head": self.quantize_lm_head,
+            "--activations int8": self.activations != "float",
+        }
+        if given := next((flag for flag, is_given in flags.items() if is_given), None):
+            raise UsageError(f"`{given}` needs weights to round", hint="`--qformat int4` rounds them")
+
+    @property
+    def _qformat(self) -> QuantFormat | None:
+        if self.use_weight_only:
+            return self.weight_only_precision or "int8"
+        return _FORMATS[self.qformat]
+
+    @property
+    def precision(self) -> Precision:
+        """What is rounded, and to what."""
+        default = 64 if self._qformat == "int4" else -1
+        size = default if self.group_size is None else self.group_size
+        return Precision(
+            self._qformat,
+            None if size == -1 else size,
+            self.quantize_lm_head,
+            _KV_CACHE[self.kv_cache_dtype],
+            self.activations,
+        )
+
+
+_GROUP_SIZES = (32, 64, 128, -1)
+_FORMATS: dict[str, QuantFormat | None] = {
+    "full_prec": None, "int8": "int8", "int4": "int4", "fp8": "fp8", "int8_wo": "int8", "int4_wo": "int4",
+}  # fmt: skip
+_KV_CACHE: dict[str, KVCacheQuantAlgo | None] = {"auto": None, "int8": "INT8", "fp8": "FP8"}
 
 
 @expand_groups
@@ -62,10 +154,12 @@ def convert(options: ConvertOptions, output: Output) -> None:
     start = time.perf_counter()
     with output.byte_progress("converting") as progress:
         dtype = None if options.dtype == "auto" else options.dtype
-        config = checkpoint.convert(source, output_dir, dtype, replace=options.force, progress=progress)
+        config = checkpoint.convert(
+            source, output_dir, dtype, replace=options.force, progress=progress, precision=options.precision
+        )
     elapsed, size = time.perf_counter() - start, directory_bytes(output_dir)
     output.result(
-        f"Converted {config.pretrained_config['model_type']} to {config.dtype}: "
+        f"Converted {config.pretrained_config['model_type']} to {_described(config)}: "
         f"{megabytes(size)} in {elapsed:.1f} s → {output_dir}"
     )
     output.document(
@@ -77,3 +171,8 @@ def convert(options: ConvertOptions, output: Output) -> None:
             "convert_time_s": elapsed,
         }
     )
+
+
+def _described(config: CheckpointConfig) -> str:
+    found = config.quantization
+    return config.dtype if found is None else f"{config.dtype} with {described(found)}"

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes
-from runtime.config import CheckpointConfig, Mapping, parse
+from runtime.config import CheckpointConfig, Mapping, Quantization, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json, recover_directory
 
@@ -60,3 +60,21 @@ def parse_checkpoint_config(data: dict[str, Any], checkpoint_dir: Path) -> Check
             f"`{checkpoint_dir / CONFIG}` has no record of the file: {WEIGHTS}", hint=_CONVERT_AGAIN, fact="checkpoint"
         )
     return config
+
+
+def check_precision(quantization: Quantization | None) -> None:
+    """SpecDecError for a way of computing that a checkpoint may ask for and engines do not have."""
+    if quantization is None:
+        return
+    if quantization.kv_cache_quant_algo is not None:
+        raise SpecDecError(
+            f"engines with keys and values of 8 bits cannot be built yet: {quantization.kv_cache_quant_algo}",
+            hint="convert the model again without a dtype for the K/V cache",
+            fact="kv_cache_dtype",
+        )
+    if quantization.activations == "int8":
+        raise SpecDecError(
+            "engines whose layers multiply integers of 8 bits cannot be built yet: activations int8",
+            hint="convert the model again with activations as they are",
+            fact="activations",
+        )

@@ -45,6 +45,14 @@ Arithmetic = Literal["float32", "avx512_bf16", "amx_bf16"]
 """How products of numbers of 16 bits are computed; their results differ in the last bits."""
 ARITHMETICS: tuple[Arithmetic, ...] = typing.get_args(Arithmetic)  # in the order of the kernels' numbers
 SpeculativeDecodingMode = Literal["none", "draft_tokens_external"]
+QuantFormat = Literal["int8", "int4", "fp8"]
+QuantAlgo = Literal[
+    "W8A16", "W4A16", "W4A16_AWQ", "W4A16_GPTQ", "W8A16_GPTQ", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES",
+    "MIXED_PRECISION",
+]  # fmt: skip
+"""TensorRT-LLM's names of how weights are rounded."""
+KVCacheQuantAlgo = Literal["INT8", "FP8"]
+Activations = Literal["float", "int8"]
 
 
 @dataclass(frozen=True)
@@ -66,12 +74,44 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """What a conversion rounds, and to what. Without a format weights stay as they are."""
+
+    qformat: QuantFormat | None = None
+    group_size: int | None = None
+    """Inputs that share a scale; None: all of an output's."""
+    quantize_lm_head: bool = False
+    kv_cache: KVCacheQuantAlgo | None = None
+    activations: Activations = "float"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a checkpoint's linear layers are rounded. Each one's tensors say it of itself; this is said of them all."""
+
+    quant_algo: QuantAlgo | None
+    kv_cache_quant_algo: KVCacheQuantAlgo | None = None
+    group_size: Size | None = None
+    """Inputs that share a scale; None: all of an output's, or it differs."""
+    has_zero_point: bool = False
+    pre_quant_scale: bool = False
+    exclude_modules: tuple[str, ...] = ()
+    """Linear layers that are not rounded."""
+    activations: Activations = "float"
+    """As what a layer's inputs are multiplied."""
+    source: str = "rounded"
+    """Where the rounded weights come from: they were rounded by the conversion, or read from a format of this name."""
+    unrounded: str | None = None
+    """The model that was rounded, by its shipped name or directory; None where it is not known."""
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """`config.json` of a checkpoint directory. `pretrained_config` is Hugging Face's own."""
 
     pretrained_config: dict[str, Any]
     dtype: Dtype
-    quantization: None = None
+    quantization: Quantization | None = None
     mapping: Mapping = Mapping()
     files: tuple[FileRecord, ...] = ()
     """All but those that people change; none until they are written."""
@@ -143,6 +183,19 @@ class LogitsCheck:
 
 
 @dataclass(frozen=True)
+class Quality:
+    """What rounding changed, on a text of `num_tokens`: the unrounded model's probabilities beside the rounded's."""
+
+    num_tokens: Size
+    mean_kl: float
+    """Mean Kullback-Leibler divergence, in nats."""
+    top1_agreement: Annotated[float, Between(0, 1)]
+    """Share of positions where both have the same token most probable."""
+    unrounded: str
+    text: str
+
+
+@dataclass(frozen=True)
 class StepCost:
     """What a step took when the engine was built, of `num_tokens` in each of `batch_size` rows, after `context_len`."""
 
@@ -169,6 +222,8 @@ class EngineConfig:
     step_costs: tuple[StepCost, ...] = ()
     host_s: Measure = 0.0
     """Seconds of a loop's turn beside the compiled step."""
+    quantization: Quantization | None = None
+    quality: Quality | None = None
     compiler_note: str | None = None
     arithmetic: Arithmetic | None = None
     """Of the kernels for linear layers; None where they are not used."""

@@ -22,6 +22,7 @@ _DRAFTS = (
 
 HINTS: dict[str, str | tuple[str, ...]] = {
     "api_key": "`--api-key`, or the variable OPENAI_API_KEY, has the key",
+    "activations": "run `specdec convert` again with `--activations float`",
     "already_converted": "a checkpoint goes to `specdec build --checkpoint-dir`, an engine to `specdec run "
     "--engine-dir`",
     "bad_tokenizer": "`--tokenizer-dir` names another; transformers said: {reason}",
@@ -48,6 +49,8 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "engine_for_checkpoint": "give the directory that `specdec convert` wrote",
     "exists": "`--force` replaces it",
     "foreign_word": "leave it out",
+    "group_size": ("round whole rows: `--group-size -1`", "round to `--qformat int8`"),
+    "kv_cache_dtype": "run `specdec convert` again without `--kv-cache-dtype`",
     "model_for_checkpoint": "`specdec convert --model-dir {model_dir}` makes a checkpoint of it",
     "no_checkpoint": "make it with `specdec convert`",
     "no_compiler": ("install one (the package `g++`)", "name it in the variable CXX", "do without: `--compiler none`"),
@@ -75,6 +78,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "build with a larger `specdec build --max-input-len`",
         "with `--model-dir` give a larger `--max-seq-len`",
     ),
+    "quantized_already": "leave `--qformat` and `--use-weight-only` out, or give the unquantized model",
     "request_too_long": (
         "lower `--max-output-len`",
         "build with a larger `specdec build --max-seq-len`",

@@ -18,6 +18,7 @@ _ALIASES = {
     "model": "model-dir",
     "max-num-seqs": "max-batch-size",
     "max-model-len": "max-seq-len",
+    "awq-block-size": "group-size",
     "kv-cache-fraction": "kv-cache-free-gpu-memory-fraction",
 }
 

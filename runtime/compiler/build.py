@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from runtime.bundle import LIBRARY, uses_kernels
 from runtime.checkpoint import copy_tokenizer_files
-from runtime.checkpoint_dir import open_checkpoint
+from runtime.checkpoint_dir import check_precision, open_checkpoint
 from runtime.checksums import config_digest, record_files
 from runtime.compiler.arithmetic import fastest_arithmetic
 from runtime.compiler.attention import KERNEL, PAGED
@@ -79,6 +79,7 @@ def build_engine(
     check_output_is_not_input(output_dir, checkpoint_dir)
     check_output_directory(output_dir, replace=replace)
     checkpoint = open_checkpoint(checkpoint_dir)
+    check_precision(checkpoint.quantization)
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
     _check_settings(build, pretrained)
     layers = probe_config(pretrained)
@@ -110,6 +111,7 @@ def build_engine(
             environment=current_environment(device),
             logits_check=logits_check,
             weights_digest=weights_digest(model, getattr(torch, checkpoint.dtype)),
+            quantization=checkpoint.quantization,
             compiler_note=compiled.note,
             arithmetic=compiled.arithmetic,
             batch_invariant=bool(compiled.arithmetic) and is_batch_invariant(step, model, layers, build),

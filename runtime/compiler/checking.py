@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from runtime.batch import Row, pack
 from runtime.compiler.compilation import StepFunction
+from runtime.compiler.quantized import without_kernels
 from runtime.config import BuildConfig, LayerShape, LogitsCheck
 from runtime.errors import SpecDecError
 from runtime.kv_cache import KVPool
@@ -41,7 +42,7 @@ def check_logits(
             run([Row(tokens[:context], 0, table, 1) for tokens, table, (context, _) in zipped]).float(),
             run([Row(tokens[context:], context, table, draft) for tokens, table, (context, draft) in zipped]).float(),
         ]
-        with _eager_attention(model):
+        with _eager_attention(model), without_kernels(model):
             reference = [
                 model(input_ids=torch.tensor([tokens], device=parameter.device), use_cache=False).logits[0].float()
                 for tokens in rows_tokens

@@ -28,9 +28,11 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from runtime.compiler.attention import PROBE, SEE_MODELS, PagedInputs, refuse_own_attention
+from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, refuse_own_attention
+from runtime.compiler.quantized import place_quantized, placeholders
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
+from runtime.quantization.weight import take_quantized
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -44,6 +46,7 @@ _SAME_ON_TEXT: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
 }
 _CONVERT_AGAIN = "convert the model again"
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 
 def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
@@ -162,6 +165,18 @@ def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)  # type: ignore[no-untyped-call]
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def linear_layers(config: PreTrainedConfig) -> tuple[list[str], str | None]:
+    """The linear layers of the model that can be rounded, and the one that computes logits if it is among them.
+
+    What chooses experts is left out: a few numbers that decide much.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)  # type: ignore[no-untyped-call]
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    head = next((name for name in names if model.get_submodule(name) is model.get_output_embeddings()), None)
+    return [name for name in names if name.rpartition(".")[2] not in _ROUTERS], head
 
 
 def renames_weights(config: PreTrainedConfig) -> bool:
@@ -301,6 +316,8 @@ def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, atte
         raise SpecDecError(f"file is missing: {weights}", hint=_CONVERT_AGAIN, fact="checkpoint") from None
     except SafetensorError as error:
         raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_CONVERT_AGAIN, fact="checkpoint") from None
+    quantized = take_quantized(state_dict)
+    state_dict |= placeholders(quantized, dtype)
     with _quiet_transformers():
         model, report = model_class.from_pretrained(
             None,
@@ -326,6 +343,7 @@ def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, atte
             )
     _declare_no_padding(model)
     _fix_rotary_factors(model)
+    place_quantized(model, quantized, with_kernels=attention == KERNEL)
     loaded: PreTrainedModel = model.eval()
     return loaded
 

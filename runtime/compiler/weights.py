@@ -16,7 +16,10 @@ from runtime.compiler.memory import huge_pages
 from runtime.errors import SpecDecError
 
 _ALIGNMENT = 64  # bytes: a cache line, and what the compiled step may assume
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64, "BOOL": torch.bool}
+_DTYPES = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64, "BOOL": torch.bool,
+    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn,
+}  # fmt: skip
 _NAMES = {name: str(dtype).removeprefix("torch.") for name, dtype in _DTYPES.items()}
 
 Layout = dict[str, tuple[str, list[int]]]

@@ -1,0 +1,383 @@
+"""The formats in which others save rounded weights: recognised by a model's config, and read layer by layer.
+
+Each reader turns the tensors of one layer into a `QuantizedWeight` that means the same numbers to the last bit.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from runtime.config import QuantAlgo
+from runtime.errors import SpecDecError
+from runtime.quantization.planning import RoundedLayer
+from runtime.quantization.unpacking import scales_of, signed, unpack, unpack_awq
+from runtime.quantization.weight import QuantizedWeight, from_integers
+from runtime.source import SourceTensor
+
+_CONFIG_KEYS = ("quantization_config", "compression_config")
+_READ = "AWQ, GPTQ, compressed-tensors, FP8 and GGUF are read; or convert the unquantized model"
+_DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
+
+Parts = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a model's layers are rounded. `parts` are the names of a layer's tensors."""
+
+    name: str
+    parts: tuple[str, ...]
+    scheme_of: Callable[[str], "Scheme"]
+    """By a layer's name."""
+    unused: tuple[str, ...] = ()
+    """Tensors beside them that say how activations or K/V are rounded, which is not done here."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one layer is rounded."""
+
+    quant_algo: QuantAlgo
+    needed: tuple[str, ...]
+    read: Callable[[str, Parts], QuantizedWeight]
+    """Of a layer's name, for errors, and its tensors."""
+
+
+def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the model that the rounded one stands for."""
+    plain = {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
+    if isinstance(plain.get("text_config"), dict):
+        plain["text_config"] = without_quantization(plain["text_config"])
+    return plain
+
+
+def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
+    """None for a model that is not rounded; SpecDecError for one in a format that is not read."""
+    inner = config.get("text_config")
+    places = [config, inner] if isinstance(inner, dict) else [config]
+    said = next((place[key] for place in places for key in _CONFIG_KEYS if place.get(key)), None)
+    if said is None:
+        return None
+    method = said.get("quant_method") if isinstance(said, dict) else None
+    where = f"{model_dir / 'config.json'}"
+    try:
+        match method:
+            case "compressed-tensors":
+                return _compressed_tensors(said, where)
+            case "awq":
+                return _awq(said, where)
+            case "gptq":
+                return _gptq(said, where)
+            case "fp8" | "fbgemm_fp8":
+                return _fp8(said, where)
+            case "modelopt" if said.get("quant_algo") == "FP8":
+                return _fp8(said, where)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise SpecDecError(f"`{where}` does not say how the weights are quantized: {error!r}", hint=_DAMAGED) from error
+    _refuse(f"weights quantized by {_name_of(method, said)}", where)
+
+
+def _name_of(method: object, said: object) -> str:
+    """What people call the method."""
+    if method == "bitsandbytes" and isinstance(said, dict):
+        return f"bitsandbytes in {4 if said.get('load_in_4bit') else 8} bits"
+    algo = said.get("quant_algo") if isinstance(said, dict) else None
+    names = {"mxfp4": "MXFP4", "modelopt": f"ModelOpt ({algo})", None: "a method that it does not name"}
+    return names.get(method if isinstance(method, str) else None, str(method))
+
+
+def _refuse(what: str, where: str) -> NoReturn:
+    raise SpecDecError(f"{what} are not read: {where}", hint=_READ)
+
+
+def find_layers(
+    tensors: list[SourceTensor], found: Format | None, shapes: Mapping[str, tuple[int, ...]], model_dir: Path
+) -> tuple[dict[str, RoundedLayer], list[SourceTensor]]:
+    """The rounded layers, and the tensors that stand for themselves.
+
+    SpecDecError for a layer that lacks a tensor, or of another shape than the model's.
+    """
+    if found is None:
+        return {}, tensors
+    parts: dict[str, dict[str, SourceTensor]] = {}
+    others = []
+    for tensor in tensors:
+        layer, _, part = tensor.name.rpartition(".")
+        if part == "weight" and tensor.is_float:
+            others.append(tensor)
+        elif part in found.parts:
+            parts.setdefault(layer, {})[part] = tensor
+        elif part not in found.unused:
+            others.append(tensor)
+    layers = {name: _layer(name, given, found) for name, given in parts.items()}
+    if not layers:
+        raise SpecDecError(
+            f"config.json says that weights are quantized ({found.name}), and none are: {model_dir}", hint=_DAMAGED
+        )
+    for name, layer in layers.items():
+        shape = layer.read({part: tensor.without_values() for part, tensor in layer.parts.items()}).shape
+        if shapes.get(f"{name}.weight", shape) != shape:
+            raise SpecDecError(
+                f"config.json and weights are of two models, `{name}` is {list(shape)} and by config.json "
+                f"{list(shapes[f'{name}.weight'])}: {model_dir}",
+                hint="download or save the model again",
+            )
+    return layers, [tensor for tensor in others if not _is_foreign_bias(tensor, layers, shapes)]
+
+
+def _is_foreign_bias(tensor: SourceTensor, layers: Mapping[str, object], shapes: Mapping[str, object]) -> bool:
+    """AutoGPTQ saves a bias of zeros for layers that have none."""
+    name, _, part = tensor.name.rpartition(".")
+    return part == "bias" and name in layers and f"{name}.weight" in shapes and tensor.name not in shapes
+
+
+def _layer(name: str, parts: dict[str, SourceTensor], found: Format) -> RoundedLayer:
+    scheme = found.scheme_of(name)
+    missing = next((part for part in scheme.needed if part not in parts), None)
+    if missing is not None:
+        raise SpecDecError(f"a tensor of a quantized layer is missing: {name}.{missing}", hint=_DAMAGED)
+
+    def read(tensors: Parts) -> QuantizedWeight:
+        try:
+            return scheme.read(name, tensors)
+        except (RuntimeError, IndexError, ValueError) as error:  # shapes that no such layer can have
+            said = str(error).splitlines()[0]
+            raise SpecDecError(f"the tensors of `{name}` do not fit each other: {said}", hint=_DAMAGED) from error
+
+    return RoundedLayer(parts, read, scheme.quant_algo)
+
+
+def _check_groups(name: str, scales: Tensor, inputs: int, group_size: int | None) -> None:
+    """SpecDecError unless there is a scale for each group that the config says."""
+    size = inputs if group_size is None or group_size < 0 else group_size
+    if size == 0 or inputs % size:
+        raise SpecDecError(f"groups of {size} do not divide the {inputs} inputs of `{name}`", hint=_DAMAGED)
+    if scales.shape[-1] != inputs // size:
+        raise SpecDecError(
+            f"config.json says groups of {size}, of which `{name}` has {inputs // size}, and scales for "
+            f"{scales.shape[-1]}",
+            hint=_DAMAGED,
+        )
+
+
+def _check_words(name: str, part: str, tensor: Tensor) -> None:
+    if tensor.dtype != torch.int32 or tensor.dim() != 2:
+        raise SpecDecError(
+            f"`{name}.{part}` should be a table of 32-bit integers: {tensor.dtype} {list(tensor.shape)}", hint=_DAMAGED
+        )
+
+
+# AWQ
+
+
+def _awq(said: dict[str, Any], where: str) -> Format:
+    bits, version = said.get("bits", said.get("w_bit", 4)), str(said.get("version", "gemm")).lower()
+    if bits != 4:
+        _refuse(f"AWQ weights of {bits} bits", where)
+    if version != "gemm":
+        _refuse(f"AWQ weights in the layout `{version}`", where)
+    group_size = int(said.get("group_size", said.get("q_group_size", 128)))
+    has_zeros = bool(said.get("zero_point", True))
+
+    def read(name: str, parts: Parts) -> QuantizedWeight:
+        _check_words(name, "qweight", parts["qweight"])
+        integers = signed(unpack_awq(parts["qweight"]), 4).t()
+        scales = parts["scales"].t()
+        _check_groups(name, scales, integers.shape[1], group_size)
+        zeros = signed(unpack_awq(parts["qzeros"]), 4).t().short() if has_zeros else None
+        return from_integers(integers.contiguous(), scales, bits=4, zeros=_contiguous(zeros))
+
+    scheme = Scheme("W4A16_AWQ", ("qweight", "scales", "qzeros") if has_zeros else ("qweight", "scales"), read)
+    return Format("AWQ", ("qweight", "qzeros", "scales"), lambda name: scheme)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+# GPTQ
+
+
+def _gptq(said: dict[str, Any], where: str) -> Format:
+    bits = said["bits"]
+    if bits not in (4, 8):
+        _refuse(f"GPTQ weights of {bits} bits", where)
+    layout = said.get("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        _refuse(f"GPTQ weights in the layout `{layout}`", where)
+    group_size, is_symmetric = int(said.get("group_size", 128)), bool(said.get("sym", True))
+    added = 1 if layout == "gptq" else 0  # it stores zero points less 1
+
+    def read(name: str, parts: Parts) -> QuantizedWeight:
+        _check_words(name, "qweight", parts["qweight"])
+        integers = signed(unpack(parts["qweight"].t(), bits), bits)
+        scales = parts["scales"].t()
+        _check_groups(name, scales, integers.shape[1], group_size)
+        zeros = unpack(parts["qzeros"], bits).short().t() + (added - 2 ** (bits - 1))
+        if is_symmetric and not zeros.is_meta and bool(zeros.any()):
+            raise SpecDecError(
+                f"config.json says `sym`, and zero points of `{name}` are not in the middle", hint=_DAMAGED
+            )
+        order = None
+        if said.get("desc_act"):
+            order = _order_of(name, parts["g_idx"], integers.shape[1] // scales.shape[1])
+            integers = integers[:, order.long()]
+        zeros = None if is_symmetric else zeros.contiguous()
+        return from_integers(integers, scales, bits=bits, zeros=zeros, order=order)
+
+    needed = ("qweight", "scales", "qzeros", *(("g_idx",) if said.get("desc_act") else ()))
+    scheme = Scheme("W4A16_GPTQ" if bits == 4 else "W8A16_GPTQ", needed, read)
+    return Format("GPTQ", ("qweight", "qzeros", "scales", "g_idx"), lambda name: scheme)
+
+
+def _order_of(name: str, groups: Tensor, group_size: int) -> Tensor:
+    """The inputs by their groups: columns of one group become neighbours, in the order that they had."""
+    order = groups.argsort(stable=True).int()
+    if not groups.is_meta:
+        wanted = torch.arange(len(groups)) // group_size
+        if not torch.equal(groups[order.long()].long(), wanted):
+            raise SpecDecError(f"the groups of `{name}` are not of {group_size} inputs each (`g_idx`)", hint=_DAMAGED)
+    return order
+
+
+# FP8: of the whole weight, of each output, or in blocks
+
+
+def _fp8(said: dict[str, Any], where: str) -> Format:
+    block = said.get("weight_block_size")
+    rows, columns = (int(block[0]), int(block[1])) if block else (1, None)
+    if said.get("scale_fmt") == "ue8m0":
+        _refuse("FP8 weights with scales that are powers of two (ue8m0)", where)
+
+    def read(name: str, parts: Parts) -> QuantizedWeight:
+        scales = next((parts[part] for part in ("weight_scale_inv", "weight_scale") if part in parts), None)
+        if scales is None:
+            raise SpecDecError(f"a tensor of a quantized layer is missing: {name}.weight_scale", hint=_DAMAGED)
+        return _read_values(name, parts["weight"], scales, None, (rows, columns))
+
+    algorithm: QuantAlgo = "FP8_BLOCK_SCALES" if block else "FP8"
+    scheme = Scheme(algorithm, ("weight",), read)
+    unused = ("input_scale", "activation_scale", "input_scale_ub", "k_scale", "v_scale")
+    return Format("FP8", ("weight", "weight_scale", "weight_scale_inv"), lambda name: scheme, unused)
+
+
+def _read_values(
+    name: str, values: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int | None]
+) -> QuantizedWeight:
+    """Values of 8 bits as they are."""
+    outputs, inputs = values.shape
+    rows, columns = block
+    scales = scales_of(scales, outputs, rows)
+    if columns is not None and inputs > columns:
+        _check_groups(name, scales, inputs, columns)
+    if rows > 1 and scales.shape[0] != outputs:
+        raise SpecDecError(f"the scales of `{name}` do not fit its {outputs} x {inputs} values", hint=_DAMAGED)
+    zeros = None if zeros is None else scales_of(zeros, outputs).short().contiguous()
+    return QuantizedWeight(values.contiguous(), scales.contiguous(), zeros=zeros)
+
+
+# compressed-tensors
+
+
+def _compressed_tensors(said: dict[str, Any], where: str) -> Format:
+    if said.get("transform_config") and said["transform_config"].get("config_groups"):
+        _refuse("compressed-tensors weights that were rotated (`transform_config`)", where)
+    sparsity = (said.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        _refuse(f"compressed-tensors weights stored as sparse (`{sparsity}`)", where)
+    groups = list(said["config_groups"].values())
+    schemes = [_compressed_scheme(group, group.get("format") or said.get("format", "dense"), where) for group in groups]
+
+    def scheme_of(name: str) -> Scheme:
+        for group, scheme in zip(groups, schemes, strict=True):
+            if any(_matches(name, target) for target in group.get("targets", ["Linear"])):
+                return scheme
+        raise SpecDecError(f"config.json does not say how a layer is quantized: {name}", hint=_DAMAGED)
+
+    parts = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    unused = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale")
+    return Format("compressed-tensors", parts, scheme_of, unused)
+
+
+def _matches(name: str, target: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), name) is not None
+    return target in (name, "Linear")
+
+
+def _compressed_scheme(group: dict[str, Any], layout: str, where: str) -> Scheme:
+    weights = group["weights"]
+    bits, kind, strategy = weights["num_bits"], weights.get("type", "int"), weights.get("strategy") or "tensor"
+    if layout not in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"):
+        _refuse(f"compressed-tensors weights in the layout `{layout}`", where)
+    if bits not in (4, 8) or (kind, bits) == ("float", 4):
+        _refuse(f"compressed-tensors weights of {bits} bits ({kind})", where)
+    if strategy not in ("tensor", "channel", "group", "block"):
+        _refuse(f"compressed-tensors weights with scales by {strategy}", where)
+    group_size = weights.get("group_size") if strategy == "group" else None
+    needed = ("weight_scale",) if weights.get("symmetric", True) else ("weight_scale", "weight_zero_point")
+    algorithm: QuantAlgo
+    if kind == "float":
+        algorithm = "FP8_BLOCK_SCALES" if strategy == "block" else "FP8"
+    else:
+        algorithm = "W4A16" if bits == 4 else "W8A16"
+    if layout == "pack-quantized":
+        read = _packed_reader(bits, group_size, has_zeros=len(needed) > 1)
+        return Scheme(algorithm, ("weight_packed", "weight_shape", *needed), read)
+    block = tuple(weights["block_structure"]) if strategy == "block" else (1, group_size)
+    return Scheme(algorithm, ("weight", *needed), _plain_reader(bits, block, has_zeros=len(needed) > 1))
+
+
+def _packed_reader(bits: int, group_size: int | None, *, has_zeros: bool) -> Callable[[str, Parts], QuantizedWeight]:
+    def read(name: str, parts: Parts) -> QuantizedWeight:
+        _check_words(name, "weight_packed", parts["weight_packed"])
+        integers = signed(unpack(parts["weight_packed"], bits), bits)
+        outputs, inputs = integers.shape
+        shape = parts["weight_shape"]
+        if not shape.is_meta and shape.tolist() != [outputs, inputs]:
+            raise SpecDecError(
+                f"`{name}.weight_shape` is {shape.tolist()}, and its packed weights are {[outputs, inputs]}",
+                hint=_DAMAGED,
+            )
+        scales = scales_of(parts["weight_scale"], outputs)
+        _check_groups(name, scales, inputs, group_size)
+        zeros = None
+        if has_zeros:
+            zeros = _packed_zeros(parts["weight_zero_point"], bits, outputs)
+        order = None
+        if "weight_g_idx" in parts:
+            order = _order_of(name, parts["weight_g_idx"], inputs // scales.shape[1])
+            integers = integers[:, order.long()]
+        return from_integers(integers, scales, bits=bits, zeros=zeros, order=order)
+
+    return read
+
+
+def _packed_zeros(words: Tensor, bits: int, outputs: int) -> Tensor:
+    """(outputs, groups) int16; packed along the outputs."""
+    if words.dtype != torch.int32:
+        return words.short()  # not packed: of a whole weight
+    return signed(unpack(words.t(), bits)[:, :outputs], bits).t().short().contiguous()
+
+
+def _plain_reader(
+    bits: int, block: tuple[int, int | None], *, has_zeros: bool
+) -> Callable[[str, Parts], QuantizedWeight]:
+    def read(name: str, parts: Parts) -> QuantizedWeight:
+        zeros = parts["weight_zero_point"] if has_zeros else None
+        values = parts["weight"]
+        if zeros is not None and not zeros.is_meta and int(zeros.short().abs().max()) > 2 ** (bits - 1):
+            raise SpecDecError(f"a zero point of `{name}` does not fit {bits} bits: {int(zeros.max())}", hint=_DAMAGED)
+        weight = _read_values(name, values, parts["weight_scale"], zeros, block)
+        if bits == 8 or weight.values.dtype != torch.int8:
+            return weight
+        if not values.is_meta and bool(((values > 7) | (values < -8)).any()):
+            raise SpecDecError(f"numbers of `{name}` do not fit 4 bits", hint=_DAMAGED)
+        return replace(from_integers(values, weight.scales, bits=4), zeros=weight.zeros)
+
+    return read

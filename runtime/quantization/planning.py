@@ -1,0 +1,187 @@
+"""What becomes of each of a model's tensors in the checkpoint: copied, rounded, or taken over as it was rounded."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.config import Precision, QuantAlgo, Quantization
+from runtime.errors import SpecDecError
+from runtime.pieces import Piece, forms_of
+from runtime.quantization.losses import Losses
+from runtime.quantization.rounding import group_size_for, round_weight
+from runtime.quantization.weight import QuantizedWeight
+from runtime.source import SourceTensor
+
+_ALGORITHMS: dict[str, QuantAlgo] = {"int8": "W8A16", "int4": "W4A16", "fp8": "FP8_PER_CHANNEL_PER_TOKEN"}
+
+
+@dataclass(frozen=True)
+class RoundedLayer:
+    """A layer whose weight was rounded before: the tensors it lies in, and how they are read."""
+
+    parts: Mapping[str, SourceTensor]
+    read: Callable[[dict[str, Tensor]], QuantizedWeight]
+    quant_algo: QuantAlgo
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as it is to be converted, with what its config makes of it."""
+
+    config: dict[str, Any]
+    """Without what it says of rounding."""
+    tensors: list[SourceTensor]
+    """Those that stand for themselves."""
+    layers: dict[str, RoundedLayer]
+    linears: list[str]
+    """The layers that can be rounded."""
+    head: str | None
+    """The one of them that computes logits."""
+    name: str
+    """The model's, as it was given."""
+    format: str | None = None
+    """In which its layers are rounded."""
+
+
+def plan_pieces(
+    source: Source, dtype: torch.dtype, precision: Precision, losses: Losses
+) -> tuple[list[Piece], Quantization | None]:
+    """What is to be written, and what the checkpoint says of it."""
+    rounded = {} if precision.qformat is None else _sizes(source, precision)
+    pieces = [
+        _rounded(tensor, precision, rounded[name], losses)
+        if (name := tensor.name.removesuffix(".weight")) in rounded
+        else _copied(tensor, dtype, losses)
+        for tensor in source.tensors
+    ]
+    read = {name: _read(name, layer, source, dtype) for name, layer in source.layers.items()}
+    pieces += [piece for piece, _ in read.values()]
+    kept = {name: weight for name, (_, weight) in read.items() if weight is not None}
+    if rounded:
+        pieces += _untied_head(source, precision, rounded, losses)
+        return pieces, _rounded_as(source, precision, rounded)
+    if kept:
+        return pieces, _read_as(source, precision, kept)
+    if precision.kv_cache is not None:
+        return pieces, Quantization(None, precision.kv_cache, source="none")
+    return pieces, None
+
+
+def _sizes(source: Source, precision: Precision) -> dict[str, int]:
+    """The group sizes of the layers to round; SpecDecError where there are none, or a group fits one of them not."""
+    inputs = {
+        tensor.name.removesuffix(".weight"): tensor.shape[-1] for tensor in source.tensors if len(tensor.shape) == 2
+    }
+    names = [name for name in source.linears if name in inputs and name != source.head]
+    if not names:
+        raise SpecDecError(
+            f"the model has no linear layers that can be rounded: {source.config['model_type']}",
+            hint="its weights can be converted as they are",
+        )
+    if precision.quantize_lm_head and source.head is not None:
+        names.append(source.head)
+        inputs.setdefault(source.head, _tied(source).shape[-1])
+    sizes = {name: group_size_for(name, inputs[name], precision.group_size) for name in names}
+    odd = next((name for name in names if precision.qformat == "int4" and inputs[name] % 2), None)
+    if odd is not None:
+        raise SpecDecError(
+            f"numbers of 4 bits are stored in pairs, and `{odd}` has an odd number of inputs: {inputs[odd]}",
+            hint="round to int8",
+        )
+    return sizes
+
+
+def _tied(source: Source) -> SourceTensor:
+    """The embeddings, which are the weight of the layer that computes logits where that has none of its own."""
+    found = next((tensor for tensor in source.tensors if tensor.name.endswith("embed_tokens.weight")), None)
+    if found is None:
+        raise SpecDecError(
+            f"the layer that computes logits has no weight of its own to round: {source.config['model_type']}",
+            hint="leave it as it is",
+        )
+    return found
+
+
+def _untied_head(source: Source, precision: Precision, sizes: dict[str, int], losses: Losses) -> list[Piece]:
+    """A rounded copy of the embeddings for logits, where they are both."""
+    head = source.head
+    if head not in sizes or any(tensor.name == f"{head}.weight" for tensor in source.tensors):
+        return []
+    return [_rounded(_tied(source), precision, sizes[head], losses, name=head)]
+
+
+def _copied(tensor: SourceTensor, dtype: torch.dtype, losses: Losses) -> Piece:
+    written = dtype if tensor.is_float else tensor.dtype
+
+    def make(values: list[Tensor]) -> dict[str, Tensor]:
+        cast = values[0].to(written)
+        losses.check(values[0], cast, tensor)
+        return {tensor.name: cast}
+
+    return Piece((tensor,), {tensor.name: (written, tensor.shape)}, make)
+
+
+def _rounded(
+    tensor: SourceTensor, precision: Precision, group_size: int, losses: Losses, name: str | None = None
+) -> Piece:
+    name = name or tensor.name.removesuffix(".weight")
+
+    def make(values: list[Tensor]) -> dict[str, Tensor]:
+        losses.check(values[0], values[0], tensor)
+        return _named(name, round_weight(values[0], precision, group_size))
+
+    forms = forms_of(_named(name, round_weight(tensor.without_values(), precision, group_size)))
+    return Piece((tensor,), forms, make)
+
+
+def _read(name: str, layer: RoundedLayer, source: Source, dtype: torch.dtype) -> tuple[Piece, QuantizedWeight | None]:
+    """Kept as it is where a linear layer of ours takes it, and otherwise the numbers that it means."""
+    keys = tuple(layer.parts)
+    without_values = layer.read({key: tensor.without_values() for key, tensor in layer.parts.items()})
+    without_values.check(name)
+    is_kept = name in source.linears
+
+    def make(values: list[Tensor]) -> dict[str, Tensor]:
+        weight = layer.read(dict(zip(keys, values, strict=True)))
+        weight.check(name)
+        return _named(name, weight) if is_kept else {f"{name}.weight": weight.dequantize(dtype)}
+
+    forms = forms_of(_named(name, without_values)) if is_kept else {f"{name}.weight": (dtype, without_values.shape)}
+    return Piece(tuple(layer.parts.values()), forms, make), without_values if is_kept else None
+
+
+def _named(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    return {f"{name}.{part}": tensor for part, tensor in weight.tensors().items()}
+
+
+def _rounded_as(source: Source, precision: Precision, sizes: dict[str, int]) -> Quantization:
+    assert precision.qformat is not None
+    return Quantization(
+        _ALGORITHMS[precision.qformat],
+        precision.kv_cache,
+        precision.group_size,
+        exclude_modules=_left_out(source, sizes),
+        activations=precision.activations,
+        unrounded=source.name,
+    )
+
+
+def _read_as(source: Source, precision: Precision, kept: dict[str, QuantizedWeight]) -> Quantization:
+    algorithms = {source.layers[name].quant_algo for name in kept}
+    sizes = {weight.group_size for weight in kept.values() if weight.group_size != weight.shape[1]}
+    return Quantization(
+        algorithms.pop() if len(algorithms) == 1 else "MIXED_PRECISION",
+        precision.kv_cache,
+        sizes.pop() if len(sizes) == 1 else None,
+        has_zero_point=any(weight.zeros is not None or weight.offsets is not None for weight in kept.values()),
+        exclude_modules=_left_out(source, kept),
+        activations=precision.activations,
+        source=str(source.format),
+    )
+
+
+def _left_out(source: Source, rounded: Mapping[str, object]) -> tuple[str, ...]:
+    return tuple(name for name in source.linears if name not in rounded)

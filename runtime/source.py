@@ -1,0 +1,125 @@
+"""A model's tensors as they lie in its files: found by reading headers alone, and loaded one by one."""
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from runtime.errors import SpecDecError
+from runtime.files import read_json
+
+DTYPES = {  # safetensors' names
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor of the source model, what it is called there and in the checkpoint, and the dtype it was saved in."""
+
+    name: str
+    source_name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int | None = None
+    """In bytes, of files without a header of safetensors."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_float(self) -> bool:
+        """Numbers with a fraction that stand for themselves: those of 8 bits need a scale."""
+        return self.dtype.is_floating_point and self.dtype.itemsize > 1
+
+    def without_values(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def load_tensors(tensors: Seq[SourceTensor]) -> list[Tensor]:
+    """Their values. A file is mapped for no longer than it takes."""
+    loaded: dict[SourceTensor, Tensor] = {}
+    for tensor in tensors:
+        if tensor.offset is not None:
+            loaded[tensor] = _load_at(tensor, tensor.offset)
+    for file in dict.fromkeys(tensor.file for tensor in tensors if tensor.offset is None):
+        with safe_open(file, framework="pt") as opened:
+            for tensor in tensors:
+                if tensor.file == file:
+                    loaded[tensor] = opened.get_tensor(tensor.source_name)
+    return [loaded[tensor] for tensor in tensors]
+
+
+def _load_at(tensor: SourceTensor, offset: int) -> Tensor:
+    values = torch.empty(tensor.num_elements * tensor.dtype.itemsize, dtype=torch.uint8)
+    with tensor.file.open("rb") as file:
+        file.seek(offset)
+        if file.readinto(values.numpy().data) != values.numel():
+            raise SpecDecError(f"`{tensor.file}` is damaged: it ends before its tensors do", hint="download it again")
+    return values.view(tensor.dtype).view(tensor.shape)
+
+
+def read_tensors(model_dir: Path) -> list[SourceTensor]:
+    """Every tensor of the model, shard by shard; SpecDecError if a shard or tensor is missing or damaged."""
+    index = model_dir / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        names = weight_map.values() if isinstance(weight_map, dict) else []
+        if not names or not all(isinstance(name, str) for name in names):
+            raise SpecDecError(
+                f"`{index}` has no `weight_map` from tensors to files", hint="download or save the model again"
+            )
+        files = [model_dir / name for name in sorted(set(names))]
+    elif (model_dir / "model.safetensors").is_file():
+        weight_map, files = None, [model_dir / "model.safetensors"]
+    else:
+        _refuse_pickle(model_dir)
+        raise SpecDecError(
+            f"file is missing: {model_dir / 'model.safetensors'}", hint="download or save the model again"
+        )
+    entries = [entry for file in files for entry in _read_header(file)]
+    if weight_map:  # it says which one counts where two shards hold a tensor of the same name
+        entries = [entry for entry in entries if weight_map.get(entry.name) == entry.file.name]
+    missing = sorted(set(weight_map or {}) - {entry.name for entry in entries})
+    if missing:
+        raise SpecDecError(
+            f"`{index}` names a tensor that no shard holds: {missing[0]}", hint="download or save the model again"
+        )
+    return entries
+
+
+def _refuse_pickle(model_dir: Path) -> None:
+    pickled = sorted(model_dir.glob("*.bin")) + sorted(model_dir.glob("*.pt")) + sorted(model_dir.glob("*.pth"))
+    if pickled:
+        raise SpecDecError(
+            f"weights are pickled, which can run code when opened: {pickled[0]}",
+            hint="if you trust them, re-save as safetensors: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)",
+        )
+
+
+def _read_header(file: Path) -> list[SourceTensor]:
+    if not file.is_file():
+        raise SpecDecError(f"file is missing: {file}", hint="download or save the model again")
+    entries = []
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                tensor = tensors.get_slice(name)
+                if tensor.get_dtype() not in DTYPES:
+                    raise SpecDecError(
+                        f"`{file}` holds a tensor of a dtype that is not supported: {tensor.get_dtype()}",
+                        hint="save the model in float32, float16 or bfloat16",
+                    )
+                entries.append(SourceTensor(name, name, file, tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()]))
+    except SafetensorError as error:
+        raise SpecDecError(f"`{file}` is damaged: {error}", hint="download or save the model again") from None
+    return entries
