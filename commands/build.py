@@ -5,9 +5,11 @@ from pathlib import Path
 
 from rich.table import Table
 
+from commands.inputs.paths import check_readable
 from commands.options.build import DEFAULT_MAX_INPUT_LEN, BuildOptions
 from commands.options.expand import expand_groups
 from commands.output import Output, check_new_directory, megabytes
+from commands.tables.precision import described, described_quality
 from runtime.checkpoint_dir import check_precision, open_checkpoint
 from runtime.config import EngineConfig, as_json
 from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
@@ -23,13 +25,18 @@ def build(options: BuildOptions, output: Output) -> None:
     options.check()
     check_output_directory(options.output_dir, replace=options.force)
     check_new_directory(options.output_dir)
-    check_precision(open_checkpoint(options.checkpoint_dir).quantization)
+    checkpoint = open_checkpoint(options.checkpoint_dir)
+    check_precision(checkpoint.quantization)
+    if options.quality_text is not None:
+        check_readable([options.quality_text])
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
 
     from runtime.compiler.build import build_engine, default_max_seq_len
+    from runtime.compiler.quality import measure_quality, quality_text, record_quality
     from runtime.engine import resolve_device
 
     checkpoint_dir, output_dir = options.checkpoint_dir, options.output_dir
+    text = quality_text(checkpoint, options.quality_text)
     target = resolve_device(options.device, 0)
     max_seq_len = default_max_seq_len(checkpoint_dir) if options.max_seq_len is None else options.max_seq_len
     settings = options.config(max_seq_len)
@@ -45,6 +52,9 @@ def build(options: BuildOptions, output: Output) -> None:
             show(name)
 
         config = build_engine(checkpoint_dir, output_dir, settings, target, replace=options.force, phase=phase)
+        if text is not None:
+            phase("comparing with the unrounded model")
+            config = record_quality(output_dir, config, measure_quality(checkpoint_dir, *text))
     phase_times.end()
     elapsed, size = time.perf_counter() - start, directory_bytes(output_dir)
     if config.compiler_note:
@@ -81,6 +91,10 @@ def _summary(config: EngineConfig, output_dir: Path, size: int, elapsed: float, 
     build, check = config.build_config, config.logits_check
     table = Table(title=f"Engine {output_dir}", title_justify="left", show_header=False)
     table.add_row("model", f"{config.pretrained_config['model_type']}, {config.dtype}, {len(config.layers)} layers")
+    if config.quantization is not None:
+        table.add_row("weights", described(config.quantization))
+    if config.quality is not None:
+        table.add_row("rounding", described_quality(as_json(config.quality)))
     table.add_row(
         "runs on", f"{config.environment.device} ({config.environment.capability}), torch {config.environment.torch}"
     )

@@ -79,7 +79,7 @@ def evaluate(
     if answers.is_interrupted:
         raise typer.Exit(130)
     fail_unless_lossless(document["checks"])
-    _fail_unless_accurate(document["checks"], results.threshold)
+    _fail_unless_accurate(document["checks"])
     exit_if_too_little_to_tell(document["checks"])
 
 
@@ -144,17 +144,24 @@ def _checks(
     """Those that are asked for, for the document's `checks`."""
     checks = {}
     if results.check_accuracy:
-        checks["accuracy"] = accuracy_check(document, results.threshold)
+        checks["accuracy"] = accuracy_check(document, results.threshold, results.rouge1_max_loss)
     if results.check_lossless:
         checks["lossless"] = lossless_check(session, runs[0].sequences, runs[1].sequences, output)
     return checks
 
 
-def _fail_unless_accurate(checks: dict[str, Any], threshold: float) -> None:
+def _fail_unless_accurate(checks: dict[str, Any]) -> None:
     """SpecDecError (exit code 1) if the check was made and failed."""
     check = checks.get("accuracy")
-    if check is not None and not check["passed"]:
+    if check is None or check["passed"]:
+        return
+    if check["rouge1"] < check["threshold"]:
         raise SpecDecError(
-            f"ROUGE-1 is below the threshold {threshold:g}: {check['rouge1']:.2f}",
+            f"ROUGE-1 is below the threshold {check['threshold']:g}: {check['rouge1']:.2f}",
             hint="look at the outputs, or set `--rouge1-threshold`",
         )
+    raise SpecDecError(
+        f"ROUGE-1 is more than {check['max_loss']:g} below Hugging Face's {check['hf_rouge1']:.2f}: "
+        f"{check['rouge1']:.2f}",
+        hint="round to more bits or in smaller groups: `specdec convert --qformat FORMAT --group-size N`",
+    )

@@ -38,7 +38,7 @@ def summarize(
     generation.check()
     inputs.check()
     evaluation.check(inputs.hf_model_dir)
-    results.check(test_engine=evaluation.test_engine)
+    results.check(test_engine=evaluation.test_engine, test_hf=evaluation.test_hf)
     chosen = choose_drafting(drafting, named, inputs.engine_dir, check_lossless=results.check_lossless)
     results.check_files([*inputs.paths, *drafting.paths])
     params = generation.params(seed=evaluation.random_seed, max_tokens=evaluation.output_len)

@@ -23,9 +23,11 @@ from runtime.compiler.model import (
 from runtime.config import CheckpointConfig, Dtype, Precision, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_is_not_input, new_directory, write_json
+from runtime.gguf import is_gguf
 from runtime.models import read_model_config
 from runtime.pieces import Progress, write_pieces
-from runtime.quantization.formats import find_layers, format_of, without_quantization
+from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
+from runtime.quantization.gguf import read_gguf_tensors, save_gguf_tokenizer
 from runtime.quantization.losses import Losses
 from runtime.quantization.planning import Source, plan_pieces
 from runtime.source import SourceTensor, read_tensors
@@ -56,13 +58,13 @@ def convert(
     check_output_is_not_input(output_dir, model_dir)
     source = _open_source(model_dir)
     _refuse_rounding_again(source, precision)
-    dtype = dtype or _saved_dtype(source.tensors)
+    dtype = dtype or _saved_dtype(source)
     losses = Losses(getattr(torch, dtype))
     pieces, quantization = plan_pieces(source, getattr(torch, dtype), precision, losses)
     checkpoint = CheckpointConfig(source.config, dtype, quantization)
     with new_directory(output_dir, replace=replace) as directory:
         write_pieces(directory / "rank0.safetensors", pieces, progress)
-        copy_tokenizer_files(model_dir, directory)
+        _keep_tokenizer(model_dir, directory)
         checkpoint = replace_fields(checkpoint, files=record_files(directory))
         checkpoint = replace_fields(checkpoint, config_digest=config_digest(as_json(checkpoint)))
         write_json(directory / CONFIG, as_json(checkpoint))
@@ -74,21 +76,26 @@ def convert(
 def _open_source(model_dir: Path) -> Source:
     """The model's tensors, checked against its config."""
     config = read_model_config(model_dir)
-    where = str(model_dir / "config.json")
+    where = str(model_dir if is_gguf(model_dir) else model_dir / CONFIG)
     found_format = format_of(config, model_dir)
     config = without_quantization(config)
     pretrained, inside = parse_language_model(config, where)
     probe_config(pretrained)
-    tensors, shapes = read_tensors(model_dir), parameter_shapes(pretrained)
-    if inside is not None:
-        tensors = _language_model_tensors(tensors, model_dir)
-    layers, tensors = find_layers(tensors, found_format, shapes, model_dir)
-    if inside is not None and not renames_weights(pretrained):
+    shapes = parameter_shapes(pretrained)
+    if is_gguf(model_dir):
+        layers, tensors = read_gguf_tensors(model_dir, config)
+        check_shapes(layers, shapes, model_dir)
+    else:
+        tensors = read_tensors(model_dir)
+        if inside is not None:
+            tensors = _language_model_tensors(tensors, model_dir)
+        layers, tensors = find_layers(tensors, found_format, shapes, model_dir)
+    if (inside is not None and not renames_weights(pretrained)) or is_gguf(model_dir):
         _check_names([*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)], shapes, model_dir)
     _check_shapes(tensors, shapes, model_dir)
     linears, head = linear_layers(pretrained)
-    name = str(model_dir.resolve())
-    return Source(inside or config, tensors, layers, linears, head, name, found_format.name if found_format else None)
+    format_name = "GGUF" if is_gguf(model_dir) else found_format.name if found_format else None
+    return Source(inside or config, tensors, layers, linears, head, str(model_dir.resolve()), format_name)
 
 
 def _refuse_rounding_again(source: Source, precision: Precision) -> None:
@@ -98,6 +105,13 @@ def _refuse_rounding_again(source: Source, precision: Precision) -> None:
             hint="convert it as it is, or the unquantized model",
             fact="quantized_already",
         )
+
+
+def _keep_tokenizer(model_dir: Path, directory: Path) -> None:
+    if not is_gguf(model_dir):
+        copy_tokenizer_files(model_dir, directory)
+    elif not save_gguf_tokenizer(model_dir, directory):
+        warnings.warn(f"the file has no tokenizer that can be read: {model_dir}", SpecDecWarning, stacklevel=3)
 
 
 def copy_tokenizer_files(source: Path, destination: Path) -> None:
@@ -155,10 +169,12 @@ def _check_shapes(entries: list[SourceTensor], shapes: dict[str, tuple[int, ...]
             )
 
 
-def _saved_dtype(entries: list[SourceTensor]) -> Dtype:
-    """The dtype most of the weights have."""
+def _saved_dtype(source: Source) -> Dtype:
+    """The dtype most of the weights have; bfloat16 where all but norms is in the few bits of a GGUF file."""
+    if source.format == "GGUF" and source.layers:
+        return "bfloat16"
     num_elements: dict[Dtype, int] = {"float32": 0, "float16": 0, "bfloat16": 0}
-    for entry in entries:
+    for entry in source.tensors:
         for name in num_elements:
             if entry.dtype == getattr(torch, name):
                 num_elements[name] += entry.num_elements

@@ -19,11 +19,15 @@ from runtime.compiler.opening import current_environment
 from runtime.config import BuildConfig, Dtype
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning
+from runtime.gguf import is_gguf
 from runtime.models import MODEL_FILES, resolve_model
 from runtime.temporary import temporary_dir
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
-_BUILD_CODE = ("compiler/**/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "kv_cache.py")
+_BUILD_CODE = (
+    "compiler/**/*", "quantization/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "gguf.py", "kv_cache.py",
+    "pieces.py", "source.py",
+)  # fmt: skip
 """What an engine's content depends on, in `runtime`. What opens, asks and judges engines is not among it."""
 
 Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
@@ -90,6 +94,8 @@ def _say_that_it_waits() -> None:
 def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -> str:
     """A digest of the model's files, the settings, the machine, and the code that builds engines."""
     files = sorted(path for pattern in MODEL_FILES for path in model_dir.glob(pattern) if path.is_file())
+    if is_gguf(model_dir):
+        files = [model_dir]
     return digest(
         [
             *(f"{path.name} {file_digest(path)}" for path in files),

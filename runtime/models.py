@@ -1,13 +1,14 @@
-"""Where a model comes from: a shipped name, a local directory, or the Hugging Face hub."""
+"""Where a model comes from: a shipped name, a local directory or GGUF file, or the Hugging Face hub."""
 
 import re
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from runtime.errors import SpecDecError
 from runtime.files import read_json
+from runtime.gguf import config_of, is_gguf
 
 _SHIPPED = {"demo": "target", "demo-draft": "draft"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -15,7 +16,7 @@ MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 
 
 def resolve_model(name: str) -> Path:
-    """The directory of a Hugging Face model. A shipped name wins; `./demo` is a directory of that name.
+    """The directory of a Hugging Face model, or a GGUF file. A shipped name wins; `./demo` is a directory of that name.
 
     Raises SpecDecError if there is no such directory, or the hub does not have or give it.
     """
@@ -27,8 +28,8 @@ def resolve_model(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.suffix.lower() == ".gguf":
-        _refuse_gguf(name)
+    if is_gguf(path):
+        return path
     if path.exists():
         raise SpecDecError(f"model is a file, not a directory: {name}", hint="give the directory that holds it")
     if not _HUB_ID.fullmatch(name):
@@ -40,11 +41,15 @@ def resolve_model(name: str) -> Path:
 
 def read_model_config(model_dir: Path) -> dict[str, Any]:
     """`config.json` of a Hugging Face model; SpecDecError for a directory that holds none, or something else."""
+    if is_gguf(model_dir):
+        return config_of(model_dir)
     if not model_dir.is_dir():
         raise SpecDecError(f"model directory does not exist: {model_dir}", hint="check the path")
-    gguf = next(model_dir.glob("*.gguf"), None)
-    if gguf is not None and not (model_dir / "config.json").exists():
-        _refuse_gguf(str(gguf))
+    gguf = sorted(model_dir.glob("*.gguf"))
+    if gguf and not (model_dir / "config.json").exists():
+        raise SpecDecError(
+            f"the directory holds GGUF files and no config.json: {model_dir}", hint=f"name one: {gguf[0]}"
+        )
     config = read_json(model_dir / "config.json")
     if "format_version" in config:
         raise SpecDecError(
@@ -53,13 +58,6 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
             fact="already_converted",
         )
     return config
-
-
-def _refuse_gguf(name: str) -> NoReturn:
-    raise SpecDecError(
-        f"GGUF files are not read: {name}",
-        hint="give the directory or hub id of the same model in Hugging Face's format, config.json and safetensors",
-    )
 
 
 def quiet_hub() -> None:

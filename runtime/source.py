@@ -30,6 +30,8 @@ class SourceTensor:
     dtype: torch.dtype
     offset: int | None = None
     """In bytes, of files without a header of safetensors."""
+    rows: tuple[int, ...] | None = None
+    """From where in the file each row comes, where their order is another one there."""
 
     @property
     def num_elements(self) -> int:
@@ -64,7 +66,8 @@ def _load_at(tensor: SourceTensor, offset: int) -> Tensor:
         file.seek(offset)
         if file.readinto(values.numpy().data) != values.numel():
             raise SpecDecError(f"`{tensor.file}` is damaged: it ends before its tensors do", hint="download it again")
-    return values.view(tensor.dtype).view(tensor.shape)
+    values = values.view(tensor.dtype).view(tensor.shape)
+    return values if tensor.rows is None else values[list(tensor.rows)]
 
 
 def read_tensors(model_dir: Path) -> list[SourceTensor]:

@@ -24,7 +24,7 @@ Settings = TypeVar("Settings", NgramDrafter, SuffixDrafter, DraftTargetDrafter, 
 
 _ENGINE_KEYS = (
     *("dtype", "build_config", "environment", "logits_check", "compiler_note"),
-    *("arithmetic", "batch_invariant"),
+    *("arithmetic", "batch_invariant", "quantization", "quality"),
 )
 
 

@@ -84,6 +84,14 @@ class BuildOptions:
         Literal["auto", "cpu", "cuda"],
         typer.Option(help="What the engine runs on; `auto` is a GPU where there is one.", rich_help_panel=RUNTIME),
     ] = "auto"
+    quality_text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text on which rounded weights are compared with the model that they were rounded from: 2,000 tokens.",
+            rich_help_panel=INPUT,
+            show_default="the demo's articles for the demo",
+        ),
+    ] = None
     force: Force = False
 
     def config(self, max_seq_len: int) -> BuildConfig:

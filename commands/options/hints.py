@@ -61,6 +61,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_positions": "give `--max-seq-len`",
     "no_room_for_output": ("raise `--max-seq-len`", "lower `--max-input-len`"),
     "no_step_costs": f"{_BUILD_AGAIN}, with memory free for a K/V cache to measure them with",
+    "no_unrounded": ("leave `--quality-text` out", "convert the model again: `specdec convert --qformat FORMAT`"),
     "no_token_left": "relax the penalties, `--no-repeat-ngram-size` or `--bad-words`",
     "no_tokenizer": "`--tokenizer-dir` names one",
     "none_fits": "give shorter ones, or build for longer ones: `specdec build --max-input-len N --max-seq-len N`",

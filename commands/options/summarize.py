@@ -139,6 +139,16 @@ class SummarizeResults:
         float | None,
         typer.Option(min=0.0, max=100.0, help="ROUGE-1 x 100 to reach.", rich_help_panel=OUTPUT, show_default="15.0"),
     ] = None
+    rouge1_max_loss: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=100.0,
+            help="With `--check-accuracy` and `--test-hf`: ROUGE-1 x 100 the engine may have less than it.",
+            rich_help_panel=OUTPUT,
+            show_default="no limit",
+        ),
+    ] = None
     check_lossless: CheckLossless = False
     stats: Stats = "summary"
     report: Report = None
@@ -154,8 +164,14 @@ class SummarizeResults:
     def threshold(self) -> float:
         return _DEFAULT_THRESHOLD if self.rouge1_threshold is None else self.rouge1_threshold
 
-    def check(self, *, test_engine: bool) -> None:
+    def check(self, *, test_engine: bool, test_hf: bool) -> None:
         """UsageError for what is the engine's where it is not run."""
+        if self.rouge1_max_loss is not None:
+            given = f"`--rouge1-max-loss {self.rouge1_max_loss:g}`"
+            if not self.check_accuracy:
+                raise UsageError(f"{given} needs `--check-accuracy`", hint="`--check-accuracy`")
+            if not test_hf:
+                raise UsageError(f"{given} compares with Hugging Face", hint="`--test-hf`, `--hf-model-dir`")
         if self.rouge1_threshold is not None and not self.check_accuracy:
             warn(f"`--rouge1-threshold` has no effect without `--check-accuracy`: {self.rouge1_threshold:g}")
         if test_engine:

@@ -1,6 +1,8 @@
 """How a checkpoint's or an engine's weights are rounded, and what that changed, in a line each."""
 
-from runtime.config import Quality, Quantization
+from typing import Any
+
+from runtime.config import Quantization
 
 
 def described(found: Quantization) -> str:
@@ -16,8 +18,9 @@ def described(found: Quantization) -> str:
     return " and ".join(pieces)
 
 
-def described_quality(quality: Quality) -> str:
+def described_quality(quality: dict[str, Any]) -> str:
+    """Of its JSON."""
     return (
-        f"KL divergence {quality.mean_kl:.2g}, the same first token at {quality.top1_agreement:.2%} of "
-        f"{quality.num_tokens:,} tokens of {quality.text}, from {quality.unrounded} unrounded"
+        f"KL divergence {quality['mean_kl']:.2g} from {quality['unrounded']} unrounded, the same most probable token at "
+        f"{quality['top1_agreement']:.2%} of {quality['num_tokens']:,} tokens of {quality['text']}"
     )

@@ -11,6 +11,7 @@ from commands.inputs.dataset import Sample
 from commands.output import Output, columns_with_values, milliseconds, number, percent, speedup_line, visible
 from commands.tables.details import show_details
 from commands.tables.lossless import lossless_lines
+from commands.tables.precision import described_quality
 from runtime.evaluation.steps import tokens_per_step
 from runtime.evaluation.systems import SampleRun, SystemRun
 
@@ -145,7 +146,9 @@ def _speedup_lines(document: dict[str, Any]) -> list[str]:
 
 def _check_lines(document: dict[str, Any]) -> list[str]:
     lines = []
-    checks = document["checks"]
+    checks, quality = document["checks"], document["engine"]["quality"]
+    if quality is not None:
+        lines.append(f"rounding: {described_quality(quality)}")
     for key, title in (("identical_to_no_drafter", "the engine without drafter"), ("identical_to_hf", "Hugging Face")):
         if key in checks:
             lines.append(
@@ -158,5 +161,8 @@ def _check_lines(document: dict[str, Any]) -> list[str]:
     if "accuracy" in checks:
         check = checks["accuracy"]
         result = "passed" if check["passed"] else "FAILED"
-        lines.append(f"accuracy check {result}: ROUGE-1 {check['rouge1']:.2f}, threshold {check['threshold']:g}")
+        lost = ""
+        if "hf_rouge1" in check:
+            lost = f"; Hugging Face's {check['hf_rouge1']:.2f}, and {check['max_loss']:g} less is allowed"
+        lines.append(f"accuracy check {result}: ROUGE-1 {check['rouge1']:.2f}, threshold {check['threshold']:g}{lost}")
     return lines

@@ -119,6 +119,12 @@ def find_layers(
         raise SpecDecError(
             f"config.json says that weights are quantized ({found.name}), and none are: {model_dir}", hint=_DAMAGED
         )
+    check_shapes(layers, shapes, model_dir)
+    return layers, [tensor for tensor in others if not _is_foreign_bias(tensor, layers, shapes)]
+
+
+def check_shapes(layers: Mapping[str, RoundedLayer], shapes: Mapping[str, tuple[int, ...]], model_dir: Path) -> None:
+    """SpecDecError for a layer of another shape than its config makes it."""
     for name, layer in layers.items():
         shape = layer.read({part: tensor.without_values() for part, tensor in layer.parts.items()}).shape
         if shapes.get(f"{name}.weight", shape) != shape:
@@ -127,7 +133,6 @@ def find_layers(
                 f"{list(shapes[f'{name}.weight'])}: {model_dir}",
                 hint="download or save the model again",
             )
-    return layers, [tensor for tensor in others if not _is_foreign_bias(tensor, layers, shapes)]
 
 
 def _is_foreign_bias(tensor: SourceTensor, layers: Mapping[str, object], shapes: Mapping[str, object]) -> bool:

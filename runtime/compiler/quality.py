@@ -1,0 +1,99 @@
+"""What rounding changed: the probabilities of a model with rounded weights beside those of the model as it was."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from runtime.checkpoint_dir import open_checkpoint
+from runtime.checksums import CONFIG, config_digest
+from runtime.compiler.model import load_model, num_positions, parse_pretrained_config
+from runtime.config import CheckpointConfig, EngineConfig, Quality, as_json
+from runtime.errors import SpecDecError
+from runtime.files import write_json
+from runtime.models import read_model_config, resolve_model
+from runtime.reading import read_utf8
+from runtime.text import encode_text, load_tokenizer
+
+_NUM_TOKENS = 2000
+_WINDOW = 500  # tokens that are computed at once, and see each other
+DEMO_TEXT = "the demo's articles"
+
+
+def quality_text(checkpoint: CheckpointConfig, file: Path | None) -> tuple[str, str] | None:
+    """The text to compare on, and what it is called; None where there is none, or nothing to compare with.
+
+    The demo has a text of its own. SpecDecError for a file that is given and cannot be used.
+    """
+    unrounded = None if checkpoint.quantization is None else checkpoint.quantization.unrounded
+    if file is not None:
+        text = read_utf8(file)
+        if unrounded is None:
+            raise SpecDecError(
+                "the checkpoint does not know the model that it was rounded from, to compare it with",
+                hint="it was not rounded when it was converted; leave the text out",
+                fact="no_unrounded",
+            )
+        return text, file.name
+    if unrounded is None or Path(unrounded) != resolve_model("demo").resolve():
+        return None
+    articles = Path(str(files("runtime") / "demo" / "articles.jsonl")).read_text(encoding="utf-8").splitlines()
+    return "\n\n".join(json.loads(line)["article"] for line in articles), DEMO_TEXT
+
+
+def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
+    """Both models on the first 2,000 tokens of a text, in the checkpoint's dtype, by transformers.
+
+    SpecDecError if the unrounded model is no longer where it was, or is another one.
+    """
+    checkpoint = open_checkpoint(checkpoint_dir)
+    assert checkpoint.quantization is not None and checkpoint.quantization.unrounded is not None
+    unrounded_dir = Path(checkpoint.quantization.unrounded)
+    if not unrounded_dir.is_dir() or read_model_config(unrounded_dir) != checkpoint.pretrained_config:
+        raise SpecDecError(
+            f"the model that the checkpoint was rounded from is no longer there: {unrounded_dir}",
+            hint="convert it again, or leave the text out",
+            fact="no_unrounded",
+        )
+    pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / CONFIG))
+    tokens = encode_text(load_tokenizer(checkpoint_dir, checkpoint.pretrained_config), text)[:_NUM_TOKENS]
+    if len(tokens) < 2:
+        raise SpecDecError(f"the text has too few tokens to compare on: {len(tokens)}", hint="give a longer one")
+    dtype = getattr(torch, checkpoint.dtype)
+    rounded = load_model(pretrained, checkpoint_dir / "rank0.safetensors", dtype, "eager")
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    unrounded = AutoModelForCausalLM.from_pretrained(
+        unrounded_dir, dtype=dtype, attn_implementation="eager", local_files_only=True, trust_remote_code=False
+    ).eval()
+    window = min(_WINDOW, num_positions(pretrained) or _WINDOW)
+    divergence, num_same = 0.0, 0
+    for ours, theirs in zip(_log_probs(rounded, tokens, window), _log_probs(unrounded, tokens, window), strict=True):
+        divergence += float((theirs.exp() * (theirs - ours)).sum())
+        num_same += int((theirs.argmax(-1) == ours.argmax(-1)).sum())
+    return Quality(len(tokens), divergence / len(tokens), num_same / len(tokens), _shown(unrounded_dir), name)
+
+
+def _shown(unrounded_dir: Path) -> str:
+    return "demo" if unrounded_dir == resolve_model("demo").resolve() else str(unrounded_dir)
+
+
+def _log_probs(model: PreTrainedModel, tokens: list[int], window: int) -> Iterator[Tensor]:
+    """(window, vocab) float32, window by window."""
+    for start in range(0, len(tokens), window):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([tokens[start : start + window]]), use_cache=False).logits[0]
+        yield logits.float().log_softmax(-1)
+
+
+def record_quality(engine_dir: Path, config: EngineConfig, quality: Quality) -> EngineConfig:
+    """Write into an engine's `config.json` what its checkpoint's rounding changed."""
+    config = dataclasses.replace(config, quality=quality)
+    config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
+    write_json(engine_dir / CONFIG, as_json(config))
+    return config

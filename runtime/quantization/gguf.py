@@ -1,0 +1,145 @@
+"""A GGUF file's tensors as weights in few bits: the same numbers, blocks taken apart into integers and scales.
+
+What a block is, is in `ggml-common.h` of llama.cpp; the `gguf` package reads the same.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.gguf import BlockType, GGUFTensor, name_of, read_gguf, rows_of
+from runtime.quantization.planning import RoundedLayer
+from runtime.quantization.unpacking import signed
+from runtime.quantization.weight import QuantizedWeight, pack_int4
+from runtime.source import SourceTensor
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BLOCKS = "blocks"
+
+
+def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, RoundedLayer], list[SourceTensor]]:
+    """The weights in few bits, and the tensors that stand for themselves, by the names that the model has for them.
+
+    Embeddings in few bits are among the first: what no linear layer takes is written as the numbers that it means.
+    """
+    layers, floats = {}, []
+    for tensor in read_gguf(path).tensors.values():
+        source = _source(tensor, name_of(tensor, path), path, rows_of(tensor, config))
+        if tensor.type.name in _FLOATS:
+            floats.append(source)
+        else:
+            read = partial(_read, tensor.type)
+            layers[source.name.removesuffix(".weight")] = RoundedLayer({_BLOCKS: source}, read, "MIXED_PRECISION")
+    return layers, floats
+
+
+def _source(tensor: GGUFTensor, name: str, path: Path, rows: tuple[int, ...] | None) -> SourceTensor:
+    if tensor.type.name in _FLOATS:
+        return SourceTensor(name, tensor.name, path, tensor.shape, _FLOATS[tensor.type.name], tensor.offset, rows)
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // tensor.type.num_numbers * tensor.type.num_bytes)
+    return SourceTensor(name, tensor.name, path, shape, torch.uint8, tensor.offset, rows)
+
+
+def _read(kind: BlockType, parts: dict[str, Tensor]) -> QuantizedWeight:
+    data = parts[_BLOCKS]
+    blocks = data.view(data.shape[0], -1, kind.num_bytes)
+    return _READERS[kind.name](blocks)
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """(rows, blocks) float16, the two bytes from `start`."""
+    return blocks[..., start : start + 2].contiguous().view(torch.float16)[..., 0]
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    """(..., 2 x bytes): the lower halves of all bytes, then the upper ones."""
+    return torch.cat((data & 15, data >> 4), dim=-1)
+
+
+def _few(counts: Tensor, scales: Tensor, offsets: Tensor | None = None) -> QuantizedWeight:
+    """Of (rows, groups, group_size) counts from 0 to 15."""
+    values = pack_int4(signed(counts.flatten(1), 4))
+    return QuantizedWeight(values, scales.contiguous(), offsets=None if offsets is None else offsets.contiguous())
+
+
+def _q8_0(blocks: Tensor) -> QuantizedWeight:
+    return QuantizedWeight(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks, 0))
+
+
+def _q4_0(blocks: Tensor) -> QuantizedWeight:
+    return _few(_nibbles(blocks[..., 2:]), _half(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> QuantizedWeight:
+    return _few(_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2).float())
+
+
+def _q5_0(blocks: Tensor) -> QuantizedWeight:
+    high = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1
+    counts = _nibbles(blocks[..., 6:]) | high.flatten(-2) << 4
+    return QuantizedWeight((counts.to(torch.int8) - 16).flatten(1), _half(blocks, 0))
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, 8 x blocks) float32 each of Q4_K and Q5_K, whose 12 bytes from the fourth on hold 16 numbers of 6 bits."""
+    low, minimum, both = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=-1)
+    minima = torch.cat((minimum & 63, both >> 4 | minimum >> 2 & 48), dim=-1)
+    of_all = _half(blocks, 0).float()[..., None], _half(blocks, 2).float()[..., None]
+    return (of_all[0] * scales.float()).flatten(1), (of_all[1] * minima.float()).flatten(1)
+
+
+def _by_pairs(data: Tensor) -> Tensor:
+    """(rows, groups of 32): of each 32 bytes the lower halves are a group, and the upper ones the next."""
+    return _nibbles(data.unflatten(-1, (-1, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+
+
+def _q4_k(blocks: Tensor) -> QuantizedWeight:
+    scales, minima = _scales_and_minima(blocks)
+    return _few(_by_pairs(blocks[..., 16:]).flatten(1), scales, -minima)
+
+
+def _q5_k(blocks: Tensor) -> QuantizedWeight:
+    scales, minima = _scales_and_minima(blocks)
+    bits = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
+    high = blocks[..., None, 16:48] >> bits & 1
+    counts = _by_pairs(blocks[..., 48:]) | high << 4
+    return QuantizedWeight(signed(counts.flatten(1), 8), scales, offsets=-minima)
+
+
+def _q6_k(blocks: Tensor) -> QuantizedWeight:
+    low = blocks[..., :128].unflatten(-1, (2, 1, 64)) >> _shifts(blocks, 0, 4) & 15
+    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> _shifts(blocks, 0, 2, 4, 6) & 3
+    counts = low.flatten(-3) | high.flatten(-3) << 4
+    scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
+    scales = (_half(blocks, 208).float()[..., None] * scales).flatten(1)
+    return QuantizedWeight((counts.to(torch.int8) - 32).flatten(1), scales)
+
+
+def _shifts(like: Tensor, *shifts: int) -> Tensor:
+    return torch.tensor(shifts, dtype=torch.uint8, device=like.device)[:, None]
+
+
+_READERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+}  # fmt: skip
+
+
+def save_gguf_tokenizer(path: Path, directory: Path) -> bool:
+    """Write the tokenizer that the file describes, as transformers reads it; False where it describes none."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    if "tokenizer.ggml.tokens" not in read_gguf(path).metadata:
+        return False
+    try:
+        architecture, tokenizer, settings = get_gguf_tokenizer(str(path))
+        backend, _ = convert_gguf_tokenizer(architecture, tokenizer)
+        PreTrainedTokenizerFast(tokenizer_object=backend, **settings).save_pretrained(directory)
+    except (KeyError, ValueError, IndexError, TypeError):
+        return False
+    return True

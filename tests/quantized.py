@@ -1,0 +1,255 @@
+"""Models in the formats in which others save rounded weights: made by their libraries where these make them, and of
+random bits otherwise, of which every pattern is a number. What they mean is told by the libraries' own code."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.entrypoints.convert import AutoAWQConverter
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import save_file
+from tiny import make_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+Meant = dict[str, Tensor]
+"""The numbers that a weight means, by its name."""
+
+HIDDEN, INTERMEDIATE = 64, 128
+
+
+def small_model(**overrides: Any) -> PreTrainedModel:
+    """Wide enough for groups."""
+    settings = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "attention_bias": False, "mlp_bias": False}
+    return make_model("llama", **(settings | overrides))
+
+
+def layers_of(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of the linear layers within blocks."""
+    modules = model.named_modules()
+    return {name: module.weight.data for name, module in modules if isinstance(module, nn.Linear) and "layers" in name}
+
+
+def save_quantized(
+    model: PreTrainedModel, directory: Path, tensors: dict[str, Tensor], quantization: dict[str, Any]
+) -> None:
+    """The model's directory with `tensors` in the place of its layers' weights."""
+    model.save_pretrained(directory)
+    others = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name.removesuffix(".weight") not in layers_of(model)
+    }
+    save_file(others | {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+def random_words(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, generator=generator)
+
+
+def random_scales(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return (torch.rand(shape, generator=generator) * 0.05 + 0.01).to(dtype)
+
+
+# compressed-tensors
+
+
+def save_compressed(directory: Path, layout: str, weights: dict[str, Any], dtype: torch.dtype) -> Meant:
+    """By the library's own compressor, and what its decompressor makes of it."""
+    model = small_model().to(dtype)
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    compressor = BaseCompressor.get_value_from_registry(layout)
+    tensors, meant = {}, {}
+    for name, weight in layers_of(model).items():
+        state = {"weight": weight, **_scales_and_zeros(weight, scheme.weights)}
+        compressed = compressor.compress(state, scheme)
+        tensors |= {f"{name}.{part}": tensor for part, tensor in compressed.items()}
+        meant[name] = compressor.decompress(compressed, scheme)["weight"]
+    group = {"targets": ["Linear"], "weights": scheme.weights.model_dump(mode="json"), "format": layout}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    save_quantized(model, directory, tensors, said)
+    return meant
+
+
+def _scales_and_zeros(weight: Tensor, args: Any) -> dict[str, Tensor]:
+    """Those that just hold the weight's numbers."""
+    outputs, inputs = weight.shape
+    if args.strategy == "block":
+        rows, columns = args.block_structure
+        blocks = weight.view(outputs // rows, rows, inputs // columns, columns)
+        return {"weight_scale": (blocks.abs().amax((1, 3)) / 448).to(weight.dtype)}
+    groups = weight.view(outputs, -1, args.group_size or inputs)
+    if args.strategy == "tensor":
+        groups = weight.view(1, 1, -1)
+    if args.type == "float":
+        return {"weight_scale": groups.abs().amax(-1) / 448}
+    if args.symmetric:
+        return {"weight_scale": groups.abs().amax(-1) / (2 ** (args.num_bits - 1) - 1)}
+    scales = (groups.amax(-1) - groups.amin(-1)) / (2**args.num_bits - 1)
+    zeros = (-(2 ** (args.num_bits - 1)) - groups.amin(-1) / scales).round()
+    low, high = -(2 ** (args.num_bits - 1)), 2 ** (args.num_bits - 1) - 1
+    return {"weight_scale": scales, "weight_zero_point": zeros.clamp(low, high).to(torch.int8)}
+
+
+# AWQ and GPTQ
+
+
+def save_awq(directory: Path, group_size: int) -> Meant:
+    """Of random bits; what they mean is what compressed-tensors' converter makes of AutoAWQ's files."""
+    model, generator = small_model().half(), torch.Generator().manual_seed(1)
+    said = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm"}
+    tensors: dict[str, Tensor] = {}
+    for name, weight in layers_of(model).items():
+        outputs, inputs = weight.shape
+        groups = inputs // group_size
+        tensors[f"{name}.qweight"] = random_words(generator, inputs, outputs // 8)
+        tensors[f"{name}.qzeros"] = random_words(generator, groups, outputs // 8)
+        tensors[f"{name}.scales"] = random_scales(generator, groups, outputs)
+    save_quantized(model, directory, tensors, said)
+    converted = AutoAWQConverter.from_autoawq_config(said).process(dict(tensors))
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(num_bits=4, symmetric=False, group_size=group_size, strategy="group"),
+    )
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    return {name: compressor.decompress(_parts(converted, name), scheme)["weight"] for name in layers_of(model)}
+
+
+def _parts(tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{layer}."): tensor for name, tensor in tensors.items() if name.startswith(f"{layer}.")}
+
+
+def save_gptq(directory: Path, bits: int, group_size: int, *, desc_act: bool, layout: str = "gptq") -> Meant:
+    """Of random bits; what they mean is computed number by number, as GPTQ's paper and AutoGPTQ define them."""
+    model, generator = small_model().half(), torch.Generator().manual_seed(2)
+    said = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": desc_act, "sym": False}
+    tensors, meant = {}, {}
+    for name, weight in layers_of(model).items():
+        outputs, inputs = weight.shape
+        groups, per_word = inputs // group_size, 32 // bits
+        words = random_words(generator, inputs // per_word, outputs)
+        zero_words = random_words(generator, groups, outputs // per_word)
+        scales = random_scales(generator, groups, outputs)
+        g_idx = torch.arange(inputs, dtype=torch.int32) // group_size
+        if desc_act:
+            g_idx = g_idx[torch.randperm(inputs, generator=generator)]
+        parts = {"qweight": words, "qzeros": zero_words, "scales": scales, "g_idx": g_idx, "bias": torch.zeros(outputs)}
+        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        meant[name] = _by_definition(words, zero_words, scales, g_idx, bits, 1 if layout == "gptq" else 0)
+    save_quantized(model, directory, tensors, said | {"checkpoint_format": layout})
+    return meant
+
+
+def _by_definition(words: Tensor, zero_words: Tensor, scales: Tensor, g_idx: Tensor, bits: int, added: int) -> Tensor:
+    per_word, outputs, inputs = 32 // bits, words.shape[1], len(g_idx)
+    packed, packed_zeros = words.numpy().astype(np.uint32), zero_words.numpy().astype(np.uint32)
+    weight = torch.empty(outputs, inputs, dtype=torch.float16)
+    for k in range(inputs):
+        group = int(g_idx[k])
+        for n in range(outputs):
+            value = int(packed[k // per_word, n]) >> (k % per_word * bits) & (2**bits - 1)
+            zero = (int(packed_zeros[group, n // per_word]) >> (n % per_word * bits) & (2**bits - 1)) + added
+            weight[n, k] = (value - zero) * scales[group, n]
+    return weight
+
+
+# FP8
+
+
+def save_fp8(directory: Path, block: tuple[int, int] | None) -> Meant:
+    """By blocks or a scale for each weight, read by transformers' own code."""
+    model = small_model().bfloat16()
+    tensors, meant = {}, {}
+    for name, weight in layers_of(model).items():
+        rows, columns = block or tuple(weight.shape)
+        blocks = weight.float().view(weight.shape[0] // rows, rows, weight.shape[1] // columns, columns)
+        scales = blocks.abs().amax((1, 3)) / 448
+        values = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(weight.shape)
+        tensors |= {f"{name}.weight": values, f"{name}.weight_scale_inv": scales if block else scales.view(1)}
+        meant[name] = Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
+    said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block) if block else None}
+    save_quantized(model, directory, tensors, said)
+    return meant
+
+
+# GGUF
+
+Q = gguf.GGMLQuantizationType
+_RANDOM_ONLY = {Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,)}
+"""Those that the package does not make: where in a block its float16 numbers are, which random bits might make NaN."""
+
+
+def save_gguf(
+    path: Path, kind: Q, *, architecture: str = "llama", edit: Callable[[gguf.GGUFWriter], None] | None = None
+) -> Meant:
+    """A model whose layers are of one type, and its embeddings of Q8_0; what the package makes of them."""
+    family = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}[architecture]
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
+    biases = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
+    model, rng = make_model(family, **sizes, **biases), np.random.default_rng(3)
+    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(64)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    meant: Meant = {}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        weight = tensor.numpy()
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            weight = _as_llama_cpp_orders(weight, heads)
+        stored = kind if weight.ndim == 2 and "embed" not in name else Q.Q8_0 if weight.ndim == 2 else Q.F32
+        data = _stored(weight, stored, rng)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=stored)
+        values = gguf.dequantize(data, stored).reshape(weight.shape)
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            values = _in_halves(values, heads)
+        meant[name] = torch.from_numpy(values.copy())
+    if edit is not None:
+        edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return meant
+
+
+def _stored(weight: np.ndarray, kind: Q, rng: np.random.Generator) -> np.ndarray:
+    if kind not in _RANDOM_ONLY:
+        return gguf.quantize(weight, kind)
+    numbers, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (weight.shape[0], weight.shape[1] // numbers, num_bytes), dtype=np.uint8)
+    for place in _RANDOM_ONLY[kind]:
+        scales = (rng.random(blocks.shape[:2]) * 0.002 + 0.0005).astype(np.float16)
+        blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(weight.shape[0], -1)
+
+
+def _as_llama_cpp_orders(weight: np.ndarray, heads: int) -> np.ndarray:
+    """`permute` of llama.cpp's convert_hf_to_gguf.py."""
+    shape = (heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape))
+
+
+def _in_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    shape = (heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    return weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape)

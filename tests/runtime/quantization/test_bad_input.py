@@ -1,0 +1,324 @@
+"""Rounded models that are damaged, foreign or of formats that are not read: one error each, and nothing is written."""
+
+import json
+import struct
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized import Q, save_awq, save_compressed, save_fp8, save_gguf, save_gptq, small_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from runtime.artefacts import check_directory
+from runtime.checkpoint import convert
+from runtime.config import Precision
+from runtime.errors import SpecDecError
+from runtime.gguf import read_gguf
+from runtime.models import read_model_config, resolve_model
+
+Q_PROJ, DOWN_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+save_int4 = partial(save_compressed, layout="pack-quantized", weights=INT4, dtype=torch.float16)
+save_float = partial(save_compressed, layout="float-quantized", weights=FP8, dtype=torch.float32)
+
+
+def edit_tensors(model_dir: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    edit(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, model_dir / "model.safetensors")
+
+
+def edit_quantization(model_dir: Path, **settings: Any) -> None:
+    path = model_dir / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= settings
+    path.write_text(json.dumps(config))
+
+
+def edit_weights(model_dir: Path, **settings: Any) -> None:
+    path = model_dir / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= settings
+    path.write_text(json.dumps(config))
+
+
+def replace(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    return lambda model_dir: edit_tensors(model_dir, lambda tensors: tensors.update({name: make(tensors[name])}))
+
+
+def drop(name: str) -> Callable[[Path], None]:
+    return lambda model_dir: edit_tensors(model_dir, lambda tensors: tensors.pop(name))
+
+
+def with_value(value: float) -> Callable[[Tensor], Tensor]:
+    def make(tensor: Tensor) -> Tensor:
+        tensor.view(-1)[3] = value
+        return tensor
+
+    return make
+
+
+DAMAGES = [
+    ("scales missing", save_awq, drop(f"{Q_PROJ}.scales"), f"is missing: {Q_PROJ}.scales"),
+    ("zeros missing", save_awq, drop(f"{Q_PROJ}.qzeros"), f"is missing: {Q_PROJ}.qzeros"),
+    ("weights missing", save_awq, drop(f"{Q_PROJ}.qweight"), "missing"),
+    ("scales missing, packed", save_int4, drop(f"{DOWN_PROJ}.weight_scale"), f"is missing: {DOWN_PROJ}.weight_scale"),
+    ("scales missing, FP8", save_float, drop(f"{DOWN_PROJ}.weight_scale"), f"is missing: {DOWN_PROJ}.weight_scale"),
+    ("order missing", save_gptq, drop(f"{Q_PROJ}.g_idx"), f"is missing: {Q_PROJ}.g_idx"),
+    (
+        "wrong group size",
+        save_awq,
+        lambda d: edit_quantization(d, group_size=16),
+        "config.json says groups of 16, of which",
+    ),
+    (
+        "groups that do not divide",
+        save_awq,
+        lambda d: edit_quantization(d, group_size=48),
+        "groups of 48 do not divide",
+    ),
+    ("wrong group size, packed", save_int4, lambda d: edit_weights(d, group_size=64), "config.json says groups of 64"),
+    ("wrong number of bits", save_gptq, lambda d: edit_quantization(d, bits=8), "config.json says groups of"),
+    (
+        "NaN scales",
+        save_awq,
+        replace(f"{Q_PROJ}.scales", with_value(float("nan"))),
+        f"the scales of `{Q_PROJ}` are NaN",
+    ),
+    ("infinite scales", save_float, replace(f"{Q_PROJ}.weight_scale", with_value(float("inf"))), "are NaN or infinite"),
+    (
+        "NaN weights",
+        save_float,
+        replace(f"{Q_PROJ}.weight", lambda t: t.float().fill_(float("nan")).to(torch.float8_e4m3fn)),
+        f"numbers of `{Q_PROJ}` are NaN",
+    ),
+    ("odd shape", save_awq, replace(f"{Q_PROJ}.qweight", lambda t: t[:-1]), f"`{Q_PROJ}`"),
+    (
+        "scales of another shape",
+        save_awq,
+        replace(f"{Q_PROJ}.scales", lambda t: t[:, :-1]),
+        f"the scales of `{Q_PROJ}`",
+    ),
+    ("zeros of another shape", save_awq, replace(f"{Q_PROJ}.qzeros", lambda t: t[:, :-1]), f"the scales of `{Q_PROJ}`"),
+    ("weights of floats", save_awq, replace(f"{Q_PROJ}.qweight", lambda t: t.float()), "should be a table of 32-bit"),
+    ("scales of integers", save_awq, replace(f"{Q_PROJ}.scales", lambda t: t.int()), "are no floating-point numbers"),
+    (
+        "another layer's weights",
+        save_awq,
+        replace(f"{Q_PROJ}.qweight", lambda t: torch.cat((t, t), 1)),
+        f"`{Q_PROJ}`",
+    ),
+    (
+        "uneven groups",
+        save_gptq,
+        replace(f"{Q_PROJ}.g_idx", lambda t: torch.zeros_like(t)),
+        "are not of 32 inputs each",
+    ),
+    (
+        "zero points though symmetric",
+        save_gptq,
+        lambda d: edit_quantization(d, sym=True),
+        "config.json says `sym`, and zero points of",
+    ),
+    (
+        "packed shape",
+        save_int4,
+        replace(f"{Q_PROJ}.weight_shape", lambda t: t + 1),
+        f"`{Q_PROJ}.weight_shape` is",
+    ),
+    ("no quantized layer", save_awq, lambda d: small_again(d), "says that weights are quantized .AWQ., and none are"),
+    ("no method", save_awq, lambda d: edit_quantization(d, quant_method=None), "by a method that it does not name"),
+    ("no groups", save_int4, lambda d: edit_quantization(d, config_groups=None), "does not say how the weights are"),
+    ("bits of text", save_gptq, lambda d: edit_quantization(d, bits="four"), "GPTQ weights of four bits are not read"),
+]
+
+
+def small_again(model_dir: Path) -> None:
+    """Unrounded weights under a config that says rounded ones."""
+    save_file(small_model().half().state_dict(), model_dir / "model.safetensors")
+
+
+SAVERS: dict[Any, Callable[[Path], Any]] = {
+    save_awq: partial(save_awq, group_size=32),
+    save_gptq: partial(save_gptq, bits=4, group_size=32, desc_act=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("save", "damage", "message"), [case[1:] for case in DAMAGES], ids=[case[0] for case in DAMAGES]
+)
+def test_damaged_quantized_model_is_one_error(
+    save: Callable[[Path], Any], damage: Callable[[Path], Any], message: str, tmp_path: Path
+) -> None:
+    SAVERS.get(save, save)(tmp_path / "model")
+    damage(tmp_path / "model")
+    refuse(tmp_path / "model", tmp_path, message)
+
+
+def refuse(model: Path, tmp_path: Path, message: str, **settings: Any) -> None:
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(SpecDecError, match=message) as error:
+        convert(model, tmp_path / "out", None, replace=False, progress=lambda done, total: None, **settings)
+    assert error.value.hint and "\n" not in error.value.message
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+UNREAD = [
+    (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        "weights quantized by bitsandbytes in 4 bits are not read",
+    ),
+    (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "weights quantized by bitsandbytes in 8 bits are not read",
+    ),
+    ({"quant_method": "mxfp4"}, "weights quantized by MXFP4 are not read"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "weights quantized by ModelOpt .NVFP4. are not read"),
+    ({"quant_method": "hqq"}, "weights quantized by hqq are not read"),
+    ({"quant_method": "awq", "version": "gemv"}, "AWQ weights in the layout `gemv` are not read"),
+    ({"quant_method": "awq", "bits": 8}, "AWQ weights of 8 bits are not read"),
+    ({"quant_method": "gptq", "bits": 3}, "GPTQ weights of 3 bits are not read"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ weights in the layout `marlin`"),
+    ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "FP8 weights with scales that are powers of two"),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"weights": {"num_bits": 4, "type": "float"}, "format": "nvfp4-pack-quantized"}},
+        },
+        "compressed-tensors weights in the layout `nvfp4-pack-quantized` are not read",
+    ),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"g": {"weights": {"num_bits": 3, "type": "int"}}},
+        },
+        "compressed-tensors weights of 3 bits .int. are not read",
+    ),
+    ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}}, "stored as sparse"),
+    ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}}, "that were rotated"),
+]
+
+
+@pytest.mark.parametrize(("said", "message"), UNREAD, ids=[message[:40] for _, message in UNREAD])
+def test_format_that_is_not_read_is_named(said: dict[str, Any], message: str, tmp_path: Path) -> None:
+    small_model().save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    refuse(tmp_path / "model", tmp_path, message)
+
+
+def test_fp8_without_a_config_is_not_taken_for_numbers(tmp_path: Path) -> None:
+    save_fp8(tmp_path / "model", None)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    refuse(tmp_path / "model", tmp_path, "is saved in float8_e4m3fn, without a config that says what")
+
+
+# GGUF
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    path.write_bytes(path.read_bytes()[:num_bytes])
+
+
+def with_bytes(path: Path, start: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[start : start + len(data)] = data
+    path.write_bytes(content)
+
+
+GGUF_DAMAGES = [
+    ("empty", lambda p: cut(p, 0), "is damaged: it ends within its header"),
+    ("magic alone", lambda p: cut(p, 4), "is damaged: it ends within its header"),
+    ("within the header", lambda p: cut(p, 200), "is damaged: it ends within its header"),
+    ("within a tensor", lambda p: cut(p, p.stat().st_size - 3000), "is damaged: it ends before `.*` does"),
+    ("a web page", lambda p: p.write_bytes(b"<html>" * 99), "this is not a GGUF file"),
+    ("another version", lambda p: with_bytes(p, 4, struct.pack("<I", 1)), "GGUF files of version 1 are not read"),
+    ("other byte order", lambda p: with_bytes(p, 4, struct.pack(">I", 3)), "GGUF files of version 50331648"),
+    ("a count beyond all", lambda p: with_bytes(p, 8, b"\xff" * 8), "is damaged: it says that it holds"),
+    ("a text beyond the file", lambda p: with_bytes(p, 24, b"\xff\xff\xff\x7f" + b"\0" * 4), "is damaged: it says"),
+    ("another family", lambda p: p.write_bytes(p.read_bytes().replace(b"llama", b"bloom")), "`bloom`"),
+    (
+        "a foreign tensor",
+        lambda p: p.write_bytes(p.read_bytes().replace(b"attn_v", b"attn_x")),
+        "that its model has not",
+    ),
+    (
+        "no layers",
+        lambda p: p.write_bytes(p.read_bytes().replace(b"llama.block_count", b"llama.clock_count")),
+        "lacks a value",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    save_gguf(path, Q.Q4_0)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"), [case[1:] for case in GGUF_DAMAGES], ids=[case[0] for case in GGUF_DAMAGES]
+)
+def test_damaged_gguf_is_one_error(
+    damage: Callable[[Path], Any], message: str, gguf_file: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_file)
+    damage(path)
+    read_gguf.cache_clear()
+    refuse(path, tmp_path, message)
+
+
+def test_gguf_is_found_by_its_name_only_where_it_is_a_file(tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="model directory does not exist: .*none.gguf"):
+        resolve_model(str(tmp_path / "none.gguf"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(SpecDecError, match="holds GGUF files and no config.json") as error:
+        read_model_config(tmp_path / "model")
+    assert error.value.hint == f"name one: {tmp_path / 'model' / 'q4.gguf'}"
+
+
+def test_gguf_type_that_is_not_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    save_gguf(path, Q.F32, edit=lambda writer: writer.add_tensor("blk.0.odd.weight", _q5_1(), raw_dtype=Q.Q5_1))
+    refuse(path, tmp_path, "`blk.0.odd.weight` is of a type that is not read, Q5_1")
+
+
+def _q5_1() -> Any:
+    import numpy as np
+
+    return np.zeros((4, 24), dtype=np.uint8)
+
+
+# A byte that is flipped
+
+
+@pytest.mark.parametrize("part", ["values", "scales", "zeros", "order"])
+def test_flipped_byte_of_each_kind_of_tensor_is_found(part: str, tmp_path: Path) -> None:
+    save_gptq(tmp_path / "model", 4, 32, desc_act=True)
+    convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+    path = tmp_path / "out" / "rank0.safetensors"
+    data = bytearray(path.read_bytes())
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    data[8 + length + header[f"{DOWN_PROJ}.weight_{part}"]["data_offsets"][0] + 2] ^= 16
+    path.write_bytes(data)
+    (found,) = [check for check in check_directory(tmp_path / "out").files if not check.is_sound]
+    assert (found.name, found.status) == ("rank0.safetensors", "changed")
+
+
+def test_quantized_model_is_not_rounded_again(tmp_path: Path) -> None:
+    save_fp8(tmp_path / "model", (32, 32))
+    refuse(
+        tmp_path / "model", tmp_path, "is quantized already .FP8., and not rounded to int8", precision=Precision("int8")
+    )

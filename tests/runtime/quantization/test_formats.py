@@ -1,0 +1,130 @@
+"""What others have rounded is read to the last bit: compared with what their own libraries make of the same files."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized import Meant, Q, save_awq, save_compressed, save_fp8, save_gguf, save_gptq
+from safetensors.torch import load_file
+
+from runtime.checkpoint import convert
+from runtime.config import CheckpointConfig, Precision
+from runtime.quantization.weight import take_quantized
+
+
+def run_convert(model: Path, output_dir: Path, **settings: Any) -> CheckpointConfig:
+    return convert(model, output_dir, None, replace=False, progress=lambda done, total: None, **settings)
+
+
+def assert_same_numbers(checkpoint_dir: Path, meant: Meant) -> None:
+    """Rounded to the dtype that the library gives; integers times scales are exact in float32."""
+    weights = take_quantized(load_file(checkpoint_dir / "rank0.safetensors"))
+    assert set(weights) == set(meant)
+    for name, weight in weights.items():
+        assert torch.equal(weight.dequantize(meant[name].dtype), meant[name]), name
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+COMPRESSED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("int4 in groups", "pack-quantized", INT4, "W4A16"),
+    ("int4 with zero points", "pack-quantized", INT4 | {"symmetric": False}, "W4A16"),
+    ("int4 by channel", "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}, "W4A16"),
+    (
+        "int4 by channel with zero points",
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": False},
+        "W4A16",
+    ),
+    ("int8 in groups, packed", "pack-quantized", INT4 | {"num_bits": 8}, "W8A16"),
+    ("int8 with zero points, packed", "pack-quantized", INT4 | {"num_bits": 8, "symmetric": False}, "W8A16"),
+    ("int8 by channel", "int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, "W8A16"),
+    (
+        "int8 by channel with zero points",
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False},
+        "W8A16",
+    ),
+    ("int8 of the whole weight", "int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor"}, "W8A16"),
+    ("FP8 by channel", "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, "FP8"),
+    ("FP8 of the whole weight", "float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, "FP8"),
+    (
+        "FP8 in blocks",
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32]},
+        "FP8_BLOCK_SCALES",
+    ),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "weights", "algorithm"), [case[1:] for case in COMPRESSED], ids=[case[0] for case in COMPRESSED]
+)
+def test_compressed_tensors_mean_what_the_library_says(
+    layout: str, weights: dict[str, Any], algorithm: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    meant = save_compressed(tmp_path / "model", layout, weights, dtype)
+    config = run_convert(tmp_path / "model", tmp_path / "out")
+    assert_same_numbers(tmp_path / "out", meant)
+    assert config.quantization is not None
+    assert (config.quantization.quant_algo, config.quantization.source) == (algorithm, "compressed-tensors")
+    assert config.quantization.has_zero_point == (not weights.get("symmetric", True))
+    assert config.quantization.group_size == weights.get("group_size", 32 if weights["strategy"] == "block" else None)
+    assert config.quantization.exclude_modules == ("lm_head",)
+    assert "quantization_config" not in config.pretrained_config
+
+
+OTHERS: list[tuple[str, Callable[[Path], Meant], str]] = [
+    ("AWQ", partial(save_awq, group_size=32), "W4A16_AWQ"),
+    ("AWQ of whole rows", partial(save_awq, group_size=64), "W4A16_AWQ"),
+    ("GPTQ", partial(save_gptq, bits=4, group_size=32, desc_act=False), "W4A16_GPTQ"),
+    ("GPTQ, inputs reordered", partial(save_gptq, bits=4, group_size=32, desc_act=True), "W4A16_GPTQ"),
+    ("GPTQ of 8 bits", partial(save_gptq, bits=8, group_size=64, desc_act=True), "W8A16_GPTQ"),
+    ("GPTQ v2", partial(save_gptq, bits=4, group_size=32, desc_act=False, layout="gptq_v2"), "W4A16_GPTQ"),
+    ("FP8 in blocks", partial(save_fp8, block=(32, 32)), "FP8_BLOCK_SCALES"),
+    ("FP8", partial(save_fp8, block=None), "FP8"),
+]
+
+
+@pytest.mark.parametrize(("save", "algorithm"), [case[1:] for case in OTHERS], ids=[case[0] for case in OTHERS])
+def test_other_formats_mean_what_their_libraries_say(
+    save: Callable[[Path], Meant], algorithm: str, tmp_path: Path
+) -> None:
+    meant = save(tmp_path / "model")
+    config = run_convert(tmp_path / "model", tmp_path / "out")
+    assert_same_numbers(tmp_path / "out", meant)
+    assert config.quantization is not None and config.quantization.quant_algo == algorithm
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "kind", [Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.F16, Q.BF16, Q.F32], ids=lambda kind: kind.name
+)
+def test_gguf_means_what_its_package_says(kind: Q, architecture: str, tmp_path: Path) -> None:
+    if architecture != "llama" and kind not in (Q.Q4_K, Q.F16):
+        pytest.skip("the blocks are read alike, whatever the family")
+    meant = save_gguf(tmp_path / "model.gguf", kind, architecture=architecture)
+    config = convert(
+        tmp_path / "model.gguf", tmp_path / "out", "float32", replace=False, progress=lambda done, total: None
+    )
+    tensors = load_file(tmp_path / "out" / "rank0.safetensors")
+    weights = take_quantized(tensors)
+    found = tensors | {f"{name}.weight": weight.dequantize() for name, weight in weights.items()}
+    assert set(found) == set(meant)
+    for name, values in meant.items():
+        assert torch.equal(found[name], values), name
+    is_rounded = kind not in (Q.F16, Q.BF16, Q.F32)
+    assert len(weights) == (8 if is_rounded else 0)
+    assert (config.quantization is not None) == is_rounded
+
+
+def test_rounding_is_not_repeated(tmp_path: Path) -> None:
+    from runtime.errors import SpecDecError
+
+    save_awq(tmp_path / "model", 32)
+    with pytest.raises(SpecDecError, match="the model is quantized already .AWQ., and not rounded to int4"):
+        run_convert(tmp_path / "model", tmp_path / "out", precision=Precision("int4", 32))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -1,0 +1,154 @@
+"""Rounding: values and scales mean what the format says, errors are as small as the nearest allows, sizes are told."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from quantized import INTERMEDIATE, layers_of, small_model
+from safetensors.torch import load_file
+from torch import Tensor
+
+from runtime.checkpoint import convert
+from runtime.config import CheckpointConfig, Precision, QuantFormat
+from runtime.errors import SpecDecError
+from runtime.quantization.rounding import group_size_for, round_weight
+from runtime.quantization.weight import QuantizedWeight, from_integers, take_quantized
+
+
+def run_convert(model_dir: Path, output_dir: Path, precision: Precision) -> CheckpointConfig:
+    return convert(model_dir, output_dir, None, replace=False, progress=lambda done, total: None, precision=precision)
+
+
+def meant_number_by_number(weight: QuantizedWeight) -> Tensor:
+    """The docstring's formula, one number after the other."""
+    (outputs, inputs), meant = weight.shape, torch.zeros(weight.shape)
+    for n, j in itertools.product(range(outputs), range(inputs)):
+        if weight.kind == "int4":
+            byte = int(weight.values[n, j // 2])
+            value = (byte >> 4 if j % 2 else byte & 15) - 8
+        else:
+            value = float(weight.values[n, j])
+        group = j // (inputs // weight.scales.shape[1])
+        scale = float(weight.scales[n, group])
+        if weight.offsets is not None:
+            number = scale * (value + (8 if weight.kind == "int4" else 128)) + float(weight.offsets[n, group])
+        else:
+            number = scale * (value - (0 if weight.zeros is None else int(weight.zeros[n, group])))
+        meant[n, j if weight.order is None else int(weight.order[j])] = number
+    return meant
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("extra", ["", "zeros", "offsets", "order"])
+def test_weight_means_the_formula(bits: int, extra: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    integers = torch.randint(low, high, (6, 16), generator=generator, dtype=torch.int8)
+    weight = from_integers(integers, torch.randn(6, 4, generator=generator).half(), bits=bits)
+    parts = {
+        "zeros": torch.randint(low, high, (6, 4), generator=generator, dtype=torch.int16),
+        "offsets": torch.randn(6, 4, generator=generator),
+        "order": torch.randperm(16, generator=generator).int(),
+    }
+    weight = QuantizedWeight(weight.values, weight.scales, **({extra: parts[extra]} if extra else {}))
+    weight.check("layer")
+    torch.testing.assert_close(weight.dequantize(), meant_number_by_number(weight))
+    again = take_quantized({f"layer.{name}": tensor for name, tensor in weight.tensors().items()})["layer"]
+    assert torch.equal(again.dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("qformat", "group_size"), [("int8", 64), ("int8", 32), ("int4", 32), ("int4", 64), ("fp8", 64)]
+)
+def test_rounded_weights_are_the_nearest(qformat: QuantFormat, group_size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(24, 64, generator=generator)
+    weight[3, :32] = 0  # a group of nothing
+    weight[5] *= 1e-5
+    weight[7, 9] = 40.0  # an outlier
+    rounded = round_weight(weight, Precision(qformat, group_size), group_size)
+    meant = rounded.dequantize()
+    steps = rounded.scales.float().abs().repeat_interleave(group_size, 1)
+    largest = steps * (448 if qformat == "fp8" else 127 if qformat == "int8" else 7)
+    if qformat != "fp8":  # whose steps grow with the number
+        within = weight.abs() <= largest
+        assert bool(((meant - weight).abs()[within] <= steps[within] / 2 * 1.001).all())
+    assert torch.equal(meant[3, :32], torch.zeros(32))
+    plain = weight.view(24, -1, group_size)
+    top = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}[qformat]
+    scales = (plain.abs().amax(-1, keepdim=True) / top).clamp(min=1e-30)
+    integers = (plain / scales).to(torch.float8_e4m3fn).float() if qformat == "fp8" else (plain / scales).round()
+    simple = (integers * scales).view(24, 64)
+    assert float((meant - weight).square().sum()) <= float((simple - weight).square().sum()) * 1.001
+
+
+def test_clipping_is_worth_something() -> None:
+    """For int4 the best of a few scales has less error than the one that just holds the largest number."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(2))
+    best = round_weight(weight, Precision("int4", 64), 64).dequantize()
+    groups = weight.view(64, -1, 64)
+    extremes = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    scales = (extremes / -8).half().float()
+    plain = ((groups / scales).round().clamp(-8, 7) * scales).view(64, 256)
+    assert float((best - weight).square().mean()) < 0.97 * float((plain - weight).square().mean())
+
+
+@pytest.mark.parametrize("qformat", ["int8", "int4", "fp8"])
+def test_checkpoint_holds_rounded_layers_and_the_rest_as_it_was(qformat: QuantFormat, tmp_path: Path) -> None:
+    model = small_model()
+    model.save_pretrained(tmp_path / "model")
+    config = run_convert(tmp_path / "model", tmp_path / "out", Precision(qformat, 32))
+    tensors = load_file(tmp_path / "out" / "rank0.safetensors")
+    weights = take_quantized(tensors)
+    assert set(weights) == set(layers_of(model))
+    for name, weight in layers_of(model).items():
+        assert torch.equal(weights[name].dequantize(), round_weight(weight, Precision(qformat, 32), 32).dequantize())
+    others = {
+        name: tensor for name, tensor in model.state_dict().items() if name.removesuffix(".weight") not in weights
+    }
+    assert set(tensors) == set(others)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in others.items())
+    assert config.quantization is not None
+    assert config.quantization.exclude_modules == ("lm_head",)
+    assert config.quantization.unrounded == str((tmp_path / "model").resolve())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_output_layer_is_rounded_when_asked_for(is_tied: bool, tmp_path: Path) -> None:
+    model = small_model(tie_word_embeddings=is_tied)
+    model.save_pretrained(tmp_path / "model")
+    precision = Precision("int8", None, quantize_lm_head=True)
+    config = run_convert(tmp_path / "model", tmp_path / "out", precision)
+    tensors = load_file(tmp_path / "out" / "rank0.safetensors")
+    weights = take_quantized(tensors)
+    expected = round_weight(model.lm_head.weight.data, precision, 64)
+    assert torch.equal(weights["lm_head"].dequantize(), expected.dequantize())
+    assert torch.equal(tensors["model.embed_tokens.weight"], model.model.embed_tokens.weight)
+    assert config.quantization is not None and config.quantization.exclude_modules == ()
+
+
+def test_groups_are_halved_where_they_do_not_divide() -> None:
+    assert [group_size_for("layer", inputs, 64) for inputs in (256, 672, 48)] == [64, 32, 16]
+    assert group_size_for("layer", 1000, None) == 1000
+    with pytest.raises(SpecDecError, match="groups of 64 do not divide the 1000 inputs of `layer`"):
+        group_size_for("layer", 1000, 64)
+
+
+def test_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+    from tiny import make_model
+
+    make_model("gpt2").save_pretrained(tmp_path / "model")
+    with pytest.raises(SpecDecError, match="the model has no linear layers that can be rounded: gpt2"):
+        run_convert(tmp_path / "model", tmp_path / "out", Precision("int8"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_weights_that_are_no_numbers_are_not_rounded(tmp_path: Path) -> None:
+    model = small_model()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(SpecDecError, match=r"0.01% of `model.layers.1.mlp.up_proj.weight` are NaN or infinite"):
+        run_convert(tmp_path / "model", tmp_path / "out", Precision("int4", 32))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert INTERMEDIATE == 128  # of 64 x 128 numbers one is 0.01 %
