@@ -30,6 +30,8 @@ def resolve_model(name: str) -> Path:
         return path
     if is_gguf(path):
         return path
+    if path.suffix.lower() == ".gguf":
+        raise SpecDecError(f"GGUF file does not exist: {name}", hint="check the path")
     if path.exists():
         raise SpecDecError(f"model is a file, not a directory: {name}", hint="give the directory that holds it")
     if not _HUB_ID.fullmatch(name):

@@ -21,6 +21,6 @@ def described(found: Quantization) -> str:
 def described_quality(quality: dict[str, Any]) -> str:
     """Of its JSON."""
     return (
-        f"KL divergence {quality['mean_kl']:.2g} from {quality['unrounded']} unrounded, the same most probable token at "
-        f"{quality['top1_agreement']:.2%} of {quality['num_tokens']:,} tokens of {quality['text']}"
+        f"KL divergence {quality['mean_kl']:.2g} from {quality['unrounded']} unrounded, the same most probable token "
+        f"at {quality['top1_agreement']:.2%} of {quality['num_tokens']:,} tokens of {quality['text']}"
     )

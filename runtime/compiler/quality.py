@@ -48,7 +48,7 @@ def quality_text(checkpoint: CheckpointConfig, file: Path | None) -> tuple[str, 
 
 
 def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
-    """Both models on the first 2,000 tokens of a text, in the checkpoint's dtype, by transformers.
+    """Both models on the first 2,000 tokens of a text, by transformers: in float32, so that only the weights differ.
 
     SpecDecError if the unrounded model is no longer where it was, or is another one.
     """
@@ -65,12 +65,11 @@ def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
     tokens = encode_text(load_tokenizer(checkpoint_dir, checkpoint.pretrained_config), text)[:_NUM_TOKENS]
     if len(tokens) < 2:
         raise SpecDecError(f"the text has too few tokens to compare on: {len(tokens)}", hint="give a longer one")
-    dtype = getattr(torch, checkpoint.dtype)
-    rounded = load_model(pretrained, checkpoint_dir / "rank0.safetensors", dtype, "eager")
+    rounded = load_model(pretrained, checkpoint_dir / "rank0.safetensors", torch.float32, "eager")
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    unrounded = AutoModelForCausalLM.from_pretrained(
-        unrounded_dir, dtype=dtype, attn_implementation="eager", local_files_only=True, trust_remote_code=False
-    ).eval()
+    unrounded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        unrounded_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
+    )
     window = min(_WINDOW, num_positions(pretrained) or _WINDOW)
     divergence, num_same = 0.0, 0
     for ours, theirs in zip(_log_probs(rounded, tokens, window), _log_probs(unrounded, tokens, window), strict=True):

@@ -86,7 +86,7 @@ def _q5_0(blocks: Tensor) -> QuantizedWeight:
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """(rows, 8 x blocks) float32 each of Q4_K and Q5_K, whose 12 bytes from the fourth on hold 16 numbers of 6 bits."""
-    low, minimum, both = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    low, minimum, both = torch.unflatten(blocks[..., 4:16], -1, (3, 4)).unbind(-2)
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=-1)
     minima = torch.cat((minimum & 63, both >> 4 | minimum >> 2 & 48), dim=-1)
     of_all = _half(blocks, 0).float()[..., None], _half(blocks, 2).float()[..., None]
@@ -95,7 +95,8 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _by_pairs(data: Tensor) -> Tensor:
     """(rows, groups of 32): of each 32 bytes the lower halves are a group, and the upper ones the next."""
-    return _nibbles(data.unflatten(-1, (-1, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    halves = _nibbles(torch.unflatten(data, -1, (-1, 32)))
+    return torch.unflatten(halves, -1, (2, 32)).flatten(-3, -2)
 
 
 def _q4_k(blocks: Tensor) -> QuantizedWeight:
@@ -112,8 +113,8 @@ def _q5_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def _q6_k(blocks: Tensor) -> QuantizedWeight:
-    low = blocks[..., :128].unflatten(-1, (2, 1, 64)) >> _shifts(blocks, 0, 4) & 15
-    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> _shifts(blocks, 0, 2, 4, 6) & 3
+    low = torch.unflatten(blocks[..., :128], -1, (2, 1, 64)) >> _shifts(blocks, 0, 4) & 15
+    high = torch.unflatten(blocks[..., 128:192], -1, (2, 1, 32)) >> _shifts(blocks, 0, 2, 4, 6) & 3
     counts = low.flatten(-3) | high.flatten(-3) << 4
     scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
     scales = (_half(blocks, 208).float()[..., None] * scales).flatten(1)
@@ -132,14 +133,15 @@ _READERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
 def save_gguf_tokenizer(path: Path, directory: Path) -> bool:
     """Write the tokenizer that the file describes, as transformers reads it; False where it describes none."""
     from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
     if "tokenizer.ggml.tokens" not in read_gguf(path).metadata:
         return False
     try:
         architecture, tokenizer, settings = get_gguf_tokenizer(str(path))
         backend, _ = convert_gguf_tokenizer(architecture, tokenizer)
-        PreTrainedTokenizerFast(tokenizer_object=backend, **settings).save_pretrained(directory)
+        made = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)  # type: ignore[no-untyped-call]
+        made.save_pretrained(directory)
     except (KeyError, ValueError, IndexError, TypeError):
         return False
     return True

@@ -39,7 +39,7 @@ def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
 def round_weight(weight: Tensor, precision: Precision, group_size: int) -> QuantizedWeight:
     """The (outputs, inputs) weight in the format that is asked for."""
     rows = max(1, _ROWS_BYTES // (4 * weight.shape[1]))
-    pieces = [_round_rows(piece.float(), precision, group_size) for piece in weight.split(rows)]
+    pieces = [_round_rows(piece.float(), precision, group_size) for piece in torch.split(weight, rows)]
     return QuantizedWeight(torch.cat([values for values, _ in pieces]), torch.cat([scales for _, scales in pieces]))
 
 

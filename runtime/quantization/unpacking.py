@@ -12,7 +12,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """(rows, numbers) uint8 of (rows, words) int32 in which numbers of 4 or 8 bits lie, the first lowest."""
-    numbers = words.contiguous().view(torch.uint8)
+    numbers: Tensor = words.contiguous().view(torch.uint8)
     return numbers if bits == 8 else torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1)
 
 

@@ -220,7 +220,7 @@ DAMAGES = [
     ),
     pytest.param(
         lambda d: edit_config(d, quantization_config={"quant_method": "gptq", "bits": 4}),
-        "quantized weights are not supported: llama",
+        "config.json says that weights are quantized (GPTQ), and none are: {dir}",
         id="quantized",
     ),
     pytest.param(

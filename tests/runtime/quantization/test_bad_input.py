@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from quantized import Q, save_awq, save_compressed, save_fp8, save_gguf, save_gptq, small_model
@@ -279,7 +280,7 @@ def test_damaged_gguf_is_one_error(
 
 
 def test_gguf_is_found_by_its_name_only_where_it_is_a_file(tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="model directory does not exist: .*none.gguf"):
+    with pytest.raises(SpecDecError, match="GGUF file does not exist: .*none.gguf"):
         resolve_model(str(tmp_path / "none.gguf"))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "q4.gguf").write_bytes(b"GGUF")
@@ -295,8 +296,6 @@ def test_gguf_type_that_is_not_read_is_named(tmp_path: Path) -> None:
 
 
 def _q5_1() -> Any:
-    import numpy as np
-
     return np.zeros((4, 24), dtype=np.uint8)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from quantized import INTERMEDIATE, layers_of, small_model
 from safetensors.torch import load_file
+from tiny import make_model
 from torch import Tensor
 
 from runtime.checkpoint import convert
@@ -136,8 +137,6 @@ def test_groups_are_halved_where_they_do_not_divide() -> None:
 
 
 def test_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
-    from tiny import make_model
-
     make_model("gpt2").save_pretrained(tmp_path / "model")
     with pytest.raises(SpecDecError, match="the model has no linear layers that can be rounded: gpt2"):
         run_convert(tmp_path / "model", tmp_path / "out", Precision("int8"))

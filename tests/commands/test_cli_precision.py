@@ -1,0 +1,95 @@
+"""Rounded models on the command line: what is written and said of them, and how much they may lose."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import PROMPT, Specdec, assert_valid, texts_of
+from quantized import Q, save_awq, save_gguf
+
+DRAFTS = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6, "--compiler", "none"]
+SIZES = ["--max-input-len", 64, "--max-seq-len", 128]
+
+
+@pytest.mark.parametrize(
+    ("flags", "algorithm", "said"),
+    [
+        (["--use-weight-only"], "W8A16", "W8A16 weights"),
+        (["--use-weight-only", "--weight-only-precision", "int4", "--group-size", 32], "W4A16", "in groups of 32"),
+        (["--qformat", "int8_wo", "--awq_block_size", 32], "W8A16", "W8A16 weights in groups of 32"),
+        (["--qformat", "fp8"], "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PER_CHANNEL_PER_TOKEN weights"),
+    ],
+)
+def test_rounded_model_goes_the_whole_way(
+    flags: list[Any], algorithm: str, said: str, specdec: Specdec, llama_dir: Path, tmp_path: Path
+) -> None:
+    ckpt, engine = tmp_path / "ckpt", tmp_path / "engine"
+    shown = specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, *flags)
+    assert (shown.exit_code, shown.stderr) == (0, ""), shown.stderr
+    assert f"Converted llama to float32 with {algorithm} weights" in shown.stdout and said in shown.stdout
+    again = specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, "--force", "--json", *flags).document
+    assert_valid("convert", again)
+    assert again["checkpoint"]["quantization"]["quant_algo"] == algorithm
+    text = tmp_path / "text"
+    text.write_text("The little dog had a red ball. One day the dog lost the ball. " * 9)
+    build = ["build", "--checkpoint-dir", ckpt, "--output-dir", engine, *DRAFTS, *SIZES, "--quality-text", text]
+    document = specdec(*build, "--json").document
+    assert_valid("build", document)
+    assert document["engine"]["quantization"]["quant_algo"] == algorithm
+    assert document["engine"]["quality"]["text"] == "text"
+    assert document["engine"]["quality"]["mean_kl"] >= 0
+    assert specdec("verify", engine).exit_code == 0
+    run = ["run", "--engine-dir", engine, "--input-text", PROMPT, "--max-output-len", 12]
+    plain, drafted = specdec(*run, "--json").document, specdec(*run, "--ngram-config", "4,2", "--json").document
+    assert_valid("run", plain)
+    assert texts_of(plain) == texts_of(drafted)
+
+
+def test_loss_of_rouge_is_bounded(specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
+    ckpt, engine = tmp_path / "ckpt", tmp_path / "engine"
+    specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, "--qformat", "int8")
+    text = tmp_path / "text"
+    text.write_text("The little dog had a red ball. " * 9)
+    shown = specdec("build", "--checkpoint-dir", ckpt, "--output-dir", engine, *DRAFTS, *SIZES, "--quality-text", text)
+    assert "KL divergence" in shown.stdout and "W8A16 weights" in shown.stdout
+    dataset = tmp_path / "data.jsonl"
+    dataset.write_text('{"article": "The dog had a", "highlights": "red ball park bed dog girl"}\n')
+    summarize = ["summarize", "--engine-dir", engine, "--dataset", dataset, "--test-engine", "--test-hf"]
+    summarize += ["--hf-model-dir", llama_dir, "--output-len", 12, "--check-accuracy", "--rouge1-threshold", 0]
+    passed = specdec(*summarize, "--rouge1-max-loss", 100, "--json").document
+    assert_valid("summarize", passed)
+    check = passed["checks"]["accuracy"]
+    assert check["passed"] and check["max_loss"] == 100
+    assert check["hf_rouge1"] == passed["rouge"]["hf"]["rouge1"]
+    assert passed["hf_differences"] == []  # the same model, rounded
+    assert passed["engine"]["quality"]["num_tokens"] > 10
+    table = specdec(*summarize, "--rouge1-max-loss", 100)
+    assert "rounding: KL divergence" in table.stdout and "and 100 less is allowed" in table.stdout
+
+
+@pytest.mark.parametrize("kind", ["AWQ", "GGUF"])
+def test_models_that_others_rounded_are_recognised(kind: str, specdec: Specdec, tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf" if kind == "GGUF" else tmp_path / "model"
+    if kind == "GGUF":
+        save_gguf(model, Q.Q4_0)
+    else:
+        save_awq(model, 32)
+    shown = specdec("convert", "--model-dir", model, "--output-dir", tmp_path / "ckpt")
+    assert shown.exit_code == 0 and f"from {kind}" in shown.stdout, shown.stderr
+    build = ["build", "--checkpoint-dir", tmp_path / "ckpt", "--output-dir", tmp_path / "engine", *DRAFTS, *SIZES]
+    assert specdec(*build).exit_code == 0
+    refused = specdec("convert", "--model-dir", model, "--output-dir", tmp_path / "again", "--qformat", "int8")
+    assert refused.exit_code == 1 and f"is quantized already ({kind})" in refused.stderr
+    assert "leave `--qformat` and `--use-weight-only` out" in refused.stderr
+    assert not (tmp_path / "again").exists()
+
+
+def test_kv_cache_in_8_bits_is_recorded_and_not_built_yet(specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
+    flags = ["--kv-cache-dtype", "int8", "--json"]
+    found = specdec("convert", "--model-dir", llama_dir, "--output-dir", tmp_path / "ckpt", *flags).document
+    assert_valid("convert", found)
+    assert found["checkpoint"]["quantization"]["kv_cache_quant_algo"] == "INT8"
+    refused = specdec("build", "--checkpoint-dir", tmp_path / "ckpt", "--output-dir", tmp_path / "engine")
+    assert refused.exit_code == 1 and "keys and values of 8 bits cannot be built yet: INT8" in refused.stderr
+    assert "run `specdec convert` again without `--kv-cache-dtype`" in refused.stderr
+    assert not (tmp_path / "engine").exists()
