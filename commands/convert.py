@@ -45,7 +45,7 @@ class ConvertOptions:
         typer.Option(
             help="Inputs that share a scale: 32, 64 or 128; -1 for all of an output's.",
             rich_help_panel=RUNTIME,
-            show_default="64 for int4, else -1",
+            show_default="64, for fp8 -1",
         ),
     ] = None
     quantize_lm_head: Annotated[
@@ -117,7 +117,7 @@ class ConvertOptions:
     @property
     def precision(self) -> Precision:
         """What is rounded, and to what."""
-        default = 64 if self._qformat == "int4" else -1
+        default = -1 if self._qformat == "fp8" else 64
         size = default if self.group_size is None else self.group_size
         return Precision(
             self._qformat,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from runtime.errors import SpecDecError
+from runtime.files import Stamp, stamp_of
 
 _ORIGINAL = "give the model that it was made of, config.json and safetensors"
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
@@ -72,10 +73,14 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" and path.is_file()
 
 
-@cache  # one command asks several times
 def read_gguf(path: Path) -> GGUFHeader:
     """The header; SpecDecError for a file that is none, or cut, or of types that are not read."""
-    num_bytes = path.stat().st_size
+    return _read(path, stamp_of(path.stat()))
+
+
+@cache  # one command asks several times
+def _read(path: Path, stamp: Stamp) -> GGUFHeader:
+    num_bytes = stamp.num_bytes
     with path.open("rb") as file:
         reader = _Reader(file, path, num_bytes)
         if reader.take(4) != _MAGIC:
@@ -94,7 +99,7 @@ def read_gguf(path: Path) -> GGUFHeader:
         start = -(-file.tell() // alignment) * alignment
     if metadata.get("split.count", 0) not in (0, 1):
         raise SpecDecError(
-            f"GGUF models in several files are not read: {path}", hint="`llama-gguf-split --merge` makes one of them"
+            f"GGUF models in several files are not read: {path}", hint="llama.cpp merges them (`llama-gguf-split`)"
         )
     tensors = {name: _placed(name, shape, number, start + offset, path) for name, shape, number, offset in table}
     for tensor in tensors.values():
@@ -185,6 +190,10 @@ def config_of(path: Path) -> dict[str, Any]:
         if value is None:
             raise SpecDecError(
                 f"`{path}` lacks a value of its model: {header.architecture}.{key}", hint="download it again"
+            )
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SpecDecError(
+                f"`{path}` has a value that is no number: {header.architecture}.{key}", hint="download it again"
             )
         return value
 

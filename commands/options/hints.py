@@ -22,7 +22,7 @@ _DRAFTS = (
 
 HINTS: dict[str, str | tuple[str, ...]] = {
     "api_key": "`--api-key`, or the variable OPENAI_API_KEY, has the key",
-    "activations": "run `specdec convert` again with `--activations float`",
+    "activations": "convert again: `specdec convert --activations float`",
     "already_converted": "a checkpoint goes to `specdec build --checkpoint-dir`, an engine to `specdec run "
     "--engine-dir`",
     "bad_tokenizer": "`--tokenizer-dir` names another; transformers said: {reason}",
@@ -50,7 +50,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "exists": "`--force` replaces it",
     "foreign_word": "leave it out",
     "group_size": ("round whole rows: `--group-size -1`", "round to `--qformat int8`"),
-    "kv_cache_dtype": "run `specdec convert` again without `--kv-cache-dtype`",
+    "kv_cache_dtype": "convert again: `specdec convert --kv-cache-dtype auto`",
     "model_for_checkpoint": "`specdec convert --model-dir {model_dir}` makes a checkpoint of it",
     "no_checkpoint": "make it with `specdec convert`",
     "no_compiler": ("install one (the package `g++`)", "name it in the variable CXX", "do without: `--compiler none`"),

@@ -78,10 +78,7 @@ def build_engine(
     """
     check_output_is_not_input(output_dir, checkpoint_dir)
     check_output_directory(output_dir, replace=replace)
-    checkpoint = open_checkpoint(checkpoint_dir)
-    check_precision(checkpoint.quantization)
-    pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
-    _check_settings(build, pretrained)
+    checkpoint, pretrained = _open_fitting(checkpoint_dir, build)
     layers = probe_config(pretrained)
     phase("loading the checkpoint")
     weights = checkpoint_dir / "rank0.safetensors"
@@ -122,6 +119,15 @@ def build_engine(
         phase("writing the engine")
         copy_tokenizer_files(checkpoint_dir, directory)
         return _finish(config, directory)
+
+
+def _open_fitting(checkpoint_dir: Path, build: BuildConfig) -> tuple[CheckpointConfig, PreTrainedConfig]:
+    """The checkpoint and its model's config; SpecDecError where no such engine can be built of it."""
+    checkpoint = open_checkpoint(checkpoint_dir)
+    check_precision(checkpoint.quantization)
+    pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
+    _check_settings(build, pretrained)
+    return checkpoint, pretrained
 
 
 def _finish(config: EngineConfig, directory: Path) -> EngineConfig:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from runtime.config import QuantAlgo
 from runtime.errors import SpecDecError
+from runtime.files import read_json
 from runtime.quantization.planning import RoundedLayer
 from runtime.quantization.unpacking import scales_of, signed, unpack, unpack_awq
 from runtime.quantization.weight import QuantizedWeight, from_integers
-from runtime.source import SourceTensor
+from runtime.source import SourceTensor, load_tensors
 
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 _READ = "AWQ, GPTQ, compressed-tensors, FP8 and GGUF are read; or convert the unquantized model"
@@ -62,6 +63,8 @@ def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
     places = [config, inner] if isinstance(inner, dict) else [config]
     said = next((place[key] for place in places for key in _CONFIG_KEYS if place.get(key)), None)
     if said is None:
+        said = _said_beside(model_dir)
+    if said is None:
         return None
     method = said.get("quant_method") if isinstance(said, dict) else None
     where = f"{model_dir / 'config.json'}"
@@ -80,6 +83,14 @@ def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise SpecDecError(f"`{where}` does not say how the weights are quantized: {error!r}", hint=_DAMAGED) from error
     _refuse(f"weights quantized by {_name_of(method, said)}", where)
+
+
+def _said_beside(model_dir: Path) -> dict[str, Any] | None:
+    """What AutoGPTQ and AutoAWQ once wrote into files of their own."""
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if (model_dir / name).is_file():
+            return {"quant_method": method, **read_json(model_dir / name)}
+    return None
 
 
 def _name_of(method: object, said: object) -> str:
@@ -138,7 +149,11 @@ def check_shapes(layers: Mapping[str, RoundedLayer], shapes: Mapping[str, tuple[
 def _is_foreign_bias(tensor: SourceTensor, layers: Mapping[str, object], shapes: Mapping[str, object]) -> bool:
     """AutoGPTQ saves a bias of zeros for layers that have none."""
     name, _, part = tensor.name.rpartition(".")
-    return part == "bias" and name in layers and f"{name}.weight" in shapes and tensor.name not in shapes
+    if part != "bias" or name not in layers or f"{name}.weight" not in shapes or tensor.name in shapes:
+        return False
+    if bool(load_tensors([tensor])[0].any()):
+        raise SpecDecError(f"a layer has a bias that the model has no place for: {tensor.name}", hint=_DAMAGED)
+    return True
 
 
 def _layer(name: str, parts: dict[str, SourceTensor], found: Format) -> RoundedLayer:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.errors import SpecDecError
 from runtime.gguf import BlockType, GGUFTensor, name_of, read_gguf, rows_of
 from runtime.quantization.planning import RoundedLayer
 from runtime.quantization.unpacking import signed
@@ -31,6 +32,11 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Rou
         source = _source(tensor, name_of(tensor, path), path, rows_of(tensor, config))
         if tensor.type.name in _FLOATS:
             floats.append(source)
+        elif len(tensor.shape) != 2:
+            raise SpecDecError(
+                f"`{tensor.name}` is in few bits ({tensor.type.name}) and not a matrix, {list(tensor.shape)}: {path}",
+                hint="give the model that it was made of, config.json and safetensors",
+            )
         else:
             read = partial(_read, tensor.type)
             layers[source.name.removesuffix(".weight")] = RoundedLayer({_BLOCKS: source}, read, "MIXED_PRECISION")

@@ -1,7 +1,7 @@
 """Round a weight to few bits: to the nearest, by the scale of each group that leaves the smallest squared error.
 
-No data is needed: a few scales are tried, from the one that just holds the group's largest number downwards. Cutting
-off what is rare makes the rest finer.
+No data is needed: a few scales are tried, from the one that just holds the group's largest number downwards, and the
+best is refined. Cutting off what is rare makes the rest finer.
 """
 
 import math
@@ -14,6 +14,7 @@ from runtime.errors import SpecDecError
 from runtime.quantization.weight import QuantizedWeight, pack_int4
 
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
+_REFINEMENTS = 2
 _MIN_GROUP = 16
 _E4M3_MAX = 448.0
 _ROWS_BYTES = 2**24  # of the weight that is rounded at a time
@@ -60,8 +61,17 @@ def _round_rows(weight: Tensor, precision: Precision, group_size: int) -> tuple[
         rounded = _nearest(groups, scales, lowest, highest) * scales[:, :, None]
         error = (rounded - groups).square_().sum(-1)
         best, best_error = torch.where(error < best_error, scales, best), torch.minimum(error, best_error)
+    for _ in range(_REFINEMENTS):
+        scales = _fitted(groups, _nearest(groups, best, lowest, highest))
+        error = (_nearest(groups, scales, lowest, highest) * scales[:, :, None] - groups).square_().sum(-1)
+        best, best_error = torch.where(error < best_error, scales, best), torch.minimum(error, best_error)
     integers = _nearest(groups, best, lowest, highest).to(torch.int8).view(outputs, inputs)
     return (pack_int4(integers) if precision.qformat == "int4" else integers), best.half()
+
+
+def _fitted(groups: Tensor, integers: Tensor) -> Tensor:
+    """The scale of least squares for integers that are chosen, which may then be others."""
+    return ((groups * integers).sum(-1) / integers.square().sum(-1).clamp(min=1)).half().float()
 
 
 def _nearest(groups: Tensor, scales: Tensor, lowest: int, highest: int) -> Tensor:

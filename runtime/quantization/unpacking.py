@@ -13,13 +13,17 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 def unpack(words: Tensor, bits: int) -> Tensor:
     """(rows, numbers) uint8 of (rows, words) int32 in which numbers of 4 or 8 bits lie, the first lowest."""
     numbers: Tensor = words.contiguous().view(torch.uint8)
-    return numbers if bits == 8 else torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1)
+    if bits == 8:
+        return numbers
+    halves: Tensor = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1)
+    return halves
 
 
 def unpack_awq(words: Tensor) -> Tensor:
     """As `unpack`, of 4 bits in AWQ's order."""
     numbers = unpack(words, 4)
-    return numbers.view(numbers.shape[0], -1, 8)[:, :, list(AWQ_ORDER)].flatten(1)
+    ordered: Tensor = numbers.view(numbers.shape[0], -1, 8)[:, :, list(AWQ_ORDER)].flatten(1)
+    return ordered
 
 
 def signed(numbers: Tensor, bits: int) -> Tensor:

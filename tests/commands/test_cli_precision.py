@@ -14,7 +14,7 @@ SIZES = ["--max-input-len", 64, "--max-seq-len", 128]
 @pytest.mark.parametrize(
     ("flags", "algorithm", "said"),
     [
-        (["--use-weight-only"], "W8A16", "W8A16 weights"),
+        (["--use-weight-only", "--group-size", -1], "W8A16", "W8A16 weights"),
         (["--use-weight-only", "--weight-only-precision", "int4", "--group-size", 32], "W4A16", "in groups of 32"),
         (["--qformat", "int8_wo", "--awq_block_size", 32], "W8A16", "W8A16 weights in groups of 32"),
         (["--qformat", "fp8"], "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PER_CHANNEL_PER_TOKEN weights"),
@@ -91,5 +91,5 @@ def test_kv_cache_in_8_bits_is_recorded_and_not_built_yet(specdec: Specdec, llam
     assert found["checkpoint"]["quantization"]["kv_cache_quant_algo"] == "INT8"
     refused = specdec("build", "--checkpoint-dir", tmp_path / "ckpt", "--output-dir", tmp_path / "engine")
     assert refused.exit_code == 1 and "keys and values of 8 bits cannot be built yet: INT8" in refused.stderr
-    assert "run `specdec convert` again without `--kv-cache-dtype`" in refused.stderr
+    assert "`specdec convert --kv-cache-dtype auto`" in refused.stderr
     assert not (tmp_path / "engine").exists()

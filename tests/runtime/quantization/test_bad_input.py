@@ -18,7 +18,6 @@ from runtime.artefacts import check_directory
 from runtime.checkpoint import convert
 from runtime.config import Precision
 from runtime.errors import SpecDecError
-from runtime.gguf import read_gguf
 from runtime.models import read_model_config, resolve_model
 
 Q_PROJ, DOWN_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
@@ -235,6 +234,13 @@ def with_bytes(path: Path, start: int, data: bytes) -> None:
     path.write_bytes(content)
 
 
+def with_text(path: Path, key: bytes) -> None:
+    """A number of 4 bytes becomes a text of none; the file goes on 4 bytes later."""
+    data = path.read_bytes()
+    start = data.index(key) + len(key)
+    path.write_bytes(data[:start] + struct.pack("<IQ", 8, 0) + data[start + 8 :] + bytes(64))
+
+
 GGUF_DAMAGES = [
     ("empty", lambda p: cut(p, 0), "is damaged: it ends within its header"),
     ("magic alone", lambda p: cut(p, 4), "is damaged: it ends within its header"),
@@ -245,6 +251,11 @@ GGUF_DAMAGES = [
     ("other byte order", lambda p: with_bytes(p, 4, struct.pack(">I", 3)), "GGUF files of version 50331648"),
     ("a count beyond all", lambda p: with_bytes(p, 8, b"\xff" * 8), "is damaged: it says that it holds"),
     ("a text beyond the file", lambda p: with_bytes(p, 24, b"\xff\xff\xff\x7f" + b"\0" * 4), "is damaged: it says"),
+    (
+        "heads of text",
+        lambda p: with_text(p, b"llama.attention.head_count"),
+        "that is no number: llama.attention.head_",
+    ),
     ("another family", lambda p: p.write_bytes(p.read_bytes().replace(b"llama", b"bloom")), "`bloom`"),
     (
         "a foreign tensor",
@@ -275,7 +286,6 @@ def test_damaged_gguf_is_one_error(
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf_file)
     damage(path)
-    read_gguf.cache_clear()
     refuse(path, tmp_path, message)
 
 

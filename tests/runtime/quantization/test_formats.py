@@ -1,5 +1,6 @@
 """What others have rounded is read to the last bit: compared with what their own libraries make of the same files."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from quantized import Meant, Q, save_awq, save_compressed, save_fp8, save_gguf, save_gptq
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from runtime.checkpoint import convert
 from runtime.config import CheckpointConfig, Precision
@@ -123,6 +124,32 @@ def test_gguf_means_what_its_package_says(kind: Q, architecture: str, tmp_path: 
     is_rounded = kind not in (Q.F16, Q.BF16, Q.F32)
     assert len(weights) == (8 if is_rounded else 0)
     assert (config.quantization is not None) == is_rounded
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_config_in_a_file_of_its_own_is_read(kind: str, tmp_path: Path) -> None:
+    """As AutoGPTQ and AutoAWQ wrote it before config.json had a place for it."""
+    model = tmp_path / "model"
+    meant = save_awq(model, 32) if kind == "awq" else save_gptq(model, 4, 32, desc_act=False)
+    config = json.loads((model / "config.json").read_text())
+    said = config.pop("quantization_config")
+    del said["quant_method"]
+    (model / "config.json").write_text(json.dumps(config))
+    (model / ("quant_config.json" if kind == "awq" else "quantize_config.json")).write_text(json.dumps(said))
+    run_convert(model, tmp_path / "out")
+    assert_same_numbers(tmp_path / "out", meant)
+
+
+def test_bias_of_a_layer_that_has_none_is_of_zeros(tmp_path: Path) -> None:
+    save_gptq(tmp_path / "model", 4, 32, desc_act=False)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.bias"
+    run_convert(tmp_path / "model", tmp_path / "out")
+    assert name not in load_file(tmp_path / "out" / "rank0.safetensors")
+    tensors[name][3] = 0.5
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(SpecDecError, match=f"a bias that the model has no place for: {name}"):
+        run_convert(tmp_path / "model", tmp_path / "again")
 
 
 def test_rounding_is_not_repeated(tmp_path: Path) -> None:
