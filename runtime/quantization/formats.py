@@ -4,6 +4,7 @@ Each reader turns the tensors of one layer into a `QuantizedWeight` that means t
 """
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from runtime.config import QuantAlgo
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
 from runtime.quantization.planning import RoundedLayer
 from runtime.quantization.unpacking import scales_of, signed, unpack, unpack_awq
@@ -125,6 +126,13 @@ def find_layers(
             parts.setdefault(layer, {})[part] = tensor
         elif part not in found.unused:
             others.append(tensor)
+    left_out = next((tensor.name for tensor in tensors if tensor.name.rpartition(".")[2] in found.unused), None)
+    if left_out is not None:
+        warnings.warn(
+            f"activations, keys and values are not rounded, and their scales are left out, such as `{left_out}`",
+            SpecDecWarning,
+            stacklevel=2,
+        )
     layers = {name: _layer(name, given, found) for name, given in parts.items()}
     if not layers:
         raise SpecDecError(

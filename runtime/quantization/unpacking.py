@@ -28,7 +28,8 @@ def unpack_awq(words: Tensor) -> Tensor:
 
 def signed(numbers: Tensor, bits: int) -> Tensor:
     """int8 of counts from 0: half of their range less."""
-    return (numbers.to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+    centred: Tensor = numbers.to(torch.int16) - 2 ** (bits - 1)
+    return centred.to(torch.int8)
 
 
 def scales_of(scales: Tensor, outputs: int, block_rows: int = 1) -> Tensor:

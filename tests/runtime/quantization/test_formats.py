@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from runtime.checkpoint import convert
 from runtime.config import CheckpointConfig, Precision
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.quantization.weight import take_quantized
 
 
@@ -150,6 +150,16 @@ def test_bias_of_a_layer_that_has_none_is_of_zeros(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     with pytest.raises(SpecDecError, match=f"a bias that the model has no place for: {name}"):
         run_convert(tmp_path / "model", tmp_path / "again")
+
+
+def test_scales_of_what_is_not_rounded_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    meant = save_fp8(tmp_path / "model", None)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.input_scale"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.warns(SpecDecWarning, match="their scales are left out, such as `model.layers.0.self_attn.k_proj"):
+        run_convert(tmp_path / "model", tmp_path / "out")
+    assert_same_numbers(tmp_path / "out", meant)
 
 
 def test_rounding_is_not_repeated(tmp_path: Path) -> None:
