@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import replace as replace_fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ from runtime.pieces import Progress, write_pieces
 from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
 from runtime.quantization.gguf import read_gguf_tensors, save_gguf_tokenizer
 from runtime.quantization.losses import Losses
-from runtime.quantization.planning import Source, plan_pieces
+from runtime.quantization.planning import RoundedLayer, Source, plan_pieces
 from runtime.source import SourceTensor, read_tensors
 
 # What a tokenizer or generation needs beside the weights.
@@ -83,19 +84,31 @@ def _open_source(model_dir: Path) -> Source:
     probe_config(pretrained)
     shapes = parameter_shapes(pretrained)
     if is_gguf(model_dir):
-        layers, tensors = read_gguf_tensors(model_dir, config)
-        check_shapes(layers, shapes, model_dir)
+        layers, tensors = _gguf_tensors(model_dir, config, shapes)
     else:
         tensors = read_tensors(model_dir)
         if inside is not None:
             tensors = _language_model_tensors(tensors, model_dir)
         layers, tensors = find_layers(tensors, found_format, shapes, model_dir)
-    if (inside is not None and not renames_weights(pretrained)) or is_gguf(model_dir):
+    if inside is not None and not renames_weights(pretrained):
         _check_names([*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)], shapes, model_dir)
     _check_shapes(tensors, shapes, model_dir)
     linears, head = linear_layers(pretrained)
     format_name = "GGUF" if is_gguf(model_dir) else found_format.name if found_format else None
     return Source(inside or config, tensors, layers, linears, head, str(model_dir.resolve()), format_name)
+
+
+def _gguf_tensors(
+    path: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, RoundedLayer], list[SourceTensor]]:
+    """A file's weights, in few bits and by themselves: all that its model has."""
+    layers, tensors = read_gguf_tensors(path, config)
+    check_shapes(layers, shapes, path)
+    found = {*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)}
+    missing = sorted(set(shapes) - found - {"lm_head.weight"})
+    if missing:
+        raise SpecDecError(f"`{path}` lacks a weight of its model: {missing[0]}", hint="download it again")
+    return layers, tensors
 
 
 def _refuse_rounding_again(source: Source, precision: Precision) -> None:

@@ -4,6 +4,7 @@ A file is a header (counts, metadata, a table of tensors) and then the tensors, 
 Sizes are checked against the file's before anything is allocated or read.
 """
 
+import math
 import struct
 from dataclasses import dataclass
 from functools import cache
@@ -199,8 +200,6 @@ def config_of(path: Path) -> dict[str, Any]:
 
     if metadata.get(f"{header.architecture}.rope.scaling.type") not in (None, "none"):
         raise SpecDecError(f"GGUF models with scaled rotary positions are not read: {path}", hint=_ORIGINAL)
-    if "rope_freqs.weight" in tensors:
-        raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=_ORIGINAL)
     heads, hidden = get("attention.head_count"), get("embedding_length")
     if "token_embd.weight" not in tensors:
         raise SpecDecError(f"`{path}` lacks the tensor: token_embd.weight", hint="it holds no language model")
@@ -214,7 +213,7 @@ def config_of(path: Path) -> dict[str, Any]:
         "head_dim": get("attention.key_length", hidden // max(heads, 1)),
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": {"rope_type": "default", "rope_theta": get("rope.freq_base", 10000.0)},
+        "rope_parameters": _rope_of(tensors.get(ROPE_FACTORS), get("rope.freq_base", 10000.0), path),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "hidden_act": "silu",
@@ -225,6 +224,36 @@ def config_of(path: Path) -> dict[str, Any]:
         if (token := metadata.get(f"tokenizer.ggml.{name}")) is not None:
             config[key] = token
     return config
+
+
+ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The same in all models that have factors (Llama 3.1 and later)."""
+
+
+def _rope_of(factors: GGUFTensor | None, theta: float, path: Path) -> dict[str, Any]:
+    """Rotary parameters; the file has the factors of Llama 3.1 and later number by number, and not what they are of."""
+    if factors is None:
+        return {"rope_type": "default", "rope_theta": theta}
+    if factors.type.name != "F32" or not factors.num_bytes:
+        raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=_ORIGINAL)
+    with path.open("rb") as file:
+        file.seek(factors.offset)
+        found = struct.unpack(f"<{prod(factors.shape)}f", file.read(factors.num_bytes))
+    wanted = [_llama3_factor(theta ** (i / len(found)) * 2 * math.pi, max(found)) for i in range(len(found))]
+    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, wanted, strict=True)):
+        raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=_ORIGINAL)
+    return {"rope_type": "llama3", "rope_theta": theta, "factor": max(found), **_LLAMA3}
+
+
+def _llama3_factor(wavelength: float, factor: float) -> float:
+    """How much longer a wavelength becomes: nothing if short, `factor` if long, and in between something between."""
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    turns = _LLAMA3["original_max_position_embeddings"] / wavelength
+    if turns > high or turns < low:
+        return 1.0 if turns > high else factor
+    share = (turns - low) / (high - low)
+    return 1 / ((1 - share) / factor + share)
 
 
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

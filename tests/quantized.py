@@ -13,7 +13,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.entrypoints.convert import AutoAWQConverter
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
-from tiny import make_model
+from tiny import VOCAB_SIZE, make_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -193,13 +193,18 @@ _RANDOM_ONLY = {Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,)}
 
 
 def save_gguf(
-    path: Path, kind: Q, *, architecture: str = "llama", edit: Callable[[gguf.GGUFWriter], None] | None = None
+    path: Path,
+    kind: Q,
+    *,
+    architecture: str = "llama",
+    edit: Callable[[gguf.GGUFWriter], None] | None = None,
+    vocab_size: int = VOCAB_SIZE,
 ) -> Meant:
     """A model whose layers are of one type, and its embeddings of Q8_0; what the package makes of them."""
     family = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}[architecture]
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
     biases = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
-    model, rng = make_model(family, **sizes, **biases), np.random.default_rng(3)
+    model, rng = make_model(family, vocab_size=vocab_size, **sizes, **biases), np.random.default_rng(3)
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import SpecDecError
-from runtime.gguf import BlockType, GGUFTensor, name_of, read_gguf, rows_of
+from runtime.gguf import ROPE_FACTORS, BlockType, GGUFTensor, name_of, read_gguf, rows_of
 from runtime.quantization.planning import RoundedLayer
 from runtime.quantization.unpacking import signed
 from runtime.quantization.weight import QuantizedWeight, pack_int4
@@ -29,6 +29,8 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Rou
     """
     layers, floats = {}, []
     for tensor in read_gguf(path).tensors.values():
+        if tensor.name == ROPE_FACTORS:
+            continue  # the config has them
         source = _source(tensor, name_of(tensor, path), path, rows_of(tensor, config))
         if tensor.type.name in _FLOATS:
             floats.append(source)

@@ -299,6 +299,17 @@ def test_gguf_is_found_by_its_name_only_where_it_is_a_file(tmp_path: Path) -> No
     assert error.value.hint == f"name one: {tmp_path / 'model' / 'q4.gguf'}"
 
 
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+def test_gguf_that_lacks_a_weight_is_named(tmp_path: Path) -> None:
+    """The metadata says two layers, and there is one."""
+    path = tmp_path / "model.gguf"
+    save_gguf(path, Q.Q8_0)
+    key = b"llama.block_count"
+    start = path.read_bytes().index(key) + len(key) + 4
+    with_bytes(path, start, struct.pack("<I", 2))
+    refuse(path, tmp_path, "lacks a weight of its model: model.layers.1.input_layernorm.weight")
+
+
 def test_gguf_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     save_gguf(path, Q.F32, edit=lambda writer: writer.add_tensor("blk.0.odd.weight", _q5_1(), raw_dtype=Q.Q5_1))

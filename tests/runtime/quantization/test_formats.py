@@ -10,11 +10,15 @@ import pytest
 import torch
 from quantized import Meant, Q, save_awq, save_compressed, save_fp8, save_gguf, save_gptq
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.checkpoint import convert
 from runtime.config import CheckpointConfig, Precision
 from runtime.errors import SpecDecError, SpecDecWarning
+from runtime.gguf import config_of
 from runtime.quantization.weight import take_quantized
+from runtime.text import load_tokenizer
 
 
 def run_convert(model: Path, output_dir: Path, **settings: Any) -> CheckpointConfig:
@@ -150,6 +154,56 @@ def test_bias_of_a_layer_that_has_none_is_of_zeros(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     with pytest.raises(SpecDecError, match=f"a bias that the model has no place for: {name}"):
         run_convert(tmp_path / "model", tmp_path / "again")
+
+
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+@pytest.mark.parametrize(("factor", "theta"), [(8.0, 10000.0), (32.0, 10000.0)])
+def test_rotary_factors_of_gguf_are_those_of_llama_3(factor: float, theta: float, tmp_path: Path) -> None:
+    """As transformers computes frequencies, which llama.cpp writes as what they are divided by."""
+    said = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = LlamaConfig(head_dim=64, rope_parameters=said)
+    plain = 1 / theta ** (torch.arange(0, 64, 2) / 64)
+    factors = (plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]).numpy()
+    assert 1 == factors.min() < factors.max() == pytest.approx(factor)
+    path = tmp_path / "model.gguf"
+    save_gguf(path, Q.F32, edit=lambda writer: writer.add_tensor("rope_freqs.weight", factors))
+    assert config_of(path)["rope_parameters"] == said | {"factor": pytest.approx(factor)}
+    run_convert(path, tmp_path / "out")
+    other = tmp_path / "other.gguf"
+    save_gguf(other, Q.F32, edit=lambda writer: writer.add_tensor("rope_freqs.weight", factors**2))
+    with pytest.raises(SpecDecError, match="GGUF models with rotary factors of their own are not read"):
+        run_convert(other, tmp_path / "again")
+
+
+def test_gguf_brings_its_tokenizer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Byte-level BPE, as Llama 3's and Qwen's: texts become the same tokens as by the tokenizer that was written."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+
+    def write(writer: Any) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([token for token, _ in vocabulary])
+        writer.add_token_types([3 if token in tokenizer.all_special_tokens else 1 for token, _ in vocabulary])
+        writer.add_token_merges([" ".join(merge) for merge in merges])
+        writer.add_bos_token_id(tokenizer.bos_token_id)
+        writer.add_eos_token_id(tokenizer.eos_token_id)
+        writer.add_chat_template("{{ messages[0].content }}")
+
+    save_gguf(tmp_path / "model.gguf", Q.Q8_0, vocab_size=len(tokenizer), edit=write)
+    config = run_convert(tmp_path / "model.gguf", tmp_path / "out")
+    found = load_tokenizer(tmp_path / "out", config.pretrained_config)
+    for text in ("Once upon a time there was a red ball", " The dog, 12 häuser 🙂\n", "</s> a"):
+        assert found(text)["input_ids"] == tokenizer(text)["input_ids"], text
+        assert found.decode(found(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
+    assert found.eos_token_id == tokenizer.eos_token_id == config.pretrained_config["eos_token_id"]
+    assert "messages[0]" in (tmp_path / "out" / "chat_template.jinja").read_text()
 
 
 def test_scales_of_what_is_not_rounded_are_left_out_with_a_warning(tmp_path: Path) -> None:
