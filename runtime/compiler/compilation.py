@@ -170,7 +170,7 @@ def open_aot(package: Path, weights: dict[str, Tensor], device: torch.device) ->
     """
     on_processor, index = device.type == "cpu", -1 if device.index is None else device.index
     with own_temporary_files():
-        loader = (
+        loader: Any = (
             torch.classes.specdec.Package(str(package))
             if on_processor
             else torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, index)
