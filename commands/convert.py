@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from commands.options.expand import expand_groups
-from commands.options.panels import INPUT, KV_CACHE, OUTPUT, RUNTIME
+from commands.options.panels import INPUT, KV_CACHE, OUTPUT, ROUNDING, RUNTIME
 from commands.options.single import Force
 from commands.output import Output, check_new_directory, megabytes
 from commands.tables.precision import described
@@ -34,34 +34,34 @@ class ConvertOptions:
     qformat: Annotated[
         Literal["full_prec", "int8", "int4", "fp8", "int8_wo", "int4_wo"],
         typer.Option(
-            help="Round the linear layers' weights; `int8_wo` and `int4_wo` are TensorRT-LLM's names of `int8` and "
-            "`int4`.",
-            rich_help_panel=RUNTIME,
-            metavar="[full_prec|int8|int4|fp8]",
+            help="Round the linear layers' weights: `full_prec`, `int8`, `int4` or `fp8`; `int8_wo` and `int4_wo` are "
+            "TensorRT-LLM's names.",
+            rich_help_panel=ROUNDING,
+            metavar="FORMAT",
         ),
     ] = "full_prec"
     group_size: Annotated[
         int | None,
         typer.Option(
             help="Inputs that share a scale: 32, 64 or 128; -1 for all of an output's.",
-            rich_help_panel=RUNTIME,
+            rich_help_panel=ROUNDING,
             show_default="64, for fp8 -1",
         ),
     ] = None
     quantize_lm_head: Annotated[
-        bool, typer.Option("--quantize-lm-head", help="Round the output layer too.", rich_help_panel=RUNTIME)
+        bool, typer.Option("--quantize-lm-head", help="Round the output layer too.", rich_help_panel=ROUNDING)
     ] = False
     use_weight_only: Annotated[
         bool,
         typer.Option(
             "--use-weight-only",
             help="TensorRT-LLM's `--qformat` with `--weight-only-precision`.",
-            rich_help_panel=RUNTIME,
+            rich_help_panel=ROUNDING,
         ),
     ] = False
     weight_only_precision: Annotated[
         Literal["int8", "int4"] | None,
-        typer.Option(help="What `--use-weight-only` rounds to.", rich_help_panel=RUNTIME, show_default="int8"),
+        typer.Option(help="What `--use-weight-only` rounds to.", rich_help_panel=ROUNDING, show_default="int8"),
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "int8", "fp8"],
@@ -69,7 +69,7 @@ class ConvertOptions:
     ] = "auto"
     activations: Annotated[
         Literal["float", "int8"],
-        typer.Option(help="As what a rounded layer's inputs are multiplied.", rich_help_panel=RUNTIME),
+        typer.Option(help="As what a rounded layer's inputs are multiplied.", rich_help_panel=ROUNDING),
     ] = "float"
     tp_size: Annotated[int, typer.Option(hidden=True)] = 1
     pp_size: Annotated[int, typer.Option(hidden=True)] = 1

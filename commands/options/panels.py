@@ -4,7 +4,8 @@ from typing import Any
 
 INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampling"
 KV_CACHE, RUNTIME, LEADER, SERVER = "KV cache", "Runtime", "Leader mode (V2)", "Server"
-PANELS = (INPUT, SERVER, RUNTIME, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
+ROUNDING = "Rounding"
+PANELS = (INPUT, SERVER, RUNTIME, ROUNDING, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
 
 COMMON = frozenset(
     {
