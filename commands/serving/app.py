@@ -17,13 +17,14 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from commands.serving.asking import ask_chat, ask_completion, chat_tokens
-from commands.serving.bodies import parse_body, read_body
+from commands.serving.bodies import read_body
 from commands.serving.chat import ChatReply
 from commands.serving.completions import CompletionReply
 from commands.serving.errors import HTTPError, as_http_error
 from commands.serving.group import ClientGone, Clock, Group, submit
 from commands.serving.metrics import ServerMetrics
 from commands.serving.page import page_response
+from commands.serving.parsing import parse_body
 from commands.serving.replies import TokenTexts
 from commands.serving.responses import EventStream, Waiting, whole
 from commands.serving.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest

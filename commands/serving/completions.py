@@ -5,9 +5,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from commands.serving.pieces import Piece, PieceStream
+from commands.serving.pieces import Chunks, Piece, PieceStream
 from commands.serving.replies import TokenTexts, finish_reason, metrics, usage
-from commands.serving.responses import Chunks
 from commands.serving.schema import CompletionRequest
 from commands.serving.served import ServedModel
 from runtime.request import TokenLogprobs

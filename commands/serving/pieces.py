@@ -1,6 +1,8 @@
 """An answer as it grows: its text in pieces, with log-probabilities and kinds of tokens where they are asked for."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from runtime.evaluation.steps import TokenKind, token_kinds
 from runtime.request import TokenLogprobs
@@ -17,6 +19,15 @@ class Piece:
     logprobs: list[TokenLogprobs]
     tokens: list[dict[str, str]]
     is_last: bool
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How the pieces of a stream are written: what comes first, for each piece, and at the end."""
+
+    first: Callable[[int], Iterable[dict[str, Any]]]
+    of_piece: Callable[[int, Piece], Iterable[dict[str, Any]]]
+    last: Callable[[], Iterable[dict[str, Any]]]
 
 
 @dataclass

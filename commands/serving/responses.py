@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from commands.serving.errors import HTTPError
 from commands.serving.group import ClientGone, Group, Receive, watched
-from commands.serving.pieces import Piece, PieceStream
+from commands.serving.pieces import Chunks, PieceStream
 from runtime.serving.loop import ServingLoop
 
 Send = Callable[[dict[str, Any]], Any]
@@ -42,15 +42,6 @@ async def whole(group: Group, waiting: Waiting) -> None:
                 group.raise_error()
         except TimeoutError:
             raise waiting.too_long() from None
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """How the pieces of a stream are written: what comes first, for each piece, and at the end."""
-
-    first: Callable[[int], Iterable[dict[str, Any]]]
-    of_piece: Callable[[int, Piece], Iterable[dict[str, Any]]]
-    last: Callable[[], Iterable[dict[str, Any]]]
 
 
 class EventStream(Response):
