@@ -74,6 +74,10 @@ class Output:
         """Called with the bytes done and the bytes there are."""
         return progress.bytes_done(stderr(), description) if self.human else nullcontext(lambda done, total: None)
 
+    def paced(self, description: str, total: int) -> AbstractContextManager[progress.Pace]:
+        """Called as each of so many things is done, with what is to be said of all."""
+        return progress.paced(stderr(), description, total) if self.human else nullcontext(lambda count, said: None)
+
     def progress(self, description: str, total: int) -> AbstractContextManager[progress.Advance]:
         """Called as each of so many things, or several of them, are done."""
         return progress.counting(stderr(), description, total) if self.human else nullcontext(lambda count=1: None)

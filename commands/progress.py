@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Protocol
 
 from rich.console import Console
@@ -49,6 +50,43 @@ def counting(console: Console, description: str, total: int) -> Iterator[Advance
             nonlocal done
             done += count
             bar.advance(task, count)
+
+        yield advance
+
+
+class Pace(Protocol):
+    """Called when so many more things are done, with what is to be said of all of them."""
+
+    def __call__(self, count: int, said: str) -> None: ...
+
+
+@contextmanager
+def paced(console: Console, description: str, total: int) -> Iterator[Pace]:
+    """Things of which some are long: what is said of them, and how long the rest takes at this pace."""
+    done, said, start = 0, "", time.perf_counter()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}  {task.fields[said]}"),
+        TimeElapsedColumn(),
+    )
+
+    def left() -> str:
+        if not done:
+            return ""
+        return f"{timedelta(seconds=round((time.perf_counter() - start) / done * (total - done)))} left"
+
+    def line() -> str:
+        rest = "".join(f", {one}" for one in (said, left()) if one)
+        return f"{_seconds_since(start)}  {description}: {done:,}/{total:,}{rest}"
+
+    with _bar(console, line, columns) as bar:
+        task = bar.add_task(description, total=total, said="")
+
+        def advance(count: int, now_said: str) -> None:
+            nonlocal done, said
+            done, said = done + count, now_said
+            bar.update(task, advance=count, said=f"{said}, {left()}")
 
         yield advance
 

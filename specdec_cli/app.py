@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from commands.batch import batch
 from commands.bench import bench
 from commands.build import build
 from commands.chat import chat
@@ -60,6 +61,10 @@ _EXAMPLES = {
         "specdec serve --model-dir demo --spec-decode-algo NGRAM",
         'specdec serve --engine-dir engine --ngram-config "[10,2,[0]]" --draft-len-mode auto --port 8000',
     ),
+    batch: (
+        "specdec batch -i requests.jsonl -o results.jsonl --model-dir demo --ngram-config 10,2",
+        "specdec batch -i requests.jsonl -o results.jsonl --engine-dir engine --ray local --num-workers 2",
+    ),
     summarize: (
         'specdec summarize --engine-dir engine --hf-model-dir demo --test-hf --test-engine --ngram-config "[10,2,[0]]" '
         "--check-accuracy",
@@ -91,7 +96,7 @@ _EXAMPLES = {
 }
 
 
-_LONG = (run, chat, serve, summarize)
+_LONG = (run, chat, serve, batch, summarize)
 """Commands with so many flags that `--help` shows the common ones."""
 
 
@@ -179,8 +184,8 @@ def _with_help_all(command: Callable[..., None]) -> Callable[..., None]:
 app = typer.Typer(
     name="specdec",
     cls=_Group,
-    help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, summarize, compare, tune; "
-    "corpora; verify; bench.",
+    help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, batch, summarize, compare, "
+    "tune; corpora; verify; bench.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -203,7 +208,7 @@ def _register(command: Callable[..., None], group: typer.Typer = app) -> None:
     group.command(cls=_Command, epilog=epilog, context_settings=names)(shown)
 
 
-for _command in (convert, build, run, chat, serve, summarize, compare, tune, verify, bench):
+for _command in (convert, build, run, chat, serve, batch, summarize, compare, tune, verify, bench):
     _register(_command)
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)

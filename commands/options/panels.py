@@ -4,8 +4,8 @@ from typing import Any
 
 INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampling"
 KV_CACHE, RUNTIME, LEADER, SERVER = "KV cache", "Runtime", "Leader mode (V2)", "Server"
-ROUNDING = "Rounding"
-PANELS = (INPUT, SERVER, RUNTIME, ROUNDING, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
+ROUNDING, CLUSTER = "Rounding", "Cluster"
+PANELS = (INPUT, SERVER, CLUSTER, RUNTIME, ROUNDING, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
 
 COMMON = frozenset(
     {
@@ -18,6 +18,7 @@ COMMON = frozenset(
         "check_accuracy", "rouge1_threshold", "check_lossless", "stats", "show_tokens", "report", "output_dir",
         "json", "quiet",
         "host", "port", "api_key", "served_model_name", "max_queue_len",
+        "output_file", "ray", "num_workers", "checkpoint_dir",
     }
 )  # fmt: skip
 """What `--help` shows of a command with many flags; `--help-all` shows all."""

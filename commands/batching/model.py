@@ -1,0 +1,78 @@
+"""Which model answers: what its results depend on, as one digest, and how it is opened, here or on another machine."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from commands.batching.answering import BatchModel
+from commands.options.batch import BatchDefaults
+from commands.options.drafting import Drafting
+from commands.sessions import SessionOptions, open_setup
+from runtime.bundle import read_bundle
+from runtime.cache import digest, read_digest
+from runtime.checksums import NOT_RECORDED
+from runtime.drafters.settings import DrafterSettings, DraftTargetDrafter, each_drafter
+from runtime.errors import UsageError
+from runtime.tokenizer import TOKENIZER_FILES
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, its settings, and what requests call it."""
+
+    session: SessionOptions
+    names: tuple[str, ...]
+    defaults: BatchDefaults
+
+    def digest(self) -> str:
+        """Of all that results depend on. Drafts are not among it, but where they choose what is sampled."""
+        drafter = self.session.drafting.named.drafter
+        parts = [model_digest(self.session.engine_dir, self.session.tokenizer_dir), *self.names, repr(self.defaults)]
+        if _chooses_samples(drafter):
+            parts += [repr(drafter), self.session.drafting.draft_len_mode]
+        return digest(parts)
+
+
+def model_digest(engine_dir: Path, tokenizer_dir: Path | None) -> str:
+    """Of the model, of what its engine was built for, and of its tokenizer: the same for engines of all processors."""
+    config = read_bundle(engine_dir).config
+    tokenizer = tokenizer_dir or engine_dir
+    files = [tokenizer / name for name in TOKENIZER_FILES]
+    files += [directory / name for name in sorted(NOT_RECORDED) for directory in {engine_dir, tokenizer}]
+    parts = [config.weights_digest, repr(sorted(config.pretrained_config.items())), config.dtype]
+    parts += [repr(config.build_config), repr(config.quantization)]
+    return digest([*parts, *(f"{path.name} {read_digest(path)}" for path in files if _counts(path))])
+
+
+def check_same_everywhere(drafting: Drafting) -> None:
+    """UsageError for drafts that choose what is sampled, and are not the same whenever they are made."""
+    drafter = drafting.named.drafter
+    if not _chooses_samples(drafter):
+        return
+    shares = any(getattr(one, "pool", None) == "public" for one in each_drafter(drafter))
+    for is_so, what in ((shares, "a public pool"), (drafting.draft_len_mode == "auto", "`--draft-len-mode auto`")):
+        if is_so:
+            raise UsageError(
+                f"with use_logits drafts choose what is sampled, and no two runs would be the same with {what}",
+                hint="leave one of the two out",
+            )
+
+
+def _counts(path: Path) -> bool:
+    return path.is_file() and path.name != "config.json"  # which records when an engine was built, and where
+
+
+def _chooses_samples(drafter: DrafterSettings | None) -> bool:
+    return any(isinstance(one, DraftTargetDrafter) and one.use_logits for one in each_drafter(drafter))
+
+
+@contextmanager
+def open_job(job: Job) -> Iterator[BatchModel]:
+    """The model with its loop; SpecDecError if it cannot be opened."""
+    with open_setup(job.session) as setup:
+        model = BatchModel(setup.llm, setup.session, job.names, job.defaults)
+        try:
+            yield model
+        finally:
+            model.close()

@@ -1,0 +1,88 @@
+"""A file of requests answered, from what is there already to the last result."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from commands.batching.answering import Counts
+from commands.batching.dispatch import Crew, answer_all
+from commands.batching.lines import look_through
+from commands.batching.results import Results, open_results
+from commands.output import Output, number, percent
+from runtime.errors import SpecDecError
+
+
+@dataclass
+class Report:
+    """What was done in this run."""
+
+    num_requests: int
+    num_done_before: int
+    num_failed: int = 0
+    counts: Counts = field(default_factory=Counts)
+    wall_s: float = 0.0
+    workers: Counter[str] = field(default_factory=Counter)
+    """Results by the machine and the process that they come from, where there are several."""
+
+    @property
+    def num_answered(self) -> int:
+        """Those with a result now that had none."""
+        return sum(self.workers.values())
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.counts.num_generated_tokens / self.wall_s if self.wall_s else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        counts = self.counts
+        return counts.num_accepted_tokens / counts.num_draft_tokens if counts.num_draft_tokens else None
+
+
+def run_batch(
+    input_file: Path,
+    output_file: Path,
+    job: str,
+    open_crew: Callable[[int], AbstractContextManager[Crew]],
+    output: Output,
+) -> Report:
+    """Answer what has no result yet; nothing is opened if there is nothing. SpecDecError for results of another job.
+
+    `open_crew` is called with the number of requests.
+    """
+    requests = look_through(input_file, job)
+    with open_results(output_file, requests.places) as results:
+        missing = results.missing
+        report = Report(len(requests.places), results.num_done)
+        if report.num_done_before and missing:
+            output.result(f"{report.num_done_before:,} of {report.num_requests:,} requests are done: the rest follows")
+        if missing:
+            with open_crew(len(missing)) as crew, output.paced("Requests", len(missing)) as pace:
+                start = time.perf_counter()
+                for outcome in answer_all(crew, requests.read(missing)):
+                    assert outcome.line is not None
+                    results.append(outcome.id, outcome.line)
+                    report.counts += outcome.counts
+                    report.num_failed += outcome.is_error
+                    report.workers[outcome.worker] += 1
+                    report.wall_s = time.perf_counter() - start
+                    pace(1, _said(report))
+        _finish(results)
+    return report
+
+
+def _finish(results: Results) -> None:
+    if results.missing:  # our own mistake, which must not become a file that looks whole
+        raise SpecDecError(
+            f"requests have no result: {len(results.missing)}", hint="start the command again: it goes on"
+        )
+    results.finish()
+
+
+def _said(report: Report) -> str:
+    said = f"{number(report.tokens_per_second, 0)} tokens/s"
+    rate = report.acceptance_rate
+    return said if rate is None else f"{said}, {percent(rate)} accepted"

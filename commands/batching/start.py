@@ -1,0 +1,55 @@
+"""What `batch` does once its flags have been looked at: the engine, the workers, the results, and what is told."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+
+from commands.batching.dispatch import Crew, OwnCrew
+from commands.batching.model import Job, check_same_everywhere, open_job
+from commands.batching.running import run_batch
+from commands.documents.batch import batch_document
+from commands.engines import Models, engines_of_models
+from commands.options.batch import BatchDefaults, BatchFiles, ClusterOptions
+from commands.output import Output
+from commands.sessions import SessionOptions
+from commands.tables.batch import show
+
+OpenCrew = Callable[[int], AbstractContextManager[Crew]]
+
+
+def start_batch(
+    files: BatchFiles,
+    session: SessionOptions,
+    models: Models,
+    names: tuple[str, ...],
+    defaults: BatchDefaults,
+    cluster: ClusterOptions,
+    output: Output,
+) -> None:
+    """SpecDecError if it cannot be begun, or not be gone on with; what has been answered is kept in any case."""
+    drafting = session.drafting
+    check_same_everywhere(drafting)
+    with engines_of_models(models, session.engine_dir, drafting.named.drafter, output) as engines:
+        drafting = replace(drafting, named=replace(drafting.named, drafter=engines.drafter))
+        job = Job(replace(session, engine_dir=engines.engine_dir, drafting=drafting), names, defaults)
+        open_crew: OpenCrew = partial(_own_crew, job)
+        if cluster.ray is not None:
+            from commands.batching.cluster import WorkerJob, ray_crew
+
+            of_models = models if models.model_dir is not None else None
+            open_crew = partial(ray_crew, WorkerJob(job, of_models, cluster.checkpoint_dir), cluster)
+        report = run_batch(files.input_file, files.output_file, job.digest(), open_crew, output)
+    document = batch_document(report, files, job, cluster)
+    show(document, output)
+    if report.num_failed:
+        output.warning(
+            f"{report.num_failed:,} of {report.num_requests:,} requests failed: their results have an `error`"
+        )
+    output.document(document)
+
+
+@contextmanager
+def _own_crew(job: Job, num_requests: int) -> Iterator[Crew]:
+    with open_job(job) as model:
+        yield OwnCrew(model)

@@ -1,0 +1,178 @@
+"""The groups of options that only `batch` has."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from commands.options.panels import CLUSTER, INPUT, OUTPUT, RUNTIME, SAMPLING
+from commands.options.single import TokenizerDir
+from runtime.errors import SpecDecError, UsageError
+from runtime.params import SamplingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFiles:
+    """What is asked, and where the results go."""
+
+    input_file: Annotated[
+        Path,
+        typer.Option(
+            "--input-file",
+            "-i",
+            help="Requests, one a line: OpenAI's batch form, or objects with a `prompt` or `messages`.",
+            rich_help_panel=INPUT,
+        ),
+    ]
+    output_file: Annotated[
+        Path,
+        typer.Option(
+            "--output-file",
+            "-o",
+            help="Results, a line for each request, in OpenAI's form. Started again, the command goes on where it was.",
+            rich_help_panel=OUTPUT,
+        ),
+    ]
+
+    def check(self) -> None:
+        """SpecDecError unless the requests can be read twice, and the results are another file."""
+        path = self.input_file
+        if path.exists() and not path.is_file():
+            what = "Is a directory" if path.is_dir() else "not a regular file, and it is read twice"
+            raise SpecDecError(f"cannot read the file ({what}): {path}", hint="give a file")
+        if path.exists() and self.output_file.exists() and path.samefile(self.output_file):
+            raise UsageError(f"the output would replace what is read: {self.output_file}", hint="choose another path")
+
+
+@dataclass(frozen=True)
+class BatchModelOptions:
+    """Who answers; `engine_dir` is None where a model may be given instead."""
+
+    engine_dir: Annotated[
+        Path | None,
+        typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
+    ] = None
+    tokenizer_dir: TokenizerDir = None
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What requests call the model; repeatable, the first is told in results.",
+            rich_help_panel=INPUT,
+            show_default="the directory's name",
+        ),
+    ] = None
+    max_num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of prompts computed at a time.",
+            rich_help_panel=RUNTIME,
+            show_default="512",
+        ),
+    ] = None
+
+    @property
+    def engine(self) -> Path:
+        """The engine's directory, the usual one where none is named."""
+        return self.engine_dir or Path("engine_outputs")
+
+    def names(self, model: str | None) -> tuple[str, ...]:
+        return tuple(self.served_model_name or [Path(model or self.engine).expanduser().resolve().name])
+
+
+@dataclass(frozen=True)
+class BatchDefaults:
+    """What holds for requests that say nothing else."""
+
+    max_output_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens to generate where a request does not say `max_tokens`.",
+            rich_help_panel=SAMPLING,
+            show_default="16; in a chat as many as fit",
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="Where a request does not say; 0 is greedy.",
+            rich_help_panel=SAMPLING,
+            show_default="the model's, or 1",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Where a request does not say.", rich_help_panel=SAMPLING, show_default="the model's, or 0"),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Where a request does not say.", rich_help_panel=SAMPLING, show_default="the model's, or 1"),
+    ] = None
+    random_seed: Annotated[
+        int,
+        typer.Option(help="With `custom_id` the seed of a request that names none.", rich_help_panel=SAMPLING),
+    ] = 0
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Those that are given."""
+        values = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def check(self) -> None:
+        """UsageError for a value that is out of range."""
+        SamplingConfig(**self.sampling)
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Ray's workers."""
+
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Answer by workers of Ray: `local` starts it here, an address or `auto` is a cluster that runs.",
+            rich_help_panel=CLUSTER,
+            show_default=False,
+        ),
+    ] = None
+    num_workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Workers, each with an engine of its own.", rich_help_panel=CLUSTER, show_default="2"),
+    ] = None
+    cpus_per_worker: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Cores of a worker.", rich_help_panel=CLUSTER, show_default="an equal share of what there is"
+        ),
+    ] = None
+    checkpoint_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint of the engine's model: machines that cannot open the engine build their own of it.",
+            rich_help_panel=CLUSTER,
+            show_default=False,
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """UsageError for what needs Ray, without it; SpecDecError if it is not installed."""
+        if self.ray is None:
+            flags = {
+                "--num-workers": self.num_workers,
+                "--cpus-per-worker": self.cpus_per_worker,
+                "--checkpoint-dir": self.checkpoint_dir,
+            }
+            for flag, value in flags.items():
+                if value is not None:
+                    raise UsageError(f"`{flag}` is for Ray's workers: {value}", hint="`--ray local` starts Ray here")
+            return
+        try:
+            import ray  # noqa: F401
+        except ImportError:
+            raise SpecDecError(
+                "`--ray` needs a package that is not installed: ray", hint="pip install 'specdec-cli[ray]'"
+            ) from None
