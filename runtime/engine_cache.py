@@ -16,9 +16,10 @@ from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
 from runtime.cache import cache_dir, digest, file_digest, locked_entry, remove_left_over
 from runtime.compiler.kernels import processor
 from runtime.compiler.opening import current_environment
-from runtime.config import BuildConfig, Dtype
+from runtime.config import BuildConfig, Dtype, as_json
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning
+from runtime.files import read_json
 from runtime.gguf import is_gguf
 from runtime.models import MODEL_FILES, resolve_model
 from runtime.temporary import temporary_dir
@@ -75,16 +76,40 @@ def engine_of_model(
         with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
             yield _make_engine(model_dir, Path(directory) / "engine", settings, device, phases)
         return
-    readable = re.sub(r"[^\w.-]", "_", Path(name).expanduser().resolve().name)
-    entry = cache_dir() / "engines" / f"{readable}-{_identity(model_dir, settings, device)[:16]}"
+    with _entry(Path(name), _identity(model_dir, settings, device)) as (entry, is_missing):
+        if is_missing:
+            _make_engine(model_dir, entry, settings, device, phases)
+    yield entry
+
+
+@contextmanager
+def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[Path]:
+    """The engine's directory of a checkpoint, for this machine, built if it is not in the cache."""
+    from runtime.compiler.build import build_engine  # not to open an engine: it takes seconds
+
+    device = resolve_device("auto", 0)
+    files = [read_json(checkpoint_dir / "config.json"), as_json(build)]
+    identity = digest([*map(repr, files), *_identity_of_machine(device)])
+    with _entry(checkpoint_dir, identity) as (entry, is_missing):
+        if is_missing:
+            build_engine(checkpoint_dir, entry, build, device, replace=False, phase=lambda name: None)
+    yield entry
+
+
+@contextmanager
+def _entry(name: Path, identity: str) -> Iterator[tuple[Path, bool]]:
+    """The cache's entry, and whether it is to be made, which nobody else does in the block."""
+    readable = re.sub(r"[^\w.-]", "_", name.expanduser().resolve().name)
+    entry = cache_dir() / "engines" / f"{readable}-{identity[:16]}"
     if _is_engine(entry):
         remove_left_over(entry)
-    else:
-        with locked_entry(entry, _say_that_it_waits):
-            if not _is_engine(entry):  # or somebody has built it in the meantime
-                shutil.rmtree(entry, ignore_errors=True)
-                _make_engine(model_dir, entry, settings, device, phases)
-    yield entry
+        yield entry, False
+        return
+    with locked_entry(entry, _say_that_it_waits):
+        is_missing = not _is_engine(entry)  # or somebody has built it in the meantime
+        if is_missing:
+            shutil.rmtree(entry, ignore_errors=True)
+        yield entry, is_missing
 
 
 def _say_that_it_waits() -> None:
@@ -99,12 +124,16 @@ def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -
     return digest(
         [
             *(f"{path.name} {file_digest(path)}" for path in files),
-            *(f"{path.name} {digest([path.read_text()])}" for path in build_code()),
             repr(settings),
-            repr(current_environment(device)),
-            processor(),
+            *_identity_of_machine(device),
         ]
     )
+
+
+def _identity_of_machine(device: torch.device) -> list[str]:
+    """The machine, and the code that builds engines."""
+    code = (f"{path.name} {digest([path.read_text()])}" for path in build_code())
+    return [*code, repr(current_environment(device)), processor()]
 
 
 def build_code() -> list[Path]:

@@ -12,7 +12,7 @@ from commands.sessions import SessionOptions, open_setup
 from runtime.bundle import read_bundle
 from runtime.cache import digest, read_digest
 from runtime.checksums import NOT_RECORDED
-from runtime.drafters.settings import DrafterSettings, DraftTargetDrafter, each_drafter
+from runtime.drafters.settings import CustomDrafter, DrafterSettings, DraftTargetDrafter, each_drafter
 from runtime.errors import UsageError
 from runtime.tokenizer import TOKENIZER_FILES
 
@@ -29,7 +29,7 @@ class Job:
         """Of all that results depend on. Drafts are not among it, but where they choose what is sampled."""
         drafter = self.session.drafting.named.drafter
         parts = [model_digest(self.session.engine_dir, self.session.tokenizer_dir), *self.names, repr(self.defaults)]
-        if _chooses_samples(drafter):
+        if _may_choose_samples(drafter):
             parts += [repr(drafter), self.session.drafting.draft_len_mode]
         return digest(parts)
 
@@ -65,6 +65,11 @@ def _counts(path: Path) -> bool:
 
 def _chooses_samples(drafter: DrafterSettings | None) -> bool:
     return any(isinstance(one, DraftTargetDrafter) and one.use_logits for one in each_drafter(drafter))
+
+
+def _may_choose_samples(drafter: DrafterSettings | None) -> bool:
+    """Nobody knows what users' own do."""
+    return _chooses_samples(drafter) or any(isinstance(one, CustomDrafter) for one in each_drafter(drafter))
 
 
 @contextmanager

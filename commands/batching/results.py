@@ -185,7 +185,7 @@ def _ids_of(line: bytes) -> tuple[str, str] | None:
 
 def _is_torn(line: bytes) -> bool:
     """Whether a line may be the beginning of a result; after a power failure it may be zeros."""
-    beginning = line.rstrip(b"\0")
+    beginning = line.rstrip(b"\0\n")
     return beginning.startswith(_START) or _START.startswith(beginning)
 
 

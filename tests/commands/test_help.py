@@ -9,7 +9,7 @@ from command_line import Specdec
 from commands.options.panels import COMMON, PANELS
 from specdec_cli.app import app
 
-LONG = ["run", "chat", "serve", "summarize"]
+LONG = ["run", "chat", "serve", "batch", "summarize"]
 COMMANDS = [
     *LONG,
     "convert",
@@ -93,7 +93,20 @@ def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specde
         return specdec_process(environment=asked).stdout.split()
 
     assert completed("specdec ") == [
-        *("convert", "build", "run", "chat", "serve", "summarize", "compare", "tune", "verify", "bench", "corpus"),
+        *(
+            "convert",
+            "build",
+            "run",
+            "chat",
+            "serve",
+            "batch",
+            "summarize",
+            "compare",
+            "tune",
+            "verify",
+            "bench",
+            "corpus",
+        ),
     ]
     assert completed("specdec corpus ") == ["create", "merge", "stats"]
     assert completed("specdec run --temp") == ["--temperature"]

@@ -1,0 +1,269 @@
+"""Ray's workers: actors that each open the model once, and answer requests as they are sent.
+
+A worker that dies costs the requests that it had; they are asked again, and another worker is begun in its place. Who
+asks, and writes what comes, is one process: so each result is written once, however often it was made.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayError
+
+from commands.batching.answering import BatchModel, Outcome, Pending
+from commands.batching.dispatch import Crew
+from commands.batching.lines import BatchRequest
+from commands.batching.model import Job, model_digest, open_job
+from commands.engines import Models, engines_of_models
+from commands.options.batch import ClusterOptions
+from commands.output import Output, warn
+from runtime.bundle import read_bundle
+from runtime.config import BuildConfig
+from runtime.engine_cache import engine_of_checkpoint
+from runtime.errors import SpecDecError
+
+_DEFAULT_NUM_WORKERS = 2
+_MAX_DEATHS = 3
+"""Deaths of workers one after the other, without a result between them, for each worker that there is to be."""
+
+
+@dataclass(frozen=True)
+class WorkerJob:
+    """What a worker opens, and where it finds it, if the engine's directory is not to be seen from there."""
+
+    job: Job
+    models: Models | None
+    """The model that the engine was made of, where no engine was named."""
+    checkpoint_dir: Path | None
+
+    def everywhere(self) -> "WorkerJob":
+        """With paths that do not depend on the current directory."""
+        session = self.job.session
+        session = replace(
+            session,
+            engine_dir=session.engine_dir.absolute(),
+            tokenizer_dir=None if session.tokenizer_dir is None else session.tokenizer_dir.absolute(),
+            drafting=replace(session.drafting, bundle=None),
+        )
+        checkpoint_dir = None if self.checkpoint_dir is None else self.checkpoint_dir.absolute()
+        return replace(self, job=replace(self.job, session=session), checkpoint_dir=checkpoint_dir)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a worker says once it has opened the model, or why it cannot."""
+
+    window: int = 0
+    error: str | None = None
+    hint: str | None = None
+
+
+class Worker:
+    """The actor."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._model: BatchModel | None = None
+        self._name = f"{socket.gethostname()}:{os.getpid()}"
+
+    def open(self, work: WorkerJob, wanted: str, build: BuildConfig, directory: str, num_cpus: int) -> Opened:
+        """`wanted` is the model's digest, `directory` where the command was called: drafters may lie there."""
+        if os.path.isdir(directory):
+            os.chdir(directory)
+        torch.set_num_threads(num_cpus)
+        try:
+            self._model = self._stack.enter_context(open_anywhere(work, wanted, build))
+        except SpecDecError as error:
+            return Opened(error=f"{error.message} (on {socket.gethostname()})", hint=error.hint)
+        return Opened(self._model.window)
+
+    async def answer(self, request: BatchRequest) -> Outcome:
+        assert self._model is not None
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Pending] = loop.create_future()
+        outcome = self._model.submit(request, lambda pending: loop.call_soon_threadsafe(done.set_result, pending))
+        if outcome is None:
+            outcome = self._model.outcome(await done)
+        return replace(outcome, worker=self._name)
+
+
+@contextmanager
+def open_anywhere(work: WorkerJob, wanted: str, build: BuildConfig) -> Iterator[BatchModel]:
+    """The model by the engine that is there; without one, or with one of another processor, by one that is built."""
+    job = work.job
+    with ExitStack() as stack:
+        if work.models is not None:
+            quiet = Output(quiet=True)
+            drafter = job.session.drafting.named.drafter
+            engines = stack.enter_context(engines_of_models(work.models, job.session.engine_dir, drafter, quiet))
+            model = stack.enter_context(_open_same(job, engines.engine_dir, wanted))
+        else:
+            try:
+                model = stack.enter_context(_open_same(job, job.session.engine_dir, wanted))
+            except SpecDecError as error:
+                if work.checkpoint_dir is None or error.fact not in ("no_engine", "other_environment"):
+                    raise
+                engine_dir = stack.enter_context(engine_of_checkpoint(work.checkpoint_dir, build))
+                model = stack.enter_context(_open_same(job, engine_dir, wanted))
+        yield model
+
+
+@contextmanager
+def _open_same(job: Job, engine_dir: Path, wanted: str) -> Iterator[BatchModel]:
+    if model_digest(engine_dir, job.session.tokenizer_dir) != wanted:
+        raise SpecDecError(
+            f"this machine has another model than the one the batch was begun with: {engine_dir}",
+            hint="give it the same one",
+        )
+    with open_job(replace(job, session=replace(job.session, engine_dir=engine_dir))) as model:
+        yield model
+
+
+@dataclass(eq=False)
+class _Member:
+    """A worker, and what it has been sent."""
+
+    actor: Any
+    opening: Any
+    window: int = 0
+    sent: dict[Any, str] = field(default_factory=dict)
+
+    @property
+    def num_free(self) -> int:
+        return self.window - len(self.sent)
+
+
+class RayCrew:
+    """The workers of a cluster, as they come and go."""
+
+    def __init__(self, work: WorkerJob, num_workers: int, num_cpus: int) -> None:
+        self._num_workers, self._num_cpus = num_workers, num_cpus
+        session = work.job.session
+        config = read_bundle(session.engine_dir).config
+        self._on_gpu = config.environment.device == "cuda"
+        wanted = model_digest(session.engine_dir, session.tokenizer_dir)
+        self._given = (ray.put(work.everywhere()), wanted, config.build_config, os.getcwd(), num_cpus)
+        self._num_deaths = 0
+        self._members = [self._begin() for _ in range(num_workers)]
+
+    @property
+    def num_free(self) -> int:
+        return sum(member.num_free for member in self._members)
+
+    def send(self, request: BatchRequest) -> None:
+        member = max(self._members, key=lambda one: one.num_free)
+        member.sent[member.actor.answer.remote(request)] = request.id
+
+    def receive(self) -> list[Outcome]:
+        waiting = {ref: member for member in self._members for ref in (*member.sent, member.opening) if ref is not None}
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=None)
+        more, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
+        outcomes: list[Outcome] = []
+        for ref in {*ready, *more}:
+            outcomes += self._take(waiting[ref], ref)
+        return outcomes
+
+    def _begin(self) -> _Member:
+        options = {"num_cpus": self._num_cpus, "num_gpus": int(self._on_gpu)}
+        actor = ray.remote(Worker).options(**options).remote()
+        return _Member(actor, actor.open.remote(*self._given))
+
+    def _take(self, member: _Member, ref: Any) -> list[Outcome]:
+        """What has come of one call. Of a worker that died all that it had is lost."""
+        if member not in self._members:
+            return []
+        try:
+            result = ray.get(ref)
+        except RayActorError:
+            return self._replace(member)
+        if ref == member.opening:
+            member.opening = None
+            self._let_in(member, result)
+            return []
+        del member.sent[ref]
+        self._num_deaths = 0
+        return [result]
+
+    def _let_in(self, member: _Member, opened: Opened) -> None:
+        if opened.error is None:
+            member.window = opened.window
+            return
+        self._members.remove(member)
+        if not self._members:
+            raise SpecDecError(f"no worker could open the model: {opened.error}", hint=opened.hint)
+        warn(f"a worker could not open the model: {opened.error}")
+
+    def _replace(self, member: _Member) -> list[Outcome]:
+        self._num_deaths += 1
+        if self._num_deaths > _MAX_DEATHS * self._num_workers:
+            raise SpecDecError(
+                f"workers die one after the other, and nothing is answered: {self._num_deaths}",
+                hint="Ray's logs say why; perhaps the memory is too small for so many workers",
+            )
+        self._members.remove(member)
+        self._members.append(self._begin())
+        return [
+            Outcome(lost, None, failure="the worker died each time that it was asked", is_lost=True)
+            for lost in member.sent.values()
+        ]
+
+
+@contextmanager
+def ray_crew(work: WorkerJob, options: ClusterOptions, num_requests: int) -> Iterator[Crew]:
+    """SpecDecError if the cluster cannot be reached. A local one ends with the block."""
+    num_workers = min(options.num_workers or _DEFAULT_NUM_WORKERS, num_requests)
+    assert options.ray is not None
+    with connected(options.ray):
+        num_cpus = options.cpus_per_worker or _equal_share(num_workers)
+        _check_room(num_cpus)
+        yield RayCrew(work, num_workers, num_cpus)
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """With Ray, quietly. It reports to nobody."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=_dashboard(address))
+    except (ConnectionError, RayError, ValueError, RuntimeError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SpecDecError(
+            f"no Ray cluster could be reached ({first_line}): {address}",
+            hint="`local` starts one here; `ray status` says whether there is one",
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _dashboard(address: str) -> bool | None:
+    """Ray takes the choice for a cluster that it starts only."""
+    return False if address == "local" else None
+
+
+def _equal_share(num_workers: int) -> int:
+    """Of the cluster's cores, and no more than the smallest machine has."""
+    cpus = _cpus_of_machines()
+    return max(int(min(sum(cpus) / num_workers, min(cpus))), 1)
+
+
+def _check_room(num_cpus: int) -> None:
+    most = max(_cpus_of_machines())
+    if num_cpus > most:
+        raise SpecDecError(
+            f"no machine of the cluster has so many cores for a worker, {most:g} at most: {num_cpus}",
+            hint="lower `--cpus-per-worker`",
+        )
+
+
+def _cpus_of_machines() -> list[float]:
+    found = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+    return [cpus for cpus in found if cpus] or [1]

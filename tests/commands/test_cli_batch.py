@@ -1,0 +1,445 @@
+"""`specdec batch`: a line for each request, the same bytes with any drafter and after any kill, and clear errors."""
+
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+from command_line import PROMPTS, Result, Specdec, assert_valid, draft_model, tree
+from tiny import hf_greedy
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from commands.serving.asking import _DEFAULT_MAX_TOKENS
+from specdec_cli import LLM, NgramDrafter, SamplingParams
+
+Row = dict[str, Any]
+Batch = Callable[..., Result]
+URL, CHAT_URL = "/v1/completions", "/v1/chat/completions"
+
+
+def openai(custom_id: str, url: str = URL, **body: Any) -> Row:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def requests(number: int = 24) -> list[Row]:
+    """Greedy and sampled ones of different lengths, and two that cannot be answered."""
+    rows = [
+        openai(
+            f"request {i} ü",
+            prompt=f"{PROMPTS[i % len(PROMPTS)]} {i}",
+            max_tokens=8 + i % 9,
+            temperature=0 if i % 3 else 0.9,
+            ignore_eos=True,
+        )
+        for i in range(number)
+    ]
+    rows[4]["body"]["n"] = 3
+    rows[5]["body"]["temperature"] = -1
+    rows[7]["body"]["prompt"] = "dog " * 200
+    return rows
+
+
+def write(path: Path, rows: list[Row]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def results(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def texts(row: Row) -> list[str]:
+    assert row["error"] is None and row["response"]["status_code"] == 200, row
+    return [choice["text"] for choice in row["response"]["body"]["choices"]]
+
+
+@pytest.fixture
+def batch(specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path) -> Batch:
+    """`batch(rows, …)`: the results go to `results.jsonl` in `tmp_path`, unless the file is named."""
+
+    def call(rows: list[Row] | None, *arguments: object, output: str = "results.jsonl") -> Result:
+        if rows is not None:
+            write(tmp_path / "requests.jsonl", rows)
+        files = ["-i", tmp_path / "requests.jsonl", "-o", tmp_path / output]
+        return specdec("batch", *files, "--engine-dir", llama_uncompiled_dir, *arguments)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, llama_uncompiled_dir: Path) -> bytes:
+    """The results of `requests()`, by a process that nothing happened to, without a drafter."""
+    forks.import_all()
+    directory = tmp_path_factory.mktemp("undisturbed")
+    write(directory / "requests.jsonl", requests())
+    assert finish(start(arguments(llama_uncompiled_dir), directory), directory) == 0
+    assert tree(directory) == ["errors", "requests.jsonl", "results.jsonl"]
+    return (directory / "results.jsonl").read_bytes()
+
+
+def arguments(engine_dir: Path, *others: object) -> list[object]:
+    return ["batch", "-i", "requests.jsonl", "-o", "results.jsonl", "--engine-dir", engine_dir, *others]
+
+
+def start(arguments: list[object], directory: Path) -> int:
+    """A process of the command in a directory, where its errors are too."""
+    with (directory / "errors").open("wb") as errors:
+        return forks.start(arguments, directory, errors.fileno())
+
+
+def finish(process: int, directory: Path) -> int:
+    _, status = os.waitpid(process, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, 130), (directory / "errors").read_text()
+    return code
+
+
+def wait_for(is_so: Callable[[], bool], process: int) -> None:
+    """Or for the end of the process."""
+    while not is_so() and os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        time.sleep(0.002)
+
+
+def test_every_request_has_its_result_in_order(undisturbed: bytes) -> None:
+    rows = [json.loads(line) for line in undisturbed.splitlines()]
+    assert [row["custom_id"] for row in rows] == [request["custom_id"] for request in requests()]
+    assert len({row["id"] for row in rows}) == len(rows)
+    for row, request in zip(rows, requests(), strict=True):
+        assert set(row) == {"id", "custom_id", "response", "error"}
+        if row["error"] is None:
+            assert len(texts(row)) == request["body"].get("n", 1)
+            assert row["response"]["body"]["usage"]["completion_tokens"] == request["body"]["max_tokens"] * len(
+                texts(row)
+            )
+    failed = {row["custom_id"]: row for row in rows if row["error"] is not None}
+    assert sorted(failed) == ["request 5 ü", "request 7 ü"]
+    assert failed["request 5 ü"]["error"]["param"] == "temperature"
+    assert failed["request 7 ü"]["error"]["code"] == "context_length_exceeded"
+    for row in failed.values():
+        assert row["response"]["status_code"] == 400 and row["response"]["body"] == {"error": row["error"]}
+
+
+def test_greedy_results_are_hugging_faces(
+    batch: Batch, tmp_path: Path, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [openai(f"{i}", prompt=prompt, temperature=0, ignore_eos=True) for i, prompt in enumerate(PROMPTS)]
+    assert batch(rows, "--ngram-config", "4,2").exit_code == 0
+    for prompt, row in zip(PROMPTS, results(tmp_path / "results.jsonl"), strict=True):
+        expected = hf_greedy(llama, tokenizer(prompt)["input_ids"], _DEFAULT_MAX_TOKENS, -1)
+        assert texts(row) == [tokenizer.decode(expected, skip_special_tokens=True)]
+
+
+def test_plain_lines_are_bodies_without_an_envelope(batch: Batch, tmp_path: Path, llama_uncompiled_dir: Path) -> None:
+    rows: list[Row] = [
+        {"prompt": PROMPTS[0], "max_tokens": 5, "seed": 7},
+        {"custom_id": "mine", "prompt": PROMPTS[1]},
+        {"prompt": [5, 6, 7], "temperature": 0},
+    ]
+    flags = ("--max-output-len", 9, "--temperature", 0.7, "--top-k", 20)
+    assert batch(rows, *flags).exit_code == 0
+    found = results(tmp_path / "results.jsonl")
+    assert [row["custom_id"] for row in found] == ["line-1", "mine", "line-3"]
+    with LLM(llama_uncompiled_dir) as llm:
+        first, third = llm.generate(
+            [PROMPTS[0], [5, 6, 7]],
+            [
+                SamplingParams(temperature=0.7, top_k=20, seed=7, max_tokens=5),
+                SamplingParams(temperature=0, max_tokens=9),
+            ],
+        )
+    assert (texts(found[0]), texts(found[2])) == ([first.text], [third.text])
+    assert found[1]["response"]["body"]["usage"]["completion_tokens"] <= 9
+
+
+def test_chat_needs_a_template_and_has_one(batch: Batch, tmp_path: Path, llama_dir: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a dog"}], "max_tokens": 4, "temperature": 0}]
+    assert batch(rows, output="without.jsonl").exit_code == 0
+    (without,) = results(tmp_path / "without.jsonl")
+    assert "no chat template" in without["error"]["message"]
+    shutil.copytree(llama_dir, tmp_path / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert batch(rows, "--tokenizer-dir", tmp_path / "tokenizer").exit_code == 0
+    (row,) = results(tmp_path / "results.jsonl")
+    assert row["response"]["body"]["object"] == "chat.completion"
+    batch([{"prompt": "a dog", "max_tokens": 4, "temperature": 0}], output="prompt.jsonl")
+    (prompt,) = results(tmp_path / "prompt.jsonl")
+    assert row["response"]["body"]["choices"][0]["message"]["content"] == texts(prompt)[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "status", "message"),
+    [
+        (openai("a", "/v1/embeddings", input="x"), 404, "POST /v1/embeddings: Not Found"),
+        (openai("a") | {"method": "GET"}, 405, "Method Not Allowed"),
+        (openai("a", prompt="x", model="gpt-4"), 404, "the model `gpt-4` does not exist"),
+        (openai("a", prompt="x", stream=True), 400, "a batch is answered whole: `stream`"),
+        (openai("a", prompt="x", return_token_kinds=True), 400, "`return_token_kinds`"),
+        (openai("a", prompt="x", tools=[{}]), 400, "does not support `tools`"),
+        (openai("a") | {"body": [1]}, 400, "the body is no JSON object: list"),
+        (openai("a", prompt="x", max_tokens=0), 400, "nothing was asked"),
+        (openai("a", prompt="x", temperature=1e300), 400, "temperature"),
+    ],
+)
+def test_a_request_that_fails_has_its_error_and_the_next_is_answered(
+    row: Row, status: int, message: str, batch: Batch, tmp_path: Path
+) -> None:
+    result = batch([row, openai("b", prompt="The dog", max_tokens=3)])
+    assert result.exit_code == 0 and "1 of 2 requests failed" in result.stderr
+    failed, answered = results(tmp_path / "results.jsonl")
+    assert failed["response"]["status_code"] == status and message in failed["error"]["message"]
+    assert texts(answered)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--ngram-config", "4,2"],
+        ["--suffix-config", "4", "--ngram-pool", "public", "--max-num-tokens", 4],
+        ["--ngram-config", "4,2", "--draft-len-mode", "auto", "--disable-kv-cache-reuse"],
+        ["--ngram-config", "4,2", "--ngram-pool", "public", "--max-tokens-in-paged-kv-cache", 320],
+        ["draft model"],
+    ],
+    ids=str,
+)
+def test_results_are_the_same_bytes_with_any_drafter(
+    flags: list[object], batch: Batch, undisturbed: bytes, tmp_path: Path, draft_engine_dir: Path
+) -> None:
+    if flags == ["draft model"]:
+        flags = draft_model(draft_engine_dir)
+    result = batch(requests(), *flags, "--json")
+    assert result.document["num_draft_tokens"] > 0
+    assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
+
+
+def test_ten_kills_at_random_moments_leave_no_trace(
+    undisturbed: bytes, llama_uncompiled_dir: Path, tmp_path: Path
+) -> None:
+    """Some while the model is opened, some while it answers, some at the very end."""
+    write(tmp_path / "requests.jsonl", requests())
+    partial = tmp_path / "results.jsonl.partial"
+    rng, num_killed, num_lines = random.Random(7), 0, []
+    while num_killed < 10:
+        before = partial.stat().st_size if partial.exists() else 0
+        process = start(arguments(llama_uncompiled_dir, "--ngram-config", "4,2"), tmp_path)
+        if num_killed % 2:  # not before something new is there
+            wait_for(lambda before=before: partial.exists() and partial.stat().st_size > before, process)
+        time.sleep(rng.uniform(0, 0.1 if num_killed % 2 else 0.5))
+        os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+        if not os.WIFSIGNALED(status):  # it was done before it was killed: once more from the beginning
+            assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
+            (tmp_path / "results.jsonl").unlink()
+            continue
+        num_killed += 1
+        num_lines.append(partial.read_bytes().count(b"\n") if partial.exists() else -1)
+    assert finish(start(arguments(llama_uncompiled_dir), tmp_path), tmp_path) == 0
+    assert any(0 < number < 24 for number in num_lines), num_lines
+    assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
+    assert tree(tmp_path) == ["errors", "requests.jsonl", "results.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "torn", [b"", b"{", b'{"id":"batch_', b'{"id":"batch_req_0","custom_id":"request 9', b"\0" * 50]
+)
+@pytest.mark.parametrize("num_whole", [0, 7])
+def test_a_torn_line_is_done_again(
+    torn: bytes, num_whole: int, batch: Batch, undisturbed: bytes, tmp_path: Path
+) -> None:
+    """As after a power failure; a line that follows a torn one is not believed either."""
+    lines = undisturbed.splitlines(keepends=True)
+    after = lines[20] if torn.startswith(b"\0") else b""
+    partial = tmp_path / "results.jsonl.partial"
+    partial.write_bytes(b"".join(reversed(lines[:num_whole])) + torn + (b"\n" + after if after else b""))
+    result = batch(requests(), "--json")
+    assert result.document["num_done_before"] == num_whole
+    assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
+    assert not partial.exists()
+
+
+def test_ctrl_c_keeps_what_is_done(
+    undisturbed: bytes, llama_uncompiled_dir: Path, tmp_path: Path, batch: Batch
+) -> None:
+    write(tmp_path / "requests.jsonl", requests())
+    partial = tmp_path / "results.jsonl.partial"
+    process = start(arguments(llama_uncompiled_dir), tmp_path)
+    wait_for(lambda: partial.exists() and partial.stat().st_size > 0, process)
+    os.kill(process, signal.SIGINT)
+    assert finish(process, tmp_path) == 130
+    assert "Traceback" not in (tmp_path / "errors").read_text()
+    assert 0 < partial.read_bytes().count(b"\n") < 24
+    assert batch(None, "--json").document["num_done_before"] > 0
+    assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
+
+
+def test_done_requests_are_not_asked_again(batch: Batch, undisturbed: bytes, tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_bytes(undisturbed)
+    result = batch(requests(), "--json")
+    assert (result.document["num_done_before"], result.document["workers"]) == (24, {})
+    assert "all 24 requests are done" in batch(requests()).stdout
+    assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
+    assert tree(tmp_path) == ["requests.jsonl", "results.jsonl"]
+
+
+def test_requests_may_be_added(batch: Batch, undisturbed: bytes, tmp_path: Path) -> None:
+    assert batch(requests()[:10]).exit_code == 0
+    assert batch(requests(), "--json").document["num_done_before"] == 10
+    assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", "results.jsonl.partial"])
+@pytest.mark.parametrize(
+    ("rows", "flags", "reason"),
+    [
+        (requests()[:9], [], "line 10 answers 'request 9 ü', which is not asked"),
+        ([openai("request 0 ü", prompt="x"), *requests()[1:]], [], "line 1 answers 'request 0 ü', asked otherwise"),
+        (requests(), ["--temperature", 0.5], "asked otherwise or of another model"),
+        (requests(), ["--random-seed", 1], "asked otherwise or of another model"),
+        (requests(), ["--served-model-name", "other"], "asked otherwise or of another model"),
+    ],
+)
+def test_results_of_another_job_are_refused(
+    name: str, rows: list[Row], flags: list[object], reason: str, batch: Batch, undisturbed: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(undisturbed)
+    result = batch(rows, *flags)
+    assert result.exit_code == 1 and reason in result.stderr and result.stderr.count("\n") == 2
+    assert (tmp_path / name).read_bytes() == undisturbed
+    assert tree(tmp_path) == ["requests.jsonl", name]
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", "results.jsonl.partial"])
+def test_a_file_of_something_else_is_left_alone(name: str, batch: Batch, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("my notes\n")
+    result = batch(requests())
+    assert result.exit_code == 1 and "line 1 is none of a batch" in result.stderr
+    assert (tmp_path / name).read_text() == "my notes\n"
+
+
+def test_results_that_another_process_writes_are_refused(batch: Batch, tmp_path: Path) -> None:
+    with (tmp_path / "results.jsonl.partial").open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        result = batch(requests())
+    assert result.exit_code == 1 and "another process is writing these results" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "the file has no requests"),
+        ("\n \n", "the file has no requests"),
+        ('{"prompt": "a"}\n{', "not JSON at line 2, column 2"),
+        ('{"prompt": "a"}\n[1]', "line 2 is not a JSON object, [1]"),
+        (
+            '{"custom_id": "a", "prompt": "x"}\n\n{"custom_id": "a", "prompt": "y"}',
+            "lines 1 and 3 have one `custom_id`, 'a'",
+        ),
+        ('{"custom_id": "line-2", "prompt": "x"}\n{"prompt": "y"}', "lines 1 and 2 have one `custom_id`, 'line-2'"),
+        ('{"url": "/v1/completions", "body": {}}', "`custom_id` on line 1 is no text, None"),
+        ('{"custom_id": 7, "url": "/v1/completions", "body": {}}', "`custom_id` on line 1 is no text, 7"),
+        ('{"custom_id": "a", "body": {}}', "`url` on line 1 is no text, None"),
+        ('{"custom_id": "a", "url": "/v1/completions"}', "line 1 has neither a `body` nor a `prompt`"),
+        ('{"text": "a"}', "line 1 has neither a `body` nor a `prompt`"),
+        ('{"custom_id": "\\ud800", "prompt": "x"}', "`custom_id` on line 1 is no text"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named_before_anything_is_done(
+    text: str, error: str, batch: Batch, tmp_path: Path
+) -> None:
+    (tmp_path / "requests.jsonl").write_text(text)
+    result = batch(None)
+    assert result.exit_code == 1 and error in result.stderr and result.stderr.count("\n") == 2
+    assert tree(tmp_path) == ["requests.jsonl"]
+
+
+def test_text_that_is_no_utf8_is_named(batch: Batch, tmp_path: Path) -> None:
+    (tmp_path / "requests.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}')
+    result = batch(None)
+    assert result.exit_code == 1 and "not UTF-8 text at line 2" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "exit_code", "error"),
+    [
+        (["--temperature", "-1"], 2, "temperature must be at least 0"),
+        (["--num-workers", "2"], 2, "`--num-workers` is for Ray's workers: 2"),
+        (["--checkpoint-dir", "x"], 2, "`--checkpoint-dir` is for Ray's workers: x"),
+        (["--mode", "orchestrator"], 2, "a batch runs in leader mode"),
+        (["--ngram-config", "11,2"], 1, "at most 10 tokens"),
+        (["--draft-len-mode", "auto"], 2, "needs a drafter"),
+        (["-o", "requests.jsonl"], 2, "the output would replace what is read"),
+        (["-o", "none/results.jsonl"], 1, "cannot write the file"),
+        (["-o", "."], 1, "cannot write the file"),
+        (["-i", "."], 1, "Is a directory"),
+        (["-i", "/dev/null"], 1, "not a regular file"),
+        (["-i", "none"], 1, "No such file or directory"),
+    ],
+)
+def test_wrong_usage_is_told(
+    flags: list[str], exit_code: int, error: str, batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = batch([{"prompt": "a"}], *flags)
+    assert result.exit_code == exit_code and error in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 2 and tree(tmp_path) == ["requests.jsonl"]
+
+
+def test_drafts_that_choose_samples_have_to_be_the_same_in_every_run(batch: Batch, draft_engine_dir: Path) -> None:
+    flags = draft_model(draft_engine_dir, "[4,[0],[0],True]")
+    result = batch([{"prompt": "a"}], *flags, "--draft-len-mode", "auto")
+    assert result.exit_code == 2 and "no two runs would be the same" in result.stderr
+
+
+def test_ray_that_is_not_installed_is_named(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = batch([{"prompt": "a"}], "--ray", "local")
+    assert result.exit_code == 1 and "a package that is not installed: ray" in result.stderr
+    assert "pip install 'specdec-cli[ray]'" in result.stderr
+
+
+_FAILS = """
+from runtime.request import Draft
+
+class FailsForOne:
+    def propose(self, sequences, max_draft_len):
+        if any(sequence.request.max_new_tokens == 13 for sequence in sequences):
+            raise RuntimeError("thirteen")
+        return [Draft([])] * len(sequences)
+
+    def forget(self, request_id): ...
+"""
+
+
+def test_a_request_that_breaks_its_step_fails_alone(batch: Batch, current_directory: Path, tmp_path: Path) -> None:
+    """Those that were in the step with it are asked again."""
+    (current_directory / "failing.py").write_text(_FAILS)
+    rows = [openai(f"{i}", prompt=f"dog {i}", max_tokens=13 if i == 5 else 6) for i in range(12)]
+    assert batch(rows, "--drafter", "failing:FailsForOne").exit_code == 0
+    found = results(tmp_path / "results.jsonl")
+    assert [row["custom_id"] for row in found if row["error"]] == ["5"]
+    assert found[5]["response"]["status_code"] == 500 and "thirteen" in found[5]["error"]["message"]
+    assert batch(rows, output="without.jsonl").exit_code == 0
+    without = results(tmp_path / "without.jsonl")
+    assert [texts(row) for row in found if not row["error"]] == [texts(row) for i, row in enumerate(without) if i != 5]
+
+
+def test_the_document_says_what_this_run_did(batch: Batch, llama_uncompiled_dir: Path) -> None:
+    document = batch(requests(), "--ngram-config", "4,2", "--json").document
+    assert_valid("batch", document)
+    assert (document["num_requests"], document["num_done_before"], document["num_failed"]) == (24, 0, 2)
+    rows = requests()[1:3]
+    greedy = [SamplingParams(temperature=0, max_tokens=row["body"]["max_tokens"], ignore_eos=True) for row in rows]
+    with LLM(llama_uncompiled_dir) as llm:
+        alone = llm.generate([row["body"]["prompt"] for row in rows], greedy, drafter=NgramDrafter(4, 2))
+    two = batch(rows, "--ngram-config", "4,2", "--json", output="two.jsonl").document
+    assert two["num_draft_tokens"] == sum(output.stats.num_draft_tokens for output in alone)
+    assert two["num_accepted_tokens"] == sum(output.stats.num_accepted_draft_tokens for output in alone)
+    assert two["num_generated_tokens"] == sum(len(output.token_ids) for output in alone)
