@@ -2,16 +2,17 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from commands.batching.answering import Counts
 from commands.batching.dispatch import Crew, answer_all
-from commands.batching.lines import look_through
+from commands.batching.lines import BatchRequest, look_through
 from commands.batching.results import Results, open_results
 from commands.output import Output, number, percent
+from commands.progress import Pace
 from runtime.errors import SpecDecError
 
 
@@ -59,19 +60,28 @@ def run_batch(
         report = Report(len(requests.places), results.num_done)
         if report.num_done_before and missing:
             output.result(f"{report.num_done_before:,} of {report.num_requests:,} requests are done: the rest follows")
-        if missing:
-            with open_crew(len(missing)) as crew, output.paced("Requests", len(missing)) as pace:
-                start = time.perf_counter()
-                for outcome in answer_all(crew, requests.read(missing)):
-                    assert outcome.line is not None
-                    results.append(outcome.id, outcome.line)
-                    report.counts += outcome.counts
-                    report.num_failed += outcome.is_error
-                    report.workers[outcome.worker] += 1
-                    report.wall_s = time.perf_counter() - start
-                    pace(1, _said(report))
+        try:
+            if missing:
+                with open_crew(len(missing)) as crew, output.paced("Requests", len(missing)) as pace:
+                    _answer(crew, requests.read(missing), results, report, pace)
+        except (KeyboardInterrupt, SystemExit):
+            num_done = f"{results.num_done:,} of {report.num_requests:,}"
+            output.warning(f"interrupted: {num_done} requests are done, and the same command goes on")
+            raise
         _finish(results)
     return report
+
+
+def _answer(crew: Crew, requests: Iterator[BatchRequest], results: Results, report: Report, pace: Pace) -> None:
+    start = time.perf_counter()
+    for outcome in answer_all(crew, requests):
+        assert outcome.line is not None
+        results.append(outcome.id, outcome.line)
+        report.counts += outcome.counts
+        report.num_failed += outcome.is_error
+        report.workers[outcome.worker] += 1
+        report.wall_s = time.perf_counter() - start
+        pace(1, _said(report))
 
 
 def _finish(results: Results) -> None:

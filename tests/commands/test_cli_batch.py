@@ -268,16 +268,19 @@ def test_a_torn_line_is_done_again(
 def test_ctrl_c_keeps_what_is_done(
     undisturbed: bytes, llama_uncompiled_dir: Path, tmp_path: Path, batch: Batch
 ) -> None:
-    write(tmp_path / "requests.jsonl", requests())
+    rows = [*requests(), openai("long", prompt="dog", max_tokens=100, n=20, ignore_eos=True)]
+    write(tmp_path / "requests.jsonl", rows)
     partial = tmp_path / "results.jsonl.partial"
     process = start(arguments(llama_uncompiled_dir), tmp_path)
     wait_for(lambda: partial.exists() and partial.stat().st_size > 0, process)
     os.kill(process, signal.SIGINT)
     assert finish(process, tmp_path) == 130
+    num_done = partial.read_bytes().count(b"\n")
+    told = f"{num_done} of 25 requests are done, and the same command goes on"
+    assert 0 < num_done < 25 and told in (tmp_path / "errors").read_text()
     assert "Traceback" not in (tmp_path / "errors").read_text()
-    assert 0 < partial.read_bytes().count(b"\n") < 24
-    assert batch(None, "--json").document["num_done_before"] > 0
-    assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
+    assert batch(None, "--json").document["num_done_before"] == num_done
+    assert (tmp_path / "results.jsonl").read_bytes().startswith(undisturbed)
 
 
 def test_done_requests_are_not_asked_again(batch: Batch, undisturbed: bytes, tmp_path: Path) -> None:

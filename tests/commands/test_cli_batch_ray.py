@@ -1,0 +1,202 @@
+"""`specdec batch --ray`: the same bytes by any number of workers, whoever of them dies. Skipped where Ray is absent."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Result
+from test_cli_batch import openai, requests, results, texts, write
+
+ray = pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from commands.batching.cluster import RayCrew, WorkerJob, connected, open_anywhere  # noqa: E402
+from commands.batching.dispatch import answer_all  # noqa: E402
+from commands.batching.lines import look_through  # noqa: E402
+from commands.batching.model import Job, model_digest  # noqa: E402
+from commands.options.batch import BatchDefaults  # noqa: E402
+from commands.options.drafting import Drafting, Named  # noqa: E402
+from commands.sessions import SessionOptions  # noqa: E402
+from runtime.bundle import read_bundle  # noqa: E402
+from runtime.engine import KVCacheConfig  # noqa: E402
+from runtime.errors import SpecDecError  # noqa: E402
+from runtime.params import SamplingParams  # noqa: E402
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+ROOT = Path(__file__).parents[2]
+NUM_NODES = 4
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Machines of one core each, as Ray sees them; the first has none, and nobody works there."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(NUM_NODES):
+        made.add_node(num_cpus=1)
+    yield made
+    made.shutdown()
+
+
+def job_of(engine_dir: Path) -> Job:
+    drafting = Drafting(Named(None), "fixed", None)
+    session = SessionOptions(engine_dir, None, drafting, SamplingParams(), KVCacheConfig(), "leader")
+    return Job(session, ("engine",), BatchDefaults())
+
+
+def run(directory: Path, engine_dir: Path, environment: dict[str, str], *others: object) -> Result:
+    """In a process of its own: Ray has one driver in a process."""
+    command = ["batch", "-i", "requests.jsonl", "-o", "results.jsonl", "--engine-dir", engine_dir, *others]
+    done = subprocess.run(
+        [sys.executable, "-m", "specdec_cli", *map(str, command)],
+        cwd=directory,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=180,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, llama_uncompiled_dir: Path, process_environment: Any) -> bytes:
+    """The results of one process without Ray."""
+    directory = tmp_path_factory.mktemp("alone")
+    write(directory / "requests.jsonl", requests(40))
+    result = run(directory, llama_uncompiled_dir, process_environment)
+    assert result.exit_code == 0, result.stderr
+    return (directory / "results.jsonl").read_bytes()
+
+
+def test_two_local_workers_write_the_same_bytes(
+    alone: bytes, llama_uncompiled_dir: Path, process_environment: dict[str, str], tmp_path: Path
+) -> None:
+    write(tmp_path / "requests.jsonl", requests(40))
+    flags = ["--ray", "local", "--num-workers", 2, "--ngram-config", "4,2", "--ngram-pool", "public", "--json"]
+    document = run(tmp_path, llama_uncompiled_dir, process_environment, *flags).document
+    assert sum(document["workers"].values()) == 40 and document["num_draft_tokens"] > 0
+    assert (tmp_path / "results.jsonl").read_bytes() == alone
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl", "results.jsonl"]
+
+
+def test_lost_machines_cost_nothing_but_time(
+    cluster: Any, llama_uncompiled_dir: Path, tmp_path: Path, alone: bytes
+) -> None:
+    """One worker is killed and one machine taken away while they work; each request is answered once."""
+    job = job_of(llama_uncompiled_dir)
+    requests_file = look_through(write(tmp_path / "requests.jsonl", requests(40)), job.digest())
+    lines, workers = [], set()
+    with connected(cluster.address):
+        crew = RayCrew(WorkerJob(job, None, None), NUM_NODES, 1)
+        for number, outcome in enumerate(answer_all(crew, requests_file.read(requests_file.places))):
+            lines.append(outcome.line)
+            workers.add(outcome.worker)
+            if number == 3:
+                os.kill(int(outcome.worker.rpartition(":")[2]), signal.SIGKILL)
+            if number == 8:
+                cluster.remove_node(cluster.list_all_nodes()[-1])
+    cluster.add_node(num_cpus=1)
+    assert sorted(lines) == sorted(alone.splitlines()) and len(workers) > 1
+
+
+def test_a_request_that_kills_its_workers_is_told(
+    cluster: Any, llama_uncompiled_dir: Path, process_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """And the others are answered."""
+    (tmp_path / "deadly.py").write_text(
+        "import os\nfrom runtime.request import Draft\n\n\n"
+        "def propose(tokens, max_draft_len):\n"
+        "    if tokens[:2] == [7, 7]:\n        os.kill(os.getpid(), 9)\n    return []\n\n\n"
+        "class Deadly:\n"
+        "    def propose(self, sequences, max_draft_len):\n"
+        "        return [Draft(propose(one.tokens, max_draft_len)) for one in sequences]\n\n"
+        "    def forget(self, request_id): ...\n"
+    )
+    rows = [openai(f"{i}", prompt=[7, 7, 9] if i == 2 else [5, 6, i], max_tokens=4) for i in range(10)]
+    write(tmp_path / "requests.jsonl", rows)
+    flags = ["--ray", cluster.address, "--num-workers", 2, "--drafter", "deadly:Deadly"]
+    result = run(tmp_path, llama_uncompiled_dir, process_environment, *flags)
+    assert result.exit_code == 0, result.stderr
+    found = results(tmp_path / "results.jsonl")
+    assert [row["custom_id"] for row in found if row["error"]] == ["2"]
+    assert "the worker died" in found[2]["error"]["message"]
+    assert all(texts(row) for row in found if not row["error"])
+
+
+def test_killed_driver_goes_on_with_another_number_of_workers(
+    cluster: Any, alone: bytes, llama_uncompiled_dir: Path, process_environment: dict[str, str], tmp_path: Path
+) -> None:
+    write(tmp_path / "requests.jsonl", requests(40))
+    partial = tmp_path / "results.jsonl.partial"
+    command = ["batch", "-i", "requests.jsonl", "-o", "results.jsonl", "--engine-dir", str(llama_uncompiled_dir)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "specdec_cli", *command, "--ray", cluster.address],
+        cwd=tmp_path,
+        env=process_environment | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    while not (partial.exists() and partial.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    result = run(tmp_path, llama_uncompiled_dir, process_environment, "--ray", cluster.address, "--num-workers", 1)
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "results.jsonl").read_bytes() == alone
+
+
+def test_a_machine_without_the_engine_builds_its_own_of_the_checkpoint(
+    llama_uncompiled_dir: Path, llama_checkpoint_dir: Path, tmp_path: Path
+) -> None:
+    """In its cache, for the same settings; another model's checkpoint is refused."""
+    job = job_of(llama_uncompiled_dir)
+    wanted = model_digest(llama_uncompiled_dir, None)
+    build = read_bundle(llama_uncompiled_dir).config.build_config
+    elsewhere = replace(job, session=replace(job.session, engine_dir=tmp_path / "none"))
+    with (
+        pytest.raises(SpecDecError, match="engine directory does not exist"),
+        open_anywhere(WorkerJob(elsewhere, None, None), wanted, build),
+    ):
+        pass
+    with open_anywhere(WorkerJob(elsewhere, None, llama_checkpoint_dir), wanted, build) as model:
+        assert model.window > 0
+    with (
+        pytest.raises(SpecDecError, match="another model"),
+        open_anywhere(WorkerJob(job, None, None), "of another", build),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--ray", "127.0.0.1:1"], "no Ray cluster could be reached"),
+        (["--ray", "no such address"], "no Ray cluster could be reached"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_one_error(
+    flags: list[str], error: str, llama_uncompiled_dir: Path, process_environment: dict[str, str], tmp_path: Path
+) -> None:
+    write(tmp_path / "requests.jsonl", requests(8))
+    environment = process_environment | {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_NUM_REDIS_GET_RETRIES": "1"}
+    result = run(tmp_path, llama_uncompiled_dir, environment, *flags)
+    assert result.exit_code == 1 and error in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr and re.search(r"^hint: ", result.stderr, re.MULTILINE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl"]
+
+
+def test_workers_that_no_machine_has_room_for_are_one_error(
+    cluster: Any, llama_uncompiled_dir: Path, process_environment: dict[str, str], tmp_path: Path
+) -> None:
+    write(tmp_path / "requests.jsonl", requests(8))
+    result = run(tmp_path, llama_uncompiled_dir, process_environment, "--ray", cluster.address, "--cpus-per-worker", 3)
+    assert result.exit_code == 1 and "no machine of the cluster has so many cores" in result.stderr
