@@ -63,7 +63,7 @@ class Pace(Protocol):
 @contextmanager
 def paced(console: Console, description: str, total: int) -> Iterator[Pace]:
     """Things of which some are long: what is said of them, and how long the rest takes at this pace."""
-    done, said, start = 0, "", time.perf_counter()
+    done, last_said, start = 0, "", time.perf_counter()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -77,15 +77,15 @@ def paced(console: Console, description: str, total: int) -> Iterator[Pace]:
         return f"{timedelta(seconds=round((time.perf_counter() - start) / done * (total - done)))} left"
 
     def line() -> str:
-        rest = "".join(f", {one}" for one in (said, left()) if one)
+        rest = "".join(f", {one}" for one in (last_said, left()) if one)
         return f"{_seconds_since(start)}  {description}: {done:,}/{total:,}{rest}"
 
     with _bar(console, line, columns) as bar:
         task = bar.add_task(description, total=total, said="")
 
-        def advance(count: int, now_said: str) -> None:
-            nonlocal done, said
-            done, said = done + count, now_said
+        def advance(count: int, said: str) -> None:
+            nonlocal done, last_said
+            done, last_said = done + count, said
             bar.update(task, advance=count, said=f"{said}, {left()}")
 
         yield advance

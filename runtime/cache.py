@@ -7,6 +7,7 @@ whole or not at all; a process that is killed leaves at most a hidden directory,
 """
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -98,6 +99,60 @@ def locked_entry(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def used_entry(path: Path) -> Iterator[bool]:
+    """Whether the cache's entry `path` is there: then it was used just now, and nobody removes it in the block."""
+    with _flocked(path, fcntl.LOCK_SH) as is_there:
+        if is_there:
+            with contextlib.suppress(OSError):  # a cache that is only read
+                os.utime(path)
+        yield is_there
+
+
+def remove_unused_entry(path: Path) -> bool:
+    """Remove an entry unless a process uses it or makes it; returns whether it is gone."""
+    lock = FileLock(path.with_name(f"{path.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return False
+    try:
+        with _flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
+            if is_unused:
+                # Nobody is to find half of it. What is left if this is killed, the next to make the entry removes.
+                removed = path.with_name(f".{path.name}.{os.getpid()}.old")
+                path.rename(removed)
+                shutil.rmtree(removed, ignore_errors=True)
+            return is_unused
+    finally:
+        lock.release()
+
+
+def is_used(path: Path) -> bool:
+    """Whether a process uses an entry now."""
+    with _flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
+        return not is_unused
+
+
+@contextmanager
+def _flocked(path: Path, operation: int) -> Iterator[bool]:
+    """Whether the directory's lock could be had, and it is still the one of that name; it is let go with the block."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, operation)
+            is_same = os.path.samestat(os.fstat(descriptor), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_same = False
+        yield is_same
+    finally:
+        os.close(descriptor)
 
 
 def remove_left_over(path: Path) -> None:

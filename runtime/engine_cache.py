@@ -13,7 +13,7 @@ import torch
 
 import runtime
 from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
-from runtime.cache import cache_dir, digest, file_digest, locked_entry, remove_left_over
+from runtime.cache import cache_dir, digest, file_digest, locked_entry, remove_left_over, used_entry
 from runtime.compiler.kernels import processor
 from runtime.compiler.opening import current_environment
 from runtime.config import BuildConfig, Dtype, as_json
@@ -76,10 +76,9 @@ def engine_of_model(
         with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
             yield _make_engine(model_dir, Path(directory) / "engine", settings, device, phases)
         return
-    with _entry(Path(name), _identity(model_dir, settings, device)) as (entry, is_missing):
-        if is_missing:
-            _make_engine(model_dir, entry, settings, device, phases)
-    yield entry
+    identity = _identity(model_dir, settings, device)
+    with _entry(Path(name), identity, lambda entry: _make_engine(model_dir, entry, settings, device, phases)) as entry:
+        yield entry
 
 
 @contextmanager
@@ -90,26 +89,31 @@ def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[P
     device = resolve_device("auto", 0)
     files = [read_json(checkpoint_dir / "config.json"), as_json(build)]
     identity = digest([*map(repr, files), *_identity_of_machine(device)])
-    with _entry(checkpoint_dir, identity) as (entry, is_missing):
-        if is_missing:
-            build_engine(checkpoint_dir, entry, build, device, replace=False, phase=lambda name: None)
-    yield entry
+
+    def make(entry: Path) -> None:
+        build_engine(checkpoint_dir, entry, build, device, replace=False, phase=lambda name: None)
+
+    with _entry(checkpoint_dir, identity, make) as entry:
+        yield entry
 
 
 @contextmanager
-def _entry(name: Path, identity: str) -> Iterator[tuple[Path, bool]]:
-    """The cache's entry, and whether it is to be made, which nobody else does in the block."""
+def _entry(name: Path, identity: str, make: Callable[[Path], object]) -> Iterator[Path]:
+    """The cache's entry, made if it is not there, which nobody removes in the block."""
     readable = re.sub(r"[^\w.-]", "_", name.expanduser().resolve().name)
     entry = cache_dir() / "engines" / f"{readable}-{identity[:16]}"
-    if _is_engine(entry):
-        remove_left_over(entry)
-        yield entry, False
-        return
-    with locked_entry(entry, _say_that_it_waits):
-        is_missing = not _is_engine(entry)  # or somebody has built it in the meantime
-        if is_missing:
-            shutil.rmtree(entry, ignore_errors=True)
-        yield entry, is_missing
+    while True:
+        if _is_engine(entry):
+            remove_left_over(entry)
+        else:
+            with locked_entry(entry, _say_that_it_waits):
+                if not _is_engine(entry):  # or somebody has built it in the meantime
+                    shutil.rmtree(entry, ignore_errors=True)
+                    make(entry)
+        with used_entry(entry) as is_there:
+            if is_there:  # and was not removed between the two
+                yield entry
+                return
 
 
 def _say_that_it_waits() -> None:

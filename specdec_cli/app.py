@@ -22,6 +22,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from commands.batch import batch
 from commands.bench import bench
 from commands.build import build
+from commands.cache import list_engines, prune
 from commands.chat import chat
 from commands.compare import compare
 from commands.convert import convert
@@ -80,6 +81,8 @@ _EXAMPLES = {
         "specdec corpus merge --output answers.corpus --force monday.corpus tuesday.corpus",
     ),
     stats: ("specdec corpus stats all.corpus", "specdec corpus stats all.corpus --json"),
+    list_engines: ("specdec cache list", "specdec cache list --json"),
+    prune: ("specdec cache prune --max-size 20G --dry-run", "specdec cache prune --max-size 0"),
     compare: (
         "specdec compare before.json after.json",
         "specdec compare ngram.json draft-model.json --json",
@@ -185,7 +188,7 @@ app = typer.Typer(
     name="specdec",
     cls=_Group,
     help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, batch, summarize, compare, "
-    "tune; corpora; verify; bench.",
+    "tune; corpora; the cache; verify; bench.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -199,19 +202,25 @@ corpus_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(corpus_app, name="corpus")
+cache_app = typer.Typer(
+    cls=_Group, help="Show the engines that models were built into, and remove the oldest.", no_args_is_help=True
+)
+app.add_typer(cache_app, name="cache")
 
 
-def _register(command: Callable[..., None], group: typer.Typer = app) -> None:
+def _register(command: Callable[..., None], group: typer.Typer = app, name: str | None = None) -> None:
     epilog = "Examples:\n\n" + "\n\n".join(f"`{example}`" for example in _EXAMPLES[command])
     names = {"token_normalize_func": partial(normalize_name, command=command.__name__)}
     shown = _with_help_all(command) if command in _LONG else command
-    group.command(cls=_Command, epilog=epilog, context_settings=names)(shown)
+    group.command(name, cls=_Command, epilog=epilog, context_settings=names)(shown)
 
 
 for _command in (convert, build, run, chat, serve, batch, summarize, compare, tune, verify, bench):
     _register(_command)
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)
+_register(list_engines, cache_app, "list")
+_register(prune, cache_app)
 
 
 def _print_version(asked: bool) -> None:

@@ -21,6 +21,8 @@ COMMANDS = [
     "corpus create",
     "corpus merge",
     "corpus stats",
+    "cache list",
+    "cache prune",
 ]
 NUM_LINES_OF_A_SCREEN = 50
 LONGEST_AT_80 = 28
@@ -106,6 +108,7 @@ def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specde
             "verify",
             "bench",
             "corpus",
+            "cache",
         ),
     ]
     assert completed("specdec corpus ") == ["create", "merge", "stats"]

@@ -1,0 +1,136 @@
+"""`specdec cache`: what is there, and what goes: the least recently used first, and none that is in use."""
+
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import Specdec
+from filelock import FileLock
+
+from runtime.bundle import read_bundle
+from runtime.cache import used_entry
+from runtime.engine_cache import engine_of_checkpoint
+
+SIZES = {"oldest-1": 3000, "older-2": 2000, "newest-3": 1000}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three entries, which were used one after the other, and what else a cache has."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    for i, (name, size) in enumerate(SIZES.items()):
+        entry = tmp_path / "engines" / name
+        (entry / "inner").mkdir(parents=True)
+        (entry / "config.json").write_bytes(b"x" * (size - 10))
+        (entry / "inner" / "file").write_bytes(b"x" * 10)
+        entry.with_name(f"{name}.lock").touch()
+        os.utime(entry, (1000 * i, 1000 * i))
+    (tmp_path / "digests").mkdir()
+    (tmp_path / "digests" / "a").write_bytes(b"x" * 7)
+    (tmp_path / "engines" / ".newest-3.left").mkdir()
+    return tmp_path
+
+
+def names(cache: Path) -> list[str]:
+    return sorted(path.name for path in (cache / "engines").iterdir() if path.is_dir() and path.name[0] != ".")
+
+
+def test_list_shows_sizes_and_the_last_used_first(cache: Path, specdec: Specdec) -> None:
+    document = specdec("cache", "list", "--json").document
+    assert [(Path(one["path"]).name, one["num_bytes"], one["in_use"]) for one in document["engines"]] == [
+        (name, size, False) for name, size in reversed(SIZES.items())
+    ]
+    assert document["other_bytes"] == 7
+    shown = specdec("cache", "list").stdout
+    assert shown.index("newest-3") < shown.index("older-2") < shown.index("oldest-1") and "3 engines" in shown
+
+
+@pytest.mark.parametrize(
+    ("size", "left"),
+    [
+        ("6000", ["newest-3", "older-2", "oldest-1"]),
+        ("5999", ["newest-3", "older-2"]),
+        ("3K", ["newest-3", "older-2"]),
+        ("0.0029M", ["newest-3"]),
+        ("1KB", ["newest-3"]),
+        ("0", []),
+    ],
+)
+def test_prune_removes_the_least_recently_used_until_it_fits(
+    size: str, left: list[str], cache: Path, specdec: Specdec
+) -> None:
+    dry = specdec("cache", "prune", "--max-size", size, "--dry-run", "--json").document
+    assert names(cache) == sorted(SIZES)
+    done = specdec("cache", "prune", "--max-size", size, "--json").document
+    assert names(cache) == left and done["left_bytes"] == sum(SIZES[name] for name in left)
+    assert done["removed"] == dry["removed"] and done["left_bytes"] == dry["left_bytes"]
+    assert (cache / "digests" / "a").exists()
+
+
+def hold(path: Path, is_held: Callable[[], None], until: Callable[[], None]) -> None:
+    with used_entry(path) as is_there:
+        assert is_there
+        is_held()
+        until()
+
+
+def test_what_a_process_uses_stays(cache: Path, specdec: Specdec) -> None:
+    """Also if that process is another one; when it has ended, even by a kill, the entry may go."""
+    context = multiprocessing.get_context("fork")
+    held, release = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(cache / "engines" / "older-2", held.set, release.wait))
+    process.start()
+    assert held.wait(30)
+    assert [one["in_use"] for one in specdec("cache", "list", "--json").document["engines"]] == [True, False, False]
+    result = specdec("cache", "prune", "--max-size", 0)
+    assert names(cache) == ["older-2"] and "1 in use" in result.stderr
+    process.kill()
+    process.join()
+    assert specdec("cache", "prune", "--max-size", 0).exit_code == 0 and names(cache) == []
+
+
+def test_what_a_process_is_making_stays(cache: Path, specdec: Specdec) -> None:
+    with FileLock(cache / "engines" / "oldest-1.lock"):
+        assert specdec("cache", "prune", "--max-size", 0).exit_code == 0
+    assert names(cache) == ["oldest-1"]
+
+
+def test_an_engine_is_in_use_while_it_is_open_and_was_used_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, specdec: Specdec, llama_uncompiled_dir: Path,
+    llama_checkpoint_dir: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    build = read_bundle(llama_uncompiled_dir).config.build_config
+    with engine_of_checkpoint(llama_checkpoint_dir, build) as engine_dir:
+        os.utime(engine_dir, (0, 0))
+    with engine_of_checkpoint(llama_checkpoint_dir, build) as again:
+        assert again == engine_dir and engine_dir.stat().st_mtime > 1e9
+        specdec("cache", "prune", "--max-size", 0)
+        assert read_bundle(engine_dir).config.build_config == build
+    assert specdec("cache", "prune", "--max-size", 0).exit_code == 0 and not engine_dir.exists()
+    assert not list((tmp_path / "cache" / "engines").glob(".*"))
+
+
+@pytest.mark.parametrize("size", ["much", "-1", "20X", "G", "1e3"])
+def test_no_size_is_wrong_usage(size: str, cache: Path, specdec: Specdec) -> None:
+    result = specdec("cache", "prune", f"--max-size={size}")
+    assert result.exit_code == 2 and f"`--max-size` is no size: {size}" in result.stderr
+    assert names(cache) == sorted(SIZES)
+
+
+def test_a_cache_that_is_not_there_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, specdec: Specdec) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "none"))
+    assert specdec("cache", "list", "--json").document["engines"] == []
+    assert "0 engines removed" in specdec("cache", "prune", "--max-size", "1G").stdout
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_cache_that_others_may_write_is_refused(cache: Path, specdec: Specdec) -> None:
+    cache.chmod(0o777)
+    result = specdec("cache", "prune", "--max-size", "0")
+    assert result.exit_code == 1 and "others may write into the cache" in result.stderr
+    shutil.rmtree(cache)
