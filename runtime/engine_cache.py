@@ -16,7 +16,7 @@ from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
 from runtime.cache import cache_dir, digest, file_digest, locked_entry, remove_left_over, used_entry
 from runtime.compiler.kernels import processor
 from runtime.compiler.opening import current_environment
-from runtime.config import BuildConfig, Dtype, as_json
+from runtime.config import BuildConfig, Dtype
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
@@ -87,8 +87,7 @@ def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[P
     from runtime.compiler.build import build_engine  # not to open an engine: it takes seconds
 
     device = resolve_device("auto", 0)
-    files = [read_json(checkpoint_dir / "config.json"), as_json(build)]
-    identity = digest([*map(repr, files), *_identity_of_machine(device)])
+    identity = digest([repr(read_json(checkpoint_dir / "config.json")), *_identity_here(build, device)])
 
     def make(entry: Path) -> None:
         build_engine(checkpoint_dir, entry, build, device, replace=False, phase=lambda name: None)
@@ -128,16 +127,15 @@ def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -
     return digest(
         [
             *(f"{path.name} {file_digest(path)}" for path in files),
-            repr(settings),
-            *_identity_of_machine(device),
+            *_identity_here(settings, device),
         ]
     )
 
 
-def _identity_of_machine(device: torch.device) -> list[str]:
-    """The machine, and the code that builds engines."""
+def _identity_here(settings: EngineSettings | BuildConfig, device: torch.device) -> list[str]:
+    """The settings, the machine, and the code that builds engines."""
     code = (f"{path.name} {digest([path.read_text()])}" for path in build_code())
-    return [*code, repr(current_environment(device)), processor()]
+    return [*code, repr(settings), repr(current_environment(device)), processor()]
 
 
 def build_code() -> list[Path]:
