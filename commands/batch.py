@@ -1,7 +1,7 @@
 """`specdec batch`: a file of requests becomes a file of results, however often it is interrupted."""
 
 from commands.inputs.paths import check_models, check_readable
-from commands.options.batch import BatchDefaults, BatchFiles, BatchModelOptions, ClusterOptions
+from commands.options.batch import BatchFiles, BatchModelOptions, ClusterOptions
 from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
 from commands.options.kv_cache import KVCacheOptions
@@ -15,7 +15,6 @@ from runtime.params import SamplingParams
 def batch(
     files: BatchFiles,
     model: BatchModelOptions,
-    defaults: BatchDefaults,
     cluster: ClusterOptions,
     drafting: DraftingOptions,
     kv_cache: KVCacheOptions,
@@ -27,7 +26,7 @@ def batch(
     Started again after a kill or Ctrl-C it goes on where it was, and in the end the results are the same bytes.
     """
     files.check()
-    defaults.check()
+    model.defaults.check()
     cluster.check()
     if leader.mode == "orchestrator":
         raise UsageError("a batch runs in leader mode: `--mode orchestrator`", hint="leave the flag out")
@@ -48,4 +47,4 @@ def batch(
     num_tokens = model.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
     session = SessionOptions(model.engine, model.tokenizer_dir, chosen, SamplingParams(), cache, "leader", num_tokens)
     names = model.names(leader.model_dir)
-    start_batch(files, session, leader.models(), names, defaults, cluster, output)
+    start_batch(files, session, leader.models(), names, model.defaults, cluster, output)

@@ -75,11 +75,11 @@ class Pending:
 class BatchModel:
     """Answers requests in the running batch of a loop; `close` it."""
 
-    def __init__(self, llm: LLM, session: Session, name: tuple[str, ...], defaults: BatchDefaults) -> None:
+    def __init__(self, llm: LLM, session: Session, names: tuple[str, ...], defaults: BatchDefaults) -> None:
         check_can_serve(llm)
         loop = ServingLoop(session, _MAX_QUEUE_LEN, _tell)
         values = model_defaults(llm.bundle.directory) | defaults.sampling
-        self._served = ServedModel(llm, loop, name, 0, prepare_chat(llm), values)
+        self._served = ServedModel(llm, loop, names, 0, prepare_chat(llm), values)
         self._texts, self._defaults = TokenTexts(self._served), defaults
         loop.start()
 

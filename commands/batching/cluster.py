@@ -88,7 +88,11 @@ class Worker:
         assert self._model is not None
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Pending] = loop.create_future()
-        outcome = self._model.submit(request, lambda pending: loop.call_soon_threadsafe(done.set_result, pending))
+
+        def on_done(pending: Pending) -> None:
+            loop.call_soon_threadsafe(done.set_result, pending)
+
+        outcome = self._model.submit(request, on_done)
         if outcome is None:
             outcome = self._model.outcome(await done)
         return replace(outcome, worker=self._name)

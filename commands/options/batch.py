@@ -1,6 +1,6 @@
 """The groups of options that only `batch` has."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,42 +46,6 @@ class BatchFiles:
 
 
 @dataclass(frozen=True)
-class BatchModelOptions:
-    """Who answers; `engine_dir` is None where a model may be given instead."""
-
-    engine_dir: Annotated[
-        Path | None,
-        typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
-    ] = None
-    tokenizer_dir: TokenizerDir = None
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What requests call the model; repeatable, the first is told in results.",
-            rich_help_panel=INPUT,
-            show_default="the directory's name",
-        ),
-    ] = None
-    max_num_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of prompts computed at a time.",
-            rich_help_panel=RUNTIME,
-            show_default="512",
-        ),
-    ] = None
-
-    @property
-    def engine(self) -> Path:
-        """The engine's directory, the usual one where none is named."""
-        return self.engine_dir or Path("engine_outputs")
-
-    def names(self, model: str | None) -> tuple[str, ...]:
-        return tuple(self.served_model_name or [Path(model or self.engine).expanduser().resolve().name])
-
-
-@dataclass(frozen=True)
 class BatchDefaults:
     """What holds for requests that say nothing else."""
 
@@ -124,6 +88,43 @@ class BatchDefaults:
     def check(self) -> None:
         """UsageError for a value that is out of range."""
         SamplingConfig(**self.sampling)
+
+
+@dataclass(frozen=True)
+class BatchModelOptions:
+    """Who answers; `engine_dir` is None where a model may be given instead."""
+
+    engine_dir: Annotated[
+        Path | None,
+        typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
+    ] = None
+    tokenizer_dir: TokenizerDir = None
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What requests call the model; repeatable, the first is told in results.",
+            rich_help_panel=INPUT,
+            show_default="the directory's name",
+        ),
+    ] = None
+    max_num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of prompts computed at a time.",
+            rich_help_panel=RUNTIME,
+            show_default="512",
+        ),
+    ] = None
+    defaults: BatchDefaults = field(default_factory=BatchDefaults)
+
+    @property
+    def engine(self) -> Path:
+        """The engine's directory, the usual one where none is named."""
+        return self.engine_dir or Path("engine_outputs")
+
+    def names(self, model: str | None) -> tuple[str, ...]:
+        return tuple(self.served_model_name or [Path(model or self.engine).expanduser().resolve().name])
 
 
 @dataclass(frozen=True)
