@@ -82,7 +82,7 @@ class Results:
 
     def leave(self) -> None:
         """Let nothing behind where nothing was done."""
-        if self._end:
+        if os.fstat(self._file.fileno()).st_size:  # an interrupt may have come right after a line was written
             self.flush()
         else:
             self._partial.unlink(missing_ok=True)
