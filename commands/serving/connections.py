@@ -18,6 +18,7 @@ class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1, which refuses connections beyond a number, and ends those on which no request comes."""
 
     _is_refused = False
+    _silence: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= MAX_CONNECTIONS:
@@ -28,7 +29,7 @@ class BoundedProtocol(H11Protocol):
             self.loop.call_later(_REFUSED_S, transport.close)
             return
         super().connection_made(transport)
-        self.loop.call_later(FIRST_REQUEST_S, self._end_if_silent)
+        self._silence = self.loop.call_later(FIRST_REQUEST_S, self._end_if_silent)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -37,6 +38,8 @@ class BoundedProtocol(H11Protocol):
             super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._silence is not None:  # it would keep all that belongs to the connection until its time has come
+            self._silence.cancel()
         if not self._is_refused:
             super().connection_lost(exc)
 

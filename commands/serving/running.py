@@ -1,5 +1,6 @@
 """An opened model served at an address, from the first connection to the last."""
 
+import gc
 import socket
 import time
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
 
     if not address.is_of_this_machine and options.api_key is None:
         warn("whoever reaches this address may ask: `--api-key`, or the variable SPECDEC_API_KEY, keeps others out")
+    # What is there now stays. Looked through for garbage, its half a million objects hold up every thread for 0.3 s; and
+    # as that is put off until as many again wait, those of requests would pile up.
+    gc.freeze()
     try:
         with errors_logged():
             serve(app, served.loop, bound, options.shutdown_timeout, say_where)

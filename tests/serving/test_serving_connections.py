@@ -1,5 +1,6 @@
 """Clients that go away, read slowly or say nothing; and what the process does when it is told to end."""
 
+import gc
 import json
 import os
 import re
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 from serving_models import PROMPT, Listening
+
+from commands.serving.connections import BoundedProtocol
 
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True, "temperature": 0}
 
@@ -122,6 +125,18 @@ def test_a_connection_that_says_nothing_is_ended(
     halting = socket.create_connection(("127.0.0.1", listening.port), timeout=30)
     halting.sendall(b"GET /health HT")
     assert silent.recv(10) == halting.recv(10) == b""
+
+
+def test_nothing_is_left_of_a_connection_that_ended(make_listening: Callable[..., Listening]) -> None:
+    listening = make_listening()
+    for _ in range(5):
+        assert read_all(get(listening.port, "/health"))[0] == 200
+
+    def has_none() -> bool:
+        gc.collect()
+        return not any(type(one) is BoundedProtocol for one in gc.get_objects())
+
+    wait(has_none, 5.0)
 
 
 @contextmanager
