@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import typer
+
 from commands.documents.bench import bench_document
 from commands.html.bench import write_bench_report
 from commands.inputs.contents import Content
@@ -22,7 +24,10 @@ def benchmark(
     results: BenchResults,
     output: Output,
 ) -> None:
-    """SpecDecError if the server answers nothing at all; requests that fail among others are counted and named."""
+    """SpecDecError if the server answers nothing at all; requests that fail among others are counted and named.
+
+    After Ctrl-C exit 130, with what had been answered.
+    """
     load = Load(
         server.endpoint,
         server.model,
@@ -36,12 +41,17 @@ def benchmark(
     client = partial(Client, server.base_url, server.api_key, server.timeout)
     with output.progress("Requests", len(contents)) as advance:
         result = run_load(client, load, advance)
+    is_interrupted = len(result.answers) < len(contents)
+    if is_interrupted:
+        output.warning(f"interrupted: {len(result.answers)} of {len(contents)} requests had been answered")
     _check(result, output)
     document = bench_document(result, server, prompts, traffic, results)
     show(document, output)
     if results.report is not None:
         write_bench_report(results.report, document)
     output.document(document)
+    if is_interrupted:
+        raise typer.Exit(130)
 
 
 def _check(result: LoadResult, output: Output) -> None:

@@ -47,8 +47,9 @@ class BenchServer:
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Key to send; as the variable OPENAI_API_KEY other users of the machine do not see it.",
-            envvar="OPENAI_API_KEY",
+            help="Key to send; as the variable SPECDEC_API_KEY, else OPENAI_API_KEY, other users of the machine do not "
+            "see it.",
+            envvar=["SPECDEC_API_KEY", "OPENAI_API_KEY"],
             show_envvar=False,
             rich_help_panel=RUNTIME,
             show_default=False,

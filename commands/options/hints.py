@@ -21,7 +21,7 @@ _DRAFTS = (
 )
 
 HINTS: dict[str, str | tuple[str, ...]] = {
-    "api_key": "`--api-key`, or the variable OPENAI_API_KEY, has the key",
+    "api_key": "`--api-key`, or the variable SPECDEC_API_KEY or OPENAI_API_KEY, has the key",
     "activations": "convert again: `specdec convert --activations float`",
     "already_converted": "a checkpoint goes to `specdec build --checkpoint-dir`, an engine to `specdec run "
     "--engine-dir`",

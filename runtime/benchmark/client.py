@@ -18,7 +18,8 @@ from runtime.reading import shown
 
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-_MAX_BYTES = 4_000_000
+_MAX_BYTES, _MAX_TOKEN_BYTES = 4_000_000, 20_000
+"""Of any answer, and of a stream for each token that was asked for: its chunk with log-probabilities is a few thousand."""
 Content = str | list[int] | list[dict[str, str]]
 """A prompt's text, its token ids, or the messages of a conversation."""
 
@@ -124,7 +125,7 @@ class Client:
             async with self._http.stream("POST", self.base_url + PATHS[endpoint], json=body) as response:
                 if (status := response.status_code) != 200:
                     raise ServerError(_error_text(status, await _beginning(response)), status)
-                await _read_stream(response, answer)
+                await _read_stream(response, answer, _MAX_BYTES + _num_tokens_asked(body) * _MAX_TOKEN_BYTES)
         except httpx2.HTTPError as error:
             raise ServerError(_reason(error)) from None
 
@@ -148,10 +149,20 @@ async def _beginning(response: httpx2.Response) -> str:
     return data[:_MAX_BYTES].decode(errors="replace")
 
 
-async def _read_stream(response: httpx2.Response, answer: Answer) -> None:
+def _num_tokens_asked(body: Mapping[str, Any]) -> int:
+    """All outputs' together; 0 for what is no number, which the server will refuse."""
+    asked = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
+    most = max((num for num in asked if type(num) is int), default=0)
+    n = body.get("n")
+    return max(most, 0) * (n if type(n) is int and n > 0 else 1)
+
+
+async def _read_stream(response: httpx2.Response, answer: Answer, max_bytes: int) -> None:
     is_done = False
     async for event in httpx2.EventSource(response):
         now = time.perf_counter()
+        if response.num_bytes_downloaded > max_bytes:
+            raise ServerError(f"the stream is longer than {max_bytes} bytes")
         if event.data == "[DONE]":
             is_done = True
         elif not is_done and event.data:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from runtime.benchmark.client import Answer, Client, Content, Endpoint, ServerError, refused, request_body
@@ -41,43 +41,68 @@ class LoadResult:
     speculation_source: str | None
 
 
+@dataclass
+class _SoFar:
+    """What has come. `answers` by their prompts' places."""
+
+    model: str = ""
+    start_s: float = 0.0
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    def result(self) -> LoadResult:
+        """Until now, with what the responses tell of speculation."""
+        duration_s = time.perf_counter() - self.start_s
+        answers = [self.answers[i] for i in sorted(self.answers)]
+        told = [answer.speculation for answer in answers if answer.speculation is not None]
+        counts, source = (total_counts(told), "responses") if told else (None, None)
+        return LoadResult(self.model, answers, self.start_s, duration_s, counts, source)
+
+
 def run_load(client: Callable[[], Client], load: Load, on_answer: Callable[[], None]) -> LoadResult:
-    """Send it all and wait for every answer. SpecDecError if the server does not answer a first request."""
+    """Send it all and wait for every answer; after Ctrl-C only those that have come, if there are any.
+
+    SpecDecError if the server does not answer a first request.
+    """
+    so_far = _SoFar()
 
     async def run() -> LoadResult:
         async with client() as opened:
-            return await _run(opened, load, on_answer)
+            return await _run(opened, load, so_far, on_answer)
 
-    return asyncio.run(run())
+    try:
+        return asyncio.run(run())
+    except KeyboardInterrupt:
+        if not so_far.answers:
+            raise
+        return so_far.result()
 
 
-async def _run(client: Client, load: Load, on_answer: Callable[[], None]) -> LoadResult:
+async def _run(client: Client, load: Load, so_far: _SoFar, on_answer: Callable[[], None]) -> LoadResult:
     names = await client.models() if load.model is None else []
-    model = load.model or names[0]
+    so_far.model = model = load.model or names[0]
     await _warm_up(client, load, model)
     before = await _counters(client)
     limit: AbstractAsyncContextManager[object] = (
         nullcontext() if load.concurrency is None else asyncio.Semaphore(load.concurrency)
     )
-    start_s = time.perf_counter()
+    so_far.start_s = time.perf_counter()
 
-    async def one(content: Content, arrival: float) -> Answer:
-        answer = Answer(start_s + arrival)
+    async def one(i: int, content: Content, arrival: float) -> None:
+        answer = Answer(so_far.start_s + arrival)
         await asyncio.sleep(answer.arrival_s - time.perf_counter())
         async with limit:
             await _ask(client, load, model, content, answer)
+        so_far.answers[i] = answer
         on_answer()
-        return answer
 
-    asked = [one(*each) for each in zip(load.prompts, load.arrivals, strict=True)]
-    answers = list(await asyncio.gather(*asked))
-    duration_s = time.perf_counter() - start_s
-    told = [answer.speculation for answer in answers if answer.speculation is not None]
-    if told:
-        return LoadResult(model, answers, start_s, duration_s, total_counts(told), "responses")
+    asked = [one(i, *each) for i, each in enumerate(zip(load.prompts, load.arrivals, strict=True))]
+    await asyncio.gather(*asked)
+    result = so_far.result()
+    if result.speculation is not None:
+        return result
     after = await _counters(client)
     since = after.since(before) if after is not None and before is not None else None
-    return LoadResult(model, answers, start_s, duration_s, since, None if since is None else "prometheus")
+    return replace(result, speculation=since, speculation_source=None if since is None else "prometheus")
 
 
 async def _counters(client: Client) -> SpeculationCounts | None:

@@ -77,7 +77,8 @@ def steady(asked: Asked) -> Reply:
 @pytest.fixture
 def bench(specdec: Specdec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """`bench(server, …)`: four prompts sent to it."""
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    for variable in ("SPECDEC_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"prompt {i}"}) + "\n" for i in range(4)))
 
@@ -338,6 +339,33 @@ def test_an_endless_answer_is_not_read_to_its_end(bench: Bench) -> None:
     assert len(asked.sent_s) < 500 and len(result.stderr) < 500
 
 
+def test_a_stream_without_an_end_is_broken_off(bench: Bench) -> None:
+    endless = Reply([(0.0, event(chunk(" word" * 1000)))] * 20_000)
+    with running(script(lambda asked: endless)) as server:
+        result = bench(server, "--output-len", 3)
+        (asked,) = server.generations()
+    assert result.exit_code == 1 and "the stream is longer than 4060000 bytes" in result.stderr
+    assert asked.is_broken_off and len(asked.sent_s) < 5000
+
+
+@pytest.mark.parametrize(
+    ("variables", "key"),
+    [
+        ({"SPECDEC_API_KEY": "ours"}, "ours"),
+        ({"OPENAI_API_KEY": "theirs"}, "theirs"),
+        ({"SPECDEC_API_KEY": "ours", "OPENAI_API_KEY": "theirs"}, "ours"),
+    ],
+)
+def test_the_key_is_that_of_serve_or_of_openais_clients(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], key: str
+) -> None:
+    with running(script(steady)) as server:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert bench(server, "--num-prompts", 1).exit_code == 0
+        assert {asked.headers["authorization"] for asked in server.generations()} == {f"Bearer {key}"}
+
+
 def test_a_server_that_hangs_is_given_up(bench: Bench) -> None:
     with running(script(lambda asked: Reply([(0.0, ONE), (2.0, DONE)]))) as server:
         result = bench(server, "--timeout", 0.2)
@@ -387,6 +415,33 @@ def test_a_signal_ends_it_and_every_request(
             time.sleep(0.01)
     assert (process.returncode, stdout) == (exit_code, "") and "Traceback" not in stderr
     assert all(asked.is_broken_off for asked in server.generations())
+
+
+def test_after_ctrl_c_what_had_been_answered_is_shown(process_environment: dict[str, str], tmp_path: Path) -> None:
+    def answer(asked: Asked) -> Reply:
+        return Reply([(0.05, ONE)] * 400) if asked.body["prompt"] == "slow" else Reply(stream([0.01] * 3))
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("slow\nfast\nfast too\n")
+    with running(script(answer)) as server:
+        command = [sys.executable, "-m", "specdec_cli", "bench", "--base-url", server.url, "--num-warmups", "0", "--json"]
+        process = subprocess.Popen(
+            [*command, "--input-file", str(prompts)],
+            env=process_environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        deadline = time.monotonic() + 60
+        while [len(asked.sent_s) > 20 for asked in server.generations()].count(True) == 0:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=20)
+    document = json.loads(stdout)
+    assert process.returncode == 130 and "Traceback" not in stderr
+    assert "interrupted: 2 of 3 requests had been answered" in stderr
+    assert (document["completed"], document["failed"], document["output_lens"]) == (2, 0, [5, 5])
 
 
 def test_a_server_without_usage_has_its_chunks_counted(bench: Bench) -> None:
