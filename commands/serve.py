@@ -12,9 +12,6 @@ from commands.output import Output
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import SamplingParams
 
-# Nothing else in the process runs while a step does: /health waits for a piece of a prompt, 22 ms for the demo's where
-# 512 tokens take 70 ms. All of a prompt takes 5 % longer.
-_DEFAULT_MAX_NUM_TOKENS = 128
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -44,10 +41,11 @@ def serve(
     from commands.serving.running import Serving, serve_setup
     from commands.serving.server import Address, listen
     from commands.sessions import SessionOptions, open_setup_of_models
+    from runtime.engine import DEFAULT_MAX_NUM_TOKENS
 
     output = Output()
     cache = kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse)
-    num_tokens = inputs.max_num_tokens or _DEFAULT_MAX_NUM_TOKENS
+    num_tokens = inputs.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
     options = SessionOptions(inputs.engine, inputs.tokenizer_dir, chosen, SamplingParams(), cache, "leader", num_tokens)
     with listen(Address(server.host, server.port)) as bound:
         address = Address(server.host, bound.getsockname()[1])

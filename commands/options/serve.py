@@ -26,7 +26,7 @@ class ServeInputs:
             min=1,
             help="Tokens of prompts computed at a time, so that a long one does not stall the others.",
             rich_help_panel=RUNTIME,
-            show_default="128",
+            show_default="512",
         ),
     ] = None
 

@@ -1,10 +1,13 @@
 """Logits equal Hugging Face's whatever the K/V cache did, and a rejected draft leaves no trace."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from runtime import leader, orchestrator
+from runtime.batch import Row
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine, KVCacheConfig, resolve_device
 from runtime.errors import SpecDecError, UsageError
@@ -53,6 +57,43 @@ def compute_and_release(engine: Engine, tokens: list[int]) -> None:
     assert engine.admit(sequence)
     logits_of(engine, [sequence], [[]])
     engine.release(sequence)
+
+
+class Ticks:
+    """A thread of Python's that notes the time whenever it may run."""
+
+    def __enter__(self) -> "Ticks":
+        self._is_over = False
+        self.times_s = [time.perf_counter()]
+        self._thread = Thread(target=self._tick)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over = True
+        self._thread.join()
+
+    def _tick(self) -> None:
+        while not self._is_over:
+            time.sleep(0.001)
+            self.times_s.append(time.perf_counter())
+
+    @property
+    def longest_gap_s(self) -> float:
+        return float(np.diff(self.times_s).max())
+
+
+def test_other_threads_run_while_a_long_prompt_is_computed(llama_engine_dir: Path) -> None:
+    """A server's /health does not wait for a step. Of three, the one in which the machine had least else to do."""
+    prompt = Row([1] * 4000, 0, [1] * 1000, 1)  # all in one block: nobody looks at what is computed
+    shares = []
+    with Engine.open(llama_engine_dir) as engine:
+        for _ in range(3):
+            with Ticks() as ticks:
+                step_s = engine.time_step([prompt])
+            shares.append(ticks.longest_gap_s / step_s)
+    assert step_s > 0.05
+    assert min(shares) < 0.5
 
 
 def test_logits_of_a_fresh_prompt_equal_hf(llama_engine: Engine, llama: PreTrainedModel) -> None:
