@@ -10,26 +10,38 @@ from commands.serving.errors import HTTPError
 
 MAX_CONNECTIONS = 1000
 FIRST_REQUEST_S = 30
+BACKLOG = 512
+"""Connections that are accepted in one go, before it is looked how many there are."""
 _REFUSED_S = 1
+_MAX_REFUSED = 1000
 _NUM_FILES = 4096
 
 
 class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1, which refuses connections beyond a number, and ends those on which no request comes."""
 
+    num_refused = 0
+    """Connections that were refused and are not closed yet, of all servers of the process."""
     _is_refused = False
     _silence: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= MAX_CONNECTIONS:
-            self._is_refused = True
-            self.transport = transport
-            transport.write(_refusal())
-            # Not closed yet: if what the client sends came after that, it would lose what was said.
-            self.loop.call_later(_REFUSED_S, transport.close)
+            self._refuse(transport)
             return
         super().connection_made(transport)
         self._silence = self.loop.call_later(FIRST_REQUEST_S, self._end_if_silent)
+
+    def _refuse(self, transport: asyncio.Transport) -> None:
+        self._is_refused = True
+        self.transport = transport
+        BoundedProtocol.num_refused += 1
+        transport.write(_refusal())
+        if BoundedProtocol.num_refused > _MAX_REFUSED:  # or the process would have no files left
+            transport.close()
+        else:
+            # Not closed yet: if what the client sends came after that, it would lose what was said.
+            self.loop.call_later(_REFUSED_S, transport.close)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -40,7 +52,9 @@ class BoundedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._silence is not None:  # it would keep all that belongs to the connection until its time has come
             self._silence.cancel()
-        if not self._is_refused:
+        if self._is_refused:
+            BoundedProtocol.num_refused -= 1
+        else:
             super().connection_lost(exc)
 
     def _end_if_silent(self) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import uvicorn
 
-from commands.serving.connections import BoundedProtocol, allow_files
+from commands.serving.connections import BACKLOG, BoundedProtocol, allow_files
 from runtime.errors import SpecDecError, UsageError
 from runtime.serving.loop import ServingLoop
 
-_BACKLOG = 2048
 _KEEP_ALIVE_S = 15
 
 
@@ -94,7 +93,7 @@ def serve(
         log_config=None,
         access_log=False,
         lifespan="on",
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=2,
         server_header=False,
