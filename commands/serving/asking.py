@@ -121,10 +121,11 @@ def _params(served: ServedModel, body: Generation, max_tokens: int, logprobs: in
     values: dict[str, Any] = served.defaults | given
     # -1 is the whole vocabulary to vLLM, and what is more than the vocabulary is as much.
     values["top_k"] = min(max(values.get("top_k", 0), 0), served.llm.bundle.config.vocab_size)
+    stop, stop_token_ids = _stops(served, body)
     return SamplingParams(
         seed=body.seed,
-        stop=body.stop,
-        stop_token_ids=body.stop_token_ids,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
         bad_words=body.bad_words,
         ignore_eos=bool(body.ignore_eos),
         max_tokens=max_tokens,
@@ -133,6 +134,14 @@ def _params(served: ServedModel, body: Generation, max_tokens: int, logprobs: in
         penalize_prompt=False,
         **values,
     )
+
+
+def _stops(served: ServedModel, body: Generation) -> tuple[list[str], list[int]]:
+    """Texts and ids that end an output. A special token is no text of an output: where one is named, its id ends it."""
+    words = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
+    ids = served.special_tokens
+    named = [ids[word] for word in words if word in ids]
+    return [word for word in words if word not in ids], [*(body.stop_token_ids or ()), *named]
 
 
 def _drafting(served: ServedModel, body: Generation) -> Drafting:

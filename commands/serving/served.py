@@ -50,6 +50,12 @@ class ServedModel:
         return self.loop.capacity
 
     @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Their ids by what they are called, such as `</s>`."""
+        added = self.tokenizer.added_tokens_decoder
+        return {str(self.tokenizer.convert_ids_to_tokens(i)): i for i, token in added.items() if token.special}
+
+    @cached_property
     def _longest_token(self) -> int:
         return max(len(token) for token in self.tokenizer.get_vocab())
 

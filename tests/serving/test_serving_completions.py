@@ -130,6 +130,16 @@ def test_an_end_id_of_the_clients_is_a_stop(served: Served) -> None:
     assert found["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("stop", ["</s>", ["never there", "</s>"]])
+def test_a_special_token_that_is_named_as_a_stop_word_is_one(served: Served, stop: Any) -> None:
+    """lm-eval sends the name of the tokenizer's end token."""
+    forced = {"logit_bias": {str(served.model.tokenizer.eos_token_id): 100}, "ignore_eos": True, "max_tokens": 5}
+    assert served.complete(**forced)["usage"]["completion_tokens"] == 5
+    found = served.complete(**forced, stop=stop)
+    assert (found["choices"][0]["finish_reason"], found["choices"][0]["text"]) == ("stop", "")
+    assert found["usage"]["completion_tokens"] == 1
+
+
 def test_logprobs_are_the_models_own(served: Served) -> None:
     (output,) = expected(served, PROMPT, temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
     logprobs = served.complete(max_tokens=8, ignore_eos=True, logprobs=3)["choices"][0]["logprobs"]
