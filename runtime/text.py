@@ -38,9 +38,7 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
             f"transformers does not know this model type: {model_type}", hint="install the transformers of the build"
         )
     try:
-        config = None
-        if pretrained_config is not None:
-            config = CONFIG_MAPPING[pretrained_config["model_type"]].from_dict(pretrained_config)
+        config = None if pretrained_config is None else _config_for_tokenizer(directory, pretrained_config)
         tokenizer = AutoTokenizer.from_pretrained(
             directory, config=config, truncation_side="left", local_files_only=True, trust_remote_code=False
         )
@@ -59,6 +57,24 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
             reason=reason,
         ) from error
     return cast(Tokenizer, tokenizer)
+
+
+def _config_for_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Any:
+    """The configuration by which transformers chooses a class for the tokenizer.
+
+    Where the tokenizer's own files name one, the model's type is all that is looked at besides. Its class of
+    configurations would import model code: a third of the time that opening an engine takes.
+    """
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    own = directory / "tokenizer_config.json"
+    named = read_json(own) if own.is_file() else {}
+    if named.get("tokenizer_class") is None or "auto_map" in named:
+        return CONFIG_MAPPING[pretrained_config["model_type"]].from_dict(pretrained_config)
+    config = PreTrainedConfig.from_dict(pretrained_config)
+    config.model_type = pretrained_config["model_type"]
+    return config
 
 
 def open_tokenizer(directory: Path) -> Tokenizer:

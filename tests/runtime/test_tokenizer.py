@@ -140,3 +140,14 @@ def test_an_engine_answers_without_transformers(llama_uncompiled_dir: Path) -> N
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     expected = AutoTokenizer.from_pretrained(llama_uncompiled_dir)("the dog")["input_ids"]
     assert out == f"{expected} False\n"
+
+
+def test_a_tokenizer_that_names_its_class_is_opened_without_model_code(llama_dir: Path) -> None:
+    """The class of a model's configuration imports it, and takes two seconds."""
+    code = (
+        "import sys; from pathlib import Path; from runtime.text import load_tokenizer;"
+        f"tokenizer = load_tokenizer(Path({str(llama_dir)!r}), {{'model_type': 'llama'}});"
+        "print(type(tokenizer).__name__, 'transformers.activations' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out == f"{type(AutoTokenizer.from_pretrained(llama_dir)).__name__} False\n"
