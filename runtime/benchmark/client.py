@@ -19,7 +19,7 @@ from runtime.reading import shown
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _MAX_BYTES, _MAX_TOKEN_BYTES = 4_000_000, 20_000
-"""Of any answer, and of a stream for each token that was asked for: its chunk with log-probabilities is a few thousand."""
+"""Of any answer, and of a stream for each token that was asked for: its chunk may have log-probabilities."""
 Content = str | list[int] | list[dict[str, str]]
 """A prompt's text, its token ids, or the messages of a conversation."""
 

@@ -424,9 +424,9 @@ def test_after_ctrl_c_what_had_been_answered_is_shown(process_environment: dict[
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("slow\nfast\nfast too\n")
     with running(script(answer)) as server:
-        command = [sys.executable, "-m", "specdec_cli", "bench", "--base-url", server.url, "--num-warmups", "0", "--json"]
+        command = [sys.executable, "-m", "specdec_cli", "bench", "--base-url", server.url, "--num-warmups", "0"]
         process = subprocess.Popen(
-            [*command, "--input-file", str(prompts)],
+            [*command, "--json", "--input-file", str(prompts)],
             env=process_environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
