@@ -20,6 +20,8 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from threading import Event
 from typing import Any
 
 import psutil
@@ -119,9 +121,13 @@ async def storm(port: int, bodies: list[dict[str, Any]], num_requests: int, num_
                 patience = rng.random() * 0.5 if rng.random() < 0.5 else None
                 await _asked(port, bodies[i], expected[i], patience, outcome)
 
-    health = asyncio.ensure_future(_watch_health(port, outcome))
-    await asyncio.gather(*(client() for _ in range(num_connections)))
-    health.cancel()
+    is_over = Event()
+    health = asyncio.create_task(asyncio.to_thread(_watch_health, port, outcome, is_over))
+    try:
+        await asyncio.gather(*(client() for _ in range(num_connections)))
+    finally:
+        is_over.set()
+        await health
     return outcome
 
 
@@ -151,14 +157,17 @@ async def _asked(
         outcome.failures.append(f"{body}: {status} {answer[:200]!r}")
 
 
-async def _watch_health(port: int, outcome: Outcome) -> None:
-    while True:
+def _watch_health(port: int, outcome: Outcome, is_over: Event) -> None:
+    """In a thread: on the event loop it would wait for the answers of the other clients to be read."""
+    while not is_over.wait(0.02):
         started = time.perf_counter()
-        status, _ = await get(port, "/health")
+        connection = HTTPConnection("127.0.0.1", port)
+        connection.request("GET", "/health")
+        status = connection.getresponse().status
+        connection.close()
         outcome.health_s.append(time.perf_counter() - started)
         if status != 200:
             outcome.failures.append(f"/health: {status}")
-        await asyncio.sleep(0.02)
 
 
 async def wait_until_idle(port: int) -> None:
