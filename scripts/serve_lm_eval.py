@@ -85,9 +85,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         write_tasks(Path(directory), num_docs)
         tasks = TaskManager(include_path=directory, include_defaults=False)
-        ours = evaluate(
-            "local-completions", f"base_url={url}/v1/completions,model=demo,tokenizer_backend=remote", tasks
-        )
+        # Unasked, lm-eval begins prompts with the tokenizer's first token for Hugging Face's model alone.
+        arguments = f"base_url={url}/v1/completions,model=demo,tokenizer={model_dir},add_bos_token=True"
+        ours = evaluate("local-completions", arguments, tasks)
         theirs = evaluate("hf", f"pretrained={model_dir},dtype=float32", tasks)
     texts = [answers(found, TASKS[0]) for found in (ours, theirs)]
     likelihoods = [[float(one[0]) for one in answers(found, TASKS[1])] for found in (ours, theirs)]
