@@ -33,17 +33,22 @@ class ChatTemplate:
 
     def encode(self, messages: Seq[Message]) -> list[int]:
         """The conversation's tokens, up to where the assistant goes on; SpecDecError where the template says no."""
+        text = self.render(messages)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def render(self, messages: Seq[Message]) -> str:
+        """The conversation's text, up to where the assistant goes on; SpecDecError where the template says no."""
         from jinja2 import TemplateError
 
         check_messages(messages, "the conversation")
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text: str = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
             raise SpecDecError(
                 f"the chat template refuses the conversation: {error}", hint="see which roles the model knows"
             ) from None
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return text
 
 
 def has_chat_template(tokenizer_dir: Path) -> bool:

@@ -206,6 +206,15 @@ class StepCost:
 
 
 @dataclass(frozen=True)
+class MachineSpeed:
+    """What the machine gave when the engine's steps were measured."""
+
+    num_threads: Size
+    memory_bytes_per_s: Measure
+    """Read and written, by all threads, in a copy that is larger than the caches."""
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """`config.json` of an engine directory."""
 
@@ -222,6 +231,8 @@ class EngineConfig:
     step_costs: tuple[StepCost, ...] = ()
     host_s: Measure = 0.0
     """Seconds of a loop's turn beside the compiled step."""
+    machine: MachineSpeed | None = None
+    """Where steps were measured."""
     quantization: Quantization | None = None
     quality: Quality | None = None
     compiler_note: str | None = None

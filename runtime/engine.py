@@ -145,6 +145,17 @@ class Engine:
         """Share of the K/V cache's blocks that sequences hold."""
         return 1 - self._blocks.num_free_blocks / (self._blocks.num_blocks - 1)
 
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens whose K/V fit."""
+        return self._blocks.num_cache_tokens
+
+    @property
+    def num_cache_bytes(self) -> int:
+        """What the K/V cache takes when it is full."""
+        block_size, dtype = self.config.build_config.tokens_per_block, getattr(torch, self.config.dtype)
+        return self._blocks.num_blocks * bytes_per_block(self.config.layers, block_size, dtype)
+
     def check_request(self, request: Request) -> None:
         """SpecDecError if the engine cannot serve the request whatever else runs."""
         self.check_is_open()

@@ -121,6 +121,7 @@ class Leader:
             while sequence in self.running and not self.engine.extend(sequence):
                 self.engine.release(self.running[-1])
                 self.waiting.appendleft(self.running.pop())
+                self.times.num_preemptions += 1
                 self._is_full = True
 
     def _compute_context(self) -> list[Sequence]:

@@ -74,6 +74,7 @@ def _generate_group(
             _admit(engine, running, admitted)
             if not admitted:
                 engine.raise_cache_is_taken(running[0].request)
+            times.num_preemptions += len(running)
             drafts_start = time.perf_counter()
             drafts = propose(drafter, engine, admitted, max_draft_len)
             if drafter is not None:

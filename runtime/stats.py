@@ -157,6 +157,7 @@ class LoopTimes:
     draft_model_time_s: float = 0.0  # the part of draft_time_s in a draft model's compiled step
     target_time_s: float = 0.0
     num_iterations: int = 0
+    num_preemptions: int = 0  # how often a sequence gave its K/V blocks back, or stayed out of a step, for want of some
 
     @property
     def host_time_s(self) -> float:
@@ -168,3 +169,4 @@ class LoopTimes:
         self.draft_model_time_s += other.draft_model_time_s
         self.target_time_s += other.target_time_s
         self.num_iterations += other.num_iterations
+        self.num_preemptions += other.num_preemptions

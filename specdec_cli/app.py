@@ -27,6 +27,7 @@ from commands.chat import chat
 from commands.compare import compare
 from commands.convert import convert
 from commands.corpus import create, merge, stats
+from commands.doctor import doctor
 from commands.options.hints import hint_of, message_of
 from commands.options.panels import COMMON, sort_by_panel
 from commands.options.spellings import empty_value, normalize_name, one_value_each, split_flags_without_effect
@@ -94,6 +95,11 @@ _EXAMPLES = {
     bench: (
         "specdec bench --base-url http://127.0.0.1:8000 --dataset question.jsonl --request-rate 4 --output-len 128",
         "specdec bench --dataset random --num-prompts 64 --concurrency 16 --goodput ttft:200 tpot:50 --json",
+    ),
+    doctor: (
+        'specdec doctor --engine-dir engine --ngram-config "[10,2,[0]]" --input-file prompts.jsonl',
+        "specdec doctor --engine-dir engine --draft-engine-dir draft-engine --draft-target-model-config "
+        '"[4,[0],[0],False]"',
     ),
     verify: ("specdec verify engine", "specdec verify ~/.cache/specdec --json"),
 }
@@ -188,7 +194,7 @@ app = typer.Typer(
     name="specdec",
     cls=_Group,
     help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, batch, summarize, compare, "
-    "tune; corpora; the cache; verify; bench.",
+    "tune, doctor; corpora; the cache; verify; bench.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -215,7 +221,7 @@ def _register(command: Callable[..., None], group: typer.Typer = app, name: str 
     group.command(name, cls=_Command, epilog=epilog, context_settings=names)(shown)
 
 
-for _command in (convert, build, run, chat, serve, batch, summarize, compare, tune, verify, bench):
+for _command in (convert, build, run, chat, serve, batch, summarize, compare, tune, doctor, verify, bench):
     _register(_command)
 for _corpus_command in (create, merge, stats):
     _register(_corpus_command, corpus_app)

@@ -101,7 +101,7 @@ def test_replay_loads_no_engine() -> None:
 
 # From the top: what a layer holds is imported by nothing in the layers below it.
 LAYERS = (
-    ("runtime.tuning", "runtime.evaluation.systems", "runtime.artefacts", "runtime.serving"),
+    ("runtime.tuning", "runtime.evaluation.systems", "runtime.artefacts", "runtime.serving", "runtime.diagnosis"),
     ("runtime.llm",),
     ("runtime.evaluation.lossless",),
     ("runtime.session", "runtime.engine_cache"),

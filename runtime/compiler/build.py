@@ -25,7 +25,7 @@ from runtime.compiler.checking import check_logits, is_batch_invariant
 from runtime.compiler.compilation import PACKAGE, StepFunction, compile_aot, torch_compile
 from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernels import compile_kernels, describe_kernels, flush_denormals, load_kernels
-from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_steps
+from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_machine, measure_steps
 from runtime.compiler.model import (
     Step,
     load_model,
@@ -171,7 +171,8 @@ def _with_costs(config: EngineConfig, step: StepFunction, device: torch.device) 
     except SpecDecError:
         return config
     with engine:
-        return dataclasses.replace(config, step_costs=measure_steps(engine), host_s=measure_host(engine))
+        costs, host_s = measure_steps(engine), measure_host(engine)
+    return dataclasses.replace(config, step_costs=costs, host_s=host_s, machine=measure_machine())
 
 
 def default_max_seq_len(checkpoint_dir: Path) -> int:

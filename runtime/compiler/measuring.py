@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from itertools import count, islice
 from statistics import median
 
+import torch
+
 from runtime.batch import Row
-from runtime.config import BuildConfig, StepCost
+from runtime.config import BuildConfig, MachineSpeed, StepCost
 from runtime.engine import Engine, KVCacheConfig
 from runtime.leader import generate
 from runtime.request import Request
@@ -20,6 +22,7 @@ _BATCH_SIZES = (1, 2, 4, 8)
 _MAX_PASSES, _MAX_S = 5, 15.0
 """A model that is too slow for that is measured in one pass, after one that warms up."""
 _NUM_HOST_STEPS = 24
+_COPIED_BYTES, _NUM_COPIES = 64 << 20, 8
 
 
 def cache_for_measuring(build: BuildConfig) -> KVCacheConfig:
@@ -42,11 +45,27 @@ def measure_steps(engine: Engine) -> tuple[StepCost, ...]:
         if i > 1 and time.perf_counter() - start > _MAX_S:
             break
         for (batch_size, context_len, num_tokens), times in zip(cells, seconds, strict=True):
-            num_logits = num_tokens if num_tokens <= engine.max_draft_len + 1 else 1
-            step_s = engine.time_step(_rows(engine, batch_size, context_len, num_tokens, num_logits))
+            step_s = time_cell(engine, batch_size, context_len, num_tokens)
             if i > 0:  # the first pass warms up
                 times.append(step_s)
     return tuple(StepCost(*cell, median(times)) for cell, times in zip(cells, seconds, strict=True))
+
+
+def time_cell(engine: Engine, batch_size: int, context_len: int, num_tokens: int) -> float:
+    """Seconds of one step; it overwrites K/V, of which the cache must hold none that anybody needs."""
+    num_logits = num_tokens if num_tokens <= engine.max_draft_len + 1 else 1
+    return engine.time_step(_rows(engine, batch_size, context_len, num_tokens, num_logits))
+
+
+def measure_machine() -> MachineSpeed:
+    """The fastest of several copies, so that a busy moment does not count."""
+    source, destination = (torch.ones(_COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
+    seconds = []
+    for _ in range(_NUM_COPIES):
+        start = time.perf_counter()
+        destination.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return MachineSpeed(torch.get_num_threads(), 2 * _COPIED_BYTES / min(seconds))
 
 
 def measure_host(engine: Engine) -> float:

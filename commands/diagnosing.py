@@ -1,0 +1,91 @@
+"""What `doctor` does: prompts that fit, symptoms, diagnoses, and an exit code."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from commands.documents.doctor import doctor_document
+from commands.inputs.dataset import DEMO, load_samples
+from commands.inputs.prompts import Prompt, without_padding
+from commands.options.doctor import DoctorInputs, DoctorOptions
+from commands.options.drafting import Drafting
+from commands.options.remedies import REMEDIES
+from commands.output import Output
+from commands.tables.doctor import show
+from runtime.bundle import Bundle, read_bundle
+from runtime.diagnosis.judging import judge
+from runtime.diagnosis.measuring import Treatment, examine_draft_model, measure
+from runtime.diagnosis.symptoms import ExpectedAcceptance
+from runtime.drafters.settings import DraftTargetDrafter, each_drafter
+from runtime.engine import KVCacheConfig
+from runtime.errors import SpecDecError
+from runtime.llm import LLM
+from runtime.params import SamplingParams
+from runtime.request import Request
+from runtime.tuning.profile import read_profile
+
+_NUM_PROMPTS = 4
+
+
+def diagnose(
+    bundle: Bundle,
+    inputs: DoctorInputs,
+    options: DoctorOptions,
+    drafting: Drafting,
+    prompts: list[Prompt] | None,
+    kv_cache: KVCacheConfig,
+    output: Output,
+) -> None:
+    """Measure, judge and show; SpecDecError (exit code 1) if there is a finding. Without prompts its own are asked."""
+    treatment = Treatment(drafting.named.drafter, drafting.draft_len_mode, _expected(drafting.profile))
+    device_id = drafting.named.device_id
+    with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode=options.mode, kv_cache=kv_cache, device_id=device_id) as llm:
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=options.max_output_len)
+        if prompts is None:
+            requests = _own_requests(llm, params, drafting)
+        else:
+            requests = _requests(llm, params, without_padding(prompts, inputs.input_file, llm.end_ids))
+        with output.phases() as phase:
+            pair = examine_draft_model(llm, treatment.drafter)
+            symptoms = measure(llm, treatment, pair, requests, phase)
+    judgements = judge(symptoms)
+    show(judgements, output)
+    output.document(doctor_document(bundle, drafting, options, len(requests), judgements))
+    found = [(name, judgement) for name, judgement in judgements.items() if judgement and judgement.is_fault]
+    if found:
+        name, judgement = found[0]
+        what = "1 finding" if len(found) == 1 else f"{len(found)} findings, the first"
+        raise SpecDecError(f"{what}: {name}: {judgement.message}", hint=REMEDIES[name])
+
+
+def _expected(profile: Path | None) -> ExpectedAcceptance | None:
+    rate = None if profile is None else read_profile(profile).figures.draft_acceptance_rate
+    return None if profile is None or rate is None else ExpectedAcceptance(profile, rate)
+
+
+def _requests(llm: LLM, params: SamplingParams, prompts: list[Prompt]) -> list[Request]:
+    template, requests = llm.request_of(params), []
+    for i, prompt in enumerate(prompts):
+        content = prompt.content if prompt.messages is None else llm.chat_template.encode(prompt.messages)
+        requests.append(template.with_prompt(i, llm.encode(content)[0]))
+    return requests
+
+
+def _own_requests(llm: LLM, params: SamplingParams, drafting: Drafting) -> list[Request]:
+    """Of the shipped articles, each cut to its last tokens that fit the engine, the draft model's and the K/V cache."""
+    if llm.tokenizer is None:
+        raise SpecDecError(
+            "the engine has no tokenizer to read the shipped articles with", hint="give prompts of token ids"
+        )
+    bundles = [llm.bundle]
+    for one in each_drafter(drafting.named.drafter):
+        if isinstance(one, DraftTargetDrafter):
+            bundles.append(read_bundle(Path(one.model)))
+    builds = [bundle.config.build_config for bundle in bundles]
+    room = min(*(build.max_request_len for build in builds), llm.engine.num_cache_tokens - builds[0].max_draft_len)
+    max_tokens = min(params.max_tokens, max(room // 2, 1))
+    num_tokens = max(min(room - max_tokens, *(build.max_input_len for build in builds)), 1)
+    samples = load_samples(
+        DEMO, eval_task="summarize", dataset_dir=None, max_samples=_NUM_PROMPTS, seed=0, needs_reference=False
+    )
+    template = llm.request_of(replace(params, max_tokens=max_tokens))
+    return [template.with_prompt(i, llm.encode(s.text, num_tokens)[0]) for i, s in enumerate(samples)]

@@ -1,0 +1,306 @@
+"""What symptoms mean: one function for each diagnosis, which says a number, and where it begins to be a fault.
+
+Limits are far from what noise or a busy neighbour does to a healthy engine: a diagnosis that is made is worth a look.
+None: there was nothing to judge, or too little.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from runtime.costs import CostModel
+from runtime.diagnosis.symptoms import DraftedStep, Drafting, Symptoms
+
+MIN_STEPS = 16
+MIN_DRAFT_TOKENS = 40
+MIN_DRAFTS_PER_HALF = 24
+MIN_EARLY_ACCEPTANCE = 0.3
+MIN_Z = 4.0
+LARGE_MEMORY = 256 << 20
+"""Smaller weights and K/V need few pages of any size."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A number beside its limit; `is_fault`: it is on the wrong side. The message says what the number is of."""
+
+    number: float
+    limit: float
+    is_fault: bool
+    message: str
+
+
+Diagnosis = Callable[[Symptoms], Judgement | None]
+
+
+def drafter_never_used(symptoms: Symptoms) -> Judgement | None:
+    """The one that proposed least."""
+    drafting = symptoms.drafting
+    if drafting is None or len(drafting.steps) < MIN_STEPS:
+        return None
+    name = min(drafting.num_tokens_by_drafter, key=drafting.num_tokens_by_drafter.__getitem__)
+    proposed = drafting.num_tokens_by_drafter[name]
+    # Automatic draft lengths may throw away all that is proposed.
+    number = proposed if len(drafting.num_tokens_by_drafter) > 1 else min(proposed, drafting.num_draft_tokens)
+    message = f"the drafter {name} drafted {number:,} tokens in {len(drafting.steps):,} steps"
+    return Judgement(number, 1, number < 1, message)
+
+
+def acceptance_below_profile(symptoms: Symptoms) -> Judgement | None:
+    drafting = symptoms.drafting
+    if drafting is None or drafting.expected is None or drafting.num_draft_tokens < MIN_DRAFT_TOKENS:
+        return None
+    rate, expected = drafting.num_accepted / drafting.num_draft_tokens, drafting.expected.draft_acceptance_rate
+    limit = expected / 2
+    message = f"{rate:.1%} of draft tokens were accepted, and {expected:.1%} when the profile was made"
+    return Judgement(rate, limit, rate < limit, message)
+
+
+def acceptance_falls_with_context(symptoms: Symptoms) -> Judgement | None:
+    """By the first token of each draft, whose fate depends on no other's: its shares in the halves of all contexts."""
+    drafting = symptoms.drafting
+    steps = sorted((s for s in drafting.steps if s.num_drafted), key=_context_len) if drafting else []
+    if len(steps) < 2 * MIN_DRAFTS_PER_HALF:
+        return None
+    middle = steps[len(steps) // 2].context_len
+    early = [s for s in steps if s.context_len < middle]
+    late = [s for s in steps if s.context_len >= middle]
+    if min(len(early), len(late)) < MIN_DRAFTS_PER_HALF:
+        return None
+    early_rate, late_rate = _share_begun(early), _share_begun(late)
+    both = _share_begun(steps)
+    spread = math.sqrt(both * (1 - both) * (1 / len(early) + 1 / len(late)))
+    is_sure = spread > 0 and (early_rate - late_rate) / spread > MIN_Z
+    limit = early_rate / 2
+    return Judgement(
+        late_rate,
+        limit,
+        is_sure and early_rate >= MIN_EARLY_ACCEPTANCE and late_rate < limit,
+        f"after {middle:,} tokens of context {late_rate:.1%} of drafts begin right, and {early_rate:.1%} before",
+    )
+
+
+def _context_len(step: DraftedStep) -> int:
+    return step.context_len
+
+
+def _share_begun(steps: list[DraftedStep]) -> float:
+    return sum(step.num_accepted > 0 for step in steps) / len(steps)
+
+
+def drafts_longer_than_pays(symptoms: Symptoms) -> Judgement | None:
+    """Seconds of a token with the drafts as they were, over those with the drafts cut to the length that is best."""
+    drafting = symptoms.drafting
+    if drafting is None or not drafting.costs or drafting.draft_len_mode == "auto":
+        return None
+    if drafting.num_draft_tokens < MIN_DRAFT_TOKENS:
+        return None
+    longest = max(step.num_drafted for step in drafting.steps)
+    seconds = [_seconds_of_a_token(drafting, length) for length in range(longest + 1)]
+    best = seconds.index(min(seconds))
+    ratio = seconds[longest] / seconds[best]
+    message = f"drafts of up to {longest} tokens take {ratio:.2f} times as long for a token as drafts of up to {best}"
+    return Judgement(ratio, 1.3, ratio > 1.3, message)
+
+
+def _seconds_of_a_token(drafting: Drafting, max_draft_len: int) -> float:
+    """By what steps cost when the engine was built, times what they take now; and the drafting as it was timed.
+
+    A draft model's time goes with the tokens it drafts, another drafter's with the steps.
+    """
+    costs, steps, times = CostModel(drafting.costs, drafting.host_s), drafting.steps, drafting.times
+    context_len = round(median(step.context_len for step in steps))
+    batch_size = max(round(len(steps) / times.num_iterations), 1)
+
+    def predicted(length: int) -> float:
+        """Each step as if all rows beside it had drafts of its own length."""
+        lengths = (min(step.num_drafted, length) for step in steps)
+        return sum(costs.iteration_s(batch_size, context_len, n) for n in lengths) / batch_size
+
+    factor = (times.wall_s - times.draft_time_s) / predicted(max(step.num_drafted for step in steps))
+    cut = [min(step.num_drafted, max_draft_len) for step in steps]
+    share = sum(cut) / drafting.num_draft_tokens if drafting.has_draft_model else float(max_draft_len > 0)
+    num_tokens = sum(1 + min(step.num_accepted, max_draft_len) for step in steps)
+    return (predicted(max_draft_len) * factor + times.draft_time_s * share) / num_tokens
+
+
+def draft_tokenizer_differs(symptoms: Symptoms) -> Judgement | None:
+    pair = symptoms.draft_model
+    if pair is None or not pair.num_texts:
+        return None
+    number = pair.num_texts_tokenized_otherwise
+    message = f"the draft model's tokenizer makes other tokens of {number} of {pair.num_texts} texts than the target's"
+    return Judgement(number, 0, number > 0, message)
+
+
+def draft_chat_template_differs(symptoms: Symptoms) -> Judgement | None:
+    pair = symptoms.draft_model
+    if pair is None or pair.chat_templates is None:
+        return None
+    draft, target = pair.chat_templates
+    number = sum(a != b for a, b in zip(draft, target, strict=False)) + abs(len(draft) - len(target))
+    message = f"one conversation by the draft model's chat template and by the target's: {number} characters differ"
+    return Judgement(number, 0, number > 0, message)
+
+
+def draft_rope_differs(symptoms: Symptoms) -> Judgement | None:
+    pair = symptoms.draft_model
+    if pair is None or pair.rope_differences is None:
+        return None
+    number = len(pair.rope_differences)
+    what = f": {', '.join(pair.rope_differences)}" if number else ""
+    message = f"rotary settings in which draft model and target differ: {number}{what}"
+    return Judgement(number, 0, number > 0, message)
+
+
+def draft_model_is_target(symptoms: Symptoms) -> Judgement | None:
+    pair = symptoms.draft_model
+    if pair is None:
+        return None
+    other = "the target's own" if pair.has_same_weights else "its own"
+    return Judgement(int(pair.has_same_weights), 0, pair.has_same_weights, f"the draft model's weights are {other}")
+
+
+def steps_slower_than_built(symptoms: Symptoms) -> Judgement | None:
+    """The fastest of many, so that a neighbour that comes and goes does not count; the median over kinds of steps."""
+    if not symptoms.steps:
+        return None
+    ratio = median(step.seconds / step.cost.seconds for step in symptoms.steps)
+    one = min(symptoms.steps, key=lambda step: step.cost.seconds)
+    message = (
+        f"steps take {ratio:.2f} times as long as when the engine was built; one of {one.cost.num_tokens} tokens "
+        f"{one.seconds * 1e3:.2f} ms, and {one.cost.seconds * 1e3:.2f} ms then"
+    )
+    return Judgement(ratio, 2.0, ratio > 2.0, message)
+
+
+def memory_slower_than_built(symptoms: Symptoms) -> Judgement | None:
+    machine = symptoms.machine
+    if machine.when_built is None or not machine.when_built.memory_bytes_per_s:
+        return None
+    now, built = machine.now.memory_bytes_per_s, machine.when_built.memory_bytes_per_s
+    message = f"memory gives {now / 1e9:.1f} GB/s, and {built / 1e9:.1f} GB/s when the engine was built"
+    return Judgement(now / built, 0.4, now / built < 0.4, message)
+
+
+def fewer_threads_than_built(symptoms: Symptoms) -> Judgement | None:
+    machine = symptoms.machine
+    if machine.when_built is None:
+        return None
+    now, built = machine.now.num_threads, machine.when_built.num_threads
+    return Judgement(now, built, now < built, f"threads: {now}, and {built} when the engine was built")
+
+
+def more_threads_than_cores(symptoms: Symptoms) -> Judgement | None:
+    machine = symptoms.machine
+    number, limit = machine.now.num_threads, math.ceil(machine.num_cores)
+    message = f"threads: {number}, on cores that this process may use: {machine.num_cores:g}"
+    return Judgement(number, limit, number > limit, message)
+
+
+def busy_machine(symptoms: Symptoms) -> Judgement | None:
+    share = symptoms.machine.cpu_share
+    message = f"a thread that computes has a core for {share:.0%} of the time"
+    return Judgement(share, 0.4, share < 0.4, message)
+
+
+def threads_sleep(symptoms: Symptoms) -> Judgement | None:
+    machine = symptoms.machine
+    is_fault = machine.threads_sleep and machine.now.num_threads > 1
+    how = "sleep at once" if machine.threads_sleep else "look out for work first"
+    message = f"threads of OpenMP that wait {how}, of {machine.now.num_threads}"
+    return Judgement(int(machine.threads_sleep), 0, is_fault, message)
+
+
+def several_numa_nodes(symptoms: Symptoms) -> Judgement | None:
+    machine = symptoms.machine
+    number = machine.num_numa_nodes
+    is_fault = number > 1 and machine.now.num_threads > 1 and machine.memory_bytes >= LARGE_MEMORY
+    return Judgement(number, 1, is_fault, f"the cores that this process may use are on NUMA nodes: {number}")
+
+
+def no_huge_pages(symptoms: Symptoms) -> Judgement | None:
+    machine = symptoms.machine
+    if machine.huge_pages is None:
+        return None
+    is_fault = machine.huge_pages == "never" and machine.memory_bytes >= LARGE_MEMORY
+    message = f"weights and K/V of {machine.memory_bytes / 1e6:,.0f} MB; huge pages: {machine.huge_pages}"
+    return Judgement(machine.memory_bytes, LARGE_MEMORY, is_fault, message)
+
+
+def cache_preempts(symptoms: Symptoms) -> Judgement | None:
+    cache = symptoms.cache
+    number = cache.num_preemptions
+    message = (
+        f"sequences that gave their K/V back for want of room: {number} times in {cache.num_iterations:,} steps, in a "
+        f"cache of {cache.num_blocks:,} blocks"
+    )
+    return Judgement(number, 0, number > 0, message)
+
+
+def reuse_never_hits(symptoms: Symptoms) -> Judgement | None:
+    cache = symptoms.cache
+    if not cache.num_findable:
+        return None
+    number = cache.num_found
+    message = f"prompts that came again were found in the K/V cache: {number:,} of {cache.num_findable:,} tokens"
+    return Judgement(number, 1, number < 1, message)
+
+
+def speculation_changes_output(symptoms: Symptoms) -> Judgement | None:
+    """Only where the engine repeats itself can the drafter be what made the difference."""
+    outputs = symptoms.outputs
+    if outputs is None or symptoms.drafting is None or outputs.num_unrepeatable:
+        return None
+    number = outputs.num_changed
+    message = f"outputs that are others with the drafter than without: {number} of {outputs.num_requests}"
+    return Judgement(number, 0, number > 0, message)
+
+
+def output_not_repeatable(symptoms: Symptoms) -> Judgement | None:
+    outputs = symptoms.outputs
+    if outputs is None:
+        return None
+    number = outputs.num_unrepeatable
+    message = f"outputs that are others the second time, both without a drafter: {number} of {outputs.num_requests}"
+    return Judgement(number, 0, number > 0, message)
+
+
+def denormal_weights(symptoms: Symptoms) -> Judgement | None:
+    weights = symptoms.weights
+    if not weights.num_sampled:
+        return None
+    share = weights.num_denormal / weights.num_sampled
+    message = f"weights too small to be normal numbers, which are taken for 0: {share:.2%}"
+    return Judgement(share, 0.01, share > 0.01, message)
+
+
+DIAGNOSES: tuple[Diagnosis, ...] = (
+    drafter_never_used,
+    acceptance_below_profile,
+    acceptance_falls_with_context,
+    drafts_longer_than_pays,
+    draft_tokenizer_differs,
+    draft_chat_template_differs,
+    draft_rope_differs,
+    draft_model_is_target,
+    speculation_changes_output,
+    output_not_repeatable,
+    cache_preempts,
+    reuse_never_hits,
+    steps_slower_than_built,
+    memory_slower_than_built,
+    fewer_threads_than_built,
+    more_threads_than_cores,
+    busy_machine,
+    threads_sleep,
+    several_numa_nodes,
+    no_huge_pages,
+    denormal_weights,
+)
+
+
+def judge(symptoms: Symptoms) -> dict[str, Judgement | None]:
+    """Every diagnosis by its name."""
+    return {diagnosis.__name__: diagnosis(symptoms) for diagnosis in DIAGNOSES}

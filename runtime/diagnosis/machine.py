@@ -1,0 +1,110 @@
+"""What this process gets of the machine: cores, a share of their time, memory, and how it is told to use them."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from runtime.compiler.measuring import measure_machine
+from runtime.config import MachineSpeed
+from runtime.diagnosis.symptoms import Machine
+
+_NUM_WINDOWS, _WINDOW_S, _ENOUGH = 4, 0.15, 0.8
+_NODES, _HUGE_PAGES = Path("/sys/devices/system/node"), Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def examine_machine(when_built: MachineSpeed | None, memory_bytes: int) -> Machine:
+    return Machine(
+        now=measure_machine(),
+        when_built=when_built,
+        num_cores=num_cores(),
+        cpu_share=_cpu_share(),
+        threads_sleep=threads_sleep(os.environ),
+        num_numa_nodes=num_numa_nodes(cores()),
+        huge_pages=huge_pages(),
+        memory_bytes=memory_bytes,
+    )
+
+
+def cores() -> set[int]:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def num_cores(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
+    """By affinity, or as much of their time as control groups leave: 1.5 for 150 ms in every 100."""
+    return min([float(len(cores())), *_quotas(root, membership)])
+
+
+def _quotas(root: Path, membership: Path) -> Iterator[float]:
+    """Of each group above this process, of version 2 or 1."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, place = [*line.split(":", 2), "", ""][:3]
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / "cpu" if controllers else root
+        group = base / place.lstrip("/")
+        for directory in (group, *group.parents):  # in a container the group's own path may not be there
+            if directory.is_relative_to(base) and (quota := _quota_of(directory)) is not None:
+                yield quota
+
+
+def _quota_of(directory: Path) -> float | None:
+    try:
+        if (directory / "cpu.max").is_file():
+            quota, period = (directory / "cpu.max").read_text().split()
+        else:
+            quota, period = ((directory / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):  # no such group, or `max`: no limit
+        return None
+
+
+def _cpu_share() -> float:
+    """The largest of a few windows."""
+    share = 0.0
+    for _ in range(_NUM_WINDOWS):
+        if share > _ENOUGH:
+            break
+        start, cpu_start = time.perf_counter(), time.thread_time()
+        while time.perf_counter() - start < _WINDOW_S:
+            pass
+        share = max(share, (time.thread_time() - cpu_start) / (time.perf_counter() - start))
+    return min(share, 1.0)
+
+
+def threads_sleep(environment: Mapping[str, str]) -> bool:
+    """Whether OpenMP's variables, GNU's or LLVM's, let waiting threads sleep at once."""
+    if environment.get("GOMP_SPINCOUNT") == "0" or environment.get("KMP_BLOCKTIME") == "0":
+        return True
+    return environment.get("OMP_WAIT_POLICY", "").lower() == "passive"
+
+
+def num_numa_nodes(used: set[int], nodes: Path = _NODES) -> int:
+    """NUMA nodes that the cores are on; 1 where the system does not say."""
+    lists = [_cores_of(path) for path in sorted(nodes.glob("node[0-9]*/cpulist"))]
+    return max(sum(bool(used & of_node) for of_node in lists), 1)
+
+
+def _cores_of(path: Path) -> set[int]:
+    """`0-3,8` is 0, 1, 2, 3 and 8."""
+    found: set[int] = set()
+    for part in path.read_text().strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def huge_pages(path: Path = _HUGE_PAGES) -> str | None:
+    """Which of `always [madvise] never` is chosen; None where the system does not say."""
+    try:
+        return path.read_text().partition("[")[2].partition("]")[0] or None
+    except OSError:
+        return None

@@ -1,0 +1,247 @@
+"""Measure the symptoms: the prompts without the drafter, with it and without again, steps, weights and the machine."""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from runtime.bundle import read_bundle
+from runtime.compiler.measuring import time_cell
+from runtime.config import StepCost
+from runtime.diagnosis.machine import examine_machine
+from runtime.diagnosis.pairs import compare_draft_model
+from runtime.diagnosis.symptoms import (
+    CacheUse,
+    DraftedStep,
+    Drafting,
+    DraftModelPair,
+    ExpectedAcceptance,
+    Outputs,
+    StepTime,
+    Symptoms,
+    Weights,
+)
+from runtime.drafters.chain import DrafterChain
+from runtime.drafters.compatibility import TargetIdentity
+from runtime.drafters.protocol import Drafter, check_request
+from runtime.drafters.settings import (
+    DrafterSettings,
+    DraftLenMode,
+    DraftTargetDrafter,
+    NgramDrafter,
+    drafter_names,
+    each_drafter,
+)
+from runtime.engine import Engine
+from runtime.errors import draft_engine_errors
+from runtime.evaluation.lossless import check_outputs
+from runtime.generation import Generation
+from runtime.llm import LLM
+from runtime.request import Draft, Request, Sequence
+from runtime.session import Session
+
+_MAX_STEP_S = 0.5
+_MIN_ROUNDS, _NUM_CELLS = 4, 4
+"""Steps are timed anew for so long, and at least so often."""
+_SAMPLED = 1 << 18  # numbers of each weight
+
+Phase = Callable[[str], None]
+"""Called with the name of the phase that begins."""
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """The settings that are looked into."""
+
+    drafter: DrafterSettings | None
+    draft_len_mode: DraftLenMode
+    expected: ExpectedAcceptance | None = None
+
+
+def measure(
+    llm: LLM, treatment: Treatment, draft_model: DraftModelPair | None, requests: Seq[Request], phase: Phase
+) -> Symptoms:
+    """All symptoms of an engine at its prompts. `draft_model` is `examine_draft_model`'s."""
+    can_draft = treatment.drafter is not None and (draft_model is None or draft_model.can_draft)
+    with ExitStack() as stack:
+        session = llm.open_session(treatment.drafter if can_draft else None, treatment.draft_len_mode, stack)
+        session.check_requests(requests)
+        phase("answering without, with and without the drafter")
+        session.warm_up(requests)
+        watched = _watch(session)
+        session.clear_cache()
+        before = session.run(requests, speculate=False)
+        findable, found = _find_again(llm.engine, requests)
+        session.clear_cache()
+        drafted = session.run(requests) if can_draft else before
+        after = session.run_without_drafter(requests)
+        outputs = _compare(session, before, drafted, after)
+        drafting = _drafting(session, watched, drafted, treatment) if can_draft else None
+        generations = (before, drafted, after) if can_draft else (before, after)
+        cache = CacheUse(
+            sum(g.times.num_preemptions for g in generations),
+            sum(g.times.num_iterations for g in generations),
+            llm.engine.num_cache_tokens // llm.engine.config.build_config.tokens_per_block,
+            findable,
+            found,
+        )
+    phase("timing steps")
+    llm.engine.clear_cache()
+    steps = _time_steps(llm.engine)
+    phase("looking at the weights and the machine")
+    weights = llm.bundle.directory / "rank0.safetensors"
+    memory_bytes = weights.stat().st_size + llm.engine.num_cache_bytes
+    machine = examine_machine(llm.engine.config.machine, memory_bytes)
+    return Symptoms(outputs, drafting, draft_model, cache, steps, machine, _look_at_weights(weights))
+
+
+def examine_draft_model(llm: LLM, drafter: DrafterSettings | None) -> DraftModelPair | None:
+    """How the draft model differs, found out before it is opened; None without one."""
+    for one in each_drafter(drafter):
+        if isinstance(one, DraftTargetDrafter):
+            with draft_engine_errors():
+                draft = read_bundle(Path(one.model))
+            return compare_draft_model(draft, TargetIdentity(llm.bundle, llm.tokenizer_dir, llm.tokenizer))
+    return None
+
+
+class _Watched:
+    """A drafter of a chain, and how many tokens it has proposed."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.num_tokens = 0
+
+    def check_request(self, request: Request) -> None:
+        check_request(self._drafter, request)
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        drafts = self._drafter.propose(sequences, max_draft_len)
+        self.num_tokens += sum(len(draft.tokens) for draft in drafts)
+        return drafts
+
+    def forget(self, request_id: int) -> None:
+        self._drafter.forget(request_id)
+
+
+def _watch(session: Session) -> dict[str, _Watched]:
+    """Have each drafter of a chain watched, by name; nothing where there is one drafter."""
+    chain = session.opened.drafter if session.opened is not None else None
+    if not isinstance(chain, DrafterChain):
+        return {}
+    names = ["ngram", "corpus"] if isinstance(session.settings, NgramDrafter) else drafter_names(session.settings)
+    watched = [_Watched(drafter) for drafter in chain.drafters]
+    chain.drafters[:] = watched
+    return {
+        name if names.count(name) == 1 else f"{name} {i}": one
+        for i, (name, one) in enumerate(zip(names, watched, strict=True), 1)
+    }
+
+
+def _find_again(engine: Engine, requests: Seq[Request]) -> tuple[int, int]:
+    """Tokens of prompts that fill a block, and as many of them as the K/V cache holds."""
+    num_findable = num_found = 0
+    block_size = engine.config.build_config.tokens_per_block
+    for request in requests:
+        num_reusable = len(request.prompt_tokens) - 1  # the last token is computed for its logits
+        sequence = Sequence.start(request)
+        if num_reusable >= block_size and engine.admit(sequence):
+            num_findable += num_reusable
+            num_found += sequence.num_computed
+            engine.release(sequence)
+    return num_findable, num_found
+
+
+def _compare(session: Session, before: Generation, drafted: Generation, after: Generation) -> Outputs:
+    num_requests = len(before.sequences)
+    pairs = zip(before.sequences, after.sequences, strict=True)
+    num_unrepeatable = sum(a.output_tokens != b.output_tokens for a, b in pairs)
+    check = check_outputs(session, drafted.sequences, before.sequences, lambda: None)
+    num_changed = 0 if check["passed"] else num_requests - check["num_identical"]
+    return Outputs(num_requests, num_changed, num_unrepeatable)
+
+
+def _drafting(session: Session, watched: dict[str, _Watched], drafted: Generation, treatment: Treatment) -> Drafting:
+    steps = tuple(step for sequence in drafted.sequences for step in _steps_of(sequence))
+    config = session.engine.config
+    proposed = {name: one.num_tokens for name, one in watched.items()}
+    return Drafting(
+        proposed or {drafter_names(session.settings)[0]: sum(step.num_drafted for step in steps)},
+        session.draft_len_mode,
+        steps,
+        drafted.times,
+        session.draft_engine is not None,
+        config.step_costs,
+        config.host_s,
+        treatment.expected,
+    )
+
+
+def _steps_of(sequence: Sequence) -> list[DraftedStep]:
+    steps, context_len = [], len(sequence.request.prompt_tokens)
+    for num_drafted, num_accepted in zip(
+        sequence.stats.per_step_drafted, sequence.stats.per_step_accepted, strict=True
+    ):
+        steps.append(DraftedStep(context_len, num_drafted, num_accepted))
+        context_len += num_accepted + 1
+    return steps
+
+
+def _time_steps(engine: Engine) -> tuple[StepTime, ...]:
+    """Some of the steps that were timed when the engine was built, short and long, as far as the K/V cache has room."""
+    cells = _spread([cost for cost in engine.config.step_costs if _has_room(engine, cost)])
+    fastest = dict.fromkeys(cells, float("inf"))
+    start, rounds = time.perf_counter(), 0
+    while cells and (rounds < _MIN_ROUNDS or time.perf_counter() - start < _MAX_STEP_S):
+        for cost in cells:
+            seconds = time_cell(engine, cost.batch_size, cost.context_len, cost.num_tokens)
+            fastest[cost] = min(fastest[cost], seconds)
+        rounds += 1
+    engine.clear_cache()
+    return tuple(StepTime(cost, seconds) for cost, seconds in fastest.items())
+
+
+def _has_room(engine: Engine, cost: StepCost) -> bool:
+    block_size = engine.config.build_config.tokens_per_block
+    num_tokens = -(-(cost.context_len + cost.num_tokens) // block_size) * block_size * cost.batch_size
+    return cost.batch_size == 1 and cost.seconds > 0 and num_tokens <= engine.num_cache_tokens
+
+
+def _spread(costs: list[StepCost]) -> list[StepCost]:
+    """From the shortest to the longest."""
+    ordered = sorted(costs, key=lambda cost: cost.seconds)
+    last, wanted = len(ordered) - 1, min(_NUM_CELLS, len(ordered))
+    return [ordered[i * last // max(wanted - 1, 1)] for i in range(wanted)]
+
+
+def _look_at_weights(path: Path) -> Weights:
+    """By their bits: in arithmetic such numbers are taken for 0."""
+    num_sampled = num_denormal = 0
+    with safe_open(path, framework="pt") as weights:
+        for name in weights.keys():  # noqa: SIM118  # it is no dict
+            shape = weights.get_slice(name).get_shape()
+            if not shape:
+                continue
+            num_rows = max(_SAMPLED // max(torch.Size(shape[1:]).numel(), 1), 1)
+            denormal = _are_denormal(weights.get_slice(name)[:num_rows])
+            if denormal is not None:
+                num_sampled += denormal.numel()
+                num_denormal += int(denormal.sum())
+    return Weights(num_sampled, num_denormal)
+
+
+def _are_denormal(numbers: Tensor) -> Tensor | None:
+    """Where numbers are denormal; None for those of other dtypes, which are widened before anything is computed."""
+    if numbers.dtype == torch.float32:
+        magnitude = numbers.contiguous().view(torch.int32) & 0x7FFFFFFF
+        return (magnitude > 0) & (magnitude < 0x00800000)
+    if numbers.dtype == torch.bfloat16:
+        magnitude = numbers.contiguous().view(torch.int16) & 0x7FFF
+        return (magnitude > 0) & (magnitude < 0x0080)
+    return None

@@ -1,0 +1,137 @@
+"""What is measured of an engine and its settings, before anybody judges it. Times in seconds."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.config import MachineSpeed, StepCost
+from runtime.drafters.settings import DraftLenMode
+from runtime.stats import LoopTimes
+
+
+@dataclass(frozen=True)
+class DraftedStep:
+    """One step of one request, which had `context_len` tokens before it."""
+
+    context_len: int
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True)
+class ExpectedAcceptance:
+    """What the profile was worth when it was made."""
+
+    profile: Path
+    draft_acceptance_rate: float
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a drafter did on the prompts."""
+
+    num_tokens_by_drafter: dict[str, int]
+    """Proposed by each drafter of a chain, or by the one there is."""
+    draft_len_mode: DraftLenMode
+    steps: tuple[DraftedStep, ...]
+    times: LoopTimes
+    has_draft_model: bool
+    costs: tuple[StepCost, ...]
+    """What the target's steps took when it was built."""
+    host_s: float
+    expected: ExpectedAcceptance | None = None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(step.num_drafted for step in self.steps)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(step.num_accepted for step in self.steps)
+
+
+@dataclass(frozen=True)
+class DraftModelPair:
+    """How a draft model differs from its target."""
+
+    num_texts: int
+    num_texts_tokenized_otherwise: int
+    """All of them where the vocabularies differ; None is compared where one of the two has no tokenizer."""
+    can_draft: bool
+    chat_templates: tuple[str, str] | None
+    """One conversation as the draft model's template has it, and as the target's; None unless both have one."""
+    rope_differences: tuple[str, ...] | None
+    """None where one of the two rotates nothing."""
+    has_same_weights: bool
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The same prompts without the drafter, with it, and without it again."""
+
+    num_requests: int
+    num_changed: int
+    """Different with the drafter, near ties of dtypes of 16 bits left out."""
+    num_unrepeatable: int
+    """Different the second time without the drafter."""
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What the K/V cache gave."""
+
+    num_preemptions: int
+    num_iterations: int
+    num_blocks: int
+    num_findable: int
+    """Tokens of prompts that had been answered, and that fill at least a block."""
+    num_found: int
+    """As many of them as were found when the prompts came again."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The fastest of many equal steps, and what it took when the engine was built."""
+
+    cost: StepCost
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this process gets of the machine."""
+
+    now: MachineSpeed
+    when_built: MachineSpeed | None
+    num_cores: float
+    """That it may use: by affinity, and by control groups."""
+    cpu_share: float
+    """Of the time in which one thread computes without a pause, the share in which it has a core."""
+    threads_sleep: bool
+    """Whether OpenMP is told that threads that wait shall sleep at once."""
+    num_numa_nodes: int
+    """That hold the cores it may use."""
+    huge_pages: str | None
+    """What Linux does of transparent huge pages: always, madvise or never; None where it does not say."""
+    memory_bytes: int
+    """Of weights and K/V."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of the engine's weights that were looked at."""
+
+    num_sampled: int
+    num_denormal: int
+
+
+@dataclass(frozen=True)
+class Symptoms:
+    """All of it; None where there was nothing to measure."""
+
+    outputs: Outputs | None
+    drafting: Drafting | None
+    draft_model: DraftModelPair | None
+    cache: CacheUse
+    steps: tuple[StepTime, ...]
+    machine: Machine
+    weights: Weights
