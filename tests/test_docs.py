@@ -65,7 +65,7 @@ def test_flag_tables_are_those_of_the_commands(page: str) -> None:
 def test_every_command_has_its_flag_table() -> None:
     tables = re.findall(r"<!-- flags: ([\w ]+) -->", PAGES["docs/cli.md"])
     assert sorted(tables) == sorted(command_names())
-    assert PAGES["docs/cli.md"].count("| `--ngram-config` |") == 6  # run, chat, serve, batch, summarize, tune
+    assert PAGES["docs/cli.md"].count("| `--ngram-config` |") == 7  # run, chat, serve, batch, summarize, tune, doctor
 
 
 def command_names(group: Any = None, prefix: str = "") -> Iterator[str]:

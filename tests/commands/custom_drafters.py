@@ -1,9 +1,14 @@
 """Drafters as users may write them, for `--drafter custom_drafters:…`: good ones, and one for each way to go wrong."""
 
+import gc
+import json
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from runtime.request import Draft, Sequence
 
@@ -69,6 +74,36 @@ class MixesUpBlocks(_Drafter):
         for sequence in sequences:
             if sequence.num_generated == 4:
                 sequence.block_table.reverse()
+        return [Draft([]) for _ in sequences]
+
+
+class LosesItsWay(_Drafter):
+    """Knows the outputs in a file, and up to a context of 40 tokens proposes them. Beyond it is always wrong."""
+
+    def __init__(self) -> None:
+        self.outputs = json.loads(Path(os.environ["SPECDEC_TEST_OUTPUTS"]).read_text())
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [Draft(self.continuation(sequence.tokens)) for sequence in sequences]
+
+    def continuation(self, tokens: list[int]) -> list[int]:
+        known = next(output for output in self.outputs if output[: len(tokens)] == tokens)
+        following = known[len(tokens) : len(tokens) + 1]
+        return following if len(tokens) < 40 else [(token + 1) % VOCAB_SIZE for token in following]
+
+
+class DamagesWeights(_Drafter):
+    """Does what a bad memory chip would: from the first draft on the models of this process are others."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        if not self.is_done and any(sequence.num_generated == 20 for sequence in sequences):
+            self.is_done = True
+            for model in [one for one in gc.get_objects() if isinstance(one, PreTrainedModel)]:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.flip(0)
         return [Draft([]) for _ in sequences]
 
 

@@ -57,7 +57,9 @@ def assert_total_is_the_sum(total: dict[str, Any], records: list[dict[str, Any]]
         assert total[f"{part}_time_per_step_s"] == pytest.approx(total[f"{part}_time_s"] / total["num_iterations"])
 
 
-@pytest.mark.parametrize("command", ["convert", "build", "run", "summarize", "compare", "tune", "bench", "batch"])
+@pytest.mark.parametrize(
+    "command", ["convert", "build", "run", "summarize", "compare", "tune", "doctor", "bench", "batch"]
+)
 def test_schemas_are_valid_and_name_every_object_they_allow(command: str) -> None:
     def closed(node: Any) -> bool:
         if isinstance(node, list):

@@ -1,0 +1,424 @@
+"""`specdec doctor`: faults planted in real engines and settings are diagnosed by name, healthy ones raise no alarm."""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import PROMPTS, Result, Specdec, assert_valid, draft_model, each, edit_json
+from draft_models import WITH_DRAFTS, MakeDraftEngineDir
+from tiny import make_model
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from commands.options.remedies import REMEDIES
+from runtime.bundle import read_bundle
+from runtime.diagnosis.judging import DIAGNOSES
+from runtime.drafters.settings import NgramDrafter
+from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
+
+NGRAM = ["--ngram-config", "[4,2,[0]]"]
+WITH_COSTS = WITH_DRAFTS | {"measure_costs": True}
+NOISY = {"steps_slower_than_built", "memory_slower_than_built", "busy_machine"}
+"""What another process of the machine that tests run on may do for a while."""
+
+
+@dataclass(frozen=True)
+class Ward:
+    """Where faults are planted."""
+
+    engine_dir: Path
+    directory: Path
+    make_engine_dir: MakeDraftEngineDir
+    tokenizer: PreTrainedTokenizerFast
+    other_tokenizer: PreTrainedTokenizerFast
+    monkeypatch: pytest.MonkeyPatch
+    specdec: Specdec
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.tokenizer)
+
+    def engine_copy(self) -> Path:
+        return shutil.copytree(self.engine_dir, self.directory / "engine")
+
+    def model(self, **config: object) -> PreTrainedModel:
+        return make_model("llama", vocab_size=self.vocab_size, **config)
+
+    def write_profile(self, acceptance: float) -> Path:
+        """Of the engine, for `NgramDrafter(4, 2)`."""
+        path = self.directory / "profile.json"
+        config = read_bundle(self.engine_dir).config
+        figures = Figures(4, 1, 2.0, acceptance, 1.0, 1.2, 1.0, 1.2)
+        engine = ProfileEngine(str(self.engine_dir), engine_digest(config))
+        write_profile(path, Profile(engine, NgramDrafter(4, 2), "fixed", figures))
+        return path
+
+
+@pytest.fixture
+def ward(
+    llama_uncompiled_dir: Path,
+    tmp_path: Path,
+    make_draft_engine_dir: MakeDraftEngineDir,
+    tokenizer: PreTrainedTokenizerFast,
+    other_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    specdec: Specdec,
+) -> Iterator[Ward]:
+    num_threads, affinity = torch.get_num_threads(), os.sched_getaffinity(0)
+    yield Ward(llama_uncompiled_dir, tmp_path, make_draft_engine_dir, tokenizer, other_tokenizer, monkeypatch, specdec)
+    torch.set_num_threads(num_threads)
+    os.sched_setaffinity(0, affinity)
+
+
+@contextmanager
+def busy(number: int, core: int | None = None) -> Iterator[None]:
+    """So many processes that compute and do nothing else, on one core or on any."""
+    pin = "" if core is None else f"import os; os.sched_setaffinity(0, {{{core}}})\n"
+    code = f"{pin}print(flush=True)\nwhile True: pass"
+    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(number)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def found_in(result: Result) -> set[str]:
+    document = json.loads(result.stdout)
+    assert_valid("doctor", document)
+    found = {one["name"] for one in document["diagnoses"] if one["status"] == "found"}
+    assert document["is_healthy"] == (not found) == (result.exit_code == 0)
+    return found
+
+
+# What is planted, and the arguments that doctor is called with.
+
+
+def nothing_is_drafted(ward: Ward) -> list[object]:
+    return ["--engine-dir", ward.engine_dir, "--drafter", "custom_drafters:adds_nothing"]
+
+
+def lookups_that_never_match(ward: Ward) -> list[object]:
+    never = ["--ngram-config", "[4,90,[0]]", "--min-matching-ngram-size", 90]
+    return ["--engine-dir", ward.engine_dir, *never]
+
+
+def the_second_of_a_chain_drafts_nothing(ward: Ward) -> list[object]:
+    custom = ["--drafter", "custom_drafters:adds_nothing", "--drafters", "ngram,custom"]
+    return ["--engine-dir", ward.engine_dir, *NGRAM, *custom]
+
+
+def a_profile_of_prompts_that_repeat_themselves(ward: Ward) -> list[object]:
+    return ["--engine-dir", ward.engine_dir, "--profile", ward.write_profile(0.99), "--input-text", "One day"]
+
+
+def a_drafter_that_loses_its_way(ward: Ward) -> list[object]:
+    """It knows what the engine generates, and forgets it."""
+    asked = ["--engine-dir", ward.engine_dir, *each("--input-text", PROMPTS)]
+    known = ward.specdec("run", *asked, "--max-output-len", 64, "--json").document["requests"]
+    outputs = ward.directory / "outputs.json"
+    outputs.write_text(json.dumps([one["prompt_ids"] + one["output_ids"] for one in known]))
+    ward.monkeypatch.setenv("SPECDEC_TEST_OUTPUTS", str(outputs))
+    return [*asked, "--drafter", "custom_drafters:LosesItsWay"]
+
+
+def a_large_draft_model_of_other_weights(ward: Ward) -> list[object]:
+    engine = ward.make_engine_dir(ward.model(num_hidden_layers=6, attention_bias=False))
+    return ["--engine-dir", ward.engine_dir, *draft_model(engine, "[10,[0],[0],False]")]
+
+
+def a_draft_model_of_another_vocabulary(ward: Ward) -> list[object]:
+    model = make_model("llama", vocab_size=len(ward.other_tokenizer))
+    return ["--engine-dir", ward.engine_dir, *draft_model(ward.make_engine_dir(model, ward.other_tokenizer))]
+
+
+def a_draft_model_of_the_same_tokens_and_other_merges(ward: Ward) -> list[object]:
+    tokenizer = copy.deepcopy(ward.tokenizer)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["merges"] = state["model"]["merges"][:5]
+    changed = PreTrainedTokenizerFast(
+        tokenizer_object=type(tokenizer.backend_tokenizer).from_str(json.dumps(state)),
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+    return ["--engine-dir", ward.engine_dir, *draft_model(ward.make_engine_dir(small(ward), changed))]
+
+
+def another_chat_template(ward: Ward) -> list[object]:
+    engines = []
+    for model, template, build in (
+        (ward.model(), "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}", WITH_COSTS),
+        (small(ward), "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}", {}),
+    ):
+        tokenizer = copy.deepcopy(ward.tokenizer)
+        tokenizer.chat_template = template
+        engines.append(ward.make_engine_dir(model, tokenizer, **build))
+    return ["--engine-dir", engines[0], *draft_model(engines[1])]
+
+
+def other_rotary_embeddings(ward: Ward) -> list[object]:
+    model = small(ward, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    return ["--engine-dir", ward.engine_dir, *draft_model(ward.make_engine_dir(model))]
+
+
+def the_target_as_its_own_draft_model(ward: Ward) -> list[object]:
+    return ["--engine-dir", ward.engine_dir, *draft_model(ward.make_engine_dir(ward.model()), "[1,[0],[0],False]")]
+
+
+def an_engine_of_a_faster_processor(ward: Ward) -> list[object]:
+    engine = ward.engine_copy()
+    costs = json.loads((engine / "config.json").read_text())["step_costs"]
+    edit_json(engine / "config.json", step_costs=[cost | {"seconds": cost["seconds"] / 20} for cost in costs])
+    return ["--engine-dir", engine]
+
+
+def an_engine_of_faster_memory(ward: Ward) -> list[object]:
+    engine = ward.engine_copy()
+    rate = json.loads((engine / "config.json").read_text())["machine"]["memory_bytes_per_s"]
+    edit_json(engine / "config.json", machine__memory_bytes_per_s=rate * 20)
+    return ["--engine-dir", engine]
+
+
+def an_engine_built_with_more_threads(ward: Ward) -> list[object]:
+    torch.set_num_threads(2)
+    engine = ward.make_engine_dir(ward.model(), **(WITH_COSTS | {"max_batch_size": 1}))
+    torch.set_num_threads(1)
+    return ["--engine-dir", engine]
+
+
+def one_core_for_two_threads(ward: Ward) -> list[object]:
+    torch.set_num_threads(2)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    return ["--engine-dir", ward.engine_dir]
+
+
+def openmp_told_to_sleep(ward: Ward) -> list[object]:
+    torch.set_num_threads(2)
+    ward.monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    return ["--engine-dir", ward.engine_dir]
+
+
+def a_cache_for_half_the_requests(ward: Ward) -> list[object]:
+    prompts = each("--input-text", PROMPTS[:4])
+    return ["--engine-dir", ward.engine_dir, "--max-tokens-in-paged-kv-cache", 120, *prompts]
+
+
+def a_cache_for_half_the_requests_in_leader_mode(ward: Ward) -> list[object]:
+    return [*a_cache_for_half_the_requests(ward), "--mode", "leader"]
+
+
+def reuse_turned_off(ward: Ward) -> list[object]:
+    return ["--engine-dir", ward.engine_dir, "--mode", "leader", "--no-kv-cache-enable-block-reuse"]
+
+
+def blocks_mixed_up_by_the_drafter(ward: Ward) -> list[object]:
+    return ["--engine-dir", ward.engine_dir, "--drafter", "custom_drafters:MixesUpBlocks"]
+
+
+def weights_that_vanish(ward: Ward) -> list[object]:
+    model = ward.model()
+    weight = model.model.layers[0].mlp.down_proj.weight
+    weight.data.copy_(torch.ones(weight.shape, dtype=torch.int32).view(torch.float32))  # the smallest number there is
+    return ["--engine-dir", ward.make_engine_dir(model, **WITH_COSTS)]
+
+
+def small(ward: Ward, **config: object) -> PreTrainedModel:
+    return ward.model(num_hidden_layers=1, hidden_size=16, intermediate_size=16, **config)
+
+
+# What a draft model that does not fit costs is a finding of its own.
+COSTLY = {"drafts_longer_than_pays"}
+PLANTED: dict[Callable[[Ward], list[object]], tuple[str, set[str]]] = {
+    nothing_is_drafted: ("drafter_never_used", set()),
+    lookups_that_never_match: ("drafter_never_used", set()),
+    the_second_of_a_chain_drafts_nothing: ("drafter_never_used", set()),
+    a_profile_of_prompts_that_repeat_themselves: ("acceptance_below_profile", set()),
+    a_drafter_that_loses_its_way: ("acceptance_falls_with_context", set()),
+    a_large_draft_model_of_other_weights: ("drafts_longer_than_pays", set()),
+    a_draft_model_of_another_vocabulary: ("draft_tokenizer_differs", set()),
+    a_draft_model_of_the_same_tokens_and_other_merges: ("draft_tokenizer_differs", COSTLY),
+    another_chat_template: ("draft_chat_template_differs", COSTLY),
+    other_rotary_embeddings: ("draft_rope_differs", COSTLY),
+    the_target_as_its_own_draft_model: ("draft_model_is_target", COSTLY),
+    an_engine_of_a_faster_processor: ("steps_slower_than_built", set()),
+    an_engine_of_faster_memory: ("memory_slower_than_built", set()),
+    an_engine_built_with_more_threads: ("fewer_threads_than_built", set()),
+    one_core_for_two_threads: ("more_threads_than_cores", set()),
+    openmp_told_to_sleep: ("threads_sleep", set()),
+    a_cache_for_half_the_requests: ("cache_preempts", set()),
+    a_cache_for_half_the_requests_in_leader_mode: ("cache_preempts", set()),
+    reuse_turned_off: ("reuse_never_hits", set()),
+    blocks_mixed_up_by_the_drafter: ("speculation_changes_output", {"drafter_never_used"}),
+    weights_that_vanish: ("denormal_weights", set()),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_planted_faults_are_diagnosed_by_name(
+    plant: Callable[[Ward], list[object]], ward: Ward, specdec: Specdec
+) -> None:
+    name, may_follow = PLANTED[plant]
+    found = found_in(specdec("doctor", *plant(ward), "--json"))
+    assert name in found
+    assert found - {name} <= may_follow | NOISY
+
+
+def weights_that_do_not_stay_what_they_were(ward: Ward, process: Specdec) -> tuple[str, Result]:
+    arguments = ["--engine-dir", ward.engine_dir, "--drafter", "custom_drafters:DamagesWeights", "--json"]
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return "output_not_repeatable", process(
+        "doctor", *arguments, environment={"PYTHONPATH": os.pathsep.join(paths).rstrip(os.pathsep)}
+    )
+
+
+def processes_that_compute_on_the_only_core(ward: Ward, process: Specdec) -> tuple[str, Result]:
+    core = min(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {core})
+    with busy(6, core):
+        return "busy_machine", process("doctor", "--engine-dir", ward.engine_dir, "--json")
+
+
+@pytest.mark.parametrize("plant", [weights_that_do_not_stay_what_they_were, processes_that_compute_on_the_only_core])
+def test_faults_planted_in_a_process_of_its_own(
+    plant: Callable[[Ward, Specdec], tuple[str, Result]], ward: Ward, specdec_process: Specdec
+) -> None:
+    name, result = plant(ward, specdec_process)
+    assert name in found_in(result), result.stderr
+
+
+def test_every_diagnosis_has_a_remedy_and_is_documented() -> None:
+    names = [diagnosis.__name__ for diagnosis in DIAGNOSES]
+    assert list(REMEDIES) == names
+    chapter = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert [name for name in names if f"| `{name}` |" not in chapter] == []
+
+
+@pytest.fixture(scope="module")
+def deep_pair(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast) -> tuple[Path, Path]:
+    """A target of ten layers of which the last nine add nothing, and its first layer as draft model."""
+    target = make_model("llama", vocab_size=len(tokenizer), num_hidden_layers=10)
+    draft = make_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
+    with torch.no_grad():
+        for layer in target.model.layers[1:]:
+            for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                linear.weight.zero_()
+                linear.bias.zero_()
+    kept = {name: value for name, value in target.state_dict().items() if name in draft.state_dict()}
+    draft.load_state_dict(kept)
+    return make_draft_engine_dir(target, **WITH_COSTS), make_draft_engine_dir(draft)
+
+
+def prompt_file(ward: Ward) -> Path:
+    path = ward.directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return path
+
+
+HEALTHY: dict[str, list[object]] = {
+    "no drafter": [],
+    "n-gram": NGRAM,
+    "n-gram, long drafts": ["--ngram-config", "[10,2,[0]]"],
+    "n-gram, recent": [*NGRAM, "--ngram-ranking", "recent"],
+    "n-gram, frequent": [*NGRAM, "--ngram-ranking", "frequent"],
+    "n-gram, public pool": [*NGRAM, "--ngram-pool", "public"],
+    "n-gram, automatic lengths": [*NGRAM, "--draft-len-mode", "auto"],
+    "suffix matching": ["--suffix-config", "[6,[0]]"],
+    "suffix matching, automatic lengths": ["--suffix-config", "[6,[0]]", "--draft-len-mode", "auto"],
+    "a drafter of one's own": ["--drafter", "custom_drafters:LastOccurrence"],
+    "leader mode": ["--mode", "leader"],
+    "leader mode, n-gram": [*NGRAM, "--mode", "leader"],
+    "two drafters": [
+        *NGRAM,
+        "--min-matching-ngram-size",
+        2,
+        "--suffix-config",
+        "[4,[0]]",
+        "--drafters",
+        "ngram,suffix",
+    ],
+    "one prompt": ["--input-text", PROMPTS[0], *NGRAM],
+    "short outputs": [*NGRAM, "--max-output-len", 8],
+    "one token": ["--max-output-len", 1],
+    "a prompt of one character": ["--input-text", "a"],
+    "a cache with room for all": ["--max-tokens-in-paged-kv-cache", 700, *NGRAM],
+    "a profile": ["PROFILE"],
+    "prompts in a file": ["PROMPTS", *NGRAM],
+    "a draft model": ["DRAFT MODEL"],
+    "a draft model, automatic lengths": ["DRAFT MODEL", "--draft-len-mode", "auto"],
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_settings_raise_no_alarm(name: str, ward: Ward, deep_pair: tuple[Path, Path], specdec: Specdec) -> None:
+    assert found_in(healthy(name, ward, deep_pair, specdec)) == set()
+
+
+def healthy(name: str, ward: Ward, deep_pair: tuple[Path, Path], specdec: Specdec) -> Result:
+    first, *rest = HEALTHY[name] or [None]
+    match first:
+        case "PROFILE":
+            arguments = ["--engine-dir", ward.engine_dir, "--profile", ward.write_profile(0.2)]
+        case "PROMPTS":
+            arguments = ["--engine-dir", ward.engine_dir, "--input-file", prompt_file(ward), *rest]
+        case "DRAFT MODEL":
+            arguments = ["--engine-dir", deep_pair[0], *draft_model(deep_pair[1]), *rest]
+        case _:
+            arguments = ["--engine-dir", ward.engine_dir, *HEALTHY[name]]
+    return specdec("doctor", *arguments, "--json")
+
+
+def test_a_busy_neighbour_raises_no_alarm(ward: Ward, deep_pair: tuple[Path, Path], specdec: Specdec) -> None:
+    with busy(1):
+        for name in ("n-gram", "a draft model", "leader mode, n-gram"):
+            assert found_in(healthy(name, ward, deep_pair, specdec)) == set(), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_numbers_of_16_bits_raise_no_alarm(dtype: str, ward: Ward, specdec: Specdec) -> None:
+    engine = ward.make_engine_dir(ward.model().to(getattr(torch, dtype)), **WITH_COSTS)
+    assert found_in(specdec("doctor", "--engine-dir", engine, *NGRAM, "--json")) == set()
+
+
+def test_findings_are_shown_with_number_and_remedy(ward: Ward, specdec: Specdec) -> None:
+    result = specdec("doctor", *reuse_turned_off(ward))
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("FOUND  reuse_never_hits: "))
+    assert "0 of" in lines[place]
+    assert lines[place + 1].strip() == REMEDIES["reuse_never_hits"]
+    assert "error: 1 finding: reuse_never_hits" in result.stderr
+    assert specdec("doctor", *reuse_turned_off(ward), "--quiet").stdout == "reuse_never_hits\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (["--engine-dir", "none"], 1, "engine directory does not exist: none"),
+        (["--engine-dir", "ENGINE", "--ngram-config", "[11,2,[0]]"], 1, "takes drafts of at most 10 tokens"),
+        (["--engine-dir", "ENGINE", "--draft-len-mode", "auto"], 2, "`--draft-len-mode auto` needs a drafter"),
+        (["--engine-dir", "ENGINE", "--input-file", "none.txt"], 1, "cannot read the file"),
+        (["--engine-dir", "ENGINE", "--no-kv-cache-enable-block-reuse"], 2, "orchestrator mode needs block reuse"),
+        (["--engine-dir", "ENGINE", "--max-output-len", 0], 2, "`--max-output-len` must be at least 1"),
+        (["--engine-dir", "ENGINE", "--input-text", "dog " * 200], 1, "exceed"),
+    ],
+)
+def test_bad_input_is_one_error(
+    arguments: list[object], exit_code: int, message: str, ward: Ward, specdec: Specdec
+) -> None:
+    result = specdec("doctor", *[ward.engine_dir if one == "ENGINE" else one for one in arguments])
+    assert result.exit_code == exit_code
+    assert message in result.stderr and "Traceback" not in result.stderr
+    assert result.stdout == ""

@@ -1,0 +1,198 @@
+"""Judgements against numbers by hand, at both sides of limits; what is found in engines: `test_cli_doctor.py`."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.config import MachineSpeed, StepCost
+from runtime.diagnosis import judging
+from runtime.diagnosis.judging import judge
+from runtime.diagnosis.symptoms import (
+    CacheUse,
+    DraftedStep,
+    Drafting,
+    DraftModelPair,
+    ExpectedAcceptance,
+    Machine,
+    Outputs,
+    StepTime,
+    Symptoms,
+    Weights,
+)
+from runtime.stats import LoopTimes
+
+MS = 1e-3
+# 10 ms for one token, 1 ms more for each further one, whatever the context.
+COSTS = tuple(StepCost(1, 0, num_tokens, (9 + num_tokens) * MS) for num_tokens in (1, 11))
+MACHINE = Machine(
+    now=MachineSpeed(4, 20e9),
+    when_built=MachineSpeed(4, 20e9),
+    num_cores=4,
+    cpu_share=1.0,
+    threads_sleep=False,
+    num_numa_nodes=1,
+    huge_pages="madvise",
+    memory_bytes=1 << 30,
+)
+PAIR = DraftModelPair(6, 0, True, ("a", "a"), (), False)
+CACHE = CacheUse(0, 100, 50, 400, 380)
+
+
+def drafting(
+    steps: list[DraftedStep], draft_time_s: float = 0.0, *, has_draft_model: bool = False, host_factor: float = 1.0
+) -> Drafting:
+    """The loop's time is what the steps cost, times a factor, and the drafting."""
+    wall_s = sum((10 + step.num_drafted) * MS for step in steps) * host_factor + draft_time_s
+    times = LoopTimes(wall_s, draft_time_s, 0.0, wall_s - draft_time_s, len(steps))
+    proposed = sum(step.num_drafted for step in steps)
+    return Drafting({"ngram": proposed}, "fixed", tuple(steps), times, has_draft_model, COSTS, 0.0)
+
+
+GOOD = drafting([DraftedStep(100 + i, 4, 3) for i in range(60)])
+HEALTHY = Symptoms(
+    outputs=Outputs(4, 0, 0),
+    drafting=GOOD,
+    draft_model=PAIR,
+    cache=CACHE,
+    steps=(StepTime(COSTS[0], 10 * MS), StepTime(COSTS[1], 20 * MS)),
+    machine=MACHINE,
+    weights=Weights(1000, 0),
+)
+
+
+def found(symptoms: Symptoms) -> set[str]:
+    return {name for name, judgement in judge(symptoms).items() if judgement is not None and judgement.is_fault}
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    assert found(HEALTHY) == set()
+    assert [name for name, judgement in judge(HEALTHY).items() if judgement is None] == ["acceptance_below_profile"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("draft_tokenizer_differs", {"draft_model": replace(PAIR, num_texts_tokenized_otherwise=1)}),
+        ("draft_chat_template_differs", {"draft_model": replace(PAIR, chat_templates=("a", "ab"))}),
+        ("draft_rope_differs", {"draft_model": replace(PAIR, rope_differences=("rope_theta 1 beside 2",))}),
+        ("draft_model_is_target", {"draft_model": replace(PAIR, has_same_weights=True)}),
+        ("speculation_changes_output", {"outputs": Outputs(4, 1, 0)}),
+        ("output_not_repeatable", {"outputs": Outputs(4, 1, 1)}),
+        ("cache_preempts", {"cache": replace(CACHE, num_preemptions=1)}),
+        ("reuse_never_hits", {"cache": replace(CACHE, num_found=0)}),
+        ("memory_slower_than_built", {"machine": replace(MACHINE, now=MachineSpeed(4, 7.9e9))}),
+        ("fewer_threads_than_built", {"machine": replace(MACHINE, now=MachineSpeed(3, 20e9))}),
+        ("more_threads_than_cores", {"machine": replace(MACHINE, num_cores=2.5)}),
+        ("busy_machine", {"machine": replace(MACHINE, cpu_share=0.39)}),
+        ("threads_sleep", {"machine": replace(MACHINE, threads_sleep=True)}),
+        ("several_numa_nodes", {"machine": replace(MACHINE, num_numa_nodes=2)}),
+        ("no_huge_pages", {"machine": replace(MACHINE, huge_pages="never")}),
+        ("denormal_weights", {"weights": Weights(1000, 11)}),
+    ],
+)
+def test_what_is_wrong_is_found_and_nothing_else(name: str, wrong: dict[str, object]) -> None:
+    assert found(replace(HEALTHY, **wrong)) == {name}
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        {"machine": replace(MACHINE, now=MachineSpeed(4, 8.1e9))},
+        {"machine": replace(MACHINE, num_cores=3.5)},  # 4 threads have something to do there
+        {"machine": replace(MACHINE, cpu_share=0.41)},
+        {"machine": replace(MACHINE, threads_sleep=True, now=MachineSpeed(1, 20e9), when_built=None)},
+        {"machine": replace(MACHINE, num_numa_nodes=2, memory_bytes=1 << 20)},
+        {"machine": replace(MACHINE, huge_pages="never", memory_bytes=1 << 20)},
+        {"machine": replace(MACHINE, huge_pages=None, when_built=None)},
+        {"cache": replace(CACHE, num_findable=0, num_found=0)},
+        {"weights": Weights(0, 0)},
+        {"weights": Weights(1000, 9)},
+        {"steps": ()},
+        {"draft_model": None, "drafting": None},
+    ],
+)
+def test_what_is_nearly_wrong_or_unknown_is_not_found(right: dict[str, object]) -> None:
+    assert found(replace(HEALTHY, **right)) == set()
+
+
+@pytest.mark.parametrize(("factor", "is_found"), [(1.9, False), (2.1, True)])
+def test_steps_are_compared_kind_by_kind(factor: float, is_found: bool) -> None:
+    steps = tuple(StepTime(cost, cost.seconds * factor) for cost in COSTS)
+    judgement = judging.steps_slower_than_built(replace(HEALTHY, steps=steps))
+    assert judgement is not None and judgement.is_fault == is_found
+    assert judgement.number == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(("accepted", "is_found"), [(0, True), (1, True), (2, False)])
+def test_acceptance_is_held_against_the_profiles(accepted: int, is_found: bool) -> None:
+    steps = [DraftedStep(100 + i, 4, accepted) for i in range(20)]
+    expected = ExpectedAcceptance(Path("profile.json"), 0.9)
+    judgement = judging.acceptance_below_profile(replace(HEALTHY, drafting=replace(drafting(steps), expected=expected)))
+    assert judgement is not None and judgement.is_fault == is_found
+    assert judgement.number == accepted / 4
+
+
+def falling(early: int, late: int, drafts: int = 40) -> Drafting:
+    """Of so many drafts in either half so many begin right."""
+    halves = [(i, early if i < drafts else late) for i in range(2 * drafts)]
+    return drafting([DraftedStep(i, 1, int(i % drafts < right)) for i, right in halves])
+
+
+@pytest.mark.parametrize(
+    ("symptom", "is_found"),
+    [
+        (falling(36, 4), True),
+        (falling(36, 20), False),  # more than half of what it was
+        (falling(8, 0), False),  # it never was much
+        (falling(4, 36), False),  # it rises
+        (falling(20, 20), False),
+    ],
+)
+def test_acceptance_that_falls_is_more_than_noise(symptom: Drafting, is_found: bool) -> None:
+    judgement = judging.acceptance_falls_with_context(replace(HEALTHY, drafting=symptom))
+    assert judgement is not None and judgement.is_fault == is_found
+
+
+def test_too_few_drafts_are_not_judged() -> None:
+    assert judging.acceptance_falls_with_context(replace(HEALTHY, drafting=falling(20, 0, drafts=20))) is None
+    few = drafting([DraftedStep(i, 0, 0) for i in range(15)])
+    assert judging.drafter_never_used(replace(HEALTHY, drafting=few)) is None
+
+
+def test_drafts_that_are_never_right_cost_what_their_tokens_cost() -> None:
+    """20 ms with drafts of 10, 10 ms without, a token each time; on a machine that is as slow as it likes."""
+    for factor in (1.0, 3.0):
+        wrong = drafting([DraftedStep(i, 10, 0) for i in range(30)], host_factor=factor)
+        judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=wrong))
+        assert judgement is not None and judgement.is_fault
+        assert judgement.number == pytest.approx(2.0)
+        assert "drafts of up to 0" in judgement.message
+
+
+def test_the_best_length_is_where_the_last_tokens_cease_to_be_right() -> None:
+    """By hand: 4 of 10 right; 20 / 5 ms a token, and with drafts of 4 14 / 5."""
+    steps = drafting([DraftedStep(i, 10, 4) for i in range(30)])
+    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=steps))
+    assert judgement is not None and judgement.is_fault and "drafts of up to 4" in judgement.message
+    assert judgement.number == pytest.approx(20 / 14)
+
+
+def test_a_draft_models_time_goes_with_its_tokens() -> None:
+    """10 of them at 10 ms each, of which one is right: 120 / 2 ms a token, with drafts of one 21 / 2, with none 10."""
+    steps = [DraftedStep(i, 10, 1) for i in range(30)]
+    slow = drafting(steps, draft_time_s=30 * 100 * MS, has_draft_model=True)
+    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=slow))
+    assert judgement is not None and judgement.is_fault and "drafts of up to 0" in judgement.message
+    assert judgement.number == pytest.approx(60 / 10)
+
+
+def test_automatic_lengths_are_not_judged_by_their_length() -> None:
+    wrong = replace(drafting([DraftedStep(i, 10, 0) for i in range(30)]), draft_len_mode="auto")
+    assert judging.drafts_longer_than_pays(replace(HEALTHY, drafting=wrong)) is None
+
+
+def test_of_a_chain_the_idle_one_is_named() -> None:
+    idle = replace(GOOD, num_tokens_by_drafter={"ngram": 240, "draft-target": 0})
+    judgement = judging.drafter_never_used(replace(HEALTHY, drafting=idle))
+    assert judgement is not None and judgement.is_fault and "draft-target" in judgement.message
