@@ -90,7 +90,10 @@ def _share_begun(steps: list[DraftedStep]) -> float:
 
 
 def drafts_longer_than_pays(symptoms: Symptoms) -> Judgement | None:
-    """Seconds of a token with the drafts as they were, over those with the drafts cut to the length that is best."""
+    """Seconds of a token with the drafts as they were, over those with the drafts cut to the length that is best.
+
+    By what steps take now, the fastest of many: a busy moment, then or when the engine was built, does not count.
+    """
     drafting = symptoms.drafting
     if drafting is None or not drafting.costs or drafting.draft_len_mode == "auto":
         return None
@@ -105,24 +108,24 @@ def drafts_longer_than_pays(symptoms: Symptoms) -> Judgement | None:
 
 
 def _seconds_of_a_token(drafting: Drafting, max_draft_len: int) -> float:
-    """By what steps cost when the engine was built, times what they take now; and the drafting as it was timed.
+    """Of the same steps with their drafts cut. What the loop does beside them stays as it was.
 
     A draft model's time goes with the tokens it drafts, another drafter's with the steps.
     """
-    costs, steps, times = CostModel(drafting.costs, drafting.host_s), drafting.steps, drafting.times
-    context_len = round(median(step.context_len for step in steps))
-    batch_size = max(round(len(steps) / times.num_iterations), 1)
-
-    def predicted(length: int) -> float:
-        """Each step as if all rows beside it had drafts of its own length."""
-        lengths = (min(step.num_drafted, length) for step in steps)
-        return sum(costs.iteration_s(batch_size, context_len, n) for n in lengths) / batch_size
-
-    factor = (times.wall_s - times.draft_time_s) / predicted(max(step.num_drafted for step in steps))
+    costs, steps, times = CostModel(drafting.costs, 0.0), drafting.steps, drafting.times
+    batch_size = max(cost.batch_size for cost in drafting.costs)
+    context_len = max(cost.context_len for cost in drafting.costs)
     cut = [min(step.num_drafted, max_draft_len) for step in steps]
-    share = sum(cut) / drafting.num_draft_tokens if drafting.has_draft_model else float(max_draft_len > 0)
+    # Each step as if all rows beside it had drafts of its own length.
+    step_s = sum(costs.step_s(batch_size, context_len, 1 + length) for length in cut) / batch_size
+    if drafting.draft_token_s:
+        proposed = drafting.num_tokens_by_drafter
+        share = proposed.get("draft-target", 0) / max(sum(proposed.values()), 1)
+        draft_s = drafting.draft_token_s * share * sum(cut)
+    else:
+        draft_s = times.draft_time_s if max_draft_len else 0.0
     num_tokens = sum(1 + min(step.num_accepted, max_draft_len) for step in steps)
-    return (predicted(max_draft_len) * factor + times.draft_time_s * share) / num_tokens
+    return (step_s + times.host_time_s + draft_s) / num_tokens
 
 
 def draft_tokenizer_differs(symptoms: Symptoms) -> Judgement | None:

@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 from safetensors import safe_open
@@ -82,6 +83,7 @@ def measure(
         drafted = session.run(requests) if can_draft else before
         after = session.run_without_drafter(requests)
         outputs = _compare(session, before, drafted, after)
+        phase("timing steps")
         drafting = _drafting(session, watched, drafted, treatment) if can_draft else None
         generations = (before, drafted, after) if can_draft else (before, after)
         cache = CacheUse(
@@ -91,9 +93,9 @@ def measure(
             findable,
             found,
         )
-    phase("timing steps")
-    llm.engine.clear_cache()
-    steps = _time_steps(llm.engine)
+    costs = _spread([cost for cost in llm.engine.config.step_costs if cost.batch_size == 1 and cost.seconds > 0])
+    fastest = _fastest_steps(llm.engine, [(cost.batch_size, cost.context_len, cost.num_tokens) for cost in costs])
+    steps = tuple(StepTime(cost, one.seconds) for cost in costs for one in fastest if _is_same_kind(cost, one))
     phase("looking at the weights and the machine")
     weights = llm.bundle.directory / "rank0.safetensors"
     memory_bytes = weights.stat().st_size + llm.engine.num_cache_bytes
@@ -135,7 +137,9 @@ def _watch(session: Session) -> dict[str, _Watched]:
     chain = session.opened.drafter if session.opened is not None else None
     if not isinstance(chain, DrafterChain):
         return {}
-    names = ["ngram", "corpus"] if isinstance(session.settings, NgramDrafter) else drafter_names(session.settings)
+    names: list[str] = ["ngram", "corpus"]
+    if not isinstance(session.settings, NgramDrafter):
+        names = [str(name) for name in drafter_names(session.settings)]
     watched = [_Watched(drafter) for drafter in chain.drafters]
     chain.drafters[:] = watched
     return {
@@ -169,18 +173,31 @@ def _compare(session: Session, before: Generation, drafted: Generation, after: G
 
 def _drafting(session: Session, watched: dict[str, _Watched], drafted: Generation, treatment: Treatment) -> Drafting:
     steps = tuple(step for sequence in drafted.sequences for step in _steps_of(sequence))
-    config = session.engine.config
     proposed = {name: one.num_tokens for name, one in watched.items()}
     return Drafting(
         proposed or {drafter_names(session.settings)[0]: sum(step.num_drafted for step in steps)},
         session.draft_len_mode,
         steps,
         drafted.times,
-        session.draft_engine is not None,
-        config.step_costs,
-        config.host_s,
+        _costs_of_drafts(session.engine, steps, drafted),
+        _draft_token_s(session.draft_engine, steps) if session.draft_engine is not None else 0.0,
         treatment.expected,
     )
+
+
+def _costs_of_drafts(engine: Engine, steps: Seq[DraftedStep], drafted: Generation) -> tuple[StepCost, ...]:
+    """Steps after the contexts that there were, with as many rows; nothing where the K/V cache has no room for them."""
+    longest = max(step.num_drafted for step in steps)
+    context_len = round(median(step.context_len for step in steps))
+    batch_size = max(round(len(steps) / drafted.times.num_iterations), 1)
+    num_tokens = sorted({1, 1 + longest // 2, 1 + longest})
+    return tuple(_fastest_steps(engine, [(batch_size, context_len, n) for n in num_tokens]))
+
+
+def _draft_token_s(engine: Engine, steps: Seq[DraftedStep]) -> float:
+    """A step of the draft model by itself, one token after the contexts that there were."""
+    context_len = round(median(step.context_len for step in steps))
+    return sum(one.seconds for one in _fastest_steps(engine, [(1, context_len, 1)]))
 
 
 def _steps_of(sequence: Sequence) -> list[DraftedStep]:
@@ -193,24 +210,30 @@ def _steps_of(sequence: Sequence) -> list[DraftedStep]:
     return steps
 
 
-def _time_steps(engine: Engine) -> tuple[StepTime, ...]:
-    """Some of the steps that were timed when the engine was built, short and long, as far as the K/V cache has room."""
-    cells = _spread([cost for cost in engine.config.step_costs if _has_room(engine, cost)])
-    fastest = dict.fromkeys(cells, float("inf"))
-    start, rounds = time.perf_counter(), 0
-    while cells and (rounds < _MIN_ROUNDS or time.perf_counter() - start < _MAX_STEP_S):
-        for cost in cells:
-            seconds = time_cell(engine, cost.batch_size, cost.context_len, cost.num_tokens)
-            fastest[cost] = min(fastest[cost], seconds)
-        rounds += 1
+Cell = tuple[int, int, int]
+"""A kind of step: rows, tokens of context, and tokens of each row."""
+
+
+def _fastest_steps(engine: Engine, cells: Seq[Cell]) -> list[StepCost]:
+    """The fastest of many steps of each kind, in turn; those left out for which the K/V cache has no room."""
     engine.clear_cache()
-    return tuple(StepTime(cost, seconds) for cost, seconds in fastest.items())
+    fastest = {cell: float("inf") for cell in cells if _has_room(engine, *cell)}
+    start, rounds = time.perf_counter(), 0
+    while fastest and (rounds < _MIN_ROUNDS or time.perf_counter() - start < _MAX_STEP_S):
+        for cell in fastest:
+            fastest[cell] = min(fastest[cell], time_cell(engine, *cell))
+        rounds += 1
+    return [StepCost(*cell, seconds) for cell, seconds in fastest.items()]
 
 
-def _has_room(engine: Engine, cost: StepCost) -> bool:
+def _has_room(engine: Engine, batch_size: int, context_len: int, num_tokens: int) -> bool:
     block_size = engine.config.build_config.tokens_per_block
-    num_tokens = -(-(cost.context_len + cost.num_tokens) // block_size) * block_size * cost.batch_size
-    return cost.batch_size == 1 and cost.seconds > 0 and num_tokens <= engine.num_cache_tokens
+    needed = -(-(context_len + num_tokens) // block_size) * block_size * batch_size
+    return needed <= engine.num_cache_tokens
+
+
+def _is_same_kind(one: StepCost, other: StepCost) -> bool:
+    return replace(one, seconds=0.0) == replace(other, seconds=0.0)
 
 
 def _spread(costs: list[StepCost]) -> list[StepCost]:

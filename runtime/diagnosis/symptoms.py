@@ -34,10 +34,10 @@ class Drafting:
     draft_len_mode: DraftLenMode
     steps: tuple[DraftedStep, ...]
     times: LoopTimes
-    has_draft_model: bool
     costs: tuple[StepCost, ...]
-    """What the target's steps took when it was built."""
-    host_s: float
+    """What steps of the target take now, with drafts as long as the longest, half as long, and without."""
+    draft_token_s: float = 0.0
+    """What a step of the draft model takes, where there is one."""
     expected: ExpectedAcceptance | None = None
 
     @property

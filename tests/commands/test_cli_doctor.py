@@ -313,7 +313,7 @@ def deep_pair(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTo
                 linear.bias.zero_()
     kept = {name: value for name, value in target.state_dict().items() if name in draft.state_dict()}
     draft.load_state_dict(kept)
-    return make_draft_engine_dir(target, **WITH_COSTS), make_draft_engine_dir(draft)
+    return make_draft_engine_dir(target, **WITH_COSTS), make_draft_engine_dir(draft, measure_costs=True)
 
 
 def prompt_file(ward: Ward) -> Path:
@@ -365,7 +365,9 @@ def healthy(name: str, ward: Ward, deep_pair: tuple[Path, Path], specdec: Specde
     first, *rest = HEALTHY[name] or [None]
     match first:
         case "PROFILE":
-            arguments = ["--engine-dir", ward.engine_dir, "--profile", ward.write_profile(0.2)]
+            asked = ["--engine-dir", ward.engine_dir, *each("--input-text", PROMPTS)]
+            total = specdec("run", *asked, *NGRAM, "--max-output-len", 64, "--json").document["total"]
+            arguments = [*asked, "--profile", ward.write_profile(total["draft_acceptance_rate"])]
         case "PROMPTS":
             arguments = ["--engine-dir", ward.engine_dir, "--input-file", prompt_file(ward), *rest]
         case "DRAFT MODEL":
@@ -407,7 +409,7 @@ def test_findings_are_shown_with_number_and_remedy(ward: Ward, specdec: Specdec)
         (["--engine-dir", "ENGINE", "--input-file", "none.txt"], 1, "cannot read the file"),
         (["--engine-dir", "ENGINE", "--no-kv-cache-enable-block-reuse"], 2, "orchestrator mode needs block reuse"),
         (["--engine-dir", "ENGINE", "--max-output-len", 0], 2, "`--max-output-len` must be at least 1"),
-        (["--engine-dir", "ENGINE", "--input-text", "dog " * 200], 1, "exceed"),
+        (["--engine-dir", "ENGINE", "--input-text", "dog " * 200], 1, "longer than the engine's max_input_len 96"),
     ],
 )
 def test_bad_input_is_one_error(

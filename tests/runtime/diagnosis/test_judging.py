@@ -39,14 +39,11 @@ PAIR = DraftModelPair(6, 0, True, ("a", "a"), (), False)
 CACHE = CacheUse(0, 100, 50, 400, 380)
 
 
-def drafting(
-    steps: list[DraftedStep], draft_time_s: float = 0.0, *, has_draft_model: bool = False, host_factor: float = 1.0
-) -> Drafting:
-    """The loop's time is what the steps cost, times a factor, and the drafting."""
-    wall_s = sum((10 + step.num_drafted) * MS for step in steps) * host_factor + draft_time_s
-    times = LoopTimes(wall_s, draft_time_s, 0.0, wall_s - draft_time_s, len(steps))
-    proposed = sum(step.num_drafted for step in steps)
-    return Drafting({"ngram": proposed}, "fixed", tuple(steps), times, has_draft_model, COSTS, 0.0)
+def drafting(steps: list[DraftedStep], draft_time_s: float = 0.0) -> Drafting:
+    """N-gram lookup, in a loop that takes no time of its own."""
+    target_s = sum((10 + step.num_drafted) * MS for step in steps)
+    times = LoopTimes(target_s + draft_time_s, draft_time_s, 0.0, target_s, len(steps))
+    return Drafting({"ngram": sum(step.num_drafted for step in steps)}, "fixed", tuple(steps), times, COSTS)
 
 
 GOOD = drafting([DraftedStep(100 + i, 4, 3) for i in range(60)])
@@ -161,13 +158,21 @@ def test_too_few_drafts_are_not_judged() -> None:
 
 
 def test_drafts_that_are_never_right_cost_what_their_tokens_cost() -> None:
-    """20 ms with drafts of 10, 10 ms without, a token each time; on a machine that is as slow as it likes."""
-    for factor in (1.0, 3.0):
-        wrong = drafting([DraftedStep(i, 10, 0) for i in range(30)], host_factor=factor)
-        judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=wrong))
-        assert judgement is not None and judgement.is_fault
-        assert judgement.number == pytest.approx(2.0)
-        assert "drafts of up to 0" in judgement.message
+    """20 ms with drafts of 10, 10 ms without, a token each time; half of that if the loop takes 10 ms of its own."""
+    wrong = drafting([DraftedStep(i, 10, 0) for i in range(30)])
+    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=wrong))
+    assert judgement is not None and judgement.is_fault and "drafts of up to 0" in judgement.message
+    assert judgement.number == pytest.approx(2.0)
+    slow = replace(wrong, times=replace(wrong.times, wall_s=wrong.times.wall_s + 30 * 10 * MS))
+    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=slow))
+    assert judgement is not None and judgement.number == pytest.approx(30 / 20)
+
+
+def test_a_slow_lookup_costs_its_time_with_drafts_of_any_length() -> None:
+    """20 + 30 ms with drafts of 10, 10 ms without."""
+    slow = drafting([DraftedStep(i, 10, 0) for i in range(30)], draft_time_s=30 * 30 * MS)
+    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=slow))
+    assert judgement is not None and judgement.number == pytest.approx(5.0)
 
 
 def test_the_best_length_is_where_the_last_tokens_cease_to_be_right() -> None:
@@ -180,11 +185,15 @@ def test_the_best_length_is_where_the_last_tokens_cease_to_be_right() -> None:
 
 def test_a_draft_models_time_goes_with_its_tokens() -> None:
     """10 of them at 10 ms each, of which one is right: 120 / 2 ms a token, with drafts of one 21 / 2, with none 10."""
-    steps = [DraftedStep(i, 10, 1) for i in range(30)]
-    slow = drafting(steps, draft_time_s=30 * 100 * MS, has_draft_model=True)
-    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=slow))
+    steps = drafting([DraftedStep(i, 10, 1) for i in range(30)])
+    by_model = replace(steps, num_tokens_by_drafter={"draft-target": 300}, draft_token_s=10 * MS)
+    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=by_model))
     assert judgement is not None and judgement.is_fault and "drafts of up to 0" in judgement.message
     assert judgement.number == pytest.approx(60 / 10)
+    # In a chain half of them are the draft model's: 70 / 2 ms, and with drafts of one 16 / 2.
+    half = replace(by_model, num_tokens_by_drafter={"ngram": 150, "draft-target": 150})
+    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=half))
+    assert judgement is not None and judgement.number == pytest.approx(35 / 8)
 
 
 def test_automatic_lengths_are_not_judged_by_their_length() -> None:
