@@ -47,7 +47,7 @@ from runtime.llm import LLM
 from runtime.request import Draft, Request, Sequence
 from runtime.session import Session
 
-_MAX_STEP_S = 0.5
+_MAX_STEP_S = 0.3
 _MIN_ROUNDS, _NUM_CELLS = 4, 4
 """Steps are timed anew for so long, and at least so often."""
 _SAMPLED = 1 << 18  # numbers of each weight
