@@ -66,12 +66,6 @@ def check_precision(quantization: Quantization | None) -> None:
     """SpecDecError for a way of computing that a checkpoint may ask for and engines do not have."""
     if quantization is None:
         return
-    if quantization.kv_cache_quant_algo is not None:
-        raise SpecDecError(
-            f"engines with keys and values of 8 bits cannot be built yet: {quantization.kv_cache_quant_algo}",
-            hint="convert the model again without a dtype for the K/V cache",
-            fact="kv_cache_dtype",
-        )
     if quantization.activations == "int8":
         raise SpecDecError(
             "engines whose layers multiply integers of 8 bits cannot be built yet: activations int8",

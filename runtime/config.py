@@ -159,6 +159,8 @@ class StepShape:
     vocab_size: Size
     layers: tuple[LayerShape, ...]
     build_config: BuildConfig
+    kv_cache: KVCacheQuantAlgo | None = None
+    """How keys and values are rounded; None: they are of the dtype."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,8 @@ class EngineConfig:
 
     @property
     def step_shape(self) -> StepShape:
-        return StepShape(self.dtype, self.vocab_size, self.layers, self.build_config)
+        kv_cache = None if self.quantization is None else self.quantization.kv_cache_quant_algo
+        return StepShape(self.dtype, self.vocab_size, self.layers, self.build_config, kv_cache)
 
 
 Config = TypeVar("Config")

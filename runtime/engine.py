@@ -22,7 +22,7 @@ from runtime.compiler.opening import check_environment, check_shape, open_step
 from runtime.config import EngineConfig
 from runtime.errors import SpecDecError, UsageError
 from runtime.free_memory import free_memory
-from runtime.kv_cache import BlockManager, KVPool, bytes_per_block
+from runtime.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
 from runtime.request import Draft, Request, Sequence, Verdict
 from runtime.sampling import NoChoice
@@ -69,11 +69,10 @@ class Engine:
         self._step = step
         # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
         self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
-        dtype = getattr(torch, config.dtype)
         num_blocks = _num_blocks(config, kv_cache, device)
         block_size = config.build_config.tokens_per_block
         self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
-        self._pool = KVPool(config.layers, num_blocks, block_size, dtype, device)
+        self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
 
     @classmethod
     def open(
@@ -292,7 +291,7 @@ class Engine:
             flush_denormals()
         start = time.perf_counter()
         with torch.inference_mode():
-            logits = self._step(*batch.tensors(), self._pool.keys, self._pool.values)
+            logits = self._step(*batch.tensors(), *self._pool.tensors())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.step_time_s += time.perf_counter() - start
@@ -326,10 +325,14 @@ def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torc
     return torch.device("cpu")
 
 
+def _kv_dtype(config: EngineConfig) -> torch.dtype:
+    return kv_dtype(config.dtype, config.step_shape.kv_cache)
+
+
 def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.device) -> int:
     """Blocks in the pool, the null block included; SpecDecError, with the numbers, if memory is too small for them."""
     build = config.build_config
-    block_bytes = bytes_per_block(config.layers, build.tokens_per_block, getattr(torch, config.dtype))
+    block_bytes = bytes_per_block(config.layers, build.tokens_per_block, _kv_dtype(config))
     num_blocks = build.max_batch_size * -(-build.max_seq_len // build.tokens_per_block)
     if kv_cache.max_tokens is not None:
         if kv_cache.max_tokens < 1:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from runtime.compiler.memory import huge_pages
-from runtime.config import LayerShape
+from runtime.config import KVCacheQuantAlgo, LayerShape
 from runtime.request import Sequence
 
 NULL_BLOCK = 0
@@ -214,18 +214,30 @@ def _common_prefix_len(a: Seq[int], b: Seq[int]) -> int:
     return n
 
 
+_ROUNDED: dict[KVCacheQuantAlgo, torch.dtype] = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn}
+
+
+def kv_dtype(dtype: str, algorithm: KVCacheQuantAlgo | None) -> torch.dtype:
+    """As what a model of this dtype keeps keys and values."""
+    kept: torch.dtype = getattr(torch, dtype) if algorithm is None else _ROUNDED[algorithm]
+    return kept
+
+
 class KVPool:
     """The memory of the cache: per layer one tensor for keys and one for values.
 
     A block holds the keys of each head transposed, (num_blocks, Hk, D, block_size), and the values as they are,
     (num_blocks, Hk, block_size, Dv): both products of attention then run along contiguous memory. Keys and values that
     are not finite are stored as a key of NaN and a value of zeros, so that they reach only who sees them.
+
+    In 8 bits (`runtime.compiler.rounded_kv`) a third tensor has the scales of a token's keys and of its values in each
+    head, (num_blocks, Hk, 2, block_size) float32; that of the keys is then what is NaN.
     """
 
     def __init__(
         self, layers: Seq[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        def pool(num_kv_heads: int, rows: int, columns: int) -> Tensor:
+        def pool(num_kv_heads: int, rows: int, columns: int, dtype: torch.dtype = dtype) -> Tensor:
             shape = (num_blocks, num_kv_heads, rows, columns)
             if device.type != "cpu":
                 return torch.zeros(shape, dtype=dtype, device=device)
@@ -234,17 +246,30 @@ class KVPool:
 
         self.keys = [pool(layer.num_kv_heads, layer.key_head_dim, block_size) for layer in layers]
         self.values = [pool(layer.num_kv_heads, block_size, layer.value_head_dim) for layer in layers]
+        self.scales: list[Tensor] = []
+        if is_rounded(dtype):
+            self.scales = [pool(layer.num_kv_heads, 2, block_size, torch.float32) for layer in layers]
+
+    def tensors(self) -> tuple[list[Tensor], ...]:
+        """What the step takes beside a batch."""
+        return (self.keys, self.values, self.scales) if self.scales else (self.keys, self.values)
 
     def occupy(self) -> None:
         """Write everywhere. Pages never written to are one page of zeros, which is read faster than memory."""
-        for pool in (*self.keys, *self.values):
+        for pool in (*self.keys, *self.values, *self.scales):
             pool.zero_()
 
     def copy_block(self, copy: BlockCopy) -> None:
-        for pool in (*self.keys, *self.values):
+        for pool in (*self.keys, *self.values, *self.scales):
             pool[copy.destination] = pool[copy.source]
+
+
+def is_rounded(dtype: torch.dtype) -> bool:
+    """Whether keys and values of this dtype have scales."""
+    return dtype in _ROUNDED.values()
 
 
 def bytes_per_block(layers: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
     elements = sum(layer.num_kv_heads * (layer.key_head_dim + layer.value_head_dim) for layer in layers)
-    return elements * block_size * dtype.itemsize
+    num_scales = sum(2 * layer.num_kv_heads for layer in layers) if is_rounded(dtype) else 0
+    return block_size * (elements * dtype.itemsize + num_scales * torch.float32.itemsize)

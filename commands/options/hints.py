@@ -50,7 +50,6 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "exists": "`--force` replaces it",
     "foreign_word": "leave it out",
     "group_size": ("round whole rows: `--group-size -1`", "round to `--qformat int8`"),
-    "kv_cache_dtype": "convert again: `specdec convert --kv-cache-dtype auto`",
     "model_for_checkpoint": "`specdec convert --model-dir {model_dir}` makes a checkpoint of it",
     "no_checkpoint": "make it with `specdec convert`",
     "no_compiler": ("install one (the package `g++`)", "name it in the variable CXX", "do without: `--compiler none`"),

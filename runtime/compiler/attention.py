@@ -13,7 +13,7 @@ window, and its attention of none).
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from runtime.compiler.rounded_kv import are_roundable, numbers_of, round_kv
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 
@@ -36,6 +37,7 @@ class PagedInputs:
 
     key_pools: list[Tensor]  # per layer (num_blocks, Hk, D, block_size)
     value_pools: list[Tensor]  # per layer (num_blocks, Hk, block_size, Dv)
+    scale_pools: Sequence[Tensor]  # of K/V in 8 bits per layer (num_blocks, Hk, 2, block_size)
     positions: Tensor  # (B, Q) int64
     slot_mapping: Tensor  # (B, Q) int64
     block_tables: Tensor  # (B, N) int64
@@ -79,18 +81,8 @@ def paged_attention(
     B, Q = paged.slot_mapping.shape
     (H, D), (Hk, Dv) = (query.shape[1], query.shape[3]), (value.shape[1], value.shape[3])
     layer = _layer_index(module)
-    key_pool, value_pool = paged.key_pools[layer], paged.value_pools[layer]
-    block_size = key_pool.shape[3]
-    S = paged.block_tables.shape[1] * block_size
-    slots = paged.slot_mapping.view(B * Q)
-    blocks, offsets = slots // block_size, slots % block_size
-    # A mask adds -inf to a score, and multiplies a value by 0: numbers that are not finite would pass through. So a
-    # token that has any is marked by a key of NaN, is taken for zeros, and makes NaN of the outputs that see it.
-    finite = (key.isfinite().all(-1) & value.isfinite().all(-1))[0].unsqueeze(-1)
-    key_pool.permute(0, 3, 1, 2).index_put_((blocks, offsets), key[0].where(finite, torch.nan).transpose(0, 1))
-    value_pool.transpose(1, 2).index_put_((blocks, offsets), value[0].where(finite, 0).transpose(0, 1))
-    keys = key_pool[paged.block_tables].permute(0, 2, 1, 4, 3).reshape(B, Hk, S, D)
-    values = value_pool[paged.block_tables].transpose(1, 2).reshape(B, Hk, S, Dv)
+    _write(paged, layer, key[0], value[0])
+    keys, values = _read(paged, layer, query.dtype)
     broken = keys[..., 0].isnan()
     usable = (paged.written()[:, None] & ~broken).unsqueeze(-1)
     keys, values = keys.where(usable, 0), values.where(usable, 0)
@@ -102,6 +94,40 @@ def paged_attention(
     output = output.masked_fill((mask & broken.unsqueeze(2)).any(-1, keepdim=True), torch.nan)
     # Contiguous, as transformers' own attention gives it: some models take a view (AFMoE).
     return output.reshape(B, H, Q, Dv).transpose(1, 2).reshape(1, B * Q, H, Dv).contiguous(), None
+
+
+def _write(paged: PagedInputs, layer: int, key: Tensor, value: Tensor) -> None:
+    """Put keys and values, (Hk, B x Q, D) and (Hk, B x Q, Dv), into their slots.
+
+    A mask adds -inf to a score, and multiplies a value by 0: numbers that are not finite would pass through. So a token
+    that has any is marked by a key of NaN, is taken for zeros, and makes NaN of the outputs that see it.
+    """
+    key_pool, value_pool = paged.key_pools[layer], paged.value_pools[layer]
+    slots, block_size = paged.slot_mapping.flatten(), key_pool.shape[3]
+    at = slots // block_size, slots % block_size
+    finite = key.isfinite().all(-1) & value.isfinite().all(-1)
+    if paged.scale_pools:
+        finite = finite & are_roundable(key) & are_roundable(value)
+        (key, of_key), (value, of_value) = (
+            round_kv(numbers.where(finite.unsqueeze(-1), 0), key_pool.dtype) for numbers in (key, value)
+        )
+        scales = torch.stack([of_key.where(finite, torch.nan), of_value], -1)
+        paged.scale_pools[layer].permute(0, 3, 1, 2).index_put_(at, scales.transpose(0, 1))
+    else:
+        key, value = key.where(finite.unsqueeze(-1), torch.nan), value.where(finite.unsqueeze(-1), 0)
+    key_pool.permute(0, 3, 1, 2).index_put_(at, key.transpose(0, 1))
+    value_pool.transpose(1, 2).index_put_(at, value.transpose(0, 1))
+
+
+def _read(paged: PagedInputs, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of all the rows' blocks, (B, Hk, N x block_size, D) and (B, Hk, N x block_size, Dv)."""
+    tables = paged.block_tables
+    keys = paged.key_pools[layer][tables].permute(0, 2, 1, 4, 3).flatten(2, 3)
+    values = paged.value_pools[layer][tables].transpose(1, 2).flatten(2, 3)
+    if not paged.scale_pools:
+        return keys, values
+    scales = paged.scale_pools[layer][tables].permute(0, 2, 3, 1, 4).flatten(3)
+    return numbers_of(keys, scales[:, :, 0], dtype), numbers_of(values, scales[:, :, 1], dtype)
 
 
 def kernel_attention(
@@ -131,6 +157,7 @@ def kernel_attention(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window or 0,
         0,  # the arithmetic, which `runtime.compiler.linears` sets
+        scales=paged.scale_pools[layer] if paged.scale_pools else None,
     )
     return output[None], None
 

@@ -36,7 +36,16 @@ from runtime.compiler.model import (
 )
 from runtime.compiler.opening import current_environment, open_step
 from runtime.compiler.private_torch import check_torch
-from runtime.config import Arithmetic, BuildConfig, CheckpointConfig, Compiler, EngineConfig, StepShape, as_json
+from runtime.config import (
+    Arithmetic,
+    BuildConfig,
+    CheckpointConfig,
+    Compiler,
+    EngineConfig,
+    KVCacheQuantAlgo,
+    StepShape,
+    as_json,
+)
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
@@ -91,14 +100,16 @@ def build_engine(
             _make_kernels(directory / LIBRARY)
         if device.type == "cpu":
             flush_denormals()
-        compiled = _compile(model, StepShape(checkpoint.dtype, pretrained.vocab_size, layers, build), directory)
+        shape = StepShape(checkpoint.dtype, pretrained.vocab_size, layers, build, _kv_cache(checkpoint))
+        compiled = _compile(model, shape, directory)
         build = compiled.build
+        shape = dataclasses.replace(shape, build_config=build)
         if build.compiler != "aot":
             shutil.copyfile(weights, directory / "rank0.safetensors")
         phase("checking the logits")
         step = _built_step(build.compiler, checkpoint, model, directory)
         with _machine_errors():  # `torch-compile` compiles with the first step
-            logits_check = check_logits(step, model, layers, build, _TOLERANCE[checkpoint.dtype])
+            logits_check = check_logits(step, model, shape, _TOLERANCE[checkpoint.dtype])
         config = EngineConfig(
             pretrained_config=checkpoint.pretrained_config,
             dtype=checkpoint.dtype,
@@ -111,7 +122,7 @@ def build_engine(
             quantization=checkpoint.quantization,
             compiler_note=compiled.note,
             arithmetic=compiled.arithmetic,
-            batch_invariant=bool(compiled.arithmetic) and is_batch_invariant(step, model, layers, build),
+            batch_invariant=bool(compiled.arithmetic) and is_batch_invariant(step, model, shape),
         )
         if measure_costs:
             phase("measuring steps")
@@ -119,6 +130,10 @@ def build_engine(
         phase("writing the engine")
         copy_tokenizer_files(checkpoint_dir, directory)
         return _finish(config, directory)
+
+
+def _kv_cache(checkpoint: CheckpointConfig) -> KVCacheQuantAlgo | None:
+    return None if checkpoint.quantization is None else checkpoint.quantization.kv_cache_quant_algo
 
 
 def _open_fitting(checkpoint_dir: Path, build: BuildConfig) -> tuple[CheckpointConfig, PreTrainedConfig]:

@@ -25,7 +25,7 @@ from runtime.batch import Batch, Row, at_least_two, pack
 from runtime.compiler.memory import give_back
 from runtime.compiler.weights import Layout, layout_of, save_weights
 from runtime.config import ARITHMETICS, Arithmetic, LayerShape, StepShape, as_json, parse
-from runtime.kv_cache import KVPool
+from runtime.kv_cache import KVPool, kv_dtype
 from runtime.temporary import own_temporary_files
 
 if TYPE_CHECKING:
@@ -37,10 +37,12 @@ StepFunction = Callable[..., Tensor]
 """Signature of `Step.forward`."""
 
 
-def example_pool(layers: tuple[LayerShape, ...], num_tokens: int, block_size: int, like: Tensor) -> KVPool:
+def example_pool(
+    layers: tuple[LayerShape, ...], num_tokens: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> KVPool:
     """A pool that just holds two rows of `num_tokens`."""
     num_blocks = 2 * math.ceil(num_tokens / block_size) + 1
-    return KVPool(layers, num_blocks, block_size, like.dtype, like.device)
+    return KVPool(layers, num_blocks, block_size, dtype, device)
 
 
 def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size: int, num_logits: int) -> list[Row]:
@@ -70,7 +72,9 @@ def compile_aot(step: "Step", shape: StepShape, directory: Path, arithmetic: Ari
     from runtime.compiler.selection import select_early
 
     with _quiet(), torch.no_grad():
-        program = export_step(step, shape.layers, shape.build_config.tokens_per_block)
+        program = export_step(
+            step, shape.layers, shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
+        )
         select_early(program, "logit_indices")
         # Freezing prepacks the weights for the CPU's matrix kernels: steps are two to three times faster.
         # torch writes into its own `metadata`, by which a later torch-compile would not be found again.
@@ -99,17 +103,18 @@ def compile_aot(step: "Step", shape: StepShape, directory: Path, arithmetic: Ari
     return hands_over
 
 
-def export_step(step: "Step", layers: tuple[LayerShape, ...], block_size: int) -> "ExportedProgram":
+def export_step(
+    step: "Step", layers: tuple[LayerShape, ...], block_size: int, kv_dtype: torch.dtype
+) -> "ExportedProgram":
     """The step's graph, for any number of rows, tokens, blocks and logits."""
     num_tokens = 2 * block_size + 1 + 5
-    pool = example_pool(layers, num_tokens, block_size, next(step.parameters()))
+    pool = example_pool(layers, num_tokens, block_size, kv_dtype, next(step.parameters()).device)
     rows = example_rows([5, 3], 2 * block_size + 1, num_tokens, block_size, 2)
     batch = pack(rows, block_size, pool.keys[0].device)
     free = torch.export.Dim.DYNAMIC
-    dynamic = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: free}] * len(layers)] * 2
-    return torch.export.export(
-        step, (*batch.tensors(), pool.keys, pool.values), strict=False, dynamic_shapes=tuple(dynamic)
-    )
+    pools = pool.tensors()
+    dynamic = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: free}] * len(layers)] * len(pools)
+    return torch.export.export(step, (*batch.tensors(), *pools), strict=False, dynamic_shapes=tuple(dynamic))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,9 @@ def differences(
     if tokenizer is not None and _has_another_tokenizer(model_dir, bundle, tokenizer):
         found.append("the tokenizer")
     is_inner = model.config.get_text_config() is not model.config  # whose weights have other names here
-    is_rounded = bundle.config.quantization is not None  # from these weights or others: the figures tell how well
+    quantization = bundle.config.quantization
+    # From these weights or others: the figures tell how well.
+    is_rounded = quantization is not None and quantization.quant_algo is not None
     if not found and not (is_inner or is_rounded) and weights_digest(model, dtype) != bundle.config.weights_digest:
         found.append("the weights")
     return found

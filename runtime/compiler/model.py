@@ -7,7 +7,7 @@ gives the compiled function its signature.
 import copy
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -381,12 +381,13 @@ class Step(nn.Module):
         logit_indices: Tensor,  # (T,) int64 into the flattened (B x Q)
         key_pools: list[Tensor],  # per layer (num_blocks, Hk, D, block_size)
         value_pools: list[Tensor],  # per layer (num_blocks, Hk, block_size, Dv)
+        scale_pools: Sequence[Tensor] = (),  # of K/V in 8 bits per layer (num_blocks, Hk, 2, block_size) float32
     ) -> Tensor:  # (T, vocab)
-        paged = PagedInputs(key_pools, value_pools, positions, slot_mapping, block_tables)
+        paged = PagedInputs(key_pools, value_pools, scale_pools, positions, slot_mapping, block_tables)
         (B, Q), num_blocks, block_size = input_ids.shape, key_pools[0].shape[0], key_pools[0].shape[3]
         _declare_equal(B, positions.shape[0], slot_mapping.shape[0], block_tables.shape[0])
         _declare_equal(Q, positions.shape[1], slot_mapping.shape[1])
-        _declare_equal(num_blocks, *(pool.shape[0] for pool in (*key_pools, *value_pools)))
+        _declare_equal(num_blocks, *(pool.shape[0] for pool in (*key_pools, *value_pools, *scale_pools)))
         _declare_equal(block_size, *(pool.shape[3] for pool in key_pools), *(pool.shape[2] for pool in value_pools))
         # One row of B x Q tokens, so that the model's own `logits_to_keep` picks positions across rows.
         output = self.model(

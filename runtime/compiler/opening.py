@@ -1,5 +1,6 @@
 """The compiled step of an engine's directory, opened: on the machine that it was built for, and only there."""
 
+import dataclasses
 import platform
 import shutil
 import tempfile
@@ -137,7 +138,8 @@ def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
             hint=_BUILD_AGAIN,
             fact="engine",
         )
-    return StepShape(config.dtype, pretrained.vocab_size, probe_config(pretrained), config.build_config)
+    shape = config.step_shape  # of what the model has no say in
+    return dataclasses.replace(shape, vocab_size=pretrained.vocab_size, layers=probe_config(pretrained))
 
 
 def _named_values(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What rounding changed: the probabilities of a model with rounded weights beside those of the model as it was."""
+"""What rounding weights and K/V changed: the model's probabilities beside those of the model as it was."""
 
 import dataclasses
 import json
@@ -14,9 +14,11 @@ from transformers.utils import logging as transformers_logging
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.checksums import CONFIG, config_digest
 from runtime.compiler.model import load_model, num_positions, parse_pretrained_config
+from runtime.compiler.reference import ROUNDED, Rounded, RoundKV
 from runtime.config import CheckpointConfig, EngineConfig, Quality, as_json
 from runtime.errors import SpecDecError
 from runtime.files import write_json
+from runtime.kv_cache import kv_dtype
 from runtime.models import read_model_config, resolve_model
 from runtime.reading import read_utf8
 from runtime.text import encode_text, load_tokenizer
@@ -48,7 +50,9 @@ def quality_text(checkpoint: CheckpointConfig, file: Path | None) -> tuple[str, 
 
 
 def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
-    """Both models on the first 2,000 tokens of a text, by transformers: in float32, so that only the weights differ.
+    """Both models on the first 2,000 tokens of a text, by transformers: in float32, so that only rounding differs.
+
+    What is rounded: weights, and keys and values.
 
     SpecDecError if the unrounded model is no longer where it was, or is another one.
     """
@@ -65,14 +69,18 @@ def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
     tokens = encode_text(load_tokenizer(checkpoint_dir, checkpoint.pretrained_config), text)[:_NUM_TOKENS]
     if len(tokens) < 2:
         raise SpecDecError(f"the text has too few tokens to compare on: {len(tokens)}", hint="give a longer one")
-    rounded = load_model(pretrained, checkpoint_dir / "rank0.safetensors", torch.float32, "eager")
+    algorithm = checkpoint.quantization.kv_cache_quant_algo
+    attention = "eager" if algorithm is None else ROUNDED
+    rounded = load_model(pretrained, checkpoint_dir / "rank0.safetensors", torch.float32, attention)
+    rounding = {} if algorithm is None else {"round_kv": Rounded(kv_dtype(checkpoint.dtype, algorithm))}
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     unrounded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         unrounded_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
     )
     window = min(_WINDOW, num_positions(pretrained) or _WINDOW)
     divergence, num_same = 0.0, 0
-    for ours, theirs in zip(_log_probs(rounded, tokens, window), _log_probs(unrounded, tokens, window), strict=True):
+    pairs = zip(_log_probs(rounded, tokens, window, **rounding), _log_probs(unrounded, tokens, window), strict=True)
+    for ours, theirs in pairs:
         divergence += float((theirs.exp() * (theirs - ours)).sum())
         num_same += int((theirs.argmax(-1) == ours.argmax(-1)).sum())
     return Quality(len(tokens), divergence / len(tokens), num_same / len(tokens), _shown(unrounded_dir), name)
@@ -82,11 +90,12 @@ def _shown(unrounded_dir: Path) -> str:
     return "demo" if unrounded_dir == resolve_model("demo").resolve() else str(unrounded_dir)
 
 
-def _log_probs(model: PreTrainedModel, tokens: list[int], window: int) -> Iterator[Tensor]:
+def _log_probs(model: PreTrainedModel, tokens: list[int], window: int, **rounding: RoundKV) -> Iterator[Tensor]:
     """(window, vocab) float32, window by window."""
     for start in range(0, len(tokens), window):
         with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([tokens[start : start + window]]), use_cache=False).logits[0]
+            ids = torch.tensor([tokens[start : start + window]])
+            logits = model(input_ids=ids, use_cache=False, **rounding).logits[0]
         yield logits.float().log_softmax(-1)
 
 

@@ -66,7 +66,7 @@ def plan_pieces(
     if kept:
         return pieces, _read_as(source, precision, kept)
     if precision.kv_cache is not None:
-        return pieces, Quantization(None, precision.kv_cache, source="none")
+        return pieces, Quantization(None, precision.kv_cache, source="none", unrounded=source.name)
     return pieces, None
 
 

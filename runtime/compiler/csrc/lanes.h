@@ -4,6 +4,7 @@
 #pragma once
 
 #include <c10/util/BFloat16.h>
+#include <c10/util/Float8_e4m3fn.h>
 #include <c10/util/Half.h>
 
 #include <cstdint>
@@ -34,6 +35,7 @@ enum Arithmetic : int64_t { kFloat32, kPairs, kTiles };
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 template <typename V, typename T>
 inline V load(const T* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
@@ -82,6 +84,45 @@ inline void narrow(Lanes v, at::Half* to) {
   at::Half narrowed[kLanes];
   for (int i = 0; i < kLanes; ++i) narrowed[i] = static_cast<at::Half>(v[i]);
 #endif
+  std::memcpy(to, &narrowed, sizeof narrowed);
+}
+
+inline Lanes widen(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(p)));
+#elif defined(__AVX2__)
+  return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load<int64_t>(p))));
+#else
+  const Words moved = __builtin_convertvector(load<Bytes>(p), Words) ^ 0x80u;  // 0 to 255, exact beside 2 to the power of 23
+  return (Lanes)(moved | 0x4b000000u) - 8388736.0f;
+#endif
+}
+// A number less than normal is a normal one that has too much taken away again: see float16. None is NaN.
+inline Lanes widen(const c10::Float8_e4m3fn* p) {
+#if defined(__AVX512F__)
+  const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load<__m128i>(p)), 7);  // a float16, 256 times too small
+  return (Lanes)_mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)))) * 256.0f;
+#elif defined(__AVX2__) && defined(__F16C__)
+  const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(load<int64_t>(p))), 7);
+  return (Lanes)_mm256_cvtph_ps(_mm_and_si128(words, _mm_set1_epi16(static_cast<int16_t>(0xbfff)))) * 256.0f;
+#else
+  const Words code = __builtin_convertvector(load<Bytes>(p), Words), bits = (code & 0x7fu) << 20;
+  const Words subnormal = (Words)((Lanes)(bits + 0x3c800000u) - 0x1p-6f);
+  return (Lanes)((bits < 0x00800000u ? subnormal : bits + 0x3c000000u) | (code & 0x80u) << 24);
+#endif
+}
+
+// To the nearest, of two to the even one. The number must be one of the format's range.
+inline void narrow(Lanes v, int8_t* to) {
+  const Bytes narrowed = __builtin_convertvector((Words)(v + 12582912.0f) & 0xffu, Bytes);
+  std::memcpy(to, &narrowed, sizeof narrowed);
+}
+inline void narrow(Lanes v, c10::Float8_e4m3fn* to) {
+  const Words bits = (Words)v, size = bits & 0x7fffffffu;
+  const Words normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
+  const Words subnormal = (Words)((Lanes)size + 16384.0f) - 0x46800000u;  // in units of 2 to the power of -9
+  const Words code = ((Lanes)size < 0x1p-6f ? subnormal : normal) | (bits >> 24 & 0x80u);
+  const Bytes narrowed = __builtin_convertvector(code, Bytes);
   std::memcpy(to, &narrowed, sizeof narrowed);
 }
 

@@ -5,6 +5,9 @@
 // Keys are stored transposed in their block, (num_blocks, Hk, D, block_size), values as they are, (num_blocks, Hk,
 // block_size, Dv), so that both products run along contiguous memory. The query heads of one KV head are rows of one
 // product: row g * Q + i is query i of its head g.
+//
+// In 8 bits (int8, or e4m3) each token has two scales for each head, one of its keys and one of its values, (num_blocks,
+// Hk, 2, block_size). Scores are multiplied by the first, and weights by the second: the products are of the few bits.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -158,14 +161,23 @@ template <bool adds, int R, typename A, typename B>
   if (w < width) multiply<adds, R, 1>(a, lda, b.from_column(w), c + w, ldc, depth);
 }
 
-template <typename T>
+// Numbers of type T, whose keys and values are stored in type S.
+template <typename T, typename S>
 struct Inputs {
   const T *query, *key, *value;
   int64_t query_head, query_token, key_head, key_token, value_head, value_token;  // strides
-  T *key_pool, *value_pool, *output;
+  S *key_pool, *value_pool;
+  float* scales;  // null where S is T
+  T* output;
   const int64_t *positions, *slots, *block_tables;
   int64_t B, Q, N, H, Hk, D, Dv, block_size, window;
   float scale;
+
+  static constexpr bool is_rounded = !std::is_same_v<T, S>;
+  // Of a block's keys, or of its values.
+  float* scales_of(int64_t block, int64_t head, bool of_values) const {
+    return scales + ((block * Hk + head) * 2 + of_values) * block_size;
+  }
 };
 
 template <typename T>
@@ -187,7 +199,7 @@ bool are_finite(const T* numbers, int64_t count) {
 // Values of keys that a query does not see are multiplied by 0, which leaves no trace of finite ones. So a token whose key
 // or value is not finite has a key of NaN, whose score, and what comes of it, is NaN for whoever sees it, and a value of 0.
 template <typename T>
-void write_new(const Inputs<T>& in, int64_t token) {
+void write_new(const Inputs<T, T>& in, int64_t token) {
   const int64_t block = in.slots[token] / in.block_size, offset = in.slots[token] % in.block_size;
   for (int64_t head = 0; head < in.Hk; ++head) {
     T* keys = in.key_pool + (block * in.Hk + head) * in.D * in.block_size + offset;
@@ -200,6 +212,54 @@ void write_new(const Inputs<T>& in, int64_t token) {
     } else {
       for (int64_t d = 0; d < in.D; ++d) keys[d * in.block_size] = std::numeric_limits<T>::quiet_NaN();
       std::fill_n(values, in.Dv, T(0.0f));
+    }
+  }
+}
+
+// Numbers as they are stored, `stride` apart, and their scale: the largest is the largest that there is.
+template <typename T, typename S>
+float round_to(const T* numbers, int64_t count, S* to, int64_t stride) {
+  constexpr float kLargest = std::is_same_v<S, int8_t> ? 127.0f : 448.0f;
+  const auto piece = [&](int64_t i) {
+    if (i + kLanes <= count) return widen(numbers + i);
+    float rest[kLanes] = {};
+    for (int64_t k = i; k < count; ++k) rest[k - i] = static_cast<float>(numbers[k]);
+    return load(rest);
+  };
+  Lanes largest{};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Lanes size = (Lanes)((Words)piece(i) & 0x7fffffffu);
+    largest = size > largest ? size : largest;
+  }
+  const float scale = largest_of(largest) / kLargest;
+  const float divisor = scale > 0 ? scale : std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Lanes v = piece(i) / divisor;
+    // A scale that is hardly more than 0 has few bits.
+    v = v > kLargest ? Lanes{} + kLargest : v < -kLargest ? Lanes{} - kLargest : v;
+    S rounded[kLanes];
+    narrow(v, rounded);
+    for (int64_t k = i; k < std::min(i + kLanes, count); ++k) to[k * stride] = rounded[k - i];
+  }
+  return scale;
+}
+
+// In 8 bits the scale of the keys is NaN.
+template <typename T, typename S>
+void write_new(const Inputs<T, S>& in, int64_t token) {
+  const int64_t block = in.slots[token] / in.block_size, offset = in.slots[token] % in.block_size;
+  for (int64_t head = 0; head < in.Hk; ++head) {
+    S* keys = in.key_pool + (block * in.Hk + head) * in.D * in.block_size + offset;
+    S* values = in.value_pool + ((block * in.Hk + head) * in.block_size + offset) * in.Dv;
+    const T* key = in.key + head * in.key_head + token * in.key_token;
+    const T* value = in.value + head * in.value_head + token * in.value_token;
+    float &of_key = in.scales_of(block, head, false)[offset], &of_value = in.scales_of(block, head, true)[offset];
+    if (are_finite(key, in.D) && are_finite(value, in.Dv)) {
+      of_key = round_to(key, in.D, keys, in.block_size);
+      of_value = round_to(value, in.Dv, values, 1);
+    } else {
+      of_key = std::numeric_limits<float>::quiet_NaN();
+      of_value = 0;
     }
   }
 }
@@ -225,11 +285,18 @@ struct Partial {
   float *maximum, *sums, *weighted;  // (rows), (rows, kLanes), (rows, width)
 };
 
+// Scales of a chunk's keys and values in 8 bits; 0 beyond its last key.
+struct Scales {
+  const float *of_keys, *of_values;
+};
+
 // Scores of `count` keys become 2 to the power of (score - maximum) * scale, 0 outside begin..end; the partial sums are
-// brought to the same maximum.
-template <typename E>
-[[gnu::noinline]] void exponentiate(float* scores, E* weights, int64_t begin, int64_t end, int64_t count, float scale, const Partial& out,
-                  int64_t r, int64_t width) {
+// brought to the same maximum. In 8 bits scores come without their keys' scales, and weights leave with their values'.
+template <bool is_rounded, typename E>
+[[gnu::noinline]] void exponentiate(float* scores, E* weights, const Scales& scales, int64_t begin, int64_t end, int64_t count,
+                  float scale, const Partial& out, int64_t r, int64_t width) {
+  if constexpr (is_rounded)
+    for (int64_t j = 0; j < count; j += kLanes) store(scores + j, load(scores + j) * load(scales.of_keys + j));
   std::fill(scores, scores + begin, kNever);
   std::fill(scores + end, scores + count, kNever);
   Lanes largest = load(scores);
@@ -248,7 +315,8 @@ template <typename E>
   }
   for (int64_t j = 0; j < count; j += kLanes) {
     const Lanes power = exp2_lanes((load(scores + j) - maximum) * scale);
-    narrow(power, weights + j);
+    if constexpr (is_rounded) narrow(power * load(scales.of_values + j), weights + j);
+    else narrow(power, weights + j);
     sum += power;
   }
   store(out.sums + r * kLanes, sum);
@@ -256,9 +324,10 @@ template <typename E>
 
 // In numbers of type E. Keys and values are read where they lie, or those of one head are copied into floats: for many
 // rows, so that they are widened once, and where they do not lie as vectors want them. The bits are the same.
-template <typename T, typename E, bool direct>
-void attend(const Inputs<T>& in, const Task& task, const Share& share, const Partial& out, int64_t width) {
-  using Number = std::conditional_t<direct, T, float>;
+template <typename E, bool direct, typename T, typename S>
+void attend(const Inputs<T, S>& in, const Task& task, const Share& share, const Partial& out, int64_t width) {
+  using Number = std::conditional_t<direct, S, float>;
+  constexpr bool is_rounded = Inputs<T, S>::is_rounded;
   const int64_t num_rows = task.num_rows, all_rows = task.num_heads * num_rows;
   int64_t positions[kRowsPerTask], lowest = std::numeric_limits<int64_t>::max(), highest = 0;
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -274,10 +343,11 @@ void attend(const Inputs<T>& in, const Task& task, const Share& share, const Par
   if (in.window > 0) first_key = std::max(first_key, (lowest - in.window + 1) / chunk * chunk);
   if (first_key >= last_key) return;
   thread_local std::vector<E> numbers;
-  thread_local std::vector<float> all_scores, copies;
+  thread_local std::vector<float> all_scores, copies, all_scales;
   numbers.resize(all_rows * (in.D + kChunk));
   all_scores.resize(all_rows * kChunk);
   if constexpr (!direct) copies.resize(kChunk * (in.D + width));
+  if constexpr (is_rounded) all_scales.resize(task.num_heads * 2 * kChunk);
   E* query = numbers.data();
   E* weights = query + all_rows * in.D;
   float* key_copy = copies.data();
@@ -318,13 +388,22 @@ void attend(const Inputs<T>& in, const Task& task, const Share& share, const Par
         k += count;
       }
     };
+    if constexpr (is_rounded) {
+      std::fill(all_scales.begin(), all_scales.end(), 0.0f);
+      for_blocks([&](int64_t k, int64_t head, int64_t count) {
+        const int64_t block = in.block_tables[task.b * in.N + (start + k) / in.block_size];
+        for (const bool of_values : {false, true})
+          std::copy_n(in.scales_of(block, task.first_head + head, of_values) + (start + k) % in.block_size, count,
+                      all_scales.data() + (head * 2 + of_values) * kChunk + k);
+      });
+    }
     const auto for_pieces = [&](auto use) {
       if constexpr (direct) for_blocks(use);
       else use(int64_t{0}, int64_t{0}, num_keys);
     };
     if constexpr (!direct) {
       for_blocks([&](int64_t k, int64_t, int64_t count) {
-        const T *keys = keys_at(start + k, 0), *values = values_at(start + k, 0);
+        const S *keys = keys_at(start + k, 0), *values = values_at(start + k, 0);
         for (int64_t d = 0; d < in.D; ++d) widen(keys + d * in.block_size, key_copy + d * kChunk + k, count);
         for (int64_t j = 0; j < count; ++j) widen(values + j * in.Dv, value_copy + (k + j) * width, in.Dv);
       });
@@ -346,7 +425,13 @@ void attend(const Inputs<T>& in, const Task& task, const Share& share, const Par
       const int64_t begin = in.window > 0 ? std::max(position - in.window + 1 - start, int64_t{0}) : 0;
       float* row_scores = scores + row * kChunk;
       E* row_weights = weights + row * kChunk;
-      if (begin < end) exponentiate(row_scores, row_weights, begin, end, padded, scale, out, row, width);
+      Scales scales{};
+      if constexpr (is_rounded) {
+        const float* of_keys = all_scales.data() + row / num_rows * 2 * kChunk;
+        scales = {of_keys, of_keys + kChunk};
+      }
+      if (begin < end)
+        exponentiate<is_rounded>(row_scores, row_weights, scales, begin, end, padded, scale, out, row, width);
       else std::fill_n(row_weights, padded, E(0.0f));
     }
     for_pieces([&](int64_t k, int64_t head, int64_t count) {
@@ -364,16 +449,16 @@ void attend(const Inputs<T>& in, const Task& task, const Share& share, const Par
 }
 
 // Whether keys and values lie as vectors want them.
-template <typename T>
-bool reads_in_place(const Inputs<T>& in) {
+template <typename T, typename S>
+bool reads_in_place(const Inputs<T, S>& in) {
   return in.block_size % kLanes == 0 && in.Dv % kLanes == 0 && in.D % 2 == 0;
 }
 
-template <typename T, typename E>
-void attend_fastest(const Inputs<T>& in, const Task& task, const Share& share, const Partial& out, int64_t width) {
-  const bool copies = !std::is_same_v<T, E> && task.num_rows > 2 * kTileRows;
-  if (reads_in_place(in) && !copies) attend<T, E, true>(in, task, share, out, width);
-  else attend<T, float, false>(in, task, share, out, width);
+template <typename E, typename T, typename S>
+void attend_fastest(const Inputs<T, S>& in, const Task& task, const Share& share, const Partial& out, int64_t width) {
+  const bool copies = !std::is_same_v<S, E> && task.num_rows > 2 * kTileRows;
+  if (reads_in_place(in) && !copies) attend<E, true>(in, task, share, out, width);
+  else attend<float, false>(in, task, share, out, width);
 }
 
 // Adds a part of a task, over later keys, to those before it.
@@ -394,8 +479,8 @@ void attend_fastest(const Inputs<T>& in, const Task& task, const Share& share, c
 }
 
 // Writes a task's output.
-template <typename T>
-void finish(const Inputs<T>& in, const Task& task, const Partial& total, int64_t width) {
+template <typename T, typename S>
+void finish(const Inputs<T, S>& in, const Task& task, const Partial& total, int64_t width) {
   for (int64_t row = 0; row < task.num_heads * task.num_rows; ++row) {
     const int64_t head = task.first_head + row / task.num_rows, r = task.first_row + row % task.num_rows;
     const int64_t token = task.b * in.Q + r % in.Q;
@@ -412,8 +497,8 @@ using Pairs = float;  // there is no instruction for pairs
 #endif
 
 // Numbers of type T are multiplied as those of type E.
-template <typename E, typename T>
-void run(const Inputs<T>& in) {
+template <typename E, typename T, typename S>
+void run(const Inputs<T, S>& in) {
   share_range(in.B * in.Q, 64, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) write_new(in, token);
   });
@@ -442,7 +527,7 @@ void run(const Inputs<T>& in) {
   };
   const auto attend_share = [&](const Task& task, int64_t share, const Partial& out) {
     const int64_t begin = share * keys_per_share;
-    attend_fastest<T, E>(in, task, Share{begin, std::min(begin + keys_per_share, num_keys)}, out, width);
+    attend_fastest<E>(in, task, Share{begin, std::min(begin + keys_per_share, num_keys)}, out, width);
   };
   const auto add = [&](const Task& task, const Partial& total, const Partial& part) {
     add_part(total, part, task.num_heads * task.num_rows, width, in.scale * kLog2E);
@@ -473,23 +558,32 @@ void run(const Inputs<T>& in) {
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_pool,
                            at::Tensor value_pool, const at::Tensor& positions, const at::Tensor& slots,
                            const at::Tensor& block_tables, double scale, int64_t window,
-                           int64_t arithmetic) {
+                           int64_t arithmetic, std::optional<at::Tensor> scales) {
   const int64_t B = slots.size(0), Q = slots.size(1), H = query.size(1), Dv = value_pool.size(3);
   at::Tensor output = at::empty({B * Q, H, Dv}, query.options());
   TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "heads must be contiguous");
-  const auto call = [&](auto zero, auto factor) {
+  const auto call = [&](auto zero, auto stored, auto factor) {
     using T = decltype(zero);
-    run<decltype(factor)>(Inputs<T>{query.const_data_ptr<T>(), key.const_data_ptr<T>(), value.const_data_ptr<T>(), query.stride(1),
-                  query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
-                  key_pool.mutable_data_ptr<T>(), value_pool.mutable_data_ptr<T>(), output.mutable_data_ptr<T>(),
+    using S = decltype(stored);
+    run<decltype(factor)>(Inputs<T, S>{query.const_data_ptr<T>(), key.const_data_ptr<T>(), value.const_data_ptr<T>(),
+                  query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
+                  key_pool.mutable_data_ptr<S>(), value_pool.mutable_data_ptr<S>(),
+                  scales ? scales->mutable_data_ptr<float>() : nullptr, output.mutable_data_ptr<T>(),
                   positions.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(),
                   block_tables.const_data_ptr<int64_t>(), B, Q, block_tables.size(1), H, key_pool.size(1),
                   key_pool.size(2), Dv, key_pool.size(3), window, static_cast<float>(scale)});
   };
-  if (query.scalar_type() == at::kFloat) call(float{}, float{});
-  else if (query.scalar_type() == at::kHalf) call(at::Half{}, float{});
-  else if (arithmetic == kPairs) call(at::BFloat16{}, Pairs{});
-  else call(at::BFloat16{}, float{});
+  const auto stored = key_pool.scalar_type();
+  TORCH_CHECK(scales.has_value() == (stored == at::kChar || stored == at::kFloat8_e4m3fn), "8 bits have scales");
+  const auto call_with = [&](auto zero) {  // numbers of 8 bits are multiplied in float32
+    if (stored == at::kChar) call(zero, int8_t{}, float{});
+    else if (stored == at::kFloat8_e4m3fn) call(zero, c10::Float8_e4m3fn{}, float{});
+    else call(zero, zero, float{});
+  };
+  if (query.scalar_type() == at::kFloat) call_with(float{});
+  else if (query.scalar_type() == at::kHalf) call_with(at::Half{});
+  else if (arithmetic == kPairs && !scales) call(at::BFloat16{}, at::BFloat16{}, Pairs{});
+  else call_with(at::BFloat16{});
   return output;
 }
 
@@ -498,6 +592,6 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
 TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def(
       "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor "
-      "positions, Tensor slots, Tensor block_tables, float scale, int window, int arithmetic) -> Tensor");
+      "positions, Tensor slots, Tensor block_tables, float scale, int window, int arithmetic, *, Tensor(c!)? scales=None) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(specdec, CPU, library) { library.impl("paged_attention", paged_attention); }

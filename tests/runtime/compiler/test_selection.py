@@ -40,11 +40,11 @@ def test_unwanted_tokens_are_not_computed_and_logits_stay(family: str, layers: s
     model.set_attn_implementation(PAGED)
     shapes = probe_config(copy.deepcopy(model.config))
     step = Step(model)
-    pool = example_pool(shapes, 40, BLOCK_SIZE, next(model.parameters()))
+    pool = example_pool(shapes, 40, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     batch = pack(example_rows([7, 2], 0, 40, BLOCK_SIZE, 2), BLOCK_SIZE, torch.device("cpu"))
     with torch.no_grad():
         expected = step(*batch.tensors(), pool.keys, pool.values)
-        program = export_step(step, shapes, BLOCK_SIZE)
+        program = export_step(step, shapes, BLOCK_SIZE, torch.float32)
         indices = next(n for n in program.graph.nodes if n.name == "logit_indices").meta["val"]
         num_wanted = str(indices.shape[0])
         assert num_linears(program, num_wanted) == 1

@@ -1,0 +1,84 @@
+"""transformers' attention over keys and values that are rounded as an engine keeps them: engines with K/V in 8 bits are
+compared with it, and it tells how much they lose.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from runtime.compiler.rounded_kv import largest_error, numbers_of, round_kv
+from runtime.kv_cache import KVPool
+
+ROUNDED = "specdec_rounded"
+
+RoundKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Of a layer's keys and values, (1, Hk, n, D) and (1, Hk, n, Dv), those that attention sees."""
+
+
+def rounded_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    round_kv: RoundKV,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As transformers' eager attention, in float32. Returns (1, n, H, Dv)."""
+    key, value = round_kv(int(module.layer_idx), key, value)  # type: ignore[arg-type]
+    num_groups = query.shape[1] // key.shape[1]
+    keys, values = (numbers.float().repeat_interleave(num_groups, 1) for numbers in (key, value))
+    scores = query.float() @ keys.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    return (scores.softmax(-1) @ values).to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Keys and values by themselves, as they are rounded."""
+
+    dtype: torch.dtype
+
+    def __call__(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        rounded = (numbers_of(*round_kv(numbers, self.dtype), numbers.dtype) for numbers in (key, value))
+        return next(rounded), next(rounded)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Those that an engine's step has stored of a sequence, where they are what ours are rounded to.
+
+    The last bits of what is rounded decide between two neighbours, and have no share in whether a step is right.
+    """
+
+    pool: KVPool
+    block_table: list[int]
+    tolerance: float
+    """By how much what is rounded may differ, over the largest number of its token and head."""
+
+    def __call__(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        keys = self.pool.keys[layer][self.block_table].permute(1, 0, 3, 2)
+        values = self.pool.values[layer][self.block_table].transpose(0, 1)
+        scales = self.pool.scales[layer][self.block_table].permute(2, 1, 0, 3).flatten(2)
+        return self._where_near(key, keys, scales[0]), self._where_near(value, values, scales[1])
+
+    def _where_near(self, ours: Tensor, stored: Tensor, scales: Tensor) -> Tensor:
+        n = ours.shape[2]
+        theirs = numbers_of(stored.flatten(1, 2)[:, :n], scales[:, :n], torch.float32)[None]
+        rounded, our_scales = round_kv(ours, stored.dtype)
+        largest = ours.float().abs().amax(-1, keepdim=True)
+        allowed = largest_error(ours, stored.dtype) + self.tolerance * largest
+        is_near = (theirs - ours.float()).abs() <= allowed
+        return theirs.where(is_near, numbers_of(rounded, our_scales, torch.float32)).to(ours.dtype)
+
+
+AttentionInterface.register(ROUNDED, rounded_attention)
+AttentionMaskInterface.register(ROUNDED, eager_mask)
