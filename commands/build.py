@@ -87,6 +87,14 @@ class _PhaseTimes:
             self.seconds[self._name] = time.perf_counter() - self._start
 
 
+def _kv_cache(config: EngineConfig) -> str:
+    from runtime.kv_cache import bytes_per_block, kv_dtype
+
+    shape, block_size = config.step_shape, config.build_config.tokens_per_block
+    num_bytes = bytes_per_block(config.layers, block_size, kv_dtype(config.dtype, shape.kv_cache)) // block_size
+    return f"blocks of {block_size} tokens, {shape.kv_cache or config.dtype}, {num_bytes:,} bytes a token"
+
+
 def _summary(config: EngineConfig, output_dir: Path, size: int, elapsed: float, phases: dict[str, float]) -> Table:
     build, check = config.build_config, config.logits_check
     table = Table(title=f"Engine {output_dir}", title_justify="left", show_header=False)
@@ -104,7 +112,7 @@ def _summary(config: EngineConfig, output_dir: Path, size: int, elapsed: float, 
         f"batch {build.max_batch_size}, input {build.max_input_len}, input + output {build.max_request_len} tokens",
     )
     table.add_row("drafts", f"up to {build.max_draft_len} tokens" if build.max_draft_len else "none")
-    table.add_row("K/V cache", f"blocks of {build.tokens_per_block} tokens")
+    table.add_row("K/V cache", _kv_cache(config))
     table.add_row(
         "logits check",
         f"{check.relative_difference:.1e} from transformers' eager attention, relative (allowed {check.tolerance:g})",

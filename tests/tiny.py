@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.checkpoint import convert
 from runtime.compiler.build import build_engine
-from runtime.config import BuildConfig, Dtype
+from runtime.config import BuildConfig, Dtype, KVCacheQuantAlgo, Precision
 
 VOCAB_SIZE = 32
 SLIDING_WINDOW = 8
@@ -99,10 +99,24 @@ def make_build(**settings: Any) -> BuildConfig:
 
 
 def build_tiny(
-    model_dir: Path, work_dir: Path, *, dtype: Dtype | None = None, measure_costs: bool = False, **build: Any
+    model_dir: Path,
+    work_dir: Path,
+    *,
+    dtype: Dtype | None = None,
+    kv_cache: KVCacheQuantAlgo | None = None,
+    measure_costs: bool = False,
+    **build: Any,
 ) -> Path:
     """Convert and build; `build` as for `make_build`. What steps cost is measured only for who reads it."""
-    convert(model_dir, work_dir / "checkpoint", dtype, replace=False, progress=lambda done, total: None)
+    precision = Precision(kv_cache=kv_cache)
+    convert(
+        model_dir,
+        work_dir / "checkpoint",
+        dtype,
+        replace=False,
+        progress=lambda done, total: None,
+        precision=precision,
+    )
     build_engine(
         work_dir / "checkpoint",
         work_dir / "engine",

@@ -84,12 +84,25 @@ def test_models_that_others_rounded_are_recognised(kind: str, specdec: Specdec, 
     assert not (tmp_path / "again").exists()
 
 
-def test_kv_cache_in_8_bits_is_recorded_and_not_built_yet(specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
-    flags = ["--kv-cache-dtype", "int8", "--json"]
-    found = specdec("convert", "--model-dir", llama_dir, "--output-dir", tmp_path / "ckpt", *flags).document
+@pytest.mark.parametrize(("name", "algorithm"), [("int8", "INT8"), ("fp8", "FP8")])
+def test_kv_cache_in_8_bits(name: str, algorithm: str, specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
+    """Of weights as they are; `build` says what rounding K/V changed."""
+    ckpt, engine, text = tmp_path / "ckpt", tmp_path / "engine", tmp_path / "text"
+    flags = ["--kv-cache-dtype", name, "--json"]
+    found = specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, *flags).document
     assert_valid("convert", found)
-    assert found["checkpoint"]["quantization"]["kv_cache_quant_algo"] == "INT8"
-    refused = specdec("build", "--checkpoint-dir", tmp_path / "ckpt", "--output-dir", tmp_path / "engine")
-    assert refused.exit_code == 1 and "keys and values of 8 bits cannot be built yet: INT8" in refused.stderr
-    assert "`specdec convert --kv-cache-dtype auto`" in refused.stderr
-    assert not (tmp_path / "engine").exists()
+    assert found["checkpoint"]["quantization"]["kv_cache_quant_algo"] == algorithm
+    text.write_text("The little dog had a red ball. " * 9)
+    build = ["build", "--checkpoint-dir", ckpt, "--output-dir", engine, *DRAFTS, *SIZES, "--quality-text", text]
+    document = specdec(*build, "--json").document
+    assert_valid("build", document)
+    assert document["engine"]["quantization"]["kv_cache_quant_algo"] == algorithm
+    assert document["engine"]["quality"]["mean_kl"] > 0
+    shown = specdec(*build, "--force")
+    # 2 layers of 2 heads, keys and values of 8 bytes and a scale of 4
+    assert "blocks of 32 tokens" in shown.stdout and f"{algorithm}, 96 bytes a token" in shown.stdout
+    assert specdec("verify", engine).exit_code == 0
+    run = ["run", "--engine-dir", engine, "--input-text", PROMPT, "--max-output-len", 12]
+    plain, drafted = specdec(*run, "--json").document, specdec(*run, "--ngram-config", "4,2", "--json").document
+    assert_valid("run", plain)
+    assert texts_of(plain) == texts_of(drafted)

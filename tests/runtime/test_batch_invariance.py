@@ -22,19 +22,29 @@ from runtime.engine import Engine, KVCacheConfig
 from runtime.request import Draft, Request, Sequence
 
 MAX_LEN = 900
+WINDOWED = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 100}
+# By dtype, and how K/V are rounded.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "float32": ("llama", {}),
-    "bfloat16": ("mistral", {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 100}),
+    "bfloat16": ("mistral", WINDOWED),
     "float16": ("qwen2", {}),
+    "float32 FP8": ("llama", {}),
+    "bfloat16 INT8": ("mistral", WINDOWED),
 }
+
+
+def build_model(name: str, compiler: str, make_engine_dir: MakeEngineDir) -> Path:
+    """The engine directory of one of `MODELS`."""
+    family, overrides = MODELS[name]
+    dtype, _, kv_cache = name.partition(" ")
+    model = make_model(family, max_position_embeddings=MAX_LEN, **overrides)
+    limits = {"max_input_len": MAX_LEN - 1, "max_seq_len": MAX_LEN + 10, "tokens_per_block": 16}
+    return make_engine_dir(model, compiler=compiler, dtype=dtype, kv_cache=kv_cache or None, **limits)
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def engine_dir(request: pytest.FixtureRequest, make_engine_dir: MakeEngineDir) -> Path:
-    family, overrides = MODELS[request.param]
-    model = make_model(family, max_position_embeddings=MAX_LEN, **overrides)
-    limits = {"max_input_len": MAX_LEN - 1, "max_seq_len": MAX_LEN + 10, "tokens_per_block": 16}
-    return make_engine_dir(model, compiler="aot", dtype=request.param, **limits)
+    return build_model(request.param, "aot", make_engine_dir)
 
 
 @pytest.fixture(scope="module")

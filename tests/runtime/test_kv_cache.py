@@ -349,14 +349,32 @@ def test_pool_is_zero_and_copies_every_layer() -> None:
     for tensor in (*pool.keys, *pool.values):
         assert not tensor.any()
         tensor[1] = torch.rand(tensor.shape[1:])
+    assert not pool.scales and pool.tensors() == (pool.keys, pool.values)
     before = [tensor[1].clone() for tensor in (*pool.keys, *pool.values)]
     pool.copy_block(BlockCopy(source=1, destination=2))
     for tensor, source in zip((*pool.keys, *pool.values), before, strict=True):
         assert torch.equal(tensor[1], source) and torch.equal(tensor[2], source) and not tensor[0].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_pool_of_8_bits_has_scales_and_copies_them(dtype: torch.dtype) -> None:
+    pool = KVPool([LayerShape(2, 8, 8, None), LayerShape(1, 4, 6, 16)], 3, 4, dtype, torch.device("cpu"))
+    assert {tensor.dtype for tensor in (*pool.keys, *pool.values)} == {dtype}
+    assert [tuple(scales.shape) for scales in pool.scales] == [(3, 2, 2, 4), (3, 1, 2, 4)]
+    every = [tensor for tensors in pool.tensors() for tensor in tensors]
+    assert len(every) == 6
+    for tensor in every:
+        tensor[1] = (torch.rand(tensor.shape[1:]) * 100).to(tensor.dtype)
+    before = [tensor[1].clone() for tensor in every]
+    pool.copy_block(BlockCopy(source=1, destination=2))
+    for tensor, source in zip(every, before, strict=True):
+        assert torch.equal(tensor[2].float(), source.float()) and source.float().any() and not tensor[0].float().any()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn], ids=str
+)
 def test_bytes_per_block_are_those_of_the_pool(dtype: torch.dtype) -> None:
     layers = [LayerShape(2, 8, 8, None), LayerShape(1, 4, 6, 16)]
     pool = KVPool(layers, 3, 4, dtype, torch.device("cpu"))
-    assert bytes_per_block(layers, 4, dtype) * 3 == sum(t.nbytes for t in (*pool.keys, *pool.values))
+    assert bytes_per_block(layers, 4, dtype) * 3 == sum(t.nbytes for t in (*pool.keys, *pool.values, *pool.scales))

@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from shared import MakeEngineDir
-from test_batch_invariance import MAX_LEN, MODELS
-from tiny import VOCAB_SIZE, make_model
+from test_batch_invariance import MAX_LEN, MODELS, build_model
+from tiny import VOCAB_SIZE
 from torch import Tensor
 
 from runtime import leader, orchestrator
@@ -27,17 +27,14 @@ from runtime.request import Draft, Request, Sequence
 POISON = 7  # a token
 KINDS = {"NaN": torch.nan, "infinite": torch.inf, "minus infinite": -torch.inf, "huge": None}
 # In one step a compiled engine computes the same bits in any company; without the kernels only float32 is close enough.
-ENGINES = [*(("aot", dtype) for dtype in MODELS), ("none", "float32")]
+ENGINES = [*(("aot", name) for name in MODELS), ("none", "float32"), ("none", "float32 FP8")]
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids="-".join)
 def engine(request: pytest.FixtureRequest, make_engine_dir: MakeEngineDir) -> Iterator[Engine]:
     """The models of `test_batch_invariance`."""
-    compiler, dtype = request.param
-    family, overrides = MODELS[dtype]
-    model = make_model(family, max_position_embeddings=MAX_LEN, **overrides)
-    limits = {"max_input_len": MAX_LEN - 1, "max_seq_len": MAX_LEN + 10, "tokens_per_block": 16}
-    with Engine.open(make_engine_dir(model, compiler=compiler, dtype=dtype, **limits)) as opened:
+    compiler, name = request.param
+    with Engine.open(build_model(name, compiler, make_engine_dir)) as opened:
         yield opened
 
 
@@ -56,8 +53,8 @@ def poisoned(engine: Engine, kind: str, *, wholly: bool) -> Iterator[None]:
     bad = torch.finfo(row.dtype).max if value is None else value
     row[slice(None) if wholly else 3] = bad
     engine.clear_cache()
-    for pool in (*engine._pool.keys, *engine._pool.values):
-        pool.fill_(bad)
+    for pool in (*engine._pool.keys, *engine._pool.values, *engine._pool.scales):
+        pool.fill_(127 if pool.dtype == torch.int8 else bad)
     yield
     row.copy_(clean)
     engine.clear_cache()

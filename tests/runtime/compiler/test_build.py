@@ -471,6 +471,7 @@ SHAPES_OF_PACKAGE: dict[str, tuple[tuple[str | int, ...], object]] = SHAPES | {
     "build_config.tokens_per_block 4: 8": (("build_config", "tokens_per_block"), 8),
     "build_config.max_seq_len 170: 5000": (("build_config", "max_seq_len"), 5000),
     "build_config.max_batch_size 4: 9": (("build_config", "max_batch_size"), 9),
+    "kv_cache None: INT8": (("quantization",), {"quant_algo": None, "kv_cache_quant_algo": "INT8"}),
 }
 
 

@@ -64,10 +64,37 @@ CASES = [
 ]
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 KINDS = [*((dtype, 0) for dtype in TOLERANCE), (torch.bfloat16, 1)]  # dtypes, and the arithmetics that they have
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+# Also as what keys and values are stored.
+ROUNDED_KINDS = [(dtype, 0, stored) for dtype in TOLERANCE for stored in (INT8, FP8)]
+ATTENTION_KINDS = [*((*kind, None) for kind in KINDS), *ROUNDED_KINDS, (torch.bfloat16, 1, INT8)]
+FEW_ATTENTION_KINDS = [*((*kind, None) for kind in KINDS), (torch.bfloat16, 0, INT8), (torch.float32, 0, FP8)]
 LINEAR_KINDS = [*KINDS, (torch.bfloat16, 2), (torch.float16, 2)]  # the last is then computed in float32
 
 
-def run(case: Case, dtype: torch.dtype, arithmetic: int) -> tuple[Tensor, Tensor]:
+def in_8_bits(numbers: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(..., D) numbers as they are stored, and their (...) scales: by definition."""
+    scales = numbers.float().abs().amax(-1) / (127 if stored == INT8 else 448)
+    over_scale = numbers.float() / scales[..., None]
+    return (over_scale.round() if stored == INT8 else over_scale).to(stored), scales
+
+
+def pools(key_pool: Tensor, value_pool: Tensor, stored: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Numbers as a pool has them: keys, values, and scales."""
+    if stored is None:
+        return key_pool, value_pool, None
+    (keys, of_keys), (values, of_values) = in_8_bits(key_pool.mT, stored), in_8_bits(value_pool, stored)
+    return keys.mT.contiguous(), values, torch.stack([of_keys, of_values], 2)
+
+
+def meant(keys: Tensor, values: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The numbers of pools, in float64."""
+    if scales is None:
+        return keys.double(), values.double()
+    return keys.double() * scales[:, :, :1].double(), values.double() * scales[:, :, 1, :, None].double()
+
+
+def run(case: Case, dtype: torch.dtype, arithmetic: int, stored: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Outputs of kernel and formula, (B x Q, H, Dv), with new K/V written by the kernel and by hand."""
     B, Q, H, Hk, D, Dv = case.B, case.Q, case.H, case.Hk, case.D, case.Dv
     generator = torch.Generator().manual_seed(0)
@@ -86,12 +113,17 @@ def run(case: Case, dtype: torch.dtype, arithmetic: int) -> tuple[Tensor, Tensor
         block, offset = divmod(slot, case.block_size)
         expected_keys[block, :, :, offset] = key[0, :, token]
         expected_values[block, :, offset] = value[0, :, token]
+    *pair, scales = pools(key_pool, value_pool, stored)
     output = torch.ops.specdec.paged_attention(
-        query, key, value, key_pool, value_pool, positions, slots, block_tables, D**-0.5, case.window, arithmetic
+        *(query, key, value, *pair, positions, slots, block_tables, D**-0.5, case.window, arithmetic),
+        scales=scales,
     )
-    assert torch.equal(key_pool, expected_keys) and torch.equal(value_pool, expected_values)
-    keys = expected_keys[block_tables].permute(0, 2, 1, 4, 3).reshape(B, Hk, -1, D).double()
-    values = expected_values[block_tables].transpose(1, 2).reshape(B, Hk, -1, Dv).double()
+    expected_pools = pools(expected_keys, expected_values, stored)
+    for ours, theirs in zip((*pair, scales), expected_pools, strict=True):
+        assert ours is theirs or torch.equal(ours.float(), theirs.float())
+    expected_keys, expected_values = meant(*expected_pools)
+    keys = expected_keys[block_tables].permute(0, 2, 1, 4, 3).reshape(B, Hk, -1, D)
+    values = expected_values[block_tables].transpose(1, 2).reshape(B, Hk, -1, Dv)
     rows = query[0].reshape(H, B, Q, D).transpose(0, 1).double()
     scores = rows @ keys.repeat_interleave(H // Hk, 1).transpose(-1, -2) * D**-0.5
     key_positions, query_positions = torch.arange(keys.shape[2]), positions[:, None, :, None]
@@ -103,10 +135,12 @@ def run(case: Case, dtype: torch.dtype, arithmetic: int) -> tuple[Tensor, Tensor
     return output, expected
 
 
-@pytest.mark.parametrize(("dtype", "arithmetic"), KINDS, ids=str)
+@pytest.mark.parametrize(("dtype", "arithmetic", "stored"), ATTENTION_KINDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel_is_attention(case: Case, dtype: torch.dtype, arithmetic: int, threads: int) -> None:
-    output, expected = run(case, dtype, arithmetic)
+def test_kernel_is_attention(
+    case: Case, dtype: torch.dtype, arithmetic: int, stored: torch.dtype | None, threads: int
+) -> None:
+    output, expected = run(case, dtype, arithmetic, stored)
     assert output.dtype == dtype
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
@@ -198,7 +232,13 @@ class Sequences:
     """Three sequences of random queries, keys and values, whose K/V lie in blocks all over a pool."""
 
     def __init__(
-        self, shape: tuple[int, int, int, int], block_size: int, window: int, dtype: torch.dtype, arithmetic: int = 0
+        self,
+        shape: tuple[int, int, int, int],
+        block_size: int,
+        window: int,
+        dtype: torch.dtype,
+        arithmetic: int = 0,
+        stored: torch.dtype | None = None,
     ) -> None:
         H, Hk, D, Dv = shape
         self.block_size, self.window, self.arithmetic, length = block_size, window, arithmetic, 1500
@@ -208,8 +248,9 @@ class Sequences:
         )
         num_blocks = -(-length // block_size)
         self.tables = (torch.randperm(3 * num_blocks, generator=generator) + 1).view(3, num_blocks)
-        self.key_pool = torch.zeros(3 * num_blocks + 1, Hk, D, block_size, dtype=dtype)
-        self.value_pool = torch.zeros(3 * num_blocks + 1, Hk, block_size, Dv, dtype=dtype)
+        self.key_pool = torch.zeros(3 * num_blocks + 1, Hk, D, block_size, dtype=stored or dtype)
+        self.value_pool = torch.zeros(3 * num_blocks + 1, Hk, block_size, Dv, dtype=stored or dtype)
+        self.scales = None if stored is None else torch.zeros(3 * num_blocks + 1, Hk, 2, block_size)
         self.attend([(sequence, 0, length) for sequence in range(3)])
 
     def attend(self, rows: list[tuple[int, int, int]]) -> list[Tensor]:
@@ -232,6 +273,7 @@ class Sequences:
             0.2,
             self.window,
             self.arithmetic,
+            scales=self.scales,
         )
         return [output[b * Q : b * Q + num_tokens] for b, (_, _, num_tokens) in enumerate(rows)]
 
@@ -243,12 +285,12 @@ ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1400), st.integers(1
 @pytest.mark.parametrize("window", [0, 300, 5])
 @pytest.mark.parametrize("block_size", [32, 24, 256])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("dtype", "arithmetic"), KINDS, ids=str)
+@pytest.mark.parametrize(("dtype", "arithmetic", "stored"), FEW_ATTENTION_KINDS, ids=str)
 def test_attention_of_a_token_has_the_same_bits_in_any_company(
-    dtype: torch.dtype, arithmetic: int, shape: str, block_size: int, window: int
+    dtype: torch.dtype, arithmetic: int, stored: torch.dtype | None, shape: str, block_size: int, window: int
 ) -> None:
     """Whatever the batch, the row that it is in, and the threads; against one token at a time, by one thread."""
-    sequences = Sequences(SHAPES[shape], block_size, window, dtype, arithmetic)
+    sequences = Sequences(SHAPES[shape], block_size, window, dtype, arithmetic, stored)
 
     @settings(max_examples=10 if settings.get_current_profile_name() == "default" else 1000, deadline=None)
     @given(rows=ROWS, threads=st.sampled_from([1, 2, 3, 5]))
@@ -268,19 +310,28 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("block_size", [32, 24])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("dtype", "arithmetic"), KINDS, ids=str)
+@pytest.mark.parametrize(("dtype", "arithmetic", "stored"), FEW_ATTENTION_KINDS, ids=str)
 def test_numbers_that_are_not_finite_reach_only_who_sees_them(
-    dtype: torch.dtype, arithmetic: int, shape: str, block_size: int, window: int, poison: float, threads: int
+    dtype: torch.dtype,
+    arithmetic: int,
+    stored: torch.dtype | None,
+    shape: str,
+    block_size: int,
+    window: int,
+    poison: float,
+    threads: int,
 ) -> None:
     """In the key or the value of a token in the middle, and in all that lies in blocks behind the last."""
-    sequences, start, num_tokens = Sequences(SHAPES[shape], block_size, window, dtype, arithmetic), 290, 41
+    sequences, start, num_tokens = Sequences(SHAPES[shape], block_size, window, dtype, arithmetic, stored), 290, 41
     rows = [(0, start, num_tokens), (1, 7, 4), (2, 600, 1)]  # odd numbers of keys, and even ones
     clean = sequences.attend(rows)
     for sequence, first, count in rows:
         behind = torch.arange(first + count, 1500)
         blocks, offsets = sequences.tables[sequence][behind // block_size], behind % block_size
-        sequences.key_pool[blocks, ..., offsets] = poison
-        sequences.value_pool[blocks, :, offsets] = poison
+        for pool in (sequences.key_pool.mT, sequences.value_pool):
+            pool[blocks, :, offsets] = 127 if stored == INT8 else poison
+        if sequences.scales is not None:
+            sequences.scales[blocks, ..., offsets] = poison
     assert all(torch.equal(a, b) for a, b in zip(sequences.attend(rows), clean, strict=True))
     for numbers in (sequences.key, sequences.value):
         kept = numbers[0, start + 20].clone()
