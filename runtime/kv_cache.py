@@ -250,9 +250,9 @@ class KVPool:
         if is_rounded(dtype):
             self.scales = [pool(layer.num_kv_heads, 2, block_size, torch.float32) for layer in layers]
 
-    def tensors(self) -> tuple[list[Tensor], ...]:
-        """What the step takes beside a batch."""
-        return (self.keys, self.values, self.scales) if self.scales else (self.keys, self.values)
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What the step takes beside a batch: keys, and values with the scales behind them."""
+        return self.keys, [*self.values, *self.scales]
 
     def occupy(self) -> None:
         """Write everywhere. Pages never written to are one page of zeros, which is read faster than memory."""

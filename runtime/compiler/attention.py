@@ -13,7 +13,7 @@ window, and its attention of none).
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -37,7 +37,7 @@ class PagedInputs:
 
     key_pools: list[Tensor]  # per layer (num_blocks, Hk, D, block_size)
     value_pools: list[Tensor]  # per layer (num_blocks, Hk, block_size, Dv)
-    scale_pools: Sequence[Tensor]  # of K/V in 8 bits per layer (num_blocks, Hk, 2, block_size)
+    scale_pools: list[Tensor]  # of K/V in 8 bits per layer (num_blocks, Hk, 2, block_size)
     positions: Tensor  # (B, Q) int64
     slot_mapping: Tensor  # (B, Q) int64
     block_tables: Tensor  # (B, N) int64

@@ -102,8 +102,7 @@ def build_engine(
             flush_denormals()
         shape = StepShape(checkpoint.dtype, pretrained.vocab_size, layers, build, _kv_cache(checkpoint))
         compiled = _compile(model, shape, directory)
-        build = compiled.build
-        shape = dataclasses.replace(shape, build_config=build)
+        build, shape = compiled.build, dataclasses.replace(shape, build_config=compiled.build)
         if build.compiler != "aot":
             shutil.copyfile(weights, directory / "rank0.safetensors")
         phase("checking the logits")

@@ -113,7 +113,7 @@ def export_step(
     batch = pack(rows, block_size, pool.keys[0].device)
     free = torch.export.Dim.DYNAMIC
     pools = pool.tensors()
-    dynamic = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: free}] * len(layers)] * len(pools)
+    dynamic = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: free}] * len(part) for part in pools]
     return torch.export.export(step, (*batch.tensors(), *pools), strict=False, dynamic_shapes=tuple(dynamic))
 
 

@@ -7,7 +7,7 @@ gives the compiled function its signature.
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -380,9 +380,9 @@ class Step(nn.Module):
         block_tables: Tensor,  # (B, N) int64
         logit_indices: Tensor,  # (T,) int64 into the flattened (B x Q)
         key_pools: list[Tensor],  # per layer (num_blocks, Hk, D, block_size)
-        value_pools: list[Tensor],  # per layer (num_blocks, Hk, block_size, Dv)
-        scale_pools: Sequence[Tensor] = (),  # of K/V in 8 bits per layer (num_blocks, Hk, 2, block_size) float32
+        value_pools: list[Tensor],  # per layer (num_blocks, Hk, block_size, Dv); then, in 8 bits, per layer scales
     ) -> Tensor:  # (T, vocab)
+        value_pools, scale_pools = value_pools[: len(key_pools)], value_pools[len(key_pools) :]
         paged = PagedInputs(key_pools, value_pools, scale_pools, positions, slot_mapping, block_tables)
         (B, Q), num_blocks, block_size = input_ids.shape, key_pools[0].shape[0], key_pools[0].shape[3]
         _declare_equal(B, positions.shape[0], slot_mapping.shape[0], block_tables.shape[0])

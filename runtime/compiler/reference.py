@@ -28,13 +28,13 @@ def rounded_attention(
     attention_mask: Tensor | None,
     *,
     round_kv: RoundKV,
-    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """As transformers' eager attention, in float32. Returns (1, n, H, Dv)."""
     key, value = round_kv(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     num_groups = query.shape[1] // key.shape[1]
     keys, values = (numbers.float().repeat_interleave(num_groups, 1) for numbers in (key, value))
+    scaling = kwargs.get("scaling")
     scores = query.float() @ keys.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if attention_mask is not None:
         scores = scores + attention_mask
