@@ -73,7 +73,7 @@ def _config_for_tokenizer(directory: Path, pretrained_config: dict[str, Any]) ->
     if named.get("tokenizer_class") is None or "auto_map" in named:
         return CONFIG_MAPPING[pretrained_config["model_type"]].from_dict(pretrained_config)
     config = PreTrainedConfig.from_dict(pretrained_config)
-    config.model_type = pretrained_config["model_type"]
+    config.model_type = pretrained_config["model_type"]  # type: ignore[misc]
     return config
 
 
