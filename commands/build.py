@@ -10,8 +10,8 @@ from commands.options.build import DEFAULT_MAX_INPUT_LEN, BuildOptions
 from commands.options.expand import expand_groups
 from commands.output import Output, check_new_directory, megabytes
 from commands.tables.precision import described, described_quality
-from runtime.checkpoint_dir import check_precision, open_checkpoint
-from runtime.config import EngineConfig, as_json
+from runtime.checkpoint_dir import check_precision, check_self_draft, open_checkpoint
+from runtime.config import EngineConfig, SelfDraft, as_json
 from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
 
 
@@ -27,6 +27,7 @@ def build(options: BuildOptions, output: Output) -> None:
     check_new_directory(options.output_dir)
     checkpoint = open_checkpoint(options.checkpoint_dir)
     check_precision(checkpoint.quantization)
+    check_self_draft(checkpoint.quantization, options.copy)
     if options.quality_text is not None:
         check_readable([options.quality_text])
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
@@ -112,6 +113,8 @@ def _summary(config: EngineConfig, output_dir: Path, size: int, elapsed: float, 
         f"batch {build.max_batch_size}, input {build.max_input_len}, input + output {build.max_request_len} tokens",
     )
     table.add_row("drafts", f"up to {build.max_draft_len} tokens" if build.max_draft_len else "none")
+    if build.self_draft is not None:
+        table.add_row("copy that drafts", _described_copy(build.self_draft))
     table.add_row("K/V cache", _kv_cache(config))
     table.add_row(
         "logits check",
@@ -120,3 +123,8 @@ def _summary(config: EngineConfig, output_dir: Path, size: int, elapsed: float, 
     table.add_row("size", megabytes(size))
     table.add_row("time", f"{elapsed:.1f} s (" + ", ".join(f"{name} {s:.1f} s" for name, s in phases.items()) + ")")
     return table
+
+
+def _described_copy(self_draft: SelfDraft) -> str:
+    size = self_draft.group_size
+    return f"linear weights in {self_draft.qformat}, {'by output' if size is None else f'in groups of {size}'}"

@@ -2,6 +2,7 @@
 
 What stands for the step depends on the compiler: `rank0.pt2` with `rank0.safetensors`, the weights as it wants them
 (aot); the model's own weights with `rank0.cache`, the compiler's cache (torch-compile); or the weights alone (none).
+In `self-draft` the same of the copy that drafts, if there is one, with those weights that are not the target's.
 A compiled step is machine code: open only bundles you would run as a program.
 
 Nothing here needs torch: what is wrong with a directory is said before torch is imported.
@@ -10,7 +11,7 @@ Nothing here needs torch: what is wrong with a directory is said before torch is
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from runtime.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes, is_of_tokenizer
@@ -19,6 +20,8 @@ from runtime.errors import SpecDecError
 from runtime.files import Stamp, read_json, recover_directory, stamp_of
 
 LIBRARY = "kernels.so"
+COPY_DIR = "self-draft"
+"""Of the copy that drafts: what the compiler makes of its step, and the weights that are not the target's."""
 _BUILD_AGAIN = "build it again"
 ENGINE = Artefact("the engine was built", _BUILD_AGAIN, fact="engine")
 
@@ -26,13 +29,10 @@ ENGINE = Artefact("the engine was built", _BUILD_AGAIN, fact="engine")
 def step_files(config: EngineConfig) -> list[str]:
     build = config.build_config
     kernels = [LIBRARY] if uses_kernels(build.compiler, config.environment.device) else []
-    match build.compiler:
-        case "aot":
-            return ["rank0.pt2", "rank0.safetensors", *kernels]
-        case "torch-compile":
-            return ["rank0.safetensors", "rank0.cache", *kernels]
-        case "none":
-            return ["rank0.safetensors"]
+    made = {"aot": ["rank0.pt2"], "torch-compile": ["rank0.cache"], "none": []}
+    of_step = ["rank0.safetensors", *made[build.compiler]]
+    of_copy = [] if build.self_draft is None else [f"{COPY_DIR}/{name}" for name in of_step]
+    return [*of_step, *of_copy, *kernels]
 
 
 def uses_kernels(compiler: Compiler, device: str) -> bool:
@@ -80,7 +80,8 @@ def parse_engine_config(data: dict[str, Any], engine_dir: Path) -> EngineConfig:
     config = parse(EngineConfig, data, str(engine_dir / CONFIG))
     if not isinstance(config.pretrained_config.get("model_type"), str):
         raise SpecDecError(f"`{engine_dir / CONFIG}` names no `model_type`", hint=_BUILD_AGAIN, fact="engine")
-    recorded = {record.name.partition("/")[0] for record in config.files}
+    recorded = {record.name for record in config.files}
+    recorded |= {parent.as_posix() for name in recorded for parent in PurePosixPath(name).parents}
     for name in step_files(config):
         if name not in recorded:
             raise SpecDecError(

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes
-from runtime.config import CheckpointConfig, Mapping, Quantization, parse
+from runtime.config import CheckpointConfig, Mapping, Quantization, SelfDraft, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json, recover_directory
 
@@ -71,4 +71,21 @@ def check_precision(quantization: Quantization | None) -> None:
             "engines whose layers multiply integers of 8 bits cannot be built yet: activations int8",
             hint="convert the model again with activations as they are",
             fact="activations",
+        )
+
+
+_BITS = {"W8A16": 8, "W8A16_GPTQ": 8, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8, "FP8_BLOCK_SCALES": 8}
+
+
+def check_self_draft(quantization: Quantization | None, self_draft: SelfDraft | None) -> None:
+    """SpecDecError for a copy that drafts whose weights would be in no fewer bits than the checkpoint's own."""
+    if quantization is None or quantization.quant_algo in (None, "MIXED_PRECISION") or self_draft is None:
+        return
+    bits = _BITS.get(str(quantization.quant_algo), 4)
+    if bits <= int(self_draft.qformat.removeprefix("int")):
+        raise SpecDecError(
+            f"the checkpoint's weights are in {bits} bits already ({quantization.quant_algo}), so a copy in "
+            f"{self_draft.qformat} would draft no faster than they do",
+            hint="build it without a copy that drafts, or convert the model with weights of more bits",
+            fact="self_draft_bits",
         )

@@ -131,6 +131,15 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class SelfDraft:
+    """How the linear weights of the copy are rounded by which a model drafts for itself."""
+
+    qformat: Literal["int8", "int4"]
+    group_size: Size | None = 64
+    """Inputs that share a scale; None: all of an output's."""
+
+
+@dataclass(frozen=True)
 class BuildConfig:
     """What `build` fixed; `run` may not exceed it.
 
@@ -145,6 +154,8 @@ class BuildConfig:
     max_draft_len: Annotated[int, Between(0, MAX_DRAFT_LEN)]
     tokens_per_block: Annotated[int, Between(1, MAX_TOKENS_PER_BLOCK)]
     speculative_decoding_mode: SpeculativeDecodingMode
+    self_draft: SelfDraft | None = None
+    """None: there is no copy that drafts."""
 
     @property
     def max_request_len(self) -> int:
@@ -233,6 +244,10 @@ class EngineConfig:
     step_costs: tuple[StepCost, ...] = ()
     host_s: Measure = 0.0
     """Seconds of a loop's turn beside the compiled step."""
+    self_draft_check: LogitsCheck | None = None
+    """Of the copy that drafts, against the same rounded weights."""
+    self_draft_costs: tuple[StepCost, ...] = ()
+    """What the copy's steps took."""
     machine: MachineSpeed | None = None
     """Where steps were measured."""
     quantization: Quantization | None = None

@@ -18,7 +18,7 @@ from runtime.batch import Row, context_row, fold, generation_row, pack
 from runtime.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
 from runtime.compiler.compilation import StepFunction
 from runtime.compiler.kernels import flush_denormals
-from runtime.compiler.opening import check_environment, check_shape, open_step
+from runtime.compiler.opening import check_environment, check_shape, open_copy, open_step
 from runtime.config import EngineConfig
 from runtime.errors import SpecDecError, UsageError
 from runtime.free_memory import free_memory
@@ -57,6 +57,7 @@ class Engine:
         device: torch.device,
         kv_cache: KVCacheConfig,
         max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
+        copy_step: StepFunction | None = None,
     ) -> None:
         if max_num_tokens < 1:
             raise UsageError(f"at least one token is computed at a time: {max_num_tokens}", hint="raise it")
@@ -64,9 +65,9 @@ class Engine:
         self.max_num_tokens = max_num_tokens
         self.device = device
         self.block_reuse = kv_cache.block_reuse
-        self.step_time_s = 0.0
+        self.step_time_s = self.copy_time_s = 0.0
         self._is_open = True
-        self._step = step
+        self._step, self._copy_step = step, copy_step
         # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
         self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
         num_blocks = _num_blocks(config, kv_cache, device)
@@ -108,7 +109,8 @@ class Engine:
             check_step_files(bundle)
             check_shape(config, engine_dir)
             step = open_step(compiler, config.pretrained_config, config.dtype, engine_dir, device)
-        return cls(config, step, device, kv_cache or KVCacheConfig(), max_num_tokens)
+            copy_step = open_copy(step, engine_dir, device) if config.build_config.self_draft else None
+        return cls(config, step, device, kv_cache or KVCacheConfig(), max_num_tokens, copy_step)
 
     def __enter__(self) -> "Engine":
         return self
@@ -124,7 +126,7 @@ class Engine:
         """Give back the memory of the K/V cache and the compiled step. Closed, it can be closed again, and no more."""
         if self._is_open:
             self._is_open = False
-            del self._step, self._pool
+            del self._step, self._copy_step, self._pool
 
     def check_is_open(self) -> None:
         """SpecDecError once it was closed."""
@@ -228,10 +230,22 @@ class Engine:
                 self.compute_context(sequence, min(sequence.num_unscored, self.max_num_tokens))
             while len(sequence.tokens) - sequence.num_computed > self.max_num_tokens:
                 self.compute_context(sequence, self.max_num_tokens)
-        rows = [generation_row(s, draft.tokens) for s, draft in zip(sequences, drafts, strict=True)]
+        return self._forward_apart([generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)])
+
+    def forward_copy(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
+        """As `forward`, by the copy that drafts: into the same K/V cache, and of no more tokens than fit a draft.
+
+        Its K/V are nobody's: `num_computed` of a sequence that is stepped or released must stay at what the target has
+        computed, whose step computes these tokens again, and writes over them before it reads.
+        """
+        rows = [generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)]
+        return self._forward_apart(rows, by_copy=True)
+
+    def _forward_apart(self, rows: Seq[Row], *, by_copy: bool = False) -> list[Tensor]:
+        """The logits of each row by itself."""
         logits: dict[int, Tensor] = {}
         for group in _similar_lengths(rows):
-            together = self._forward([rows[i] for i in group])
+            together = self._forward([rows[i] for i in group], by_copy=by_copy)
             # One at a time needs no division, which takes 50 us where the step has emptied the caches.
             parts = [together] if len(group) == 1 else together.split_with_sizes([rows[i].num_logits for i in group])
             logits.update(zip(group, parts, strict=True))
@@ -281,9 +295,11 @@ class Engine:
         self._forward(rows)
         return self.step_time_s - before
 
-    def _forward(self, rows: Seq[Row]) -> Tensor:
+    def _forward(self, rows: Seq[Row], *, by_copy: bool = False) -> Tensor:
         """(T, vocab) logits of the rows' last positions."""
         self.check_is_open()
+        step = self._copy_step if by_copy else self._step
+        assert step is not None
         if self._reads_in_place:
             rows = fold(rows)
         batch = pack(rows, self._blocks.block_size, self.device)
@@ -291,10 +307,13 @@ class Engine:
             flush_denormals()
         start = time.perf_counter()
         with torch.inference_mode():
-            logits = self._step(*batch.tensors(), *self._pool.tensors())
+            logits = step(*batch.tensors(), *self._pool.tensors())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.step_time_s += time.perf_counter() - start
+        if by_copy:
+            self.copy_time_s += time.perf_counter() - start
+        else:
+            self.step_time_s += time.perf_counter() - start
         return logits
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,7 @@ from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
 from runtime.cache import cache_dir, digest, file_digest, locked_entry, remove_left_over, used_entry
 from runtime.compiler.kernels import processor
 from runtime.compiler.opening import current_environment
-from runtime.config import BuildConfig, Dtype
+from runtime.config import BuildConfig, Dtype, SelfDraft
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
@@ -44,6 +45,8 @@ class EngineSettings:
     max_seq_len: int | None = None
     max_draft_len: int = 10
     """0: takes no drafts (a draft model's engine)."""
+    self_draft: Literal["int8", "int4"] | None = None
+    """How the copy is rounded by which the model drafts for itself; None: there is none."""
 
     def build_config(self, num_positions: int) -> BuildConfig:
         max_seq_len = self.max_seq_len or min(num_positions, _MAX_SEQ_LEN)
@@ -55,6 +58,7 @@ class EngineSettings:
             max_draft_len=self.max_draft_len,
             tokens_per_block=32,
             speculative_decoding_mode="draft_tokens_external" if self.max_draft_len else "none",
+            self_draft=None if self.self_draft is None else SelfDraft(self.self_draft),
         )
 
 

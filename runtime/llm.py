@@ -22,7 +22,14 @@ from runtime.costs import CostModel
 from runtime.drafters.compatibility import TargetIdentity, check_corpora, check_draft_engine
 from runtime.drafters.opening import Opening, open_drafter
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.settings import DrafterSettings, DraftFunction, DraftLenMode, as_settings, check_draft_len_fits
+from runtime.drafters.settings import (
+    DrafterSettings,
+    DraftFunction,
+    DraftLenMode,
+    as_settings,
+    check_draft_len_fits,
+    check_has_copy,
+)
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError, UsageError
@@ -56,6 +63,7 @@ class EngineOptions(TypedDict, total=False):
     max_batch_size: int
     max_seq_len: int | None
     max_draft_len: int
+    self_draft: Literal["int8", "int4"] | None
     use_cache: bool
 
 
@@ -205,14 +213,15 @@ class LLM:
         if settings is None:
             return Session(self.engine, self.mode)
         config = self.bundle.config
+        check_has_copy(settings, has_copy=config.build_config.self_draft is not None)
         check_draft_len_fits(settings, config.build_config.max_draft_len)
         check_corpora(settings, self.tokenizer, config.vocab_size)
         target = TargetIdentity(self.bundle, self.tokenizer_dir, self.tokenizer)
         opening = Opening(
-            config.vocab_size,
+            self.engine,
             CostModel(config.step_costs, config.host_s) if draft_len_mode == "auto" else None,
             self.kv_cache,
-            partial(self._find_engine, max_draft_len=0),
+            partial(self._find_engine, to_draft=True),
             partial(check_draft_engine, target=target),
         )
         opened = stack.enter_context(open_drafter(settings, opening))
@@ -315,7 +324,7 @@ class LLM:
             )
         return self.tokenizer
 
-    def _find_engine(self, model: str | Path, max_draft_len: int | None = None) -> Path:
+    def _find_engine(self, model: str | Path, *, to_draft: bool = False) -> Path:
         """The engine's directory of a model, or the directory itself where it is one. A `Path` is no hub id."""
         path = Path(model).expanduser()
         if is_engine_dir(path) or (isinstance(model, Path) and not path.is_dir()):
@@ -324,8 +333,8 @@ class LLM:
         use_cache = options.pop("use_cache", True)
         if options.get("dtype") == "auto":
             options["dtype"] = None
-        if max_draft_len is not None:
-            options["max_draft_len"] = max_draft_len
+        if to_draft:
+            options |= {"max_draft_len": 0, "self_draft": None}
         return self._stack.enter_context(engine_of_model(str(model), EngineSettings(**options), use_cache=use_cache))
 
 

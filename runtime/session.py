@@ -47,6 +47,11 @@ class Session:
         has_draft_model = self.opened is not None and self.opened.draft_model is not None
         return self.opened.draft_model.engine if has_draft_model else None  # type: ignore[union-attr]
 
+    @property
+    def _draft_model_time_s(self) -> float:
+        """Seconds in the steps of a draft model, or of the target's own copy, since its engine was opened."""
+        return self.engine.copy_time_s + (self.draft_engine.step_time_s if self.draft_engine else 0.0)
+
     def draws_by_probs(self, sequences: Seq[Sequence]) -> bool:
         """Whether outputs follow the target's distribution without being the tokens it draws by itself."""
         samples = any(not sequence.request.sampling.is_greedy for sequence in sequences)
@@ -55,7 +60,7 @@ class Session:
     def run(self, requests: Seq[Request], *, speculate: bool = True, on_tokens: OnTokens | None = None) -> Generation:
         """Answer the requests, with the drafter or without. Raises Interrupted at Ctrl-C, Unanswered if one fails."""
         times, finished = LoopTimes(), {}
-        draft_start_s = self.draft_engine.step_time_s if self.draft_engine else 0.0
+        draft_start_s = self._draft_model_time_s
         is_interrupted, failed = False, None
         try:
             with closing(self.steps(requests, times, speculate=speculate)) as steps:
@@ -68,8 +73,7 @@ class Session:
             is_interrupted = True
         except RequestError as error:
             failed = error
-        if self.draft_engine:
-            times.draft_model_time_s = self.draft_engine.step_time_s - draft_start_s
+        times.draft_model_time_s = self._draft_model_time_s - draft_start_s
         generation = Generation([finished[request.id] for request in requests if request.id in finished], times)
         if is_interrupted:
             raise Interrupted(generation)

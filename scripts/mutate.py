@@ -63,14 +63,16 @@ BUDGET = At("runtime/request.py", f"{T}test_request.py -k room")
 CHAIN = At("runtime/drafters/chain.py", f"{T}drafters/test_chain.py")
 CORPUS = At("runtime/drafters/corpus.py", f"{T}test_corpus.py -k draft")
 DRAFTING = At("runtime/drafting.py", f"{T}drafters/test_drafter_protocol.py")
-DRAW = At("runtime/drafters/draft_target.py", f"{T}test_rejection.py -k 'texts and similar'")
+DRAW = At("runtime/drafters/proposal.py", f"{T}test_rejection.py -k 'texts and similar'")
 ENGINE = At("runtime/engine.py", f"{T}test_engine.py -k 'not aot'")
 FOLLOW = At("runtime/drafters/draft_target.py", f"{T}drafters/test_draft_target.py")
 LEADER = At("runtime/leader.py", f"{T}test_leader.py")
 LINEAR = At("runtime/compiler/csrc/linear.cpp", f"{KERNELS} -k linear")
 LOOKUP = At("runtime/drafters/lookup.py", f"{T}drafters/test_ngram.py")
+SELF_DRAFT = At("runtime/drafters/self_draft.py", f"{T}drafters/test_self_draft.py -k 'not compiled'")
 NGRAM = At("runtime/drafters/ngram.py", f"{T}drafters/test_ngram.py")
 NOISE = At("runtime/sampling.py", DISTRIBUTION)
+OUTCOMES = At("runtime/drafters/outcomes.py", f"{T}drafters/test_adaptive.py")
 ORCHESTRATOR = At("runtime/orchestrator.py", f"{T}test_orchestrator.py")
 PAGED = At("runtime/compiler/csrc/paged_attention.cpp", f"{KERNELS} -k 'attention or scores or finite or nan'")
 POISON = At("runtime/compiler/attention.py", f"{T}test_poison.py -k 'none and stays'")
@@ -148,10 +150,12 @@ TABLE = [
     ("draft-and-recover-with-one-number", DRAW, '.tokens), "draft")', '.tokens), "target")'),
     ("foreign-id-drafted", FOLLOW, "value=-torch.inf", "value=0.0"),
     ("follower-keeps-blocks", FOLLOW, "if follower is not None:", "if False:"),
+    ("copy-computes-prompts", SELF_DRAFT, "sequence.num_computed == len(sequence.tokens) - 1", "True"),
+    ("copy-drafts-past-the-budget", SELF_DRAFT, "min(max_draft_len, sequence.max_draft_len)", "max_draft_len"),
     ("wrong-sequences-asked", CHAIN, "[sequences[i] for i in empty]", "sequences[: len(empty)]"),
     ("only-first-forgets", CHAIN, "drafter.forget(request_id)", "self.drafters[0].forget(request_id)"),
     ("nothing-cut", ADAPTIVE, "[draft.cut(draft_len) for draft", "[draft.cut(max_draft_len) for draft"),
-    ("after-wrong-is-wrong-too", ADAPTIVE, "range(min(num_right + 1, num_known))", "range(num_known)"),
+    ("after-wrong-is-wrong-too", OUTCOMES, "range(min(num_right + 1, num_known))", "range(num_known)"),
     ("cost-ignored", ADAPTIVE, "token - rate * second", "token"),
     ("inner-never-forgets", ADAPTIVE, "self.drafter.forget(request_id)", "pass"),
     ("undrafted-step-counted", STATS, "if num_drafted == 0:", "if num_drafted < 0:"),

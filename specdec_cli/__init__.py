@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from runtime.drafters.settings import ChainDrafter as ChainDrafter
     from runtime.drafters.settings import DraftTargetDrafter as DraftTargetDrafter
     from runtime.drafters.settings import NgramDrafter as NgramDrafter
+    from runtime.drafters.settings import SelfDrafter as SelfDrafter
     from runtime.drafters.settings import SuffixDrafter as SuffixDrafter
     from runtime.engine import KVCacheConfig as KVCacheConfig
     from runtime.errors import SpecDecError as SpecDecError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from runtime.request import TokenLogprobs as TokenLogprobs
 
 _HOMES = {
-    "runtime.drafters.settings": ("ChainDrafter", "DraftTargetDrafter", "NgramDrafter", "SuffixDrafter"),
+    "runtime.drafters.settings": ("ChainDrafter", "DraftTargetDrafter", "NgramDrafter", "SelfDrafter", "SuffixDrafter"),
     "runtime.engine": ("KVCacheConfig",),
     "runtime.errors": ("SpecDecError", "SpecDecWarning", "UsageError"),
     "runtime.llm": ("LLM", "Output"),
@@ -40,6 +41,7 @@ __all__ = [
     "NgramDrafter",
     "Output",
     "SamplingParams",
+    "SelfDrafter",
     "Sequence",
     "SpecDecError",
     "SpecDecWarning",

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from commands.options.expand import CURRENT_COMMAND
 from runtime.checkpoint import convert
 from runtime.compiler.kernels import compile_kernels
+from runtime.config import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
 
 torch.set_num_threads(1)
@@ -161,6 +162,12 @@ def llama_checkpoint_dir(llama_dir: Path, tmp_path_factory: pytest.TempPathFacto
 def llama_uncompiled_dir(llama_dir: Path, shared: Path) -> Path:
     """Engine directory of `llama_dir` with compiler none, and what its steps cost."""
     return shared_engine(shared / "engines", llama_dir, measure_costs=True)
+
+
+@pytest.fixture(scope="session")
+def self_draft_engine_dir(llama_dir: Path, shared: Path) -> Path:
+    """The same with a copy in 4 bits that drafts."""
+    return shared_engine(shared / "engines", llama_dir, measure_costs=True, self_draft=SelfDraft("int4"))
 
 
 @pytest.fixture(scope="session")

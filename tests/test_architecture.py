@@ -82,6 +82,9 @@ def test_nouns_import_only_nouns(noun: str) -> None:
     assert ours <= NOUNS[noun]
 
 
+WITH_ENGINES = ("runtime.drafters.draft_target", "runtime.drafters.self_draft")
+
+
 def test_drafters_know_no_engine_but_their_own() -> None:
     allowed = {"runtime.corpus", "runtime.errors", "runtime.request", "runtime.sampling"}
     makers = {
@@ -90,7 +93,7 @@ def test_drafters_know_no_engine_but_their_own() -> None:
     }  # they open engines, and hold models together
     for drafter in (name for name in modules("runtime") if name.startswith("runtime.drafters.") and name not in makers):
         ours = {name for name in imports(modules("runtime")[drafter]) if name.startswith("runtime")}
-        engines = {"runtime.engine"} if drafter == "runtime.drafters.draft_target" else set()
+        engines = {"runtime.engine"} if drafter in WITH_ENGINES else set()
         assert {name for name in ours if not name.startswith("runtime.drafters")} <= allowed | engines, drafter
 
 
@@ -108,7 +111,7 @@ LAYERS = (
     ("runtime.drafters.opening", "runtime.drafters.compatibility"),
     ("runtime.orchestrator", "runtime.leader"),
     ("runtime.drafting",),
-    ("runtime.drafters.draft_target",),
+    WITH_ENGINES,
     ("runtime.engine",),
 )
 

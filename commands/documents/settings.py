@@ -12,6 +12,7 @@ from runtime.drafters.settings import (
     DraftTargetDrafter,
     NgramDrafter,
     OneDrafter,
+    SelfDrafter,
     SuffixDrafter,
     drafter_names,
     each_drafter,
@@ -20,7 +21,7 @@ from runtime.llm import LLM
 from runtime.params import SamplingParams
 from runtime.session import Session
 
-Settings = TypeVar("Settings", NgramDrafter, SuffixDrafter, DraftTargetDrafter, CustomDrafter)
+Settings = TypeVar("Settings", NgramDrafter, SuffixDrafter, DraftTargetDrafter, SelfDrafter, CustomDrafter)
 
 _ENGINE_KEYS = (
     *("dtype", "build_config", "environment", "logits_check", "compiler_note"),
@@ -55,6 +56,7 @@ class Setup:
             "ngram_config": self._config_record(self._settings_of(NgramDrafter)),
             "suffix_config": self._config_record(self._settings_of(SuffixDrafter)),
             "draft_target_model_config": None if draft is None else self._draft_target_record(draft),
+            "self_draft_config": self._config_record(self._settings_of(SelfDrafter)),
             "drafter": f"{custom.module}:{custom.factory}" if custom else None,
             "sampling": dataclasses.asdict(request.sampling) | {"bad_words": list(self.params.bad_words or ())},
             "end_ids": sorted(request.end_ids),

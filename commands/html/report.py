@@ -77,6 +77,8 @@ def _one_drafter(name: DrafterName, settings: dict[str, Any]) -> str:
             return f"n-gram lookup [{ngram['max_draft_len']},{ngram['max_matching_ngram_size']}]"
         case "suffix":
             return f"suffix matching, up to {settings['suffix_config']['max_draft_len']} tokens"
+        case "self":
+            return f"the target's own rounded copy, up to {settings['self_draft_config']['max_draft_len']} tokens"
         case "draft-target":
             return f"draft model, up to {settings['draft_target_model_config']['max_draft_len']} tokens"
         case "custom":

@@ -10,6 +10,7 @@ from runtime.drafters.settings import (
     DrafterSettings,
     DraftTargetDrafter,
     check_draft_len_fits,
+    check_has_copy,
     corpora_of,
     each_drafter,
 )
@@ -37,6 +38,7 @@ def check_drafter(drafter: DrafterSettings | None, bundle: Bundle | None) -> Non
     if drafter is None:
         return
     if bundle is not None:
+        check_has_copy(drafter, has_copy=bundle.config.build_config.self_draft is not None)
         check_draft_len_fits(drafter, bundle.config.build_config.max_draft_len)
     elif (drafter.max_draft_len or 0) > MAX_DRAFT_LEN:
         raise UsageError(

@@ -15,6 +15,7 @@ from runtime.config import (
     MAX_TOKENS_PER_BLOCK,
     BuildConfig,
     Compiler,
+    SelfDraft,
     SpeculativeDecodingMode,
 )
 from runtime.errors import UsageError
@@ -54,6 +55,24 @@ class BuildOptions:
     max_draft_len: Annotated[
         int, typer.Option(min=0, max=MAX_DRAFT_LEN, help="Tokens in a draft; 0 for none.", rich_help_panel=SPECULATION)
     ] = 0
+    self_draft: Annotated[
+        Literal["none", "int8", "int4"],
+        typer.Option(
+            metavar="NAME",
+            help="Put a copy of the linear weights, rounded to int8 or int4, into the engine: by it the model drafts "
+            "for itself.",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = "none"
+    self_draft_group_size: Annotated[
+        int | None,
+        typer.Option(
+            min=-1,
+            help="Inputs of the copy's layers that share a scale; -1: all of an output's.",
+            rich_help_panel=SPECULATION,
+            show_default="64",
+        ),
+    ] = None
     speculative_decoding_mode: Annotated[
         SpeculativeDecodingMode,
         typer.Option(
@@ -107,7 +126,16 @@ class BuildOptions:
             max_draft_len=self.max_draft_len,
             tokens_per_block=self.tokens_per_block,
             speculative_decoding_mode=self.speculative_decoding_mode,
+            self_draft=self.copy,
         )
+
+    @property
+    def copy(self) -> SelfDraft | None:
+        """How the copy that drafts is rounded."""
+        if self.self_draft == "none":
+            return None
+        group_size = self.self_draft_group_size or 64
+        return SelfDraft(self.self_draft, None if group_size == -1 else group_size)
 
     def check(self) -> None:
         """UsageError for settings of drafts that do not fit together, or blocks of a size that cannot be."""
@@ -126,6 +154,19 @@ class BuildOptions:
                 "drafts need attention over the paged K/V cache: --use-paged-context-fmha disable",
                 hint="`--use-paged-context-fmha enable`",
             )
+        if self.self_draft != "none" and self.max_draft_len == 0:
+            raise UsageError(
+                f"`--self-draft` needs a draft length: {self.self_draft}",
+                hint="`--speculative-decoding-mode draft_tokens_external --max-draft-len 8` allows drafts of up to 8 "
+                "tokens",
+            )
+        if self.self_draft_group_size is not None and self.self_draft == "none":
+            raise UsageError(
+                f"`--self-draft-group-size` is of the copy that drafts: {self.self_draft_group_size}",
+                hint="`--self-draft int4` puts one into the engine",
+            )
+        if self.self_draft_group_size == 0:
+            raise UsageError("a group has at least one input: --self-draft-group-size 0", hint="64 is the default")
         if self.tokens_per_block & (self.tokens_per_block - 1):
             raise UsageError(
                 f"`--tokens-per-block` must be a power of two: {self.tokens_per_block}",

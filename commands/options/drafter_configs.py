@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.options.lookups import LookupOptions
-from runtime.drafters.settings import CustomDrafter, DraftTargetDrafter, NgramDrafter, SuffixDrafter
+from runtime.drafters.settings import CustomDrafter, DraftTargetDrafter, NgramDrafter, SelfDrafter, SuffixDrafter
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 NGRAM_FORM = "[max_draft_len, max_matching_ngram_size, device_list], such as [10,2,[0]] or 10,2"
 SUFFIX_FORM = "[max_draft_len, device_list], such as [10,[0]] or 10"
 DRAFT_TARGET_FORM = "[draft_len, draft_device_list, target_device_list, use_logits], such as [4,[0],[0],False] or 4"
+SELF_DRAFT_FORM = "[draft_len, device_list, use_logits], such as [8,[0],False] or 8"
 _FIRST_DEVICE = "[0] is the first device"
 
 
@@ -41,10 +42,7 @@ def parse_draft_target_model_config(text: str, draft_model: str | Path | None) -
     draft_len, draft_devices, target_devices, use_logits = _parse_list(
         flag, text, ([0], [0], False), 4, DRAFT_TARGET_FORM
     )
-    if not isinstance(use_logits, bool):
-        raise UsageError(
-            f"use_logits in `{flag}` must be True or False: {use_logits!r}", hint=f"its form is {DRAFT_TARGET_FORM}"
-        )
+    _check_use_logits(flag, use_logits, DRAFT_TARGET_FORM)
     max_draft_len = _positive(flag, "draft_len", draft_len, DRAFT_TARGET_FORM)
     draft_device_id = _single_device(flag, "draft_device_list", draft_devices)
     device_id = _single_device(flag, "target_device_list", target_devices)
@@ -54,6 +52,15 @@ def parse_draft_target_model_config(text: str, draft_model: str | Path | None) -
             hint="`--draft-engine-dir` names it; `specdec build` makes it from the draft model's checkpoint",
         )
     return DraftTargetDrafter(draft_model, max_draft_len, use_logits, draft_device_id), device_id
+
+
+def parse_self_draft_config(text: str) -> tuple[SelfDrafter, int]:
+    """Parse `[draft_len, device_list, use_logits]`; UsageError says which part is wrong."""
+    flag = "--self-draft-config"
+    draft_len, devices, use_logits = _parse_list(flag, text, ([0], False), 3, SELF_DRAFT_FORM)
+    _check_use_logits(flag, use_logits, SELF_DRAFT_FORM)
+    max_draft_len = _positive(flag, "draft_len", draft_len, SELF_DRAFT_FORM)
+    return SelfDrafter(max_draft_len, use_logits), _single_device(flag, "device_list", devices)
 
 
 def parse_custom_drafter(text: str) -> CustomDrafter:
@@ -86,6 +93,11 @@ def _positive(flag: str, name: str, value: Any, form: str) -> int:
             f"{name} in `{flag}` must be a whole number of at least 1: {value!r}", hint=f"its form is {form}"
         )
     return value
+
+
+def _check_use_logits(flag: str, value: Any, form: str) -> None:
+    if not isinstance(value, bool):
+        raise UsageError(f"use_logits in `{flag}` must be True or False: {value!r}", hint=f"its form is {form}")
 
 
 def _single_device(flag: str, name: str, value: Any) -> int:

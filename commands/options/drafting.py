@@ -10,10 +10,12 @@ import typer
 from commands.options.drafter_configs import (
     DRAFT_TARGET_FORM,
     NGRAM_FORM,
+    SELF_DRAFT_FORM,
     SUFFIX_FORM,
     parse_custom_drafter,
     parse_draft_target_model_config,
     parse_ngram_config,
+    parse_self_draft_config,
     parse_suffix_config,
 )
 from commands.options.expand import given_flags
@@ -36,6 +38,7 @@ FLAGS: dict[DrafterName, str] = {
     "ngram": "--ngram-config",
     "suffix": "--suffix-config",
     "draft-target": "--draft-target-model-config",
+    "self": "--self-draft-config",
     "custom": "--drafter",
 }
 
@@ -78,6 +81,16 @@ class DraftingOptions:
     draft_engine_dir: Annotated[
         Path | None,
         typer.Option(help="Engine directory of the draft model.", rich_help_panel=SPECULATION, show_default=False),
+    ] = None
+    self_draft_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Draft by the target's own copy with rounded weights, which `build --self-draft` makes: [draft_len, "
+            "device_list, use_logits], such as [8,[0]].",
+            rich_help_panel=SPECULATION,
+            show_default="no drafter",
+        ),
     ] = None
     drafter: Annotated[
         str | None,
@@ -199,6 +212,7 @@ def given_configs(options: DraftingOptions) -> dict[DrafterName, str]:
         "ngram": options.lookups.ngram_config,
         "suffix": options.lookups.suffix_config,
         "draft-target": options.draft_target_model_config,
+        "self": options.self_draft_config,
         "custom": options.drafter,
     }
     return {name: text for name, text in texts.items() if text is not None}
@@ -234,6 +248,8 @@ def parse_config(
             return parse_suffix_config(text, options.lookups)
         case "draft-target":
             return parse_draft_target_model_config(text, draft_model)
+        case "self":
+            return parse_self_draft_config(text)
         case "custom":
             return parse_custom_drafter(text), 0
 
@@ -268,5 +284,5 @@ def parse_drafter_names(text: str) -> list[DrafterName]:
 
 
 def _form(name: DrafterName) -> str:
-    forms = {"ngram": NGRAM_FORM, "suffix": SUFFIX_FORM, "draft-target": DRAFT_TARGET_FORM}
+    forms = {"ngram": NGRAM_FORM, "suffix": SUFFIX_FORM, "draft-target": DRAFT_TARGET_FORM, "self": SELF_DRAFT_FORM}
     return f"the form of `{FLAGS[name]}` is {forms.get(name, 'module:factory')}"

@@ -59,11 +59,17 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_gpu": "build with `specdec build --device cpu`",
     "no_positions": "give `--max-seq-len`",
     "no_room_for_output": ("raise `--max-seq-len`", "lower `--max-input-len`"),
+    "no_self_draft": (
+        "build it with `specdec build --self-draft int4`",
+        "give the model itself, as `--model-dir`",
+        "draft otherwise: `--ngram-config [10,2,[0]]`",
+    ),
     "no_step_costs": f"{_BUILD_AGAIN}, with memory free for a K/V cache to measure them with",
     "no_unrounded": ("leave `--quality-text` out", "convert the model again: `specdec convert --qformat FORMAT`"),
     "no_token_left": "relax the penalties, `--no-repeat-ngram-size` or `--bad-words`",
     "no_tokenizer": "`--tokenizer-dir` names one",
     "none_fits": "give shorter ones, or build for longer ones: `specdec build --max-input-len N --max-seq-len N`",
+    "nothing_to_round": "leave `--self-draft` out",
     "not_an_openai_server": "check `--base-url`",
     "not_an_engine": ("make one with `specdec build`", "`--model-dir` takes a model"),
     "not_ours": "`--force` replaces only what specdec wrote; choose another directory or remove this one",
@@ -87,6 +93,10 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "server_model": "`--model` names one; it has {names}",
     "server_names_no_model": "`--model` names one",
     "server_unreachable": "check that it runs, and `--base-url`",
+    "self_draft_bits": (
+        "leave `--self-draft` out",
+        "convert the model to more bits: `specdec convert --qformat FORMAT`",
+    ),
     "tokenizer_is_code": "`--tokenizer-dir` names one that transformers has a class for",
     "top_k": "0 leaves the whole vocabulary",
     "tune_draft_len": "lower it, or build with a larger `specdec build --max-draft-len`",
@@ -143,6 +153,8 @@ _FLAGS = {"stop": "--stop-words", "bad_words": "--bad-words"}
 def _rebuild(engine_dir: object, build: Any) -> str:
     """The command that made the engine."""
     mode = f" --speculative-decoding-mode {build.speculative_decoding_mode} --use-paged-context-fmha enable"
+    if build.self_draft is not None:
+        mode += f" --self-draft {build.self_draft.qformat} --self-draft-group-size {build.self_draft.group_size or -1}"
     return (
         f"rebuild it here: specdec build --checkpoint-dir CKPT --output-dir {shlex.quote(str(engine_dir))} --force "
         f"--max-batch-size {build.max_batch_size} --max-input-len {build.max_input_len} "

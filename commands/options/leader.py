@@ -20,14 +20,19 @@ from commands.options.expand import given_flags
 from commands.options.panels import LEADER
 from commands.output import warn
 from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN
-from runtime.drafters.settings import DrafterName, DraftTargetDrafter, OneDrafter
+from runtime.drafters.settings import DrafterName, DraftTargetDrafter, OneDrafter, SelfDrafter
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from commands.engines import Models
 
 Loop = Literal["orchestrator", "leader"]
-_ALGORITHMS: dict[str, DrafterName] = {"NGRAM": "ngram", "SUFFIX": "suffix", "DRAFT_TARGET": "draft-target"}
+_ALGORITHMS: dict[str, DrafterName] = {
+    "NGRAM": "ngram",
+    "SUFFIX": "suffix",
+    "DRAFT_TARGET": "draft-target",
+    "SELF": "self",
+}
 _DEFAULT_DRAFT_LEN, _DEFAULT_NGRAM_SIZE = 4, 2
 _DEFAULT_MAX_BATCH_SIZE = 4
 
@@ -64,6 +69,15 @@ class ModelEngineOptions:
             show_default="the model's positions, at most 4,096",
         ),
     ] = None
+    self_draft: Annotated[
+        Literal["int8", "int4"] | None,
+        typer.Option(
+            metavar="NAME",
+            help="How the copy is rounded by which `--model-dir`'s model drafts for itself: int8 or int4.",
+            rich_help_panel=LEADER,
+            show_default="int4 if it is to draft",
+        ),
+    ] = None
     no_cache: Annotated[
         bool,
         typer.Option("--no-cache", help="Build `--model-dir`'s engine anew and keep nothing.", rich_help_panel=LEADER),
@@ -86,7 +100,7 @@ class LeaderOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="How to draft: NGRAM, SUFFIX or DRAFT_TARGET.",
+            help="How to draft: NGRAM, SUFFIX, DRAFT_TARGET or SELF.",
             rich_help_panel=LEADER,
             show_default="no drafter",
         ),
@@ -160,6 +174,7 @@ class LeaderOptions:
             self.engines.max_batch_size or _DEFAULT_MAX_BATCH_SIZE,
             self.engines.max_seq_len,
             use_cache=not self.engines.no_cache,
+            self_draft=self.engines.self_draft,
         )
 
     def check(self, engine_dir: Path | None, drafting: DraftingOptions) -> None:
@@ -227,6 +242,8 @@ class LeaderOptions:
                         hint="`--draft-model-dir` names one, or `--draft-engine-dir` its engine",
                     )
                 return DraftTargetDrafter(draft_model, max_draft_len), 0
+            case "self":
+                return SelfDrafter(max_draft_len), 0
             case "custom":
                 raise UsageError(
                     "`--drafters` names custom, which needs `--drafter`", hint="its form is module:factory"

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from runtime.bundle import LIBRARY, uses_kernels
+from runtime.bundle import COPY_DIR, LIBRARY, uses_kernels
 from runtime.checkpoint import copy_tokenizer_files
-from runtime.checkpoint_dir import check_precision, open_checkpoint
+from runtime.checkpoint_dir import check_precision, check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
 from runtime.compiler.arithmetic import fastest_arithmetic
 from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.checking import check_logits, is_batch_invariant
-from runtime.compiler.compilation import PACKAGE, StepFunction, compile_aot, torch_compile
+from runtime.compiler.compilation import PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
 from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernels import compile_kernels, describe_kernels, flush_denormals, load_kernels
 from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_machine, measure_steps
@@ -34,8 +34,9 @@ from runtime.compiler.model import (
     probe_config,
     why_positions_end,
 )
-from runtime.compiler.opening import current_environment, open_step
+from runtime.compiler.opening import current_environment, open_copy, open_step
 from runtime.compiler.private_torch import check_torch
+from runtime.compiler.self_draft import copy_of, round_layers, write_layers
 from runtime.config import (
     Arithmetic,
     BuildConfig,
@@ -93,6 +94,7 @@ def build_engine(
     weights = checkpoint_dir / "rank0.safetensors"
     with_kernels = uses_kernels(build.compiler, device.type)
     model = load_model(pretrained, weights, getattr(torch, checkpoint.dtype), KERNEL if with_kernels else PAGED)
+    rounded = None if build.self_draft is None else round_layers(model, pretrained, build.self_draft)
     Step(model).to(device)
     with own_temporary_files(), new_directory(output_dir, replace=replace) as directory:
         phase("compiling the step")
@@ -107,25 +109,14 @@ def build_engine(
             shutil.copyfile(weights, directory / "rank0.safetensors")
         phase("checking the logits")
         step = _built_step(build.compiler, checkpoint, model, directory)
-        with _machine_errors():  # `torch-compile` compiles with the first step
-            logits_check = check_logits(step, model, shape, _TOLERANCE[checkpoint.dtype])
-        config = EngineConfig(
-            pretrained_config=checkpoint.pretrained_config,
-            dtype=checkpoint.dtype,
-            build_config=build,
-            layers=layers,
-            vocab_size=pretrained.vocab_size,
-            environment=current_environment(device),
-            logits_check=logits_check,
-            weights_digest=weights_digest(model, getattr(torch, checkpoint.dtype)),
-            quantization=checkpoint.quantization,
-            compiler_note=compiled.note,
-            arithmetic=compiled.arithmetic,
-            batch_invariant=bool(compiled.arithmetic) and is_batch_invariant(step, model, shape),
-        )
+        config = _checked(step, model, checkpoint, shape, compiled)
+        copied = None
+        if rounded is not None:
+            phase("compiling the copy that drafts")
+            config, copied = _with_copy(config, copy_of(model, rounded), step, directory)
         if measure_costs:
             phase("measuring steps")
-            config = _with_costs(config, step, device)
+            config = _with_costs(config, step, copied, device)
         phase("writing the engine")
         copy_tokenizer_files(checkpoint_dir, directory)
         return _finish(config, directory)
@@ -139,6 +130,7 @@ def _open_fitting(checkpoint_dir: Path, build: BuildConfig) -> tuple[CheckpointC
     """The checkpoint and its model's config; SpecDecError where no such engine can be built of it."""
     checkpoint = open_checkpoint(checkpoint_dir)
     check_precision(checkpoint.quantization)
+    check_self_draft(checkpoint.quantization, build.self_draft)
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
     _check_settings(build, pretrained)
     return checkpoint, pretrained
@@ -175,18 +167,73 @@ def _built_step(
     if compiler == "aot":
         device = next(model.parameters()).device
         return open_step("aot", checkpoint.pretrained_config, checkpoint.dtype, directory, device)
-    return torch_compile(Step(model), directory / "rank0.cache") if compiler == "torch-compile" else Step(model)
+    return CompiledStep(Step(model), directory / "rank0.cache") if compiler == "torch-compile" else Step(model)
 
 
-def _with_costs(config: EngineConfig, step: StepFunction, device: torch.device) -> EngineConfig:
+def _checked(
+    step: StepFunction,
+    model: PreTrainedModel,
+    checkpoint: CheckpointConfig,
+    shape: StepShape,
+    compiled: _Compiled,
+) -> EngineConfig:
+    """What the engine is, once the step's logits are known to be right."""
+    with _machine_errors():  # `torch-compile` compiles with the first step
+        logits_check = check_logits(step, model, shape, _TOLERANCE[checkpoint.dtype])
+    return EngineConfig(
+        pretrained_config=checkpoint.pretrained_config,
+        dtype=checkpoint.dtype,
+        build_config=compiled.build,
+        layers=shape.layers,
+        vocab_size=shape.vocab_size,
+        environment=current_environment(next(model.parameters()).device),
+        logits_check=logits_check,
+        weights_digest=weights_digest(model, getattr(torch, checkpoint.dtype)),
+        quantization=checkpoint.quantization,
+        compiler_note=compiled.note,
+        arithmetic=compiled.arithmetic,
+        batch_invariant=bool(compiled.arithmetic) and is_batch_invariant(step, model, shape),
+    )
+
+
+def _with_copy(
+    config: EngineConfig, copied: PreTrainedModel, step: StepFunction, directory: Path
+) -> tuple[EngineConfig, StepFunction]:
+    """Compile and check the copy that drafts, whose step stands beside the target's; write what opens it."""
+    compiler, own_dir = config.build_config.compiler, directory / COPY_DIR
+    own_dir.mkdir()
+    if isinstance(step, PackagedStep):
+        arithmetic = config.arithmetic or _arithmetic(copied, config.build_config)
+        try:
+            compile_aot(Step(copied), config.step_shape, own_dir, arithmetic, step.weights)
+        except Exception as error:
+            _raise_machine_error(error)
+            raise
+    else:
+        write_layers(copied, own_dir)
+    if compiler == "torch-compile":
+        copy_step: StepFunction = CompiledStep(Step(copied), own_dir / "rank0.cache")
+    else:
+        copy_step = open_copy(step, directory, next(copied.parameters()).device)
+    with _machine_errors():
+        check = check_logits(copy_step, copied, config.step_shape, _TOLERANCE[config.dtype])
+    return dataclasses.replace(config, self_draft_check=check), copy_step
+
+
+def _with_costs(
+    config: EngineConfig, step: StepFunction, copy_step: StepFunction | None, device: torch.device
+) -> EngineConfig:
     """The config with what steps cost, or without where there is no memory to measure them: it may still run."""
+    cache = cache_for_measuring(config.build_config)
     try:
-        engine = Engine(config, step, device, cache_for_measuring(config.build_config))
+        with Engine(config, step, device, cache) as engine:
+            config = dataclasses.replace(config, step_costs=measure_steps(engine), host_s=measure_host(engine))
+        if copy_step is not None:
+            with Engine(config, copy_step, device, cache) as engine:
+                config = dataclasses.replace(config, self_draft_costs=measure_steps(engine))
     except SpecDecError:
         return config
-    with engine:
-        costs, host_s = measure_steps(engine), measure_host(engine)
-    return dataclasses.replace(config, step_costs=costs, host_s=host_s, machine=measure_machine())
+    return dataclasses.replace(config, machine=measure_machine())
 
 
 def default_max_seq_len(checkpoint_dir: Path) -> int:
@@ -220,15 +267,20 @@ def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
         )
 
 
+def _arithmetic(model: PreTrainedModel, build: BuildConfig) -> Arithmetic | None:
+    """That of linear layers which are compiled ahead of time."""
+    parameter = next(model.parameters())
+    if build.compiler != "aot" or parameter.device.type != "cpu":
+        return None
+    return fastest_arithmetic(parameter.dtype, 1 + build.max_draft_len)
+
+
 def _compile(model: PreTrainedModel, shape: StepShape, directory: Path) -> _Compiled:
     """Compile ahead of time if asked; if that cannot be, say why, for `torch-compile` when the step is called."""
     build = shape.build_config
     if build.compiler != "aot":
         return _Compiled(build)
-    parameter = next(model.parameters())
-    arithmetic = None
-    if parameter.device.type == "cpu":
-        arithmetic = fastest_arithmetic(parameter.dtype, 1 + build.max_draft_len)
+    arithmetic = _arithmetic(model, build)
     try:
         uses_linear_kernel = compile_aot(Step(model), shape, directory, arithmetic)
     except Exception as error:  # export and Inductor raise many kinds; each means: not this model

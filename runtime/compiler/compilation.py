@@ -12,7 +12,7 @@ import os
 import warnings
 import weakref
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,11 +59,18 @@ _FEW_TOKENS = 64
 _LAYOUT, _SHAPE = "weights.json", "step.json"
 
 
-def compile_aot(step: "Step", shape: StepShape, directory: Path, arithmetic: Arithmetic | None) -> bool:
+def compile_aot(
+    step: "Step",
+    shape: StepShape,
+    directory: Path,
+    arithmetic: Arithmetic | None,
+    known: Mapping[str, Tensor] | None = None,
+) -> bool:
     """Write the step as an AOTInductor package, and the weights it wants to be handed (on a GPU: none).
 
-    On the CPU its linear layers are computed in `arithmetic`; returns whether all of them are. Whatever keeps a model
-    from being exported is raised as it comes.
+    Weights that are among the `known` ones of another step are not written again. On the CPU its linear layers are
+    computed in `arithmetic`; returns whether all of them are. Whatever keeps a model from being exported is raised as
+    it comes.
     """
     from torch.export.pt2_archive._package import package_pt2
     from torch.export.pt2_archive._package_weights import Weights
@@ -94,7 +101,7 @@ def compile_aot(step: "Step", shape: StepShape, directory: Path, arithmetic: Ari
     assert isinstance(made, list)  # because it is to be packaged
     constants = [file for file in made if isinstance(file, Weights)]
     weights = {name: tensor for part in constants for name, (tensor, _) in part.items()}
-    save_weights(directory / WEIGHTS, weights)
+    save_weights(directory / WEIGHTS, weights, known)
     package_pt2(
         str(directory / PACKAGE),
         aoti_files=[file for file in made if isinstance(file, str)],
@@ -118,7 +125,7 @@ def export_step(
 
 
 @dataclass(frozen=True)
-class _PackagedStep:
+class PackagedStep:
     """An opened package, and the memory that it reads."""
 
     loader: Any
@@ -133,7 +140,7 @@ class _PackagedStep:
         return logits
 
 
-class _ProcessorStep(_PackagedStep):
+class _ProcessorStep(PackagedStep):
     """On the CPU: the compiler's loops between the kernels are shared among threads for many tokens only.
 
     For few, sharing takes longer than computing, and on a busy machine waits for a thread that is not running.
@@ -182,28 +189,30 @@ def open_aot(package: Path, weights: dict[str, Tensor], device: torch.device) ->
         )
     if weights:  # on the CPU only
         loader.load(weights)
-    step = (_ProcessorStep if on_processor else _PackagedStep)(loader, weights)
+    step = (_ProcessorStep if on_processor else PackagedStep)(loader, weights)
     for one in list(weights.values())[:1]:  # they lie in one piece; torch never lets go of those that it was handed
         weakref.finalize(step, give_back, one).atexit = False
     return step
 
 
-def torch_compile(step: "Step", cache_dir: Path) -> StepFunction:
+class CompiledStep:
     """Compiled on the first call, once for all sizes: a step never waits for the compiler again.
 
     All that the compiler makes, machine code included, is found in `cache_dir` or put there.
     """
-    compiled = torch.compile(step, dynamic=True)
 
-    def run(*inputs: Any) -> Tensor:
+    def __init__(self, step: "Step", cache_dir: Path) -> None:
+        self.model = step.model
+        self._compiled = torch.compile(step, dynamic=True)
+        self._cache_dir = cache_dir
+
+    def __call__(self, *inputs: Any) -> Tensor:
         batch, pools = Batch(*inputs[:5]), inputs[5:]
         # Or sizes that are equal in the first call would have to be equal in all.
         equal_by_chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-        with _compiler_cache(cache_dir), equal_by_chance:
-            logits: Tensor = compiled(*at_least_two(batch).tensors(), *pools)
+        with _compiler_cache(self._cache_dir), equal_by_chance:
+            logits: Tensor = self._compiled(*at_least_two(batch).tensors(), *pools)
         return logits[: len(batch.logit_indices)]
-
-    return run
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import platform
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
-from runtime.bundle import LIBRARY, uses_kernels
+from runtime.bundle import COPY_DIR, LIBRARY, uses_kernels
 from runtime.compiler.compilation import (
     PACKAGE,
+    WEIGHTS,
+    CompiledStep,
+    PackagedStep,
     StepFunction,
     open_aot,
     shape_of_package,
-    torch_compile,
     wanted_layout,
 )
 from runtime.compiler.kernels import instructions, load_kernels
@@ -81,15 +84,7 @@ def open_step(
     if with_kernels:
         load_kernels(engine_dir / LIBRARY)
     if compiler == "aot":
-        package = engine_dir / PACKAGE
-        with _package_errors(package):
-            layout = wanted_layout(package)
-        try:
-            constants = open_weights(weights, layout)
-        except SafetensorError as error:
-            raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_BUILD_AGAIN, fact="engine") from error
-        with _package_errors(package):
-            return open_aot(package, constants, device)
+        return _open_package(engine_dir, device)
     # Only here does an engine need model code.
     from runtime.compiler.attention import KERNEL, PAGED
     from runtime.compiler.kernels import describe_kernels
@@ -101,20 +96,59 @@ def open_step(
     step = Step(load_model(pretrained, weights, getattr(torch, dtype), KERNEL if with_kernels else PAGED)).to(device)
     if compiler == "none":
         return step
-    # A copy, because the compiler writes to its cache and the bundle may be shared or read-only.
+    return CompiledStep(step, _own_cache(engine_dir))
+
+
+def open_copy(step: StepFunction, engine_dir: Path, device: torch.device) -> StepFunction:
+    """The step of the copy that drafts, beside the target's, whose memory it shares."""
+    directory = engine_dir / COPY_DIR
+    if isinstance(step, PackagedStep):
+        return _open_package(directory, device, step.weights)
+    from runtime.compiler.model import Step
+    from runtime.compiler.self_draft import copy_of, read_layers
+
+    assert isinstance(step, CompiledStep | Step)
+    copied = Step(copy_of(step.model, read_layers(directory))).to(device)
+    return CompiledStep(copied, _own_cache(directory)) if isinstance(step, CompiledStep) else copied
+
+
+def _open_package(directory: Path, device: torch.device, known: Mapping[str, Tensor] | None = None) -> StepFunction:
+    package, weights = directory / PACKAGE, directory / WEIGHTS
+    with _package_errors(package):
+        layout = wanted_layout(package)
+    try:
+        constants = open_weights(weights, layout, known)
+    except SafetensorError as error:
+        raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_BUILD_AGAIN, fact="engine") from error
+    with _package_errors(package):
+        return open_aot(package, constants, device)
+
+
+def _own_cache(directory: Path) -> Path:
+    """The compiler's cache, copied: the compiler writes to it, and the bundle may be shared or read-only."""
     cache_dir = Path(tempfile.mkdtemp(dir=temporary_dir()))
-    shutil.copytree(engine_dir / "rank0.cache", cache_dir, dirs_exist_ok=True)
-    return torch_compile(step, cache_dir)
+    shutil.copytree(directory / "rank0.cache", cache_dir, dirs_exist_ok=True)
+    return cache_dir
 
 
 def check_shape(config: EngineConfig, engine_dir: Path) -> None:
     """SpecDecError if `config.json` says what the step was not made for: it would read and write beyond its memory."""
     where = engine_dir / "config.json"
     if config.build_config.compiler == "aot":
-        with _package_errors(engine_dir / PACKAGE):
-            made_for = shape_of_package(engine_dir / PACKAGE)
+        directories = [engine_dir] if config.build_config.self_draft is None else [engine_dir, engine_dir / COPY_DIR]
+        shapes = [_shape_of_package(directory / PACKAGE) for directory in directories]
     else:
-        made_for = _shape_by_model(config, where)
+        shapes = [_shape_by_model(config, where)]
+    for made_for in shapes:
+        _check_is_shape(made_for, config, where)
+
+
+def _shape_of_package(package: Path) -> StepShape:
+    with _package_errors(package):
+        return shape_of_package(package)
+
+
+def _check_is_shape(made_for: StepShape, config: EngineConfig, where: Path) -> None:
     if made_for == config.step_shape:
         return
     said, values = dict(_named_values(as_json(config.step_shape))), _named_values(as_json(made_for))

@@ -54,7 +54,10 @@ def place_quantized(model: PreTrainedModel, weights: dict[str, QuantizedWeight],
             layer = model.get_submodule(name)
         except AttributeError:
             layer = None
-        if not isinstance(layer, nn.Linear) or tuple(layer.weight.shape) != weight.shape:
+        if (
+            not isinstance(layer, nn.Linear | QuantizedLinear)
+            or (layer.out_features, layer.in_features) != weight.shape
+        ):
             raise SpecDecError(
                 f"the checkpoint has a weight of {list(weight.shape)} that the model has no layer for: {name}",
                 hint="convert the model again",

@@ -6,25 +6,20 @@ follower's, and `num_computed` falls back to where they part. So the draft model
 next never depends on a rejected one.
 """
 
-from dataclasses import dataclass, field
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runtime.drafters.proposal import Proposal
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Request, Sequence
-from runtime.sampling import NoChoice, draw
 
 
 class DraftModel:
     """Drafts with the request's own sampling parameters, up to an end id, the request's budget or the draft length.
 
-    Without `use_logits` the draft model chooses as the target will, with the same noise at each position, so that
-    similar distributions choose the same token. With it the tokens of sampling requests are drawn from the draft
-    model's distribution, which the drafts carry for rejection sampling. `vocab_size` is the target's; ids that only one
-    of the two has are never drafted.
+    `use_logits` as for `Proposal`. `vocab_size` is the target's; ids that only one of the two has are never drafted.
     """
 
     def __init__(self, engine: Engine, vocab_size: int, *, use_logits: bool) -> None:
@@ -43,7 +38,7 @@ class DraftModel:
             ) from error
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        proposals = [_Proposal(self._follow(s), min(max_draft_len, s.max_draft_len)) for s in sequences]
+        proposals = [Proposal(self._follow(s), min(max_draft_len, s.max_draft_len), self.use_logits) for s in sequences]
         while drafting := [p for p in proposals if not p.is_done and self._is_ready(p.follower, sequences)]:
             for start in range(0, len(drafting), self.engine.max_batch_size):
                 self._draft_tokens(drafting[start : start + self.engine.max_batch_size])
@@ -91,57 +86,14 @@ class DraftModel:
             self.engine.release(follower)
         return bool(idle)
 
-    def _draft_tokens(self, proposals: list["_Proposal"]) -> None:
+    def _draft_tokens(self, proposals: list[Proposal]) -> None:
         """One more token of each."""
         followers = [p.follower for p in proposals]
         all_logits = self.engine.forward(followers, [Draft([])] * len(followers))
         for proposal, logits in zip(proposals, all_logits, strict=True):
             follower = proposal.follower
             follower.num_computed = len(follower.tokens)
-            try:
-                self._draft_token(proposal, _with_size(logits[0], self.vocab_size))
-            except NoChoice:  # for the draft model; the target may have one
-                proposal.has_ended = True
-
-    def _draft_token(self, proposal: "_Proposal", logits: Tensor) -> None:
-        """Choose or draw a token by (vocab_size,) logits, or end the draft."""
-        follower = proposal.follower
-        if self.use_logits and not follower.sampler.is_greedy:
-            probs = follower.sampler.probs(follower.tokens, logits)
-            token = draw(probs, follower.sampler.uniform(len(follower.tokens), "draft"))
-            proposal.add(token, probs)
-            # It was drawn, so it stays: leaving an end id out would change the distribution of what is verified.
-            proposal.has_ended = token in follower.request.end_ids
-        else:
-            token = follower.sampler.choose(follower.tokens, logits)
-            if token in follower.request.end_ids:
-                proposal.has_ended = True  # it comes as the target's own token at no cost
-            else:
-                proposal.add(token, None)
-
-
-@dataclass
-class _Proposal:
-    """A draft in the making."""
-
-    follower: Sequence
-    max_len: int
-    tokens: list[int] = field(default_factory=list)
-    probs: list[Tensor] = field(default_factory=list)
-    has_ended: bool = False
-
-    @property
-    def is_done(self) -> bool:
-        return self.has_ended or len(self.tokens) >= self.max_len
-
-    def add(self, token: int, probs: Tensor | None) -> None:
-        self.follower.tokens.append(token)
-        self.tokens.append(token)
-        if probs is not None:
-            self.probs.append(probs)
-
-    def draft(self) -> Draft:
-        return Draft(self.tokens, torch.stack(self.probs) if self.probs else None)
+            proposal.draft_token(_with_size(logits[0], self.vocab_size))
 
 
 def _with_size(logits: Tensor, vocab_size: int) -> Tensor:

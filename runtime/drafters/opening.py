@@ -12,12 +12,14 @@ from runtime.corpus import Corpus
 from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import DrafterChain
+from runtime.drafters.choosing import ChoosingChain, DraftingModel
 from runtime.drafters.corpus import CorpusLookup
 from runtime.drafters.custom import GuardedDrafter, guarded_drafter, load_custom_drafter
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request
+from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.settings import (
     ChainDrafter,
     CustomDrafter,
@@ -27,9 +29,11 @@ from runtime.drafters.settings import (
     NgramDrafter,
     OneDrafter,
     OwnDrafter,
+    SelfDrafter,
     SuffixDrafter,
 )
 from runtime.drafters.suffix import SuffixLookup
+from runtime.drafters.sureness import Sureness
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import draft_engine_errors
 from runtime.request import Draft, Request, Sequence
@@ -47,14 +51,14 @@ class OpenDrafter:
     """None: as long as the engine takes."""
     pools: list[NgramPool] = field(default_factory=list)
     draft_model: DraftModel | None = None
+    self_draft: SelfDraft | None = None
     guarded: list[GuardedDrafter] = field(default_factory=list)
 
     @property
     def gives_probs(self) -> bool:
         """Whether drafts of sampling requests have been drawn from probabilities that they tell."""
-        return any(drafter.has_given_probs for drafter in self.guarded) or (
-            self.draft_model is not None and self.draft_model.use_logits
-        )
+        models = [model for model in (self.draft_model, self.self_draft) if model is not None]
+        return any(drafter.has_given_probs for drafter in self.guarded) or any(model.use_logits for model in models)
 
     def clear_pools(self) -> None:
         """Forget what finished requests left to others."""
@@ -66,7 +70,7 @@ class OpenDrafter:
 class Opening:
     """What drafters are opened for. `costs`, where drafts are to be no longer than what pays."""
 
-    vocab_size: int
+    engine: Engine
     costs: CostModel | None
     kv_cache: KVCacheConfig
     find_engine: FindEngine
@@ -86,7 +90,7 @@ def open_drafter(settings: DrafterSettings, opening: Opening) -> Iterator[OpenDr
     """The drafter that the settings name, for as long as the block lasts."""
     with ExitStack() as stack:
         if isinstance(settings, ChainDrafter):
-            yield _chain([_open_one(one, opening, stack) for one in settings.drafters], settings)
+            yield _chain([_open_one(one, opening, stack) for one in settings.drafters], settings, opening)
         else:
             yield _open_one(settings, opening, stack)
 
@@ -97,6 +101,8 @@ def _open_one(settings: OneDrafter, opening: Opening, stack: ExitStack) -> OpenD
             return open_lookup(settings, opening.costs)
         case DraftTargetDrafter():
             return _open_draft_model(settings, opening, stack)
+        case SelfDrafter():
+            return _open_self_draft(settings, opening)
         case CustomDrafter():
             guarded = load_custom_drafter(settings)
         case OwnDrafter():
@@ -112,22 +118,55 @@ def _open_draft_model(settings: DraftTargetDrafter, opening: Opening, stack: Exi
     opening.check_draft_engine(bundle)
     with draft_engine_errors():
         engine = stack.enter_context(Engine.of_bundle(bundle, settings.device_id, opening.kv_cache))
-    model = DraftModel(engine, opening.vocab_size, use_logits=settings.use_logits)
+    model = DraftModel(engine, opening.engine.config.vocab_size, use_logits=settings.use_logits)
     draft_costs = CostModel(bundle.config.step_costs, bundle.config.host_s) if opening.costs else None
     return OpenDrafter(_adapted(model, opening.costs, draft_costs), settings.max_draft_len, draft_model=model)
 
 
-def _chain(opened: list[OpenDrafter], settings: ChainDrafter) -> OpenDrafter:
+def _open_self_draft(settings: SelfDrafter, opening: Opening) -> OpenDrafter:
+    engine, config, sureness, copy_costs = opening.engine, opening.engine.config, None, None
+    if opening.costs is not None:
+        copy_costs = CostModel(config.self_draft_costs, config.host_s)
+        sureness = Sureness(opening.costs.iteration_s, partial(copy_costs.iteration_s, draft_len=0))
+    drafter = SelfDraft(engine, use_logits=settings.use_logits, sureness=sureness)
+    return OpenDrafter(_adapted(drafter, opening.costs, copy_costs), settings.max_draft_len, self_draft=drafter)
+
+
+def _chain(opened: list[OpenDrafter], settings: ChainDrafter, opening: Opening) -> OpenDrafter:
+    """In order; a model that drafts for itself is asked last, and told what the others have found."""
     shortened: list[Drafter] = [
-        ShortDrafter(one.drafter, one.max_draft_len) if one.max_draft_len else one.drafter for one in opened
+        ShortDrafter(one.drafter, one.max_draft_len) if one.max_draft_len else one.drafter
+        for one in opened
+        if one.self_draft is None
     ]
+    chain: Drafter = DrafterChain(shortened) if shortened else opened[0].drafter
+    own = next((one for one in opened if one.self_draft), None)
+    if own is not None and shortened:
+        chain = ChoosingChain(chain, _drafting_model(own, opening))
     return OpenDrafter(
-        DrafterChain(shortened),
+        chain,
         settings.max_draft_len,
         [pool for one in opened for pool in one.pools],
         next((one.draft_model for one in opened if one.draft_model), None),
+        next((one.self_draft for one in opened if one.self_draft), None),
         [guarded for one in opened for guarded in one.guarded],
     )
+
+
+def _drafting_model(own: OpenDrafter, opening: Opening) -> DraftingModel:
+    """With what its drafts cost, where that was measured; else it is taken to cost nothing."""
+    assert own.self_draft is not None and own.max_draft_len is not None
+    config = opening.engine.config
+    costs = CostModel(config.step_costs, config.host_s) if config.step_costs else None
+    own_costs = CostModel(config.self_draft_costs, config.host_s) if config.self_draft_costs else None
+
+    def turn_s(batch_size: int, context_len: int, draft_len: float, num_steps: float) -> float:
+        if costs is None or own_costs is None:
+            return 1.0
+        own_s = own_costs.iteration_s(batch_size, context_len, 0)
+        return costs.iteration_s(batch_size, context_len, draft_len) + num_steps * own_s
+
+    return DraftingModel(own.drafter, own.max_draft_len, own.self_draft.suggest, turn_s)
 
 
 def _adapted(drafter: Drafter, costs: CostModel | None, draft_costs: CostModel | None = None) -> Drafter:

@@ -19,7 +19,7 @@ DraftLenMode = Literal["fixed", "auto"]
 """`auto` sends of each draft what pays, by what steps cost and by how often drafts were right so far."""
 DraftFunction = Callable[[list[int], int], list[int]]
 """(a sequence's tokens, the longest draft) -> draft tokens; the simplest drafter."""
-DrafterName = Literal["ngram", "suffix", "draft-target", "custom"]
+DrafterName = Literal["ngram", "suffix", "draft-target", "self", "custom"]
 
 
 def _check_draft_len(max_draft_len: int) -> None:
@@ -83,6 +83,20 @@ class DraftTargetDrafter:
 
 
 @dataclass(frozen=True)
+class SelfDrafter:
+    """The target's own copy with rounded weights (`runtime.drafters.self_draft`), which the engine must have.
+
+    `use_logits` as for a draft model.
+    """
+
+    max_draft_len: int = 8
+    use_logits: bool = False
+
+    def __post_init__(self) -> None:
+        _check_draft_len(self.max_draft_len)
+
+
+@dataclass(frozen=True)
 class CustomDrafter:
     """Somebody's own drafter: what the function `factory` of a module returns. None: drafts as long as may be."""
 
@@ -99,12 +113,13 @@ class OwnDrafter:
     max_draft_len: int | None = None
 
 
-OneDrafter = NgramDrafter | SuffixDrafter | DraftTargetDrafter | CustomDrafter | OwnDrafter
+OneDrafter = NgramDrafter | SuffixDrafter | DraftTargetDrafter | SelfDrafter | CustomDrafter | OwnDrafter
 LookupDrafter = NgramDrafter | SuffixDrafter
 _NAMES: dict[type[OneDrafter], DrafterName] = {
     NgramDrafter: "ngram",
     SuffixDrafter: "suffix",
     DraftTargetDrafter: "draft-target",
+    SelfDrafter: "self",
     CustomDrafter: "custom",
     OwnDrafter: "custom",
 }
@@ -177,4 +192,14 @@ def check_draft_len_fits(settings: DrafterSettings, engine_max_draft_len: int) -
             hint=f"lower it, or build with a max_draft_len of {wanted or 10}",
             fact="draft_len",
             max_draft_len=wanted or 10,
+        )
+
+
+def check_has_copy(settings: DrafterSettings | None, *, has_copy: bool) -> None:
+    """SpecDecError for a model that is to draft for itself, and whose engine has no copy of it that could."""
+    if not has_copy and any(isinstance(one, SelfDrafter) for one in each_drafter(settings)):
+        raise SpecDecError(
+            "the engine has no copy of its model that could draft for it",
+            hint="build it with a copy that drafts",
+            fact="no_self_draft",
         )

@@ -49,6 +49,10 @@ class QuantizedWeight:
         return outputs, columns * 2 if self.kind == "int4" else columns
 
     @property
+    def bits(self) -> int:
+        return 4 if self.kind == "int4" else 8
+
+    @property
     def group_size(self) -> int:
         return self.shape[1] // self.scales.shape[1]
 

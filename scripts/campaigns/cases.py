@@ -7,7 +7,7 @@ own.
 
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,13 +23,16 @@ from runtime.config import BuildConfig
 from runtime.corpus import Corpus, write_corpus
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import DrafterChain
+from runtime.drafters.choosing import ChoosingChain, DraftingModel
 from runtime.drafters.corpus import CorpusLookup
 from runtime.drafters.custom import guarded_drafter
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request
+from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.suffix import SuffixLookup
+from runtime.drafters.sureness import Sureness
 from runtime.engine import KVCacheConfig
 from runtime.params import GREEDY, SamplingConfig
 from runtime.request import Draft, Request, Sequence
@@ -40,6 +43,7 @@ TARGET = ExactModel(1, VOCAB_SIZE)
 DRAFTERS = (
     *("none", "ngram", "ngram, pool", "suffix", "suffix, pool", "corpus", "ngram, corpus", "chain"),
     *("draft model", "draft model by logits", "chain with draft model", "custom", "custom function", "custom by probs"),
+    *("self", "self by logits", "chain with self"),
 )
 ENDINGS = ("finished", "closed early", "failure")
 
@@ -181,7 +185,9 @@ class Case:
             block_reuse=self.loop == "orchestrator" or self.random.random() < 0.7,
             max_tokens=choose([enough, enough, enough + 5, int(enough * 1.5), 4 * enough, None]),
         )
-        return CheckedEngine(model, build, kv_cache, choose([2, 7, 30, 512]))
+        # A copy likes what the model likes, three times in four.
+        copy = ExactModel(model.seed + choose([0, 7, 7]), model.vocab_size)
+        return CheckedEngine(model, build, kv_cache, choose([2, 7, 30, 512]), copy)
 
     def _drafter(self, name: str) -> Drafter | None:
         choose = self.random.choice
@@ -191,6 +197,11 @@ class Case:
             return DrafterChain([NgramLookup(4, min_matching_ngram_size=3), SuffixLookup(pool=NgramPool())])
         if name == "chain with draft model":
             return DrafterChain([NgramLookup(3, min_matching_ngram_size=2), self._draft_model()])
+        if name == "chain with self":
+            ngram = NgramLookup(choose([2, 3, 4]), ranking=choose(["oldest", "recent", "frequent"]))
+            return ChoosingChain(ngram, self._drafting_model())
+        if name.startswith("self"):
+            return self._self_draft()
         if name.startswith("draft model"):
             return self._draft_model()
         if name.startswith("custom"):
@@ -214,14 +225,35 @@ class Case:
         use_logits = self.drafter_name == "draft model by logits" or self.random.random() < 0.3
         return DraftModel(self.draft_engine, VOCAB_SIZE, use_logits=use_logits)
 
+    def _self_draft(self) -> SelfDraft:
+        use_logits = self.drafter_name == "self by logits" or self.random.random() < 0.3
+        sureness = (
+            Sureness(self._iteration_s(), lambda batch_size, context_len: 0.1) if self.random.random() < 0.4 else None
+        )
+        return SelfDraft(self.engine, use_logits=use_logits, sureness=sureness)
+
+    def _drafting_model(self) -> DraftingModel:
+        """For which the lookups are now and then better, and now and then worse."""
+        drafter, share = self._self_draft(), self.random.random()
+
+        def turn_s(batch_size: int, context_len: int, draft_len: float, num_steps: float) -> float:
+            return 1 + 0.1 * draft_len + share * num_steps
+
+        return DraftingModel(drafter, self.random.randint(1, 8), drafter.suggest, turn_s)
+
     def _adapted(self, drafter: Drafter) -> Drafter:
+        costs = [self.random.random() for _ in range(20)]
+        drafts_by_model = self.draft_engine is not None or "self" in self.drafter_name
+        draft_s = (lambda batch_size, context_len: costs[batch_size]) if drafts_by_model else None
+        return AdaptiveDrafter(drafter, self._iteration_s(), draft_s)
+
+    def _iteration_s(self) -> Callable[[int, int, float], float]:
         costs = [self.random.random() for _ in range(20)]
 
         def iteration_s(batch_size: int, context_len: int, draft_len: float) -> float:
             return 1 + draft_len * costs[int(context_len + draft_len) % len(costs)]
 
-        draft_s = (lambda batch_size, context_len: costs[batch_size]) if self.draft_engine else None
-        return AdaptiveDrafter(drafter, iteration_s, draft_s)
+        return iteration_s
 
     def steps(self) -> Any:
         loop = {"orchestrator": orchestrator, "leader": leader}[self.loop]
@@ -258,6 +290,7 @@ def run(number: int, corpus: Corpus, ending: str | None = None, failure: Failure
 def _random_failure(case: Case) -> Failure:
     """Of a call that comes in a run without one: the same case, made anew, is asked."""
     names = ["admit", "step", "commit", "release"]
+    names += ["copy's step"] if "self" in case.drafter_name else []
     names += [f"draft engine: {name}" for name in ("admit", "step", "release")] if case.draft_engine else []
     return Failure(case.random.choice(names), int(case.random.expovariate(0.15)), case.random.random() < 0.5)
 

@@ -29,13 +29,16 @@ from runtime.config import BuildConfig
 from runtime.corpus import Corpus, write_corpus
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import DrafterChain
+from runtime.drafters.choosing import ChoosingChain, DraftingModel
 from runtime.drafters.corpus import CorpusLookup
 from runtime.drafters.custom import guarded_drafter
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
+from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.suffix import SuffixLookup
+from runtime.drafters.sureness import Sureness
 from runtime.engine import Engine, KVCacheConfig
 from runtime.evaluation.chi_squared import detectable_total_variation, p_value_of
 from runtime.params import SamplingConfig
@@ -49,7 +52,8 @@ SMALLEST_P_VALUE, CERTAINTY = 1e-5, 0.99
 MIN_EXPECTED_COUNT = 5
 DRAFTERS = (
     *("none", "ngram", "ngram, pool", "suffix", "suffix, pool", "corpus", "draft model", "draft model by logits"),
-    *("chain", "custom", "custom by probs"),
+    *("chain", "custom", "custom by probs", "self", "self by logits", "self by sureness"),
+    "chain with self",
 )
 LENGTHS = ("fixed", "auto")
 LOOPS = {"orchestrator": orchestrator, "leader": leader}
@@ -106,10 +110,11 @@ def worst_cost(batch_size: int, context_len: int, draft_len: float) -> float:
 def make_engine(model: ExactModel, max_draft_len: int) -> Engine:
     # One request at a time, or the others of a batch would hide what a draft's own length does.
     build = BuildConfig("none", 1, 16, 32, max_draft_len, 4, "draft_tokens_external")
-    return Engine(engine_config(model, build), model, torch.device("cpu"), KVCacheConfig())
+    return Engine(engine_config(model, build), model, torch.device("cpu"), KVCacheConfig(), copy_step=OTHER)
 
 
-def make_drafter(name: str, corpus: Corpus) -> Drafter | None:
+def make_drafter(name: str, corpus: Corpus, engine: Engine) -> Drafter | None:
+    """The engine is that of the target, which may draft for itself: its copy is as wrong as the draft model."""
     draft_model = DraftModel(make_engine(OTHER, 0), VOCAB_SIZE, use_logits=name in ("draft model by logits", "chain"))
     drafters: dict[str, Any] = {
         "none": None,
@@ -121,6 +126,10 @@ def make_drafter(name: str, corpus: Corpus) -> Drafter | None:
         "draft model": draft_model,
         "draft model by logits": draft_model,
         "chain": DrafterChain([NgramLookup(4, min_matching_ngram_size=3), draft_model]),
+        "self": SelfDraft(engine, use_logits=False),
+        "self by logits": SelfDraft(engine, use_logits=True),
+        "chain with self": _choosing(SelfDraft(engine, use_logits=True)),
+        "self by sureness": SelfDraft(engine, use_logits=True, sureness=Sureness(worst_cost, lambda *place: 0.3)),
         "custom": guarded_drafter("custom", Drawing(gives_probs=False)),
         "custom by probs": guarded_drafter("custom by probs", Drawing(gives_probs=True)),
     }
@@ -128,8 +137,13 @@ def make_drafter(name: str, corpus: Corpus) -> Drafter | None:
     return drafter
 
 
+def _choosing(own: SelfDraft) -> Drafter:
+    """Sends lookups as they are now, and has the copy look at them then."""
+    return ChoosingChain(NgramLookup(4), DraftingModel(own, 3, own.suggest, lambda *turn: 1 + 0.3 * turn[3]))
+
+
 def adapted(drafter: Drafter) -> Drafter:
-    asks_for_what_pays = isinstance(drafter, DraftModel)
+    asks_for_what_pays = isinstance(drafter, DraftModel | SelfDraft)
     return AdaptiveDrafter(drafter, worst_cost, (lambda batch, context: 0.0) if asks_for_what_pays else None)
 
 
@@ -173,7 +187,13 @@ def text_distribution(sampling: dict[str, Any]) -> dict[Text, float]:
     return found
 
 
-def measure(drafter: Drafter | None, loop: str, sampling: dict[str, Any], num_texts: int) -> Fit:
+def make_target() -> Engine:
+    return make_engine(TARGET, MAX_DRAFT_LEN)
+
+
+def measure(
+    drafter: Drafter | None, loop: str, sampling: dict[str, Any], num_texts: int, engine: Engine | None = None
+) -> Fit:
     """Generate a token more than is looked at, so that a draft of three tokens fits, and compare."""
     config = {"top_k": 0} | sampling
     requests = [
@@ -188,7 +208,7 @@ def measure(drafter: Drafter | None, loop: str, sampling: dict[str, Any], num_te
     ]
     counts: Counter[Text] = Counter()
     num_drafted = num_accepted = 0
-    steps = LOOPS[loop].generate(make_engine(TARGET, MAX_DRAFT_LEN), requests, drafter, MAX_DRAFT_LEN if drafter else 0)
+    steps = LOOPS[loop].generate(engine or make_target(), requests, drafter, MAX_DRAFT_LEN if drafter else 0)
     for sequence, _ in steps:
         if sequence.finish_reason is not None:
             counts[tuple(sequence.output_tokens[:NUM_TOKENS])] += 1
@@ -232,12 +252,13 @@ def main() -> int:
         corpus = make_corpus(Path(directory))
         for case in itertools.product(options.drafters, options.lengths, options.loops, options.samplings):
             name, lengths, loop, sampling = case
-            drafter = make_drafter(name, corpus)
+            engine = make_target()
+            drafter = make_drafter(name, corpus, engine)
             if lengths == "auto":
                 if drafter is None:
                     continue
                 drafter = adapted(drafter)
-            fit = measure(drafter, loop, SAMPLINGS[sampling], options.texts)
+            fit = measure(drafter, loop, SAMPLINGS[sampling], options.texts, engine)
             num_all += 1
             num_wrong += fit.p_value < SMALLEST_P_VALUE
             found = "-" if fit.detectable is None else f"{fit.detectable:.3f}"

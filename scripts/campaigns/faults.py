@@ -74,7 +74,7 @@ FAULTS = [
     Fault("logits-of-draft-dropped", f"{ENGINE}._verdict", "logits[: verdict.num_accepted + 1]", "logits[-1:]"),
     Fault(
         "groups-in-their-own-order",
-        f"{ENGINE}.forward",
+        f"{ENGINE}._forward_apart",
         "[logits[i] for i in range(len(rows))]",
         "list(logits.values())",
     ),
@@ -156,9 +156,18 @@ FAULTS = [
     Fault("draft-reads-foreign-id", f"{FOLLOW}._is_ready", "max(follower.tokens) >= draft_vocab_size", "False"),
     Fault(
         "draft-probs-of-other-token",
-        f"{FOLLOW}._draft_token",
-        "proposal.add(token, probs)",
-        "proposal.add(token, probs.roll(1))",
+        "drafters.proposal:Proposal._draft_token",
+        "self._add(token, probs)",
+        "self._add(token, probs.roll(1))",
+    ),
+    Fault(
+        "copys-kv-taken-for-computed",
+        "drafters.self_draft:SelfDraft.propose",
+        "for proposal in proposals]",
+        "for proposal in proposals if not setattr(sequences[0], 'num_computed', proposals[0].follower.num_computed)]",
+    ),
+    Fault(
+        "copy-in-the-place-of-the-target", f"{ENGINE}._forward", "if by_copy else", "if by_copy or self._copy_step else"
     ),
     Fault("follower-keeps-blocks", f"{FOLLOW}.forget", "if follower is not None:", "if False:"),
     Fault(

@@ -181,8 +181,15 @@ class Calls:
 class CheckedEngine(Engine):
     """An engine of an exact model: the logits of every step, and the K/V behind them, are what the tokens say."""
 
-    def __init__(self, model: ExactModel, build: BuildConfig, kv_cache: KVCacheConfig, max_num_tokens: int) -> None:
-        super().__init__(engine_config(model, build), model, torch.device("cpu"), kv_cache, max_num_tokens)
+    def __init__(
+        self,
+        model: ExactModel,
+        build: BuildConfig,
+        kv_cache: KVCacheConfig,
+        max_num_tokens: int,
+        copy: ExactModel | None = None,
+    ) -> None:
+        super().__init__(engine_config(model, build), model, torch.device("cpu"), kv_cache, max_num_tokens, copy)
         self.model = model
         self.calls = Calls()
         self.name = ""
@@ -213,6 +220,13 @@ class CheckedEngine(Engine):
             return all_logits
 
         logits: Seq[Tensor] = self.calls.make(f"{self.name}step", call)
+        return logits
+
+    def forward_copy(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
+        """What the copy computes is nobody's: its logits are not looked at."""
+        logits: Seq[Tensor] = self.calls.make(
+            f"{self.name}copy's step", lambda: super(CheckedEngine, self).forward_copy(sequences, drafts)
+        )
         return logits
 
     def check_sequence(self, sequence: Sequence) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from distributions import SAMPLINGS, SMALLEST_P_VALUE, Drawing, adapted, make_corpus, make_drafter, measure
+from distributions import SAMPLINGS, SMALLEST_P_VALUE, Drawing, adapted, make_corpus, make_drafter, make_target, measure
 from faults import FAULTS, planted
 
 from runtime.corpus import Corpus
@@ -28,20 +28,27 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         ("draft model by logits", "fixed", "orchestrator", "penalties"),
         ("chain", "fixed", "leader", "both"),
         ("custom by probs", "fixed", "orchestrator", "cuts"),
+        ("self", "auto", "orchestrator", "both"),
+        ("self by logits", "fixed", "leader", "penalties"),
+        ("self by logits", "auto", "orchestrator", "plain"),
+        ("self by sureness", "fixed", "orchestrator", "cuts"),
+        ("self by sureness", "auto", "leader", "penalties"),
+        ("chain with self", "fixed", "leader", "cuts"),
     ],
 )
 def test_next_three_tokens_follow_the_targets_distribution(
     drafter: str, lengths: str, loop: str, sampling: str, corpus: Corpus
 ) -> None:
-    opened: Any = make_drafter(drafter, corpus)
-    fit = measure(adapted(opened) if lengths == "auto" else opened, loop, SAMPLINGS[sampling], NUM_TEXTS)
+    engine = make_target()
+    opened: Any = make_drafter(drafter, corpus, engine)
+    fit = measure(adapted(opened) if lengths == "auto" else opened, loop, SAMPLINGS[sampling], NUM_TEXTS, engine)
     assert fit.p_value > SMALLEST_P_VALUE
     assert fit.detectable is not None and fit.detectable < FOUND
     assert 0 < fit.num_accepted < fit.num_drafted
 
 
 def test_automatic_lengths_of_drafts_that_end_at_an_end_id(corpus: Corpus) -> None:
-    drafter: Any = make_drafter("custom by probs", corpus)
+    drafter: Any = make_drafter("custom by probs", corpus, make_target())
     assert measure(adapted(drafter), "leader", SAMPLINGS["plain"], 4 * NUM_TEXTS).p_value > SMALLEST_P_VALUE
 
 
@@ -68,5 +75,7 @@ def test_planted_fault_is_found(name: str, corpus: Corpus) -> None:
     """By penalties, which the draft's own tokens change."""
     fault = next(fault for fault in FAULTS if fault.name == name)
     with planted(fault):
-        fit = measure(make_drafter("custom by probs", corpus), "leader", SAMPLINGS["penalties"], NUM_TEXTS)
+        fit = measure(
+            make_drafter("custom by probs", corpus, make_target()), "leader", SAMPLINGS["penalties"], NUM_TEXTS
+        )
     assert fit.p_value < SMALLEST_P_VALUE

@@ -16,6 +16,7 @@ SEVEN = [*PROMPTS, PROMPT, f"{PROMPT} and"]
 NGRAM = ["--ngram-config", "[4,3,[0]]"]
 V2_NGRAM = ["--spec-decode-algo", "NGRAM", "--max-matching-ngram-size", "3"]
 DRAFT = ["--draft-engine-dir", "DRAFT"]
+SELF = ["--engine-dir", "SELF"]
 V1_DRAFT = [*DRAFT, "--draft-target-model-config", "[2,[0],[0],False]"]
 
 # Name -> (flags of orchestrator mode, those of leader mode, drafters).
@@ -45,6 +46,21 @@ FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
         ["--suffix-config", "[6,[0]]", "--ngram-pool", "public"],
         ["--spec-decode-algo", "SUFFIX", "--ngram-pool", "public"],
         ["suffix"],
+    ),
+    "self": (
+        [*SELF, "--self-draft-config", "[6,[0]]"],
+        [*SELF, "--spec-decode-algo", "SELF", "--spec-decode-max-draft-len", "3"],
+        ["self"],
+    ),
+    "self, by probabilities where it samples": (
+        [*SELF, "--self-draft-config", "[6,[0],True]"],
+        [*SELF, "--spec-decode-algo", "SELF"],
+        ["self"],
+    ),
+    "chain with self": (
+        [*SELF, *NGRAM, "--self-draft-config", "6", "--drafters", "ngram,self"],
+        [*SELF, "--drafters", "ngram,self"],
+        ["ngram", "self"],
     ),
     "chain": (
         [*NGRAM, *V1_DRAFT, "--drafters", "ngram,draft-target"],
@@ -78,8 +94,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 
 
 @pytest.fixture
-def with_paths(corpus: Path, draft_engine_dir: Path) -> Callable[[list[str]], list[str]]:
-    paths = {"CORPUS": str(corpus), "DRAFT": str(draft_engine_dir)}
+def with_paths(corpus: Path, draft_engine_dir: Path, self_draft_engine_dir: Path) -> Callable[[list[str]], list[str]]:
+    paths = {"CORPUS": str(corpus), "DRAFT": str(draft_engine_dir), "SELF": str(self_draft_engine_dir)}
     return lambda flags: [paths.get(flag, flag) for flag in flags]
 
 
@@ -110,7 +126,7 @@ def test_greedy_output_is_hugging_faces(
     assert document["total"]["num_draft_tokens"] > 0
 
 
-@pytest.mark.parametrize("name", ["pool", "corpus", "suffix", "chain"])
+@pytest.mark.parametrize("name", ["pool", "corpus", "suffix", "chain", "self", "chain with self"])
 def test_sampled_text_is_that_without_a_drafter(
     name: str, run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]]
 ) -> None:
@@ -131,7 +147,7 @@ def test_chain_with_rejection_sampling_follows_the_targets_distribution(
     assert check["rule"] == "distribution" and check["passed"] and check["num_tokens"] > 1000
 
 
-@pytest.mark.parametrize("name", ["pool", "corpus", "suffix, pool", "chain"])
+@pytest.mark.parametrize("name", ["pool", "corpus", "suffix, pool", "chain", "chain with self"])
 def test_summarize_takes_the_same_flags(
     name: str, specdec: Specdec, llama_uncompiled_dir: Path, articles: Path,
     with_paths: Callable[[list[str]], list[str]],

@@ -207,7 +207,9 @@ WRONG_CONFIG = [
         "`--spec-decode-algo NGRAM`",
     ),
     case(RUN + "--ngram-config [4,2,[0]] --suffix-config [4,[0]]", 2, "together", "`--drafters ngram,suffix`"),
-    case(RUN + "--drafters ngram,eagle", 2, "no drafter of specdec's: eagle", "ngram, suffix, draft-target, custom"),
+    case(
+        RUN + "--drafters ngram,eagle", 2, "no drafter of specdec's: eagle", "ngram, suffix, draft-target, self, custom"
+    ),
     case(SUMMARIZE + "--drafters ngram", 2, "names ngram, which needs `--ngram-config`: ngram", "[10,2,[0]]"),
     case(RUN + "--spec-decode-algo NGRAM --drafters ngram", 2, "`--spec-decode-algo` and `--drafters`"),
     case(RUN + "--spec-decode-algo SUFFIX --suffix-config [4,[0]]", 2, "`--spec-decode-algo` and `--suffix-config`"),

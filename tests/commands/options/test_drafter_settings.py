@@ -11,6 +11,7 @@ from commands.options.drafter_configs import (
     parse_custom_drafter,
     parse_draft_target_model_config,
     parse_ngram_config,
+    parse_self_draft_config,
     parse_suffix_config,
 )
 from commands.options.drafting import DraftingOptions, Named, parse_drafter, parse_drafter_names
@@ -22,6 +23,7 @@ from runtime.drafters.settings import (
     DrafterSettings,
     DraftTargetDrafter,
     NgramDrafter,
+    SelfDrafter,
     SuffixDrafter,
     drafter_names,
     each_drafter,
@@ -220,12 +222,14 @@ CONFIGS: dict[str, Any] = {
     "ngram": {"ngram_config": "[10,3,[0]]"},
     "suffix": {"suffix_config": "[8,[0]]"},
     "draft-target": {"draft_target_model_config": "[4,[0],[0],False]", "draft_engine_dir": DRAFT},
+    "self": {"self_draft_config": "[8,[0]]"},
     "custom": {"drafter": "my_drafter:make"},
 }
 SETTINGS: dict[str, DrafterSettings] = {
     "ngram": NgramDrafter(10, 3),
     "suffix": SuffixDrafter(8),
     "draft-target": DraftTargetDrafter(DRAFT, 4),
+    "self": SelfDrafter(8),
     "custom": CustomDrafter("my_drafter", "make"),
 }
 
@@ -271,6 +275,34 @@ def test_suffix_matching_has_a_pool_too() -> None:
     assert parse(suffix_config="[8,[0]]", ngram_options=options) == expected
     assert leader("suffix", 8).named(drafting(None, None, None, options)).drafter == expected
     assert leader("SUFFIX").named(drafting(None, None)).drafter == SuffixDrafter(4)
+
+
+@pytest.mark.parametrize(
+    ("text", "drafter"),
+    [
+        ("[8,[0]]", SelfDrafter(8)),
+        ("8", SelfDrafter(8)),
+        ("(3,[0],True)", SelfDrafter(3, use_logits=True)),
+    ],
+)
+def test_self_draft_config_is_draft_length_devices_and_the_rule(text: str, drafter: SelfDrafter) -> None:
+    assert parse_self_draft_config(text) == (drafter, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("x", "`--self-draft-config` is not a list: x"),
+        ("[]", "`--self-draft-config` does not have 1 to 3 entries: []"),
+        ("[0,[0]]", "draft_len in `--self-draft-config` must be a whole number of at least 1: 0"),
+        ("[4,0]", "device_list in `--self-draft-config` must name a device: 0"),
+        ("[4,[0],1]", "use_logits in `--self-draft-config` must be True or False: 1"),
+    ],
+)
+def test_malformed_self_draft_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_self_draft_config(text)
+    assert raised.value.message.startswith(wrong)
 
 
 @pytest.mark.parametrize("names", [["ngram", "draft-target"], ["draft-target", "ngram"], [*CONFIGS], ["custom"]])
@@ -320,7 +352,7 @@ def test_unknown_names_of_drafters_list_the_known(text: str, wrong: str) -> None
     assert wrong in raised.value.message
     assert raised.value.hint
     if "twice" not in wrong:
-        assert "ngram, suffix, draft-target, custom" in raised.value.hint
+        assert "ngram, suffix, draft-target, self, custom" in raised.value.hint
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""The copy by which a model drafts for itself: the same model with the weights of its linear layers in fewer bits.
+
+It is compiled as a step of its own, in a directory of its own within the engine's. What it does not round is the
+target's own memory: embeddings, norms, the layer that computes logits, and the K/V pools.
+"""
+
+import copy
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from runtime.compiler.attention import KERNEL
+from runtime.compiler.compilation import WEIGHTS
+from runtime.compiler.model import linear_layers
+from runtime.compiler.quantized import QuantizedLinear, place_quantized
+from runtime.compiler.weights import save_weights
+from runtime.config import Precision, SelfDraft
+from runtime.errors import SpecDecError
+from runtime.quantization.rounding import group_size_for, round_weight
+from runtime.quantization.weight import QuantizedWeight, take_quantized
+
+
+def round_layers(
+    model: PreTrainedModel, pretrained: PreTrainedConfig, self_draft: SelfDraft
+) -> dict[str, QuantizedWeight]:
+    """The weights of the copy's linear layers, rounded as a conversion does; what computes logits stays as it is.
+
+    Layers that are in as few bits already stay too. SpecDecError if that leaves none.
+    """
+    names, head = linear_layers(pretrained)
+    bits = 4 if self_draft.qformat == "int4" else 8
+    layers: dict[str, QuantizedWeight] = {}
+    for name in names:
+        layer = model.get_submodule(name)
+        if name == head or (isinstance(layer, QuantizedLinear) and layer.quantized.bits <= bits):
+            continue
+        weight = _weight(layer)
+        group_size = group_size_for(name, weight.shape[1], self_draft.group_size)
+        if bits == 4 and weight.shape[1] % 2:
+            raise SpecDecError(
+                f"numbers of 4 bits are stored in pairs, and `{name}` has an odd number of inputs: {weight.shape[1]}",
+                hint="round to int8",
+            )
+        layers[name] = round_weight(weight, Precision(self_draft.qformat), group_size)
+        layers[name].check(name)
+    if not layers:
+        raise SpecDecError(
+            f"the model has no linear layers of more bits than its copy's would have: {self_draft.qformat}",
+            hint="build it without a copy that drafts",
+            fact="nothing_to_round",
+        )
+    return layers
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    if isinstance(layer, QuantizedLinear):
+        return layer.quantized.dequantize()
+    assert isinstance(layer, nn.Linear)
+    return layer.weight.detach()
+
+
+def copy_of(model: PreTrainedModel, layers: dict[str, QuantizedWeight]) -> PreTrainedModel:
+    """The model with these layers in the place of its own, and all else in the model's own memory."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(model, shared)
+    place_quantized(copied, layers, with_kernels=model.config._attn_implementation == KERNEL)
+    return copied
+
+
+def write_layers(copied: PreTrainedModel, directory: Path) -> None:
+    """The rounded layers of the copy, and of the model that it is of, where that has any."""
+    layers = {name: one.quantized for name, one in copied.named_modules() if isinstance(one, QuantizedLinear)}
+    tensors = {f"{name}.{part}": tensor for name, one in layers.items() for part, tensor in one.tensors().items()}
+    save_weights(directory / WEIGHTS, tensors)
+
+
+def read_layers(directory: Path) -> dict[str, QuantizedWeight]:
+    """What `write_layers` wrote; SpecDecError where that is damaged."""
+    try:
+        return take_quantized(load_file(directory / WEIGHTS))
+    except SafetensorError as error:
+        raise SpecDecError(
+            f"`{directory / WEIGHTS}` is damaged: {error}", hint="build it again", fact="engine"
+        ) from error

@@ -1,0 +1,116 @@
+"""How often drafts were right so far: position by position, for each length of match, of one request and of all.
+
+What a draft would have yielded is seen from what was generated, whether it was sent or not, because drafts never change
+that.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+from runtime.request import Sequence
+
+_MATCH_LENS = (0, 1, 2, 3, 4, 6, 9, 16)
+"""Drafts are told apart by how long their match was: this far, or longer."""
+_OWN_MEMORY, _SHARED_MEMORY = 0.9, 0.995
+"""What remains of a count when another draft is counted."""
+_SHARED_WEIGHT, _PRIOR_WEIGHT = 4.0, 2.0
+"""How many drafts of the request itself count as much as all others', and of others as much as the first guess."""
+
+
+@dataclass
+class _Survival:
+    """How many drafts reached each position, and how many of them were right there; both fade."""
+
+    memory: float
+    reached: list[float] = field(default_factory=list)
+    right: list[float] = field(default_factory=list)
+
+    def add(self, num_right: int, num_known: int) -> None:
+        """A draft of `num_known` tokens, the first `num_right` of them right."""
+        missing = num_known - len(self.reached)
+        self.reached += [0.0] * missing
+        self.right += [0.0] * missing
+        for i in range(min(num_right + 1, num_known)):
+            self.reached[i] = self.reached[i] * self.memory + 1
+            self.right[i] = self.right[i] * self.memory + (i < num_right)
+
+
+_NOTHING_KNOWN = _Survival(memory=0.0)
+
+
+@dataclass
+class _History:
+    """What is known of one request: counts by match length, and drafts whose outcome is not known yet."""
+
+    survivals: dict[int, _Survival] = field(default_factory=dict)
+    pending: list[tuple[int, list[int], int]] = field(default_factory=list)
+    """Position of a draft's first token, its tokens, and the length of its match."""
+
+
+class Outcomes:
+    """Remembers drafts, learns what became of them, and says what to expect of the next."""
+
+    def __init__(self) -> None:
+        self._shared: dict[int, _Survival] = {}
+        self._histories: dict[int, _History] = {}
+
+    def __len__(self) -> int:
+        """Requests that something is known of."""
+        return len(self._histories)
+
+    def remember(self, sequence: Sequence, tokens: list[int], match_len: int) -> None:
+        """A draft for what comes next."""
+        if tokens:
+            self._history(sequence).pending.append((len(sequence.tokens), tokens, _class_of(match_len)))
+
+    def learn(self, sequence: Sequence) -> None:
+        """Count the drafts that by now are known to be right, or where they went wrong."""
+        history = self._history(sequence)
+        still_pending = []
+        for start, tokens, match_len in history.pending:
+            known = sequence.tokens[start : start + len(tokens)]
+            num_right = num_common(tokens, known)
+            if num_right == len(known) < len(tokens):
+                still_pending.append((start, tokens, match_len))
+                continue
+            own = history.survivals.setdefault(match_len, _Survival(_OWN_MEMORY))
+            shared = self._shared.setdefault(match_len, _Survival(_SHARED_MEMORY))
+            for survival in (own, shared):
+                survival.add(num_right, len(tokens))
+        history.pending = still_pending
+
+    def expected_tokens(self, sequence: Sequence, match_len: int, max_len: int) -> list[float]:
+        """Tokens that a step yields with a draft of 0, 1, ... max_len tokens: 1 + sum of P(at least i accepted)."""
+        match_len = _class_of(match_len)
+        own = self._history(sequence).survivals.get(match_len, _NOTHING_KNOWN)
+        shared = self._shared.get(match_len, _NOTHING_KNOWN)
+        first_guess = _PRIOR_WEIGHT * (match_len + 1) / (match_len + 3)
+        expected, survives, total = [1.0], 1.0, 1.0
+        for i in range(max_len):
+            share = first_guess / _PRIOR_WEIGHT
+            if i < len(shared.reached):
+                share = (shared.right[i] + first_guess) / (shared.reached[i] + _PRIOR_WEIGHT)
+            if i < len(own.reached):
+                share = (own.right[i] + _SHARED_WEIGHT * share) / (own.reached[i] + _SHARED_WEIGHT)
+            survives *= share
+            total += survives
+            expected.append(total)
+        return expected
+
+    def forget(self, request_id: int) -> None:
+        self._histories.pop(request_id, None)
+
+    def _history(self, sequence: Sequence) -> _History:
+        return self._histories.setdefault(sequence.request.id, _History())
+
+
+def _class_of(match_len: int) -> int:
+    return _MATCH_LENS[bisect_right(_MATCH_LENS, match_len) - 1]
+
+
+def num_common(left: list[int], right: list[int]) -> int:
+    """How many first tokens are the same."""
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length
+    return next(i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)

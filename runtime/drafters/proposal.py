@@ -1,0 +1,65 @@
+"""A draft that a model makes token by token, by the rules of the request that it is for."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from runtime.request import Draft, Sequence
+from runtime.sampling import NoChoice, draw
+
+
+@dataclass
+class Proposal:
+    """A draft in the making, and the sequence with it as the model sees it.
+
+    Without `use_logits` the model chooses as the target will, with the same noise at each position, so that similar
+    distributions choose the same token. With it the tokens of sampling requests are drawn from the model's own
+    distribution, which the draft carries for rejection sampling.
+    """
+
+    follower: Sequence
+    max_len: int
+    use_logits: bool
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
+    sureness: list[int] = field(default_factory=list)
+    """How sure the model was of each token, where that is asked (`runtime.drafters.sureness`)."""
+    survives: float = 1.0
+    """The probability that all its tokens are accepted, by that."""
+    has_ended: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.has_ended or len(self.tokens) >= self.max_len
+
+    def draft_token(self, logits: Tensor) -> None:
+        """Choose or draw the next token by (vocab_size,) logits, or end the draft."""
+        try:
+            self._draft_token(logits)
+        except NoChoice:  # for the model that drafts; the target may have one
+            self.has_ended = True
+
+    def _draft_token(self, logits: Tensor) -> None:
+        follower = self.follower
+        if self.use_logits and not follower.sampler.is_greedy:
+            probs = follower.sampler.probs(follower.tokens, logits)
+            token = draw(probs, follower.sampler.uniform(len(follower.tokens), "draft"))
+            self._add(token, probs)
+            # It was drawn, so it stays: leaving an end id out would change the distribution of what is verified.
+            self.has_ended = token in follower.request.end_ids
+        else:
+            token = follower.sampler.choose(follower.tokens, logits)
+            if token in follower.request.end_ids:
+                self.has_ended = True  # it comes as the target's own token at no cost
+            else:
+                self._add(token, None)
+
+    def _add(self, token: int, probs: Tensor | None) -> None:
+        self.follower.tokens.append(token)
+        self.tokens.append(token)
+        if probs is not None:
+            self.probs.append(probs)
+
+    def draft(self) -> Draft:
+        return Draft(self.tokens, torch.stack(self.probs) if self.probs else None)

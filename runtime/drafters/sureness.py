@@ -1,0 +1,96 @@
+"""Where a model that drafts should stop: how sure it is of the next token, and whether that is worth its time.
+
+A token is worth sending while the tokens that it promises, which is the probability that it and all before it are
+accepted, take less time in the target's step than tokens do on average; and the next is worth computing while the same
+holds with the model's own step added. How often a token is accepted, of which the model is so sure, is learned from
+what was generated; how sure it is, is the probability of its most probable token.
+
+All that is known before the token is drawn. So whether it is drawn depends on nothing that it may be, and a draft that
+stops here leaves the distribution of what is generated as it was, by probabilities too.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from runtime.drafters.outcomes import num_common
+from runtime.drafters.proposal import Proposal
+from runtime.request import Sequence
+
+_NUM_CLASSES = 16
+"""Tokens are told apart by how sure the model was of them."""
+_MEMORY, _PRIOR_WEIGHT = 0.998, 4.0
+_RATE_MEMORY = 0.98
+_CONTEXT_STEP = 64
+
+
+class Sureness:
+    """`iteration_s` is the time of a turn with drafts of a length, `draft_s` that of one more token of every draft."""
+
+    def __init__(self, iteration_s: Callable[[int, int, float], float], draft_s: Callable[[int, int], float]) -> None:
+        self._iteration_s, self._draft_s = iteration_s, draft_s
+        self._right, self._seen = [0.0] * _NUM_CLASSES, [0.0] * _NUM_CLASSES
+        self._pending: dict[int, tuple[int, list[int], list[int]]] = {}
+        """Of a request: position of its draft's first token, its tokens, and how sure the model was of each."""
+        self._num_tokens = self._seconds = 0.0
+        self._least_to_send = self._least_to_go_on = 0.0
+
+    def begin(self, sequences: list[Sequence], max_draft_len: int) -> None:
+        """Learn what became of the last drafts, and what the next must promise."""
+        for sequence in sequences:
+            self._learn(sequence)
+        batch_size, context_len = _place(sequences)
+        alone_s = self._iteration_s(batch_size, context_len, 0.0)
+        num_tokens = max_draft_len * batch_size
+        token_s = max(self._iteration_s(batch_size, context_len, float(max_draft_len)) - alone_s, 0.0) / num_tokens
+        rate = self._num_tokens / self._seconds if self._seconds else batch_size / alone_s
+        self._least_to_send = rate * token_s
+        self._least_to_go_on = rate * (token_s + self._draft_s(batch_size, context_len) / batch_size)
+
+    def draft_token(self, proposal: Proposal, logits: Tensor) -> None:
+        """The next token by (vocab_size,) logits, if it is worth sending; the draft ends if the one after is not."""
+        sure = float(torch.softmax(logits.float(), dim=-1).max())
+        kind = min(int(sure * _NUM_CLASSES), _NUM_CLASSES - 1) if sure > 0 else 0  # NaN is not
+        survives = proposal.survives * self._share(kind)
+        if survives < self._least_to_send:
+            proposal.has_ended = True
+            return
+        proposal.survives = survives
+        proposal.sureness.append(kind)
+        proposal.draft_token(logits)
+        proposal.has_ended |= survives < self._least_to_go_on
+
+    def end(self, sequences: list[Sequence], proposals: list[Proposal], num_steps: int) -> None:
+        """Keep the drafts, and count the time of `num_steps` of the model's own and of the target's."""
+        for sequence, proposal in zip(sequences, proposals, strict=True):
+            self._pending[sequence.request.id] = (len(sequence.tokens), proposal.tokens, proposal.sureness)
+        place = _place(sequences)
+        mean_len = sum(len(proposal.tokens) for proposal in proposals) / len(proposals)
+        seconds = self._iteration_s(*place, mean_len) + num_steps * self._draft_s(*place)
+        self._seconds = self._seconds * _RATE_MEMORY + seconds
+        self._num_tokens *= _RATE_MEMORY
+
+    def forget(self, request_id: int) -> None:
+        self._pending.pop(request_id, None)
+
+    def _learn(self, sequence: Sequence) -> None:
+        if (draft := self._pending.pop(sequence.request.id, None)) is None:
+            return
+        start, tokens, sureness = draft
+        known = sequence.tokens[start:]
+        self._num_tokens += len(known)
+        num_right = num_common(tokens, known)
+        for i, kind in enumerate(sureness[: min(num_right + 1, len(known), len(tokens))]):
+            self._seen[kind] = self._seen[kind] * _MEMORY + 1
+            self._right[kind] = self._right[kind] * _MEMORY + (i < num_right)
+
+    def _share(self, kind: int) -> float:
+        """Of tokens of which the model was so sure, those that were right; at first a guess."""
+        guess = (1 + (kind + 0.5) / _NUM_CLASSES) / 2
+        return (self._right[kind] + _PRIOR_WEIGHT * guess) / (self._seen[kind] + _PRIOR_WEIGHT)
+
+
+def _place(sequences: list[Sequence]) -> tuple[int, int]:
+    """Batch size and context length; contexts are rounded, so that costs need not be looked up anew at every step."""
+    return len(sequences), max(len(sequence.tokens) for sequence in sequences) // _CONTEXT_STEP * _CONTEXT_STEP

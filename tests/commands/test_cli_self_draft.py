@@ -1,0 +1,142 @@
+"""A model that drafts for itself, on the command line: built, run in both modes, and refused where it cannot be."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import PROMPT, PROMPTS, Specdec, assert_valid, each, ids_of
+from shared import record_anew
+from tiny import hf_greedy
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+DRAFTS = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6]
+SIZES = ["--max-input-len", 64, "--max-seq-len", 128, "--compiler", "none"]
+
+
+def test_it_goes_the_whole_way(
+    specdec: Specdec, llama_checkpoint_dir: Path, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    engine = tmp_path / "engine"
+    build = ["build", "--checkpoint-dir", llama_checkpoint_dir, "--output-dir", engine, *DRAFTS, *SIZES]
+    build += ["--self-draft", "int4"]
+    shown = specdec(*build)
+    assert "copy that drafts" in shown.stdout and "linear weights in int4, in groups of 64" in shown.stdout
+    document = specdec(*build, "--self-draft-group-size", 16, "--force", "--json").document
+    assert_valid("build", document)
+    assert document["engine"]["build_config"]["self_draft"] == {"qformat": "int4", "group_size": 16}
+    assert document["engine"]["self_draft_check"]["relative_difference"] < 1e-4
+    assert len(document["engine"]["self_draft_costs"]) > 10
+    assert specdec("verify", engine).exit_code == 0
+    expected = [hf_greedy(llama, tokenizer(prompt)["input_ids"], 16, 299) for prompt in PROMPTS]
+    run = ["run", "--engine-dir", engine, *each("--input-text", PROMPTS), "--max-output-len", 16, "--end-id", 299]
+    for flags in (["--self-draft-config", "[5,[0]]"], ["--spec-decode-algo", "SELF"], ["--self-draft-config", "6"]):
+        more = ["--draft-len-mode", "auto"] if "6" in flags else []
+        found = specdec(*run, *flags, *more, "--check-lossless", "--json").document
+        assert_valid("run", found)
+        assert ids_of(found) == expected and found["checks"]["lossless"]["passed"]
+        assert found["settings"]["drafters"] == ["self"]
+        assert more or found["total"]["num_accepted_draft_tokens"] > 0
+        assert more or found["total"]["draft_model_time_s"] > 0
+        assert found["draft_engine"] is None
+
+
+def test_report_and_settings_name_it(
+    specdec: Specdec, self_draft_engine_dir: Path, articles: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    summarize = ["summarize", "--engine-dir", self_draft_engine_dir, "--dataset", articles, "--test-engine"]
+    summarize += ["--output-len", 8, "--self-draft-config", "[3,[0]]", "--report", page, "--json"]
+    document = specdec(*summarize).document
+    assert_valid("summarize", document)
+    assert document["settings"]["self_draft_config"] == {"max_draft_len": 3, "use_logits": False, "device_id": 0}
+    assert "the target&#x27;s own rounded copy, up to 3 tokens" in page.read_text()
+
+
+def test_rejection_sampling_follows_the_targets_distribution(specdec: Specdec, self_draft_engine_dir: Path) -> None:
+    flags = ["--self-draft-config", "[3,[0],True]", "--temperature", 0.9, "--check-lossless", "--json"]
+    found = specdec("run", "--engine-dir", self_draft_engine_dir, "--input-text", PROMPT, *flags).document
+    check = found["checks"]["lossless"]
+    assert check["rule"] == "distribution" and check["passed"] and check["num_tokens"] > 1000
+
+
+@pytest.mark.parametrize("model_format", ["int4", "int8"])
+def test_model_in_as_few_bits_is_refused(model_format: str, specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
+    ckpt, engine = tmp_path / "ckpt", tmp_path / "engine"
+    specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, "--qformat", model_format)
+    build = ["build", "--checkpoint-dir", ckpt, "--output-dir", engine, *DRAFTS, *SIZES, "--self-draft"]
+    refused = specdec(*build, model_format)
+    assert refused.exit_code == 1 and f"weights are in {model_format[-1]} bits already" in refused.stderr
+    assert "leave `--self-draft` out" in refused.stderr and "Traceback" not in refused.stderr
+    assert not engine.exists()
+    if model_format == "int8":
+        assert specdec(*build, "int4").exit_code == 0
+        run = ["run", "--engine-dir", engine, "--input-text", PROMPT, "--max-output-len", 12, "--check-lossless"]
+        assert specdec(*run, "--self-draft-config", "4", "--json").document["checks"]["lossless"]["passed"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "wrong", "hint"),
+    [
+        (["--self-draft", "int4"], "`--self-draft` needs a draft length: int4", "--max-draft-len 8"),
+        (["--self-draft", "int3", *DRAFTS], "`--self-draft` must be one of none, int8, int4: int3", ""),
+        ([*DRAFTS, "--self-draft-group-size", 32], "is of the copy that drafts: 32", "`--self-draft int4`"),
+        ([*DRAFTS, "--self-draft", "int4", "--self-draft-group-size", 0], "at least one input", "64 is the default"),
+    ],
+)
+def test_flags_that_do_not_fit(
+    flags: list[Any], wrong: str, hint: str, specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path
+) -> None:
+    build = ["build", "--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", *SIZES]
+    refused = specdec(*build, *flags)
+    assert refused.exit_code == 2 and wrong in refused.stderr and hint in refused.stderr
+    assert not (tmp_path / "engine").exists()
+
+
+@pytest.mark.parametrize("flags", [["--self-draft-config", "[8,[0]]"], ["--spec-decode-algo", "SELF"]])
+def test_engine_without_a_copy_is_refused(flags: list[str], specdec: Specdec, llama_uncompiled_dir: Path) -> None:
+    refused = specdec("run", "--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, *flags)
+    assert refused.exit_code == 1 and "has no copy of its model that could draft for it" in refused.stderr
+    assert "`specdec build --self-draft int4`" in refused.stderr
+
+
+def test_drafts_longer_than_the_engine_takes_are_refused(specdec: Specdec, self_draft_engine_dir: Path) -> None:
+    run = ["run", "--engine-dir", self_draft_engine_dir, "--input-text", PROMPT, "--self-draft-config", "[11,[0]]"]
+    refused = specdec(*run)
+    assert refused.exit_code == 1 and "at most 10 tokens" in refused.stderr
+
+
+def test_damaged_copy_is_noticed(specdec: Specdec, self_draft_engine_dir: Path, tmp_path: Path) -> None:
+    engine = tmp_path / "engine"
+    run = ["run", "--engine-dir", engine, "--input-text", PROMPT, "--self-draft-config", "4"]
+    shutil.copytree(self_draft_engine_dir, engine)
+    weights = engine / "self-draft" / "rank0.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    refused = specdec(*run)
+    assert refused.exit_code == 1 and "self-draft/rank0.safetensors" in refused.stderr
+    assert specdec("verify", engine).exit_code == 1
+    weights.write_bytes(content[:1000])
+    record_anew(engine)
+    refused = specdec(*run)
+    assert refused.exit_code == 1 and "is damaged" in refused.stderr and "Traceback" not in refused.stderr
+    weights.unlink()
+    record_anew(engine)
+    refused = specdec(*run)
+    assert refused.exit_code == 1 and "has no record of the file: self-draft/rank0.safetensors" in refused.stderr
+
+
+def test_engine_without_its_copys_costs_drafts_with_fixed_lengths_only(
+    specdec: Specdec, self_draft_engine_dir: Path, tmp_path: Path
+) -> None:
+    engine = tmp_path / "engine"
+    shutil.copytree(self_draft_engine_dir, engine)
+    config = json.loads((engine / "config.json").read_text())
+    (engine / "config.json").write_text(json.dumps(config | {"self_draft_costs": []}))
+    record_anew(engine)
+    run = ["run", "--engine-dir", engine, "--input-text", PROMPT, "--self-draft-config", "4"]
+    assert specdec(*run).exit_code == 0
+    refused = specdec(*run, "--draft-len-mode", "auto")
+    assert refused.exit_code == 1 and "nothing is known of what the engine's steps cost" in refused.stderr

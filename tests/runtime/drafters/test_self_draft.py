@@ -1,0 +1,283 @@
+"""A model that drafts for itself changes no token, computes no prompt twice, and leaves no K/V of its copy to anybody.
+
+Compared with Hugging Face's greedy output in float32, and with the engine's own output without drafts, bit by bit.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import hf_greedy, make_model, repetitive_prompt
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from runtime import leader, orchestrator
+from runtime.config import SelfDraft as Rounding
+from runtime.drafters.self_draft import SelfDraft
+from runtime.engine import Engine, KVCacheConfig
+from runtime.params import SamplingConfig
+from runtime.request import Request, Sequence
+
+LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": leader.generate}
+NUM_NEW_TOKENS = 24
+DRAFT_LEN = 5
+PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(5)]
+GREEDY = SamplingConfig()
+SAMPLED = SamplingConfig(temperature=0.9, top_k=0, top_p=0.95, random_seed=5)
+PENALISED = SamplingConfig(top_k=10, repetition_penalty=1.3, no_repeat_ngram_size=3, frequency_penalty=0.1)
+ON_LOOPS = pytest.mark.parametrize("loop", LOOPS)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module", params=["int4", "int8"])
+def engine_dir(request: pytest.FixtureRequest, model: PreTrainedModel, make_engine_dir: Any) -> Path:
+    directory: Path = make_engine_dir(model, self_draft=Rounding(request.param))
+    return directory
+
+
+@pytest.fixture
+def engine(engine_dir: Path) -> Iterator[Engine]:
+    with Engine.open(engine_dir) as opened:
+        yield opened
+
+
+def make_requests(sampling: SamplingConfig = GREEDY, **settings: Any) -> list[Request]:
+    settings = {"max_new_tokens": NUM_NEW_TOKENS} | settings
+    return [Request(i, prompt, sampling=sampling, **settings) for i, prompt in enumerate(PROMPTS)]
+
+
+def answer(
+    engine: Engine, loop: str, requests: list[Request], drafter: Any, draft_len: int = DRAFT_LEN
+) -> list[Sequence]:
+    finished = {}
+    for sequence, _ in LOOPS[loop](engine, requests, drafter, draft_len if drafter else 0):
+        if sequence.finish_reason is not None:
+            finished[sequence.request.id] = sequence
+    engine._blocks.check_integrity()
+    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
+    return [finished[request.id] for request in requests]
+
+
+def outputs(sequences: list[Sequence]) -> list[list[int]]:
+    return [sequence.output_tokens for sequence in sequences]
+
+
+def num_drafted(sequences: list[Sequence]) -> int:
+    return sum(sequence.stats.num_draft_tokens for sequence in sequences)
+
+
+@ON_LOOPS
+def test_greedy_output_is_hugging_faces(loop: str, engine: Engine, model: PreTrainedModel) -> None:
+    sequences = answer(engine, loop, make_requests(), SelfDraft(engine, use_logits=False))
+    assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
+    accepted = sum(sequence.stats.num_accepted_draft_tokens for sequence in sequences)
+    rounding = engine.config.build_config.self_draft
+    assert rounding is not None
+    assert accepted > {"int4": 0.25, "int8": 0.8}[rounding.qformat] * num_drafted(sequences)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "mistral-sliding", "mixtral", "olmo2"])
+def test_families(family: str, make_engine: Any) -> None:
+    """Sliding windows, norms of their own, experts in one piece, which stay unrounded."""
+    model = make_model(family)
+    engine: Engine = make_engine(model, self_draft=Rounding("int8", 16))
+    sequences = answer(engine, "leader", make_requests(), SelfDraft(engine, use_logits=False))
+    assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
+    assert sum(sequence.stats.num_accepted_draft_tokens for sequence in sequences) > 0
+
+
+@ON_LOOPS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_output_of_16_bits_is_that_without_drafts(
+    loop: str, dtype: str, model: PreTrainedModel, make_engine: Any
+) -> None:
+    engine = make_engine(model, dtype=dtype, self_draft=Rounding("int4"))
+    drafted = answer(engine, loop, make_requests(), SelfDraft(engine, use_logits=False))
+    engine.clear_cache()
+    assert outputs(drafted) == outputs(answer(engine, loop, make_requests(), None))
+    assert sum(sequence.stats.num_accepted_draft_tokens for sequence in drafted) > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_step_beside_a_compiled_copy(dtype: str, model: PreTrainedModel, make_engine: Any) -> None:
+    """The same bits of logits; what is not rounded lies in memory once."""
+    engine: Engine = make_engine(model, dtype=dtype, compiler="aot", self_draft=Rounding("int4"))
+    requests = make_requests(keep_logits=True)
+    drafted = answer(engine, "leader", requests, SelfDraft(engine, use_logits=False))
+    engine.clear_cache()
+    plain = answer(engine, "leader", requests, None)
+    assert outputs(drafted) == outputs(plain)
+    for ours, theirs in zip(drafted, plain, strict=True):
+        assert torch.equal(torch.stack(ours.logits), torch.stack(theirs.logits))
+    assert sum(sequence.stats.num_accepted_draft_tokens for sequence in drafted) > 0
+    target, own = (
+        {tensor.data_ptr() for tensor in step.weights.values()}  # type: ignore[union-attr]
+        for step in (engine._step, engine._copy_step)
+    )
+    assert target & own and own - target
+
+
+@ON_LOOPS
+@pytest.mark.parametrize("sampling", [SAMPLED, PENALISED], ids=["cuts", "penalties"])
+def test_sampled_text_is_that_without_drafts(loop: str, sampling: SamplingConfig, engine: Engine) -> None:
+    drafted = answer(engine, loop, make_requests(sampling), SelfDraft(engine, use_logits=False))
+    engine.clear_cache()
+    assert outputs(drafted) == outputs(answer(engine, loop, make_requests(sampling), None))
+    assert sum(sequence.stats.num_accepted_draft_tokens for sequence in drafted) > 0
+
+
+def test_by_probabilities_the_copy_tells_what_it_drew_from(engine: Engine) -> None:
+    drafter = SelfDraft(engine, use_logits=True)
+    sequences = [Sequence.start(request) for request in make_requests(SAMPLED)[:3]]
+    for sequence in sequences:
+        assert engine.admit(sequence)
+        engine.compute_context(sequence, len(sequence.tokens) - 1)
+    for draft, sequence in zip(drafter.propose(sequences, 4), sequences, strict=True):
+        assert draft.probs is not None and len(draft.tokens) == len(draft.probs) == 4
+        assert all(row[token] > 0 for row, token in zip(draft.probs, draft.tokens, strict=True))
+        engine.release(sequence)
+
+
+@ON_LOOPS
+def test_end_ids_and_stop_words(loop: str, engine: Engine, model: PreTrainedModel) -> None:
+    plain = outputs(answer(engine, loop, make_requests(), None))
+    end_ids = frozenset({plain[0][7], plain[1][4]})
+    engine.clear_cache()
+
+    def stops(tokens: list[int], num_prompt_tokens: int) -> bool:
+        return tokens[num_prompt_tokens:][-2:] == plain[2][5:7]
+
+    requests = make_requests(end_ids=end_ids, stop_check=stops)
+    expected = outputs(answer(engine, loop, requests, None))
+    engine.clear_cache()
+    assert outputs(answer(engine, loop, requests, SelfDraft(engine, use_logits=False))) == expected
+    assert min(map(len, expected)) < NUM_NEW_TOKENS
+
+
+def test_preempted_sequences_go_on(engine_dir: Path, model: PreTrainedModel) -> None:
+    """In a cache in which two of five fit."""
+    with Engine.open(engine_dir, kv_cache=KVCacheConfig(max_tokens=100)) as engine:
+        released = _count(engine, "release")
+        sequences = answer(engine, "leader", make_requests(), SelfDraft(engine, use_logits=False))
+    assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
+    assert len(released) > len(PROMPTS), "nobody was preempted"
+
+
+@ON_LOOPS
+def test_a_request_that_ends_where_the_engine_does(loop: str, engine: Engine, model: PreTrainedModel) -> None:
+    """Prompt and output fill max_seq_len; the longest draft the engine takes, which the budget cuts."""
+    longest = engine.config.build_config.max_request_len
+    prompt = tuple(repetitive_prompt(3, 90))
+    request = Request(0, prompt, longest - len(prompt))
+    (sequence,) = answer(engine, loop, [request], SelfDraft(engine, use_logits=False), engine.max_draft_len)
+    assert sequence.output_tokens == hf_greedy(model, list(prompt), longest - len(prompt))
+    assert sequence.finish_reason == "length" and sequence.stats.num_draft_tokens > 0
+
+
+def test_the_copy_computes_no_prompt(engine: Engine) -> None:
+    """One token of each sequence at a time: the last one, and its own drafts. The first step has no draft."""
+    sizes: list[tuple[int, int]] = []
+    copy_step = engine._copy_step
+    assert copy_step is not None
+
+    def watched(input_ids: Tensor, *others: Any) -> Tensor:
+        sizes.append((input_ids.shape[0], input_ids.shape[1]))
+        return copy_step(input_ids, *others)
+
+    engine._copy_step = watched
+    sequences = answer(engine, "leader", make_requests(), SelfDraft(engine, use_logits=False))
+    assert {num_tokens for _, num_tokens in sizes} == {1}
+    assert max(batch_size for batch_size, _ in sizes) == engine.max_batch_size
+    assert sum(batch_size for batch_size, _ in sizes) == num_drafted(sequences)
+
+
+def test_nothing_of_the_copys_is_found_again(engine: Engine, model: PreTrainedModel) -> None:
+    """The next request continues what the first has generated: all of it is found, and none of it is rounded."""
+    (first,) = answer(engine, "leader", make_requests()[:1], SelfDraft(engine, use_logits=False))
+    engine_plain = outputs(answer(engine, "leader", [Request(1, tuple(first.tokens), NUM_NEW_TOKENS)], None))
+    assert engine_plain == [hf_greedy(model, first.tokens, NUM_NEW_TOKENS)]
+    blocks = _published(engine)
+    engine.clear_cache()
+    answer(engine, "leader", [Request(2, PROMPTS[0], NUM_NEW_TOKENS)], None)
+    for tokens, (keys, values) in _published(engine).items():
+        if tokens in blocks:
+            torch.testing.assert_close(blocks[tokens], (keys, values), rtol=1e-5, atol=1e-5)
+    assert set(_published(engine)) & set(blocks)
+
+
+@ON_LOOPS
+@pytest.mark.parametrize("poisoned", ["weights", "keys and values"])
+def test_a_copy_of_nan_changes_nothing(poisoned: str, loop: str, engine: Engine, model: PreTrainedModel) -> None:
+    copy_step: Any = engine._copy_step
+    if poisoned == "weights":
+        for name, buffer in copy_step.named_buffers():
+            if name.endswith("scales"):
+                buffer.fill_(torch.nan)
+    else:
+
+        def poisoning(input_ids: Tensor, positions: Tensor, slots: Tensor, *others: Any) -> Tensor:
+            logits: Tensor = copy_step(input_ids, positions, slots, *others)
+            block_size = engine._pool.keys[0].shape[3]
+            for keys in engine._pool.keys:
+                keys.permute(0, 3, 1, 2)[slots.flatten() // block_size, slots.flatten() % block_size] = torch.nan
+            return logits
+
+        engine._copy_step = poisoning
+    sequences = answer(engine, loop, make_requests(), SelfDraft(engine, use_logits=False))
+    assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
+    assert (num_drafted(sequences) > 0) == (poisoned != "weights")
+
+
+def test_copys_weights_are_rounded_as_a_conversion_rounds_them(engine: Engine, model: PreTrainedModel) -> None:
+    from runtime.compiler.quantized import QuantizedLinear
+    from runtime.config import Precision
+    from runtime.quantization.rounding import round_weight
+
+    copied: Any = engine._copy_step
+    rounding = engine.config.build_config.self_draft
+    assert rounding is not None
+    layers = {n: m for n, m in copied.model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert len(layers) == 14  # seven of each of two layers, and not the one that computes logits
+    for name, layer in layers.items():
+        weight = model.get_submodule(name).weight
+        size = min(16 if weight.shape[1] == 48 else 32, 64)
+        expected = round_weight(weight.detach(), Precision(rounding.qformat), size)
+        assert torch.equal(layer.values, expected.values) and torch.equal(layer.scales, expected.scales)
+    target: Any = engine._step
+    assert copied.model.get_output_embeddings().weight is target.model.get_output_embeddings().weight
+
+
+def _count(engine: Engine, name: str) -> list[None]:
+    calls: list[None] = []
+    method = getattr(engine, name)
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(None)
+        return method(*arguments)
+
+    setattr(engine, name, counted)
+    return calls
+
+
+def _published(engine: Engine) -> dict[tuple[int, ...], tuple[Tensor, Tensor]]:
+    """The first layer's and last layer's K/V of full blocks, by all tokens up to their ends."""
+    nodes = engine._blocks._nodes
+    block_of = {node.id: block for block, node in nodes.items()}
+    found = {}
+    for block, node in nodes.items():
+        tokens, parent = node.tokens, node.parent
+        while parent in block_of:
+            tokens, parent = (*nodes[block_of[parent]].tokens, *tokens), nodes[block_of[parent]].parent
+        if len(node.tokens) == engine._blocks.block_size:
+            pools = engine._pool
+            found[tokens] = (
+                torch.stack([keys[block] for keys in pools.keys]).clone(),
+                torch.stack([values[block] for values in pools.values]).clone(),
+            )
+    return found
