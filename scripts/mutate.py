@@ -61,6 +61,7 @@ BATCH = At("runtime/batch.py", f"{T}test_batch.py -k 'not compute_what_each'")
 BLOCKS = At("runtime/kv_cache.py", f"{T}test_kv_cache.py")
 BUDGET = At("runtime/request.py", f"{T}test_request.py -k room")
 CHAIN = At("runtime/drafters/chain.py", f"{T}drafters/test_chain.py")
+CHOOSING = At("runtime/drafters/choosing.py", f"{T}drafters/test_choosing.py")
 CORPUS = At("runtime/drafters/corpus.py", f"{T}test_corpus.py -k draft")
 DRAFTING = At("runtime/drafting.py", f"{T}drafters/test_drafter_protocol.py")
 DRAW = At("runtime/drafters/proposal.py", f"{T}test_rejection.py -k 'texts and similar'")
@@ -69,6 +70,7 @@ FOLLOW = At("runtime/drafters/draft_target.py", f"{T}drafters/test_draft_target.
 LEADER = At("runtime/leader.py", f"{T}test_leader.py")
 LINEAR = At("runtime/compiler/csrc/linear.cpp", f"{KERNELS} -k linear")
 LOOKUP = At("runtime/drafters/lookup.py", f"{T}drafters/test_ngram.py")
+SURENESS = At("runtime/drafters/sureness.py", f"{T}drafters/test_choosing.py -k sure")
 SELF_DRAFT = At("runtime/drafters/self_draft.py", f"{T}drafters/test_self_draft.py -k 'not compiled'")
 NGRAM = At("runtime/drafters/ngram.py", f"{T}drafters/test_ngram.py")
 NOISE = At("runtime/sampling.py", DISTRIBUTION)
@@ -152,6 +154,10 @@ TABLE = [
     ("follower-keeps-blocks", FOLLOW, "if follower is not None:", "if False:"),
     ("copy-computes-prompts", SELF_DRAFT, "sequence.num_computed == len(sequence.tokens) - 1", "True"),
     ("copy-drafts-past-the-budget", SELF_DRAFT, "min(max_draft_len, sequence.max_draft_len)", "max_draft_len"),
+    ("worth-of-lookups-ignored", CHOOSING, "worth * model_s >= of_model * lookup_s", "True"),
+    ("lookups-not-suggested", CHOOSING, "draft.tokens[: math.ceil(worth - 1)]", "[]"),
+    ("unsure-tokens-sent", SURENESS, "survives < self._least_to_send", "False"),
+    ("copy-goes-on-after-a-wrong-suggestion", SELF_DRAFT, "if proposal.is_done or", "if proposal.is_done or False and"),
     ("wrong-sequences-asked", CHAIN, "[sequences[i] for i in empty]", "sequences[: len(empty)]"),
     ("only-first-forgets", CHAIN, "drafter.forget(request_id)", "self.drafters[0].forget(request_id)"),
     ("nothing-cut", ADAPTIVE, "[draft.cut(draft_len) for draft", "[draft.cut(max_draft_len) for draft"),

@@ -106,7 +106,7 @@ class DraftingOptions:
         typer.Option(
             metavar="NAME,NAME",
             help=f"Ask several drafters, each where those before it have nothing: {', '.join(DRAFTER_NAMES)}. "
-            "Each needs its own flag.",
+            "Each needs its own flag. With self among them the drafts are sent that are worth more.",
             rich_help_panel=SPECULATION,
             show_default=False,
         ),

@@ -230,7 +230,7 @@ def _with_costs(
             config = dataclasses.replace(config, step_costs=measure_steps(engine), host_s=measure_host(engine))
         if copy_step is not None:
             with Engine(config, copy_step, device, cache) as engine:
-                config = dataclasses.replace(config, self_draft_costs=measure_steps(engine))
+                config = dataclasses.replace(config, self_draft_costs=measure_steps(engine, with_prompts=False))
     except SpecDecError:
         return config
     return dataclasses.replace(config, machine=measure_machine())

@@ -32,13 +32,14 @@ def cache_for_measuring(build: BuildConfig) -> KVCacheConfig:
     return KVCacheConfig(max_tokens=_batch_sizes(build)[-1] * num_blocks * build.tokens_per_block)
 
 
-def measure_steps(engine: Engine) -> tuple[StepCost, ...]:
+def measure_steps(engine: Engine, *, with_prompts: bool = True) -> tuple[StepCost, ...]:
     """The time of steps of 1 to max_draft_len + 1 tokens, for several batch sizes and contexts, and of prompts' pieces.
 
     Taken in passes through all of them, so that a busy moment of the machine does not fall on one.
     """
     engine.occupy_cache()
-    cells = [cell for cell in dict.fromkeys(_cells(engine)) if _fits(engine, *cell)]
+    longest = _CONTEXT_NUM_TOKENS[-1] if with_prompts else engine.max_draft_len + 1
+    cells = [cell for cell in dict.fromkeys(_cells(engine)) if _fits(engine, *cell) and cell[2] <= longest]
     seconds: list[list[float]] = [[] for _ in cells]
     start = time.perf_counter()
     for i in range(_MAX_PASSES + 1):

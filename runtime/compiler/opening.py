@@ -108,7 +108,7 @@ def open_copy(step: StepFunction, engine_dir: Path, device: torch.device) -> Ste
     from runtime.compiler.self_draft import copy_of, read_layers
 
     assert isinstance(step, CompiledStep | Step)
-    copied = Step(copy_of(step.model, read_layers(directory))).to(device)
+    copied = Step(copy_of(step.model, read_layers(directory)))
     return CompiledStep(copied, _own_cache(directory)) if isinstance(step, CompiledStep) else copied
 
 

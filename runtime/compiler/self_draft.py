@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from runtime.compiler.attention import KERNEL
 from runtime.compiler.compilation import WEIGHTS
-from runtime.compiler.model import linear_layers
+from runtime.compiler.model import Step, linear_layers
 from runtime.compiler.quantized import QuantizedLinear, place_quantized
 from runtime.compiler.weights import save_weights
 from runtime.config import Precision, SelfDraft
@@ -67,6 +67,7 @@ def copy_of(model: PreTrainedModel, layers: dict[str, QuantizedWeight]) -> PreTr
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, shared)
     place_quantized(copied, layers, with_kernels=model.config._attn_implementation == KERNEL)
+    Step(copied).to(next(model.parameters()).device)
     return copied
 
 

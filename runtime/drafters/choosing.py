@@ -7,11 +7,12 @@ would have drafted itself it need not compute one by one.
 Which of the two drafts is chosen before the model draws anything, by what was generated before.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtime.drafters.outcomes import Outcomes
-from runtime.drafters.protocol import Drafter, check_num_drafts, check_request
+from runtime.drafters.protocol import Drafter, check_drafts, check_request
 from runtime.request import Draft, Request, Sequence
 
 _SURE = 16
@@ -25,6 +26,7 @@ class DraftingModel:
 
     drafter: Drafter
     max_draft_len: int
+    vocab_size: int
     suggest: Callable[[int, list[int]], None]
     """(request, tokens that may come next)."""
     turn_s: Callable[[int, int, float, float], float]
@@ -48,12 +50,16 @@ class ChoosingChain:
             self._found.learn(sequence)
             self._drafted.learn(sequence)
         drafts = self.lookups.propose(sequences, max_draft_len)
-        check_num_drafts(drafts, len(sequences))
+        check_drafts(drafts, len(sequences), max_draft_len, self.model.vocab_size)  # before the model reads them
         for sequence, draft in zip(sequences, drafts, strict=True):
             self._found.remember(sequence, draft.tokens, draft.match_len)
-        left = [i for i, s in enumerate(sequences) if not self._is_worth_more(drafts[i], s, len(sequences))]
-        for i in left:
-            self.model.suggest(sequences[i].request.id, drafts[i].tokens)
+        left = []
+        for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
+            worth = self._found.expected_tokens(sequence, draft.match_len, len(draft.tokens))[-1]
+            if not draft.tokens or not self._is_worth_more(worth, draft, sequence, len(sequences)):
+                left.append(i)
+                # A step of the model's with more tokens takes longer: no more than are likely to be right.
+                self.model.suggest(sequence.request.id, draft.tokens[: math.ceil(worth - 1)])
         longest = min(max_draft_len, self.model.max_draft_len)
         proposed = self.model.drafter.propose([sequences[i] for i in left], longest) if left else []
         for i, draft in zip(left, proposed, strict=True):
@@ -67,16 +73,15 @@ class ChoosingChain:
         self.lookups.forget(request_id)
         self.model.drafter.forget(request_id)
 
-    def _is_worth_more(self, draft: Draft, sequence: Sequence, batch_size: int) -> bool:
-        """Whether the lookup yields more tokens per second than what the model would draft, having looked at it."""
-        num_found = len(draft.tokens)
-        if num_found == 0:
-            return False
+    def _is_worth_more(self, worth: float, draft: Draft, sequence: Sequence, batch_size: int) -> bool:
+        """Whether a lookup of which `worth` tokens are expected yields more of them per second than the model's draft.
+
+        The model's own time is less for what it need not compute one by one.
+        """
         context_len = len(sequence.tokens) // _CONTEXT_STEP * _CONTEXT_STEP
         num_drafted = min(self.model.max_draft_len, max(sequence.max_draft_len, 1))
-        of_lookup = self._found.expected_tokens(sequence, draft.match_len, num_found)[-1]
         of_model = self._drafted.expected_tokens(sequence, _SURE, num_drafted)[-1]
-        num_steps = max(num_drafted - (of_lookup - 1), 1.0)
-        lookup_s = self.model.turn_s(batch_size, context_len, num_found, 0)
+        num_steps = max(num_drafted - (worth - 1), 1.0)
+        lookup_s = self.model.turn_s(batch_size, context_len, len(draft.tokens), 0)
         model_s = self.model.turn_s(batch_size, context_len, num_drafted, num_steps)
-        return of_lookup * model_s >= of_model * lookup_s
+        return worth * model_s >= of_model * lookup_s

@@ -166,7 +166,7 @@ def _drafting_model(own: OpenDrafter, opening: Opening) -> DraftingModel:
         own_s = own_costs.iteration_s(batch_size, context_len, 0)
         return costs.iteration_s(batch_size, context_len, draft_len) + num_steps * own_s
 
-    return DraftingModel(own.drafter, own.max_draft_len, own.self_draft.suggest, turn_s)
+    return DraftingModel(own.drafter, own.max_draft_len, config.vocab_size, own.self_draft.suggest, turn_s)
 
 
 def _adapted(drafter: Drafter, costs: CostModel | None, draft_costs: CostModel | None = None) -> Drafter:

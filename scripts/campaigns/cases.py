@@ -239,7 +239,7 @@ class Case:
         def turn_s(batch_size: int, context_len: int, draft_len: float, num_steps: float) -> float:
             return 1 + 0.1 * draft_len + share * num_steps
 
-        return DraftingModel(drafter, self.random.randint(1, 8), drafter.suggest, turn_s)
+        return DraftingModel(drafter, self.random.randint(1, 8), VOCAB_SIZE, drafter.suggest, turn_s)
 
     def _adapted(self, drafter: Drafter) -> Drafter:
         costs = [self.random.random() for _ in range(20)]

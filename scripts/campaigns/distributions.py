@@ -139,7 +139,9 @@ def make_drafter(name: str, corpus: Corpus, engine: Engine) -> Drafter | None:
 
 def _choosing(own: SelfDraft) -> Drafter:
     """Sends lookups as they are now, and has the copy look at them then."""
-    return ChoosingChain(NgramLookup(4), DraftingModel(own, 3, own.suggest, lambda *turn: 1 + 0.3 * turn[3]))
+    return ChoosingChain(
+        NgramLookup(4), DraftingModel(own, 3, VOCAB_SIZE, own.suggest, lambda *turn: 1 + 0.3 * turn[3])
+    )
 
 
 def adapted(drafter: Drafter) -> Drafter:

@@ -16,7 +16,7 @@ SEVEN = [*PROMPTS, PROMPT, f"{PROMPT} and"]
 NGRAM = ["--ngram-config", "[4,3,[0]]"]
 V2_NGRAM = ["--spec-decode-algo", "NGRAM", "--max-matching-ngram-size", "3"]
 DRAFT = ["--draft-engine-dir", "DRAFT"]
-SELF = ["--engine-dir", "SELF"]
+SELF = ["--engine-dir", "WITH_COPY"]
 V1_DRAFT = [*DRAFT, "--draft-target-model-config", "[2,[0],[0],False]"]
 
 # Name -> (flags of orchestrator mode, those of leader mode, drafters).
@@ -95,7 +95,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 
 @pytest.fixture
 def with_paths(corpus: Path, draft_engine_dir: Path, self_draft_engine_dir: Path) -> Callable[[list[str]], list[str]]:
-    paths = {"CORPUS": str(corpus), "DRAFT": str(draft_engine_dir), "SELF": str(self_draft_engine_dir)}
+    paths = {"CORPUS": str(corpus), "DRAFT": str(draft_engine_dir), "WITH_COPY": str(self_draft_engine_dir)}
     return lambda flags: [paths.get(flag, flag) for flag in flags]
 
 

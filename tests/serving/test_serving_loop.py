@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.opening import OpenDrafter
 from runtime.drafters.protocol import Drafter
+from runtime.drafters.self_draft import SelfDraft
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.params import SamplingConfig
@@ -85,6 +86,19 @@ def test_answers_are_those_of_the_model(engine: Engine, llama: PreTrainedModel) 
     for answer, request in zip(answers, asked, strict=True):
         assert answer.output_tokens == hf_greedy(llama, list(request.prompt_tokens), request.max_new_tokens)
         assert answer.progress.finish_reason == "length"
+
+
+def test_answers_of_a_model_that_drafts_for_itself(self_draft_engine_dir: Path, llama: PreTrainedModel) -> None:
+    """Beside requests for which nobody drafts, or a lookup does, in one batch."""
+    asked = requests(7)
+    with Engine.open(self_draft_engine_dir) as engine, running(engine, SelfDraft(engine, use_logits=False)) as loop:
+        others = [Asked(request, drafts_by_default=False, drafter=NgramLookup(1)) for request in asked[4:6]]
+        nobody = [Asked(request, drafts_by_default=False) for request in asked[6:]]
+        answers = answered(loop, [*map(Asked, asked[:4]), *others, *nobody])
+        assert loop.totals.num_accepted_tokens > 0
+    for answer, request in zip(answers, asked, strict=True):
+        assert answer.output_tokens == hf_greedy(llama, list(request.prompt_tokens), request.max_new_tokens)
+    assert all(answer.sequence.stats.num_draft_tokens > 0 for answer in answers[:4])
 
 
 def test_each_request_drafts_in_its_own_way(engine: Engine) -> None:

@@ -1,0 +1,230 @@
+"""Lookups and a model that drafts for itself: what is worth more is sent, and lookups save the model steps."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import VOCAB_SIZE, hf_greedy, make_model, repetitive_prompt
+from transformers import PreTrainedModel
+
+from runtime import leader, orchestrator
+from runtime.config import SelfDraft as Rounding
+from runtime.drafters.choosing import ChoosingChain, DraftingModel
+from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.opening import ShortDrafter
+from runtime.drafters.protocol import Drafter
+from runtime.drafters.self_draft import SelfDraft
+from runtime.drafters.sureness import Sureness
+from runtime.engine import Engine
+from runtime.errors import SpecDecError
+from runtime.params import SamplingConfig
+from runtime.request import Draft, Request, Sequence
+
+LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": leader.generate}
+NUM_NEW_TOKENS, DRAFT_LEN = 24, 6
+PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(5)]
+SAMPLED = SamplingConfig(temperature=0.7, top_k=0, top_p=0.95, random_seed=5)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def engine_dir(model: PreTrainedModel, make_engine_dir: Any) -> Path:
+    directory: Path = make_engine_dir(model, self_draft=Rounding("int8"))
+    return directory
+
+
+@pytest.fixture
+def engine(engine_dir: Path) -> Iterator[Engine]:
+    with Engine.open(engine_dir) as opened:
+        yield opened
+
+
+class Guesser:
+    """Proposes what a text says comes next, and after `num_right` tokens something else."""
+
+    def __init__(self, texts: dict[int, list[int]], num_right: int, match_len: int) -> None:
+        self.texts, self.num_right, self.match_len = texts, num_right, match_len
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        drafts = []
+        for sequence in sequences:
+            tokens = self.texts[sequence.request.id][sequence.num_generated :][
+                : min(max_draft_len, sequence.max_draft_len)
+            ]
+            wrong = [(token + 1) % 32 for token in tokens[self.num_right :]]
+            drafts.append(Draft([*tokens[: self.num_right], *wrong], match_len=self.match_len))
+        return drafts
+
+    def forget(self, request_id: int) -> None:
+        """Nothing is kept."""
+
+
+class Counted:
+    """A drafter, and how often it was asked for each sequence."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.num_asked = drafter, 0
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        self.num_asked += len(sequences)
+        return self.drafter.propose(sequences, max_draft_len)
+
+    def forget(self, request_id: int) -> None:
+        self.drafter.forget(request_id)
+
+
+def own_drafts(drafter: SelfDraft, own_s: float, counted: Drafter | None = None) -> DraftingModel:
+    """A step of the target takes a second, and one of the copy's `own_s`."""
+
+    def turn_s(batch_size: int, context_len: int, draft_len: float, num_steps: float) -> float:
+        return 1 + 0.05 * draft_len + own_s * num_steps
+
+    return DraftingModel(counted or drafter, DRAFT_LEN, VOCAB_SIZE, drafter.suggest, turn_s)
+
+
+def make_requests(sampling: SamplingConfig = SamplingConfig()) -> list[Request]:  # noqa: B008  # frozen
+    return [Request(i, prompt, NUM_NEW_TOKENS, sampling=sampling) for i, prompt in enumerate(PROMPTS)]
+
+
+def answer(engine: Engine, loop: str, requests: list[Request], drafter: Drafter | None) -> list[Sequence]:
+    steps = LOOPS[loop](engine, requests, drafter, DRAFT_LEN if drafter else 0)
+    finished = {sequence.request.id: sequence for sequence, _ in steps if sequence.finish_reason is not None}
+    return [finished[request.id] for request in requests]
+
+
+def texts_of(model: PreTrainedModel) -> dict[int, list[int]]:
+    return {i: hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for i, prompt in enumerate(PROMPTS)}
+
+
+@pytest.fixture
+def count_copy(engine: Engine) -> list[int]:
+    """Tokens in each call of the copy's step."""
+    sizes: list[int] = []
+    copy_step: Any = engine._copy_step
+
+    def counted(input_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        sizes.append(input_ids.shape[1])
+        logits: torch.Tensor = copy_step(input_ids, *others)
+        return logits
+
+    engine._copy_step = counted
+    return sizes
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("own_s", [0.0, 0.1, 1.0])
+def test_output_is_hugging_faces(loop: str, own_s: float, engine: Engine, model: PreTrainedModel) -> None:
+    chain = ChoosingChain(NgramLookup(3), own_drafts(SelfDraft(engine, use_logits=False), own_s))
+    sequences = answer(engine, loop, make_requests(), chain)
+    assert {s.request.id: s.output_tokens for s in sequences} == texts_of(model)
+    assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 0
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_sampled_text_is_that_without_drafts(loop: str, engine: Engine) -> None:
+    chain = ChoosingChain(NgramLookup(3), own_drafts(SelfDraft(engine, use_logits=False), 0.1))
+    drafted = answer(engine, loop, make_requests(SAMPLED), chain)
+    engine.clear_cache()
+    plain = answer(engine, loop, make_requests(SAMPLED), None)
+    assert [s.output_tokens for s in drafted] == [s.output_tokens for s in plain]
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+@pytest.mark.parametrize("num_right", [0, 2, 6])
+def test_suggestions_change_no_draft_and_save_steps(
+    num_right: int, use_logits: bool, engine: Engine, model: PreTrainedModel, count_copy: list[int]
+) -> None:
+    """What is right of a suggestion the copy computes in one step; its draft is what it is without."""
+    drafter = SelfDraft(engine, use_logits=use_logits)
+    (sequence,) = [Sequence.start(make_requests(SAMPLED if use_logits else SamplingConfig())[2])]
+    assert engine.admit(sequence)
+    engine.compute_context(sequence, len(sequence.tokens) - 1)
+    (plain,) = drafter.propose([sequence], DRAFT_LEN)
+    assert count_copy == [1] * len(plain.tokens) and len(plain.tokens) == DRAFT_LEN
+    count_copy.clear()
+    wrong = [(token + 1) % 32 for token in plain.tokens[num_right:]]
+    drafter.suggest(sequence.request.id, [*plain.tokens[:num_right], *wrong])
+    (helped,) = drafter.propose([sequence], DRAFT_LEN)
+    assert helped.tokens == plain.tokens
+    if use_logits:
+        torch.testing.assert_close(helped.probs, plain.probs, rtol=1e-4, atol=1e-6)
+    assert count_copy == [DRAFT_LEN, *[1] * (DRAFT_LEN - min(num_right + 1, DRAFT_LEN))]
+    engine.release(sequence)
+
+
+def test_the_copy_looks_at_short_lookups_and_goes_on(
+    engine: Engine, model: PreTrainedModel, count_copy: list[int]
+) -> None:
+    """Three tokens that are right are worth less than six of the copy's, of which it then computes three at once."""
+    drafter = SelfDraft(engine, use_logits=False)
+    three = ShortDrafter(Guesser(texts_of(model), 9, match_len=4), 3)
+    (sequence,) = answer(engine, "leader", make_requests()[4:], ChoosingChain(three, own_drafts(drafter, 0.02)))
+    assert sequence.output_tokens == texts_of(model)[4]
+    assert max(count_copy) == 4 and len(count_copy) < 0.75 * sequence.stats.num_draft_tokens
+
+
+def test_ids_of_no_token_are_refused_before_the_copy_reads_them(engine: Engine, count_copy: list[int]) -> None:
+    drafter = SelfDraft(engine, use_logits=False)
+    guesser = Guesser({i: [VOCAB_SIZE + 5] * 99 for i in range(5)}, 9, match_len=1)
+    with pytest.raises(SpecDecError, match=f"no token id of the vocabulary of {VOCAB_SIZE}: {VOCAB_SIZE + 5}"):
+        answer(engine, "leader", make_requests(), ChoosingChain(guesser, own_drafts(drafter, 0.0)))
+    assert not count_copy
+
+
+def test_a_lookup_that_is_always_right_is_sent_as_it_is(engine: Engine, model: PreTrainedModel) -> None:
+    """However short its match: after a few times it is known what such matches are worth."""
+    drafter = SelfDraft(engine, use_logits=False)
+    counted = Counted(drafter)
+    chain = ChoosingChain(Guesser(texts_of(model), 9, match_len=1), own_drafts(drafter, 0.2, counted))
+    sequences = answer(engine, "orchestrator", make_requests(), chain)
+    assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 80
+    assert counted.num_asked <= 6
+
+
+@pytest.mark.parametrize(("match_len", "most"), [(1, 1), (20, 6)])
+def test_a_lookup_that_is_always_wrong_is_soon_left_to_the_copy(
+    match_len: int, most: int, engine: Engine, model: PreTrainedModel
+) -> None:
+    """A long match is trusted at first, and a short one is not."""
+    drafter = SelfDraft(engine, use_logits=False)
+    chain = ChoosingChain(Guesser(texts_of(model), 0, match_len), own_drafts(drafter, 0.05))
+    sequences = answer(engine, "orchestrator", make_requests()[4:], chain)
+    assert {s.request.id: s.output_tokens for s in sequences} == {4: texts_of(model)[4]}
+    # Steps in which nothing was right: the first, for which the copy is not asked, and those of the lookup.
+    histogram = sequences[0].stats.num_spec_steps, sequences[0].stats.num_accepted_draft_tokens
+    assert histogram[0] <= 24 // 5 + most + 2 and histogram[1] >= 12
+
+
+def test_what_is_kept_of_a_request_goes_with_it(engine: Engine) -> None:
+    drafter = SelfDraft(engine, use_logits=False, sureness=Sureness(lambda b, c, n: 1 + 0.1 * n, lambda b, c: 0.1))
+    chain = ChoosingChain(NgramLookup(3), own_drafts(drafter, 0.1))
+    answer(engine, "leader", make_requests(), chain)
+    assert len(chain._found) == len(chain._drafted) == 0
+    assert drafter._suggested == {} and drafter._sureness is not None and drafter._sureness._pending == {}
+
+
+@pytest.mark.parametrize(("token_s", "draft_s"), [(0.0, 0.0), (0.05, 0.3), (1.0, 1.0)])
+def test_drafts_end_where_the_copy_is_not_sure_enough(
+    token_s: float, draft_s: float, engine: Engine, model: PreTrainedModel
+) -> None:
+    """The dearer a token, the sooner; where tokens cost nothing, drafts have their full length."""
+    sureness = Sureness(lambda b, c, n: 1 + token_s * n * b, lambda b, c: draft_s)
+    drafter = SelfDraft(engine, use_logits=False, sureness=sureness)
+    sequences = answer(engine, "orchestrator", make_requests(), drafter)
+    assert {s.request.id: s.output_tokens for s in sequences} == texts_of(model)
+    drafted = sum(s.stats.num_draft_tokens for s in sequences)
+    spec_steps = sum(s.stats.num_spec_steps for s in sequences)
+    if draft_s == 0:
+        engine.clear_cache()
+        plain = answer(engine, "orchestrator", make_requests(), SelfDraft(engine, use_logits=False))
+        assert drafted == sum(s.stats.num_draft_tokens for s in plain)
+    elif draft_s == 0.3:
+        assert 1 < drafted / spec_steps < DRAFT_LEN - 1
+    else:
+        assert drafted < 0.3 * NUM_NEW_TOKENS * len(PROMPTS)
