@@ -59,7 +59,7 @@ FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
     ),
     "chain with self": (
         [*SELF, *NGRAM, "--self-draft-config", "6", "--drafters", "ngram,self"],
-        [*SELF, "--drafters", "ngram,self"],
+        [*SELF, "--spec-decode-max-draft-len", "4", "--drafters", "ngram,self"],
         ["ngram", "self"],
     ),
     "chain": (
