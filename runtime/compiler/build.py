@@ -206,9 +206,12 @@ def _with_copy(
         arithmetic = config.arithmetic or _arithmetic(copied, config.build_config)
         try:
             compile_aot(Step(copied), config.step_shape, own_dir, arithmetic, step.weights)
-        except Exception as error:
+        except Exception as error:  # as of the target, which could be compiled
             _raise_machine_error(error)
-            raise
+            raise SpecDecError(
+                f"the copy that drafts cannot be compiled ahead of time: {type(error).__name__}",
+                hint="build with torch-compile, or without the copy",
+            ) from error
     else:
         write_layers(copied, own_dir)
     if compiler == "torch-compile":
