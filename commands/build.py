@@ -10,7 +10,7 @@ from commands.options.build import DEFAULT_MAX_INPUT_LEN, BuildOptions
 from commands.options.expand import expand_groups
 from commands.output import Output, check_new_directory, megabytes
 from commands.tables.precision import described, described_quality
-from runtime.checkpoint_dir import check_precision, check_self_draft, open_checkpoint
+from runtime.checkpoint_dir import check_self_draft, open_checkpoint
 from runtime.config import EngineConfig, SelfDraft, as_json
 from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
 
@@ -26,7 +26,6 @@ def build(options: BuildOptions, output: Output) -> None:
     check_output_directory(options.output_dir, replace=options.force)
     check_new_directory(options.output_dir)
     checkpoint = open_checkpoint(options.checkpoint_dir)
-    check_precision(checkpoint.quantization)
     check_self_draft(checkpoint.quantization, options.copy)
     if options.quality_text is not None:
         check_readable([options.quality_text])

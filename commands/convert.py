@@ -68,9 +68,13 @@ class ConvertOptions:
         typer.Option(help="Dtype of keys and values; `auto` is the weights'.", rich_help_panel=KV_CACHE),
     ] = "auto"
     activations: Annotated[
-        Literal["float", "int8"],
-        typer.Option(help="As what a rounded layer's inputs are multiplied.", rich_help_panel=ROUNDING),
-    ] = "float"
+        Literal["float", "int8"] | None,
+        typer.Option(
+            help="As what a rounded layer's inputs are multiplied.",
+            rich_help_panel=ROUNDING,
+            show_default="int8 where weights are int4",
+        ),
+    ] = None
     tp_size: Annotated[int, typer.Option(hidden=True)] = 1
     pp_size: Annotated[int, typer.Option(hidden=True)] = 1
     force: Force = False
@@ -91,6 +95,8 @@ class ConvertOptions:
             raise UsageError(
                 f"`--use-weight-only` and `--qformat {self.qformat}` say the same twice", hint="leave one of them out"
             )
+        if self._qformat == "fp8" and self.activations == "int8":
+            raise UsageError("`--activations int8` needs weights that are integers: --qformat fp8", hint="leave it out")
         if self._qformat is None:
             self._check_unrounded()
         elif self.group_size not in (None, *_GROUP_SIZES):
@@ -103,7 +109,7 @@ class ConvertOptions:
         flags = {
             "--group-size": self.group_size is not None,
             "--quantize-lm-head": self.quantize_lm_head,
-            "--activations int8": self.activations != "float",
+            "--activations int8": self.activations == "int8",
         }
         if given := next((flag for flag, is_given in flags.items() if is_given), None):
             raise UsageError(f"`{given}` needs weights to round", hint="`--qformat int4` rounds them")

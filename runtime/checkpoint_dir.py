@@ -62,18 +62,6 @@ def parse_checkpoint_config(data: dict[str, Any], checkpoint_dir: Path) -> Check
     return config
 
 
-def check_precision(quantization: Quantization | None) -> None:
-    """SpecDecError for a way of computing that a checkpoint may ask for and engines do not have."""
-    if quantization is None:
-        return
-    if quantization.activations == "int8":
-        raise SpecDecError(
-            "engines whose layers multiply integers of 8 bits cannot be built yet: activations int8",
-            hint="convert the model again with activations as they are",
-            fact="activations",
-        )
-
-
 _BITS = {"W8A16": 8, "W8A16_GPTQ": 8, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8, "FP8_BLOCK_SCALES": 8}
 
 

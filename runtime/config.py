@@ -82,7 +82,8 @@ class Precision:
     """Inputs that share a scale; None: all of an output's."""
     quantize_lm_head: bool = False
     kv_cache: KVCacheQuantAlgo | None = None
-    activations: Activations = "float"
+    activations: Activations | None = None
+    """None: as integers where weights have 4 bits."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class Engine:
         with unchanged_while_opened(bundle):
             check_step_files(bundle)
             check_shape(config, engine_dir)
-            step = open_step(compiler, config.pretrained_config, config.dtype, engine_dir, device)
+            step = open_step(compiler, config.pretrained_config, config.dtype, engine_dir, device, config.quantization)
             copy_step = open_copy(step, engine_dir, device) if config.build_config.self_draft else None
         return cls(config, step, device, kv_cache or KVCacheConfig(), max_num_tokens, copy_step)
 

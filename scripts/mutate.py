@@ -69,6 +69,7 @@ ENGINE = At("runtime/engine.py", f"{T}test_engine.py -k 'not aot'")
 FOLLOW = At("runtime/drafters/draft_target.py", f"{T}drafters/test_draft_target.py")
 LEADER = At("runtime/leader.py", f"{T}test_leader.py")
 LINEAR = At("runtime/compiler/csrc/linear.cpp", f"{KERNELS} -k linear")
+PRODUCTS = At("runtime/compiler/csrc/products.h", f"{KERNELS} -k linear")
 LOOKUP = At("runtime/drafters/lookup.py", f"{T}drafters/test_ngram.py")
 SURENESS = At("runtime/drafters/sureness.py", f"{T}drafters/test_choosing.py -k sure")
 SELF_DRAFT = At("runtime/drafters/self_draft.py", f"{T}drafters/test_self_draft.py -k 'not compiled'")
@@ -177,7 +178,7 @@ TABLE = [
     ("parts-not-corrected", PAGED, "load(to + i) * before", "load(to + i)"),
     ("keys-shared-by-threads", PAGED, "round_up(kSplit, chunk_of", "round_up(num_keys / threads, chunk_of"),
     ("window-moves-chunks", PAGED, "in.window + 1) / chunk * chunk", "in.window + 1) / 16 * 16"),
-    ("pieces-not-added", LINEAR, "load_sums(to, sums);\n      for_columns", "for_columns"),
+    ("pieces-not-added", PRODUCTS, "load_sums(to, sums);\n      for_columns", "for_columns"),
     ("pairs-apart", LINEAR, "n % kPanel * group + k % group", "n % kPanel + k % group * kPanel"),
     ("last-of-equals", ARGMAX, "if (value > largest ||", "if (value >= largest ||"),
     ("nan-overlooked", ARGMAX, "!(widen(row + i) <= bound)", "widen(row + i) > bound"),

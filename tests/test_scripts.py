@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench_kernels import torch_held_to
+from bench_rounded import FORMATS
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,6 +76,17 @@ def test_a_slow_kernel_is_named_and_ends_in_an_exit_code(kernels: Path) -> None:
     verdict, *slow = done.stdout.splitlines()[-7:]
     assert verdict == "failed: below 1000.90 of torch's speed"
     assert all(re.fullmatch(r"this processor, .+, float32, [13] rows: [\d.]+", line) for line in slow)
+
+
+def test_every_format_of_rounded_weights_is_measured(kernels: Path) -> None:
+    sizes = "--layers 64x96 --rows 1 3 --seconds 0 --megabytes 1"
+    command = [sys.executable, ROOT / "scripts" / "bench_rounded.py", *sizes.split()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| 64x96")]
+    assert [name.strip() for _, name, *_ in lines] == ["bfloat16", *FORMATS]
+    assert all(float(cell) > 0 for _, _, *cells in lines for cell in cells)
 
 
 @pytest.mark.skipif("AVX" not in torch.backends.cpu.get_cpu_capability(), reason="x86-64's sets of instructions")

@@ -22,7 +22,6 @@ _DRAFTS = (
 
 HINTS: dict[str, str | tuple[str, ...]] = {
     "api_key": "`--api-key`, or the variable SPECDEC_API_KEY or OPENAI_API_KEY, has the key",
-    "activations": "convert again: `specdec convert --activations float`",
     "already_converted": "a checkpoint goes to `specdec build --checkpoint-dir`, an engine to `specdec run "
     "--engine-dir`",
     "bad_tokenizer": "`--tokenizer-dir` names another; transformers said: {reason}",

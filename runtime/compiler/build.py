@@ -17,11 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from runtime.bundle import COPY_DIR, LIBRARY, uses_kernels
 from runtime.checkpoint import copy_tokenizer_files
-from runtime.checkpoint_dir import check_precision, check_self_draft, open_checkpoint
+from runtime.checkpoint_dir import check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
 from runtime.compiler.arithmetic import fastest_arithmetic
 from runtime.compiler.attention import KERNEL, PAGED
-from runtime.compiler.checking import check_logits, is_batch_invariant
+from runtime.compiler.checking import check_logits, check_products, is_batch_invariant
 from runtime.compiler.compilation import PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
 from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernels import compile_kernels, describe_kernels, flush_denormals, load_kernels
@@ -36,14 +36,17 @@ from runtime.compiler.model import (
 )
 from runtime.compiler.opening import current_environment, open_copy, open_step
 from runtime.compiler.private_torch import check_torch
-from runtime.compiler.self_draft import copy_of, round_layers, write_layers
+from runtime.compiler.quantized import pack_layers
+from runtime.compiler.self_draft import COPY_ACTIVATIONS, copy_of, round_layers, write_layers
 from runtime.config import (
+    Activations,
     Arithmetic,
     BuildConfig,
     CheckpointConfig,
     Compiler,
     EngineConfig,
     KVCacheQuantAlgo,
+    LogitsCheck,
     StepShape,
     as_json,
 )
@@ -55,6 +58,10 @@ from runtime.text import keep_tokenizer
 
 # Largest norm of the difference between two rows of logits, over the norm of the row.
 _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# Where tokens are rounded to 8 bits, a difference in the last bit makes another integer of a number between two of
+# them, and behind it of others: as much as rounding itself changes. What is wired wrongly differs by the whole norm,
+# and that rounded layers compute as tightly as any is checked one by one.
+_ROUNDED_TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,8 @@ def build_engine(
     phase("loading the checkpoint")
     weights = checkpoint_dir / "rank0.safetensors"
     with_kernels = uses_kernels(build.compiler, device.type)
-    model = load_model(pretrained, weights, getattr(torch, checkpoint.dtype), KERNEL if with_kernels else PAGED)
+    attention = KERNEL if with_kernels else PAGED
+    model = load_model(pretrained, weights, getattr(torch, checkpoint.dtype), attention, checkpoint.quantization)
     rounded = None if build.self_draft is None else round_layers(model, pretrained, build.self_draft)
     Step(model).to(device)
     with own_temporary_files(), new_directory(output_dir, replace=replace) as directory:
@@ -129,7 +137,6 @@ def _kv_cache(checkpoint: CheckpointConfig) -> KVCacheQuantAlgo | None:
 def _open_fitting(checkpoint_dir: Path, build: BuildConfig) -> tuple[CheckpointConfig, PreTrainedConfig]:
     """The checkpoint and its model's config; SpecDecError where no such engine can be built of it."""
     checkpoint = open_checkpoint(checkpoint_dir)
-    check_precision(checkpoint.quantization)
     check_self_draft(checkpoint.quantization, build.self_draft)
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
     _check_settings(build, pretrained)
@@ -167,7 +174,21 @@ def _built_step(
     if compiler == "aot":
         device = next(model.parameters()).device
         return open_step("aot", checkpoint.pretrained_config, checkpoint.dtype, directory, device)
-    return CompiledStep(Step(model), directory / "rank0.cache") if compiler == "torch-compile" else Step(model)
+    return _compiled_step(model, directory / "rank0.cache") if compiler == "torch-compile" else Step(model)
+
+
+def _compiled_step(model: PreTrainedModel, cache_dir: Path) -> CompiledStep:
+    pack_layers(model)
+    return CompiledStep(Step(model), cache_dir)
+
+
+def _check(
+    step: StepFunction, model: PreTrainedModel, shape: StepShape, activations: Activations | None
+) -> LogitsCheck:
+    tolerance = _TOLERANCE[shape.dtype]
+    check_products(model, tolerance)
+    with _machine_errors():  # `torch-compile` compiles with the first step
+        return check_logits(step, model, shape, _ROUNDED_TOLERANCE if activations == "int8" else tolerance)
 
 
 def _checked(
@@ -178,8 +199,8 @@ def _checked(
     compiled: _Compiled,
 ) -> EngineConfig:
     """What the engine is, once the step's logits are known to be right."""
-    with _machine_errors():  # `torch-compile` compiles with the first step
-        logits_check = check_logits(step, model, shape, _TOLERANCE[checkpoint.dtype])
+    activations = None if checkpoint.quantization is None else checkpoint.quantization.activations
+    logits_check = _check(step, model, shape, activations)
     return EngineConfig(
         pretrained_config=checkpoint.pretrained_config,
         dtype=checkpoint.dtype,
@@ -215,11 +236,10 @@ def _with_copy(
     else:
         write_layers(copied, own_dir)
     if compiler == "torch-compile":
-        copy_step: StepFunction = CompiledStep(Step(copied), own_dir / "rank0.cache")
+        copy_step: StepFunction = _compiled_step(copied, own_dir / "rank0.cache")
     else:
         copy_step = open_copy(step, directory, next(copied.parameters()).device)
-    with _machine_errors():
-        check = check_logits(copy_step, copied, config.step_shape, _TOLERANCE[config.dtype])
+    check = _check(copy_step, copied, config.step_shape, COPY_ACTIVATIONS)
     return dataclasses.replace(config, self_draft_check=check), copy_step
 
 

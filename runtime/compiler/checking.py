@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from runtime.batch import Row, pack
 from runtime.compiler.compilation import StepFunction
-from runtime.compiler.quantized import without_kernels
+from runtime.compiler.quantized import quantized_layers, without_kernels
 from runtime.compiler.reference import ROUNDED, Stored
 from runtime.config import LogitsCheck, StepShape
 from runtime.errors import SpecDecError
@@ -70,6 +70,29 @@ def check_logits(step: StepFunction, model: PreTrainedModel, shape: StepShape, t
             hint="the model is not computed correctly and no engine was written; please report it",
         )
     return check
+
+
+def check_products(model: PreTrainedModel, tolerance: float) -> None:
+    """Compare each rounded layer's product by the kernels with torch's, of tokens that are rounded in the same way.
+
+    Raises SpecDecError if the norm of a difference exceeds `tolerance` of the product's.
+    """
+    generator = torch.Generator().manual_seed(2)
+    for layer in quantized_layers(model):
+        if not layer.with_kernels:
+            continue
+        x = torch.randn(_NUM_SINGLE, layer.in_features, generator=generator).to(next(model.parameters()).dtype)
+        with torch.inference_mode():
+            ours = layer(x).float()
+            with without_kernels(layer):
+                theirs = layer(x).float()
+        difference = ((ours - theirs).norm() / theirs.norm().clamp(min=torch.finfo(torch.float32).tiny)).item()
+        if not difference <= tolerance:
+            raise SpecDecError(
+                f"a rounded layer's product differs from torch's by more than {tolerance:g} of its norm: "
+                f"{difference:.2e}",
+                hint="the model is not computed correctly and no engine was written; please report it",
+            )
 
 
 def is_batch_invariant(step: StepFunction, model: PreTrainedModel, shape: StepShape) -> bool:

@@ -26,6 +26,7 @@ _HEADERS = sorted(SOURCES_DIR.glob("*.h"))
 _FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 _X86 = "abm adx amx avx bmi f16c fma gfni movbe popcnt sse ssse vaes vpclmulqdq"
 _ARM = "asimd atomics bf16 crc32 fp i8mm sme sve"
+_MOST_COLUMNS = 128
 _MARK = "specdec-kernels-of:"  # in the library, before the digest of its sources
 _INSTRUCTIONS = tuple(f"{_X86} {_ARM}".split())
 
@@ -162,6 +163,11 @@ def flush_denormals() -> None:
         _of_this_thread.others_flush = True
 
 
+def columns_of_group(group_size: int) -> int:
+    """Columns that the kernels take together: those of a weight's group, or the largest part that is short enough."""
+    return next(size for size in range(min(group_size, _MOST_COLUMNS), 0, -1) if group_size % size == 0)
+
+
 def describe_kernels() -> None:
     """Tell the compiler the shapes of what the kernels return; needed to export or compile, not to run."""
 
@@ -180,7 +186,18 @@ def describe_kernels() -> None:
     torch.library.register_fake("specdec::pack_linear", pack_linear, allow_override=True)
     torch.library.register_fake("specdec::linear", linear, allow_override=True)
 
-    def quantized_linear(x: Tensor, values: Tensor, *others: object) -> Tensor:
-        return x.new_empty(*x.shape[:-1], values.shape[0])
+    def pack_quantized(values: Tensor, scales: Tensor, zeros: Tensor | None, offsets: Tensor | None) -> Tensor:
+        bits = 4 if values.dtype == torch.uint8 else 8
+        num_inputs = values.shape[1] * 8 // bits
+        columns = columns_of_group(num_inputs // scales.shape[1])
+        beside = (2 if scales.dtype == torch.float16 else 4) + (0 if zeros is None and offsets is None else 4)
+        num_bytes = panel * (-(-columns // 4) * 4 * bits // 8 + beside)
+        return values.new_empty(-(-values.shape[0] // panel), num_inputs // columns, num_bytes)
 
+    def quantized_linear(
+        x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, arithmetic: int, rounds_tokens: bool
+    ) -> Tensor:
+        return x.new_empty(*x.shape[:-1], num_outputs)
+
+    torch.library.register_fake("specdec::pack_quantized", pack_quantized, allow_override=True)
     torch.library.register_fake("specdec::quantized_linear", quantized_linear, allow_override=True)

@@ -34,6 +34,8 @@ def use_kernels(program: ExportedProgram, arithmetic: int) -> bool:
             node.args = (*node.args[:-1], arithmetic)
     for (x, has_bias), layers in groups.items():
         _replace(graph, x, layers, arithmetic, has_bias=has_bias)
+    for layers in _rounded_layers(graph):
+        _replace_rounded(graph, layers, arithmetic)
     program.graph_module.recompile()
     return not any(
         node.target in _PRODUCTS and any(argument.name in weights for argument in node.all_input_nodes)
@@ -48,25 +50,63 @@ def _can_serve(weight: Node) -> bool:
 
 def _replace(graph: Graph, x: Node, layers: list[Node], arithmetic: int, *, has_bias: bool) -> None:
     sizes = [layer.args[1].meta["val"].shape[0] for layer in layers]  # type: ignore[union-attr]
-
-    def call(target: Any, *arguments: Any) -> Node:
-        node = graph.call_function(target, arguments)
-        node.meta["val"] = target(*torch.fx.map_arg(arguments, lambda argument: argument.meta["val"]))
-        return node
-
-    def joined(index: int) -> Node:
-        parts = [layer.args[index] for layer in layers]
-        return call(torch.ops.aten.cat.default, parts, 0) if len(parts) > 1 else parts[0]  # type: ignore[return-value]
-
     with graph.inserting_before(layers[0]):
-        packed = call(torch.ops.specdec.pack_linear.default, joined(1))
-        bias = joined(2) if has_bias else None
-        outputs = call(torch.ops.specdec.linear.default, x, packed, bias, sum(sizes), arithmetic)
-        if len(layers) == 1:
-            layers[0].replace_all_uses_with(outputs)
-        else:
-            split = call(torch.ops.aten.split_with_sizes.default, outputs, sizes, -1)
-            for i, layer in enumerate(layers):
-                layer.replace_all_uses_with(call(getitem, split, i))
+        packed = _call(graph, torch.ops.specdec.pack_linear.default, _joined(graph, layers, 1))
+        bias = _joined(graph, layers, 2) if has_bias else None
+        outputs = _call(graph, torch.ops.specdec.linear.default, x, packed, bias, sum(sizes), arithmetic)
+        _hand_out(graph, layers, outputs, sizes)
+
+
+def _rounded_layers(graph: Graph) -> list[list[Node]]:
+    """Those that read one input, and whose weights can be packed as one."""
+    groups: dict[tuple[Any, ...], list[Node]] = {}
+    for node in graph.nodes:
+        if node.target is torch.ops.specdec.quantized_linear.default:
+            x, packed, bias, _, _, rounds_tokens = node.args
+            parts = tuple(
+                part and (part.meta["val"].dtype, part.meta["val"].shape[1:]) for part in (*packed.args, None, None)[:4]
+            )
+            groups.setdefault((x, bias is None, rounds_tokens, parts), []).append(node)
+    return list(groups.values())
+
+
+def _replace_rounded(graph: Graph, layers: list[Node], arithmetic: int) -> None:
+    x, _, bias, _, _, rounds_tokens = layers[0].args
+    sizes: list[int] = [layer.args[3] for layer in layers]  # type: ignore[misc]
+    packs: list[Node] = [layer.args[1] for layer in layers]  # type: ignore[misc]
+    kernels = torch.ops.specdec
+    with graph.inserting_before(layers[0]):
+        parts = [part and _joined(graph, packs, i) for i, part in enumerate(packs[0].args)]
+        packed = _call(graph, kernels.pack_quantized.default, *parts)
+        joined_bias = None if bias is None else _joined(graph, layers, 2)
+        arguments = (x, packed, joined_bias, sum(sizes), arithmetic, rounds_tokens)
+        outputs = _call(graph, kernels.quantized_linear.default, *arguments)
+        _hand_out(graph, layers, outputs, sizes)
+    for pack in packs:
+        graph.erase_node(pack)
+
+
+def _call(graph: Graph, target: Any, *arguments: Any) -> Node:
+    node = graph.call_function(target, arguments)
+    node.meta["val"] = target(*torch.fx.map_arg(arguments, lambda argument: argument.meta["val"]))
+    return node
+
+
+def _joined(graph: Graph, nodes: list[Node], index: int) -> Node:
+    """That argument of all nodes, one below the other."""
+    parts = [node.args[index] for node in nodes]
+    if len(parts) == 1:
+        return parts[0]  # type: ignore[return-value]
+    return _call(graph, torch.ops.aten.cat.default, parts, 0)
+
+
+def _hand_out(graph: Graph, layers: list[Node], outputs: Node, sizes: list[int]) -> None:
+    """Each layer's outputs to those who read them, instead of it."""
+    if len(layers) == 1:
+        layers[0].replace_all_uses_with(outputs)
+    else:
+        split = _call(graph, torch.ops.aten.split_with_sizes.default, outputs, sizes, -1)
+        for i, layer in enumerate(layers):
+            layer.replace_all_uses_with(_call(graph, getitem, split, i))
     for layer in layers:
         graph.erase_node(layer)

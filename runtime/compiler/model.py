@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, refuse_own_attention
 from runtime.compiler.quantized import place_quantized, placeholders
-from runtime.config import LayerShape
+from runtime.config import LayerShape, Quantization
 from runtime.errors import SpecDecError
 from runtime.quantization.weight import take_quantized
 
@@ -307,7 +307,13 @@ def _fix_rotary_factors(model: PreTrainedModel) -> None:
             module.rope_type = dict.fromkeys(kind, "fixed")  # type: ignore[assignment]
 
 
-def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def load_model(
+    config: PreTrainedConfig,
+    weights: Path,
+    dtype: torch.dtype,
+    attention: str,
+    quantization: Quantization | None = None,
+) -> PreTrainedModel:
     """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights, fills buffers."""
     model_class = _model_class(config)
     try:
@@ -343,7 +349,8 @@ def load_model(config: PreTrainedConfig, weights: Path, dtype: torch.dtype, atte
             )
     _declare_no_padding(model)
     _fix_rotary_factors(model)
-    place_quantized(model, quantized, with_kernels=attention == KERNEL)
+    activations = "float" if quantization is None else quantization.activations
+    place_quantized(model, quantized, activations, with_kernels=attention == KERNEL)
     loaded: PreTrainedModel = model.eval()
     return loaded
 

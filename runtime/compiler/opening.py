@@ -28,7 +28,7 @@ from runtime.compiler.compilation import (
 )
 from runtime.compiler.kernels import instructions, load_kernels
 from runtime.compiler.weights import open_weights
-from runtime.config import Compiler, Dtype, EngineConfig, Environment, StepShape, as_json
+from runtime.config import Compiler, Dtype, EngineConfig, Environment, Quantization, StepShape, as_json
 from runtime.errors import SpecDecError
 from runtime.temporary import temporary_dir
 
@@ -76,7 +76,12 @@ def check_environment(config: EngineConfig, engine_dir: Path, device: torch.devi
 
 
 def open_step(
-    compiler: Compiler, pretrained_config: dict[str, Any], dtype: Dtype, engine_dir: Path, device: torch.device
+    compiler: Compiler,
+    pretrained_config: dict[str, Any],
+    dtype: Dtype,
+    engine_dir: Path,
+    device: torch.device,
+    quantization: Quantization | None = None,
 ) -> StepFunction:
     """The compiled step of an engine directory, ready to be called on `device`."""
     weights = engine_dir / "rank0.safetensors"
@@ -89,13 +94,16 @@ def open_step(
     from runtime.compiler.attention import KERNEL, PAGED
     from runtime.compiler.kernels import describe_kernels
     from runtime.compiler.model import Step, load_model, parse_pretrained_config
+    from runtime.compiler.quantized import pack_layers
 
     pretrained = parse_pretrained_config(pretrained_config, str(engine_dir / "config.json"))
     if with_kernels:
         describe_kernels()
-    step = Step(load_model(pretrained, weights, getattr(torch, dtype), KERNEL if with_kernels else PAGED)).to(device)
+    attention = KERNEL if with_kernels else PAGED
+    step = Step(load_model(pretrained, weights, getattr(torch, dtype), attention, quantization)).to(device)
     if compiler == "none":
         return step
+    pack_layers(step)
     return CompiledStep(step, _own_cache(engine_dir))
 
 
@@ -105,11 +113,15 @@ def open_copy(step: StepFunction, engine_dir: Path, device: torch.device) -> Ste
     if isinstance(step, PackagedStep):
         return _open_package(directory, device, step.weights)
     from runtime.compiler.model import Step
+    from runtime.compiler.quantized import pack_layers
     from runtime.compiler.self_draft import copy_of, read_layers
 
     assert isinstance(step, CompiledStep | Step)
     copied = Step(copy_of(step.model, read_layers(directory)))
-    return CompiledStep(copied, _own_cache(directory)) if isinstance(step, CompiledStep) else copied
+    if not isinstance(step, CompiledStep):
+        return copied
+    pack_layers(copied)
+    return CompiledStep(copied, _own_cache(directory))
 
 
 def _open_package(directory: Path, device: torch.device, known: Mapping[str, Tensor] | None = None) -> StepFunction:

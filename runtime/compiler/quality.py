@@ -50,9 +50,9 @@ def quality_text(checkpoint: CheckpointConfig, file: Path | None) -> tuple[str, 
 
 
 def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
-    """Both models on the first 2,000 tokens of a text, by transformers: in float32, so that only rounding differs.
+    """Both models on the first 2,000 tokens of a text, by transformers, in float32: only what is rounded differs.
 
-    What is rounded: weights, and keys and values.
+    That is weights, and keys and values, and what layers multiply them by.
 
     SpecDecError if the unrounded model is no longer where it was, or is another one.
     """
@@ -71,7 +71,9 @@ def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
         raise SpecDecError(f"the text has too few tokens to compare on: {len(tokens)}", hint="give a longer one")
     algorithm = checkpoint.quantization.kv_cache_quant_algo
     attention = "eager" if algorithm is None else ROUNDED
-    rounded = load_model(pretrained, checkpoint_dir / "rank0.safetensors", torch.float32, attention)
+    rounded = load_model(
+        pretrained, checkpoint_dir / "rank0.safetensors", torch.float32, attention, checkpoint.quantization
+    )
     rounding = {} if algorithm is None else {"round_kv": Rounded(kv_dtype(checkpoint.dtype, algorithm))}
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     unrounded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

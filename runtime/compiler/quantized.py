@@ -1,14 +1,26 @@
-"""Linear layers whose weights are in few bits: dequantized as they are multiplied."""
+"""Linear layers whose weights are in few bits, multiplied by tokens as they are, or by tokens rounded to 8 bits."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from runtime.compiler.kernels import columns_of_group
+from runtime.config import Activations
 from runtime.errors import SpecDecError
 from runtime.quantization.weight import QuantizedWeight
+
+
+def round_tokens(x: Tensor, columns: int) -> Tensor:
+    """The numbers nearest to (..., inputs) `x` that 8 bits hold, of each token and group of columns by themselves."""
+    groups = x.float().reshape(*x.shape[:-1], -1, columns)
+    steps = groups.abs().amax(-1, keepdim=True) / 127
+    is_nothing = steps < torch.finfo(torch.float32).tiny
+    rounded = torch.where(is_nothing, 0.0, (groups / steps).round() * steps)
+    # Of a token with numbers that are none the kernels have none left in a group.
+    return torch.where(steps.isfinite(), rounded, torch.nan).flatten(-2)
 
 
 class QuantizedLinear(nn.Module):
@@ -23,13 +35,20 @@ class QuantizedLinear(nn.Module):
     offsets: Tensor | None
     order: Tensor | None
 
-    def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None, *, with_kernels: bool) -> None:
+    packed: Tensor | None
+    """The weight as the kernels want it, where nobody packs it for a compiled step."""
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: nn.Parameter | None, activations: Activations, *, with_kernels: bool
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         for name in ("values", "scales", "zeros", "offsets", "order"):
             self.register_buffer(name, getattr(weight, name))
+        self.register_buffer("packed", None, persistent=False)
         self.bias = bias
         self.with_kernels = with_kernels
+        self.rounds_tokens = activations == "int8" and weight.kind != "fp8"
 
     @property
     def quantized(self) -> QuantizedWeight:
@@ -39,14 +58,26 @@ class QuantizedLinear(nn.Module):
         if self.order is not None:
             x = x[..., self.order]
         if self.with_kernels:
+            packed = self.pack() if self.packed is None else self.packed
             outputs: Tensor = torch.ops.specdec.quantized_linear(
-                x, self.values, self.scales, self.zeros, self.offsets, self.bias
+                x, packed, self.bias, self.out_features, 0, self.rounds_tokens
             )
             return outputs
-        return nn.functional.linear(x, self.quantized.in_stored_order().to(x.dtype), self.bias)
+        weight = self.quantized.in_stored_order()
+        if not self.rounds_tokens:
+            return nn.functional.linear(x, weight.to(x.dtype), self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        rounded = round_tokens(x, columns_of_group(self.quantized.group_size))
+        return nn.functional.linear(rounded, weight, bias).to(x.dtype)
+
+    def pack(self) -> Tensor:
+        packed: Tensor = torch.ops.specdec.pack_quantized(self.values, self.scales, self.zeros, self.offsets)
+        return packed
 
 
-def place_quantized(model: PreTrainedModel, weights: dict[str, QuantizedWeight], *, with_kernels: bool) -> None:
+def place_quantized(
+    model: PreTrainedModel, weights: dict[str, QuantizedWeight], activations: Activations, *, with_kernels: bool
+) -> None:
     """Put quantized weights in the place of the layers' own."""
     for name, weight in weights.items():
         parent_name, _, child = name.rpartition(".")
@@ -63,7 +94,15 @@ def place_quantized(model: PreTrainedModel, weights: dict[str, QuantizedWeight],
                 hint="convert the model again",
                 fact="checkpoint",
             )
-        setattr(model.get_submodule(parent_name), child, QuantizedLinear(weight, layer.bias, with_kernels=with_kernels))
+        quantized = QuantizedLinear(weight, layer.bias, activations, with_kernels=with_kernels)
+        setattr(model.get_submodule(parent_name), child, quantized)
+
+
+def pack_layers(model: nn.Module) -> None:
+    """Once, where no compiler does so: the kernels must be loaded."""
+    for layer in quantized_layers(model):
+        if layer.with_kernels:
+            layer.packed = layer.pack()
 
 
 def placeholders(weights: dict[str, QuantizedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -74,7 +113,7 @@ def placeholders(weights: dict[str, QuantizedWeight], dtype: torch.dtype) -> dic
 @contextmanager
 def without_kernels(model: nn.Module) -> Iterator[None]:
     """In the block quantized layers are computed by torch: what the kernels are compared with."""
-    layers = [(layer, layer.with_kernels) for layer in _quantized_layers(model.modules())]
+    layers = [(layer, layer.with_kernels) for layer in quantized_layers(model)]
     for layer, _ in layers:
         layer.with_kernels = False
     try:
@@ -84,5 +123,5 @@ def without_kernels(model: nn.Module) -> Iterator[None]:
             layer.with_kernels = before
 
 
-def _quantized_layers(modules: Iterable[nn.Module]) -> Iterator[QuantizedLinear]:
-    return (module for module in modules if isinstance(module, QuantizedLinear))
+def quantized_layers(model: nn.Module) -> Iterator[QuantizedLinear]:
+    return (module for module in model.modules() if isinstance(module, QuantizedLinear))

@@ -17,10 +17,13 @@ from runtime.compiler.compilation import WEIGHTS
 from runtime.compiler.model import Step, linear_layers
 from runtime.compiler.quantized import QuantizedLinear, place_quantized
 from runtime.compiler.weights import save_weights
-from runtime.config import Precision, SelfDraft
+from runtime.config import Activations, Precision, SelfDraft
 from runtime.errors import SpecDecError
 from runtime.quantization.rounding import group_size_for, round_weight
 from runtime.quantization.weight import QuantizedWeight, take_quantized
+
+COPY_ACTIVATIONS: Activations = "int8"
+"""What the copy's layers multiply: drafts are verified, so they may be as fast as can be."""
 
 
 def round_layers(
@@ -66,7 +69,7 @@ def copy_of(model: PreTrainedModel, layers: dict[str, QuantizedWeight]) -> PreTr
     """The model with these layers in the place of its own, and all else in the model's own memory."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, shared)
-    place_quantized(copied, layers, with_kernels=model.config._attn_implementation == KERNEL)
+    place_quantized(copied, layers, COPY_ACTIVATIONS, with_kernels=model.config._attn_implementation == KERNEL)
     Step(copied).to(next(model.parameters()).device)
     return copied
 

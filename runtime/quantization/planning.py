@@ -1,13 +1,13 @@
 """What becomes of each of a model's tensors in the checkpoint: copied, rounded, or taken over as it was rounded."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from runtime.config import Precision, QuantAlgo, Quantization
+from runtime.config import Activations, Precision, QuantAlgo, Quantization
 from runtime.errors import SpecDecError
 from runtime.pieces import Piece, forms_of
 from runtime.quantization.losses import Losses
@@ -164,7 +164,7 @@ def _rounded_as(source: Source, precision: Precision, sizes: dict[str, int]) -> 
         precision.kv_cache,
         precision.group_size,
         exclude_modules=_left_out(source, sizes),
-        activations=precision.activations,
+        activations=precision.activations or _default_activations([precision.qformat]),
         unrounded=source.name,
     )
 
@@ -178,9 +178,14 @@ def _read_as(source: Source, precision: Precision, kept: dict[str, QuantizedWeig
         sizes.pop() if len(sizes) == 1 else None,
         has_zero_point=any(weight.zeros is not None or weight.offsets is not None for weight in kept.values()),
         exclude_modules=_left_out(source, kept),
-        activations=precision.activations,
+        activations=precision.activations or _default_activations({weight.kind for weight in kept.values()}),
         source=str(source.format),
     )
+
+
+def _default_activations(kinds: Collection[str]) -> Activations:
+    """Integers are faster; what rounding to them changes is little beside weights of 4 bits, and much beside 8."""
+    return "int8" if "int4" in kinds else "float"
 
 
 def _left_out(source: Source, rounded: Mapping[str, object]) -> tuple[str, ...]:

@@ -655,6 +655,7 @@ PLACES = [
     case(CONVERT + "--group-size 64", 2, "`--group-size` needs weights to round", "`--qformat int4`"),
     case(CONVERT + "--quantize-lm-head", 2, "`--quantize-lm-head` needs weights to round"),
     case(CONVERT + "--activations int8", 2, "`--activations int8` needs weights to round"),
+    case(CONVERT + "--qformat fp8 --activations int8", 2, "needs weights that are integers: --qformat fp8"),
     case(CONVERT + "--qformat nvfp4", 2, "`--qformat` must be one of", ": nvfp4"),
     case(BUILD + "--quality-text none", 1, "(No such file or directory): none"),
     case(BUILD + "--quality-text notes.txt", 1, "does not know the model that it was rounded from", "`--quality-text`"),

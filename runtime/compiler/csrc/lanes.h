@@ -34,6 +34,7 @@ enum Arithmetic : int64_t { kFloat32, kPairs, kTiles };
 
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 

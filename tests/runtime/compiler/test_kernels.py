@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from runtime.compiler.kernels import compile_kernels, describe_kernels, load_kernels
 from runtime.compiler.linears import use_kernels
+from runtime.compiler.quantized import QuantizedLinear
+from runtime.config import Precision
 from runtime.errors import SpecDecError
+from runtime.quantization.rounding import round_weight
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -379,6 +382,30 @@ def test_layers_of_one_input_become_one_in_a_compiled_step() -> None:
     assert targets.count("specdec.linear.default") == 3  # query, key and value; biased; last
     assert targets.count("aten.linear.default") == 1  # odd
     torch.testing.assert_close(program.module()(x), layers(x))
+
+
+class _RoundedLayers(nn.Module):
+    """Layers that read one input: two of 4 bits in groups of one size, and one of 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes, formats = (24, 8, 40), (("int4", 16), ("int4", 16), ("int8", 32))
+        for name, size, (qformat, group_size) in zip(("query", "key", "value"), sizes, formats, strict=True):
+            weight = round_weight(torch.randn(size, 64), Precision(qformat), group_size)  # type: ignore[arg-type]
+            setattr(self, name, QuantizedLinear(weight, nn.Parameter(torch.randn(size)), "int8", with_kernels=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.query(x), self.key(x), self.value(x)], -1)
+
+
+def test_rounded_layers_of_one_input_become_one_in_a_compiled_step() -> None:
+    describe_kernels()
+    layers, x = _RoundedLayers().eval(), torch.randn(3, 64)
+    program = torch.export.export(layers, (x,), strict=False)
+    use_kernels(program, arithmetic=0)
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets.count("specdec.quantized_linear.default") == targets.count("specdec.pack_quantized.default") == 2
+    assert torch.equal(program.module()(x), layers(x))
 
 
 def test_second_library_of_the_same_sources_is_not_loaded_again(kernels: Path, tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """Engines of rounded checkpoints: logits are those of the same weights in a plain model, and drafts change nothing."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from quantized import Q, save_awq, save_compressed, save_gguf, save_gptq, small_model
@@ -15,7 +18,7 @@ from runtime.checkpoint import convert
 from runtime.compiler.build import build_engine
 from runtime.compiler.kernels import load_kernels
 from runtime.compiler.quality import measure_quality, quality_text
-from runtime.config import CheckpointConfig, EngineConfig, Precision
+from runtime.config import Activations, CheckpointConfig, EngineConfig, Precision
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
@@ -26,11 +29,11 @@ from runtime.request import Draft, Request, Sequence
 CPU = torch.device("cpu")
 
 
-def make_checkpoint(source: str, work_dir: Path) -> CheckpointConfig:
-    model, precision = work_dir / "model", Precision()
+def make_checkpoint(source: str, work_dir: Path, activations: Activations = "float") -> CheckpointConfig:
+    model, precision = work_dir / "model", Precision(activations=activations)
     if source in ("int8", "int4", "fp8"):
         small_model().save_pretrained(model)
-        precision = Precision(source, 32, quantize_lm_head=source == "int8")  # type: ignore[arg-type]
+        precision = Precision(source, 32, quantize_lm_head=source == "int8", activations=activations)  # type: ignore[arg-type]
     elif source == "AWQ":
         save_awq(model, 32)
     elif source == "GPTQ":
@@ -102,52 +105,143 @@ def check_engine(engine_dir: Path, model: PreTrainedModel) -> None:
         assert outputs(engine, prompts, ngram=True) == plain
 
 
+def rounded_by_definition(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Token by token and group by group, as docs/precision.md says."""
+    rounded = x.float().numpy().copy()
+    for row in rounded.reshape(-1, columns):
+        step = np.abs(row).max() / np.float32(127)
+        row[:] = np.rint(row / step) * step if step > 0 else 0
+    return torch.from_numpy(rounded)
+
+
+def check_rounding_engine(work_dir: Path, checkpoint: CheckpointConfig) -> None:
+    """Logits beside those of a plain model whose layers' inputs are rounded by the definition."""
+    weights = take_quantized(load_file(work_dir / "checkpoint" / "rank0.safetensors"))
+    model = plain_model(checkpoint, work_dir / "checkpoint")
+
+    def round_input(layer: nn.Module, inputs: tuple[torch.Tensor], *, weight: QuantizedWeight) -> torch.Tensor:
+        order = torch.arange(weight.shape[1]) if weight.order is None else weight.order.long()
+        return rounded_by_definition(inputs[0][..., order], weight.group_size)[..., order.argsort()]
+
+    for name, weight in weights.items():
+        model.get_submodule(name).register_forward_pre_hook(partial(round_input, weight=weight))
+    prompt = repetitive_prompt(0, 21, VOCAB_SIZE)
+    with Engine.open(work_dir / "engine") as engine:
+        sequence = Sequence.start(Request(0, tuple(prompt), 60))
+        assert engine.admit(sequence)
+        (logits,) = engine.forward([sequence], [Draft([5, 6, 7])])
+        engine.release(sequence)
+    with torch.no_grad():
+        expected = eager_logits(model, [*prompt, 5, 6, 7])[len(prompt) - 1 :]
+    assert float((logits - expected).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+@pytest.mark.parametrize("source", ["int8", "AWQ", "GPTQ"])
+def test_engine_rounds_what_layers_read(source: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(source, tmp_path, "int8")
+    config = build(tmp_path)
+    assert config.quantization == checkpoint.quantization
+    check_rounding_engine(tmp_path, checkpoint)
+
+
 def test_compiled_engine_holds_few_bits_and_is_batch_invariant(tmp_path: Path, kernels: Path) -> None:
-    checkpoint = make_checkpoint("int4", tmp_path)
+    checkpoint = make_checkpoint("int4", tmp_path, "int8")
     config = build(tmp_path, compiler="aot")
     assert config.compiler_note is None and config.batch_invariant
-    check_engine(tmp_path / "engine", plain_model(checkpoint, tmp_path / "checkpoint"))
+    check_rounding_engine(tmp_path, checkpoint)
+    prompts = [repetitive_prompt(seed, length, VOCAB_SIZE) for seed, length in ((0, 21), (1, 34))]
+    with Engine.open(tmp_path / "engine") as engine:
+        assert outputs(engine, prompts, ngram=True) == outputs(engine, prompts, ngram=False)
     stored = load_file(tmp_path / "engine" / "rank0.safetensors")
     linears = [module for module in small_model().modules() if isinstance(module, nn.Linear)]
     num_floats = sum(tensor.numel() for tensor in stored.values() if tensor.dtype == torch.float32)
     assert num_floats < sum(linear.weight.numel() for linear in linears) / 4  # the rest is embeddings and norms
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("extra", ["", "zeros", "offsets", "fp8", "bias"])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_kernel_computes_the_product(bits: int, extra: str, dtype: torch.dtype, kernels: Path) -> None:
-    """Each row by itself the same bits as among others; as near float64's product as its own rounding lets it."""
-    load_kernels(kernels)
-    generator = torch.Generator().manual_seed(bits)
-    outputs, inputs, group_size = 70, 672, 32
+# The kernels
+
+KINDS = {"int8": 8, "int4": 4}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+
+
+def random_weight(kind: str, extra: str, outputs: int, inputs: int, group_size: int) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    scales = torch.rand(outputs, inputs // group_size, generator=generator) * 0.01
+    if kind == "fp8":
+        return QuantizedWeight(torch.randn(outputs, inputs, generator=generator).to(torch.float8_e4m3fn), scales)
+    bits = KINDS[kind]
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
     integers = torch.randint(low, high, (outputs, inputs), generator=generator, dtype=torch.int8)
-    scales = torch.rand(outputs, inputs // group_size, generator=generator).half() * 0.01
-    weight = from_integers(integers, scales, bits=bits)
+    weight = from_integers(integers, scales if extra == "zeros" else scales.half(), bits=bits)
     parts = {
         "zeros": torch.randint(low, high, scales.shape, generator=generator, dtype=torch.int16),
         "offsets": torch.randn(scales.shape, generator=generator),
     }
-    if extra in parts:
-        weight = QuantizedWeight(weight.values, weight.scales, **{extra: parts[extra]})
-    if extra == "fp8":
-        weight = QuantizedWeight(torch.randn(outputs, inputs, generator=generator).to(torch.float8_e4m3fn), scales)
-    bias = torch.randn(outputs, generator=generator).to(dtype) if extra == "bias" else None
-    x = torch.randn(37, inputs, generator=generator).to(dtype)
+    return replace(weight, **{extra: parts[extra]}) if extra in parts else weight
 
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.ops.specdec.quantized_linear(
-            rows, weight.values, weight.scales, weight.zeros, weight.offsets, bias
-        )
-        return found
 
-    found = product(x)
-    expected = x.double() @ weight.dequantize(torch.float64).T + (0 if bias is None else bias.double())
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
-    assert float((found.double() - expected).norm() / expected.norm()) < tolerance
-    assert torch.equal(torch.cat([product(x[i : i + 1]) for i in range(len(x))]), found)
-    assert torch.equal(product(x[:5]), found[:5])
+def product(
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, arithmetic: int, *, rounds: bool
+) -> torch.Tensor:
+    packed = torch.ops.specdec.pack_quantized(weight.values, weight.scales, weight.zeros, weight.offsets)
+    outputs: torch.Tensor = torch.ops.specdec.quantized_linear(
+        x, packed, bias, weight.shape[0], arithmetic, rounds and weight.kind != "fp8"
+    )
+    return outputs
+
+
+WEIGHTS = [
+    *((kind, extra, 70, 672, 32) for kind in KINDS for extra in ("", "zeros", "offsets")),
+    *((kind, "", 70, 768, size) for kind in KINDS for size in (64, 128, 768)),
+    *((kind, "zeros", 32, 1000, 1000) for kind in KINDS),  # in groups of 125 columns
+    ("int4", "", 5, 60, 6), ("int4", "offsets", 33, 192, 48), ("int8", "", 40, 288, 96),
+    ("fp8", "", 70, 768, 768), ("fp8", "", 70, 672, 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rounds", [True, False], ids=["int8", "float"])
+@pytest.mark.parametrize(("kind", "extra", "outputs", "inputs", "group_size"), WEIGHTS)
+def test_kernel_computes_the_product(
+    kind: str, extra: str, outputs: int, inputs: int, group_size: int, rounds: bool, dtype: torch.dtype, kernels: Path
+) -> None:
+    """As near float64's product as its own dtype lets it; each token the same bits, whatever others there are."""
+    load_kernels(kernels)
+    weight = random_weight(kind, extra, outputs, inputs, group_size)
+    generator = torch.Generator().manual_seed(1)
+    bias = torch.randn(outputs, generator=generator).to(dtype) if extra != "zeros" else None
+    x = torch.randn(150, inputs, generator=generator).to(dtype)
+    x[3, :group_size] = 0
+    columns = max(size for size in range(1, 129) if group_size % size == 0)
+    tokens = rounded_by_definition(x, columns) if rounds and kind != "fp8" else x
+    expected = tokens.double() @ weight.dequantize(torch.float64).T + (0 if bias is None else bias.double())
+    for arithmetic in torch.ops.specdec.arithmetics() if dtype == torch.bfloat16 else [0]:
+        found = product(x, weight, bias, arithmetic, rounds=rounds)
+        assert float((found.double() - expected).norm() / expected.norm()) < TOLERANCE[dtype]
+        for i, num_rows in enumerate((1, 2, 5, 11, 12, 16, 17, 33, 40)):
+            torch.set_num_threads(1 + i % 3)
+            rows = product(x[i : i + num_rows], weight, bias, arithmetic, rounds=rounds)
+            torch.set_num_threads(1)
+            assert torch.equal(rows, found[i : i + num_rows])
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("num_rows", [3, 40])
+@pytest.mark.parametrize("rounds", [True, False], ids=["int8", "float"])
+@pytest.mark.parametrize("kind", [*KINDS, "fp8"])
+def test_what_is_no_number_stays_with_its_token(
+    kind: str, rounds: bool, num_rows: int, poison: float, kernels: Path
+) -> None:
+    load_kernels(kernels)
+    weight = random_weight(kind, "", 70, 128, 64)
+    x = torch.randn(num_rows, 128, generator=torch.Generator().manual_seed(2))
+    clean = product(x, weight, None, 0, rounds=rounds)
+    x[1, 77] = poison
+    found = product(x, weight, None, 0, rounds=rounds)
+    assert not found[1].isfinite().any()
+    others = [i for i in range(num_rows) if i != 1]
+    assert torch.equal(found[others], clean[others])
 
 
 def test_what_engines_cannot_do_yet_is_one_error(tmp_path: Path) -> None:

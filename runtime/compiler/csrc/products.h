@@ -1,0 +1,372 @@
+// Products of tokens and a weight that lies in panels of two registers' outputs, here 32; for any number of tokens, made
+// for few: then a step is reading the weights, and they are read once, in order, as fast as memory gives them. Sums are
+// float32.
+//
+// There are several ways to compute products ("arithmetics"): in float32, by instructions for pairs of bfloat16, and by
+// those for tiles (AMX). Each gives a token the same bits whatever other tokens are computed with it; two of them differ
+// in the last bits.
+
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "lanes.h"
+#include "tasks.h"
+
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+// As memory is read in lines: a tile's rows would else lie in two of them each, and load half as fast.
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+template <typename T>
+using Lines = std::unique_ptr<T[], Free>;
+template <typename T>
+Lines<T> make_lines(int64_t count) {
+  return Lines<T>(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
+}
+
+constexpr int64_t kPanel = 2 * kLanes;
+constexpr int64_t kAhead = 5120;  // bytes of a panel that are asked for before they are needed
+
+template <typename T>
+inline void fetch_ahead(const T* p, int64_t count) {
+  for (int64_t byte = 0; byte < count * int64_t{sizeof(T)}; byte += 64)
+    fetch_line(reinterpret_cast<const char*>(p) + kAhead + byte);
+}
+
+// Of the bfloat16 weight's columns two make a pair, of other weights each stands by itself.
+template <typename T>
+constexpr int64_t kGroup = std::is_same_v<T, at::BFloat16> ? 2 : 1;
+
+// Calls use(k, left, right) for the columns of a panel, each as two registers of floats, in order.
+template <typename P, typename Use>
+inline void for_columns(const P* panel, int64_t depth, const Use& use) {
+  for (int64_t k = 0; k < depth; k += kGroup<P>, panel += kGroup<P> * kPanel) {
+    fetch_ahead(panel, kGroup<P> * kPanel);
+    if constexpr (kGroup<P> == 1) {
+      use(k, widen(panel), widen(panel + kLanes));
+    } else {  // of a pair the first is the lower half of a word
+      const Words left = load<Words>(panel), right = load<Words>(panel + kPanel);
+      use(k, (Lanes)(left << 16), (Lanes)(right << 16));
+      use(k + 1, (Lanes)(left & 0xffff0000u), (Lanes)(right & 0xffff0000u));
+    }
+  }
+}
+
+template <int R>
+inline void load_sums(const float* from, Lanes (&sums)[R][2]) {
+  for (int r = 0; r < R; ++r)
+    for (int half = 0; half < 2; ++half) sums[r][half] = load(from + r * kPanel + half * kLanes);
+}
+
+template <int R>
+inline void store_sums(const Lanes (&sums)[R][2], float* to) {
+  for (int r = 0; r < R; ++r)
+    for (int half = 0; half < 2; ++half) store(to + r * kPanel + half * kLanes, sums[r][half]);
+}
+
+// Each of the three below holds the tokens in the form that it wants, and has
+// add(): sums (rows x kPanel) += x (rows x depth) panel (depth x kPanel), of the tokens from `row` on and the columns from
+// `k` on; with_piece(): calls use(panel) with a piece of a panel in the form that it wants, which so many tiles will read;
+// first_row(): where one of the tiles begins into which M rows are divided.
+
+// Tiles of about equal size: 13 rows are 6 and 7.
+struct EvenTiles {
+  static constexpr int64_t kMostRows = kTileRows;
+  static int64_t num_tiles(int64_t M) { return (M + kTileRows - 1) / kTileRows; }
+  static int64_t first_row(int64_t tile, int64_t M) { return tile * M / num_tiles(M); }
+};
+
+// Numbers of 16 bits are widened: those of the tokens once, those of a panel as they are read, or for many tokens once.
+// Of many tokens a tile's numbers lie as they are read, column by column.
+template <typename T>
+struct InFloat32 : EvenTiles {
+  static constexpr bool kWidens = !std::is_same_v<T, float>;
+  static constexpr int64_t kManyTiles = 3;
+  using Piece = float;  // of a panel that is widened from what it is stored as
+  std::unique_ptr<float[]> own;
+  const float* x;
+  int64_t K;
+  bool by_columns;
+
+  InFloat32(const T* tokens, int64_t M, int64_t K) : K(K), by_columns(num_tiles(M) >= kManyTiles) {
+    if constexpr (!kWidens) x = tokens;
+    if (!kWidens && !by_columns) return;
+    own = std::make_unique_for_overwrite<float[]>(M * K);
+    x = own.get();
+    if (by_columns) {
+      share_tasks(num_tiles(M), [&](int64_t tile) {
+        const int64_t row = first_row(tile, M), rows = first_row(tile + 1, M) - row;
+        float* to = own.get() + row * K;
+        for (int64_t k = 0; k < K; ++k)
+          for (int64_t r = 0; r < rows; ++r) *to++ = static_cast<float>(tokens[(row + r) * K + k]);
+      });
+    } else {
+      widen(tokens, own.get(), M * K);
+    }
+  }
+
+  // A piece of a panel stays in a cache: for many tiles in the first-level one.
+  static int64_t depth(int64_t num_tiles) { return num_tiles >= kManyTiles ? 8192 / kPanel : 2048; }
+
+  template <typename Use>
+  static void with_piece(const T* panel, int64_t depth, int64_t num_tiles, const Use& use) {
+    if constexpr (kWidens) {
+      if (num_tiles >= kManyTiles) {
+        thread_local std::vector<float> copy;
+        copy.resize(depth * kPanel);
+        for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
+          store(copy.data() + k * kPanel, left);
+          store(copy.data() + k * kPanel + kLanes, right);
+        });
+        return use(static_cast<const float*>(copy.data()));
+      }
+    }
+    use(panel);
+  }
+
+  template <typename P>
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P* panel, float* to) const {
+    with_rows<kTileRows>(rows, [&](auto count) {
+      constexpr int R = count();
+      if (by_columns) add_rows<R>(x + row * K + k * R, 1, R, depth, panel, to);
+      else add_rows<R>(x + row * K + k, K, 1, depth, panel, to);
+    });
+  }
+
+  // Of tokens whose numbers lie so far apart, those of a column and those of a row.
+  template <int R, typename P>
+  [[gnu::always_inline]] static void add_rows(const float* factors, int64_t to_row, int64_t to_column, int64_t depth,
+                                              const P* panel, float* to) {
+    Lanes sums[R][2];
+    load_sums(to, sums);
+    for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
+      for (int r = 0; r < R; ++r) {
+        const float factor = factors[r * to_row + k * to_column];
+        sums[r][0] += left * factor;
+        sums[r][1] += right * factor;
+      }
+    });
+    store_sums(sums, to);
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct InPairs : EvenTiles {
+  using Piece = at::BFloat16;
+  const at::BFloat16* x;
+  int64_t K;
+
+  InPairs(const at::BFloat16* x, int64_t, int64_t K) : x(x), K(K) {}
+
+  static int64_t depth(int64_t) { return 2048; }
+
+  template <typename Use>
+  static void with_piece(const at::BFloat16* panel, int64_t, int64_t, const Use& use) { use(panel); }
+
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to) const {
+    with_rows<kTileRows>(rows, [&](auto count) {
+      constexpr int R = count();
+      const int64_t stride = K;
+      const at::BFloat16 *factors = x + row * stride + k, *p = panel;
+      Lanes sums[R][2];
+      load_sums(to, sums);
+      for (int64_t k = 0; k < depth; k += 2, p += 2 * kPanel) {
+        fetch_ahead(p, 2 * kPanel);
+        const auto left = load<__m512bh>(p), right = load<__m512bh>(p + kPanel);
+        for (int r = 0; r < R; ++r) {
+          const auto factor = (__m512bh)_mm512_set1_epi32(load<int32_t>(factors + r * stride + k));
+          sums[r][0] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][0], left, factor);
+          sums[r][1] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][1], right, factor);
+        }
+      }
+      store_sums(sums, to);
+    });
+  }
+};
+#endif
+
+#if defined(__AMX_TILE__)
+// Linux lets a process use tiles when it has asked to.
+inline bool may_use_tiles() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+}
+#endif
+
+#if defined(__AMX_BF16__)
+// A tile register holds 16 rows of 64 bytes: sums of 16 tokens and 16 outputs, or 32 numbers of each of 16 tokens, or 16
+// pairs of columns of 16 outputs, which lie in the panel as the instruction wants them. Four hold the sums of 32 tokens
+// and a panel.
+struct InTiles {
+  using Piece = at::BFloat16;
+  static constexpr int64_t kHeight = 16, kWidth = 32, kMostRows = 2 * kHeight;
+  Lines<at::BFloat16> x;  // (blocks of 16 tokens, blocks of 32 columns, 16, 32)
+  int64_t K, num_blocks;
+
+  InTiles(const at::BFloat16* tokens, int64_t M, int64_t K) : K(K), num_blocks((K + kWidth - 1) / kWidth) {
+    x = make_lines<at::BFloat16>((M + kHeight - 1) / kHeight * kHeight * num_blocks * kWidth);
+    share_range(M, 64, [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; ++m)
+        for (int64_t k = 0; k < K; k += kWidth)
+          std::memcpy(at(m, k), tokens + m * K + k, std::min(kWidth, K - k) * sizeof(at::BFloat16));
+    });
+  }
+
+  at::BFloat16* at(int64_t m, int64_t k) const {
+    return x.get() + ((m / kHeight * num_blocks + k / kWidth) * kHeight + m % kHeight) * kWidth;
+  }
+
+  static int64_t depth(int64_t) { return 4096; }  // a piece of a panel stays in the second-level cache
+  static int64_t num_tiles(int64_t M) { return (M + 2 * kHeight - 1) / (2 * kHeight); }
+  static int64_t first_row(int64_t tile, int64_t M) { return std::min(tile * 2 * kHeight, M); }
+
+  template <typename Use>
+  static void with_piece(const at::BFloat16* panel, int64_t, int64_t, const Use& use) { use(panel); }
+
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to) const {
+    const int64_t whole = depth / kWidth * kWidth;
+    const auto add = rows > kHeight ? add_blocks<2> : add_blocks<1>;
+    const int64_t stride = num_blocks * kHeight * kWidth;
+    if (whole) add(at(row, k), stride, rows, whole, kWidth, panel, to);
+    if (whole < depth) add(at(row, k + whole), stride, rows, depth - whole, depth - whole, panel + whole * kPanel, to);
+    _tile_release();
+  }
+
+  // With tokens in one block of 16, or in two; `width` columns at a time.
+  template <int B>
+  static void add_blocks(const at::BFloat16* tokens, int64_t stride, int64_t rows, int64_t depth, int64_t width,
+                         const at::BFloat16* panel, float* to) {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shapes;
+    const auto shape = [&](int i, int64_t rows, int64_t bytes) { shapes.rows[i] = rows, shapes.row_bytes[i] = bytes; };
+    const int64_t height[] = {std::min(rows, kHeight), rows - kHeight};
+    for (int b = 0; b < B; ++b) {
+      shape(2 * b, height[b], 64), shape(2 * b + 1, height[b], 64);
+      shape(4 + b, height[b], width * 2);
+    }
+    shape(6, width / 2, 64), shape(7, width / 2, 64);
+    asm volatile("" : : "r"(&shapes) : "memory");  // the instructions' operands do not tell what they read
+    _tile_loadconfig(&shapes);
+    constexpr int64_t kRowBytes = kPanel * sizeof(float);
+    float* below = to + kHeight * kPanel;
+    _tile_loadd(0, to, kRowBytes);
+    _tile_loadd(1, to + kLanes, kRowBytes);
+    if constexpr (B == 2) _tile_loadd(2, below, kRowBytes);
+    if constexpr (B == 2) _tile_loadd(3, below + kLanes, kRowBytes);
+    for (int64_t k = 0; k < depth; k += width, panel += width * kPanel, tokens += kHeight * kWidth) {
+      if constexpr (B == 1) fetch_ahead(panel, width * kPanel);
+      _tile_loadd(4, tokens, 64);
+      _tile_loadd(6, panel, 4 * kPanel);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, panel + kPanel, 4 * kPanel);
+      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (B == 2) {
+        _tile_loadd(5, tokens + stride, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, to, kRowBytes);
+    _tile_stored(1, to + kLanes, kRowBytes);
+    if constexpr (B == 2) _tile_stored(2, below, kRowBytes);
+    if constexpr (B == 2) _tile_stored(3, below + kLanes, kRowBytes);
+  }
+};
+
+#endif
+
+// A tile's sums (rows x kPanel) become its outputs, of which `width` lie in a row of `out`.
+template <typename T>
+inline void write_rows(const float* sums, int64_t rows, int64_t width, T* out, int64_t stride) {
+  for (int64_t r = 0; r < rows; ++r, sums += kPanel, out += stride) {
+    T whole[kPanel], *place = width == kPanel ? out : whole;
+    narrow(load(sums), place);
+    narrow(load(sums + kLanes), place + kLanes);
+    if (place == whole) std::copy_n(whole, width, out);
+  }
+}
+
+// Panels as the products read them.
+template <typename T>
+struct Panels {
+  const T* packed;  // (panels, K, kPanel)
+  int64_t K;
+
+  static int64_t depth(int64_t most) { return most; }
+
+  template <typename Product, typename Use>
+  void with_piece(int64_t panel, int64_t k, int64_t depth, int64_t num_tiles, const Use& use) const {
+    Product::with_piece(packed + (panel * K + k) * kPanel, depth, num_tiles, use);
+  }
+};
+
+// out (M, N) = x (M, K) weight^T + bias, of a weight that has depth(): of how many columns a piece of a panel is, and
+// with_piece().
+template <typename Product, typename T, typename Weight>
+void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int64_t M, int64_t K, int64_t N) {
+  const Product x(tokens, M, K);
+  const int64_t panels = (N + kPanel - 1) / kPanel, tiles = Product::num_tiles(M);
+  // A task is a panel, or with many threads and tokens a part of the tokens of one.
+  const int64_t parts = std::clamp<int64_t>(4 * num_threads() / panels, 1, tiles);
+  share_tasks(panels * parts, [&](int64_t task) {
+    thread_local std::vector<float> sums;
+    const int64_t panel = task / parts, first = panel * kPanel, width = std::min(kPanel, N - first);
+    const int64_t tile_begin = task % parts * tiles / parts, tile_end = (task % parts + 1) * tiles / parts;
+    const int64_t from = Product::first_row(tile_begin, M), to = Product::first_row(tile_end, M);
+    float initial[kPanel] = {};
+    if (bias) widen(bias + first, initial, width);
+    const int64_t most = weight.depth(Product::depth(tile_end - tile_begin));
+    sums.resize((K > most ? to - from : Product::kMostRows) * kPanel);
+    for (int64_t k = 0; k < K; k += most) {
+      const int64_t depth = std::min(most, K - k);
+      weight.template with_piece<Product>(panel, k, depth, tile_end - tile_begin, [&](auto piece) {
+        for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+          const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
+          float* sum = sums.data() + (K > most ? row - from : 0) * kPanel;
+          if (k == 0)
+            for (int64_t r = 0; r < rows; ++r) std::copy_n(initial, kPanel, sum + r * kPanel);
+          x.add(row, rows, k, depth, piece, sum);
+          if (k + depth == K) write_rows(sum, rows, width, out + row * N + first, N);
+        }
+      });
+    }
+  });
+}
+
+// In the arithmetic that is asked for, where the processor has it for T.
+template <typename T, typename Weight>
+void multiply_in(int64_t arithmetic, const T* tokens, const Weight& weight, const T* bias, T* out, int64_t M, int64_t K,
+                 int64_t N) {
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
+#if defined(__AMX_BF16__)
+    if (arithmetic == kTiles && may_use_tiles()) return multiply<InTiles>(tokens, weight, bias, out, M, K, N);
+#endif
+#if defined(__AVX512BF16__)
+    if (arithmetic == kPairs) return multiply<InPairs>(tokens, weight, bias, out, M, K, N);
+#endif
+  }
+  multiply<InFloat32<T>>(tokens, weight, bias, out, M, K, N);
+}
+
+// Calls call(T()) with the dtype's number.
+template <typename Call>
+void with_type(at::ScalarType type, const Call& call) {
+  if (type == at::kFloat) call(float{});
+  else if (type == at::kBFloat16) call(at::BFloat16{});
+  else call(at::Half{});
+}
