@@ -38,4 +38,5 @@ def largest_error(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 def are_roundable(numbers: Tensor) -> Tensor:
     """(...) whether the largest of (..., D) numbers is still finite when it is multiplied by its scale again."""
-    return torch.stack([_scales(numbers, largest) * largest for largest in _LARGEST.values()]).isfinite().all(0)
+    largest_again = [_scales(numbers, largest) * largest for largest in _LARGEST.values()]
+    return torch.stack(largest_again).isfinite().all(0)

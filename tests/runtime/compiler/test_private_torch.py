@@ -67,7 +67,7 @@ def private_names(source: str) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        yield from (name for name in names if re.search(r"^torch\..*\b_[A-Za-z]", name))
+        yield from (name for name in names if re.fullmatch(r"torch(\.\w+)*\._[A-Za-z][\w.]*", name))
 
 
 def test_nothing_else_of_torch_is_private() -> None:
