@@ -196,7 +196,7 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
         kept.parent.mkdir(exist_ok=True)
         for left_over in kept.parent.glob(".*.tmp"):
             remove_if_abandoned(left_over)
-        write_file(kept, f"{sha256} {digest([sha256])}".encode())
+        write_file(kept, f"{sha256} {digest([kept.name, sha256])}".encode())
     return sha256
 
 
@@ -216,12 +216,12 @@ def read_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
 
 
 def read_kept_digest(path: Path) -> str | None:
-    """What `file_digest` has kept at `path`: a digest, and a digest of it. None if it is not there, or damaged."""
+    """What `file_digest` has kept at `path`: a digest, and a digest of it and the name. None if not there, or damaged."""
     try:
         kept, _, check = path.read_text().partition(" ")
     except (OSError, UnicodeDecodeError):
         return None
-    return kept if _SHA256.fullmatch(kept) and check == digest([kept]) else None
+    return kept if _SHA256.fullmatch(kept) and check == digest([path.name, kept]) else None
 
 
 def _digest_of(file: BinaryIO, ranges: Sequence[Range]) -> str:

@@ -41,6 +41,7 @@ def artefacts(
     with monkeypatch.context() as patch:
         patch.setenv("SPECDEC_CACHE_DIR", "cache")
         keep_digest_of(Path("model/model.safetensors"))
+        keep_digest_of(Path("model/tokenizer.json"))
     return tmp_path
 
 
@@ -109,6 +110,7 @@ FOUND: list[tuple[str, str, Change, str]] = [
     ("cache", ENGINE_WEIGHTS, flip, "changed"),
     ("cache", "digests", lambda path: flip(next(path.iterdir())), "damaged"),
     ("cache", "digests", lambda path: next(path.iterdir()).write_bytes(b""), "damaged"),
+    ("cache", "digests", lambda path: shutil.copy(*path.iterdir()), "damaged"),
 ]
 
 

@@ -67,7 +67,7 @@ def test_digest_is_kept_and_found_under_another_name(cache: Path, tmp_path: Path
     expected = sha256(path)
     assert file_digest(path) == expected
     (kept,) = (cache / "digests").iterdir()
-    kept.write_text(f"{'a' * 64} {digest(['a' * 64])}")
+    kept.write_text(f"{'a' * 64} {digest([kept.name, 'a' * 64])}")
     (tmp_path / "model").rename(tmp_path / "renamed")
     be_another_process()
     assert file_digest(tmp_path / "renamed" / "file") == "a" * 64  # it was found, and not read again
