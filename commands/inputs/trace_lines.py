@@ -20,6 +20,7 @@ def line_digest(row: dict[str, object]) -> str:
 def check_digest(row: dict[str, object], where: str) -> bool:
     """Whether a line has a digest; SpecDecError for one that is not the line's."""
     if "digest" not in row:
+        _check_is_ones_own(row, where)
         return False
     if row["digest"] != line_digest(row):
         raise SpecDecError(
@@ -27,6 +28,17 @@ def check_digest(row: dict[str, object], where: str) -> bool:
             hint="write the traces again; a line that you change yourself has no `digest`",
         )
     return True
+
+
+def _check_is_ones_own(row: dict[str, object], where: str) -> None:
+    """SpecDecError for a line that was written with a digest, of which only the name has changed."""
+    for name, value in row.items():
+        is_like_digest = isinstance(value, str) and len(value) == _DIGEST_LEN
+        if is_like_digest and value == document_digest(row, name)[:_DIGEST_LEN]:
+            raise SpecDecError(
+                f"{where} has changed since it was written, its digest is called: {shown(name)}",
+                hint="write the traces again; a line that you change yourself has no `digest`",
+            )
 
 
 def check_one_form(row: dict[str, object], name: str, where: str) -> None:

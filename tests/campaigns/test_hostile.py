@@ -49,6 +49,23 @@ def test_outcomes_are_judged(outcome: Outcome, is_changed: bool | None, wrong: s
     assert what_is_wrong(FLIPPED, outcome, is_changed) == wrong
 
 
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (rb'{"a": "\u00E9"}', True),
+        (b'{"a":  "\\u00e9"}\n', True),
+        (rb'{"a": "\u00e9"}', False),  # nothing at all has changed
+        (rb'{"a": "\u00e8"}', False),
+        (rb'{"A": "\u00e9"}', False),
+        (rb'{"a": "\u00e9"', False),
+        (b"[" * 100_000, False),
+        (b"\xff", False),
+    ],
+)
+def test_json_of_another_layout_says_the_same(other: bytes, same: bool) -> None:
+    assert hostile.says_the_same(rb'{"a": "\u00e9"}', other) == same
+
+
 def test_kept_digests_are_made_again() -> None:
     case = Case(0, "cache", "cache/digests/0", "one bit", hostile.RUN)
     assert what_is_wrong(case, Outcome(0, 0, ""), True) is None

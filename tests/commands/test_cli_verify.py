@@ -13,9 +13,11 @@ from command_line import Result, Specdec, assert_valid
 from shared import record_anew
 from test_cli_errors import assert_one_clear_error
 
+from commands.inputs.trace_lines import check_trace_lines, line_digest
 from runtime.cache import file_digest
 from runtime.corpus import write_corpus
 from runtime.drafters.settings import NgramDrafter
+from runtime.errors import SpecDecError
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, write_profile
 
 Change = Callable[[Path], Any]
@@ -107,6 +109,7 @@ FOUND: list[tuple[str, str, Change, str]] = [
     ("profile", "profile", edit(draft_len_mode="auto"), "damaged"),
     ("traces", "traces", lambda path: path.write_text(path.read_text().replace("7", "8", 1)), "damaged"),
     ("traces", "traces", lambda path: path.write_text(path.read_text()[:-9]), "damaged"),
+    ("traces", "traces", lambda path: path.write_text(path.read_text().replace("digest", "diges4", 1)), "damaged"),
     ("cache", ENGINE_WEIGHTS, flip, "changed"),
     ("cache", "digests", lambda path: flip(next(path.iterdir())), "damaged"),
     ("cache", "digests", lambda path: next(path.iterdir()).write_bytes(b""), "damaged"),
@@ -157,6 +160,27 @@ def test_lines_of_ones_own_have_no_checksum(artefacts: Path, specdec: Specdec) -
     assert [(file["status"], file["note"]) for file in document["files"]] == [
         ("no_checksum", "1 of 1 lines have no digest: they are your own")
     ]
+
+
+def test_every_flipped_bit_of_traces_is_found_or_changes_nothing_that_they_say(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"prompt_ids": [5, 12], "output_ids": [7]},
+        {"prompt": "caf\u00e9 \u2028/x\n", "output_ids": [7, 1], "category": "1e5"},
+    ]
+    rows = [row | {"digest": line_digest(row)} for row in rows]
+    path = tmp_path / "traces.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert check_trace_lines(path) == (2, 2)
+    written = path.read_bytes()
+    for bit in range(8 * len(written)):
+        flipped = bytearray(written)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            check_trace_lines(path)
+        except SpecDecError:
+            continue
+        assert [json.loads(line) for line in flipped.splitlines()] == rows, bytes(flipped)
 
 
 @pytest.mark.parametrize("is_large", [True, False], ids=["SHA-256", "git"])
