@@ -143,11 +143,19 @@ def what_is_wrong(case: Case, outcome: Outcome, is_changed: bool | None) -> str 
 
 
 def says_the_same(data: bytes, other: bytes) -> bool:
-    """Whether lines of JSON have another layout only, such as other white space or `\\u00E9` for `\\u00e9`."""
+    """Whether JSON has another layout only, such as other white space or `\\u00E9` for `\\u00e9`."""
     try:
-        return data != other and list(map(json.loads, data.splitlines())) == list(map(json.loads, other.splitlines()))
+        return data != other and _json_of(data) == _json_of(other)
     except (ValueError, RecursionError):
         return False
+
+
+def _json_of(data: bytes) -> object:
+    """A document, or one in each line."""
+    try:
+        return json.loads(data)
+    except ValueError:
+        return [json.loads(line) for line in data.splitlines()]
 
 
 def is_made_again(case: Case) -> bool:
