@@ -216,7 +216,7 @@ def read_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
 
 
 def read_kept_digest(path: Path) -> str | None:
-    """What `file_digest` has kept at `path`: a digest, and a digest of it and the name. None if not there, or damaged."""
+    """What `file_digest` has kept at `path`: a digest, and one of it and the name. None if not there, or damaged."""
     try:
         kept, _, check = path.read_text().partition(" ")
     except (OSError, UnicodeDecodeError):

@@ -244,17 +244,6 @@ def test_what_is_no_number_stays_with_its_token(
     assert torch.equal(found[others], clean[others])
 
 
-def test_what_engines_cannot_do_yet_is_one_error(tmp_path: Path) -> None:
-    small_model().save_pretrained(tmp_path / "model")
-    precision = Precision("int8", None, activations="int8")
-    convert(
-        tmp_path / "model", tmp_path / "checkpoint", None, replace=False, progress=lambda *_: None, precision=precision
-    )
-    with pytest.raises(SpecDecError, match="multiply integers of 8 bits cannot be built yet"):
-        build(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "model"]
-
-
 # How good it is
 
 
