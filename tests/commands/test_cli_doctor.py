@@ -356,7 +356,12 @@ HEALTHY: dict[str, list[object]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+ALWAYS = ("no drafter", "n-gram", "leader mode, n-gram", "two drafters", "a profile", "a draft model")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in HEALTHY]
+)
 def test_healthy_settings_raise_no_alarm(name: str, ward: Ward, deep_pair: tuple[Path, Path], specdec: Specdec) -> None:
     assert found_in(healthy(name, ward, deep_pair, specdec)) == set()
 
