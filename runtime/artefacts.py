@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from runtime.bundle import ENGINE, parse_engine_config
 from runtime.cache import cache_dir, read_digest, read_kept_digest
@@ -30,6 +30,7 @@ from runtime.corpus import Corpus, is_corpus
 from runtime.errors import SpecDecError
 from runtime.files import read_json
 from runtime.models import MODEL_FILES, read_model_config
+from runtime.tensor_file import read_header
 from runtime.tuning.profile import read_profile
 
 Kind = Literal["engine", "checkpoint", "corpus", "profile", "traces", "model", "cache"]
@@ -160,8 +161,8 @@ def _check_form(path: Path) -> None:
 
 def _tensor_names(path: Path) -> set[str]:
     try:
-        with safe_open(path, framework="np") as tensors:
-            return set(tensors.keys())
+        with path.open("rb") as file:
+            return set(read_header(file).tensors)
     except SafetensorError as error:
         raise SpecDecError(f"`{path}` is damaged: {error}", hint="make or download it again") from None
 

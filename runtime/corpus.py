@@ -22,11 +22,11 @@ from dataclasses import replace as replace_fields
 from functools import lru_cache
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from runtime.cache import Range, file_digest, read_digest
@@ -34,6 +34,7 @@ from runtime.checksums import document_digest
 from runtime.config import Size, as_json, parse
 from runtime.errors import SpecDecError
 from runtime.files import new_file, stamp_of
+from runtime.tensor_file import read_header, read_metadata
 
 CORPUS_FORMAT_VERSION = 2  # 1: what it says of itself had no digest
 _CLOSING = b"\xff\xff\xff\xff"
@@ -41,7 +42,6 @@ _TOKEN_BYTES = 4
 _MIN_SHARE = 8  # one in so many
 _NUM_READ = 32  # rows read one by one
 _NUM_KEPT = 4096
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own bound
 _DAMAGED = "make it again"
 _DTYPES = {"tokens": ("I32",), "suffix_array": ("I32", "I64")}
 _KEY = "specdec_corpus"  # of the file's metadata
@@ -109,7 +109,10 @@ class Corpus:
         weakref.finalize(self, os.close, descriptor)
         self._descriptor, self._stamp = descriptor, stamp_of(os.fstat(descriptor))
         self._content = _content_ranges(offsets)
-        data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        try:
+            data = mmap.mmap(descriptor, max(end for _, end in offsets.values()), access=mmap.ACCESS_READ)
+        except ValueError:  # it is shorter by now
+            _raise_replaced(path)
         start, end = offsets["tokens"]
         self._data = memoryview(data)[start:end]
         self.tokens: Array = np.frombuffer(self._data, dtype="<i4")
@@ -129,14 +132,14 @@ class Corpus:
 
         A file that is the same as last time is not read whole.
         """
-        stamp = stamp_of(path.stat()) if path.is_file() else None
-        info, offsets = _read_header(path)
-        if file_digest(path, _content_ranges(offsets)) != info.content_digest:
-            _raise_changed(path)
-        corpus = cls(path, info, os.open(path, os.O_RDONLY), offsets)
-        if corpus._stamp != stamp:
-            _raise_replaced(path)
-        return corpus
+        with _open_file(path) as file:
+            stamp = stamp_of(os.fstat(file.fileno()))
+            info, offsets = _read_info(file, path)
+            if file_digest(path, _content_ranges(offsets)) != info.content_digest:
+                _raise_changed(path)
+            if stamp_of(path.stat()) != stamp:
+                _raise_replaced(path)
+            return cls(path, info, os.dup(file.fileno()), offsets)
 
     @property
     def num_bytes(self) -> int:
@@ -364,27 +367,31 @@ def suffix_array(tokens: Array) -> Array:
 def is_corpus(path: Path) -> bool:
     """Whether the file says that it is a corpus, of whatever format and however damaged."""
     try:
-        return _KEY in _read_json_header(path)[0].get("__metadata__", {})
-    except (OSError, ValueError, struct.error, AttributeError, TypeError):
+        with path.open("rb") as file:
+            return _KEY in read_metadata(file)
+    except (OSError, SafetensorError):
         return False
 
 
-def _read_header(path: Path) -> tuple[CorpusInfo, dict[str, Range]]:
-    """What the file says of itself, and where in it the tensors lie."""
+def _open_file(path: Path) -> BinaryIO:
     if path.is_dir():
         raise SpecDecError(f"a corpus is a file, and this is a directory: {path}", hint="name the file")
     if not path.is_file():
         raise SpecDecError(f"there is no such corpus: {path}", hint="make one of texts or traces", fact="no_corpus")
+    return path.open("rb")
+
+
+def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]]:
+    """What the open file says of itself, and where in it the tensors lie."""
     try:
-        with safe_open(path, framework="np") as file:
-            metadata = file.metadata() or {}
+        header = read_header(file)
     except SafetensorError as error:
         whole = "the corpus is damaged or cut off" if is_corpus(path) else "this is not a corpus"
         raise SpecDecError(f"{whole} ({error}): {path}", hint=_DAMAGED, fact="damaged_corpus") from None
-    if _KEY not in metadata:
+    if _KEY not in header.metadata:
         raise SpecDecError(f"this is not a corpus: {path}", hint="make one of texts or traces", fact="no_corpus")
     try:
-        record = json.loads(metadata[_KEY])
+        record = json.loads(header.metadata[_KEY])
         info = parse(CorpusInfo, record, str(path))
     except (ValueError, RecursionError) as error:
         raise SpecDecError(f"the corpus is damaged ({error}): {path}", hint=_DAMAGED, fact="damaged_corpus") from None
@@ -394,19 +401,17 @@ def _read_header(path: Path) -> tuple[CorpusInfo, dict[str, Range]]:
         raise SpecDecError(
             f"the corpus is damaged, what it says of itself has changed: {path}", hint=_DAMAGED, fact="damaged_corpus"
         )
-    header, first = _read_json_header(path)
     offsets = {}
     lengths = {"tokens": info.num_tokens + info.num_documents, "suffix_array": info.num_tokens}
     for name, dtypes in _DTYPES.items():
-        tensor = header.get(name, {})
-        if tensor.get("dtype") not in dtypes or tensor["shape"] != [lengths[name]] or not info.num_tokens:
+        tensor = header.tensors.get(name)
+        if tensor is None or tensor.dtype not in dtypes or tensor.shape != (lengths[name],) or not info.num_tokens:
             raise SpecDecError(
                 f"the corpus is damaged, `{name}` is not what it should be: {path}",
                 hint=_DAMAGED,
                 fact="damaged_corpus",
             )
-        start, end = tensor["data_offsets"]
-        offsets[name] = (first + start, first + end)
+        offsets[name] = (tensor.start, tensor.end)
     return info, offsets
 
 
@@ -421,16 +426,6 @@ def _raise_changed(path: Path) -> NoReturn:
 
 def _raise_replaced(path: Path) -> NoReturn:
     raise SpecDecError(f"the corpus was written over while it was read: {path}", hint="start again when it is written")
-
-
-def _read_json_header(path: Path) -> tuple[dict[str, Any], int]:
-    """A safetensors file's header, and where its data begin."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > _MAX_HEADER_BYTES:
-            raise ValueError(length)
-        header: dict[str, Any] = json.loads(file.read(length))
-    return header, 8 + length
 
 
 def _content_digest(tokens: Array, rows: Array) -> str:

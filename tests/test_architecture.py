@@ -31,7 +31,15 @@ NOUNS = {
     "runtime.reading": {"runtime.errors"},
     "runtime.drafters.settings": {"runtime.errors", "runtime.drafters.protocol"},
     "runtime.cache": {"runtime.errors", "runtime.files"},
-    "runtime.corpus": {"runtime.cache", "runtime.checksums", "runtime.config", "runtime.errors", "runtime.files"},
+    "runtime.tensor_file": set(),
+    "runtime.corpus": {
+        "runtime.cache",
+        "runtime.checksums",
+        "runtime.config",
+        "runtime.errors",
+        "runtime.files",
+        "runtime.tensor_file",
+    },
 }
 
 

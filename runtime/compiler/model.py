@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from transformers import (
@@ -30,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, refuse_own_attention
 from runtime.compiler.quantized import place_quantized, placeholders
+from runtime.compiler.weights import read_weights
 from runtime.config import LayerShape, Quantization
 from runtime.errors import SpecDecError
 from runtime.quantization.weight import take_quantized
@@ -317,7 +317,7 @@ def load_model(
     """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights, fills buffers."""
     model_class = _model_class(config)
     try:
-        state_dict = load_file(weights)
+        state_dict = read_weights(weights)
     except FileNotFoundError:
         raise SpecDecError(f"file is missing: {weights}", hint=_CONVERT_AGAIN, fact="checkpoint") from None
     except SafetensorError as error:

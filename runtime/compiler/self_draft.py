@@ -8,7 +8,6 @@ import copy
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -16,7 +15,7 @@ from runtime.compiler.attention import KERNEL
 from runtime.compiler.compilation import WEIGHTS
 from runtime.compiler.model import Step, linear_layers
 from runtime.compiler.quantized import QuantizedLinear, place_quantized
-from runtime.compiler.weights import save_weights
+from runtime.compiler.weights import read_weights, save_weights
 from runtime.config import Activations, Precision, SelfDraft
 from runtime.errors import SpecDecError
 from runtime.quantization.rounding import group_size_for, round_weight
@@ -84,7 +83,7 @@ def write_layers(copied: PreTrainedModel, directory: Path) -> None:
 def read_layers(directory: Path) -> dict[str, QuantizedWeight]:
     """What `write_layers` wrote; SpecDecError where that is damaged."""
     try:
-        return take_quantized(load_file(directory / WEIGHTS))
+        return take_quantized(read_weights(directory / WEIGHTS))
     except SafetensorError as error:
         raise SpecDecError(
             f"`{directory / WEIGHTS}` is damaged: {error}", hint="build it again", fact="engine"

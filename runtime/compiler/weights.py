@@ -5,24 +5,23 @@ Packaged with the step they would be in memory twice, mapped and copied, and the
 
 import json
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from runtime.compiler.memory import huge_pages
 from runtime.errors import SpecDecError
+from runtime.source import DTYPES
+from runtime.tensor_file import TensorEntry, read_header
 
 _ALIGNMENT = 64  # bytes: a cache line, and what the compiled step may assume
-_DTYPES = {
-    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64, "BOOL": torch.bool,
-    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
 _SHARED = "shared"
-_NAMES = {name: str(dtype).removeprefix("torch.") for name, dtype in _DTYPES.items()}
+_NAMES = {name: str(dtype).removeprefix("torch.") for name, dtype in DTYPES.items()}
 
 Layout = dict[str, tuple[str, list[int]]]
 """The dtype and shape of each weight, by its name."""
@@ -59,33 +58,54 @@ def open_weights(path: Path, wanted: Layout, known: Mapping[str, Tensor] | None 
     Raises SafetensorError where it is damaged. SpecDecError unless they are what the step wants: it reads their memory
     as it was compiled to.
     """
-    with safe_open(path, "pt"):  # checks the header, and that the file goes on to its end
-        pass
     with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        shared = _shared(path, header.pop("__metadata__", {}), known or {})
-        data_start = file.tell()
-        found = {name: (_NAMES.get(e["dtype"], e["dtype"]), e["shape"]) for name, e in header.items()}
-        _check_layout(path, found | layout_of(shared), wanted)
-        sizes = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in header.items()}
-        memory = huge_pages(sum(_aligned(size) for size in sizes.values()))
+        header = read_header(file)
+        tensors, shared = header.tensors, _shared(path, header.metadata, known or {})
+        _check_layout(path, _layout_in(tensors) | layout_of(shared), wanted)
+        memory = huge_pages(sum(_aligned(entry.num_bytes) for entry in tensors.values()))
         weights, start = {}, 0
-        for name, entry in header.items():
-            values = memory[start : start + sizes[name]]
-            file.seek(data_start + entry["data_offsets"][0])
-            if file.readinto(values.numpy().data) != sizes[name]:
-                raise SafetensorError("the file ends before its weights do")
-            weights[name] = values.view(_DTYPES[entry["dtype"]]).view(entry["shape"])
-            start += _aligned(sizes[name])
+        for name, entry in tensors.items():
+            weights[name] = _read(file, entry, memory[start : start + entry.num_bytes])
+            start += _aligned(entry.num_bytes)
     return weights | shared
+
+
+def _layout_in(tensors: dict[str, TensorEntry]) -> Layout:
+    return {name: (_NAMES.get(entry.dtype, entry.dtype), list(entry.shape)) for name, entry in tensors.items()}
 
 
 def _shared(path: Path, metadata: dict[str, str], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of the tensors of another step those that the file names."""
-    names = json.loads(metadata.get(_SHARED, "{}"))
+    try:
+        names = dict(json.loads(metadata.get(_SHARED, "{}")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SafetensorError(f"`{_SHARED}` does not say which weights are the target's: {error}") from error
     if missing := sorted(set(names.values()) - set(known)):
         _refuse(path, f"names {len(missing)} of the target's weights that it has not, such as: {missing[0]}")
     return {name: known[other] for name, other in names.items()}
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The file's tensors, each in memory of its own. Raises SafetensorError where it is damaged.
+
+    Read, not mapped: a file that is written over ends no process, now or later.
+    """
+    with path.open("rb") as file:
+        tensors = read_header(file).tensors
+        for name, entry in tensors.items():
+            if entry.dtype not in DTYPES:
+                raise SafetensorError(f"`{name}` has a dtype that no checkpoint has: {entry.dtype}")
+        return {
+            name: _read(file, entry, torch.empty(entry.num_bytes, dtype=torch.uint8)) for name, entry in tensors.items()
+        }
+
+
+def _read(file: BufferedReader, entry: TensorEntry, values: Tensor) -> Tensor:
+    """A tensor of the file, in the bytes `values`."""
+    file.seek(entry.start)
+    if file.readinto(values.numpy().data) != entry.num_bytes:
+        raise SafetensorError("the file ends before its weights do")
+    return values.view(DTYPES[entry.dtype]).view(entry.shape)
 
 
 def _check_layout(path: Path, found: Layout, wanted: Layout) -> None:

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from strength import examples
 
 from commands.options.hints import hint_of
+from runtime import corpus as corpus_module
 from runtime.corpus import Corpus, merge_corpora, suffix_array, write_corpus
 from runtime.drafters.corpus import CorpusLookup
 from runtime.errors import SpecDecError
@@ -282,6 +283,25 @@ def test_writing_over_an_open_corpus_is_an_error(damage: Callable[[Path], None],
     damage(tmp_path / "c")
     with pytest.raises(SpecDecError, match="was written over while it was read"):
         corpus.longest_match([1, 2], 2)
+
+
+@pytest.mark.parametrize("damage", [cut_to_nothing, written_over])
+@pytest.mark.parametrize("step", ["_open_file", "_read_info", "file_digest", "_content_ranges"])
+def test_writing_over_a_corpus_that_is_being_opened_is_an_error(
+    step: str, damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever step of it has just been done."""
+    path = make(tmp_path / "c", [[1, 2, 3] * 5000]).path
+    done = getattr(corpus_module, step)
+
+    def do_and_damage(*given: object) -> object:
+        result = done(*given)
+        damage(path)
+        return result
+
+    monkeypatch.setattr(corpus_module, step, do_and_damage)
+    with pytest.raises(SpecDecError, match="is not a corpus|damaged|was written over while it was read"):
+        Corpus.open(path)
 
 
 def test_corpus_in_the_place_of_an_open_one_is_no_matter(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from runtime.compiler.weights import Layout, layout_of, open_weights, save_weights
+from runtime.compiler.weights import Layout, layout_of, open_weights, read_weights, save_weights
 from runtime.errors import SpecDecError
 
 
@@ -46,6 +46,21 @@ def test_weights_are_those_of_the_file(path: Path, layout: Layout) -> None:
     for name, weight in theirs.items():
         assert ours[name].dtype == weight.dtype and ours[name].shape == weight.shape
         assert torch.equal(ours[name], weight)
+
+
+def test_weights_stay_when_the_file_is_cut(path: Path) -> None:
+    """What is mapped would end the process with a signal."""
+    ours, theirs = read_weights(path), {name: weight.clone() for name, weight in load_file(path).items()}
+    os.truncate(path, 0)
+    assert set(ours) == set(theirs) and len(ours) == 7
+    for name, weight in theirs.items():
+        assert ours[name].dtype == weight.dtype and torch.equal(ours[name], weight)
+
+
+def test_weights_of_a_dtype_that_torch_may_not_have_are_refused(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"dtype":"I64"', b'"dtype":"U64"'))
+    with pytest.raises(SafetensorError, match="has a dtype that no checkpoint has: U64"):
+        read_weights(path)
 
 
 def test_every_weight_begins_at_a_cache_line(path: Path, layout: Layout) -> None:
@@ -84,7 +99,7 @@ def test_file_that_is_cut_off_is_found_out(path: Path, layout: Layout, size: int
         ),
         (lambda w: w.update(table=w["table"].T), r"has float32 \[5, 7\] where the step wants float32 \[7, 5\]: table"),
         (lambda w: w.update(float16=w["bfloat16"]), "has bfloat16 .* where the step wants float16 .*: float16"),
-        (lambda w: w.update(table=w["table"].double()), "has F64 .* where the step wants float32 .*: table"),
+        (lambda w: w.update(table=w["table"].double()), "has float64 .* where the step wants float32 .*: table"),
     ],
     ids=["lacking", "more", "smaller", "transposed", "of another dtype", "of a foreign dtype"],
 )
