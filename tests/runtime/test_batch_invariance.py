@@ -31,6 +31,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "float32 FP8": ("llama", {}),
     "bfloat16 INT8": ("mistral", WINDOWED),
 }
+_MARKS = {"float32 FP8": pytest.mark.slow}  # compiling an engine takes half a minute
+COMPILED = [pytest.param(name, marks=_MARKS.get(name, ())) for name in MODELS]
 
 
 def build_model(name: str, compiler: str, make_engine_dir: MakeEngineDir) -> Path:
@@ -42,7 +44,7 @@ def build_model(name: str, compiler: str, make_engine_dir: MakeEngineDir) -> Pat
     return make_engine_dir(model, compiler=compiler, dtype=dtype, kv_cache=kv_cache or None, **limits)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=COMPILED)
 def engine_dir(request: pytest.FixtureRequest, make_engine_dir: MakeEngineDir) -> Path:
     return build_model(request.param, "aot", make_engine_dir)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from shared import MakeEngineDir
-from test_batch_invariance import MAX_LEN, MODELS, build_model
+from test_batch_invariance import COMPILED, MAX_LEN, build_model
 from tiny import VOCAB_SIZE
 from torch import Tensor
 
@@ -27,7 +27,10 @@ from runtime.request import Draft, Request, Sequence
 POISON = 7  # a token
 KINDS = {"NaN": torch.nan, "infinite": torch.inf, "minus infinite": -torch.inf, "huge": None}
 # In one step a compiled engine computes the same bits in any company; without the kernels only float32 is close enough.
-ENGINES = [*(("aot", name) for name in MODELS), ("none", "float32"), ("none", "float32 FP8")]
+ENGINES = [
+    *(pytest.param(("aot", *one.values), marks=one.marks) for one in COMPILED),
+    *(pytest.param(("none", name)) for name in ("float32", "float32 FP8")),
+]
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids="-".join)
