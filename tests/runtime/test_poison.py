@@ -4,6 +4,7 @@ One token's embedding is NaN, infinite or huge, and free blocks are full of such
 name; all others get what they get alone from a clean engine.
 """
 
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -48,6 +49,15 @@ def embeddings(engine: Engine) -> Tensor:
     return table
 
 
+def worst(dtype: torch.dtype, bad: float) -> float:
+    """What a pool of this dtype can hold that is nearest to `bad`."""
+    if dtype == torch.int8:
+        return 127
+    if dtype == torch.float8_e4m3fn:  # it knows no infinity
+        return torch.finfo(dtype).max if math.isfinite(bad) else math.nan
+    return bad
+
+
 @contextmanager
 def poisoned(engine: Engine, kind: str, *, wholly: bool) -> Iterator[None]:
     """The embedding of `POISON`, or one number of it, and whatever blocks hold that are nobody's."""
@@ -57,7 +67,7 @@ def poisoned(engine: Engine, kind: str, *, wholly: bool) -> Iterator[None]:
     row[slice(None) if wholly else 3] = bad
     engine.clear_cache()
     for pool in (*engine._pool.keys, *engine._pool.values, *engine._pool.scales):
-        pool.fill_(127 if pool.dtype == torch.int8 else bad)
+        pool.fill_(worst(pool.dtype, bad))
     yield
     row.copy_(clean)
     engine.clear_cache()
