@@ -105,7 +105,7 @@ _EXAMPLES = {
 }
 
 
-_LONG = (run, chat, serve, batch, summarize)
+_LONG = (run, chat, serve, batch, doctor, summarize)
 """Commands with so many flags that `--help` shows the common ones."""
 
 

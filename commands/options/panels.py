@@ -13,7 +13,6 @@ COMMON = frozenset(
         "dataset", "text_column", "reference_column",
         "max_output_len", "output_len", "test_engine", "test_hf", "batch_size", "max_ite", "stop_words",
         "ngram_config", "draft_len_mode", "profile", "draft_target_model_config", "draft_engine_dir",
-        "self_draft_config",
         "temperature", "top_k", "top_p", "random_seed",
         "model_dir", "draft_model_dir", "spec_decode_max_draft_len", "streaming",
         "check_accuracy", "rouge1_threshold", "check_lossless", "stats", "show_tokens", "report", "output_dir",

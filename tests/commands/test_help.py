@@ -9,7 +9,7 @@ from command_line import Specdec
 from commands.options.panels import COMMON, PANELS
 from specdec_cli.app import app
 
-LONG = ["run", "chat", "serve", "batch", "summarize"]
+LONG = ["run", "chat", "serve", "batch", "doctor", "summarize"]
 COMMANDS = [
     *LONG,
     "convert",
