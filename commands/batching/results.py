@@ -158,11 +158,16 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
             ) from None
         with file:
             try:
-                with suppress(NotImplementedError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise SpecDecError(
                     f"another process is writing these results: {path}", hint="wait for it, or choose another file"
+                ) from None
+            except OSError as error:  # on a network's disk, say: two processes could write there at once
+                if not os.fstat(file.fileno()).st_size:
+                    path.unlink(missing_ok=True)
+                raise SpecDecError(
+                    f"the file cannot be locked ({error.strerror}): {path}", hint="choose a path on another disk"
                 ) from None
             # It may have been finished and taken away between the two calls.
             with suppress(FileNotFoundError):

@@ -1,5 +1,6 @@
 """`specdec batch`: a line for each request, the same bytes with any drafter and after any kill, and clear errors."""
 
+import errno
 import fcntl
 import json
 import os
@@ -325,6 +326,19 @@ def test_a_file_of_something_else_is_left_alone(name: str, batch: Batch, tmp_pat
     result = batch(requests())
     assert result.exit_code == 1 and "line 1 is none of a batch" in result.stderr
     assert (tmp_path / name).read_text() == "my notes\n"
+
+
+def test_a_disk_without_locks_is_one_error(batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or two processes could write the same results: as Linux answers on a network's disk whose server has no locks."""
+
+    def lockless(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("commands.batching.results.fcntl.flock", lockless)
+    result = batch(requests())
+    assert result.exit_code == 1 and "the file cannot be locked (No locks available)" in result.stderr
+    assert result.stderr.count("\n") == 2
+    assert tree(tmp_path) == ["requests.jsonl"]
 
 
 def test_results_that_another_process_writes_are_refused(batch: Batch, tmp_path: Path) -> None:
