@@ -5,34 +5,20 @@ from pathlib import Path
 
 import psutil
 
-_ROOT = Path("/sys/fs/cgroup")
+from runtime.control_groups import MEMBERSHIP, ROOT, groups_above
+
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 _UNLIMITED = 1 << 60  # version 1 writes a number near 2^63
 
 
-def free_memory(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> int:
+def free_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int:
     """Bytes. Pages of files that a group holds are given up when they are needed, and count as free."""
-    return min([int(psutil.virtual_memory().available), *_left_by_groups(root, membership)])
-
-
-def _left_by_groups(root: Path, membership: Path) -> Iterator[int]:
-    """What each control group above this process, of version 2 or 1, leaves of its limit."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, place = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            base, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = base / place.lstrip("/")
-        # In a container the group's own path may not be there: its files are at the root.
-        for directory in (group, *group.parents):
-            if directory.is_relative_to(base):
-                yield from _left_by(directory, *names)
+    groups = groups_above("memory", root, membership)
+    left = (left for version, directory in groups for left in _left_by(directory, *_FILES[version]))
+    return min([int(psutil.virtual_memory().available), *left])
 
 
 def _left_by(directory: Path, limit: str, usage: str, reclaimable: str) -> Iterator[int]:

@@ -2,11 +2,12 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from runtime.compiler.measuring import measure_machine
 from runtime.config import MachineSpeed
+from runtime.control_groups import MEMBERSHIP, ROOT, groups_above
 from runtime.diagnosis.symptoms import Machine
 
 _NUM_WINDOWS, _WINDOW_S, _ENOUGH = 4, 0.15, 0.8
@@ -33,26 +34,10 @@ def cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def num_cores(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
+def num_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
     """By affinity, or as much of their time as control groups leave: 1.5 for 150 ms in every 100."""
-    return min([float(len(cores())), *_quotas(root, membership)])
-
-
-def _quotas(root: Path, membership: Path) -> Iterator[float]:
-    """Of each group above this process, of version 2 or 1."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, place = [*line.split(":", 2), "", ""][:3]
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        base = root / "cpu" if controllers else root
-        group = base / place.lstrip("/")
-        for directory in (group, *group.parents):  # in a container the group's own path may not be there
-            if directory.is_relative_to(base) and (quota := _quota_of(directory)) is not None:
-                yield quota
+    quotas = (_quota_of(directory) for _, directory in groups_above("cpu", root, membership))
+    return min([float(len(cores())), *(quota for quota in quotas if quota is not None)])
 
 
 def _quota_of(directory: Path) -> float | None:
