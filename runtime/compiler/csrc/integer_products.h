@@ -177,16 +177,10 @@ inline int64_t tile_steps(int64_t padded) {
 }
 
 inline void set_shapes(int64_t width) {
-  struct alignas(64) {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-  } shapes;
-  const auto shape = [&](int i, int64_t rows, int64_t bytes) { shapes.rows[i] = rows, shapes.row_bytes[i] = bytes; };
-  shape(0, kTileHeight, 64), shape(1, kTileHeight, 64), shape(2, kTileHeight, width), shape(3, kTileHeight, width);
-  for (int i = 4; i < 8; ++i) shape(i, width / 4, 64);
-  asm volatile("" : : "r"(&shapes) : "memory");  // the instructions' operands do not tell what they read
-  _tile_loadconfig(&shapes);
+  TileShapes shapes;
+  for (int i = 0; i < 2; ++i) shapes.set(i, kTileHeight, 64), shapes.set(2 + i, kTileHeight, width);
+  for (int i = 4; i < 8; ++i) shapes.set(i, width / 4, 64);
+  shapes.use();
 }
 
 inline void load_group(const int8_t* numbers, int64_t steps, int64_t width) {

@@ -197,6 +197,19 @@ struct InPairs : EvenTiles {
 #endif
 
 #if defined(__AMX_TILE__)
+// How many rows, of how many bytes, each of the tiles has.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  void set(int tile, int64_t num_rows, int64_t num_bytes) { rows[tile] = num_rows, row_bytes[tile] = num_bytes; }
+  void use() const {
+    asm volatile("" : : "r"(this) : "memory");  // the instructions' operands do not tell what they read
+    _tile_loadconfig(this);
+  }
+};
+
 // Linux lets a process use tiles when it has asked to.
 inline bool may_use_tiles() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
@@ -248,20 +261,14 @@ struct InTiles {
   template <int B>
   static void add_blocks(const at::BFloat16* tokens, int64_t stride, int64_t rows, int64_t depth, int64_t width,
                          const at::BFloat16* panel, float* to) {
-    struct alignas(64) {
-      uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } shapes;
-    const auto shape = [&](int i, int64_t rows, int64_t bytes) { shapes.rows[i] = rows, shapes.row_bytes[i] = bytes; };
     const int64_t height[] = {std::min(rows, kHeight), rows - kHeight};
+    TileShapes shapes;
     for (int b = 0; b < B; ++b) {
-      shape(2 * b, height[b], 64), shape(2 * b + 1, height[b], 64);
-      shape(4 + b, height[b], width * 2);
+      shapes.set(2 * b, height[b], 64), shapes.set(2 * b + 1, height[b], 64);
+      shapes.set(4 + b, height[b], width * 2);
     }
-    shape(6, width / 2, 64), shape(7, width / 2, 64);
-    asm volatile("" : : "r"(&shapes) : "memory");  // the instructions' operands do not tell what they read
-    _tile_loadconfig(&shapes);
+    shapes.set(6, width / 2, 64), shapes.set(7, width / 2, 64);
+    shapes.use();
     constexpr int64_t kRowBytes = kPanel * sizeof(float);
     float* below = to + kHeight * kPanel;
     _tile_loadd(0, to, kRowBytes);
