@@ -11,6 +11,7 @@ import pytest
 import torch
 from bench_kernels import torch_held_to
 from bench_rounded import FORMATS
+from mutate import FAULTS, planted
 
 ROOT = Path(__file__).parents[1]
 
@@ -94,3 +95,9 @@ def test_torch_is_held_to_a_set_of_instructions() -> None:
     ask = [sys.executable, "-c", "import torch; print(torch.backends.cpu.get_cpu_capability())"]
     said = subprocess.run(ask, env=torch_held_to("x86-64"), capture_output=True, text=True, check=True).stdout.strip()
     assert said != torch.backends.cpu.get_cpu_capability() and "AVX" not in said
+
+
+def test_every_fault_of_the_table_can_still_be_planted() -> None:
+    """Code that moves leaves a table behind that finds nothing any more."""
+    for fault in FAULTS:
+        assert planted(fault) != (ROOT / fault.at.file).read_text(encoding="utf-8"), fault.name
