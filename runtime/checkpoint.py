@@ -14,13 +14,8 @@ from typing import Any
 import torch
 
 from runtime.checksums import CONFIG, config_digest, record_files
-from runtime.compiler.model import (
-    linear_layers,
-    parameter_shapes,
-    parse_language_model,
-    probe_config,
-    renames_weights,
-)
+from runtime.compiler.model import linear_layers, parameter_shapes, probe_config, renames_weights
+from runtime.compiler.pretrained import parse_language_model
 from runtime.config import CheckpointConfig, Dtype, Precision, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_is_not_input, new_directory, write_json

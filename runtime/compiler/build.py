@@ -26,15 +26,9 @@ from runtime.compiler.compilation import PACKAGE, CompiledStep, PackagedStep, St
 from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernels import compile_kernels, describe_kernels, flush_denormals, load_kernels
 from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_machine, measure_steps
-from runtime.compiler.model import (
-    Step,
-    load_model,
-    num_positions,
-    parse_pretrained_config,
-    probe_config,
-    why_positions_end,
-)
+from runtime.compiler.model import Step, load_model, probe_config
 from runtime.compiler.opening import current_environment, open_copy, open_step
+from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 from runtime.compiler.private_torch import check_torch
 from runtime.compiler.quantized import pack_layers
 from runtime.compiler.self_draft import COPY_ACTIVATIONS, copy_of, round_layers, write_layers

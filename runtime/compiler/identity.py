@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from runtime.bundle import Bundle
 from runtime.cache import digest
-from runtime.compiler.model import parse_pretrained_config
+from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.errors import SpecDecError
 from runtime.text import load_tokenizer, tokenizer_digest
 from runtime.tokenizer import Tokenizer

@@ -5,159 +5,37 @@ gives the compiled function its signature.
 """
 
 import copy
-import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, refuse_own_attention
+from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs
+from runtime.compiler.pretrained import last_words, model_class
 from runtime.compiler.quantized import place_quantized, placeholders
 from runtime.compiler.weights import read_weights
 from runtime.config import LayerShape, Quantization
 from runtime.errors import SpecDecError
 from runtime.quantization.weight import take_quantized
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
-# Language models inside others that have no class of their own. Of text alone, where positions in time, height and
-# width are one, they compute what a model of such a config does.
-_SAME_ON_TEXT: dict[str, dict[str, Any]] = {
-    "qwen2_vl_text": {"model_type": "qwen2"},
-    "qwen2_5_vl_text": {"model_type": "qwen2"},
-    "qwen3_vl_text": {"model_type": "qwen3"},
-    "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
-}
 _CONVERT_AGAIN = "convert the model again"
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
-
-
-def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
-    """A Hugging Face config from its JSON; SpecDecError where transformers has no decoder-only model for it."""
-    config = _read_config(data, where)
-    _refuse_unsupported(config)
-    return config
-
-
-def _read_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
-    model_type = data.get("model_type")
-    if model_type is None:
-        raise SpecDecError(f"`{where}` names no `model_type`", hint="it should be a Hugging Face model's config.json")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        hint = (
-            "models with code of their own (`trust_remote_code`) are not supported"
-            if "auto_map" in data
-            else SEE_MODELS
-        )
-        raise SpecDecError(f"transformers does not know this model type: {model_type}", hint=hint)
-    try:
-        # transformers writes infinity as `{"__float__": "Infinity"}`, and reads it so in `from_pretrained` alone.
-        values = PreTrainedConfig._decode_special_floats(data)
-        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
-    except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
-        raise SpecDecError(
-            f"`{where}` is not a valid {model_type} config: {_last_words(error)}",
-            hint="the file is damaged; download or save the model again",
-        ) from error
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and positions < 1:
-        raise SpecDecError(f"`{where}` says that the model has so many positions: {positions}", hint="correct it")
-    return config
-
-
-def _last_words(error: Exception) -> str:
-    """What a validator of transformers has to say, without the names of those that pass it on."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
-    return re.sub(r"^\w+Error: ", "", line)
-
-
-# What Python and torch say of code, which says nothing of a config.
 _OF_CODE = re.compile(
     r"\w(Error|Exception)\b|has no attribute|unexpected keyword|meta tensor|NoneType|unsupported operand"
 )
-
-
-def _refuse_unsupported(config: PreTrainedConfig) -> None:
-    kind = config.model_type
-    if config.is_encoder_decoder:
-        raise SpecDecError(f"encoder-decoder models are not supported: {kind}", hint=SEE_MODELS)
-    inner = getattr(config, "text_config", None)
-    if inner is not None and inner.model_type != kind:  # else it would have been taken
-        raise SpecDecError(
-            f"transformers has no class for the language model inside {kind} alone: {inner.model_type}", hint=SEE_MODELS
-        )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise SpecDecError(f"transformers has no causal language model for this model type: {kind}", hint=SEE_MODELS)
-    if getattr(config, "quantization_config", None):
-        raise SpecDecError(f"quantized weights are not supported: {kind}", hint="convert the unquantized model")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise SpecDecError(f"soft-capped attention is not supported: {kind}", hint=SEE_MODELS)
-    if getattr(config, "attention_chunk_size", None) is not None:
-        raise SpecDecError(f"chunked attention is not supported: {kind}", hint=SEE_MODELS)
-    if getattr(config, "use_bidirectional_attention", None):
-        raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_MODELS)
-    foreign = sorted(set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES)
-    if foreign:
-        raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}", hint=SEE_MODELS)
-    model_class = _model_class(config)
-    if model_class._is_stateful:
-        raise SpecDecError(f"state-space models are not supported: {kind}", hint=SEE_MODELS)
-    if not model_class._supports_attention_backend:
-        refuse_own_attention(kind)
-    if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
-        raise SpecDecError(
-            f"the model cannot compute logits of chosen positions (`logits_to_keep`): {kind}", hint=SEE_MODELS
-        )
-
-
-def _model_class(config: PreTrainedConfig) -> Any:
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-
-
-def parse_language_model(data: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
-    """As `parse_pretrained_config`, but of a model for several kinds of input, such as Gemma 3, the config of the
-    language model inside, and its JSON."""
-    config = _read_config(data, where)
-    inner = _language_model_inside(config, data)
-    if inner is not None:
-        return parse_pretrained_config(inner, where), inner
-    _refuse_unsupported(config)
-    return config, None
-
-
-def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> dict[str, Any] | None:
-    """None where there is none that has a class of its own, or where the model is one itself."""
-    inner = getattr(config, "text_config", None)
-    if not isinstance(inner, PreTrainedConfig) or inner.model_type == config.model_type:
-        return None
-    same = _SAME_ON_TEXT.get(inner.model_type, {"model_type": inner.model_type})
-    model_type = same["model_type"]
-    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
-    given = data.get("text_config") or {}
-    tokens = ("eos_token_id", "bos_token_id", "pad_token_id")
-    outside = {key: data[key] for key in tokens if key in data and key not in given}
-    # Whether the whole model's embeddings are its last layer too is said outside.
-    tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
-    values: dict[str, Any] = PreTrainedConfig._encode_special_floats(inner.to_dict())
-    return values | outside | tied | same
 
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
@@ -230,7 +108,7 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
             copy.deepcopy(config), attn_implementation=PROBE, trust_remote_code=False
         )
     except Exception as error:  # whatever the family's code stumbles over
-        words = _last_words(error)
+        words = last_words(error)
         said = "" if _OF_CODE.search(words) else f" ({words})"
         raise SpecDecError(
             f"transformers cannot make a model of this config: {config.model_type}{said}",
@@ -266,34 +144,6 @@ def _distributions_unchecked() -> Iterator[None]:
         Distribution.set_default_validate_args(checks)
 
 
-def num_positions(config: PreTrainedConfig) -> int | None:
-    """Positions that can be served; None where the config does not say.
-
-    They end where rotary factors stop being a function of a token's own position. `longrope` has two sets of factors,
-    and transformers changes the set of a whole sequence, K/V computed before included, when it grows past
-    `original_max_position_embeddings`; `dynamic` changes them with every token past `max_position_embeddings`.
-    """
-    limits = [getattr(config, "max_position_embeddings", None)]
-    limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if _type(rope) == "longrope"]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def why_positions_end(config: PreTrainedConfig) -> str:
-    """What there are `num_positions` of, for an error."""
-    ends_with_model = num_positions(config) == getattr(config, "max_position_embeddings", None)
-    return "the model has" if ends_with_model else "before its longrope factors change"
-
-
-def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The config's rotary parameters: one set for all layers, or one for each type of layer."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return [parameters] if "rope_type" in parameters else [one for one in parameters.values() if isinstance(one, dict)]
-
-
-def _type(rope: dict[str, Any]) -> str:
-    return str(rope.get("rope_type", "default"))
-
-
 def _fix_rotary_factors(model: PreTrainedModel) -> None:
     """Keep the model from choosing rotary factors by the largest position of a step, drafts and neighbours included.
 
@@ -315,7 +165,7 @@ def load_model(
     quantization: Quantization | None = None,
 ) -> PreTrainedModel:
     """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights, fills buffers."""
-    model_class = _model_class(config)
+    own_class = model_class(config)
     try:
         state_dict = read_weights(weights)
     except FileNotFoundError:
@@ -325,7 +175,7 @@ def load_model(
     quantized = take_quantized(state_dict)
     state_dict |= placeholders(quantized, dtype)
     with _quiet_transformers():
-        model, report = model_class.from_pretrained(
+        model, report = own_class.from_pretrained(
             None,
             config=config,
             state_dict=state_dict,

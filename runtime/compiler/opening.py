@@ -93,7 +93,8 @@ def open_step(
     # Only here does an engine need model code.
     from runtime.compiler.attention import KERNEL, PAGED
     from runtime.compiler.kernels import describe_kernels
-    from runtime.compiler.model import Step, load_model, parse_pretrained_config
+    from runtime.compiler.model import Step, load_model
+    from runtime.compiler.pretrained import parse_pretrained_config
     from runtime.compiler.quantized import pack_layers
 
     pretrained = parse_pretrained_config(pretrained_config, str(engine_dir / "config.json"))
@@ -174,7 +175,8 @@ def _check_is_shape(made_for: StepShape, config: EngineConfig, where: Path) -> N
 
 def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
     """As far as the model has a say in it, where that is opened and not a package."""
-    from runtime.compiler.model import num_positions, parse_pretrained_config, probe_config, why_positions_end
+    from runtime.compiler.model import probe_config
+    from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 
     pretrained = parse_pretrained_config(config.pretrained_config, str(where))
     positions, asked = num_positions(pretrained), config.build_config.max_request_len

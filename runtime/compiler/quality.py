@@ -13,7 +13,8 @@ from transformers.utils import logging as transformers_logging
 
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.checksums import CONFIG, config_digest
-from runtime.compiler.model import load_model, num_positions, parse_pretrained_config
+from runtime.compiler.model import load_model
+from runtime.compiler.pretrained import num_positions, parse_pretrained_config
 from runtime.compiler.reference import ROUNDED, Rounded, RoundKV
 from runtime.config import CheckpointConfig, EngineConfig, Quality, as_json
 from runtime.errors import SpecDecError

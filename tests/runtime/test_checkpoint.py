@@ -32,7 +32,8 @@ from transformers import (
 
 from runtime.checkpoint import convert, copy_tokenizer_files
 from runtime.checkpoint_dir import open_checkpoint
-from runtime.compiler.model import parse_pretrained_config, probe_config
+from runtime.compiler.model import probe_config
+from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.config import Dtype
 from runtime.errors import SpecDecError, SpecDecWarning
 

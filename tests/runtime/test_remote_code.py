@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from runtime.checkpoint import convert
-from runtime.compiler.model import load_model, parse_pretrained_config
+from runtime.compiler.model import load_model
+from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.errors import SpecDecError
 from runtime.evaluation.systems import HuggingFace, Question
 from runtime.llm import LLM

@@ -7,7 +7,7 @@ import pytest
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
-from runtime.compiler.model import why_positions_end
+from runtime.compiler.pretrained import why_positions_end
 from runtime.drafters.ngram import NgramLookup
 from runtime.errors import SpecDecError
 from runtime.orchestrator import generate
