@@ -1,7 +1,7 @@
 """Every kernel for the CPU beside torch's own, for several sets of instructions.
 
 Ours are compiled for each set, and torch is held to the same one: in a process of its own, by ATEN_CPU_CAPABILITY,
-ONEDNN_MAX_CPU_ISA and MKL_ENABLE_INSTRUCTIONS. In it calls of the two alternate, and the ratio of their times is the
+ONEDNN_MAX_CPU_ISA and MKL_ENABLE_INSTRUCTIONS. In it turns of the two alternate, and the ratio of their times is the
 median over the pairs, because absolute times on shared machines mean little. A linear layer beside torch's as it is
 and with its weight packed, the faster of the two; attention beside `scaled_dot_product_attention` of keys and values
 that lie in one piece, each KV head's queries as rows of one product.
@@ -13,6 +13,7 @@ one that `build` would choose counts. Exits with 1 if one of those is below 0.9,
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -32,6 +33,7 @@ from runtime.compiler.kernels import compile_kernels, instructions, load_kernels
 from runtime.config import ARITHMETICS
 
 FLOOR = 0.9
+TURN, PAUSE = 0.02, 0.03  # seconds of calls, and of rest before them
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 12, 4, 64, 32
 # The compiler's name, what the processor must have, and torch's names: ATen's, oneDNN's and MKL's.
 SETS = {
@@ -53,17 +55,32 @@ def torch_held_to(march: str) -> dict[str, str]:
 
 
 def alternate(ours: Call, theirs: list[Call], seconds: float) -> tuple[float, float]:
-    """Milliseconds of one call of ours, and how many times as long the fastest of torch's takes."""
-    times: list[list[float]] = [[] for _ in range(1 + len(theirs))]
-    end = time.perf_counter() + seconds
+    """Milliseconds of one call of ours, and how many times as long the fastest of torch's takes.
+
+    In turns of several calls, after a pause: OpenMP's threads wait for work for milliseconds, on the cores that ours
+    would run on, and within a model neither meets the other's.
+    """
+    calls = (ours, *theirs)
+    times: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds * len(calls)
     while len(times[0]) < 6 or time.perf_counter() < end:
-        for call, taken in zip((ours, *theirs), times, strict=True):
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
-    own, *others = [taken[1:] for taken in times]  # the first warms up
+        for call, taken in zip(calls, times, strict=True):
+            time.sleep(PAUSE)
+            taken.append(median(list(timed(call))[1:]))  # the first wakes threads
+    own, *others = times
     ratios = [median(their / our for our, their in zip(own, other, strict=True)) for other in others]
     return median(own) * 1e3, min(ratios)
+
+
+def timed(call: Call) -> Iterator[float]:
+    """Seconds of each of some calls: at least four, and more of short ones."""
+    begin = time.perf_counter()
+    for count in itertools.count():
+        start = time.perf_counter()
+        if count > 4 and start - begin > TURN:
+            return
+        call()
+        yield time.perf_counter() - start
 
 
 def linear_calls(rows: int, dtype: torch.dtype, sizes: argparse.Namespace, arithmetic: int) -> tuple[Call, list[Call]]:

@@ -168,7 +168,6 @@ void with_signs(const uint8_t* group, int64_t padded, int8_t* to) {
 // A tile register holds 16 rows of 64 bytes: sums of 16 tokens and 16 outputs, or up to 64 numbers of each of 16 tokens, or
 // 4 columns in each row of 16 outputs. A group's numbers are in two or four of them while all tokens are multiplied; see
 // InTiles for tiles of floats.
-constexpr int64_t kTileHeight = 16;
 
 // Steps of a group's columns; 0 where they do not fit tiles.
 inline int64_t tile_steps(int64_t padded) {

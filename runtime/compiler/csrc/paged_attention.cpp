@@ -24,6 +24,7 @@
 
 #include "lanes.h"
 #include "tasks.h"
+#include "tiles.h"
 
 namespace {
 
@@ -39,15 +40,20 @@ inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; 
 // 2 to the power of numbers at most 0, to 2 units in the last place; 0 below -126, and of NaN NaN.
 inline Lanes exp2_lanes(Lanes x) {
   const Lanes shifted = x + 12582912.0f;  // rounds to a whole number, which is then in the lowest bits
-  const Lanes r = x - (shifted - 12582912.0f);
+  const Lanes whole = shifted - 12582912.0f, r = x - whole;
   Lanes y = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
   y = y * r + 9.618437357674640e-3f;
   y = y * r + 5.550332471162809e-2f;
   y = y * r + 2.402264791363012e-1f;
   y = y * r + 6.931472028550421e-1f;
   y = y * r + 1.0f;
+#if defined(__AVX512F__)
+  const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // or NaN
+  return (Lanes)_mm512_maskz_scalef_ps(is_normal, (__m512)y, (__m512)whole);
+#else
   const Lanes power = (Lanes)((Words)y + ((Words)shifted << 23));
   return x >= -126.0f ? power : Lanes{} > x ? Lanes{} : x;
+#endif
 }
 
 #if defined(__AVX512F__)
@@ -160,6 +166,60 @@ template <bool adds, int R, typename A, typename B>
   for (; w + 2 * kLanes <= width; w += 2 * kLanes) multiply<adds, R, 2>(a, lda, b.from_column(w), c + w, ldc, depth);
   if (w < width) multiply<adds, R, 1>(a, lda, b.from_column(w), c + w, ldc, depth);
 }
+
+#if defined(__AMX_BF16__)
+constexpr int64_t kTileDepth = 32;  // of numbers of 16 bits
+
+// Columns of two rows, a multiple of kLanes, as pairs.
+template <typename S>
+inline void pair_rows(const S* first, const S* second, int64_t count, at::BFloat16* pairs) {
+  int64_t i = 0;
+  if constexpr (std::is_same_v<S, at::BFloat16>)
+    for (; i + 2 * kLanes <= count; i += 2 * kLanes)
+      interleave<1>(first + i, second - first, reinterpret_cast<__m512bh*>(pairs + 2 * i));
+  for (; i < count; i += kLanes) {
+    const Words both = (Words)widen(first + i) >> 16 | ((Words)widen(second + i) & 0xffff0000u);
+    std::memcpy(pairs + 2 * i, &both, sizeof both);
+  }
+}
+
+// c (rows x 16 * C) += a (rows x depth) b; of b pairs of rows, (depth / 2, ldb, 2). The tiles' shapes are set: sums in 0 to
+// 3, a in 4, b in 5 to 7.
+template <int C>
+inline void add_product(const at::BFloat16* a, int64_t lda, const at::BFloat16* b, int64_t ldb, float* c, int64_t ldc,
+                        int64_t depth) {
+  _tile_loadd(0, c, 4 * ldc);
+  if constexpr (C > 1) _tile_loadd(1, c + kTileHeight, 4 * ldc);
+  if constexpr (C > 2) _tile_loadd(2, c + 2 * kTileHeight, 4 * ldc);
+  if constexpr (C > 3) _tile_loadd(3, c + 3 * kTileHeight, 4 * ldc);
+  for (int64_t k = 0; k < depth; k += kTileDepth, b += kTileDepth * ldb) {
+    _tile_loadd(4, a + k, 2 * lda);
+    _tile_loadd(5, b, 4 * ldb);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (C > 1) { _tile_loadd(6, b + 2 * kTileHeight, 4 * ldb); _tile_dpbf16ps(1, 4, 6); }
+    if constexpr (C > 2) { _tile_loadd(7, b + 4 * kTileHeight, 4 * ldb); _tile_dpbf16ps(2, 4, 7); }
+    if constexpr (C > 3) { _tile_loadd(5, b + 6 * kTileHeight, 4 * ldb); _tile_dpbf16ps(3, 4, 5); }
+  }
+  _tile_stored(0, c, 4 * ldc);
+  if constexpr (C > 1) _tile_stored(1, c + kTileHeight, 4 * ldc);
+  if constexpr (C > 2) _tile_stored(2, c + 2 * kTileHeight, 4 * ldc);
+  if constexpr (C > 3) _tile_stored(3, c + 3 * kTileHeight, 4 * ldc);
+}
+
+// The same for at most 16 rows, and a width that is any multiple of 16.
+inline void add_product(const at::BFloat16* a, int64_t lda, const at::BFloat16* b, int64_t ldb, float* c, int64_t ldc,
+                        int64_t rows, int64_t depth, int64_t width) {
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) shapes.set(tile, tile <= 4 ? rows : kTileHeight, 64);
+  shapes.use();
+  int64_t w = 0;
+  for (; w + 4 * kTileHeight <= width; w += 4 * kTileHeight) add_product<4>(a, lda, b + 2 * w, ldb, c + w, ldc, depth);
+  with_rows<3>((width - w) / kTileHeight, [&](auto columns) {
+    add_product<columns()>(a, lda, b + 2 * w, ldb, c + w, ldc, depth);
+  });
+  _tile_release();
+}
+#endif
 
 // Numbers of type T, whose keys and values are stored in type S.
 template <typename T, typename S>
@@ -322,123 +382,134 @@ template <bool is_rounded, typename E>
   store(out.sums + r * kLanes, sum);
 }
 
+// Positions of a task's rows, and the keys of its share that some of them see.
+struct Seen {
+  int64_t positions[kRowsPerTask], chunk, first_key, last_key;
+
+  template <typename T, typename S>
+  Seen(const Inputs<T, S>& in, const Task& task, const Share& share) : chunk(chunk_of(in.block_size)) {
+    for (int64_t r = 0; r < task.num_rows; ++r) positions[r] = in.positions[task.b * in.Q + (task.first_row + r) % in.Q];
+    const auto [lowest, highest] = std::minmax_element(positions, positions + task.num_rows);
+    first_key = share.begin, last_key = std::min(share.end, *highest + 1);
+    if (in.window > 0) first_key = std::max(first_key, (*lowest - in.window + 1) / chunk * chunk);
+  }
+};
+
+// A row of a task's query after the other, as numbers of type E; 0 from D to `stride`.
+template <typename E, typename T, typename S>
+void gather_query(const Inputs<T, S>& in, const Task& task, E* query, int64_t stride) {
+  for (int64_t row = 0; row < task.num_heads * task.num_rows; ++row, query += stride) {
+    const int64_t head = task.first_head + row / task.num_rows, r = task.first_row + row % task.num_rows;
+    const T* source = in.query + (head * (in.H / in.Hk) + r / in.Q) * in.query_head +
+                      (task.b * in.Q + r % in.Q) * in.query_token;
+    for (int64_t d = 0; d < in.D; ++d) query[d] = static_cast<E>(source[d]);
+    std::fill(query + in.D, query + stride, E(0.0f));
+  }
+}
+
+// Calls use(k, block, offset, count) for the pieces of a chunk that lie in one block, from the chunk's key k on.
+template <typename T, typename S, typename Use>
+inline void for_blocks(const Inputs<T, S>& in, const Task& task, int64_t start, int64_t num_keys, const Use& use) {
+  for (int64_t k = 0; k < num_keys;) {
+    const int64_t offset = (start + k) % in.block_size, count = std::min(in.block_size - offset, num_keys - k);
+    use(k, in.block_tables[task.b * in.N + (start + k) / in.block_size], offset, count);
+    k += count;
+  }
+}
+
+// Scores of one head's rows of a task for a chunk of keys become weights, (rows, kChunk) both.
+template <typename E, typename T, typename S>
+void weigh(const Inputs<T, S>& in, const Task& task, const Seen& seen, int64_t head, int64_t start, int64_t num_keys,
+           float* scores, E* weights, const Partial& out, int64_t width) {
+  constexpr bool is_rounded = Inputs<T, S>::is_rounded;
+  const int64_t padded = round_up(num_keys, kLanes);
+  float of_keys[is_rounded ? kChunk : 1] = {}, of_values[is_rounded ? kChunk : 1] = {};
+  if constexpr (is_rounded)
+    for_blocks(in, task, start, num_keys, [&](int64_t k, int64_t block, int64_t offset, int64_t count) {
+      std::copy_n(in.scales_of(block, task.first_head + head, false) + offset, count, of_keys + k);
+      std::copy_n(in.scales_of(block, task.first_head + head, true) + offset, count, of_values + k);
+    });
+  for (int64_t r = 0; r < task.num_rows; ++r, scores += kChunk, weights += kChunk) {
+    const int64_t end = std::min(num_keys, seen.positions[r] + 1 - start);
+    const int64_t begin = in.window > 0 ? std::max(seen.positions[r] - in.window + 1 - start, int64_t{0}) : 0;
+    if (begin < end)
+      exponentiate<is_rounded>(scores, weights, Scales{of_keys, of_values}, begin, end, padded, in.scale * kLog2E, out,
+                               head * task.num_rows + r, width);
+    else std::fill_n(weights, padded, E(0.0f));
+  }
+}
+
 // In numbers of type E. Keys and values are read where they lie, or those of one head are copied into floats: for many
 // rows, so that they are widened once, and where they do not lie as vectors want them. The bits are the same.
 template <typename E, bool direct, typename T, typename S>
-void attend(const Inputs<T, S>& in, const Task& task, const Share& share, const Partial& out, int64_t width) {
+void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Partial& out, int64_t width) {
   using Number = std::conditional_t<direct, S, float>;
-  constexpr bool is_rounded = Inputs<T, S>::is_rounded;
   const int64_t num_rows = task.num_rows, all_rows = task.num_heads * num_rows;
-  int64_t positions[kRowsPerTask], lowest = std::numeric_limits<int64_t>::max(), highest = 0;
-  for (int64_t r = 0; r < num_rows; ++r) {
-    positions[r] = in.positions[task.b * in.Q + (task.first_row + r) % in.Q];
-    lowest = std::min(lowest, positions[r]);
-    highest = std::max(highest, positions[r]);
-  }
-  std::fill_n(out.maximum, all_rows, kNever);
-  std::fill_n(out.sums, all_rows * kLanes, 0.0f);
-  std::fill_n(out.weighted, all_rows * width, 0.0f);
-  const int64_t chunk = chunk_of(in.block_size), last_key = std::min(share.end, highest + 1);
-  int64_t first_key = share.begin;
-  if (in.window > 0) first_key = std::max(first_key, (lowest - in.window + 1) / chunk * chunk);
-  if (first_key >= last_key) return;
   thread_local std::vector<E> numbers;
-  thread_local std::vector<float> all_scores, copies, all_scales;
+  thread_local std::vector<float> all_scores, copies;
   numbers.resize(all_rows * (in.D + kChunk));
   all_scores.resize(all_rows * kChunk);
   if constexpr (!direct) copies.resize(kChunk * (in.D + width));
-  if constexpr (is_rounded) all_scales.resize(task.num_heads * 2 * kChunk);
   E* query = numbers.data();
   E* weights = query + all_rows * in.D;
   float* key_copy = copies.data();
   float* value_copy = key_copy + in.D * kChunk;
   float* scores = all_scores.data();
-  for (int64_t row = 0; row < all_rows; ++row) {
-    const int64_t head = task.first_head + row / num_rows, r = task.first_row + row % num_rows;
-    const T* source = in.query + (head * (in.H / in.Hk) + r / in.Q) * in.query_head +
-                      (task.b * in.Q + r % in.Q) * in.query_token;
-    for (int64_t d = 0; d < in.D; ++d) query[row * in.D + d] = static_cast<E>(source[d]);
-  }
+  gather_query(in, task, query, in.D);
   // Tiles of about equal size: 13 rows are 6 and 7.
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   // Calls use(rows, first) for the tiles of a head some of whose rows see a key; `rows` is a constant.
   const auto for_tiles = [&](int64_t key, auto use) {
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const int64_t first = tile * num_rows / num_tiles, end = (tile + 1) * num_rows / num_tiles;
-      if (*std::max_element(positions + first, positions + end) < key) continue;
+      if (*std::max_element(seen.positions + first, seen.positions + end) < key) continue;
       with_rows<kTileRows>(end - first, [&](auto rows) { use(rows, first); });
     }
   };
-  const float scale = in.scale * kLog2E;
-  const auto keys_at = [&](int64_t key, int64_t head) {
-    const int64_t block = in.block_tables[task.b * in.N + key / in.block_size];
-    return in.key_pool + (block * in.Hk + task.first_head + head) * in.D * in.block_size + key % in.block_size;
+  const auto keys_at = [&](int64_t block, int64_t offset, int64_t head) {
+    return in.key_pool + (block * in.Hk + task.first_head + head) * in.D * in.block_size + offset;
   };
-  const auto values_at = [&](int64_t key, int64_t head) {
-    const int64_t block = in.block_tables[task.b * in.N + key / in.block_size];
-    return in.value_pool + ((block * in.Hk + task.first_head + head) * in.block_size + key % in.block_size) * in.Dv;
+  const auto values_at = [&](int64_t block, int64_t offset, int64_t head) {
+    return in.value_pool + ((block * in.Hk + task.first_head + head) * in.block_size + offset) * in.Dv;
   };
-  for (int64_t start = first_key; start < last_key; start += chunk) {
-    const int64_t num_keys = std::min(chunk, last_key - start), padded = round_up(num_keys, kLanes);
-    // Calls use(k, head, count) for the pieces of the chunk that lie in one block, from its key k on.
-    const auto for_blocks = [&](auto use) {
-      for (int64_t k = 0; k < num_keys;) {
-        const int64_t count = std::min(in.block_size - (start + k) % in.block_size, num_keys - k);
-        for (int64_t head = 0; head < task.num_heads; ++head) use(k, head, count);
-        k += count;
-      }
-    };
-    if constexpr (is_rounded) {
-      std::fill(all_scales.begin(), all_scales.end(), 0.0f);
-      for_blocks([&](int64_t k, int64_t head, int64_t count) {
-        const int64_t block = in.block_tables[task.b * in.N + (start + k) / in.block_size];
-        for (const bool of_values : {false, true})
-          std::copy_n(in.scales_of(block, task.first_head + head, of_values) + (start + k) % in.block_size, count,
-                      all_scales.data() + (head * 2 + of_values) * kChunk + k);
-      });
-    }
+  for (int64_t start = seen.first_key; start < seen.last_key; start += seen.chunk) {
+    const int64_t num_keys = std::min(seen.chunk, seen.last_key - start), padded = round_up(num_keys, kLanes);
+    // Calls use(k, head, count, block, offset) for what is multiplied at a time.
     const auto for_pieces = [&](auto use) {
-      if constexpr (direct) for_blocks(use);
-      else use(int64_t{0}, int64_t{0}, num_keys);
+      if constexpr (direct)
+        for_blocks(in, task, start, num_keys, [&](int64_t k, int64_t block, int64_t offset, int64_t count) {
+          for (int64_t head = 0; head < task.num_heads; ++head) use(k, head, count, block, offset);
+        });
+      else use(int64_t{0}, int64_t{0}, num_keys, int64_t{0}, int64_t{0});
     };
     if constexpr (!direct) {
-      for_blocks([&](int64_t k, int64_t, int64_t count) {
-        const S *keys = keys_at(start + k, 0), *values = values_at(start + k, 0);
+      for_blocks(in, task, start, num_keys, [&](int64_t k, int64_t block, int64_t offset, int64_t count) {
+        const S *keys = keys_at(block, offset, 0), *values = values_at(block, offset, 0);
         for (int64_t d = 0; d < in.D; ++d) widen(keys + d * in.block_size, key_copy + d * kChunk + k, count);
         for (int64_t j = 0; j < count; ++j) widen(values + j * in.Dv, value_copy + (k + j) * width, in.Dv);
       });
       for (int64_t d = 0; d < in.D; ++d) std::fill_n(key_copy + d * kChunk + num_keys, padded - num_keys, 0.0f);
       for (int64_t j = 0; j < num_keys; ++j) std::fill_n(value_copy + j * width + in.Dv, width - in.Dv, 0.0f);
     }
-    for_pieces([&](int64_t k, int64_t head, int64_t count) {
+    for_pieces([&](int64_t k, int64_t head, int64_t count, int64_t block, int64_t offset) {
       Piece<Number> keys;
       if constexpr (!direct) keys = {key_copy, key_copy, kChunk};
-      else keys = {keys_at(start + k, head), values_at(start + k, head), in.block_size};
+      else keys = {keys_at(block, offset, head), values_at(block, offset, head), in.block_size};
       for_tiles(start + k, [&](auto rows, int64_t first) {
         const int64_t row = head * num_rows + first;
         multiply_rows<false, rows()>(query + row * in.D, in.D, keys, scores + row * kChunk + k, kChunk, in.D,
                                      round_up(count, kLanes));
       });
     });
-    for (int64_t row = 0; row < all_rows; ++row) {
-      const int64_t position = positions[row % num_rows], end = std::min(num_keys, position + 1 - start);
-      const int64_t begin = in.window > 0 ? std::max(position - in.window + 1 - start, int64_t{0}) : 0;
-      float* row_scores = scores + row * kChunk;
-      E* row_weights = weights + row * kChunk;
-      Scales scales{};
-      if constexpr (is_rounded) {
-        const float* of_keys = all_scales.data() + row / num_rows * 2 * kChunk;
-        scales = {of_keys, of_keys + kChunk};
-      }
-      if (begin < end)
-        exponentiate<is_rounded>(row_scores, row_weights, scales, begin, end, padded, scale, out, row, width);
-      else std::fill_n(row_weights, padded, E(0.0f));
-    }
-    for_pieces([&](int64_t k, int64_t head, int64_t count) {
+    for (int64_t head = 0; head < task.num_heads; ++head)
+      weigh(in, task, seen, head, start, num_keys, scores + head * num_rows * kChunk, weights + head * num_rows * kChunk,
+            out, width);
+    for_pieces([&](int64_t k, int64_t head, int64_t count, int64_t block, int64_t offset) {
       Piece<Number> values;
-      const int64_t next_key = std::min(start + k + chunk, last_key - 1);
+      const int64_t next_key = std::min(start + k + seen.chunk, seen.last_key - 1);
+      const int64_t next_block = in.block_tables[task.b * in.N + next_key / in.block_size];
       if constexpr (!direct) values = {value_copy, value_copy, width};
-      else values = {values_at(start + k, head), keys_at(next_key, head), in.Dv};
+      else values = {values_at(block, offset, head), keys_at(next_block, next_key % in.block_size, head), in.Dv};
       for_tiles(start + k, [&](auto rows, int64_t first) {
         const int64_t row = head * num_rows + first;
         multiply_rows<true, rows()>(weights + row * kChunk + k, kChunk, values, out.weighted + row * width, width,
@@ -448,17 +519,84 @@ void attend(const Inputs<T, S>& in, const Task& task, const Share& share, const 
   }
 }
 
+#if defined(__AMX_BF16__)
+// In tiles, for which pairs of rows are copied: head by head, so that the copies stay in the first-level cache.
+template <typename T, typename S>
+void attend_in_tiles(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Partial& out, int64_t width) {
+  const int64_t num_rows = task.num_rows, depth = round_up(in.D, kTileDepth);
+  struct alignas(64) Line { at::BFloat16 numbers[kTileDepth]; };  // else a tile's rows would lie in two lines each
+  struct alignas(64) Scores { float of_keys[kChunk]; };
+  thread_local std::vector<Line> lines;
+  thread_local std::vector<Scores> all_scores;
+  const int64_t all_rows = task.num_heads * num_rows;
+  lines.resize((all_rows * depth + num_rows * kChunk + std::max(depth, width) * kChunk) / kTileDepth);
+  all_scores.resize(num_rows);
+  at::BFloat16 *query = lines.data()->numbers, *weights = query + all_rows * depth, *pairs = weights + num_rows * kChunk;
+  float* scores = all_scores.data()->of_keys;
+  gather_query(in, task, query, depth);
+  const int64_t num_tiles = (num_rows + kTileHeight - 1) / kTileHeight;
+  const auto for_tiles = [&](int64_t key, auto use) {
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      const int64_t first = tile * num_rows / num_tiles, end = (tile + 1) * num_rows / num_tiles;
+      if (*std::max_element(seen.positions + first, seen.positions + end) >= key) use(first, end - first);
+    }
+  };
+  for (int64_t start = seen.first_key; start < seen.last_key; start += seen.chunk) {
+    const int64_t num_keys = std::min(seen.chunk, seen.last_key - start), padded = round_up(num_keys, kTileDepth);
+    for (int64_t head = 0; head < task.num_heads; ++head) {
+      const int64_t pool_head = task.first_head + head;
+      for_blocks(in, task, start, num_keys, [&](int64_t k, int64_t block, int64_t offset, int64_t count) {
+        const S* keys = in.key_pool + (block * in.Hk + pool_head) * in.D * in.block_size + offset;
+        for (int64_t d = 0; d < in.D; d += 2)
+          pair_rows(keys + d * in.block_size, keys + (d + 1) * in.block_size, round_up(count, kLanes), pairs + d * kChunk + 2 * k);
+      });
+      std::fill(pairs + in.D * kChunk, pairs + depth * kChunk, at::BFloat16(0.0f));
+      std::fill_n(scores, num_rows * kChunk, 0.0f);
+      for_tiles(start, [&](int64_t first, int64_t rows) {
+        add_product(query + (head * num_rows + first) * depth, depth, pairs, kChunk, scores + first * kChunk, kChunk, rows,
+                    depth, round_up(num_keys, kTileHeight));
+      });
+      std::fill_n(weights, num_rows * kChunk, at::BFloat16(0.0f));
+      weigh(in, task, seen, head, start, num_keys, scores, weights, out, width);
+      for_blocks(in, task, start, num_keys, [&](int64_t k, int64_t block, int64_t offset, int64_t count) {
+        const S* values = in.value_pool + ((block * in.Hk + pool_head) * in.block_size + offset) * in.Dv;
+        // An odd one out is its own partner, which has a weight of 0: what lies behind it may be anything.
+        for (int64_t j = 0; j < count; j += 2)
+          pair_rows(values + j * in.Dv, values + std::min(j + 1, count - 1) * in.Dv, in.Dv, pairs + (k + j) * width);
+      });
+      std::fill(pairs + round_up(num_keys, 2) * width, pairs + padded * width, at::BFloat16(0.0f));
+      for_tiles(start, [&](int64_t first, int64_t rows) {
+        add_product(weights + first * kChunk, kChunk, pairs, width, out.weighted + (head * num_rows + first) * width, width,
+                    rows, padded, width);
+      });
+    }
+  }
+}
+#endif
+
 // Whether keys and values lie as vectors want them.
 template <typename T, typename S>
 bool reads_in_place(const Inputs<T, S>& in) {
   return in.block_size % kLanes == 0 && in.Dv % kLanes == 0 && in.D % 2 == 0;
 }
 
-template <typename E, typename T, typename S>
+template <Arithmetic arithmetic, typename T, typename S>
 void attend_fastest(const Inputs<T, S>& in, const Task& task, const Share& share, const Partial& out, int64_t width) {
-  const bool copies = !std::is_same_v<S, E> && task.num_rows > 2 * kTileRows;
-  if (reads_in_place(in) && !copies) attend<E, true>(in, task, share, out, width);
-  else attend<float, false>(in, task, share, out, width);
+  const int64_t all_rows = task.num_heads * task.num_rows;
+  std::fill_n(out.maximum, all_rows, kNever);
+  std::fill_n(out.sums, all_rows * kLanes, 0.0f);
+  std::fill_n(out.weighted, all_rows * width, 0.0f);
+  const Seen seen(in, task, share);
+  if (seen.first_key >= seen.last_key) return;
+  if (!reads_in_place(in)) return attend<float, false>(in, task, seen, out, width);
+#if defined(__AMX_BF16__)
+  if constexpr (arithmetic == kTiles) return attend_in_tiles(in, task, seen, out, width);
+#endif
+#if defined(__AVX512BF16__)
+  if constexpr (arithmetic == kPairs) return attend<at::BFloat16, true>(in, task, seen, out, width);
+#endif
+  if (!std::is_same_v<S, float> && task.num_rows > 2 * kTileRows) attend<float, false>(in, task, seen, out, width);
+  else attend<float, true>(in, task, seen, out, width);
 }
 
 // Adds a part of a task, over later keys, to those before it.
@@ -490,14 +628,7 @@ void finish(const Inputs<T, S>& in, const Task& task, const Partial& total, int6
   }
 }
 
-#if defined(__AVX512BF16__)
-using Pairs = at::BFloat16;
-#else
-using Pairs = float;  // there is no instruction for pairs
-#endif
-
-// Numbers of type T are multiplied as those of type E.
-template <typename E, typename T, typename S>
+template <Arithmetic arithmetic, typename T, typename S>
 void run(const Inputs<T, S>& in) {
   share_range(in.B * in.Q, 64, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) write_new(in, token);
@@ -527,7 +658,7 @@ void run(const Inputs<T, S>& in) {
   };
   const auto attend_share = [&](const Task& task, int64_t share, const Partial& out) {
     const int64_t begin = share * keys_per_share;
-    attend_fastest<E>(in, task, Share{begin, std::min(begin + keys_per_share, num_keys)}, out, width);
+    attend_fastest<arithmetic>(in, task, Share{begin, std::min(begin + keys_per_share, num_keys)}, out, width);
   };
   const auto add = [&](const Task& task, const Partial& total, const Partial& part) {
     add_part(total, part, task.num_heads * task.num_rows, width, in.scale * kLog2E);
@@ -562,10 +693,12 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
   const int64_t B = slots.size(0), Q = slots.size(1), H = query.size(1), Dv = value_pool.size(3);
   at::Tensor output = at::empty({B * Q, H, Dv}, query.options());
   TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "heads must be contiguous");
-  const auto call = [&](auto zero, auto stored, auto factor) {
+  const auto stored = key_pool.scalar_type();
+  TORCH_CHECK(scales.has_value() == (stored == at::kChar || stored == at::kFloat8_e4m3fn), "8 bits have scales");
+  const auto call = [&](auto chosen, auto zero, auto kept) {
     using T = decltype(zero);
-    using S = decltype(stored);
-    run<decltype(factor)>(Inputs<T, S>{query.const_data_ptr<T>(), key.const_data_ptr<T>(), value.const_data_ptr<T>(),
+    using S = decltype(kept);
+    run<chosen()>(Inputs<T, S>{query.const_data_ptr<T>(), key.const_data_ptr<T>(), value.const_data_ptr<T>(),
                   query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
                   key_pool.mutable_data_ptr<S>(), value_pool.mutable_data_ptr<S>(),
                   scales ? scales->mutable_data_ptr<float>() : nullptr, output.mutable_data_ptr<T>(),
@@ -573,17 +706,23 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
                   block_tables.const_data_ptr<int64_t>(), B, Q, block_tables.size(1), H, key_pool.size(1),
                   key_pool.size(2), Dv, key_pool.size(3), window, static_cast<float>(scale)});
   };
-  const auto stored = key_pool.scalar_type();
-  TORCH_CHECK(scales.has_value() == (stored == at::kChar || stored == at::kFloat8_e4m3fn), "8 bits have scales");
-  const auto call_with = [&](auto zero) {  // numbers of 8 bits are multiplied in float32
-    if (stored == at::kChar) call(zero, int8_t{}, float{});
-    else if (stored == at::kFloat8_e4m3fn) call(zero, c10::Float8_e4m3fn{}, float{});
-    else call(zero, zero, float{});
+  const auto call_with = [&](auto chosen, auto zero) {
+    if (stored == at::kChar) call(chosen, zero, int8_t{});
+    else if (stored == at::kFloat8_e4m3fn) call(chosen, zero, c10::Float8_e4m3fn{});
+    else call(chosen, zero, zero);
   };
-  if (query.scalar_type() == at::kFloat) call_with(float{});
-  else if (query.scalar_type() == at::kHalf) call_with(at::Half{});
-  else if (arithmetic == kPairs && !scales) call(at::BFloat16{}, at::BFloat16{}, Pairs{});
-  else call_with(at::BFloat16{});
+  constexpr std::integral_constant<Arithmetic, kFloat32> in_float32;
+  if (query.scalar_type() == at::kFloat) call_with(in_float32, float{});
+  else if (query.scalar_type() == at::kHalf) call_with(in_float32, at::Half{});
+#if defined(__AMX_BF16__)
+  else if (arithmetic == kTiles && may_use_tiles())
+    call_with(std::integral_constant<Arithmetic, kTiles>(), at::BFloat16{});
+#endif
+#if defined(__AVX512BF16__)
+  else if (arithmetic == kPairs && !scales)  // numbers of 8 bits are multiplied in float32
+    call(std::integral_constant<Arithmetic, kPairs>(), at::BFloat16{}, at::BFloat16{});
+#endif
+  else call_with(in_float32, at::BFloat16{});
   return output;
 }
 

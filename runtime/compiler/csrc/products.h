@@ -18,11 +18,7 @@
 
 #include "lanes.h"
 #include "tasks.h"
-
-#if defined(__AMX_TILE__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "tiles.h"
 
 // As memory is read in lines: a tile's rows would else lie in two of them each, and load half as fast.
 struct Free {
@@ -194,28 +190,6 @@ struct InPairs : EvenTiles {
     });
   }
 };
-#endif
-
-#if defined(__AMX_TILE__)
-// How many rows, of how many bytes, each of the tiles has.
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-
-  void set(int tile, int64_t num_rows, int64_t num_bytes) { rows[tile] = num_rows, row_bytes[tile] = num_bytes; }
-  void use() const {
-    asm volatile("" : : "r"(this) : "memory");  // the instructions' operands do not tell what they read
-    _tile_loadconfig(this);
-  }
-};
-
-// Linux lets a process use tiles when it has asked to.
-inline bool may_use_tiles() {
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;
-  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return granted;
-}
 #endif
 
 #if defined(__AMX_BF16__)

@@ -70,8 +70,9 @@ KINDS = [*((dtype, 0) for dtype in TOLERANCE), (torch.bfloat16, 1)]  # dtypes, a
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 # Also as what keys and values are stored.
 ROUNDED_KINDS = [(dtype, 0, stored) for dtype in TOLERANCE for stored in (INT8, FP8)]
-ATTENTION_KINDS = [*((*kind, None) for kind in KINDS), *ROUNDED_KINDS, (torch.bfloat16, 1, INT8)]
-FEW_ATTENTION_KINDS = [*((*kind, None) for kind in KINDS), (torch.bfloat16, 0, INT8), (torch.float32, 0, FP8)]
+IN_TILES = [(torch.bfloat16, 2, stored) for stored in (None, INT8, FP8)]  # where there are none in float32
+ATTENTION_KINDS = [*((*kind, None) for kind in KINDS), *ROUNDED_KINDS, (torch.bfloat16, 1, INT8), *IN_TILES]
+FEW_ATTENTION_KINDS = [*((*kind, None) for kind in KINDS), *IN_TILES[:2], (torch.float32, 0, FP8)]
 LINEAR_KINDS = [*KINDS, (torch.bfloat16, 2), (torch.float16, 2)]  # the last is then computed in float32
 
 

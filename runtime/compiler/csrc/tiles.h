@@ -1,0 +1,33 @@
+// AMX: registers that are tiles of 16 rows of 64 bytes, and a product of two of them in one instruction.
+
+#pragma once
+
+#if defined(__AMX_TILE__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+
+constexpr int64_t kTileHeight = 16;
+
+// How many rows, of how many bytes, each of the tiles has.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  void set(int tile, int64_t num_rows, int64_t num_bytes) { rows[tile] = num_rows, row_bytes[tile] = num_bytes; }
+  void use() const {
+    asm volatile("" : : "r"(this) : "memory");  // the instructions' operands do not tell what they read
+    _tile_loadconfig(this);
+  }
+};
+
+// Linux lets a process use tiles when it has asked to.
+inline bool may_use_tiles() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+}
+#endif
