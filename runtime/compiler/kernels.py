@@ -10,7 +10,9 @@ import os
 import platform
 import shlex
 import subprocess
+import tempfile
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -19,11 +21,12 @@ from torch import Tensor
 from runtime.cache import cache_dir, digest, make_cache_dir
 from runtime.errors import SpecDecError
 from runtime.files import write_file
+from runtime.temporary import temporary_dir
 
 SOURCES_DIR = Path(__file__).parent / "csrc"
 _SOURCES = sorted(SOURCES_DIR.glob("*.cpp"))
 _HEADERS = sorted(SOURCES_DIR.glob("*.h"))
-_FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 _X86 = "abm adx amx avx bmi f16c fma gfni movbe popcnt sse ssse vaes vpclmulqdq"
 _ARM = "asimd atomics bf16 crc32 fp i8mm sme sve"
 _MOST_COLUMNS = 128
@@ -99,35 +102,44 @@ def _toolchain(compiler: str) -> str:
 
 
 def _run_compiler(compiler: str, library: Path, march: str) -> None:
+    """In two pieces at once, of about equal size: torch's headers take long to read, so there are no more."""
     torch_dir = Path(torch.__file__).parent
-    command = [
-        *shlex.split(compiler),
-        *_FLAGS,
-        f'-DSPECDEC_SOURCES="{_sources()}"',
-        march,
-        "-x",
-        "c++",
-        "-",
-        "-o",
-        str(library),
-        f"-I{torch_dir / 'include'}",
-    ]
-    command += [f"-L{torch_dir / 'lib'}", "-lc10", "-ltorch_cpu"]
-    # All in one: torch's headers take longer to read than the kernels take to compile.
-    sources = "".join(f'#include "{path}"\n' for path in _SOURCES)
-    try:
-        result = subprocess.run(command, input=sources, capture_output=True, text=True)
-    except OSError as error:
-        raise SpecDecError(
-            f"no working C++ compiler to build with: {compiler}",
-            hint="install one (the package `g++`) or name it in the variable CXX",
-            fact="no_compiler",
-        ) from error
-    if result.returncode != 0:
-        raise SpecDecError(
-            f"the C++ compiler cannot compile the kernels: {compiler}",
-            hint=f"it said: {result.stderr.strip().splitlines()[0] if result.stderr.strip() else 'nothing'}",
-        )
+    flags = [*_FLAGS, f'-DSPECDEC_SOURCES="{_sources()}"', march, f"-I{torch_dir / 'include'}"]
+    pieces = [[source for source in _SOURCES if (source.stem == "paged_attention") == alone] for alone in (True, False)]
+    with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
+        objects = [f"{directory}/{number}.o" for number in range(len(pieces))]
+        compilations = []
+        for sources, to in zip(pieces, objects, strict=True):
+            included = [word for source in sources for word in ("-include", str(source))]
+            compilations.append([*flags, "-c", "-o", to, *included, "-x", "c++", os.devnull])
+        _run_at_once(compiler, compilations)
+        libraries = [f"-L{torch_dir / 'lib'}", "-lc10", "-ltorch_cpu"]
+        _run_at_once(compiler, [[*flags, "-shared", "-o", str(library), *objects, *libraries]])
+
+
+def _run_at_once(compiler: str, calls: list[list[str]]) -> None:
+    """Calls of a compiler beside each other; SpecDecError with what the first that failed said."""
+    with ExitStack() as stack:
+        processes = []
+        try:
+            for arguments in calls:
+                command = [*shlex.split(compiler), *arguments]
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                processes.append(stack.enter_context(process))
+                stack.callback(process.kill)  # before it is waited for, if another failed
+        except OSError as error:
+            raise SpecDecError(
+                f"no working C++ compiler to build with: {compiler}",
+                hint="install one (the package `g++`) or name it in the variable CXX",
+                fact="no_compiler",
+            ) from error
+        for process in processes:
+            said = process.communicate()[1].strip()
+            if process.returncode != 0:
+                raise SpecDecError(
+                    f"the C++ compiler cannot compile the kernels: {compiler}",
+                    hint=f"it said: {said.splitlines()[0] if said else 'nothing'}",
+                )
 
 
 def load_kernels(path: Path) -> None:
