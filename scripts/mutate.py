@@ -77,7 +77,11 @@ NGRAM = At("runtime/drafters/ngram.py", f"{T}drafters/test_ngram.py")
 NOISE = At("runtime/sampling.py", DISTRIBUTION)
 OUTCOMES = At("runtime/drafters/outcomes.py", f"{T}drafters/test_adaptive.py")
 ORCHESTRATOR = At("runtime/orchestrator.py", f"{T}test_orchestrator.py")
-PAGED = At("runtime/compiler/csrc/paged_attention.cpp", f"{KERNELS} -k 'attention or scores or finite or nan'")
+ATTENTION_TESTS = f"{KERNELS} -k 'attention or scores or finite or nan'"
+PAGED = At("runtime/compiler/csrc/paged_attention.cpp", ATTENTION_TESTS)
+KV_POOL = At("runtime/compiler/csrc/kv_pool.h", ATTENTION_TESTS)
+SOFTMAX = At("runtime/compiler/csrc/softmax.h", ATTENTION_TESTS)
+FEW_ROWS = At("runtime/compiler/csrc/attention_products.h", ATTENTION_TESTS)
 POISON = At("runtime/compiler/attention.py", f"{T}test_poison.py -k 'none and stays'")
 MEMORY = At("runtime/compiler/memory.py", f"{T}test_poison.py -k 'none and fork'")
 FAILED = At("runtime/drafting.py", f"{T}test_poison.py -k 'none and stays'")
@@ -172,10 +176,10 @@ TABLE = [
     ("token-blind-to-itself", ATTENTION, "key_positions <= query_positions", "key_positions < query_positions"),
     ("window-one-wider", ATTENTION, "> query_positions - sliding", ">= query_positions - sliding"),
     ("mask-of-another-head", ATTENTION, ".repeat(1, 1, num_groups, 1)", ".repeat_interleave(num_groups, dim=2)"),
-    ("kernel-blind-to-itself", PAGED, "position + 1 - start)", "position - start)"),
-    ("kernel-window-one-wider", PAGED, "position - in.window + 1 - start", "position - in.window - start"),
+    ("kernel-blind-to-itself", PAGED, "positions[r] + 1 - start)", "positions[r] - start)"),
+    ("kernel-window-one-wider", PAGED, "[r] - in.window + 1 - start", "[r] - in.window - start"),
     ("kernel-wrong-head", PAGED, "+ r / in.Q) * in.query_head", "+ r % in.Q) * in.query_head"),
-    ("parts-not-corrected", PAGED, "load(to + i) * before", "load(to + i)"),
+    ("parts-not-corrected", SOFTMAX, "load(to + i) * before", "load(to + i)"),
     ("keys-shared-by-threads", PAGED, "round_up(kSplit, chunk_of", "round_up(num_keys / threads, chunk_of"),
     ("window-moves-chunks", PAGED, "in.window + 1) / chunk * chunk", "in.window + 1) / 16 * 16"),
     ("pieces-not-added", PRODUCTS, "[2];\n    load_sums(to, sums);\n    for_columns", "[2] = {};\n    for_columns"),
@@ -184,10 +188,11 @@ TABLE = [
     ("nan-overlooked", ARGMAX, "!(widen(row + i) <= bound)", "widen(row + i) > bound"),
     ("rest-overlooked", ARGMAX, "  look(i, size);\n", ""),
     ("infinite-chosen", ARGMAX, "std::isfinite(largest) ? best : -1", "best"),
-    ("poison-written", PAGED, "are_finite(key, in.D) && are_finite(value, in.Dv)) {\n      for", "true) {\n      for"),
-    ("poison-rounded", PAGED, "are_finite(key, in.D) && are_finite(value, in.Dv)) {\n      of", "true) {\n      of"),
-    ("odd-partner-multiplied", PAGED, "add_pair(depth - 1, 0)", "add_pair(depth - 1, b.stride)"),
-    ("part-of-nan-left-out", PAGED, " && sum_of(load(part.sums + row * kLanes)) == 0", ""),
+    ("poison-written", KV_POOL, "are_finite(key, in.D) && are_finite(value, in.Dv)) {\n      for", "true) {\n      for"),
+    ("poison-rounded", KV_POOL, "are_finite(key, in.D) && are_finite(value, in.Dv)) {\n      of", "true) {\n      of"),
+    ("odd-partner-multiplied", FEW_ROWS, "add_pair(depth - 1, 0)", "add_pair(depth - 1, b.stride)"),
+    ("tiles-read-beyond-keys", PAGED, "std::min(j + 1, count - 1) * in.Dv", "(j + 1) * in.Dv"),
+    ("part-of-nan-left-out", SOFTMAX, " && sum_of(load(part.sums + row * kLanes)) == 0", ""),
     ("poison-through-the-mask", POISON, "(paged.written()[:, None] & ~broken)", "paged.written()[:, None]"),
     ("stale-blocks-multiplied", POISON, "(paged.written()[:, None] & ~broken)", "(~broken)"),
     (

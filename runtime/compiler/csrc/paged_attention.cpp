@@ -1,28 +1,20 @@
 // Attention over a paged K/V cache on the CPU. Writes this step's K/V into the pool, then lets every query attend over
-// its row's blocks where they lie: nothing is gathered. Softmax is computed online, a chunk of keys at a time
-// (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135).
-//
-// Keys are stored transposed in their block, (num_blocks, Hk, D, block_size), values as they are, (num_blocks, Hk,
-// block_size, Dv), so that both products run along contiguous memory. The query heads of one KV head are rows of one
-// product: row g * Q + i is query i of its head g.
-//
-// In 8 bits (int8, or e4m3) each token has two scales for each head, one of its keys and one of its values, (num_blocks,
-// Hk, 2, block_size). Scores are multiplied by the first, and weights by the second: the products are of the few bits.
+// its row's blocks where they lie: nothing is gathered. Softmax is computed online, a chunk of keys at a time (Dao et al.,
+// arXiv 2205.14135).
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
-#include <cmath>
-#include <cstring>
-#include <limits>
 #include <memory>
 #include <type_traits>
 #include <vector>
 
+#include "attention_products.h"
+#include "kv_pool.h"
 #include "lanes.h"
+#include "softmax.h"
 #include "tasks.h"
 #include "tiles.h"
 
@@ -32,297 +24,9 @@ constexpr int64_t kChunk = 128, kRowsPerTask = 36, kTasksPerThread = 2;
 // Keys are divided at multiples of this position whatever else is computed: a row's parts, and the order in which they
 // are added up, are a function of its position alone, and so are the bits of its output.
 constexpr int64_t kSplit = 2 * kChunk;
-constexpr float kNever = -std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.4426950408889634f;
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-// 2 to the power of numbers at most 0, to 2 units in the last place; 0 below -126, and of NaN NaN.
-inline Lanes exp2_lanes(Lanes x) {
-  const Lanes shifted = x + 12582912.0f;  // rounds to a whole number, which is then in the lowest bits
-  const Lanes whole = shifted - 12582912.0f, r = x - whole;
-  Lanes y = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
-  y = y * r + 9.618437357674640e-3f;
-  y = y * r + 5.550332471162809e-2f;
-  y = y * r + 2.402264791363012e-1f;
-  y = y * r + 6.931472028550421e-1f;
-  y = y * r + 1.0f;
-#if defined(__AVX512F__)
-  const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // or NaN
-  return (Lanes)_mm512_maskz_scalef_ps(is_normal, (__m512)y, (__m512)whole);
-#else
-  const Lanes power = (Lanes)((Words)y + ((Words)shifted << 23));
-  return x >= -126.0f ? power : Lanes{} > x ? Lanes{} : x;
-#endif
-}
-
-#if defined(__AVX512F__)
-inline float largest_of(Lanes v) { return _mm512_reduce_max_ps((__m512)v); }
-inline float sum_of(Lanes v) { return _mm512_reduce_add_ps((__m512)v); }
-#else
-inline float largest_of(Lanes v) {
-  float largest = v[0];
-  for (int i = 1; i < kLanes; ++i) largest = std::max(largest, v[i]);
-  return largest;
-}
-inline float sum_of(Lanes v) {
-  float sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += v[i];
-  return sum;
-}
-#endif
-
-// Rows of keys or values, and what lies like them and is fetched meanwhile, because it is read soon: the values of these
-// keys, or the keys of the next chunk.
-template <typename T>
-struct Piece {
-  const T *numbers, *upcoming;
-  int64_t stride;
-
-  Piece from_column(int64_t w) const { return {numbers + w, upcoming + w, stride}; }
-  const T* row(int64_t k) const { return numbers + k * stride; }
-  template <int W>
-  void fetch(int64_t k) const {
-    for (int i = 0; i < W * kLanes; i += 64 / sizeof(T)) fetch_line(upcoming + k * stride + i);
-  }
-};
-
-// sum (R x W*kLanes) += A (R x depth) B (depth x W*kLanes), A and B row-major.
-template <int R, int W, typename B>
-inline void accumulate(const float* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
-  for (int64_t k = 0; k < depth; ++k) {
-    b.template fetch<W>(k);
-    Lanes row[W];
-    for (int w = 0; w < W; ++w) row[w] = widen(b.row(k) + w * kLanes);
-    for (int r = 0; r < R; ++r) {
-      const float factor = a[r * lda + k];
-      for (int w = 0; w < W; ++w) sum[r][w] += row[w] * factor;
-    }
-  }
-}
-
-#if defined(__AVX512BF16__)
-// Pairs of two neighbouring rows' numbers: one register of them, or two where `more` than that are wanted.
-template <int more>
-inline void interleave(const at::BFloat16* p, int64_t ldb, __m512bh* pairs) {
-  if constexpr (more > 0) {
-    static constexpr auto kOrder = [] {
-      std::array<int16_t, 64> order{};
-      for (int i = 0; i < 64; ++i) order[i] = i / 2 + i % 2 * 32;
-      return order;
-    }();
-    const __m512i first = _mm512_loadu_si512(p), second = _mm512_loadu_si512(p + ldb);
-    pairs[0] = (__m512bh)_mm512_permutex2var_epi16(first, _mm512_loadu_si512(kOrder.data()), second);
-    pairs[1] = (__m512bh)_mm512_permutex2var_epi16(first, _mm512_loadu_si512(kOrder.data() + 32), second);
-  } else {
-    const auto wide = [](const at::BFloat16* q) {
-      return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)));
-    };
-    pairs[0] = (__m512bh)_mm512_or_si512(wide(p), _mm512_slli_epi32(wide(p + ldb), 16));
-  }
-}
-
-// One instruction multiplies two rows of B by a pair of A's: the rows are interleaved as they are read. An odd one out is
-// its own partner, for which A has a 0: what lies behind it may be anything.
-template <int R, int W>
-inline void accumulate(const at::BFloat16* a, int64_t lda, const Piece<at::BFloat16>& b, int64_t depth,
-                       Lanes (&sum)[R][W]) {
-  const auto add_pair = [&](int64_t k, int64_t to_partner) {
-    __m512bh rows[W];
-    for (int w = 0; w < W; w += 2) interleave<W - 1>(b.row(k) + w * kLanes, to_partner, rows + w);
-    for (int r = 0; r < R; ++r) {
-      int32_t pair;
-      std::memcpy(&pair, a + r * lda + k, sizeof pair);
-      const auto factors = (__m512bh)_mm512_set1_epi32(pair);
-      for (int w = 0; w < W; ++w) sum[r][w] = (Lanes)_mm512_dpbf16_ps((__m512)sum[r][w], rows[w], factors);
-    }
-  };
-  for (int64_t k = 0; k + 1 < depth; k += 2) {
-    b.fetch<W>(k);
-    b.fetch<W>(k + 1);
-    add_pair(k, b.stride);
-  }
-  if (depth % 2) add_pair(depth - 1, 0);
-}
-#endif
-
-// C (R x W*kLanes) = A (R x depth) B (depth x W*kLanes), or C += where `adds`; all row-major.
-template <bool adds, int R, int W, typename A, typename B>
-inline void multiply(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth) {
-  Lanes sum[R][W];
-  for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) sum[r][w] = adds ? load(c + r * ldc + w * kLanes) : Lanes{};
-  accumulate(a, lda, b, depth, sum);
-  for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) store(c + r * ldc + w * kLanes, sum[r][w]);
-}
-
-// The same for a width that is any multiple of kLanes.
-template <bool adds, int R, typename A, typename B>
-[[gnu::noinline]] void multiply_rows(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth, int64_t width) {
-  int64_t w = 0;
-  if constexpr (R <= kTileRows / 3)  // few rows: more columns, so that sums do not wait for each other
-    for (; w + 4 * kLanes <= width; w += 4 * kLanes) multiply<adds, R, 4>(a, lda, b.from_column(w), c + w, ldc, depth);
-  for (; w + 2 * kLanes <= width; w += 2 * kLanes) multiply<adds, R, 2>(a, lda, b.from_column(w), c + w, ldc, depth);
-  if (w < width) multiply<adds, R, 1>(a, lda, b.from_column(w), c + w, ldc, depth);
-}
-
-#if defined(__AMX_BF16__)
-constexpr int64_t kTileDepth = 32;  // of numbers of 16 bits
-
-// Columns of two rows, a multiple of kLanes, as pairs.
-template <typename S>
-inline void pair_rows(const S* first, const S* second, int64_t count, at::BFloat16* pairs) {
-  int64_t i = 0;
-  if constexpr (std::is_same_v<S, at::BFloat16>)
-    for (; i + 2 * kLanes <= count; i += 2 * kLanes)
-      interleave<1>(first + i, second - first, reinterpret_cast<__m512bh*>(pairs + 2 * i));
-  for (; i < count; i += kLanes) {
-    const Words both = (Words)widen(first + i) >> 16 | ((Words)widen(second + i) & 0xffff0000u);
-    std::memcpy(pairs + 2 * i, &both, sizeof both);
-  }
-}
-
-// c (rows x 16 * C) += a (rows x depth) b; of b pairs of rows, (depth / 2, ldb, 2). The tiles' shapes are set: sums in 0 to
-// 3, a in 4, b in 5 to 7.
-template <int C>
-inline void add_product(const at::BFloat16* a, int64_t lda, const at::BFloat16* b, int64_t ldb, float* c, int64_t ldc,
-                        int64_t depth) {
-  _tile_loadd(0, c, 4 * ldc);
-  if constexpr (C > 1) _tile_loadd(1, c + kTileHeight, 4 * ldc);
-  if constexpr (C > 2) _tile_loadd(2, c + 2 * kTileHeight, 4 * ldc);
-  if constexpr (C > 3) _tile_loadd(3, c + 3 * kTileHeight, 4 * ldc);
-  for (int64_t k = 0; k < depth; k += kTileDepth, b += kTileDepth * ldb) {
-    _tile_loadd(4, a + k, 2 * lda);
-    _tile_loadd(5, b, 4 * ldb);
-    _tile_dpbf16ps(0, 4, 5);
-    if constexpr (C > 1) { _tile_loadd(6, b + 2 * kTileHeight, 4 * ldb); _tile_dpbf16ps(1, 4, 6); }
-    if constexpr (C > 2) { _tile_loadd(7, b + 4 * kTileHeight, 4 * ldb); _tile_dpbf16ps(2, 4, 7); }
-    if constexpr (C > 3) { _tile_loadd(5, b + 6 * kTileHeight, 4 * ldb); _tile_dpbf16ps(3, 4, 5); }
-  }
-  _tile_stored(0, c, 4 * ldc);
-  if constexpr (C > 1) _tile_stored(1, c + kTileHeight, 4 * ldc);
-  if constexpr (C > 2) _tile_stored(2, c + 2 * kTileHeight, 4 * ldc);
-  if constexpr (C > 3) _tile_stored(3, c + 3 * kTileHeight, 4 * ldc);
-}
-
-// The same for at most 16 rows, and a width that is any multiple of 16.
-inline void add_product(const at::BFloat16* a, int64_t lda, const at::BFloat16* b, int64_t ldb, float* c, int64_t ldc,
-                        int64_t rows, int64_t depth, int64_t width) {
-  TileShapes shapes;
-  for (int tile = 0; tile < 8; ++tile) shapes.set(tile, tile <= 4 ? rows : kTileHeight, 64);
-  shapes.use();
-  int64_t w = 0;
-  for (; w + 4 * kTileHeight <= width; w += 4 * kTileHeight) add_product<4>(a, lda, b + 2 * w, ldb, c + w, ldc, depth);
-  with_rows<3>((width - w) / kTileHeight, [&](auto columns) {
-    add_product<columns()>(a, lda, b + 2 * w, ldb, c + w, ldc, depth);
-  });
-  _tile_release();
-}
-#endif
-
-// Numbers of type T, whose keys and values are stored in type S.
-template <typename T, typename S>
-struct Inputs {
-  const T *query, *key, *value;
-  int64_t query_head, query_token, key_head, key_token, value_head, value_token;  // strides
-  S *key_pool, *value_pool;
-  float* scales;  // null where S is T
-  T* output;
-  const int64_t *positions, *slots, *block_tables;
-  int64_t B, Q, N, H, Hk, D, Dv, block_size, window;
-  float scale;
-
-  static constexpr bool is_rounded = !std::is_same_v<T, S>;
-  // Of a block's keys, or of its values.
-  float* scales_of(int64_t block, int64_t head, bool of_values) const {
-    return scales + ((block * Hk + head) * 2 + of_values) * block_size;
-  }
-};
-
-template <typename T>
-bool are_finite(const T* numbers, int64_t count) {
-  Lanes sums{};
-  float rest = 0;
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    const Lanes v = widen(numbers + i);
-    sums += v - v;  // 0, or NaN
-  }
-  for (; i < count; ++i) {
-    const float number = static_cast<float>(numbers[i]);
-    rest += number - number;
-  }
-  return sum_of(sums) + rest == 0;
-}
-
-// Values of keys that a query does not see are multiplied by 0, which leaves no trace of finite ones. So a token whose key
-// or value is not finite has a key of NaN, whose score, and what comes of it, is NaN for whoever sees it, and a value of 0.
-template <typename T>
-void write_new(const Inputs<T, T>& in, int64_t token) {
-  const int64_t block = in.slots[token] / in.block_size, offset = in.slots[token] % in.block_size;
-  for (int64_t head = 0; head < in.Hk; ++head) {
-    T* keys = in.key_pool + (block * in.Hk + head) * in.D * in.block_size + offset;
-    const T* key = in.key + head * in.key_head + token * in.key_token;
-    const T* value = in.value + head * in.value_head + token * in.value_token;
-    T* values = in.value_pool + ((block * in.Hk + head) * in.block_size + offset) * in.Dv;
-    if (are_finite(key, in.D) && are_finite(value, in.Dv)) {
-      for (int64_t d = 0; d < in.D; ++d) keys[d * in.block_size] = key[d];
-      std::memcpy(values, value, in.Dv * sizeof(T));
-    } else {
-      for (int64_t d = 0; d < in.D; ++d) keys[d * in.block_size] = std::numeric_limits<T>::quiet_NaN();
-      std::fill_n(values, in.Dv, T(0.0f));
-    }
-  }
-}
-
-// Numbers as they are stored, `stride` apart, and their scale: the largest is the largest that there is.
-template <typename T, typename S>
-float round_to(const T* numbers, int64_t count, S* to, int64_t stride) {
-  constexpr float kLargest = std::is_same_v<S, int8_t> ? 127.0f : 448.0f;
-  const auto piece = [&](int64_t i) {
-    if (i + kLanes <= count) return widen(numbers + i);
-    float rest[kLanes] = {};
-    for (int64_t k = i; k < count; ++k) rest[k - i] = static_cast<float>(numbers[k]);
-    return load(rest);
-  };
-  Lanes largest{};
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const Lanes size = (Lanes)((Words)piece(i) & 0x7fffffffu);
-    largest = size > largest ? size : largest;
-  }
-  const float scale = largest_of(largest) / kLargest;
-  const float divisor = scale > 0 ? scale : std::numeric_limits<float>::infinity();
-  for (int64_t i = 0; i < count; i += kLanes) {
-    Lanes v = piece(i) / divisor;
-    // A scale that is hardly more than 0 has few bits.
-    v = v > kLargest ? Lanes{} + kLargest : v < -kLargest ? Lanes{} - kLargest : v;
-    S rounded[kLanes];
-    narrow(v, rounded);
-    for (int64_t k = i; k < std::min(i + kLanes, count); ++k) to[k * stride] = rounded[k - i];
-  }
-  return scale;
-}
-
-// In 8 bits the scale of the keys is NaN.
-template <typename T, typename S>
-void write_new(const Inputs<T, S>& in, int64_t token) {
-  const int64_t block = in.slots[token] / in.block_size, offset = in.slots[token] % in.block_size;
-  for (int64_t head = 0; head < in.Hk; ++head) {
-    S* keys = in.key_pool + (block * in.Hk + head) * in.D * in.block_size + offset;
-    S* values = in.value_pool + ((block * in.Hk + head) * in.block_size + offset) * in.Dv;
-    const T* key = in.key + head * in.key_head + token * in.key_token;
-    const T* value = in.value + head * in.value_head + token * in.value_token;
-    float &of_key = in.scales_of(block, head, false)[offset], &of_value = in.scales_of(block, head, true)[offset];
-    if (are_finite(key, in.D) && are_finite(value, in.Dv)) {
-      of_key = round_to(key, in.D, keys, in.block_size);
-      of_value = round_to(value, in.Dv, values, 1);
-    } else {
-      of_key = std::numeric_limits<float>::quiet_NaN();
-      of_value = 0;
-    }
-  }
-}
 
 // Keys that are looked at together.
 inline int64_t chunk_of(int64_t block_size) {
@@ -338,49 +42,6 @@ struct Task {
 struct Share {
   int64_t begin, end;
 };
-
-// Running softmax of a task's rows, head by head: their largest score so far, the sum of exponentials in kLanes parts, and
-// the weighted sum of values.
-struct Partial {
-  float *maximum, *sums, *weighted;  // (rows), (rows, kLanes), (rows, width)
-};
-
-// Scales of a chunk's keys and values in 8 bits; 0 beyond its last key.
-struct Scales {
-  const float *of_keys, *of_values;
-};
-
-// Scores of `count` keys become 2 to the power of (score - maximum) * scale, 0 outside begin..end; the partial sums are
-// brought to the same maximum. In 8 bits scores come without their keys' scales, and weights leave with their values'.
-template <bool is_rounded, typename E>
-[[gnu::noinline]] void exponentiate(float* scores, E* weights, const Scales& scales, int64_t begin, int64_t end, int64_t count,
-                  float scale, const Partial& out, int64_t r, int64_t width) {
-  if constexpr (is_rounded)
-    for (int64_t j = 0; j < count; j += kLanes) store(scores + j, load(scores + j) * load(scales.of_keys + j));
-  std::fill(scores, scores + begin, kNever);
-  std::fill(scores + end, scores + count, kNever);
-  Lanes largest = load(scores);
-  for (int64_t j = kLanes; j < count; j += kLanes) {
-    const Lanes v = load(scores + j);
-    largest = v > largest ? v : largest;
-  }
-  const float before = out.maximum[r], maximum = std::max(before, largest_of(largest));
-  Lanes sum = load(out.sums + r * kLanes);
-  if (maximum > before) {
-    const float correction = std::exp2((before - maximum) * scale);
-    out.maximum[r] = maximum;
-    sum *= correction;
-    for (float* d = out.weighted + r * width; d < out.weighted + (r + 1) * width; d += kLanes)
-      store(d, load(d) * correction);
-  }
-  for (int64_t j = 0; j < count; j += kLanes) {
-    const Lanes power = exp2_lanes((load(scores + j) - maximum) * scale);
-    if constexpr (is_rounded) narrow(power * load(scales.of_values + j), weights + j);
-    else narrow(power, weights + j);
-    sum += power;
-  }
-  store(out.sums + r * kLanes, sum);
-}
 
 // Positions of a task's rows, and the keys of its share that some of them see.
 struct Seen {
@@ -597,23 +258,6 @@ void attend_fastest(const Inputs<T, S>& in, const Task& task, const Share& share
 #endif
   if (!std::is_same_v<S, float> && task.num_rows > 2 * kTileRows) attend<float, false>(in, task, seen, out, width);
   else attend<float, true>(in, task, seen, out, width);
-}
-
-// Adds a part of a task, over later keys, to those before it.
-[[gnu::noinline]] void add_part(const Partial& total, const Partial& part, int64_t num_rows, int64_t width, float scale) {
-  for (int64_t row = 0; row < num_rows; ++row) {
-    // A part without a key. One of NaN scores has no maximum either, but sums, which are NaN.
-    if (part.maximum[row] == kNever && sum_of(load(part.sums + row * kLanes)) == 0) continue;
-    const float maximum = std::max(total.maximum[row], part.maximum[row]);
-    const float before = std::exp2((total.maximum[row] - maximum) * scale);
-    const float factor = std::exp2((part.maximum[row] - maximum) * scale);
-    const auto add = [&](float* to, const float* from, int64_t count) {
-      for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(to + i) * before + load(from + i) * factor);
-    };
-    total.maximum[row] = maximum;
-    add(total.sums + row * kLanes, part.sums + row * kLanes, kLanes);
-    add(total.weighted + row * width, part.weighted + row * width, width);
-  }
 }
 
 // Writes a task's output.

@@ -1,0 +1,163 @@
+// Products of few rows with keys or values, by registers of floats, by instructions for pairs of bfloat16, or by tiles (AMX).
+
+#pragma once
+
+#include <array>
+#include <cstring>
+#include <type_traits>
+
+#include "lanes.h"
+#include "tiles.h"
+
+namespace {
+
+// Rows of keys or values, and what lies like them and is fetched meanwhile, because it is read soon: the values of these
+// keys, or the keys of the next chunk.
+template <typename T>
+struct Piece {
+  const T *numbers, *upcoming;
+  int64_t stride;
+
+  Piece from_column(int64_t w) const { return {numbers + w, upcoming + w, stride}; }
+  const T* row(int64_t k) const { return numbers + k * stride; }
+  template <int W>
+  void fetch(int64_t k) const {
+    for (int i = 0; i < W * kLanes; i += 64 / sizeof(T)) fetch_line(upcoming + k * stride + i);
+  }
+};
+
+// sum (R x W*kLanes) += A (R x depth) B (depth x W*kLanes), A and B row-major.
+template <int R, int W, typename B>
+inline void accumulate(const float* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
+  for (int64_t k = 0; k < depth; ++k) {
+    b.template fetch<W>(k);
+    Lanes row[W];
+    for (int w = 0; w < W; ++w) row[w] = widen(b.row(k) + w * kLanes);
+    for (int r = 0; r < R; ++r) {
+      const float factor = a[r * lda + k];
+      for (int w = 0; w < W; ++w) sum[r][w] += row[w] * factor;
+    }
+  }
+}
+
+#if defined(__AVX512BF16__)
+// Pairs of two neighbouring rows' numbers: one register of them, or two where `more` than that are wanted.
+template <int more>
+inline void interleave(const at::BFloat16* p, int64_t ldb, __m512bh* pairs) {
+  if constexpr (more > 0) {
+    static constexpr auto kOrder = [] {
+      std::array<int16_t, 64> order{};
+      for (int i = 0; i < 64; ++i) order[i] = i / 2 + i % 2 * 32;
+      return order;
+    }();
+    const __m512i first = _mm512_loadu_si512(p), second = _mm512_loadu_si512(p + ldb);
+    pairs[0] = (__m512bh)_mm512_permutex2var_epi16(first, _mm512_loadu_si512(kOrder.data()), second);
+    pairs[1] = (__m512bh)_mm512_permutex2var_epi16(first, _mm512_loadu_si512(kOrder.data() + 32), second);
+  } else {
+    const auto wide = [](const at::BFloat16* q) {
+      return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)));
+    };
+    pairs[0] = (__m512bh)_mm512_or_si512(wide(p), _mm512_slli_epi32(wide(p + ldb), 16));
+  }
+}
+
+// One instruction multiplies two rows of B by a pair of A's: the rows are interleaved as they are read. An odd one out is
+// its own partner, for which A has a 0: what lies behind it may be anything.
+template <int R, int W>
+inline void accumulate(const at::BFloat16* a, int64_t lda, const Piece<at::BFloat16>& b, int64_t depth,
+                       Lanes (&sum)[R][W]) {
+  const auto add_pair = [&](int64_t k, int64_t to_partner) {
+    __m512bh rows[W];
+    for (int w = 0; w < W; w += 2) interleave<W - 1>(b.row(k) + w * kLanes, to_partner, rows + w);
+    for (int r = 0; r < R; ++r) {
+      int32_t pair;
+      std::memcpy(&pair, a + r * lda + k, sizeof pair);
+      const auto factors = (__m512bh)_mm512_set1_epi32(pair);
+      for (int w = 0; w < W; ++w) sum[r][w] = (Lanes)_mm512_dpbf16_ps((__m512)sum[r][w], rows[w], factors);
+    }
+  };
+  for (int64_t k = 0; k + 1 < depth; k += 2) {
+    b.fetch<W>(k);
+    b.fetch<W>(k + 1);
+    add_pair(k, b.stride);
+  }
+  if (depth % 2) add_pair(depth - 1, 0);
+}
+#endif
+
+// C (R x W*kLanes) = A (R x depth) B (depth x W*kLanes), or C += where `adds`; all row-major.
+template <bool adds, int R, int W, typename A, typename B>
+inline void multiply(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth) {
+  Lanes sum[R][W];
+  for (int r = 0; r < R; ++r)
+    for (int w = 0; w < W; ++w) sum[r][w] = adds ? load(c + r * ldc + w * kLanes) : Lanes{};
+  accumulate(a, lda, b, depth, sum);
+  for (int r = 0; r < R; ++r)
+    for (int w = 0; w < W; ++w) store(c + r * ldc + w * kLanes, sum[r][w]);
+}
+
+// The same for a width that is any multiple of kLanes.
+template <bool adds, int R, typename A, typename B>
+[[gnu::noinline]] void multiply_rows(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth, int64_t width) {
+  int64_t w = 0;
+  if constexpr (R <= kTileRows / 3)  // few rows: more columns, so that sums do not wait for each other
+    for (; w + 4 * kLanes <= width; w += 4 * kLanes) multiply<adds, R, 4>(a, lda, b.from_column(w), c + w, ldc, depth);
+  for (; w + 2 * kLanes <= width; w += 2 * kLanes) multiply<adds, R, 2>(a, lda, b.from_column(w), c + w, ldc, depth);
+  if (w < width) multiply<adds, R, 1>(a, lda, b.from_column(w), c + w, ldc, depth);
+}
+
+#if defined(__AMX_BF16__)
+constexpr int64_t kTileDepth = 32;  // of numbers of 16 bits
+
+// Columns of two rows, a multiple of kLanes, as pairs.
+template <typename S>
+inline void pair_rows(const S* first, const S* second, int64_t count, at::BFloat16* pairs) {
+  int64_t i = 0;
+  if constexpr (std::is_same_v<S, at::BFloat16>)
+    for (; i + 2 * kLanes <= count; i += 2 * kLanes)
+      interleave<1>(first + i, second - first, reinterpret_cast<__m512bh*>(pairs + 2 * i));
+  for (; i < count; i += kLanes) {
+    const Words both = (Words)widen(first + i) >> 16 | ((Words)widen(second + i) & 0xffff0000u);
+    std::memcpy(pairs + 2 * i, &both, sizeof both);
+  }
+}
+
+// c (rows x 16 * C) += a (rows x depth) b; of b pairs of rows, (depth / 2, ldb, 2). The tiles' shapes are set: sums in 0 to
+// 3, a in 4, b in 5 to 7.
+template <int C>
+inline void add_product(const at::BFloat16* a, int64_t lda, const at::BFloat16* b, int64_t ldb, float* c, int64_t ldc,
+                        int64_t depth) {
+  _tile_loadd(0, c, 4 * ldc);
+  if constexpr (C > 1) _tile_loadd(1, c + kTileHeight, 4 * ldc);
+  if constexpr (C > 2) _tile_loadd(2, c + 2 * kTileHeight, 4 * ldc);
+  if constexpr (C > 3) _tile_loadd(3, c + 3 * kTileHeight, 4 * ldc);
+  for (int64_t k = 0; k < depth; k += kTileDepth, b += kTileDepth * ldb) {
+    _tile_loadd(4, a + k, 2 * lda);
+    _tile_loadd(5, b, 4 * ldb);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (C > 1) { _tile_loadd(6, b + 2 * kTileHeight, 4 * ldb); _tile_dpbf16ps(1, 4, 6); }
+    if constexpr (C > 2) { _tile_loadd(7, b + 4 * kTileHeight, 4 * ldb); _tile_dpbf16ps(2, 4, 7); }
+    if constexpr (C > 3) { _tile_loadd(5, b + 6 * kTileHeight, 4 * ldb); _tile_dpbf16ps(3, 4, 5); }
+  }
+  _tile_stored(0, c, 4 * ldc);
+  if constexpr (C > 1) _tile_stored(1, c + kTileHeight, 4 * ldc);
+  if constexpr (C > 2) _tile_stored(2, c + 2 * kTileHeight, 4 * ldc);
+  if constexpr (C > 3) _tile_stored(3, c + 3 * kTileHeight, 4 * ldc);
+}
+
+// The same for at most 16 rows, and a width that is any multiple of 16.
+inline void add_product(const at::BFloat16* a, int64_t lda, const at::BFloat16* b, int64_t ldb, float* c, int64_t ldc,
+                        int64_t rows, int64_t depth, int64_t width) {
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) shapes.set(tile, tile <= 4 ? rows : kTileHeight, 64);
+  shapes.use();
+  int64_t w = 0;
+  for (; w + 4 * kTileHeight <= width; w += 4 * kTileHeight) add_product<4>(a, lda, b + 2 * w, ldb, c + w, ldc, depth);
+  with_rows<3>((width - w) / kTileHeight, [&](auto columns) {
+    add_product<columns()>(a, lda, b + 2 * w, ldb, c + w, ldc, depth);
+  });
+  _tile_release();
+}
+#endif
+
+}  // namespace

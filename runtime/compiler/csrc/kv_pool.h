@@ -1,0 +1,125 @@
+// The pools of keys and values: what attention is given, and how new keys and values are written.
+//
+// Keys are stored transposed in their block, (num_blocks, Hk, D, block_size), values as they are, (num_blocks, Hk,
+// block_size, Dv), so that both products run along contiguous memory. The query heads of one KV head are rows of one
+// product: row g * Q + i is query i of its head g.
+//
+// In 8 bits (int8, or e4m3) each token has two scales for each head, one of its keys and one of its values, (num_blocks,
+// Hk, 2, block_size). Scores are multiplied by the first, and weights by the second: the products are of the few bits.
+
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "lanes.h"
+#include "softmax.h"
+
+namespace {
+
+// Numbers of type T, whose keys and values are stored in type S.
+template <typename T, typename S>
+struct Inputs {
+  const T *query, *key, *value;
+  int64_t query_head, query_token, key_head, key_token, value_head, value_token;  // strides
+  S *key_pool, *value_pool;
+  float* scales;  // null where S is T
+  T* output;
+  const int64_t *positions, *slots, *block_tables;
+  int64_t B, Q, N, H, Hk, D, Dv, block_size, window;
+  float scale;
+
+  static constexpr bool is_rounded = !std::is_same_v<T, S>;
+  // Of a block's keys, or of its values.
+  float* scales_of(int64_t block, int64_t head, bool of_values) const {
+    return scales + ((block * Hk + head) * 2 + of_values) * block_size;
+  }
+};
+
+template <typename T>
+bool are_finite(const T* numbers, int64_t count) {
+  Lanes sums{};
+  float rest = 0;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Lanes v = widen(numbers + i);
+    sums += v - v;  // 0, or NaN
+  }
+  for (; i < count; ++i) {
+    const float number = static_cast<float>(numbers[i]);
+    rest += number - number;
+  }
+  return sum_of(sums) + rest == 0;
+}
+
+// Values of keys that a query does not see are multiplied by 0, which leaves no trace of finite ones. So a token whose key
+// or value is not finite has a key of NaN, whose score, and what comes of it, is NaN for whoever sees it, and a value of 0.
+template <typename T>
+void write_new(const Inputs<T, T>& in, int64_t token) {
+  const int64_t block = in.slots[token] / in.block_size, offset = in.slots[token] % in.block_size;
+  for (int64_t head = 0; head < in.Hk; ++head) {
+    T* keys = in.key_pool + (block * in.Hk + head) * in.D * in.block_size + offset;
+    const T* key = in.key + head * in.key_head + token * in.key_token;
+    const T* value = in.value + head * in.value_head + token * in.value_token;
+    T* values = in.value_pool + ((block * in.Hk + head) * in.block_size + offset) * in.Dv;
+    if (are_finite(key, in.D) && are_finite(value, in.Dv)) {
+      for (int64_t d = 0; d < in.D; ++d) keys[d * in.block_size] = key[d];
+      std::memcpy(values, value, in.Dv * sizeof(T));
+    } else {
+      for (int64_t d = 0; d < in.D; ++d) keys[d * in.block_size] = std::numeric_limits<T>::quiet_NaN();
+      std::fill_n(values, in.Dv, T(0.0f));
+    }
+  }
+}
+
+// Numbers as they are stored, `stride` apart, and their scale: the largest is the largest that there is.
+template <typename T, typename S>
+float round_to(const T* numbers, int64_t count, S* to, int64_t stride) {
+  constexpr float kLargest = std::is_same_v<S, int8_t> ? 127.0f : 448.0f;
+  const auto piece = [&](int64_t i) {
+    if (i + kLanes <= count) return widen(numbers + i);
+    float rest[kLanes] = {};
+    for (int64_t k = i; k < count; ++k) rest[k - i] = static_cast<float>(numbers[k]);
+    return load(rest);
+  };
+  Lanes largest{};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Lanes size = (Lanes)((Words)piece(i) & 0x7fffffffu);
+    largest = size > largest ? size : largest;
+  }
+  const float scale = largest_of(largest) / kLargest;
+  const float divisor = scale > 0 ? scale : std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Lanes v = piece(i) / divisor;
+    // A scale that is hardly more than 0 has few bits.
+    v = v > kLargest ? Lanes{} + kLargest : v < -kLargest ? Lanes{} - kLargest : v;
+    S rounded[kLanes];
+    narrow(v, rounded);
+    for (int64_t k = i; k < std::min(i + kLanes, count); ++k) to[k * stride] = rounded[k - i];
+  }
+  return scale;
+}
+
+// In 8 bits the scale of the keys is NaN.
+template <typename T, typename S>
+void write_new(const Inputs<T, S>& in, int64_t token) {
+  const int64_t block = in.slots[token] / in.block_size, offset = in.slots[token] % in.block_size;
+  for (int64_t head = 0; head < in.Hk; ++head) {
+    S* keys = in.key_pool + (block * in.Hk + head) * in.D * in.block_size + offset;
+    S* values = in.value_pool + ((block * in.Hk + head) * in.block_size + offset) * in.Dv;
+    const T* key = in.key + head * in.key_head + token * in.key_token;
+    const T* value = in.value + head * in.value_head + token * in.value_token;
+    float &of_key = in.scales_of(block, head, false)[offset], &of_value = in.scales_of(block, head, true)[offset];
+    if (are_finite(key, in.D) && are_finite(value, in.Dv)) {
+      of_key = round_to(key, in.D, keys, in.block_size);
+      of_value = round_to(value, in.Dv, values, 1);
+    } else {
+      of_key = std::numeric_limits<float>::quiet_NaN();
+      of_value = 0;
+    }
+  }
+}
+
+}  // namespace
