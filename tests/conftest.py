@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: a variation that is run with `--slow` only")
+    config.addinivalue_line("markers", "one_in(n): of its variations about one in n is run, all with `--slow`")
     register_profiles()
     settings.load_profile("slow" if config.getoption("--slow") else "default")
 
@@ -45,8 +47,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # What waits for the walk of the documentation comes first: one worker has it then, and the other takes the rest.
     items.sort(key=lambda item: "walk" not in getattr(item, "fixturenames", ()))
     if not config.getoption("--slow"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=[item for item in items if is_slow(item)])
+        items[:] = [item for item in items if not is_slow(item)]
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Of many variations the same ones are not, whatever the order: a digest of their names decides."""
+    one_in = item.get_closest_marker("one_in")
+    left_out = one_in is not None and crc32(item.nodeid.encode()) % one_in.args[0] != 0
+    return left_out or item.get_closest_marker("slow") is not None
 
 
 MakeEngine = Callable[..., Engine]

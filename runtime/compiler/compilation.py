@@ -9,6 +9,8 @@ import json
 import logging
 import math
 import os
+import shlex
+import subprocess
 import warnings
 import weakref
 import zipfile
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from runtime.batch import Batch, Row, at_least_two, pack
+from runtime.compiler.kernels import cxx_compiler
 from runtime.compiler.memory import give_back
 from runtime.compiler.weights import Layout, layout_of, save_weights
 from runtime.config import ARITHMETICS, Arithmetic, LayerShape, StepShape, as_json, parse
@@ -29,6 +32,7 @@ from runtime.kv_cache import KVPool, kv_dtype
 from runtime.temporary import own_temporary_files
 
 if TYPE_CHECKING:
+    from torch._inductor.cpu_vec_isa import VecISA
     from torch.export import ExportedProgram
 
     from runtime.compiler.model import Step  # opening an engine must not import model code
@@ -88,8 +92,6 @@ def compile_aot(
         hands_over = arithmetic is not None and use_kernels(program, ARITHMETICS.index(arithmetic))
         options: dict[str, Any] = {
             "freezing": arithmetic is not None,
-            # Not tried out by compiling a program for each set of instructions: the kernels' compiler knows them.
-            "cpp.vec_isa_ok": True if hands_over else None,
             "aot_inductor.metadata": {},
             "aot_inductor.package": True,
             "aot_inductor.precompile_headers": False,  # for one program it takes as long as reading them
@@ -97,7 +99,8 @@ def compile_aot(
             "aot_inductor.package_constants_on_disk_format": "pickle_weights" if hands_over else None,
         }
         arguments, _ = program.example_inputs
-        made = torch._inductor.aot_compile(program.module(check_guards=False), arguments, options=options)
+        with _instructions_looked_up():
+            made = torch._inductor.aot_compile(program.module(check_guards=False), arguments, options=options)
     assert isinstance(made, list)  # because it is to be packaged
     constants = [file for file in made if isinstance(file, Weights)]
     weights = {name: tensor for part in constants for name, (tensor, _) in part.items()}
@@ -108,6 +111,28 @@ def compile_aot(
         extra_files={_LAYOUT: json.dumps(layout_of(weights)), _SHAPE: json.dumps(as_json(shape))},
     )
     return hands_over
+
+
+@contextmanager
+def _instructions_looked_up() -> Iterator[None]:
+    """Inductor asks the compiler which instructions it knows, and does not compile and load a library for each set.
+
+    That takes 2 s for each of six, and the processor is asked elsewhere.
+    """
+
+    def knows(instructions: "VecISA", code: str) -> bool:
+        flags = instructions.build_arch_flags().split()
+        command = [*shlex.split(cxx_compiler()), *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+        return subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+
+    from torch._inductor.cpu_vec_isa import VecISA  # only to build
+
+    before = VecISA.check_build
+    VecISA.check_build = knows  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        VecISA.check_build = before  # type: ignore[method-assign]
 
 
 def export_step(

@@ -39,7 +39,7 @@ def compile_kernels(path: Path, march: str = "native") -> None:
 
     For the processor that it is compiled on, unless `march` names another of the compiler's.
     """
-    compiler = os.environ.get("CXX") or "g++"
+    compiler = cxx_compiler()
     name = digest(
         (
             _sources(),
@@ -57,6 +57,11 @@ def compile_kernels(path: Path, march: str = "native") -> None:
         make_cache_dir()
         library = path.read_bytes()
         write_file(cached, library + hashlib.sha256(library).digest())  # whole or absent, whoever else compiles
+
+
+def cxx_compiler() -> str:
+    """The command of the C++ compiler, as Inductor takes it too."""
+    return os.environ.get("CXX") or "g++"
 
 
 def _read_cached(cached: Path) -> bytes | None:
