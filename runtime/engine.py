@@ -154,8 +154,8 @@ class Engine:
     @property
     def num_cache_bytes(self) -> int:
         """What the K/V cache takes when it is full."""
-        block_size, dtype = self.config.build_config.tokens_per_block, getattr(torch, self.config.dtype)
-        return self._blocks.num_blocks * bytes_per_block(self.config.layers, block_size, dtype)
+        block_bytes = bytes_per_block(self.config.layers, self._blocks.block_size, _kv_dtype(self.config))
+        return self._blocks.num_blocks * block_bytes
 
     def check_request(self, request: Request) -> None:
         """SpecDecError if the engine cannot serve the request whatever else runs."""

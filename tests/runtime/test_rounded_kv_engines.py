@@ -86,6 +86,12 @@ def test_logits_are_transformers_with_a_cache_that_rounds(engine_dir: Path, mode
     assert (logits - expected(DynamicCache())).abs().max() > 1e-2
 
 
+def test_size_of_the_cache_is_that_of_its_tensors(engine_dir: Path) -> None:
+    with Engine.open(engine_dir) as engine:
+        keys, values_and_scales = engine._pool.tensors()
+        assert engine.num_cache_bytes == sum(tensor.nbytes for tensor in [*keys, *values_and_scales])
+
+
 @pytest.mark.parametrize("in_leader_mode", [True, False], ids=["leader", "orchestrator"])
 def test_drafts_reuse_and_preemption_change_no_token(
     engine_dir: Path, in_leader_mode: bool, model: PreTrainedModel, make_engine_dir: MakeEngineDir
