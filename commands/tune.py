@@ -2,31 +2,37 @@
 
 from commands.inputs.paths import check_drafter, check_readable, check_tokenizer_dir
 from commands.inputs.prompts import read_prompts
+from commands.options.drafting_models import ModelDrafterOptions
 from commands.options.expand import expand_groups
 from commands.options.lookups import LookupOptions
 from commands.options.tune import TuneInputs, TuneOptions, named_drafter
 from commands.output import Output, check_output_files
 from runtime.bundle import read_bundle
+from runtime.drafters.settings import check_has_copy
 
 
 @expand_groups
-def tune(inputs: TuneInputs, options: TuneOptions, lookups: LookupOptions, output: Output) -> None:
+def tune(
+    inputs: TuneInputs, options: TuneOptions, lookups: LookupOptions, models: ModelDrafterOptions, output: Output
+) -> None:
     """Find the drafter and the draft length that pay.
 
     Replays what was generated through many drafters, which needs no model. With an engine it predicts from what its
     steps cost how long each would take, times the best three and no drafter, and recommends the fastest. Greedy.
-    Flags that name a drafter tune that one only.
+    What a draft model or the model's own copy drafts no record tells: those are run with drafts of each length. Flags
+    that name a drafter, or several, tune that only.
     """
-    named = named_drafter(lookups)
+    named = named_drafter(lookups, models, options.drafters)
     options.check(inputs, named)
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if inputs.traces is None else []
     if options.output is not None:
-        corpus = [] if lookups.ngram_corpus is None else [lookups.ngram_corpus]
-        check_output_files([options.output], [*inputs.paths, *corpus])
+        read = [path for path in (lookups.ngram_corpus, models.draft_engine_dir) if path is not None]
+        check_output_files([options.output], [*inputs.paths, *read])
     if inputs.traces is not None:
         check_readable([inputs.traces])
     if inputs.engine_dir is not None:
-        read_bundle(inputs.engine_dir)
+        build = read_bundle(inputs.engine_dir).config.build_config
+        check_has_copy(named, has_copy=build.self_draft is not None)
     if inputs.tokenizer_dir is not None:
         check_tokenizer_dir(inputs.tokenizer_dir)
     check_drafter(named, None)

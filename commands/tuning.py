@@ -44,19 +44,22 @@ def tune_engine(
     timing = Timing(options.batch_size or 1, options.num_live_prompts or DEFAULT_LIVE_PROMPTS)
     with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode="orchestrator") as llm:
         check_tuning(llm, scope, timing.batch_size)
-        answered = _answered(llm, inputs, options, prompts, output)
-        search, confirmation = tune(llm, answered, scope, timing, output.progress)
-    tuning = Tuning(search, _settings(inputs, options), confirmation)
+        answered = _answered(llm, inputs, options, scope, prompts, output)
+        tuned = tune(llm, answered, scope, timing, output.progress)
+    confirmation = tuned.confirmation
+    tuning = Tuning(tuned.search, _settings(inputs, options), tuned.tried, confirmation)
     if options.output is not None:
         identity = ProfileEngine(str(engine_dir), engine_digest(bundle.config))
-        candidate = confirmation.recommended.replayed.candidate
+        candidate = confirmation.recommended.candidate
         figures = _figures(confirmation, timing.batch_size)
         write_profile(options.output, Profile(identity, candidate.drafter, candidate.draft_len_mode, figures))
     show(tuning, output)
     output.document(tune_document(tuning))
 
 
-def _answered(llm: LLM, inputs: TuneInputs, options: TuneOptions, prompts: list[Prompt], output: Output) -> Answered:
+def _answered(
+    llm: LLM, inputs: TuneInputs, options: TuneOptions, scope: Scope, prompts: list[Prompt], output: Output
+) -> Answered:
     """The requests that fit the engine, and what it answers, or was recorded to have answered."""
     max_tokens = options.max_output_len or DEFAULT_OUTPUT_LEN
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, **end_id_params(options.end_id))
@@ -67,11 +70,11 @@ def _answered(llm: LLM, inputs: TuneInputs, options: TuneOptions, prompts: list[
             replace(template.with_prompt(i, t.prompt_tokens), max_new_tokens=len(t.output_tokens))
             for i, t in enumerate(recorded)
         ]
-        kept = fitting_requests(llm, requests)
+        kept = fitting_requests(llm, requests, scope)
         return Answered(_renumbered(requests, kept), [recorded[i] for i in kept], None)
     prompts = without_padding(prompts, inputs.input_file, template.end_ids)
     requests = [template.with_prompt(i, llm.encode(prompt.content)[0]) for i, prompt in enumerate(prompts)]
-    kept = fitting_requests(llm, requests)
+    kept = fitting_requests(llm, requests, scope)
     requests = _renumbered(requests, kept)
     traces = answer(llm, requests, [prompts[i].category for i in kept], output.progress)
     return Answered(requests, traces, max_tokens)

@@ -10,6 +10,7 @@ import types
 import typing
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from runtime.errors import SpecDecError
@@ -322,6 +323,8 @@ def _parse_value(kind: Any, value: Any, where: str) -> Any:
         return tuple(_parse_value(arguments[0], item, where) for item in value)
     if origin in (types.UnionType, typing.Union) and types.NoneType in arguments:
         return None if value is None else _parse_value(arguments[0], value, where)
+    if isinstance(value, str) and (kind is Path or Path in arguments):
+        return Path(value)
     if origin is Annotated:
         number = _parse_value(arguments[0], value, where)
         _check_between(arguments[1], number, where)

@@ -7,10 +7,9 @@ from typing import Any
 
 from commands.documents.head import document_head
 from commands.options.drafter_configs import candidate_flags
-from runtime.drafters.settings import LookupDrafter
 from runtime.stats import RequestStats, sum_stats
 from runtime.tuning.candidates import Candidate
-from runtime.tuning.live import Confirmation, Confirmed
+from runtime.tuning.live import Confirmation, Confirmed, Measured
 from runtime.tuning.prediction import LoopSeconds
 from runtime.tuning.profile import drafter_record
 from runtime.tuning.replay import Trace
@@ -19,10 +18,11 @@ from runtime.tuning.search import Replayed, Search
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was replayed, *no drafter* first, and with an engine what was timed."""
+    """What was replayed, *no drafter* first, and with an engine what was run once, and what was timed."""
 
     search: Search
     settings: dict[str, Any]
+    tried: Sequence[Measured] = ()
     confirmation: Confirmation | None = None
 
     @property
@@ -57,9 +57,10 @@ def tune_document(tuning: Tuning) -> dict[str, Any]:
         "mean_prompt_len": mean(len(trace.prompt_tokens) for trace in tuning.traces),
         "screened": [_screened_record(one) for one in sorted(tuning.search.screened, key=lambda one: one.rank)],
         "candidates": [_replayed_record(tuning, one) for one in tuning.ranked],
+        "tried": [_tried_record(one) for one in tuning.tried],
         "factors": None if confirmation is None else _parts(confirmation.factors),
         "timed": None if confirmation is None else [_confirmed_record(one) for one in confirmation.confirmed],
-        "recommended": None if confirmation is None else _candidate_record(confirmation.recommended.replayed.candidate),
+        "recommended": None if confirmation is None else _candidate_record(confirmation.recommended.candidate),
         "settings": tuning.settings,
     }
 
@@ -68,16 +69,21 @@ def _parts(seconds: LoopSeconds) -> dict[str, float]:
     return {"prompts": seconds.prompts, "steps": seconds.others}
 
 
-def _record(drafter: LookupDrafter) -> dict[str, Any]:
-    return drafter_record(drafter) or {}
-
-
 def _candidate_record(candidate: Candidate) -> dict[str, Any]:
     return {
-        "drafter": None if candidate.drafter is None else {**_record(candidate.drafter), "device_id": 0},
+        "drafter": with_device(drafter_record(candidate.drafter)),
         "draft_len_mode": candidate.draft_len_mode,
         "flags": candidate_flags(candidate),
     }
+
+
+def with_device(record: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Lookups' and the copy's, which `tune` has on the target's device; a draft model has its own."""
+    if record is None or "device_id" in record:
+        return record
+    if "drafters" in record:
+        return record | {"drafters": [with_device(one) for one in record["drafters"]]}
+    return record | {"device_id": 0}
 
 
 def _screened_record(one: Replayed) -> dict[str, Any]:
@@ -103,11 +109,20 @@ def _replayed_record(tuning: Tuning, one: Replayed) -> dict[str, Any]:
     }
 
 
+def _tried_record(one: Measured) -> dict[str, Any]:
+    return {
+        **_candidate_record(one.candidate),
+        "num_requests": len(one.generation.sequences),
+        "measured": one.counts,
+        "measured_s": one.seconds,
+    }
+
+
 def _confirmed_record(one: Confirmed) -> dict[str, Any]:
     return {
-        **_candidate_record(one.replayed.candidate),
+        **_candidate_record(one.candidate),
         "num_requests": len(one.measured.generation.sequences),
-        "replayed": one.replayed.total.counts(one.replayed.candidate.max_draft_len),
+        "replayed": None if one.replayed is None else one.replayed.total.counts(one.candidate.max_draft_len),
         "measured": one.measured.counts,
         "batches_s": [[seconds.total for seconds in batches] for batches in one.measured.batches],
         "measured_s": one.measured.seconds,

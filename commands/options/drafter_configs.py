@@ -6,7 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.options.lookups import LookupOptions
-from runtime.drafters.settings import CustomDrafter, DraftTargetDrafter, NgramDrafter, SelfDrafter, SuffixDrafter
+from runtime.drafters.settings import (
+    CustomDrafter,
+    DraftTargetDrafter,
+    LookupDrafter,
+    NgramDrafter,
+    OneDrafter,
+    OwnDrafter,
+    SelfDrafter,
+    SuffixDrafter,
+    drafter_names,
+    each_drafter,
+)
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -115,12 +126,23 @@ def _single_device(flag: str, name: str, value: Any) -> int:
 
 def candidate_flags(candidate: "Candidate") -> str:
     """What `run` is told to generate in this way."""
-    match candidate.drafter:
-        case None:
-            return ""
-        case SuffixDrafter() as drafter:
-            flags = [f"--suffix-config '[{drafter.max_draft_len},[0]]'"]
-        case NgramDrafter() as drafter:
+    drafters = each_drafter(candidate.drafter)
+    flags = [flag for one in drafters for flag in _flags(one)]
+    if any(isinstance(one, LookupDrafter) and one.pool == "public" for one in drafters):
+        flags.append("--ngram-pool public")
+    if len(drafters) > 1:
+        flags.append(f"--drafters {','.join(drafter_names(candidate.drafter))}")
+    if candidate.draft_len_mode == "auto":
+        flags.append("--draft-len-mode auto")
+    return " ".join(flags)
+
+
+def _flags(drafter: OneDrafter) -> list[str]:
+    """A drafter's own, on the first device."""
+    match drafter:
+        case SuffixDrafter():
+            return [f"--suffix-config '[{drafter.max_draft_len},[0]]'"]
+        case NgramDrafter():
             flags = [f"--ngram-config '[{drafter.max_draft_len},{drafter.max_matching_ngram_size},[0]]'"]
             if drafter.ranking != "oldest":
                 flags.append(f"--ngram-ranking {drafter.ranking}")
@@ -128,6 +150,12 @@ def candidate_flags(candidate: "Candidate") -> str:
                 flags.append(f"--min-matching-ngram-size {drafter.min_matching_ngram_size}")
             if drafter.corpus is not None:
                 flags.append(f"--ngram-corpus {shlex.quote(str(drafter.corpus))}")
-    if drafter.pool == "public":
-        flags.append("--ngram-pool public")
-    return " ".join([*flags, *(["--draft-len-mode auto"] if candidate.draft_len_mode == "auto" else [])])
+            return flags
+        case DraftTargetDrafter():
+            numbers = f"{drafter.max_draft_len},[{drafter.device_id}],[0],{drafter.use_logits}"
+            model = shlex.quote(str(drafter.model))
+            return [f"--draft-engine-dir {model}", f"--draft-target-model-config '[{numbers}]'"]
+        case SelfDrafter():
+            return [f"--self-draft-config '[{drafter.max_draft_len},[0],{drafter.use_logits}]'"]
+        case CustomDrafter() | OwnDrafter():
+            raise AssertionError("`tune` tries no drafter of somebody's own")

@@ -18,6 +18,7 @@ from commands.options.drafter_configs import (
     parse_self_draft_config,
     parse_suffix_config,
 )
+from commands.options.drafting_models import ModelDrafterOptions
 from commands.options.expand import given_flags
 from commands.options.lookups import LookupOptions
 from commands.options.panels import SPECULATION
@@ -43,11 +44,24 @@ FLAGS: dict[DrafterName, str] = {
 }
 
 
+Drafters = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,NAME",
+        help=f"Several drafters, of which each sequence gets the draft that is worth most: {', '.join(DRAFTER_NAMES)}, "
+        "each with its own flag; `auto` takes all that are given.",
+        rich_help_panel=SPECULATION,
+        show_default=False,
+    ),
+]
+
+
 @dataclass(frozen=True)
 class DraftingOptions:
     """How to draft; None where nothing was given."""
 
     lookups: LookupOptions = field(default_factory=LookupOptions)
+    models: ModelDrafterOptions = field(default_factory=ModelDrafterOptions)
     draft_len_mode: Annotated[
         DraftLenMode | None,
         typer.Option(
@@ -68,30 +82,6 @@ class DraftingOptions:
             show_default=False,
         ),
     ] = None
-    draft_target_model_config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Draft by a draft model: [draft_len, draft_device_list, target_device_list, use_logits], such as "
-            "[4,[0],[0],False]. use_logits chooses rejection sampling over comparing tokens.",
-            rich_help_panel=SPECULATION,
-            show_default="no drafter",
-        ),
-    ] = None
-    draft_engine_dir: Annotated[
-        Path | None,
-        typer.Option(help="Engine directory of the draft model.", rich_help_panel=SPECULATION, show_default=False),
-    ] = None
-    self_draft_config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Draft by the target's own copy with rounded weights, which `build --self-draft` makes: [draft_len, "
-            "device_list, use_logits], such as [8,[0]].",
-            rich_help_panel=SPECULATION,
-            show_default="no drafter",
-        ),
-    ] = None
     drafter: Annotated[
         str | None,
         typer.Option(
@@ -101,21 +91,14 @@ class DraftingOptions:
             show_default="no drafter",
         ),
     ] = None
-    drafters: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,NAME",
-            help=f"Ask several drafters, each where those before it have nothing: {', '.join(DRAFTER_NAMES)}. "
-            "Each needs its own flag. With self among them the drafts are sent that are worth more.",
-            rich_help_panel=SPECULATION,
-            show_default=False,
-        ),
-    ] = None
+    drafters: Drafters = None
 
     @property
     def paths(self) -> list[Path]:
         """What is read."""
-        return [path for path in (self.draft_engine_dir, self.lookups.ngram_corpus, self.profile) if path is not None]
+        return [
+            path for path in (self.models.draft_engine_dir, self.lookups.ngram_corpus, self.profile) if path is not None
+        ]
 
     def check_profile(self, leader_flags: Iterable[str] = (), model_dir: str | None = None) -> None:
         """UsageError for a profile beside flags that choose a drafter, or for an engine yet to be made of a model.
@@ -191,19 +174,19 @@ def check_drafter(drafting: Drafting, *, check_lossless: bool) -> None:
 def parse_drafter(options: DraftingOptions) -> Named:
     """The drafter the flags ask for; UsageError for two of them without an order, or half of one."""
     configs = given_configs(options)
-    names = names_in_order(list(configs), options.drafters)
+    names = chosen_names(list(configs), options.drafters)
     for name in names:
         if name not in configs:
             raise UsageError(
                 f"`--drafters` names {name}, which needs `{FLAGS[name]}`: {options.drafters}", hint=_form(name)
             )
     options.lookups.check_used(names, f"`--ngram-config` chooses it; its form is {NGRAM_FORM}")
-    if options.draft_engine_dir is not None and "draft-target" not in configs:
+    if options.models.draft_engine_dir is not None and "draft-target" not in configs:
         raise UsageError(
-            f"`--draft-engine-dir` needs `--draft-target-model-config`: {options.draft_engine_dir}",
+            f"`--draft-engine-dir` needs `--draft-target-model-config`: {options.models.draft_engine_dir}",
             hint=f"the form of `--draft-target-model-config` is {DRAFT_TARGET_FORM}",
         )
-    return chain([parse_config(name, configs[name], options, options.draft_engine_dir) for name in names])
+    return chain([parse_config(name, configs[name], options, options.models.draft_engine_dir) for name in names])
 
 
 def given_configs(options: DraftingOptions) -> dict[DrafterName, str]:
@@ -211,20 +194,27 @@ def given_configs(options: DraftingOptions) -> dict[DrafterName, str]:
     texts: dict[DrafterName, str | None] = {
         "ngram": options.lookups.ngram_config,
         "suffix": options.lookups.suffix_config,
-        "draft-target": options.draft_target_model_config,
-        "self": options.self_draft_config,
+        "draft-target": options.models.draft_target_model_config,
+        "self": options.models.self_draft_config,
         "custom": options.drafter,
     }
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def names_in_order(given: list[DrafterName], drafters: str | None) -> list[DrafterName]:
-    """The drafters to ask: the one that is given, or all in the order of `--drafters`, which may name more."""
+def chosen_names(given: list[DrafterName], drafters: str | None) -> list[DrafterName]:
+    """The drafters to use: the one that is given, or those that `--drafters` names, which may be more."""
     if drafters is None:
         if len(given) > 1:
             raise UsageError(
                 f"{' and '.join(f'`{FLAGS[name]}`' for name in given)} cannot be given together",
-                hint=f"choose one drafter, or say in which order to ask them: `--drafters {','.join(given)}`",
+                hint="choose one drafter, or have the best of their drafts sent: `--drafters auto`",
+            )
+        return given
+    if is_auto(drafters):
+        if not given:
+            raise UsageError(
+                "`--drafters auto` chooses among the drafters that are given, and there is none",
+                hint="`--ngram-config [10,2,[0]] --suffix-config [10,[0]]` are two",
             )
         return given
     names = parse_drafter_names(drafters)
@@ -267,6 +257,11 @@ def chain(drafters: Sequence[tuple[OneDrafter, int]]) -> Named:
     return Named(settings[0] if len(settings) == 1 else ChainDrafter(settings), device_ids[0])
 
 
+def is_auto(drafters: str) -> bool:
+    """Whether `--drafters` asks for all that are given."""
+    return drafters.strip().lower() == "auto"
+
+
 def parse_drafter_names(text: str) -> list[DrafterName]:
     """Parse `--drafters ngram,draft-target`; UsageError for a name that is unknown or comes twice."""
     names: list[DrafterName] = []
@@ -275,10 +270,10 @@ def parse_drafter_names(text: str) -> list[DrafterName]:
         if name is None:
             raise UsageError(
                 f"`--drafters` names no drafter of specdec's: {word.strip() or repr(text)}",
-                hint=f"there are {', '.join(DRAFTER_NAMES)}; commas stand between them",
+                hint=f"there are {', '.join(DRAFTER_NAMES)}, with commas between them, and auto",
             )
         if name in names:
-            raise UsageError(f"`--drafters` names {name} twice: {text}", hint="each is asked once")
+            raise UsageError(f"`--drafters` names {name} twice: {text}", hint="name each once")
         names.append(name)
     return names
 

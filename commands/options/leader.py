@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from commands.options.drafting import (
+    DRAFTER_NAMES,
     FLAGS,
     DraftingOptions,
     Named,
     chain,
+    chosen_names,
     given_configs,
-    names_in_order,
+    is_auto,
     parse_config,
 )
 from commands.options.expand import given_flags
@@ -182,7 +184,7 @@ class LeaderOptions:
         engine that is not to be built."""
         for flag, model, engine_flag, engine in (
             ("--model-dir", self.model_dir, "--engine-dir", engine_dir),
-            ("--draft-model-dir", self.draft_model_dir, "--draft-engine-dir", drafting.draft_engine_dir),
+            ("--draft-model-dir", self.draft_model_dir, "--draft-engine-dir", drafting.models.draft_engine_dir),
         ):
             if model is not None and engine is not None:
                 raise UsageError(f"`{flag}` and `{engine_flag}` cannot be given together: {model}", hint="choose one")
@@ -218,7 +220,7 @@ class LeaderOptions:
 
     def _draft_model(self, drafting: DraftingOptions) -> str | Path | None:
         """The draft model's name, or its engine's directory."""
-        return drafting.draft_engine_dir if self.draft_model_dir is None else self.draft_model_dir
+        return drafting.models.draft_engine_dir if self.draft_model_dir is None else self.draft_model_dir
 
     def _one_drafter(self, name: DrafterName, config: str | None, drafting: DraftingOptions) -> tuple[OneDrafter, int]:
         """A drafter by its own flag, or else by those of leader mode; and the target's device."""
@@ -250,22 +252,33 @@ class LeaderOptions:
                 )
 
     def _drafter_names(self, drafting: DraftingOptions, configs: Collection[DrafterName]) -> list[DrafterName]:
-        """The drafters asked for, in order."""
+        """The drafters asked for."""
         if drafting.drafters is not None:
             if self.spec_decode_algo is not None:
                 raise UsageError(
                     f"`--spec-decode-algo` and `--drafters` cannot be given together: {self.spec_decode_algo}",
-                    hint="`--drafters` names the algorithms in order",
+                    hint="`--drafters` names the algorithms",
                 )
-            return names_in_order(list(configs), drafting.drafters)
+            if is_auto(drafting.drafters):
+                return self._all_names(drafting, configs)
+            return chosen_names(list(configs), drafting.drafters)
         algorithm = self._algorithm(configs)
         if algorithm is None:
             only_a_model = not configs and self._draft_model(drafting) is not None
-            return ["draft-target"] if only_a_model else names_in_order(list(configs), None)
+            return ["draft-target"] if only_a_model else chosen_names(list(configs), None)
         if configs:
             flag = FLAGS[next(iter(configs))]
             raise UsageError(f"`--spec-decode-algo` and `{flag}` cannot be given together", hint="choose one drafter")
         return [_ALGORITHMS[algorithm]]
+
+    def _all_names(self, drafting: DraftingOptions, configs: Collection[DrafterName]) -> list[DrafterName]:
+        """The drafters that are given, or else the lookups; the draft model, and the copy, where there is one."""
+        names = {*(configs or ("ngram", "suffix"))}
+        if self._draft_model(drafting) is not None:
+            names.add("draft-target")
+        if self.engines.self_draft is not None:
+            names.add("self")
+        return [name for name in DRAFTER_NAMES if name in names]
 
     def _algorithm(self, configs: Collection[DrafterName]) -> str | None:
         if self.spec_decode_algo is None:

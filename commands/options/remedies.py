@@ -2,7 +2,7 @@
 
 REMEDIES = {
     "drafter_never_used": "leave it out, or let it find more: a lower `--min-matching-ngram-size`, "
-    "`--ngram-pool public`, `--ngram-corpus`; in a chain put it first (`--drafters`)",
+    "`--ngram-pool public`, `--ngram-corpus`",
     "acceptance_below_profile": "tune on prompts like these: `specdec tune --engine-dir ENGINE --input-file PROMPTS "
     "--output PROFILE.json`",
     "acceptance_falls_with_context": "`--draft-len-mode auto` drafts less where less is accepted; a draft model should "

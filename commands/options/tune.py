@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
-from commands.options.drafting import DraftingOptions, parse_drafter
+from commands.options.drafting import Drafters, DraftingOptions, parse_drafter
+from commands.options.drafting_models import ModelDrafterOptions
+from commands.options.expand import given_flags
 from commands.options.lookups import LookupOptions
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SPECULATION
 from commands.options.single import EndId, TokenizerDir
-from runtime.drafters.settings import LookupDrafter, NgramDrafter, SuffixDrafter
+from runtime.drafters.settings import DrafterSettings, LookupDrafter
 from runtime.errors import UsageError
 
 DEFAULT_OUTPUT_LEN, DEFAULT_LIVE_PROMPTS = 128, 8
@@ -92,6 +94,7 @@ class TuneOptions:
             show_default="10, or the engine's or the drafter's if shorter",
         ),
     ] = None
+    drafters: Drafters = None
     output: Annotated[
         Path | None,
         typer.Option(
@@ -102,10 +105,15 @@ class TuneOptions:
         ),
     ] = None
 
-    def check(self, inputs: TuneInputs, named: LookupDrafter | None) -> None:
+    def check(self, inputs: TuneInputs, named: DrafterSettings | None) -> None:
         """UsageError for nothing to tune for or on, or for options that mean nothing there."""
         if inputs.engine_dir is None:
             self._check_without_engine(inputs.traces)
+            if named is not None and not isinstance(named, LookupDrafter):
+                raise UsageError(
+                    "no record tells what a model, or several drafters, would draft: `--engine-dir` is missing",
+                    hint="name the engine, to run them; without one a lookup is replayed",
+                )
         if inputs.traces is not None:
             given = {
                 "--input-text": inputs.input_text,
@@ -118,9 +126,10 @@ class TuneOptions:
                 "nothing to tune on",
                 hint="`--traces` has recorded outputs, `--input-file` and `--input-text` have prompts",
             )
-        if named is not None and self.max_draft_len is not None and self.max_draft_len > named.max_draft_len:
+        longest = None if named is None else named.max_draft_len
+        if longest is not None and self.max_draft_len is not None and self.max_draft_len > longest:
             raise UsageError(
-                f"`--max-draft-len` exceeds the drafter's own, {named.max_draft_len}: {self.max_draft_len}",
+                f"`--max-draft-len` exceeds the drafter's own, {longest}: {self.max_draft_len}",
                 hint="lower it, or raise the drafter's",
             )
 
@@ -146,13 +155,16 @@ def _refuse(reason: str, given: Mapping[str, object], hint: str) -> None:
             raise UsageError(f"`{flag}` {reason}: {value}", hint=hint)
 
 
-def named_drafter(lookups: LookupOptions) -> LookupDrafter | None:
-    """The one drafter the flags name; None for the grid, which of the options knows `--ngram-pool` only."""
-    if lookups.ngram_config is not None and lookups.suffix_config is not None:
-        raise UsageError("`--ngram-config` and `--suffix-config` cannot be given together", hint="tune one at a time")
-    if lookups.ngram_config is None and lookups.suffix_config is None:
+def named_drafter(lookups: LookupOptions, models: ModelDrafterOptions, drafters: str | None) -> DrafterSettings | None:
+    """What the flags name to be tuned; None for the grid, which of the options knows `--ngram-pool` only."""
+    if drafters is None and not given_flags(replace(lookups, **_NOT_NAMES)) and not given_flags(models):
         replace(lookups, ngram_pool=None).check_used([], "`--ngram-config` names the one drafter to tune")
         return None
-    drafter = parse_drafter(DraftingOptions(lookups)).drafter
-    assert isinstance(drafter, NgramDrafter | SuffixDrafter)
-    return drafter
+    if drafters is not None and "custom" in drafters:
+        raise UsageError(
+            f"`tune` tries no drafter of your own: {drafters}", hint="`specdec run --stats` shows what one is worth"
+        )
+    return parse_drafter(DraftingOptions(lookups, models, drafters=drafters)).drafter
+
+
+_NOT_NAMES = dict.fromkeys(("ngram_ranking", "min_matching_ngram_size", "ngram_pool", "ngram_corpus"))

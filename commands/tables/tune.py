@@ -7,9 +7,9 @@ from rich.table import Table
 from commands.documents.tune import Tuning, categories_of, stats_of_category
 from commands.options.drafter_configs import candidate_flags
 from commands.output import Output, number, percent
-from runtime.stats import RequestStats
+from runtime.stats import RequestStats, sum_stats
 from runtime.tuning.candidates import Candidate, drafters_of
-from runtime.tuning.live import Confirmation
+from runtime.tuning.live import Confirmation, Measured
 from runtime.tuning.replay import Trace
 from runtime.tuning.search import Replayed
 
@@ -19,12 +19,15 @@ _NUM_SHOWN = 12
 def show(tuning: Tuning, output: Output) -> None:
     best = tuning.ranked[0]
     output.result(_tried_line(tuning))
-    output.result(_replay_table(tuning))
-    if categories := categories_of(tuning.traces):
-        output.result(_category_table(tuning.traces, best, categories))
+    if len(tuning.replayed) > 1:
+        output.result(_replay_table(tuning))
+        if categories := categories_of(tuning.traces):
+            output.result(_category_table(tuning.traces, best, categories))
     if histogram := best.total.acceptance_histogram:
         counts = ", ".join(f"{i}: {num:,}" for i, num in enumerate(histogram))
         output.result(f"drafts by tokens accepted, {_name(best.candidate)}: {counts}")
+    if tuning.tried:
+        output.result(_once_table(tuning.tried))
     confirmation = tuning.confirmation
     if confirmation is not None:
         output.result(_live_table(confirmation))
@@ -39,7 +42,7 @@ def show(tuning: Tuning, output: Output) -> None:
 
 def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Output) -> None:
     recommended, profile = confirmation.recommended, tuning.settings["profile"]
-    candidate = recommended.replayed.candidate
+    candidate = recommended.candidate
     if candidate.drafter is None:
         output.result("recommended: no drafter; none is faster by more than noise")
     else:
@@ -60,7 +63,8 @@ def _tried_line(tuning: Tuning) -> str:
     if screened := tuning.search.screened:
         names = drafters_of([one.candidate for one in screened])
         lines.append(f"replayed on {len(screened[0].batches.stats):,} of them, to choose the best: {'; '.join(names)}")
-    lines.append(f"replayed with drafts of up to {lengths[-1]}: {'; '.join(drafters_of(candidates))}")
+    if lengths:
+        lines.append(f"replayed with drafts of up to {lengths[-1]}: {'; '.join(drafters_of(candidates))}")
     if lengths[:-1]:
         lines.append(f"the best also with drafts of up to {', '.join(map(str, lengths[:-1]))}")
     return "\n".join(lines)
@@ -97,6 +101,18 @@ def _counts_cells(candidate: Candidate, total: RequestStats) -> list[str]:
     ]
 
 
+def _once_table(tried: Sequence[Measured]) -> Table:
+    """What no record tells."""
+    title = f"Run once on {len(tried[0].generation.sequences)} requests"
+    table = Table(title=title, title_justify="left")
+    for column in ("drafter", "draft", "tokens/step", "accepted/drafted", "rate", "measured"):
+        table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=column != "drafter")
+    for one in sorted(tried, key=lambda one: one.seconds):
+        total = sum_stats(sequence.stats for sequence in one.generation.sequences)
+        table.add_row(*_counts_cells(one.candidate, total), _seconds(one.seconds))
+    return table
+
+
 def _drafting(one: Replayed) -> str:
     if one.candidate.drafter is None:
         return "-"
@@ -131,14 +147,14 @@ def _live_table(confirmation: Confirmation) -> Table:
     for column in columns:
         table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
     for one in confirmation.confirmed:
-        counts, candidate = one.measured.counts, one.replayed.candidate
+        counts, candidate = one.measured.counts, one.candidate
         table.add_row(
             candidate.drafter_name,
             candidate.draft_name,
             number(counts["tokens_per_step"], 3),
             percent(counts["draft_acceptance_rate"]),
-            _seconds(one.predicted_s),
-            f"{one.predicted_speedup:.2f}x",
+            "-" if one.predicted_s is None else _seconds(one.predicted_s),
+            "-" if one.predicted_speedup is None else f"{one.predicted_speedup:.2f}x",
             _seconds(one.measured.seconds),
             f"{one.measured_speedup:.2f}x",
             number(one.ratio, 2),

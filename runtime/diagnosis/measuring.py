@@ -29,14 +29,15 @@ from runtime.diagnosis.symptoms import (
     Weights,
 )
 from runtime.drafters.chain import DrafterChain
+from runtime.drafters.choosing import ChoosingChain
 from runtime.drafters.compatibility import TargetIdentity
 from runtime.drafters.protocol import Drafter, check_request
 from runtime.drafters.settings import (
     DrafterSettings,
     DraftLenMode,
     DraftTargetDrafter,
-    NgramDrafter,
-    drafter_names,
+    ModelDrafter,
+    drafter_name,
     each_drafter,
 )
 from runtime.engine import Engine
@@ -135,17 +136,31 @@ class _Watched:
 def _watch(session: Session) -> dict[str, _Watched]:
     """Have each drafter of a chain watched, by name; nothing where there is one drafter."""
     chain = session.opened.drafter if session.opened is not None else None
-    if not isinstance(chain, DrafterChain):
+    if isinstance(chain, DrafterChain):
+        names = ["ngram", "corpus"]
+        watched = [_Watched(drafter) for drafter in chain.drafters]
+        chain.drafters[:] = watched
+    elif isinstance(chain, ChoosingChain):
+        of_models, of_lookups = _names_by_kind(session.settings)
+        names = [*of_lookups, *of_models]
+        watched = [_Watched(drafter) for drafter in (*chain.lookups, *(model.drafter for model in chain.models))]
+        chain.lookups[:] = watched[: len(of_lookups)]
+        models = zip(chain.models, watched[len(of_lookups) :], strict=True)
+        chain.models[:] = [replace(model, drafter=drafter) for model, drafter in models]
+    else:
         return {}
-    names: list[str] = ["ngram", "corpus"]
-    if not isinstance(session.settings, NgramDrafter):
-        names = [str(name) for name in drafter_names(session.settings)]
-    watched = [_Watched(drafter) for drafter in chain.drafters]
-    chain.drafters[:] = watched
     return {
         name if names.count(name) == 1 else f"{name} {i}": one
         for i, (name, one) in enumerate(zip(names, watched, strict=True), 1)
     }
+
+
+def _names_by_kind(settings: DrafterSettings | None) -> tuple[list[str], list[str]]:
+    """Of the models among several drafters, and of the others."""
+    is_model = {True: list[str](), False: list[str]()}
+    for drafter in each_drafter(settings):
+        is_model[isinstance(drafter, ModelDrafter)].append(drafter_name(drafter))
+    return is_model[True], is_model[False]
 
 
 def _find_again(engine: Engine, requests: Seq[Request]) -> tuple[int, int]:
@@ -175,7 +190,7 @@ def _drafting(session: Session, watched: dict[str, _Watched], drafted: Generatio
     steps = tuple(step for sequence in drafted.sequences for step in _steps_of(sequence))
     proposed = {name: one.num_tokens for name, one in watched.items()}
     return Drafting(
-        proposed or {drafter_names(session.settings)[0]: sum(step.num_drafted for step in steps)},
+        proposed or {drafter_name(each_drafter(session.settings)[0]): sum(step.num_drafted for step in steps)},
         session.draft_len_mode,
         steps,
         drafted.times,

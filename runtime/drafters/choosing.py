@@ -1,18 +1,21 @@
-"""Lookups and a model that drafts for itself, together: for each sequence the one that is worth more.
+"""Several drafters: for each sequence the draft that is worth most.
 
-A lookup costs nothing, and is sent as it is where drafts with a match of that length yielded more tokens per second so
-far than the model's own. Elsewhere the model drafts, and looks at what was looked up in one of its steps: what it
-would have drafted itself it need not compute one by one.
+Lookups cost nothing, and all of them look. What one has found is sent as it is where its drafts with a match of that
+length yielded more tokens per second so far than those of the others, and than what a model drafts. Elsewhere the model
+drafts, and a copy of the target's looks at what was looked up in one of its steps: what it would have drafted itself it
+need not compute one by one.
 
-Which of the two drafts is chosen before the model draws anything, by what was generated before.
+Which of the drafts is chosen before a model draws anything, by what was generated before. A drafter among the lookups
+that has drawn its tokens is not weighed but sent: how many there are may depend on what they are.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from runtime.drafters.outcomes import Outcomes
 from runtime.drafters.protocol import Drafter, check_drafts, check_request
+from runtime.errors import UsageError
 from runtime.request import Draft, Request, Sequence
 
 _SURE = 16
@@ -22,66 +25,117 @@ _CONTEXT_STEP = 64
 
 @dataclass(frozen=True)
 class DraftingModel:
-    """A drafter that costs time for each token, drafts of at most `max_draft_len`, and can be told what to look at."""
+    """A drafter that costs time for each token; drafts of at most `max_draft_len`."""
 
     drafter: Drafter
     max_draft_len: int
-    vocab_size: int
-    suggest: Callable[[int, list[int]], None]
-    """(request, tokens that may come next)."""
-    turn_s: Callable[[int, int, float, float], float]
-    """(batch size, context length, draft length, steps of the model's own) -> seconds of a turn of the loop."""
+    step_s: Callable[[int, int], float]
+    """(batch size, context length) -> seconds for one more token of every draft."""
+    suggest: Callable[[int, list[int]], None] | None = None
+    """(request, tokens that may come next), where it looks at such."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was looked up for a sequence, the tokens that a step yields with it, and those of a second."""
+
+    draft: Draft
+    worth: float
+    rate: float
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        is_drawn = self.draft.probs is not None
+        return is_drawn, bool(self.draft.tokens), 0.0 if is_drawn else self.rate
 
 
 class ChoosingChain:
-    """Lookups, and the model behind them."""
+    """Lookups and models. `iteration_s` as for `AdaptiveDrafter`; the target's vocabulary has `vocab_size` ids."""
 
-    def __init__(self, lookups: Drafter, model: DraftingModel) -> None:
-        self.lookups = lookups
-        self.model = model
-        self._found, self._drafted = Outcomes(), Outcomes()
+    def __init__(
+        self,
+        lookups: Iterable[Drafter],
+        models: Iterable[DraftingModel],
+        iteration_s: Callable[[int, int, float], float],
+        vocab_size: int,
+    ) -> None:
+        self.lookups, self.models = list(lookups), list(models)
+        if not self.lookups and not self.models:
+            raise UsageError("a chain has no drafters: []", hint="name at least one")
+        self._iteration_s, self._vocab_size = iteration_s, vocab_size
+        self._found = [Outcomes() for _ in self.lookups]
+        self._drafted = [Outcomes() for _ in self.models]
 
     def check_request(self, request: Request) -> None:
-        check_request(self.lookups, request)
-        check_request(self.model.drafter, request)
+        """What the members say who have something to say about a request before it starts."""
+        for drafter in self._members:
+            check_request(drafter, request)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        for sequence in sequences:
-            self._found.learn(sequence)
-            self._drafted.learn(sequence)
-        drafts = self.lookups.propose(sequences, max_draft_len)
-        check_drafts(drafts, len(sequences), max_draft_len, self.model.vocab_size)  # before the model reads them
-        for sequence, draft in zip(sequences, drafts, strict=True):
-            self._found.remember(sequence, draft.tokens, draft.match_len)
-        left = []
-        for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            worth = self._found.expected_tokens(sequence, draft.match_len, len(draft.tokens))[-1]
-            if not draft.tokens or not self._is_worth_more(worth, draft, sequence, len(sequences)):
-                left.append(i)
+        for outcomes in (*self._found, *self._drafted):
+            for sequence in sequences:
+                outcomes.learn(sequence)
+        found = self._look_up(sequences, max_draft_len)
+        drafts = [one.draft for one in found]
+        asked: list[list[int]] = [[] for _ in self.models]
+        for i, (sequence, one) in enumerate(zip(sequences, found, strict=True)):
+            number = self._better_model(sequence, one, len(sequences))
+            if number is None:
+                continue
+            asked[number].append(i)
+            if suggest := self.models[number].suggest:
                 # A step of the model's with more tokens takes longer: no more than are likely to be right.
-                self.model.suggest(sequence.request.id, draft.tokens[: math.ceil(worth - 1)])
-        longest = min(max_draft_len, self.model.max_draft_len)
-        proposed = self.model.drafter.propose([sequences[i] for i in left], longest) if left else []
-        for i, draft in zip(left, proposed, strict=True):
-            self._drafted.remember(sequences[i], draft.tokens, _SURE)
-            drafts[i] = draft if draft.tokens else drafts[i]
+                suggest(sequence.request.id, one.draft.tokens[: math.ceil(one.worth - 1)])
+        for model, outcomes, rows in zip(self.models, self._drafted, asked, strict=True):
+            longest = min(max_draft_len, model.max_draft_len)
+            proposed = model.drafter.propose([sequences[i] for i in rows], longest) if rows else []
+            for i, draft in zip(rows, proposed, strict=True):
+                outcomes.remember(sequences[i], draft.tokens, _SURE)
+                drafts[i] = draft if draft.tokens else drafts[i]
         return drafts
 
     def forget(self, request_id: int) -> None:
-        self._found.forget(request_id)
-        self._drafted.forget(request_id)
-        self.lookups.forget(request_id)
-        self.model.drafter.forget(request_id)
+        for outcomes in (*self._found, *self._drafted):
+            outcomes.forget(request_id)
+        for drafter in self._members:
+            drafter.forget(request_id)
 
-    def _is_worth_more(self, worth: float, draft: Draft, sequence: Sequence, batch_size: int) -> bool:
-        """Whether a lookup of which `worth` tokens are expected yields more of them per second than the model's draft.
+    @property
+    def _members(self) -> list[Drafter]:
+        return [*self.lookups, *(model.drafter for model in self.models)]
 
-        The model's own time is less for what it need not compute one by one.
-        """
-        context_len = len(sequence.tokens) // _CONTEXT_STEP * _CONTEXT_STEP
-        num_drafted = min(self.model.max_draft_len, max(sequence.max_draft_len, 1))
-        of_model = self._drafted.expected_tokens(sequence, _SURE, num_drafted)[-1]
-        num_steps = max(num_drafted - (worth - 1), 1.0)
-        lookup_s = self.model.turn_s(batch_size, context_len, len(draft.tokens), 0)
-        model_s = self.model.turn_s(batch_size, context_len, num_drafted, num_steps)
-        return worth * model_s >= of_model * lookup_s
+    def _look_up(self, sequences: list[Sequence], max_draft_len: int) -> list[_Found]:
+        """The best that was found for each sequence; of equals the first."""
+        best: list[_Found | None] = [None] * len(sequences)
+        for lookup, outcomes in zip(self.lookups, self._found, strict=True):
+            drafts = lookup.propose(sequences, max_draft_len)
+            check_drafts(drafts, len(sequences), max_draft_len, self._vocab_size)  # before a model reads them
+            for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
+                outcomes.remember(sequence, draft.tokens, draft.match_len)
+                worth = outcomes.expected_tokens(sequence, draft.match_len, len(draft.tokens))[-1]
+                seconds = self._iteration_s(len(sequences), _context_len(sequence), len(draft.tokens))
+                found, before = _Found(draft, worth, worth / seconds), best[i]
+                best[i] = found if before is None or found.rank > before.rank else before
+        return [one or _Found(Draft([]), 1.0, 0.0) for one in best]
+
+    def _better_model(self, sequence: Sequence, found: _Found, batch_size: int) -> int | None:
+        """The model whose draft yields most tokens per second, if that is more than what was found does."""
+        if not self.models or found.draft.probs is not None:
+            return None
+        rates = [self._model_rate(i, sequence, found, batch_size) for i in range(len(self.models))]
+        best = max(rates)
+        return None if found.draft.tokens and found.rate >= best else rates.index(best)
+
+    def _model_rate(self, number: int, sequence: Sequence, found: _Found, batch_size: int) -> float:
+        """Tokens per second with its draft. Its own time is less for what it need not compute one by one."""
+        model, context_len = self.models[number], _context_len(sequence)
+        num_drafted = min(model.max_draft_len, max(sequence.max_draft_len, 1))
+        worth = self._drafted[number].expected_tokens(sequence, _SURE, num_drafted)[-1]
+        num_steps = num_drafted if model.suggest is None else max(num_drafted - (found.worth - 1), 1.0)
+        seconds = self._iteration_s(batch_size, context_len, num_drafted)
+        return worth / (seconds + num_steps * model.step_s(batch_size, context_len))
+
+
+def _context_len(sequence: Sequence) -> int:
+    """Rounded, so that costs need not be looked up anew at every step."""
+    return len(sequence.tokens) // _CONTEXT_STEP * _CONTEXT_STEP

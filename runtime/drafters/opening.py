@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import assert_never
 
 from runtime.bundle import Bundle, read_bundle
+from runtime.config import EngineConfig
 from runtime.corpus import Corpus
 from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
@@ -53,6 +54,11 @@ class OpenDrafter:
     draft_model: DraftModel | None = None
     self_draft: SelfDraft | None = None
     guarded: list[GuardedDrafter] = field(default_factory=list)
+
+    @property
+    def is_model(self) -> bool:
+        """Whether its drafts cost time."""
+        return self.draft_model is not None or self.self_draft is not None
 
     @property
     def gives_probs(self) -> bool:
@@ -118,8 +124,8 @@ def _open_draft_model(settings: DraftTargetDrafter, opening: Opening, stack: Exi
     opening.check_draft_engine(bundle)
     with draft_engine_errors():
         engine = stack.enter_context(Engine.of_bundle(bundle, settings.device_id, opening.kv_cache))
+        draft_costs = CostModel(bundle.config.step_costs, bundle.config.host_s) if opening.costs else None
     model = DraftModel(engine, opening.engine.config.vocab_size, use_logits=settings.use_logits)
-    draft_costs = CostModel(bundle.config.step_costs, bundle.config.host_s) if opening.costs else None
     return OpenDrafter(_adapted(model, opening.costs, draft_costs), settings.max_draft_len, draft_model=model)
 
 
@@ -133,18 +139,17 @@ def _open_self_draft(settings: SelfDrafter, opening: Opening) -> OpenDrafter:
 
 
 def _chain(opened: list[OpenDrafter], settings: ChainDrafter, opening: Opening) -> OpenDrafter:
-    """In order; a model that drafts for itself is asked last, and told what the others have found."""
-    shortened: list[Drafter] = [
+    """All of them, of which each sequence gets the draft that is worth most."""
+    config = opening.engine.config
+    costs = CostModel(config.step_costs, config.host_s) if config.step_costs else None
+    lookups: list[Drafter] = [
         ShortDrafter(one.drafter, one.max_draft_len) if one.max_draft_len else one.drafter
         for one in opened
-        if one.self_draft is None
+        if not one.is_model
     ]
-    chain: Drafter = DrafterChain(shortened) if shortened else opened[0].drafter
-    own = next((one for one in opened if one.self_draft), None)
-    if own is not None and shortened:
-        chain = ChoosingChain(chain, _drafting_model(own, opening))
+    models = [_drafting_model(one, config, has_costs=costs is not None) for one in opened if one.is_model]
     return OpenDrafter(
-        chain,
+        ChoosingChain(lookups, models, costs.iteration_s if costs else _always_the_same, config.vocab_size),
         settings.max_draft_len,
         [pool for one in opened for pool in one.pools],
         next((one.draft_model for one in opened if one.draft_model), None),
@@ -153,20 +158,26 @@ def _chain(opened: list[OpenDrafter], settings: ChainDrafter, opening: Opening) 
     )
 
 
-def _drafting_model(own: OpenDrafter, opening: Opening) -> DraftingModel:
-    """With what its drafts cost, where that was measured; else it is taken to cost nothing."""
-    assert own.self_draft is not None and own.max_draft_len is not None
-    config = opening.engine.config
-    costs = CostModel(config.step_costs, config.host_s) if config.step_costs else None
-    own_costs = CostModel(config.self_draft_costs, config.host_s) if config.self_draft_costs else None
+def _drafting_model(one: OpenDrafter, target: EngineConfig, *, has_costs: bool) -> DraftingModel:
+    """With what its steps cost, where that and what the target's cost was measured; else they are taken to be free."""
+    assert one.max_draft_len is not None
+    if one.draft_model is not None:
+        config = one.draft_model.engine.config
+        step_costs, host_s, suggest = config.step_costs, config.host_s, None
+    else:
+        assert one.self_draft is not None
+        step_costs, host_s, suggest = target.self_draft_costs, target.host_s, one.self_draft.suggest
+    known = CostModel(step_costs, host_s) if has_costs and step_costs else None
 
-    def turn_s(batch_size: int, context_len: int, draft_len: float, num_steps: float) -> float:
-        if costs is None or own_costs is None:
-            return 1.0
-        own_s = own_costs.iteration_s(batch_size, context_len, 0)
-        return costs.iteration_s(batch_size, context_len, draft_len) + num_steps * own_s
+    def step_s(batch_size: int, context_len: int) -> float:
+        return known.iteration_s(batch_size, context_len, 0) if known else 0.0
 
-    return DraftingModel(own.drafter, own.max_draft_len, config.vocab_size, own.self_draft.suggest, turn_s)
+    return DraftingModel(one.drafter, one.max_draft_len, step_s, suggest)
+
+
+def _always_the_same(batch_size: int, context_len: int, draft_len: float) -> float:
+    """What steps take where nobody measured them."""
+    return 1.0
 
 
 def _adapted(drafter: Drafter, costs: CostModel | None, draft_costs: CostModel | None = None) -> Drafter:

@@ -115,6 +115,7 @@ class OwnDrafter:
 
 OneDrafter = NgramDrafter | SuffixDrafter | DraftTargetDrafter | SelfDrafter | CustomDrafter | OwnDrafter
 LookupDrafter = NgramDrafter | SuffixDrafter
+ModelDrafter = DraftTargetDrafter | SelfDrafter
 _NAMES: dict[type[OneDrafter], DrafterName] = {
     NgramDrafter: "ngram",
     SuffixDrafter: "suffix",
@@ -127,7 +128,7 @@ _NAMES: dict[type[OneDrafter], DrafterName] = {
 
 @dataclass(frozen=True, init=False)
 class ChainDrafter:
-    """Several drafters: each is asked where those before it have no proposal, and keeps its own draft length."""
+    """Several drafters: each sequence gets the draft that is worth most. Each keeps its own draft length."""
 
     drafters: tuple[OneDrafter, ...]
 
@@ -162,7 +163,7 @@ def as_settings(drafter: "DrafterSettings | Drafter | DraftFunction") -> Drafter
 
 
 def each_drafter(settings: DrafterSettings | None) -> tuple[OneDrafter, ...]:
-    """The settings of every drafter, in the order they are asked."""
+    """The settings of every drafter."""
     if settings is None:
         return ()
     return settings.drafters if isinstance(settings, ChainDrafter) else (settings,)

@@ -1,20 +1,23 @@
-"""Tuning: from recorded outputs, or prompts, to a recommended drafter and draft length."""
+"""Tuning: from recorded outputs, or prompts, to a recommended drafter and draft length.
+
+Lookups are replayed, and the best of them timed. What a model would draft no record tells: drafters with one are run.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 
 from runtime.costs import CostModel
 from runtime.drafters.compatibility import check_corpora
-from runtime.drafters.settings import LookupDrafter
+from runtime.drafters.settings import ChainDrafter, DrafterSettings, DraftLenMode, LookupDrafter, SelfDrafter
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.llm import LLM
 from runtime.request import Request
-from runtime.tuning.candidates import DRAFT_LENS, Candidate
+from runtime.tuning.candidates import DRAFT_LENS, Candidate, all_lengths, is_replayable
 from runtime.tuning.live import Confirmation, LiveRun, Measured, confirm, fitting, spread
 from runtime.tuning.replay import Trace
-from runtime.tuning.search import Advance, Cost, Replayer, Search, best_candidates
+from runtime.tuning.search import NUM_LIVE, Advance, Cost, Replayer, Search, best_candidates
 
 _LARGEST_FACTOR = 1.25
 """By which the machine may differ from when its steps were measured before it is worth a warning."""
@@ -27,9 +30,12 @@ Progress = Callable[[str, int], AbstractContextManager[Advance]]
 
 @dataclass(frozen=True)
 class Scope:
-    """What is to be tried. `named` is the one drafter to tune, None for the grid; `max_draft_len` None: up to 10."""
+    """What is to be tried. `named` is the one drafter to tune, None for the grid; `max_draft_len` None: up to 10.
 
-    named: LookupDrafter | None = None
+    With the grid goes the model's own copy, where the engine has one, by itself and with the best lookup.
+    """
+
+    named: DrafterSettings | None = None
     tries_public: bool = False
     max_draft_len: int | None = None
 
@@ -68,7 +74,8 @@ class Answered:
 
 
 def replay_alone(traces: Sequence[Trace], scope: Scope, progress: Progress) -> Search:
-    """Without an engine: what each candidate would have counted."""
+    """Without an engine: what each candidate would have counted. For drafters that can be replayed."""
+    assert is_replayable(scope.named)
     return _search(Replayer(traces), scope, scope.longest_draft(None), progress)
 
 
@@ -86,9 +93,11 @@ def check_tuning(llm: LLM, scope: Scope, batch_size: int) -> None:
     check_corpora(scope.named, llm.tokenizer, llm.engine.config.vocab_size)
 
 
-def fitting_requests(llm: LLM, requests: Sequence[Request]) -> list[int]:
-    """Indices of the requests that the engine takes; a warning counts the others."""
-    kept = fitting(llm.engine, requests)
+def fitting_requests(llm: LLM, requests: Sequence[Request], scope: Scope) -> list[int]:
+    """Indices of the requests that engine and drafter take; a warning counts the others."""
+    with ExitStack() as stack:
+        mode: DraftLenMode = "fixed" if scope.named is None else "auto"  # which needs what steps cost
+        kept = fitting(llm.open_session(scope.named, mode, stack), requests)
     if len(kept) < len(requests):
         left_out = len(requests) - len(kept)
         _warn(f"left out, because they do not fit the engine: {left_out} of {len(requests)}")
@@ -116,14 +125,30 @@ class Timing:
     num_live_prompts: int = 8
 
 
-def tune(llm: LLM, answered: Answered, scope: Scope, timing: Timing, progress: Progress) -> tuple[Search, Confirmation]:
-    """Predict by replay, time the best, recommend."""
+@dataclass(frozen=True)
+class Tuned:
+    """What was replayed, what of the rest was run once, and what was made of the best."""
+
+    search: Search
+    tried: list[Measured]
+    confirmation: Confirmation
+
+
+def tune(llm: LLM, answered: Answered, scope: Scope, timing: Timing, progress: Progress) -> Tuned:
+    """Predict by replay or run once, time the best in turn, recommend."""
     config = llm.engine.config
     cost = Cost(CostModel(config.step_costs, config.host_s), llm.engine.max_num_tokens)
     end_ids = answered.requests[0].end_ids
     replayer = Replayer(answered.traces, timing.batch_size, cost, end_ids, answered.max_new_tokens)
-    search = _search(replayer, scope, scope.longest_draft(llm.engine.max_draft_len), progress)
-    return search, _confirm(llm, answered, replayer, best_candidates(search.replayed), timing, progress)
+    longest = scope.longest_draft(llm.engine.max_draft_len)
+    search = _search(replayer, scope, longest, progress)
+    chosen = spread(len(answered.requests), timing.num_live_prompts)
+    live = LiveRun(llm, [replace(answered.requests[i], id=n) for n, i in enumerate(chosen)], timing.batch_size)
+    best = best_candidates(search.replayed)
+    tried = _try_models(live, scope, longest, best, progress)
+    sample = replace(replayer, traces=[answered.traces[i] for i in chosen])
+    fastest = [one.candidate for one in sorted(tried, key=lambda one: one.seconds)[:NUM_LIVE]]
+    return Tuned(search, tried, _confirm(live, sample, [Candidate(), *best], fastest, progress))
 
 
 def _search(replayer: Replayer, scope: Scope, max_draft_len: int, progress: Progress) -> Search:
@@ -133,21 +158,49 @@ def _search(replayer: Replayer, scope: Scope, max_draft_len: int, progress: Prog
     return search
 
 
+def _try_models(
+    live: LiveRun, scope: Scope, max_draft_len: int, lookups: Sequence[Candidate], progress: Progress
+) -> list[Measured]:
+    """What cannot be replayed, with drafts of each length: the named drafter, or the model's own copy.
+
+    The copy also with the best lookup, once the best length of its own drafts is known.
+    """
+    drafter = scope.named
+    if drafter is None and live.llm.engine.config.build_config.self_draft is not None:
+        drafter = SelfDrafter(max_draft_len)
+    if drafter is None or is_replayable(drafter):
+        return []
+    candidates = all_lengths(drafter, max_draft_len)
+    with progress("trying", len(candidates)) as advance:
+        tried = live.try_once(candidates, advance)
+    if scope.named is None:
+        fastest = min(tried, key=lambda one: one.seconds).candidate
+        chains = _chains(lookups, fastest)
+        with progress("trying", len(chains)) as advance:
+            tried += live.try_once(chains, advance)
+    return tried
+
+
+def _chains(lookups: Sequence[Candidate], own: Candidate) -> list[Candidate]:
+    """The best lookup beside the model's own copy."""
+    best = next((one.drafter for one in lookups if isinstance(one.drafter, LookupDrafter)), None)
+    if best is None or not isinstance(own.drafter, SelfDrafter):
+        return []
+    chain = ChainDrafter([best, own.drafter])
+    return [Candidate(chain), Candidate(chain, "auto")]
+
+
 def _confirm(
-    llm: LLM,
-    answered: Answered,
-    replayer: Replayer,
-    candidates: Sequence[Candidate],
-    timing: Timing,
+    live: LiveRun,
+    sample: Replayer,
+    replayable: Sequence[Candidate],
+    others: Sequence[Candidate],
     progress: Progress,
 ) -> Confirmation:
-    """The candidates on some of the requests: replayed once more, and run."""
-    chosen = spread(len(answered.requests), timing.num_live_prompts)
-    sample = replace(replayer, traces=[answered.traces[i] for i in chosen])
-    replayed = [sample.replay(candidate) for candidate in candidates]
-    live = LiveRun(llm, [replace(answered.requests[i], id=n) for n, i in enumerate(chosen)], timing.batch_size)
+    """The candidates on some of the requests: replayed once more where they can be, and run."""
+    replayed = [sample.replay(candidate) for candidate in replayable]
     with progress("timing", live.num_rounds) as advance:
-        measured = live.measure(candidates, advance)
+        measured = live.measure([*replayable, *others], advance)
     _warn_of_other_outputs(sample.traces, measured[0])
     confirmation = confirm(replayed, measured)
     for what, factor in (("prompts", confirmation.factors.prompts), ("steps", confirmation.factors.others)):

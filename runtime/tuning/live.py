@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from runtime.engine import Engine
+from runtime.drafters.protocol import check_request
 from runtime.errors import SpecDecError
 from runtime.evaluation.noise import MIN_PAIRS, paired_shift
 from runtime.generation import Generation
@@ -85,6 +85,16 @@ class LiveRun:
             for i, candidate in enumerate(candidates)
         ]
 
+    def try_once(self, candidates: Sequence[Candidate], advance: Advance) -> list[Measured]:
+        """Each by itself and once, which tells what to time in turn."""
+        tried = []
+        for candidate in candidates:
+            self._round([candidate], 1, _WARM_UP_TOKENS)
+            (batches,) = self._round([candidate], self.num_batches, None)
+            tried.append(Measured(candidate, [[_seconds(g) for g in batches]], _together(batches)))
+            advance()
+        return tried
+
     def _round(
         self, candidates: Sequence[Candidate], num_batches: int, max_tokens: int | None
     ) -> list[list[Generation]]:
@@ -120,17 +130,21 @@ def _together(parts: Sequence[Generation]) -> Generation:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A candidate on the prompts that were also run: its prediction for them, scaled, beside its measurement."""
+    """A candidate that was run, and where it was replayed on the same prompts its prediction, scaled."""
 
-    replayed: Replayed
     measured: Measured
-    predicted_s: float
-    predicted_speedup: float
     measured_speedup: float
+    replayed: Replayed | None = None
+    predicted_s: float | None = None
+    predicted_speedup: float | None = None
 
     @property
-    def ratio(self) -> float:
-        return self.predicted_s / self.measured.seconds
+    def candidate(self) -> Candidate:
+        return self.measured.candidate
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.predicted_s is None else self.predicted_s / self.measured.seconds
 
 
 @dataclass(frozen=True)
@@ -149,21 +163,23 @@ class Confirmation:
 
 
 def confirm(replayed: Sequence[Replayed], measured: Sequence[Measured]) -> Confirmation:
-    """Predictions and measurements of the same candidates on the same prompts, no drafter first.
+    """What was measured, no drafter first, beside the predictions of those that could be replayed, on the same prompts.
 
     The machine may be busier than when its steps were measured, or quieter, which prompts feel more than steps of one
     token: one factor for the first and one for the second, what no drafter takes over what was predicted for it.
     """
-    predictions = [one.predicted or LoopSeconds(0.0, 0.0) for one in replayed]
-    factors = measured[0].parts.over(predictions[0])
-    scaled = [seconds.scaled(factors).total for seconds in predictions]
-    return Confirmation(
-        [
-            Confirmed(r, m, seconds, scaled[0] / seconds, measured[0].seconds / m.seconds)
-            for r, m, seconds in zip(replayed, measured, scaled, strict=True)
-        ],
-        factors,
-    )
+    predictions = {one.candidate: one for one in replayed}
+    none = measured[0]
+    factors = none.parts.over(predictions[none.candidate].predicted or LoopSeconds(0.0, 0.0))
+    confirmed = []
+    for one in measured:
+        speedup, prediction = none.seconds / one.seconds, predictions.get(one.candidate)
+        if prediction is None or prediction.predicted is None:
+            confirmed.append(Confirmed(one, speedup))
+        else:
+            predicted_s = prediction.predicted.scaled(factors).total
+            confirmed.append(Confirmed(one, speedup, prediction, predicted_s, none.seconds / predicted_s))
+    return Confirmation(confirmed, factors)
 
 
 def spread(number: int, wanted: int) -> list[int]:
@@ -172,12 +188,14 @@ def spread(number: int, wanted: int) -> list[int]:
     return [i * number // wanted for i in range(wanted)]
 
 
-def fitting(engine: Engine, requests: Sequence[Request]) -> list[int]:
-    """Indices of the requests that the engine takes; SpecDecError, and why, if it takes none."""
+def fitting(session: Session, requests: Sequence[Request]) -> list[int]:
+    """Indices of the requests that engine and drafter take; SpecDecError, and why, if they take none."""
+    drafter = session.opened.drafter if session.opened is not None else None
     kept, first_error = [], None
     for i, request in enumerate(requests):
         try:
-            engine.check_lengths(request)
+            session.engine.check_lengths(request)
+            check_request(drafter, request)
             kept.append(i)
         except SpecDecError as error:
             first_error = first_error or error

@@ -10,7 +10,16 @@ from runtime.bundle import Bundle
 from runtime.cache import digest
 from runtime.checksums import document_digest
 from runtime.config import Between, EngineConfig, Measure, Size, as_json, parse
-from runtime.drafters.settings import DraftLenMode, LookupDrafter, NgramDrafter, SuffixDrafter
+from runtime.drafters.settings import (
+    ChainDrafter,
+    DrafterSettings,
+    DraftLenMode,
+    DraftTargetDrafter,
+    NgramDrafter,
+    OneDrafter,
+    SelfDrafter,
+    SuffixDrafter,
+)
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import write_json
 from runtime.reading import parse_json, read_utf8
@@ -18,7 +27,14 @@ from runtime.version import specdec_version
 
 PROFILE_FORMAT_VERSION = 3  # 2: without a digest
 _IDENTITY = ("pretrained_config", "dtype", "build_config", "environment", "vocab_size")
-_KINDS: dict[str, type[LookupDrafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+_KINDS: dict[str, type[OneDrafter]] = {
+    "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+    "draft-target": DraftTargetDrafter,
+    "self": SelfDrafter,
+}
+_CHAIN = "chain"
+_PATHS = ("corpus", "model")
 _AGAIN = "tune again"
 
 
@@ -38,8 +54,9 @@ class Figures:
     batch_size: Size
     tokens_per_step: Measure
     draft_acceptance_rate: Annotated[float, Between(0, 1)] | None
-    predicted_s: Measure
-    predicted_speedup: Measure
+    predicted_s: Measure | None
+    """None where it could only be run."""
+    predicted_speedup: Measure | None
     measured_s: Measure
     measured_speedup: Measure
 
@@ -62,7 +79,7 @@ class Profile:
     """A recommended drafter, or None for none, and the length of its drafts."""
 
     engine: ProfileEngine
-    drafter: LookupDrafter | None
+    drafter: DrafterSettings | None
     draft_len_mode: DraftLenMode
     figures: Figures
 
@@ -79,15 +96,16 @@ def write_profile(path: Path, profile: Profile) -> None:
     write_json(path, record | {"digest": document_digest(record, "digest")})
 
 
-def drafter_record(drafter: LookupDrafter | None) -> dict[str, Any] | None:
-    """Its name and settings, for JSON."""
+def drafter_record(drafter: DrafterSettings | None) -> dict[str, Any] | None:
+    """Its name and settings, for JSON; those of each drafter of a chain."""
     if drafter is None:
         return None
+    if isinstance(drafter, ChainDrafter):
+        return {"name": _CHAIN, "drafters": [drafter_record(one) for one in drafter.drafters]}
     name = next(name for name, kind in _KINDS.items() if isinstance(drafter, kind))
     record = {"name": name, **dataclasses.asdict(drafter)}
-    if record.get("corpus") is not None:
-        record["corpus"] = str(Path(record["corpus"]).absolute())  # whoever reads it may be elsewhere
-    return record
+    # Whoever reads it may be elsewhere.
+    return record | {key: str(Path(record[key]).absolute()) for key in _PATHS if record.get(key) is not None}
 
 
 def read_profile(path: Path) -> Profile:
@@ -111,9 +129,18 @@ def read_profile(path: Path) -> Profile:
     return Profile(rest.engine, drafter, rest.draft_len_mode, rest.figures)
 
 
-def _parse_drafter(record: Any, where: str) -> LookupDrafter | None:
+def _parse_drafter(record: Any, where: str) -> DrafterSettings | None:
     if record is None:
         return None
+    if isinstance(record, dict) and record.get("name") == _CHAIN:
+        drafters = record.get("drafters")
+        if set(record) != {"name", "drafters"} or not isinstance(drafters, list) or not drafters:
+            raise SpecDecError(f"`{where}` is a chain without a list of drafters: {drafters!r}")
+        return ChainDrafter(_parse_one(one, f"{where} {i}") for i, one in enumerate(drafters, 1))
+    return _parse_one(record, where)
+
+
+def _parse_one(record: Any, where: str) -> OneDrafter:
     kind = _KINDS.get(str(record.get("name"))) if isinstance(record, dict) else None
     if kind is None:
         name = record.get("name") if isinstance(record, dict) else record
@@ -121,17 +148,11 @@ def _parse_drafter(record: Any, where: str) -> LookupDrafter | None:
     missing = [field.name for field in dataclasses.fields(kind) if field.name not in record]
     if missing:
         raise SpecDecError(f"`{where}` lacks the key: {missing[0]}")
-    # Paths travel as text, which is what `parse` would refuse.
-    settings = {key: value for key, value in record.items() if key not in ("name", "corpus")}
+    settings = {key: value for key, value in record.items() if key != "name"}
     try:
-        drafter = parse(kind, settings, where)
+        return parse(kind, settings, where)
     except UsageError as error:
         raise SpecDecError(f"`{where}` has numbers that no drafter can have: {settings}") from error
-    if isinstance(drafter, NgramDrafter) and record.get("corpus") is not None:
-        if not isinstance(record["corpus"], str):
-            raise SpecDecError(f"`{where}: corpus` has a value it cannot have: {record['corpus']!r}")
-        drafter = dataclasses.replace(drafter, corpus=Path(record["corpus"]))
-    return drafter
 
 
 def profile_for(path: Path, bundle: Bundle) -> Profile:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from runtime.costs import CostModel
 from runtime.drafters.opening import open_lookup
-from runtime.drafters.settings import LookupDrafter
+from runtime.drafters.settings import DrafterSettings, LookupDrafter
 from runtime.stats import RequestStats, sum_stats
-from runtime.tuning.candidates import Candidate, private_grid, public, shorter_lens
+from runtime.tuning.candidates import Candidate, is_replayable, private_grid, public, shorter_lens
 from runtime.tuning.prediction import LoopSeconds, predict
 from runtime.tuning.replay import ReplayedBatches, Trace, replay_batches
 
@@ -62,7 +62,7 @@ class Replayer:
 
     def replay(self, candidate: Candidate) -> Replayed:
         drafter = None
-        if candidate.drafter is not None:
+        if isinstance(candidate.drafter, LookupDrafter):
             costs = self.cost.costs if self.cost and candidate.draft_len_mode == "auto" else None
             drafter = open_lookup(candidate.drafter, costs).drafter
         batches = replay_batches(
@@ -81,12 +81,13 @@ class Replayer:
 class Search:
     """All drafters with their longest drafts; then the best of them with a public pool, shorter drafts and `auto`.
 
-    `screened` is the grid on some of the traces, where replaying it on all would take long; it is empty otherwise.
+    Where the named drafter has to be run, no drafter is all that is replayed. `screened` is the grid on some of the
+    traces, where replaying it on all would take long; it is empty otherwise.
     """
 
     replayer: Replayer
     max_draft_len: int
-    named: LookupDrafter | None
+    named: DrafterSettings | None
     tries_public: bool
     screened: list[Replayed] = field(default_factory=list)
     replayed: list[Replayed] = field(default_factory=list)
@@ -95,6 +96,8 @@ class Search:
     def most(self) -> int:
         """As many replays as there can be, for a progress bar."""
         lengths = len(shorter_lens(self.max_draft_len)) + (self.replayer.cost is not None)
+        if not is_replayable(self.named):
+            return 1
         if self.named is not None:
             return 2 + lengths
         num_grid = len(private_grid(1)) + NUM_SCREENED * (1 + self.tries_public)
@@ -105,8 +108,7 @@ class Search:
         self._try([Candidate()], advance)
         self._try([Candidate(drafter) for drafter in self._drafters(advance)], advance)
         if self.tries_public and self.named is None:
-            best = [r.candidate.drafter for r in _best(self.replayed, NUM_SCREENED) if r.candidate.drafter]
-            self._try([Candidate(drafter) for drafter in public(best)], advance)
+            self._try([Candidate(drafter) for drafter in public(_best_lookups(self.replayed))], advance)
         for best_one in _best(self.replayed, NUM_LENGTHS):
             lengths = [best_one.candidate.with_length(n) for n in shorter_lens(self.max_draft_len)]
             auto = [replace(best_one.candidate, draft_len_mode="auto")] if self.replayer.cost else []
@@ -114,15 +116,17 @@ class Search:
 
     def _drafters(self, advance: Advance) -> list[LookupDrafter]:
         """Those to replay on all traces."""
-        if self.named is not None:
+        if isinstance(self.named, LookupDrafter):
             return [replace(self.named, max_draft_len=self.max_draft_len)]
+        if self.named is not None:
+            return []
         grid, some = private_grid(self.max_draft_len), self.replayer.thinned(_MAX_SCREENING_TOKENS)
         if some is self.replayer:
             return grid
         for drafter in grid:
             self.screened.append(some.replay(Candidate(drafter)))
             advance()
-        return [r.candidate.drafter for r in _best(self.screened, NUM_SCREENED) if r.candidate.drafter]
+        return _best_lookups(self.screened)
 
     def _try(self, candidates: Sequence[Candidate], advance: Advance) -> None:
         for candidate in candidates:
@@ -135,6 +139,11 @@ def _best(replayed: Sequence[Replayed], number: int) -> list[Replayed]:
     return sorted((r for r in replayed if r.candidate.drafter), key=lambda r: r.rank)[:number]
 
 
+def _best_lookups(replayed: Sequence[Replayed]) -> list[LookupDrafter]:
+    drafters = [one.candidate.drafter for one in _best(replayed, NUM_SCREENED)]
+    return [drafter for drafter in drafters if isinstance(drafter, LookupDrafter)]
+
+
 def best_candidates(replayed: Sequence[Replayed]) -> list[Candidate]:
-    """No drafter, and the best that have one by what was predicted."""
-    return [Candidate(), *(r.candidate for r in _best(replayed, NUM_LIVE))]
+    """The best that have a drafter, by what was predicted."""
+    return [r.candidate for r in _best(replayed, NUM_LIVE)]

@@ -58,7 +58,7 @@ FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
         ["self"],
     ),
     "chain with self": (
-        [*SELF, *NGRAM, "--self-draft-config", "6", "--drafters", "ngram,self"],
+        [*SELF, *NGRAM, "--self-draft-config", "6", "--drafters", "auto"],
         [*SELF, "--spec-decode-max-draft-len", "4", "--drafters", "ngram,self"],
         ["ngram", "self"],
     ),

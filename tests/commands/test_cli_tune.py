@@ -163,6 +163,91 @@ def test_only_the_named_drafter_is_tried(specdec: Specdec, engine_dir: Path, pro
     assert tried == {("suffix", n, "fixed") for n in (1, 2, 3, 4)} | {("suffix", 4, "auto")}
 
 
+@pytest.fixture(scope="module")
+def draft_engine_with_costs(make_draft_engine_dir: Callable[..., Path], tokenizer: PreTrainedTokenizerFast) -> Path:
+    model = make_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
+    return make_draft_engine_dir(model, measure_costs=True)
+
+
+MODELS: dict[str, tuple[list[object], set[tuple[int, ...]]]] = {
+    "self": (["--self-draft-config", "[3,[0]]"], {(1,), (2,), (3,)}),
+    "draft-target": (
+        ["--draft-engine-dir", "DRAFT", "--draft-target-model-config", "[2,[0],[0],True]"],
+        {(1,), (2,)},
+    ),
+    "ngram,self": (
+        ["--ngram-config", "[5,2,[0]]", "--self-draft-config", "2", "--drafters", "auto"],
+        {(5, 1), (5, 2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_models_draft_is_run_with_each_length(
+    name: str, specdec: Specdec, self_draft_engine_dir: Path, draft_engine_with_costs: Path, tmp_path: Path
+) -> None:
+    """No record tells it. The counts are those of `run` with the flags, one prompt at a time."""
+    flags, lengths = MODELS[name]
+    arguments = ["--engine-dir", self_draft_engine_dir, "--input-text", "The dog lost the ball. The dog"]
+    arguments += ["--max-output-len", 12, "--json"]
+    profile = tmp_path / "tuned.json"
+    named = [draft_engine_with_costs if flag == "DRAFT" else flag for flag in flags]
+    document = specdec("tune", *arguments, *named, "--num-live-prompts", 1, "--output", profile).document
+    assert_valid("tune", document)
+    assert [one["drafter"] for one in document["candidates"]] == [None], "no lookup is tried where another is named"
+    tried = {(lengths_of(one["drafter"]), one["draft_len_mode"]) for one in document["tried"]}
+    assert tried == {(one, "fixed") for one in lengths} | {(max(lengths), "auto")}
+    for one in document["tried"]:
+        assert (",".join(names_of(one["drafter"])), one["num_requests"]) == (name, 1)
+        if one["draft_len_mode"] == "fixed":
+            total = specdec("run", *arguments, *shlex.split(one["flags"])).document["total"]
+            assert {key: total[key] for key in COUNTS} == {key: one["measured"][key] for key in COUNTS}
+    fastest = sorted(document["tried"], key=lambda one: one["measured_s"])[:3]
+    assert [one["flags"] for one in document["timed"]] == ["", *(one["flags"] for one in fastest)]
+    for one in document["timed"][1:]:
+        assert (one["replayed"], one["predicted_s"], one["ratio"]) == (None, None, None)
+    assert json.loads(profile.read_text())["figures"]["measured_speedup"] >= 1.0
+
+
+COUNTS = ("num_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+
+
+def each_of(drafter: dict[str, Any]) -> list[dict[str, Any]]:
+    return drafter.get("drafters", [drafter])
+
+
+def lengths_of(drafter: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(one["max_draft_len"] for one in each_of(drafter))
+
+
+def names_of(drafter: dict[str, Any]) -> list[str]:
+    return [one["name"] for one in each_of(drafter)]
+
+
+def test_draft_engine_without_costs_is_refused_before_anything_is_run(
+    specdec: Specdec, self_draft_engine_dir: Path, draft_engine_dir: Path
+) -> None:
+    arguments = ["--engine-dir", self_draft_engine_dir, "--input-text", "The dog", "--max-output-len", 4]
+    named = ["--draft-engine-dir", draft_engine_dir, "--draft-target-model-config", "2"]
+    words = ("draft engine: nothing is known of what the engine's steps cost", "`specdec build`")
+    assert_one_clear_error(specdec("tune", *arguments, *named), 1, words)
+
+
+def test_an_engines_copy_is_tried_beside_the_lookups(specdec: Specdec, self_draft_engine_dir: Path) -> None:
+    """By itself, and with the best of them."""
+    arguments = ["--engine-dir", self_draft_engine_dir, "--input-text", "The dog lost the ball. The dog"]
+    arguments += ["--max-output-len", 12, "--num-live-prompts", 1, "--max-draft-len", 2]
+    document = specdec("tune", *arguments, "--json").document
+    assert_valid("tune", document)
+    names = [names_of(one["drafter"]) for one in document["tried"]]
+    assert names[:3] == [["self"]] * 3
+    best = next(one["drafter"] for one in document["candidates"] if one["drafter"])
+    assert [one["drafter"]["drafters"][0] for one in document["tried"][3:]] == [best] * 2
+    assert len(document["timed"]) == 1 + 3 + 3
+    shown = specdec("tune", *arguments).stdout
+    assert "Run once on 1 requests" in shown and "own copy" in shown
+
+
 def test_many_traces_are_screened(specdec: Specdec, tmp_path: Path) -> None:
     rows = [{"prompt_ids": [i % 7], "output_ids": [(i + j) % 9 for j in range(500)]} for i in range(62)]
     document = specdec(
@@ -232,6 +317,12 @@ MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] =
      lambda d: (d / "t.jsonl").write_text('{"prompt_ids": [5], "output_ids": [300]}')),
     (TUNE + "--traces t.jsonl", 1, (f"line 1 of t.jsonl has an id outside the vocabulary of {VOCAB_SIZE}: 40",),
      lambda d: (d / "t.jsonl").write_text('{"prompt_ids": [5], "output_ids": [40]}')),
+    ("tune --traces t.jsonl --self-draft-config 4", 2, ("no record tells what a model", "`--engine-dir`"), None),
+    (TUNE + "--traces t.jsonl --self-draft-config 4", 1, ("no copy of its model", "--self-draft int4"), None),
+    (TUNE + "--traces t.jsonl --drafters ngram,custom", 2, ("no drafter of your own: ngram,custom",), None),
+    (TUNE + "--traces t.jsonl --drafters auto", 2, ("chooses among the drafters that are given",), None),
+    (TUNE + "--traces t.jsonl --draft-engine-dir engine", 2, ("needs `--draft-target-model-config`",), None),
+    (TUNE + "--traces t.jsonl --draft-target-model-config 4 --draft-engine-dir x", 1, ("draft engine", "x"), None),
     (TUNE + "--traces t.jsonl --output none/x.json", 1, ("cannot write the file", "none/x.json"), None),
     (TUNE + "--traces t.jsonl --output t.jsonl", 2, ("would replace what is read: t.jsonl",), None),
     (TUNE + "--traces t.jsonl --batch-size 5", 1, ("max_batch_size 4: 5",), None),

@@ -11,7 +11,7 @@ from command_line import PROMPT, PROMPTS, Specdec, assert_valid, each, edit_json
 from test_cli_errors import assert_one_clear_error
 
 from runtime.bundle import read_engine_config
-from runtime.drafters.settings import NgramDrafter, SuffixDrafter
+from runtime.drafters.settings import ChainDrafter, DraftTargetDrafter, NgramDrafter, SelfDrafter, SuffixDrafter
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, read_profile, write_profile
 
 FIGURES = Figures(8, 1, 1.5, 0.25, 0.9, 1.4, 1.0, 1.25)
@@ -30,7 +30,14 @@ def path(profile: Profile, tmp_path: Path) -> Path:
     return tmp_path / "tuned.json"
 
 
-@pytest.mark.parametrize("drafter", [NGRAM, replace(NGRAM, corpus=Path("/c")), SuffixDrafter(9, "public"), None])
+DRAFT = DraftTargetDrafter(Path("/engine"), 3, use_logits=True, device_id=1)
+DRAFTERS = [
+    *(NGRAM, replace(NGRAM, corpus=Path("/c")), SuffixDrafter(9, "public"), DRAFT, SelfDrafter(3, use_logits=True)),
+    *(ChainDrafter([NGRAM, SelfDrafter(5)]), None),
+]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_what_is_written_is_what_is_read(drafter: Any, profile: Profile, tmp_path: Path) -> None:
     written = replace(profile, drafter=drafter, draft_len_mode="auto" if drafter else "fixed")
     write_profile(tmp_path / "p", written)
@@ -76,6 +83,23 @@ def test_run_drafts_as_the_profile_says(
     if not leader:
         for key in ("num_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
             assert document["total"][key] == same["total"][key]
+
+
+def test_run_drafts_with_a_profiles_models(
+    specdec: Specdec, profile: Profile, path: Path, self_draft_engine_dir: Path, draft_engine_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The draft model's engine was named from another directory."""
+    identity = ProfileEngine("engine", engine_digest(read_engine_config(self_draft_engine_dir)))
+    monkeypatch.chdir(draft_engine_dir.parent)
+    models = ChainDrafter([DraftTargetDrafter(Path(draft_engine_dir.name), 3), SelfDrafter(4)])
+    write_profile(path, replace(profile, engine=identity, drafter=models))
+    monkeypatch.chdir(path.parent)
+    common = ["--engine-dir", self_draft_engine_dir, "--input-text", PROMPT, "--max-output-len", 12]
+    document = specdec("run", *common, "--profile", path, "--check-lossless", "--json").document
+    assert document["settings"]["drafters"] == ["draft-target", "self"]
+    assert document["settings"]["self_draft_config"]["max_draft_len"] == 4
+    assert document["checks"]["lossless"]["passed"] and document["total"]["draft_model_time_s"] > 0
 
 
 def test_summarize_drafts_as_the_profile_says(
@@ -152,6 +176,10 @@ DAMAGES: list[tuple[str, Any]] = [
     ("has numbers that no drafter can have", {"drafter__min_matching_ngram_size": 9}),
     ("ranking` has a value it cannot have: 'best'", {"drafter__ranking": "best"}),
     ("corpus` has a value it cannot have: 5", {"drafter__corpus": 5}),
+    ("names no drafter that a profile can have", {"drafter__name": "custom"}),
+    ("lacks the key: model", {"drafter__name": "draft-target", "drafter__use_logits": False}),
+    ("is a chain without a list of drafters", {"drafter": {"name": "chain", "drafters": []}}),
+    ("drafter 1` names no drafter", {"drafter": {"name": "chain", "drafters": [{"name": "chain"}]}}),
 ]
 
 

@@ -1,6 +1,6 @@
 """What the speculation flags say, and which part of them is wrong."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from commands.options.drafter_configs import (
     parse_suffix_config,
 )
 from commands.options.drafting import DraftingOptions, Named, parse_drafter, parse_drafter_names
-from commands.options.leader import LeaderOptions
+from commands.options.drafting_models import ModelDrafterOptions
+from commands.options.leader import LeaderOptions, ModelEngineOptions
 from commands.options.lookups import LookupOptions
 from runtime.drafters.settings import (
     ChainDrafter,
@@ -23,6 +24,7 @@ from runtime.drafters.settings import (
     DrafterSettings,
     DraftTargetDrafter,
     NgramDrafter,
+    OneDrafter,
     SelfDrafter,
     SuffixDrafter,
     drafter_names,
@@ -159,8 +161,7 @@ def test_one_drafter_is_enough(given: tuple[str, ...], draft_engine_dir: Path | 
         parse_drafter(
             DraftingOptions(
                 LookupOptions(values[0]),
-                draft_target_model_config=values[1],
-                draft_engine_dir=draft_engine_dir,
+                ModelDrafterOptions(values[1], draft_engine_dir),
                 drafter=values[2],
             )
         )
@@ -168,23 +169,26 @@ def test_one_drafter_is_enough(given: tuple[str, ...], draft_engine_dir: Path | 
     assert raised.value.hint
 
 
+BESIDE_AN_ENGINE = ModelDrafterOptions(draft_engine_dir=DRAFT)
+
+
 @pytest.mark.parametrize(("ngram_config", "drafter"), [(None, None), ("[10,2,[0]]", None), (None, "my_drafter:make")])
 def test_draft_engine_needs_its_configuration(ngram_config: str | None, drafter: str | None) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_drafter(DraftingOptions(LookupOptions(ngram_config), draft_engine_dir=DRAFT, drafter=drafter))
+        parse_drafter(DraftingOptions(LookupOptions(ngram_config), BESIDE_AN_ENGINE, drafter=drafter))
     assert raised.value.message == "`--draft-engine-dir` needs `--draft-target-model-config`: draft-engine"
     assert raised.value.hint and "[4,[0],[0],False]" in raised.value.hint
 
 
 def test_draft_target_model_config_needs_an_engine() -> None:
     with pytest.raises(UsageError) as raised:
-        parse_drafter(DraftingOptions(draft_target_model_config="[4,[0],[0],False]"))
+        parse_drafter(DraftingOptions(models=ModelDrafterOptions("[4,[0],[0],False]")))
     assert "needs the draft model's engine: [4,[0],[0],False]" in raised.value.message
     assert raised.value.hint and "`--draft-engine-dir`" in raised.value.hint
 
 
 def test_flags_name_their_drafter() -> None:
-    draft_model = DraftingOptions(draft_target_model_config="[4,[0],[1],True]", draft_engine_dir=DRAFT)
+    draft_model = DraftingOptions(models=ModelDrafterOptions("[4,[0],[1],True]", DRAFT))
     assert parse_drafter(DraftingOptions()) == Named(None)
     assert parse_drafter(DraftingOptions(LookupOptions("[10,2,[0]]"))) == Named(NgramDrafter(10, 2))
     assert parse_drafter(draft_model) == Named(DraftTargetDrafter(DRAFT, 4, True), 1)
@@ -235,8 +239,10 @@ SETTINGS: dict[str, DrafterSettings] = {
 
 
 def parse(*, ngram_options: LookupOptions = NO_OPTIONS, **given: Any) -> DrafterSettings | None:
-    configs = {flag: given.pop(flag) for flag in ("ngram_config", "suffix_config") if flag in given}
-    return parse_drafter(DraftingOptions(replace(ngram_options, **configs), **given)).drafter
+    lookups = {flag: given.pop(flag) for flag in ("ngram_config", "suffix_config") if flag in given}
+    models = {field.name: given.pop(field.name) for field in fields(ModelDrafterOptions) if field.name in given}
+    options = DraftingOptions(replace(ngram_options, **lookups), ModelDrafterOptions(**models), **given)
+    return parse_drafter(options).drafter
 
 
 def flags_of(*names: str) -> dict[str, Any]:
@@ -256,7 +262,8 @@ def drafting(
     lookups: LookupOptions = NO_OPTIONS,
 ) -> DraftingOptions:
     """What leader mode takes of the flags of both modes."""
-    return DraftingOptions(lookups, draft_engine_dir=draft_dir, drafter=custom, drafters=drafters)
+    models = ModelDrafterOptions(draft_engine_dir=draft_dir)
+    return DraftingOptions(lookups, models, drafter=custom, drafters=drafters)
 
 
 def test_options_of_ngram_lookup_are_its_settings() -> None:
@@ -330,6 +337,33 @@ def test_chain_of_leader_mode_takes_its_defaults() -> None:
     )
 
 
+@pytest.mark.parametrize("names", [["ngram"], ["suffix", "draft-target"], [*CONFIGS]], ids=" ".join)
+def test_auto_takes_all_that_are_given(names: list[str]) -> None:
+    settings = parse(**flags_of(*names), drafters=" Auto ")
+    assert set(each_drafter(settings)) == {SETTINGS[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("engines", "arguments", "expected"),
+    [
+        (ModelEngineOptions(), (), (NgramDrafter(6, 2), SuffixDrafter(6))),
+        (ModelEngineOptions(), (DRAFT,), (NgramDrafter(6, 2), SuffixDrafter(6), DraftTargetDrafter(DRAFT, 6))),
+        (ModelEngineOptions(self_draft="int4"), (), (NgramDrafter(6, 2), SuffixDrafter(6), SelfDrafter(6))),
+        (ModelEngineOptions(), (DRAFT, "a:b"), (DraftTargetDrafter(DRAFT, 6), CustomDrafter("a", "b", 6))),
+    ],
+    ids=["nothing", "a draft model", "a copy", "one of its own"],
+)
+def test_auto_in_leader_mode_takes_lookups_too(
+    engines: ModelEngineOptions, arguments: tuple[Any, ...], expected: tuple[OneDrafter, ...]
+) -> None:
+    """And the models that there are; lookups only where no drafter has a flag of its own."""
+    draft_dir, custom = (*arguments, None, None)[:2]
+    settings = LeaderOptions("demo", spec_decode_max_draft_len=6, engines=engines).named(
+        drafting(draft_dir, custom, "auto")
+    )
+    assert each_drafter(settings.drafter) == expected
+
+
 @pytest.mark.parametrize("text", ["ngram,draft-target", " NGRAM , Draft_Target "])
 def test_names_of_drafters_are_read_whatever_their_case(text: str) -> None:
     assert parse_drafter_names(text) == ["ngram", "draft-target"]
@@ -358,6 +392,7 @@ def test_unknown_names_of_drafters_list_the_known(text: str, wrong: str) -> None
 @pytest.mark.parametrize(
     ("given", "wrong"),
     [
+        ({"drafters": "auto"}, "chooses among the drafters that are given, and there is none"),
         ({"drafters": "ngram"}, "`--drafters` names ngram, which needs `--ngram-config`: ngram"),
         ({"drafters": "suffix"}, "`--drafters` names suffix, which needs `--suffix-config`: suffix"),
         ({"drafters": "custom"}, "`--drafters` names custom, which needs `--drafter`: custom"),

@@ -18,7 +18,7 @@ from runtime.drafters.protocol import Drafter
 from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.sureness import Sureness
 from runtime.engine import Engine
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, UsageError
 from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence
 
@@ -79,13 +79,10 @@ class Counted:
         self.drafter.forget(request_id)
 
 
-def own_drafts(drafter: SelfDraft, own_s: float, counted: Drafter | None = None) -> DraftingModel:
-    """A step of the target takes a second, and one of the copy's `own_s`."""
-
-    def turn_s(batch_size: int, context_len: int, draft_len: float, num_steps: float) -> float:
-        return 1 + 0.05 * draft_len + own_s * num_steps
-
-    return DraftingModel(counted or drafter, DRAFT_LEN, VOCAB_SIZE, drafter.suggest, turn_s)
+def choosing(lookup: Drafter, drafter: SelfDraft, own_s: float, counted: Drafter | None = None) -> ChoosingChain:
+    """With the copy: a step of the target takes a second, and one of the copy's `own_s`."""
+    model = DraftingModel(counted or drafter, DRAFT_LEN, lambda batch, context: own_s, drafter.suggest)
+    return ChoosingChain([lookup], [model], lambda batch, context, draft_len: 1 + 0.05 * draft_len, VOCAB_SIZE)
 
 
 def make_requests(sampling: SamplingConfig = SamplingConfig()) -> list[Request]:  # noqa: B008  # frozen
@@ -120,7 +117,7 @@ def count_copy(engine: Engine) -> list[int]:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("own_s", [0.0, 0.1, 1.0])
 def test_output_is_hugging_faces(loop: str, own_s: float, engine: Engine, model: PreTrainedModel) -> None:
-    chain = ChoosingChain(NgramLookup(3), own_drafts(SelfDraft(engine, use_logits=False), own_s))
+    chain = choosing(NgramLookup(3), SelfDraft(engine, use_logits=False), own_s)
     sequences = answer(engine, loop, make_requests(), chain)
     assert {s.request.id: s.output_tokens for s in sequences} == texts_of(model)
     assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 0
@@ -128,7 +125,7 @@ def test_output_is_hugging_faces(loop: str, own_s: float, engine: Engine, model:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_sampled_text_is_that_without_drafts(loop: str, engine: Engine) -> None:
-    chain = ChoosingChain(NgramLookup(3), own_drafts(SelfDraft(engine, use_logits=False), 0.1))
+    chain = choosing(NgramLookup(3), SelfDraft(engine, use_logits=False), 0.1)
     drafted = answer(engine, loop, make_requests(SAMPLED), chain)
     engine.clear_cache()
     plain = answer(engine, loop, make_requests(SAMPLED), None)
@@ -164,7 +161,7 @@ def test_the_copy_looks_at_short_lookups_and_goes_on(
     """Three tokens that are right are worth less than six of the copy's, of which it then computes three at once."""
     drafter = SelfDraft(engine, use_logits=False)
     three = ShortDrafter(Guesser(texts_of(model), 9, match_len=4), 3)
-    (sequence,) = answer(engine, "leader", make_requests()[4:], ChoosingChain(three, own_drafts(drafter, 0.02)))
+    (sequence,) = answer(engine, "leader", make_requests()[4:], choosing(three, drafter, 0.02))
     assert sequence.output_tokens == texts_of(model)[4]
     assert max(count_copy) == 4 and len(count_copy) < 0.75 * sequence.stats.num_draft_tokens
 
@@ -173,7 +170,7 @@ def test_ids_of_no_token_are_refused_before_the_copy_reads_them(engine: Engine, 
     drafter = SelfDraft(engine, use_logits=False)
     guesser = Guesser({i: [VOCAB_SIZE + 5] * 99 for i in range(5)}, 9, match_len=1)
     with pytest.raises(SpecDecError, match=f"no token id of the vocabulary of {VOCAB_SIZE}: {VOCAB_SIZE + 5}"):
-        answer(engine, "leader", make_requests(), ChoosingChain(guesser, own_drafts(drafter, 0.0)))
+        answer(engine, "leader", make_requests(), choosing(guesser, drafter, 0.0))
     assert not count_copy
 
 
@@ -181,7 +178,7 @@ def test_a_lookup_that_is_always_right_is_sent_as_it_is(engine: Engine, model: P
     """However short its match: after a few times it is known what such matches are worth."""
     drafter = SelfDraft(engine, use_logits=False)
     counted = Counted(drafter)
-    chain = ChoosingChain(Guesser(texts_of(model), 9, match_len=1), own_drafts(drafter, 0.2, counted))
+    chain = choosing(Guesser(texts_of(model), 9, match_len=1), drafter, 0.2, counted)
     sequences = answer(engine, "orchestrator", make_requests(), chain)
     assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 80
     assert counted.num_asked <= 6
@@ -193,7 +190,7 @@ def test_a_lookup_that_is_always_wrong_is_soon_left_to_the_copy(
 ) -> None:
     """A long match is trusted at first, and a short one is not."""
     drafter = SelfDraft(engine, use_logits=False)
-    chain = ChoosingChain(Guesser(texts_of(model), 0, match_len), own_drafts(drafter, 0.05))
+    chain = choosing(Guesser(texts_of(model), 0, match_len), drafter, 0.05)
     sequences = answer(engine, "orchestrator", make_requests()[4:], chain)
     assert {s.request.id: s.output_tokens for s in sequences} == {4: texts_of(model)[4]}
     # Steps in which nothing was right: the first, for which the copy is not asked, and those of the lookup.
@@ -201,11 +198,72 @@ def test_a_lookup_that_is_always_wrong_is_soon_left_to_the_copy(
     assert histogram[0] <= 24 // 5 + most + 2 and histogram[1] >= 12
 
 
+def test_the_better_of_two_lookups_is_soon_sent(engine: Engine, model: PreTrainedModel) -> None:
+    """Whoever is named first, and though both have as long a match."""
+    texts = texts_of(model)
+    for order in (1, -1):
+        lookups = [Guesser(texts, 0, match_len=3), Guesser(texts, 9, match_len=3)][::order]
+        chain = ChoosingChain(lookups, [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+        engine.clear_cache()
+        sequences = answer(engine, "orchestrator", make_requests(), chain)
+        assert {s.request.id: s.output_tokens for s in sequences} == texts
+        # Whose first draft is wrong has one step more than it takes with drafts that are right.
+        assert sum(s.stats.num_steps for s in sequences) <= len(PROMPTS) * (-(-NUM_NEW_TOKENS // (DRAFT_LEN + 1)) + 1)
+
+
+def test_the_longer_match_is_trusted_first() -> None:
+    short, long = Guesser({0: [1, 1, 1]}, 9, match_len=1), Guesser({0: [2, 2, 2]}, 9, match_len=9)
+    sequence = Sequence.start(Request(0, (5, 6), 9))
+    for lookups in ([short, long], [long, short]):
+        chain = ChoosingChain(lookups, [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+        assert [draft.tokens for draft in chain.propose([sequence], 3)] == [[2, 2, 2]]
+
+
+def test_what_was_drawn_is_sent_whatever_it_is_worth() -> None:
+    """How long it is may depend on its tokens, and to weigh that would change what is generated."""
+
+    class Drawing(Guesser):
+        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+            return [Draft([7], torch.eye(VOCAB_SIZE)[[7]]) for _ in sequences]
+
+    sequence = Sequence.start(Request(0, (5, 6), 9))
+    sure = Guesser({0: [1, 1, 1, 1]}, 9, match_len=16)
+    free = DraftingModel(Guesser({0: [2, 2, 2, 2]}, 9, match_len=0), DRAFT_LEN, lambda batch, context: 0.0)
+    chain = ChoosingChain([sure, Drawing({}, 0, 0)], [free], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+    assert [draft.tokens for draft in chain.propose([sequence], 4)] == [[7]]
+
+
+def test_the_better_of_two_models_is_asked(engine: Engine, model: PreTrainedModel) -> None:
+    """The first drafts what is wrong, the second as the target: a few drafts tell. Nobody asks the other then."""
+    texts = texts_of(model)
+    counted = [Counted(Guesser(texts, 0, match_len=0)), Counted(Guesser(texts, 9, match_len=0))]
+    models = [DraftingModel(one, DRAFT_LEN, lambda batch, context: 0.05) for one in counted]
+    chain = ChoosingChain([], models, lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+    sequences = answer(engine, "orchestrator", make_requests(), chain)
+    assert {s.request.id: s.output_tokens for s in sequences} == texts
+    assert counted[0].num_asked <= 5 < counted[1].num_asked
+
+
+def test_a_dear_model_is_asked_only_where_nothing_was_found() -> None:
+    asked = Counted(Guesser({0: [2], 1: [2]}, 9, match_len=0))
+    dear = DraftingModel(asked, DRAFT_LEN, lambda batch, context: 9.0)
+    found = Guesser({0: [1, 1], 1: []}, 9, match_len=2)
+    chain = ChoosingChain([found], [dear], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+    sequences = [Sequence.start(Request(i, (5, 6), 9)) for i in range(2)]
+    assert [draft.tokens for draft in chain.propose(sequences, 4)] == [[1, 1], [2]]
+    assert asked.num_asked == 1
+
+
+def test_chain_of_nobody_is_refused() -> None:
+    with pytest.raises(UsageError, match="a chain has no drafters"):
+        ChoosingChain([], [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+
+
 def test_what_is_kept_of_a_request_goes_with_it(engine: Engine) -> None:
     drafter = SelfDraft(engine, use_logits=False, sureness=Sureness(lambda b, c, n: 1 + 0.1 * n, lambda b, c: 0.1))
-    chain = ChoosingChain(NgramLookup(3), own_drafts(drafter, 0.1))
+    chain = choosing(NgramLookup(3), drafter, 0.1)
     answer(engine, "leader", make_requests(), chain)
-    assert len(chain._found) == len(chain._drafted) == 0
+    assert [len(outcomes) for outcomes in (*chain._found, *chain._drafted)] == [0, 0]
     assert drafter._suggested == {} and drafter._sureness is not None and drafter._sureness._pending == {}
 
 
