@@ -42,7 +42,7 @@ class AdaptiveDrafter:
         self._iteration_s = iteration_s
         self._draft_s = draft_s
         self._is_asked_for_what_pays = draft_s is not None
-        self._outcomes = Outcomes()
+        self._outcomes = Outcomes(are_cut=draft_s is not None)
         self._num_tokens = self._seconds = 0.0
         self._num_off = 0
         """Steps in a row for which nothing was sent of what was drafted."""

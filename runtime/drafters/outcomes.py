@@ -48,9 +48,13 @@ class _History:
 
 
 class Outcomes:
-    """Remembers drafts, learns what became of them, and says what to expect of the next."""
+    """Remembers drafts, learns what became of them, and says what to expect of the next.
 
-    def __init__(self) -> None:
+    `are_cut`: they are no longer than was asked for, so that of longer ones nothing is known unless they are tried.
+    """
+
+    def __init__(self, *, are_cut: bool = False) -> None:
+        self._are_cut = are_cut
         self._shared: dict[int, _Survival] = {}
         self._histories: dict[int, _History] = {}
 
@@ -84,12 +88,13 @@ class Outcomes:
         match_len = _class_of(match_len)
         own = self._history(sequence).survivals.get(match_len, _NOTHING_KNOWN)
         shared = self._shared.get(match_len, _NOTHING_KNOWN)
-        first_guess = _PRIOR_WEIGHT * (match_len + 1) / (match_len + 3)
-        expected, survives, total = [1.0], 1.0, 1.0
+        first_guess = (match_len + 1) / (match_len + 3)
+        expected, survives, total, share = [1.0], 1.0, 1.0, first_guess
         for i in range(max_len):
-            share = first_guess / _PRIOR_WEIGHT
+            # Or no draft would be longer than those before.
+            share = max(share, first_guess) if self._are_cut else first_guess
             if i < len(shared.reached):
-                share = (shared.right[i] + first_guess) / (shared.reached[i] + _PRIOR_WEIGHT)
+                share = (shared.right[i] + _PRIOR_WEIGHT * share) / (shared.reached[i] + _PRIOR_WEIGHT)
             if i < len(own.reached):
                 share = (own.right[i] + _SHARED_WEIGHT * share) / (own.reached[i] + _SHARED_WEIGHT)
             survives *= share

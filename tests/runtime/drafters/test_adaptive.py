@@ -126,6 +126,14 @@ def test_draft_model_that_is_right_is_used_again() -> None:
     assert sum(lengths[100:190]) < 10 and max(lengths[190:]) >= 5
 
 
+@pytest.mark.parametrize("draft_s", [0.05, 0.3, 0.5])
+def test_draft_model_that_is_always_right_is_soon_asked_for_all(draft_s: float) -> None:
+    """What it would have drafted beyond what it was asked for is not known, and worth finding out."""
+    sayer = Sayer(OUTPUT, [True] * 400)
+    lengths = drafted(OUTPUT, AdaptiveDrafter(sayer, price(0.02), lambda batch_size, context_len: draft_s))
+    assert set(lengths[25:-2]) == {10}
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.floats(0, 2, allow_subnormal=False), st.integers(1, 10))
 def test_drafts_are_beginnings_of_the_drafters_own(output: list[int], per_token: float, max_draft_len: int) -> None:
     plain, adaptive = SuffixLookup(), AdaptiveDrafter(SuffixLookup(), price(per_token))
