@@ -46,7 +46,7 @@ def chat(
 
     output = Output()
     cache = kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse)
-    num_tokens = generation.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
+    num_tokens = generation.common.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
     options = SessionOptions(
         chat.engine, chat.tokenizer_dir, chosen, params, cache, leader.mode or "leader", num_tokens
     )

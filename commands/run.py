@@ -2,7 +2,7 @@
 
 from commands.inputs.paths import check_chat_template, check_models
 from commands.inputs.prompts import read_prompts
-from commands.options.drafting import DraftingOptions, Named, choose_drafting, parse_drafter
+from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
 from commands.options.kv_cache import KVCacheOptions
 from commands.options.leader import LeaderOptions
@@ -29,7 +29,7 @@ def run(
     Greedy unless sampling is asked for. Greedy output is exactly what the model generates without speculation, and so
     is sampled output with the same seed; with `use_logits` sampled output has the same distribution.
     """
-    named = _named_drafter(inputs, drafting, leader)
+    named = leader.drafter_of_either_mode(inputs.engine_dir, drafting)
     kv_cache.check(is_leader=leader.loop == "leader", disable_reuse=leader.disable_kv_cache_reuse)
     generation.common.check()
     results.check(output)
@@ -47,19 +47,10 @@ def run(
     from runtime.engine import DEFAULT_MAX_NUM_TOKENS
 
     cache = kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse)
-    num_tokens = generation.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
+    num_tokens = generation.common.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
     options = SessionOptions(inputs.engine, inputs.tokenizer_dir, chosen, params, cache, leader.loop, num_tokens)
     with open_setup_of_models(leader.models(), options, output) as setup:
         answer(setup, prompts, inputs, results, output)
-
-
-def _named_drafter(inputs: RunInputs, drafting: DraftingOptions, leader: LeaderOptions) -> Named:
-    """The drafter that the flags of the one mode or the other name."""
-    drafting.check_profile(leader.drafting_flags, leader.model_dir)
-    if leader.loop == "orchestrator" and not leader.are_given:
-        return parse_drafter(drafting)
-    leader.check(inputs.engine_dir, drafting)
-    return leader.named(drafting)
 
 
 def _warn_of_equal_outputs(params: SamplingParams, output: Output) -> None:

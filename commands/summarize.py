@@ -8,10 +8,11 @@ from pathlib import Path
 
 from commands.inputs.dataset import Columns, Sample, load_samples
 from commands.inputs.paths import check_models
-from commands.options.drafting import DraftingOptions, choose_drafting, parse_drafter
+from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
 from commands.options.generation import GenerationOptions
 from commands.options.kv_cache import KVCacheOptions
+from commands.options.leader import LeaderOptions
 from commands.options.summarize import EvaluationOptions, SummarizeInputs, SummarizeResults
 from commands.output import Output, check_new_directory
 from runtime.errors import SpecDecError
@@ -26,36 +27,42 @@ def summarize(
     generation: GenerationOptions,
     drafting: DraftingOptions,
     kv_cache: KVCacheOptions,
+    leader: LeaderOptions,
     results: SummarizeResults,
     output: Output,
 ) -> None:
     """Measure quality and speed on a dataset: ROUGE, acceptance, latency and throughput, by category.
 
-    The first sample is a warm-up and is run once more. Greedy unless sampling is asked for.
+    The first sample is a warm-up and is run once more. Greedy unless sampling is asked for. In orchestrator mode (V1)
+    unless flags of leader mode (V2) are given: then the samples of a batch join and leave as others end.
     """
-    drafting.check_profile()
-    named = parse_drafter(drafting)
-    kv_cache.check(is_leader=False, disable_reuse=False)
+    named = leader.drafter_of_either_mode(inputs.engine_dir, drafting)
+    kv_cache.check(is_leader=leader.loop == "leader", disable_reuse=leader.disable_kv_cache_reuse)
     generation.check()
     inputs.check()
     evaluation.check(inputs.hf_model_dir)
     results.check(test_engine=evaluation.test_engine, test_hf=evaluation.test_hf)
-    chosen = choose_drafting(drafting, named, inputs.engine_dir, check_lossless=results.check_lossless)
-    results.check_files([*inputs.paths, *drafting.paths])
+    chosen = choose_drafting(drafting, named, inputs.engine, check_lossless=results.check_lossless)
+    results.check_files([*inputs.paths, *drafting.paths, *leader.paths])
     params = generation.params(seed=evaluation.random_seed, max_tokens=evaluation.output_len)
-    bundle = check_models(inputs.engine_dir, None, inputs.tokenizer_dir, chosen.named.drafter)
-    assert bundle is not None  # for an engine is given, and no model
-    evaluation.check_fits(bundle.config.build_config)
+    bundle = check_models(inputs.engine, leader.model_dir, inputs.tokenizer_dir, chosen.named.drafter)
+    if bundle is not None:
+        evaluation.check_fits(bundle.config.build_config, leader.loop)
     hf_dir = _hf_dir(inputs, evaluation)
     if results.output_dir is not None:
         check_new_directory(results.output_dir)
     samples = _load_samples(inputs, evaluation, results)
 
     from commands.evaluating import evaluate
-    from commands.sessions import SessionOptions, open_setup
+    from commands.sessions import SessionOptions, open_setup_of_models
+    from runtime.engine import DEFAULT_MAX_NUM_TOKENS
 
-    options = SessionOptions(inputs.engine_dir, inputs.tokenizer_dir, chosen, params, kv_cache.config())
-    with open_setup(options) as setup:
+    cache = kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse)
+    num_tokens = generation.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
+    options = SessionOptions(inputs.engine, inputs.tokenizer_dir, chosen, params, cache, leader.loop, num_tokens)
+    with open_setup_of_models(leader.models(), options, output) as setup:
+        if bundle is None:
+            evaluation.check_fits(setup.llm.engine.config.build_config, leader.loop)
         evaluate(setup, hf_dir, samples, inputs, evaluation, results, output)
 
 

@@ -22,6 +22,15 @@ class GenerationOptions:
         typer.Option(help="Text that ends an output; repeatable.", rich_help_panel=RUNTIME, show_default="none"),
     ] = None
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    max_num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of prompts computed at a time, so that a long one does not stall the others.",
+            rich_help_panel=RUNTIME,
+            show_default="512",
+        ),
+    ] = None
     num_beams: Annotated[int, typer.Option(hidden=True)] = 1
     use_py_session: Annotated[bool, typer.Option("--use-py-session", hidden=True)] = False
 

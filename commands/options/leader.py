@@ -17,6 +17,7 @@ from commands.options.drafting import (
     given_configs,
     is_auto,
     parse_config,
+    parse_drafter,
 )
 from commands.options.expand import given_flags
 from commands.options.panels import LEADER
@@ -194,6 +195,14 @@ class LeaderOptions:
                     f"`{flag}` is for engines made of `--model-dir`" + (f": {value}" if value is not True else ""),
                     hint="leave it out, or give `--model-dir`; an engine directory is as `specdec build` made it",
                 )
+
+    def drafter_of_either_mode(self, engine_dir: Path | None, drafting: DraftingOptions) -> Named:
+        """The drafter that the flags of the one mode or the other name; UsageError for those that do not fit."""
+        drafting.check_profile(self.drafting_flags, self.model_dir)
+        if self.loop == "orchestrator" and not self.are_given:
+            return parse_drafter(drafting)
+        self.check(engine_dir, drafting)
+        return self.named(drafting)
 
     def named(self, drafting: DraftingOptions) -> Named:
         """The drafter the flags ask for, by flags of either mode; UsageError for two of them without an order, for two

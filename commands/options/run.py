@@ -79,15 +79,6 @@ class RunGeneration:
         int,
         typer.Option(min=1, max=MAX_NUM_RETURN_SEQUENCES, help="Outputs for each prompt.", rich_help_panel=SAMPLING),
     ] = 1
-    max_num_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of prompts computed at a time, so that a long one does not stall the others.",
-            rich_help_panel=RUNTIME,
-            show_default="512",
-        ),
-    ] = None
 
     def params(self, logprobs: int | None) -> SamplingParams:
         """How to answer every prompt."""

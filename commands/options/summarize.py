@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from commands.inputs.dataset import DEMO, EvalTask
+from commands.options.leader import Loop
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SAMPLING
 from commands.options.single import CheckLossless, OutputTraces, Report, Stats, TokenizerDir
 from commands.output import check_output_files, check_report, warn
@@ -19,11 +20,12 @@ OUTPUT_DIR_FILES = ("engine.out", "hf.out", "summary.json")
 
 @dataclass(frozen=True)
 class SummarizeInputs:
-    """Engine, models and dataset."""
+    """Engine, models and dataset; `engine_dir` is None where a model may be given instead."""
 
-    engine_dir: Annotated[Path, typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT)] = Path(
-        "engine_outputs"
-    )
+    engine_dir: Annotated[
+        Path | None,
+        typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
+    ] = None
     hf_model_dir: Annotated[
         str | None,
         typer.Option(help="Model that `--test-hf` runs: directory, hub id or shipped name.", rich_help_panel=INPUT),
@@ -61,10 +63,15 @@ class SummarizeInputs:
     ] = 923
 
     @property
+    def engine(self) -> Path:
+        """The engine's directory, the usual one where none is named."""
+        return self.engine_dir or Path("engine_outputs")
+
+    @property
     def paths(self) -> list[Path]:
         """What is read."""
         models = [] if self.hf_model_dir is None else [Path(self.hf_model_dir)]
-        paths = (self.engine_dir, self.tokenizer_dir, self.dataset_dir, Path(self.dataset), *models)
+        paths = (self.engine, self.tokenizer_dir, self.dataset_dir, Path(self.dataset), *models)
         return [path for path in paths if path is not None]
 
     def check(self) -> None:
@@ -81,7 +88,14 @@ class EvaluationOptions:
 
     test_engine: Annotated[bool, typer.Option("--test-engine", help="Run the engine.", rich_help_panel=RUNTIME)] = False
     test_hf: Annotated[bool, typer.Option("--test-hf", help="Run Hugging Face.", rich_help_panel=RUNTIME)] = False
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples answered together.", rich_help_panel=RUNTIME)] = 1
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Samples answered together; in leader mode there may be more of them than the engine runs at a time.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = 1
     max_ite: Annotated[int, typer.Option(min=1, help="Batches to run.", rich_help_panel=RUNTIME)] = 20
     output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 100
     random_seed: Annotated[
@@ -97,12 +111,13 @@ class EvaluationOptions:
                 "`--test-hf` needs `--hf-model-dir`", hint="`--hf-model-dir` names the model the engine was made from"
             )
 
-    def check_fits(self, build: BuildConfig) -> None:
-        """SpecDecError for larger batches than the engine's, or outputs that leave no room for a prompt."""
-        if self.batch_size > build.max_batch_size:
+    def check_fits(self, build: BuildConfig, loop: Loop) -> None:
+        """SpecDecError for larger batches than the loop takes, or outputs that leave no room for a prompt."""
+        if self.batch_size > build.max_batch_size and loop == "orchestrator":
             raise SpecDecError(
                 f"`--batch-size` exceeds the engine's max_batch_size {build.max_batch_size}: {self.batch_size}",
-                hint="lower it, or build with a larger `specdec build --max-batch-size`",
+                hint="lower it, build with a larger `specdec build --max-batch-size`, or let samples wait: "
+                "`--mode leader`",
             )
         if self.output_len >= build.max_request_len:
             raise SpecDecError(

@@ -63,6 +63,64 @@ def test_answers_are_hfs(
     assert ("identical_to_no_drafter" in document["checks"]) == bool(ngram)
 
 
+@pytest.fixture
+def uneven(tmp_path: Path) -> list[str]:
+    """`--dataset` with six texts of one to six sentences, more than the engine runs at a time, in one batch."""
+    sentences = "The little dog had a red ball. One day the dog lost the ball. A girl found it. The dog ran. " * 2
+    rows = [{"article": ".".join(sentences.split(".")[: i + 1]), "highlights": "A dog and a ball."} for i in range(6)]
+    path = tmp_path / "uneven.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--dataset", str(path), "--batch-size", "6", "--max-input-length", "70"]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft model", "none"])
+def test_leader_mode_answers_a_batch_of_different_lengths_as_hf_does(
+    summarize: Summarize, llama: PreTrainedModel, uneven: list[str], draft_engine_dir: Path, tmp_path: Path,
+    drafter: str,
+) -> None:  # fmt: skip
+    """Prompts have different lengths, and so have outputs, because a common token ends them."""
+    flags: list[object] = {
+        "ngram": ["--spec-decode-algo", "NGRAM", "--spec-decode-max-draft-len", 3, "--check-lossless"],
+        "draft model": ["--spec-decode-algo", "DRAFT_TARGET", "--draft-engine-dir", draft_engine_dir],
+        "none": ["--disable-overlap-scheduler"],
+    }[drafter]
+    output = ["--output-len", 24, "--report", tmp_path / "page.html", "--json"]
+    arguments = [*uneven, "--test-engine", "--test-hf", *flags, *output]
+    (common, _), *_ = Counter(sum(outputs_of(summarize(*arguments).document), [])).most_common()
+    checks = ["--end-id", common, "--check-accuracy", "--rouge1-threshold", 0]
+    document = summarize(*arguments, *checks).document
+    assert_valid("summarize", document)
+    outputs = outputs_of(document)
+    assert outputs == [hf_greedy(llama, request["prompt_ids"], 24, common) for request in document["requests"]]
+    assert len({len(request["prompt_ids"]) for request in document["requests"]}) == 6
+    assert len(set(map(len, outputs))) > 1
+    assert document["settings"]["mode"] == "leader" and document["settings"]["batch_size"] == 6
+    assert document["checks"]["identical_to_hf"] == {"num_identical": 6, "num_samples": 6}
+    assert document["checks"]["accuracy"]["passed"]
+    assert (document["total"]["num_draft_tokens"] > 0) == (drafter != "none")
+    if drafter == "ngram":
+        assert document["checks"]["lossless"]["passed"]
+    assert "leader" in (tmp_path / "page.html").read_text()
+
+
+def outputs_of(document: dict[str, Any]) -> list[list[int]]:
+    return [request["output_ids"] for request in document["requests"]]
+
+
+def test_leader_mode_counts_as_run_does(
+    summarize: Summarize, specdec: Specdec, llama_uncompiled_dir: Path, uneven: list[str]
+) -> None:
+    flags: list[object] = ["--spec-decode-algo", "SUFFIX", "--disable-kv-cache-reuse", "--max-num-tokens", 40]
+    texts_alone = ["--test-engine", "--eval-task", "code_completion", "--text-column", "article"]
+    ours = summarize(*uneven, *texts_alone, *flags, "--json").document
+    texts = [word for request in ours["requests"] for word in ("--input-text", request["prompt"])]
+    where = ["--engine-dir", llama_uncompiled_dir, "--max-output-len", 8, "--max-input-length", 70]
+    others = specdec("run", *where, *texts, *flags, "--json").document
+    assert ours["settings"]["block_reuse"] is False and ours["settings"]["max_num_tokens"] == 40
+    keys = ("num_steps", "num_iterations", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram")
+    assert [ours["total"][key] for key in keys] == [others["total"][key] for key in keys]
+
+
 def perturbed(directory: Path) -> None:
     """The same config and tokenizer, and other weights, as after more training."""
     weights = load_file(directory / "model.safetensors")

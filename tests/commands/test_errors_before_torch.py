@@ -61,6 +61,7 @@ CASES = {
     CHAT + "--tokenizer-dir none": "tokenizer directory does not exist: none",
     CHAT + "--ngram-config 4,2 --ngram-corpus none": "there is no such corpus: none",
     "summarize --engine-dir none --test-engine": "engine directory does not exist: none",
+    "summarize --model-dir ./none --test-engine": "model directory does not exist: ./none",
     "summarize --engine-dir engine --test-engine --dataset none.jsonl": "cannot read the file",
     "summarize --engine-dir engine --test-engine --dataset none.parquet": "no such dataset file: none.parquet",
     SUMMARIZE + "--tokenizer-dir none": "tokenizer directory does not exist: none",
