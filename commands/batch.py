@@ -1,7 +1,8 @@
 """`specdec batch`: a file of requests becomes a file of results, however often it is interrupted."""
 
 from commands.inputs.paths import check_models, check_readable
-from commands.options.batch import BatchFiles, BatchModelOptions, ClusterOptions
+from commands.options.batch import BatchFiles, BatchModelOptions
+from commands.options.cluster import ClusterOptions
 from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
 from commands.options.kv_cache import KVCacheOptions

@@ -20,28 +20,39 @@ from commands.tables.summarize import show_summary
 from runtime.errors import SpecDecError
 from runtime.evaluation.steps import all_pieces
 from runtime.evaluation.systems import (
+    Batches,
+    EvaluateEngine,
     EvaluationInterrupted,
     HuggingFace,
     Question,
     SystemRun,
-    evaluate_engine,
     evaluate_hf,
+    joined,
+    places_of,
 )
 from runtime.session import Session
 
 _NUM_SHOWN = 3  # of the differences between two models
 
 
+@dataclass(frozen=True)
+class Systems:
+    """What answers: the engine, in this process or by workers, and Hugging Face's model if it is to."""
+
+    evaluate_engine: EvaluateEngine
+    hf_dir: Path | None
+
+
 def evaluate(
     setup: Setup,
-    hf_dir: Path | None,
+    systems: Systems,
     samples: list[Sample],
     inputs: SummarizeInputs,
     options: EvaluationOptions,
     results: SummarizeResults,
     output: Output,
 ) -> None:
-    """Answer, with `hf_dir`'s model too if it is given, check, write and show; SpecDecError if a check fails.
+    """Answer, check, write and show; SpecDecError if a check fails.
 
     After Ctrl-C exit 130 with what was answered, and no check.
     """
@@ -52,14 +63,12 @@ def evaluate(
     prompts = encode_samples(samples, inputs.eval_task, setup.llm.tokenizer, fitting)
     if options.test_engine:
         _check_samples(setup, samples, prompts)
-    answers = _run_systems(setup, make_batches(samples, prompts, options.batch_size), hf_dir, options, output)
+    answers = _run_systems(setup, make_batches(samples, prompts, options.batch_size), systems, options, output)
     runs = answers.runs
     if answers.is_interrupted:
-        num_answered = len(runs[0].samples)
-        output.warning(
-            f"interrupted: {num_answered} of {len(samples)} samples were answered, and only they are counted"
-        )
-        samples, prompts = samples[:num_answered], prompts[:num_answered]
+        chosen = answers.answered
+        output.warning(f"interrupted: {len(chosen)} of {len(samples)} samples were answered, and only they are counted")
+        samples, prompts = [samples[i] for i in chosen], [prompts[i] for i in chosen]
         results = replace(results, check_accuracy=False, check_lossless=False)
     evaluation = Evaluation(samples, prompts, runs, answers.hf_differences)
     settings = options.record(inputs, len(samples))
@@ -85,11 +94,13 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Answers:
-    """Of each system; what makes Hugging Face's model another one than the engine's; and whether Ctrl-C came."""
+    """Of each system; what makes Hugging Face's model another one than the engine's; whether Ctrl-C came, and the
+    places of the samples that were answered."""
 
     runs: list[SystemRun]
     hf_differences: list[str]
     is_interrupted: bool
+    answered: list[int]
 
 
 def _check_samples(setup: Setup, samples: list[Sample], prompts: list[list[int]]) -> None:
@@ -100,19 +111,22 @@ def _check_samples(setup: Setup, samples: list[Sample], prompts: list[list[int]]
 
 
 def _run_systems(
-    setup: Setup, batches: list[list[list[int]]], hf_dir: Path | None, options: EvaluationOptions, output: Output
+    setup: Setup, batches: Batches, systems: Systems, options: EvaluationOptions, output: Output
 ) -> _Answers:
     """The engine with its drafter and without, and Hugging Face, where they are asked for."""
     question = Question(setup.llm, setup.llm.request_of(setup.params))
     runs: list[SystemRun] = []
+    places, hf_dir = places_of(batches), systems.hf_dir
+    everyone = [i for place in places for i in place]
     if options.test_engine:
         try:
             with output.progress("engine", len(batches)) as advance:
-                runs += evaluate_engine(question, setup.session, batches, advance)
+                runs += systems.evaluate_engine(question, setup.session, batches, advance)
         except EvaluationInterrupted as interrupted:
-            if not interrupted.runs[0].samples:
+            if not interrupted.answers:
                 raise
-            return _Answers(interrupted.runs, [], True)
+            answered = [i for batch in sorted(interrupted.answers) for i in places[batch]]
+            return _Answers(joined(interrupted.answers), [], True, answered)
     differences: list[str] = []
     if hf_dir is not None:
         try:
@@ -126,8 +140,8 @@ def _run_systems(
             if not runs:
                 raise
             output.warning("Hugging Face left out: interrupted")
-            return _Answers(runs, [], True)
-    return _Answers(runs, differences, False)
+            return _Answers(runs, [], True, everyone)
+    return _Answers(runs, differences, False, everyone)
 
 
 def _warn_of_another_model(hf_dir: Path, differences: list[str], output: Output) -> None:

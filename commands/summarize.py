@@ -4,10 +4,13 @@ The engine answers every batch twice, with the drafter and without, one after th
 cache: `speedup` compares those two.
 """
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from commands.inputs.dataset import Columns, Sample, load_samples
 from commands.inputs.paths import check_models
+from commands.options.cluster import ClusterOptions
 from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
 from commands.options.generation import GenerationOptions
@@ -19,6 +22,11 @@ from runtime.errors import SpecDecError
 from runtime.gguf import is_gguf
 from runtime.models import read_model_config, resolve_model
 
+if TYPE_CHECKING:
+    from commands.documents.settings import Setup
+    from commands.sessions import SessionOptions
+    from runtime.evaluation.systems import EvaluateEngine
+
 
 @expand_groups
 def summarize(
@@ -28,19 +36,21 @@ def summarize(
     drafting: DraftingOptions,
     kv_cache: KVCacheOptions,
     leader: LeaderOptions,
+    cluster: ClusterOptions,
     results: SummarizeResults,
     output: Output,
 ) -> None:
     """Measure quality and speed on a dataset: ROUGE, acceptance, latency and throughput, by category.
 
     The first sample is a warm-up and is run once more. Greedy unless sampling is asked for. In orchestrator mode (V1)
-    unless flags of leader mode (V2) are given: then the samples of a batch join and leave as others end.
+    unless flags of leader mode (V2) are given.
     """
     named = leader.drafter_of_either_mode(inputs.engine_dir, drafting)
     kv_cache.check(is_leader=leader.loop == "leader", disable_reuse=leader.disable_kv_cache_reuse)
     generation.check()
     inputs.check()
-    evaluation.check(inputs.hf_model_dir)
+    cluster.check()
+    evaluation.check(inputs.hf_model_dir, on_ray=cluster.ray is not None)
     results.check(test_engine=evaluation.test_engine, test_hf=evaluation.test_hf)
     chosen = choose_drafting(drafting, named, inputs.engine, check_lossless=results.check_lossless)
     results.check_files([*inputs.paths, *drafting.paths, *leader.paths])
@@ -53,7 +63,7 @@ def summarize(
         check_new_directory(results.output_dir)
     samples = _load_samples(inputs, evaluation, results)
 
-    from commands.evaluating import evaluate
+    from commands.evaluating import Systems, evaluate
     from commands.sessions import SessionOptions, open_setup_of_models
     from runtime.engine import DEFAULT_MAX_NUM_TOKENS
 
@@ -63,7 +73,25 @@ def summarize(
     with open_setup_of_models(leader.models(), options, output) as setup:
         if bundle is None:
             evaluation.check_fits(setup.llm.engine.config.build_config, leader.loop)
-        evaluate(setup, hf_dir, samples, inputs, evaluation, results, output)
+        systems = Systems(_evaluate_engine(setup, options, leader, cluster), hf_dir)
+        evaluate(setup, systems, samples, inputs, evaluation, results, output)
+
+
+def _evaluate_engine(
+    setup: "Setup", options: "SessionOptions", leader: LeaderOptions, cluster: ClusterOptions
+) -> "EvaluateEngine":
+    """In this process, or by workers, who open the engines that were opened here."""
+    if cluster.ray is None:
+        from runtime.evaluation.systems import evaluate_engine
+
+        return evaluate_engine
+
+    from commands.batching.evaluating import evaluate_by_workers
+
+    named = replace(options.drafting.named, drafter=setup.session.settings)
+    drafting = replace(options.drafting, named=named)
+    options = replace(options, engine_dir=setup.llm.bundle.directory, drafting=drafting)
+    return evaluate_by_workers(options, leader.models() if leader.model_dir is not None else None, cluster)
 
 
 def _hf_dir(inputs: SummarizeInputs, evaluation: EvaluationOptions) -> Path | None:

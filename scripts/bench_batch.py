@@ -1,6 +1,7 @@
 """What Ray costs `batch`, and what more workers bring. Needs Ray (the extra `ray`).
 
-python scripts/bench_batch.py overhead               time per request of workers that answer nothing
+python scripts/bench_batch.py overhead               time per request of workers that answer nothing: of 2, and of 1,000
+python scripts/bench_batch.py files --num 100000     time and memory per request of the files of requests and results
 python scripts/bench_batch.py workers --num 200      2 workers of one core each against one process of two, on the demo
 python scripts/bench_batch.py nodes --num 400 --engine-dir ENGINE    8 nodes, as Ray sees them, of which 2 are lost
 """
@@ -13,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 NUM_NODES, NUM_LOST = 8, 2
@@ -43,7 +46,7 @@ def batch(directory: Path, threads: int, *flags: object) -> dict[str, Any]:
 
 def measure_overhead(num: int) -> None:
     from commands.batching import cluster
-    from commands.batching.answering import Outcome
+    from commands.batching.answering import Outcome, failed_outcome
     from commands.batching.dispatch import answer_all
     from commands.batching.lines import BatchRequest
 
@@ -51,7 +54,7 @@ def measure_overhead(num: int) -> None:
         """Opens nothing, and answers at once with a line of the usual length."""
 
         def open(self, *given: Any) -> cluster.Opened:
-            return cluster.Opened(8)
+            return cluster.Opened("idle", 8)
 
         async def answer(self, request: BatchRequest) -> Outcome:
             return Outcome(request.id, b"x" * 600)
@@ -59,22 +62,55 @@ def measure_overhead(num: int) -> None:
     cluster.Worker = Idle  # type: ignore[misc, assignment]
 
     class Crew(cluster.RayCrew):
-        def __init__(self) -> None:
-            self._num_workers, self._num_cpus, self._on_gpu, self._num_deaths = 2, 1, False, 0
+        """Two processes; of more workers each has several windows, so that the command does what it does for many."""
+
+        def __init__(self, num_workers: int) -> None:
+            self._num_workers, self._num_cpus, self._on_gpu, self._num_deaths = num_workers, 1, False, 0
             self._given = (None,) * 5  # type: ignore[assignment]
+            self._arrived = SimpleQueue()
             self._members = [self._begin() for _ in range(2)]
+            while not all(member.window for member in self._members):
+                self.receive()
+            self._members = [replace(self._members[i % 2], sent=set()) for i in range(num_workers)]
 
     requests = [BatchRequest(str(i), str(i), "POST", "/v1/completions", {"prompt": "x" * 400}) for i in range(num)]
-    with cluster.connected("local"):
-        crew = Crew()
-        while crew.num_free < 16:
-            crew.receive()
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            assert sum(1 for _ in answer_all(crew, iter(requests))) == num
-            times.append((time.perf_counter() - start) / num)
-    print(f"{statistics.median(times) * 1e3:.2f} ms per request ({min(times) * 1e3:.2f} to {max(times) * 1e3:.2f})")
+    for num_workers in (2, 1000):
+        times, own_times = [], []
+        with cluster.connected("local"):
+            crew = Crew(num_workers)
+            for _ in range(5):
+                start, own_start = time.perf_counter(), time.process_time()
+                assert sum(1 for _ in answer_all(crew, iter(requests), failed_outcome)) == num
+                times.append((time.perf_counter() - start) / num * 1e3)
+                own_times.append((time.process_time() - own_start) / num * 1e3)
+        print(f"{num_workers} workers: {statistics.median(times):.2f} ms per request ({min(times):.2f} to", end=" ")
+        print(f"{max(times):.2f}), of the command's own {statistics.median(own_times):.2f}", flush=True)
+
+
+def measure_files(num: int) -> None:
+    """What the command does for each request without Ray: in memory, and with results of 600 bytes on this disk."""
+    from commands.batching.lines import look_through
+    from commands.batching.results import open_results
+
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        write_requests(directory / "requests.jsonl", num, DIGEST)
+        before, start = _resident_bytes(), time.perf_counter()
+        places = look_through(directory / "requests.jsonl", "job").places
+        looked = time.perf_counter()
+        with open_results(directory / "results.jsonl", places) as results:
+            for place in places:
+                results.append(place.id, b"x" * 600)
+            appended, num_bytes = time.perf_counter(), _resident_bytes() - before
+            results.finish()
+            finished = time.perf_counter()
+    for what, seconds in (("look", looked - start), ("append", appended - looked), ("order", finished - appended)):
+        print(f"{what}: {seconds / num * 1e6:.1f} µs per request")
+    print(f"memory: {num_bytes / num:.0f} bytes per request")
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_workers(num: int) -> None:
@@ -88,10 +124,11 @@ def measure_workers(num: int) -> None:
             bytes_of_one = (directory / "results.jsonl").read_bytes()
             two = batch(directory, 1, *model, "--ray", "local", "--num-workers", 2, "--cpus-per-worker", 1)
             assert (directory / "results.jsonl").read_bytes() == bytes_of_one
-            # Workers open one after the other on a busy machine: the clock runs from the first request on.
+            # From the first request on: what opening took stands apart.
             for document, rates in zip((one, two), found.values(), strict=True):
-                rates.append(document["num_generated_tokens"] / document["wall_s"])
-                print({key: document[key] for key in ("wall_s", "output_tokens_per_second", "workers")}, flush=True)
+                rates.append(document["output_tokens_per_second"])
+                keys = ("opening_s", "wall_s", "output_tokens_per_second", "workers")
+                print({key: document[key] for key in keys}, flush=True)
         one_rate, two_rate = map(max, found.values())
         print(f"{num} requests: {one_rate:.0f} and {two_rate:.0f} tokens/s, {two_rate / one_rate:.2f}; same bytes")
 
@@ -127,13 +164,15 @@ def measure_nodes(num: int, engine_dir: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["overhead", "workers", "nodes"])
+    parser.add_argument("what", choices=["overhead", "files", "workers", "nodes"])
     parser.add_argument("--num", type=int, default=400, help="requests")
     parser.add_argument("--engine-dir", type=Path, help="for nodes: an engine, such as one without a compiler")
     arguments = parser.parse_args()
     match arguments.what:
         case "overhead":
             measure_overhead(arguments.num)
+        case "files":
+            measure_files(arguments.num)
         case "workers":
             measure_workers(arguments.num)
         case "nodes":

@@ -4,11 +4,14 @@ A result says what its request and the model determine, and nothing else: no tim
 drafted or what was found in the cache. So it is the same bytes whenever and wherever it is made.
 """
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
+from commands.batching.dispatch import NotAnswered
 from commands.batching.lines import BatchRequest
 from commands.options.batch import BatchDefaults
 from commands.serving.asking import ask_chat, ask_completion
@@ -49,15 +52,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a request: its line of the results, or why there is none, which is nothing that it has done."""
+    """What came of a request: its line of the results."""
 
     id: str
-    line: bytes | None
+    line: bytes
     counts: Counts = field(default_factory=Counts)
     is_error: bool = False
-    failure: str | None = None
-    is_lost: bool = False
-    """Whether its worker died."""
     worker: str = ""
 
 
@@ -105,11 +105,21 @@ class BatchModel:
             return _failed(request, HTTPError(500, f"the request failed: {type(error).__name__}: {error}"))
         return None
 
-    def outcome(self, pending: Pending) -> Outcome:
+    async def answer(self, request: BatchRequest) -> Outcome | NotAnswered:
+        """For an event loop, in which many are awaited."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Pending] = loop.create_future()
+
+        def on_done(pending: Pending) -> None:
+            loop.call_soon_threadsafe(done.set_result, pending)
+
+        return self.submit(request, on_done) or self.outcome(await done)
+
+    def outcome(self, pending: Pending) -> Outcome | NotAnswered:
         """Of a request that is done; to be called by whoever submitted it."""
         error = next((answer.progress.error for answer in pending.answers if answer.progress.error), None)
         if isinstance(error, StepFailed):
-            return Outcome(pending.request.id, None, failure=error.message)
+            return NotAnswered(pending.request.id, error.message)
         if error is not None:
             return _failed(pending.request, as_http_error(error))
         reply = self._reply(pending).document()
@@ -148,6 +158,32 @@ class BatchModel:
             return CompletionReply(self._served, pending.body, pending.answers, self._texts)
         assert isinstance(pending.body, ChatRequest)
         return ChatReply(self._served, pending.body, pending.answers, self._texts)
+
+
+class OwnCrew:
+    """The model in this process."""
+
+    def __init__(self, model: BatchModel) -> None:
+        self._model = model
+        self._done: SimpleQueue[Pending | Outcome] = SimpleQueue()
+        self._num_sent = 0
+
+    @property
+    def num_free(self) -> int:
+        return self._model.window - self._num_sent
+
+    def send(self, request: BatchRequest) -> None:
+        outcome = self._model.submit(request, self._done.put)
+        self._num_sent += 1
+        if outcome is not None:
+            self._done.put(outcome)
+
+    def receive(self) -> list[Outcome | NotAnswered]:
+        done = [self._done.get()]
+        while not self._done.empty():
+            done.append(self._done.get())
+        self._num_sent -= len(done)
+        return [one if isinstance(one, Outcome) else self._model.outcome(one) for one in done]
 
 
 def seed_of(custom_id: str, random_seed: int) -> int:

@@ -4,26 +4,26 @@ A worker that dies costs the requests that it had; they are asked again, and ano
 asks, and writes what comes, is one process: so each result is written once, however often it was made.
 """
 
-import asyncio
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 import ray
 import torch
 from ray.exceptions import RayActorError, RayError
 
-from commands.batching.answering import BatchModel, Outcome, Pending
-from commands.batching.dispatch import Crew
-from commands.batching.lines import BatchRequest
-from commands.batching.model import Job, model_digest, open_job
+from commands.batching.dispatch import Crew, NotAnswered
+from commands.batching.model import model_digest
 from commands.engines import Models, engines_of_models
-from commands.options.batch import ClusterOptions
+from commands.options.cluster import ClusterOptions
 from commands.output import Output, warn
+from commands.sessions import SessionOptions
 from runtime.bundle import read_bundle
 from runtime.config import BuildConfig
 from runtime.engine_cache import engine_of_checkpoint
@@ -32,6 +32,30 @@ from runtime.errors import SpecDecError
 _DEFAULT_NUM_WORKERS = 2
 _MAX_DEATHS = 3
 """Deaths of workers one after the other, without a result between them, for each worker that there is to be."""
+
+
+class Model(Protocol):
+    """Opened in a worker."""
+
+    @property
+    def window(self) -> int:
+        """Requests that it takes at a time."""
+        ...
+
+    async def answer(self, request: Any) -> Any:
+        """An outcome with a field `worker`, or NotAnswered."""
+        ...
+
+
+class Job(Protocol):
+    """What a worker opens, and how."""
+
+    @property
+    def session(self) -> SessionOptions: ...
+
+    def with_session(self, session: SessionOptions) -> "Job": ...
+
+    def opened(self) -> AbstractContextManager[Model]: ...
 
 
 @dataclass(frozen=True)
@@ -53,13 +77,14 @@ class WorkerJob:
             drafting=replace(session.drafting, bundle=None),
         )
         checkpoint_dir = None if self.checkpoint_dir is None else self.checkpoint_dir.absolute()
-        return replace(self, job=replace(self.job, session=session), checkpoint_dir=checkpoint_dir)
+        return replace(self, job=self.job.with_session(session), checkpoint_dir=checkpoint_dir)
 
 
 @dataclass(frozen=True)
 class Opened:
     """What a worker says once it has opened the model, or why it cannot."""
 
+    worker: str
     window: int = 0
     error: str | None = None
     hint: str | None = None
@@ -70,7 +95,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._model: BatchModel | None = None
+        self._model: Model | None = None
         self._name = f"{socket.gethostname()}:{os.getpid()}"
 
     def open(self, work: WorkerJob, wanted: str, build: BuildConfig, directory: str, num_cpus: int) -> Opened:
@@ -81,25 +106,17 @@ class Worker:
         try:
             self._model = self._stack.enter_context(open_anywhere(work, wanted, build))
         except SpecDecError as error:
-            return Opened(error=f"{error.message} (on {socket.gethostname()})", hint=error.hint)
-        return Opened(self._model.window)
+            return Opened(self._name, error=f"{error.message} (on {socket.gethostname()})", hint=error.hint)
+        return Opened(self._name, self._model.window)
 
-    async def answer(self, request: BatchRequest) -> Outcome:
+    async def answer(self, request: Any) -> Any:
         assert self._model is not None
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Pending] = loop.create_future()
-
-        def on_done(pending: Pending) -> None:
-            loop.call_soon_threadsafe(done.set_result, pending)
-
-        outcome = self._model.submit(request, on_done)
-        if outcome is None:
-            outcome = self._model.outcome(await done)
-        return replace(outcome, worker=self._name)
+        outcome = await self._model.answer(request)
+        return outcome if isinstance(outcome, NotAnswered) else replace(outcome, worker=self._name)
 
 
 @contextmanager
-def open_anywhere(work: WorkerJob, wanted: str, build: BuildConfig) -> Iterator[BatchModel]:
+def open_anywhere(work: WorkerJob, wanted: str, build: BuildConfig) -> Iterator[Model]:
     """The model by the engine that is there; without one, or with one of another processor, by one that is built."""
     job = work.job
     with ExitStack() as stack:
@@ -120,14 +137,23 @@ def open_anywhere(work: WorkerJob, wanted: str, build: BuildConfig) -> Iterator[
 
 
 @contextmanager
-def _open_same(job: Job, engine_dir: Path, wanted: str) -> Iterator[BatchModel]:
+def _open_same(job: Job, engine_dir: Path, wanted: str) -> Iterator[Model]:
     if model_digest(engine_dir, job.session.tokenizer_dir) != wanted:
         raise SpecDecError(
-            f"this machine has another model than the one the batch was begun with: {engine_dir}",
+            f"this machine has another model than the one the work was begun with: {engine_dir}",
             hint="give it the same one",
         )
-    with open_job(replace(job, session=replace(job.session, engine_dir=engine_dir))) as model:
+    with job.with_session(replace(job.session, engine_dir=engine_dir)).opened() as model:
         yield model
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """What a call came to: of a request, or without one of opening the model."""
+
+    member: "_Member"
+    request_id: str | None
+    result: Future[Any]
 
 
 @dataclass(eq=False)
@@ -135,9 +161,10 @@ class _Member:
     """A worker, and what it has been sent."""
 
     actor: Any
-    opening: Any
+    worker: str = ""
     window: int = 0
-    sent: dict[Any, str] = field(default_factory=dict)
+    sent: set[str] = field(default_factory=set)
+    """Ids of requests."""
 
     @property
     def num_free(self) -> int:
@@ -155,85 +182,108 @@ class RayCrew:
         wanted = model_digest(session.engine_dir, session.tokenizer_dir)
         self._given = (ray.put(work.everywhere()), wanted, config.build_config, os.getcwd(), num_cpus)
         self._num_deaths = 0
+        self._arrived: SimpleQueue[_Arrived] = SimpleQueue()
         self._members = [self._begin() for _ in range(num_workers)]
 
     @property
     def num_free(self) -> int:
         return sum(member.num_free for member in self._members)
 
-    def send(self, request: BatchRequest) -> None:
-        member = max(self._members, key=lambda one: one.num_free)
-        member.sent[member.actor.answer.remote(request)] = request.id
+    def wait_until_one_is_open(self) -> None:
+        """SpecDecError if none can open the model."""
+        while not self.num_free:
+            self.receive()
 
-    def receive(self) -> list[Outcome]:
-        waiting = {ref: member for member in self._members for ref in (*member.sent, member.opening) if ref is not None}
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=None)
-        more, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
-        outcomes: list[Outcome] = []
-        for ref in {*ready, *more}:
-            outcomes += self._take(waiting[ref], ref)
-        return outcomes
+    def send(self, request: Any) -> None:
+        member = max(self._members, key=lambda one: one.num_free)
+        member.sent.add(request.id)
+        self._expect(member, request.id, member.actor.answer.remote(request))
+
+    def receive(self) -> list[Any]:
+        arrived = [self._arrived.get()]
+        while not self._arrived.empty():
+            arrived.append(self._arrived.get())
+        return [outcome for one in arrived for outcome in self._take(one)]
 
     def _begin(self) -> _Member:
         options = {"num_cpus": self._num_cpus, "num_gpus": int(self._on_gpu)}
-        actor = ray.remote(Worker).options(**options).remote()
-        return _Member(actor, actor.open.remote(*self._given))
+        member = _Member(ray.remote(Worker).options(**options).remote())
+        self._expect(member, None, member.actor.open.remote(*self._given))
+        return member
 
-    def _take(self, member: _Member, ref: Any) -> list[Outcome]:
+    def _expect(self, member: _Member, request_id: str | None, ref: Any) -> None:
+        """Told when it is there: to ask for what is there among all that is not takes longer the more there is."""
+        ref.future().add_done_callback(lambda result: self._arrived.put(_Arrived(member, request_id, result)))
+
+    def _take(self, arrived: _Arrived) -> list[Any]:
         """What has come of one call. Of a worker that died all that it had is lost."""
+        member = arrived.member
         if member not in self._members:
             return []
         try:
-            result = ray.get(ref)
+            result = arrived.result.result()
         except RayActorError:
             return self._replace(member)
-        if ref == member.opening:
-            member.opening = None
+        if arrived.request_id is None:
             self._let_in(member, result)
             return []
-        del member.sent[ref]
+        member.sent.remove(arrived.request_id)
         self._num_deaths = 0
         return [result]
 
     def _let_in(self, member: _Member, opened: Opened) -> None:
         if opened.error is None:
-            member.window = opened.window
+            member.worker, member.window = opened.worker, opened.window
             return
         self._members.remove(member)
         if not self._members:
             raise SpecDecError(f"no worker could open the model: {opened.error}", hint=opened.hint)
         warn(f"a worker could not open the model: {opened.error}")
 
-    def _replace(self, member: _Member) -> list[Outcome]:
+    def _replace(self, member: _Member) -> list[NotAnswered]:
         self._num_deaths += 1
         if self._num_deaths > _MAX_DEATHS * self._num_workers:
             raise SpecDecError(
                 f"workers die one after the other, and nothing is answered: {self._num_deaths}",
                 hint="Ray's logs say why; perhaps the memory is too small for so many workers",
             )
+        which = f"with {len(member.sent)} requests, which are asked again: {member.worker}"
+        warn(f"a worker died {which if member.worker else 'before it had opened the model'}")
         self._members.remove(member)
         self._members.append(self._begin())
-        return [
-            Outcome(lost, None, failure="the worker died each time that it was asked", is_lost=True)
-            for lost in member.sent.values()
-        ]
+        failure = "the worker died each time that it was asked"
+        return [NotAnswered(lost, failure, is_lost=True) for lost in member.sent]
 
 
 @contextmanager
-def ray_crew(work: WorkerJob, options: ClusterOptions, num_requests: int) -> Iterator[Crew]:
-    """SpecDecError if the cluster cannot be reached. A local one ends with the block."""
+def ray_crew(work: WorkerJob, options: ClusterOptions, num_requests: int) -> Iterator[Crew[Any, Any]]:
+    """Workers, of whom one has opened the model; SpecDecError if that cannot be, or the cluster cannot be reached.
+
+    A local cluster ends with the block.
+    """
     num_workers = min(options.num_workers or _DEFAULT_NUM_WORKERS, num_requests)
     assert options.ray is not None
     with connected(options.ray):
         num_cpus = options.cpus_per_worker or _equal_share(num_workers)
         _check_room(num_cpus)
-        yield RayCrew(work, num_workers, num_cpus)
+        crew = RayCrew(work, num_workers, num_cpus)
+        crew.wait_until_one_is_open()
+        yield crew
 
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """With Ray, quietly. It reports to nobody."""
+    """With Ray, quietly. It reports to nobody, and prints nothing among results: that a worker died is told here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        _connect(address)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _connect(address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=_dashboard(address))
     except (ConnectionError, RayError, ValueError, RuntimeError) as error:
@@ -242,10 +292,6 @@ def connected(address: str) -> Iterator[None]:
             f"no Ray cluster could be reached ({first_line}): {address}",
             hint="`local` starts one here; `ray status` says whether there is one",
         ) from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _dashboard(address: str) -> bool | None:

@@ -5,17 +5,35 @@ is asked alone, and if it fails alone, that is its result.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
-from queue import SimpleQueue
-from typing import Protocol
-
-from commands.batching.answering import BatchModel, Outcome, Pending, failed_outcome
-from commands.batching.lines import BatchRequest
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 _MAX_LOST = 2
 
 
-class Crew(Protocol):
+class Identified(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+Request = TypeVar("Request", bound=Identified)
+Outcome = TypeVar("Outcome", bound=Identified)
+_Asked = TypeVar("_Asked", bound=Identified, contravariant=True)
+_Answered = TypeVar("_Answered", bound=Identified, covariant=True)
+
+
+@dataclass(frozen=True)
+class NotAnswered:
+    """A request that came to nothing, perhaps by no fault of its own."""
+
+    id: str
+    failure: str
+    is_lost: bool = False
+    """Whether its worker died."""
+
+
+class Crew(Protocol[_Asked, _Answered]):
     """Workers, as many as there are."""
 
     @property
@@ -23,73 +41,49 @@ class Crew(Protocol):
         """Requests that they would take now."""
         ...
 
-    def send(self, request: BatchRequest) -> None: ...
+    def send(self, request: _Asked) -> None: ...
 
-    def receive(self) -> list[Outcome]:
+    def receive(self) -> Iterable[_Answered | NotAnswered]:
         """Wait until something has happened; what came, if anything. SpecDecError if nobody is left."""
         ...
 
 
-class OwnCrew:
-    """The model in this process."""
-
-    def __init__(self, model: BatchModel) -> None:
-        self._model = model
-        self._done: SimpleQueue[Pending | Outcome] = SimpleQueue()
-        self._num_sent = 0
-
-    @property
-    def num_free(self) -> int:
-        return self._model.window - self._num_sent
-
-    def send(self, request: BatchRequest) -> None:
-        outcome = self._model.submit(request, self._done.put)
-        self._num_sent += 1
-        if outcome is not None:
-            self._done.put(outcome)
-
-    def receive(self) -> list[Outcome]:
-        done = [self._done.get()]
-        while not self._done.empty():
-            done.append(self._done.get())
-        self._num_sent -= len(done)
-        return [one if isinstance(one, Outcome) else self._model.outcome(one) for one in done]
-
-
-def answer_all(crew: Crew, requests: Iterator[BatchRequest]) -> Iterator[Outcome]:
-    """An outcome with a line for each request, in the order in which they come."""
+def answer_all(
+    crew: Crew[Request, Outcome], requests: Iterator[Request], give_up: Callable[[Request, str], Outcome]
+) -> Iterator[Outcome]:
+    """An outcome for each request, in the order in which they come; `give_up` makes one of what fails by itself."""
     waiting = _Waiting(requests)
-    sent: dict[str, BatchRequest] = {}
+    sent: dict[str, Request] = {}
     while sent or waiting.has_more:
         while crew.num_free > 0 and (request := waiting.next(is_idle=not sent)) is not None:
             sent[request.id] = request
             crew.send(request)
         for outcome in crew.receive():
             request = sent.pop(outcome.id)
-            if outcome.line is not None:
+            if not isinstance(outcome, NotAnswered):
                 yield outcome
             elif waiting.was_alone(request):
-                yield failed_outcome(request, outcome.failure or "")
+                yield give_up(request, outcome.failure)
             else:
                 waiting.ask_again(request, is_lost=outcome.is_lost)
 
 
-class _Waiting:
+class _Waiting(Generic[Request]):
     """Requests that have not been sent, and those to be sent again."""
 
-    def __init__(self, requests: Iterator[BatchRequest]) -> None:
+    def __init__(self, requests: Iterator[Request]) -> None:
         self._requests = requests
         self._next = next(requests, None)
-        self._again: deque[BatchRequest] = deque()
-        self._suspects: deque[BatchRequest] = deque()
+        self._again: deque[Request] = deque()
+        self._suspects: deque[Request] = deque()
         self._num_lost: Counter[str] = Counter()
-        self._alone: BatchRequest | None = None
+        self._alone: Request | None = None
 
     @property
     def has_more(self) -> bool:
         return bool(self._next or self._again or self._suspects)
 
-    def next(self, *, is_idle: bool) -> BatchRequest | None:
+    def next(self, *, is_idle: bool) -> Request | None:
         """What to send now: while there are suspects nothing, until nobody works, and then one of them."""
         if (self._suspects or self._alone is not None) and not is_idle:
             return None
@@ -102,10 +96,10 @@ class _Waiting:
         self._next = next(self._requests, None) if request is not None else None
         return request
 
-    def was_alone(self, request: BatchRequest) -> bool:
+    def was_alone(self, request: Request) -> bool:
         return self._alone is request
 
-    def ask_again(self, request: BatchRequest, *, is_lost: bool) -> None:
+    def ask_again(self, request: Request, *, is_lost: bool) -> None:
         self._num_lost[request.id] += 1
         is_bad_luck = is_lost and self._num_lost[request.id] <= _MAX_LOST
         (self._again if is_bad_luck else self._suspects).append(request)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from commands.batching.answering import BatchModel
@@ -24,6 +24,19 @@ class Job:
     session: SessionOptions
     names: tuple[str, ...]
     defaults: BatchDefaults
+
+    def with_session(self, session: SessionOptions) -> "Job":
+        return replace(self, session=session)
+
+    @contextmanager
+    def opened(self) -> Iterator[BatchModel]:
+        """The model with its loop; SpecDecError if it cannot be opened."""
+        with open_setup(self.session) as setup:
+            model = BatchModel(setup.llm, setup.session, self.names, self.defaults)
+            try:
+                yield model
+            finally:
+                model.close()
 
     def digest(self) -> str:
         """Of all that results depend on. Drafts are not among it, but where they choose what is sampled."""
@@ -70,14 +83,3 @@ def _chooses_samples(drafter: DrafterSettings | None) -> bool:
 def _may_choose_samples(drafter: DrafterSettings | None) -> bool:
     """Nobody knows what users' own do."""
     return _chooses_samples(drafter) or any(isinstance(one, CustomDrafter) for one in each_drafter(drafter))
-
-
-@contextmanager
-def open_job(job: Job) -> Iterator[BatchModel]:
-    """The model with its loop; SpecDecError if it cannot be opened."""
-    with open_setup(job.session) as setup:
-        model = BatchModel(setup.llm, setup.session, job.names, job.defaults)
-        try:
-            yield model
-        finally:
-            model.close()

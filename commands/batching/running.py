@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commands.batching.answering import Counts
+from commands.batching.answering import Counts, Outcome, failed_outcome
 from commands.batching.dispatch import Crew, answer_all
 from commands.batching.lines import BatchRequest, look_through
 from commands.batching.results import Results, open_results
@@ -24,6 +24,7 @@ class Report:
     num_done_before: int
     num_failed: int = 0
     counts: Counts = field(default_factory=Counts)
+    opening_s: float = 0.0
     wall_s: float = 0.0
     workers: Counter[str] = field(default_factory=Counter)
     """Results by the machine and the process that they come from, where there are several."""
@@ -47,7 +48,7 @@ def run_batch(
     input_file: Path,
     output_file: Path,
     job: str,
-    open_crew: Callable[[int], AbstractContextManager[Crew]],
+    open_crew: Callable[[int], AbstractContextManager[Crew[BatchRequest, Outcome]]],
     output: Output,
 ) -> Report:
     """Answer what has no result yet; nothing is opened if there is nothing. SpecDecError for results of another job.
@@ -62,7 +63,9 @@ def run_batch(
             output.result(f"{report.num_done_before:,} of {report.num_requests:,} requests are done: the rest follows")
         try:
             if missing:
+                start = time.perf_counter()
                 with open_crew(len(missing)) as crew, output.paced("Requests", len(missing)) as pace:
+                    report.opening_s = time.perf_counter() - start
                     _answer(crew, requests.read(missing), results, report, pace)
         except (KeyboardInterrupt, SystemExit):
             num_done = f"{results.num_done:,} of {report.num_requests:,}"
@@ -72,10 +75,15 @@ def run_batch(
     return report
 
 
-def _answer(crew: Crew, requests: Iterator[BatchRequest], results: Results, report: Report, pace: Pace) -> None:
+def _answer(
+    crew: Crew[BatchRequest, Outcome],
+    requests: Iterator[BatchRequest],
+    results: Results,
+    report: Report,
+    pace: Pace,
+) -> None:
     start = time.perf_counter()
-    for outcome in answer_all(crew, requests):
-        assert outcome.line is not None
+    for outcome in answer_all(crew, requests, failed_outcome):
         results.append(outcome.id, outcome.line)
         report.counts += outcome.counts
         report.num_failed += outcome.is_error

@@ -5,17 +5,20 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from commands.batching.dispatch import Crew, OwnCrew
-from commands.batching.model import Job, check_same_everywhere, open_job
+from commands.batching.answering import Outcome, OwnCrew
+from commands.batching.dispatch import Crew
+from commands.batching.lines import BatchRequest
+from commands.batching.model import Job, check_same_everywhere
 from commands.batching.running import run_batch
 from commands.documents.batch import batch_document
 from commands.engines import Models, engines_of_models
-from commands.options.batch import BatchDefaults, BatchFiles, ClusterOptions
+from commands.options.batch import BatchDefaults, BatchFiles
+from commands.options.cluster import ClusterOptions
 from commands.output import Output
 from commands.sessions import SessionOptions
 from commands.tables.batch import show
 
-OpenCrew = Callable[[int], AbstractContextManager[Crew]]
+OpenCrew = Callable[[int], AbstractContextManager[Crew[BatchRequest, Outcome]]]
 
 
 def start_batch(
@@ -50,6 +53,6 @@ def start_batch(
 
 
 @contextmanager
-def _own_crew(job: Job, num_requests: int) -> Iterator[Crew]:
-    with open_job(job) as model:
+def _own_crew(job: Job, num_requests: int) -> Iterator[Crew[BatchRequest, Outcome]]:
+    with job.opened() as model:
         yield OwnCrew(model)

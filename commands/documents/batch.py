@@ -6,7 +6,8 @@ from typing import Any
 from commands.batching.model import Job
 from commands.batching.running import Report
 from commands.documents.head import document_head
-from commands.options.batch import BatchFiles, ClusterOptions
+from commands.options.batch import BatchFiles
+from commands.options.cluster import ClusterOptions
 from runtime.drafters.settings import drafter_names
 
 
@@ -30,6 +31,7 @@ def batch_document(report: Report, files: BatchFiles, job: Job, cluster: Cluster
         **dataclasses.asdict(counts),
         "acceptance_rate": report.acceptance_rate,
         "tokens_per_step": counts.num_generated_tokens / counts.num_steps if counts.num_steps else None,
+        "opening_s": report.opening_s,
         "wall_s": report.wall_s,
         "output_tokens_per_second": report.tokens_per_second,
         "workers": dict(sorted(report.workers.items())),

@@ -52,6 +52,7 @@ def summary_document(
         "hf_differences": evaluation.hf_differences,
         "checks": _identity_checks(setup, by_name, is_same_model=not evaluation.hf_differences),
         "settings": {**setup.settings_record(), **settings},
+        "workers": dict(sorted(runs[0].workers.items())),
         **setup.engine_records(),
     }
     return document

@@ -10,15 +10,15 @@ PANELS = (INPUT, SERVER, CLUSTER, RUNTIME, ROUNDING, SPECULATION, SAMPLING, KV_C
 COMMON = frozenset(
     {
         "help_all", "prompt", "engine_dir", "hf_model_dir", "input_text", "input_file", "apply_chat_template", "system",
-        "dataset", "text_column", "reference_column",
+        "dataset",
         "max_output_len", "output_len", "test_engine", "test_hf", "batch_size", "max_ite", "stop_words",
         "ngram_config", "draft_len_mode", "profile", "draft_target_model_config", "draft_engine_dir",
         "temperature", "top_k", "top_p", "random_seed",
-        "model_dir", "draft_model_dir", "spec_decode_max_draft_len", "streaming",
-        "check_accuracy", "rouge1_threshold", "check_lossless", "stats", "show_tokens", "report", "output_dir",
+        "model_dir", "draft_model_dir", "streaming",
+        "check_accuracy", "check_lossless", "stats", "show_tokens", "report",
         "json", "quiet",
         "host", "port", "api_key", "served_model_name", "max_queue_len",
-        "output_file", "ray", "num_workers", "checkpoint_dir",
+        "output_file", "ray", "num_workers",
     }
 )  # fmt: skip
 """What `--help` shows of a command with many flags; `--help-all` shows all."""

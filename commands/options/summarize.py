@@ -90,11 +90,7 @@ class EvaluationOptions:
     test_hf: Annotated[bool, typer.Option("--test-hf", help="Run Hugging Face.", rich_help_panel=RUNTIME)] = False
     batch_size: Annotated[
         int,
-        typer.Option(
-            min=1,
-            help="Samples answered together; in leader mode there may be more of them than the engine runs at a time.",
-            rich_help_panel=RUNTIME,
-        ),
+        typer.Option(min=1, help="Samples answered together; in leader mode some may wait.", rich_help_panel=RUNTIME),
     ] = 1
     max_ite: Annotated[int, typer.Option(min=1, help="Batches to run.", rich_help_panel=RUNTIME)] = 20
     output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 100
@@ -102,14 +98,16 @@ class EvaluationOptions:
         int, typer.Option(min=0, help="Order of the dataset, and seed of sampling.", rich_help_panel=SAMPLING)
     ] = 0
 
-    def check(self, hf_model_dir: str | None) -> None:
-        """UsageError if there is nothing to test, or no model to test."""
+    def check(self, hf_model_dir: str | None, *, on_ray: bool) -> None:
+        """UsageError if there is nothing to test, or no model to test, or no engine for workers."""
         if not (self.test_engine or self.test_hf):
             raise UsageError("nothing to test", hint="`--test-engine`, `--test-hf` or both")
         if self.test_hf and hf_model_dir is None:
             raise UsageError(
                 "`--test-hf` needs `--hf-model-dir`", hint="`--hf-model-dir` names the model the engine was made from"
             )
+        if on_ray and not self.test_engine:
+            raise UsageError("`--ray` has workers run the engine", hint="`--test-engine`")
 
     def check_fits(self, build: BuildConfig, loop: Loop) -> None:
         """SpecDecError for larger batches than the loop takes, or outputs that leave no room for a prompt."""

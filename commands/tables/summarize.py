@@ -47,6 +47,9 @@ def show_summary(
         show_details(document["total"], [tokens_per_step(sequence) for sequence in runs[0].sequences], output)
     for line in (*(_speedup_lines(document) if stats != "none" else ()), *_check_lines(document)):
         output.result(line)
+    if document["workers"]:
+        shares = ", ".join(f"{name} {count:,}" for name, count in document["workers"].items())
+        output.result(f"samples by worker: {shares}; their times are added up")
 
 
 def _system_table(document: dict[str, Any], runs: list[SystemRun]) -> Table:

@@ -3,9 +3,10 @@
 Each system's first prompt is run once beforehand as a warm-up. Wall time is that of the batches, tokenization left out.
 """
 
-import dataclasses
+import itertools
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -51,11 +52,19 @@ class SampleRun:
 
 @dataclass
 class SystemRun:
-    """All answers of one system."""
+    """Answers of one system."""
 
     name: SystemName
     samples: list[SampleRun] = field(default_factory=list)
     times: LoopTimes = field(default_factory=LoopTimes)
+    workers: Counter[str] = field(default_factory=Counter)
+    """Samples by the machine and process that answered them, where it was another."""
+
+    def add(self, other: "SystemRun") -> None:
+        """What it answered next."""
+        self.samples += other.samples
+        self.times.add(other.times)
+        self.workers += other.workers
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -92,11 +101,15 @@ class Question:
 
 
 class EvaluationInterrupted(KeyboardInterrupt):
-    """Ctrl-C, with the batches that both ways to run the engine had answered by then."""
+    """Ctrl-C, with the batches, by their number, that both ways to run the engine had answered by then."""
 
-    def __init__(self, runs: list[SystemRun]) -> None:
+    def __init__(self, answers: dict[int, list[SystemRun]]) -> None:
         super().__init__()
-        self.runs = runs
+        self.answers = answers
+
+
+EvaluateEngine = Callable[[Question, Session, Batches, Callable[[], None]], list[SystemRun]]
+"""`evaluate_engine`, or what has others do the same."""
 
 
 def evaluate_engine(
@@ -106,31 +119,51 @@ def evaluate_engine(
 
     That it can serve all of them has been checked. Raises EvaluationInterrupted at Ctrl-C.
     """
-    runs = [SystemRun("engine")]
-    if session.has_drafter:
-        runs.append(SystemRun("engine_no_drafter"))
-    for run in runs:
-        _run_engine_batch(question, session, batches[0][:1], SystemRun(run.name))
+    warm_up(question, session, batches[0][0])
+    answers: dict[int, list[SystemRun]] = {}
+    try:
+        for i, (place, batch) in enumerate(zip(places_of(batches), batches, strict=True)):
+            answers[i] = answer_batch(question, session, batch, place)
+            advance()
+    except KeyboardInterrupt:
+        raise EvaluationInterrupted(answers) from None
+    return joined(answers)
+
+
+def warm_up(question: Question, session: Session, prompt: list[int]) -> None:
+    """What is slow the first time, both ways; what it leaves to others is forgotten."""
+    answer_batch(question, session, [prompt], range(1))
     session.clear_pools()
-    for batch in batches:
-        before = [(len(run.samples), dataclasses.replace(run.times)) for run in runs]
-        try:
-            for run in runs:
-                _run_engine_batch(question, session, batch, run)
-        except KeyboardInterrupt:
-            for run, (num_samples, times) in zip(runs, before, strict=True):
-                del run.samples[num_samples:]
-                run.times = times
-            raise EvaluationInterrupted(runs) from None
-        advance()
+
+
+def places_of(batches: Batches) -> list[range]:
+    """Of each batch the places of its prompts among all."""
+    ends = itertools.accumulate(map(len, batches))
+    return [range(end - len(batch), end) for batch, end in zip(batches, ends, strict=True)]
+
+
+def answer_batch(question: Question, session: Session, batch: list[list[int]], place: range) -> list[SystemRun]:
+    """One batch, with the drafter and without, each from an empty cache."""
+    names: list[SystemName] = ["engine", "engine_no_drafter"] if session.has_drafter else ["engine"]
+    return [_run_engine_batch(question, session, batch, place, name) for name in names]
+
+
+def joined(answers: Mapping[int, list[SystemRun]]) -> list[SystemRun]:
+    """The answers of batches, one of them at least, in the batches' order."""
+    runs = [SystemRun(run.name) for run in next(iter(answers.values()))]
+    for i in sorted(answers):
+        for run, part in zip(runs, answers[i], strict=True):
+            run.add(part)
     return runs
 
 
-def _run_engine_batch(question: Question, session: Session, batch: list[list[int]], run: SystemRun) -> None:
+def _run_engine_batch(
+    question: Question, session: Session, batch: list[list[int]], place: range, name: SystemName
+) -> SystemRun:
     session.clear_cache()
-    requests = [question.template.with_prompt(len(run.samples) + i, prompt) for i, prompt in enumerate(batch)]
-    generation = session.run(requests, speculate=run.name == "engine")
-    run.times.add(generation.times)
+    requests = [question.template.with_prompt(i, prompt) for i, prompt in zip(place, batch, strict=True)]
+    generation = session.run(requests, speculate=name == "engine")
+    run = SystemRun(name, times=generation.times)
     for sequence in generation.sequences:
         run.samples.append(
             SampleRun(
@@ -143,6 +176,7 @@ def _run_engine_batch(question: Question, session: Session, batch: list[list[int
                 sequence,
             )
         )
+    return run
 
 
 class HuggingFace:

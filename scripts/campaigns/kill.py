@@ -90,7 +90,7 @@ class Campaign:
         if problem := self.run(command, place):
             problems.append(f"the next call failed: {problem}")
         problems += [f"after the next call {problem}" for problem in self._look(command, place, must_be_there=True)]
-        problems += [f"left behind: {path}" for path in _hidden(place)]
+        problems += [f"left behind: {path}" for path in (*_hidden(place), *place.glob("*.partial"))]
         # Removed by the next process that makes one of its own, as `build` does.
         if left := list(self.temporary.glob("specdec.work.*")):
             self.found["temporary directories left to the next build"] += 1
@@ -246,7 +246,18 @@ def make_commands(campaign: Campaign) -> list[Command]:
             "report": lambda path: _assert(path.read_text().rstrip().endswith("</html>")),
         },
     )
-    return [convert, build, corpus, tune, run, _run_with_a_cache()]
+    return [convert, build, corpus, tune, run, _run_with_a_cache(), _batch(campaign.work_dir, engine)]
+
+
+def _batch(work_dir: Path, engine: Path) -> Command:
+    """Results are those of the undisturbed call, whose moments were taken, byte for byte."""
+    requests, undisturbed = work_dir / "requests.jsonl", work_dir / "made" / "batch" / "results.jsonl"
+    rows = [{"prompt": TEXT[i : i + 60], "max_tokens": 4 + i, "temperature": i % 2, "seed": i} for i in range(12)]
+    requests.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["batch", "-i", requests, "-o", "results.jsonl", "--engine-dir", engine, "--ngram-config", "3,2"]
+    return Command(
+        "batch", arguments, {"results.jsonl": lambda path: _assert(path.read_bytes() == undisturbed.read_bytes())}
+    )
 
 
 def _run_with_a_cache() -> Command:

@@ -18,7 +18,8 @@ from runtime import files
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     forks.import_all()
-    return Campaign(tmp_path_factory.mktemp("kill"), without=["tune"])  # which takes the longest
+    # `tune` takes the longest, and `batch` has kills of its own (tests/commands/test_cli_batch.py).
+    return Campaign(tmp_path_factory.mktemp("kill"), without=["tune", "batch"])
 
 
 def test_what_is_left_of_killed_commands_is_whole_or_absent(campaign: Campaign) -> None:

@@ -86,7 +86,8 @@ def test_leader_mode_answers_a_batch_of_different_lengths_as_hf_does(
     }[drafter]
     output = ["--output-len", 24, "--report", tmp_path / "page.html", "--json"]
     arguments = [*uneven, "--test-engine", "--test-hf", *flags, *output]
-    (common, _), *_ = Counter(sum(outputs_of(summarize(*arguments).document), [])).most_common()
+    every_token = [token for output_ids in outputs_of(summarize(*arguments).document) for token in output_ids]
+    ((common, _),) = Counter(every_token).most_common(1)
     checks = ["--end-id", common, "--check-accuracy", "--rouge1-threshold", 0]
     document = summarize(*arguments, *checks).document
     assert_valid("summarize", document)
@@ -111,7 +112,7 @@ def test_leader_mode_counts_as_run_does(
     summarize: Summarize, specdec: Specdec, llama_uncompiled_dir: Path, uneven: list[str]
 ) -> None:
     flags: list[object] = ["--spec-decode-algo", "SUFFIX", "--disable-kv-cache-reuse", "--max-num-tokens", 40]
-    texts_alone = ["--test-engine", "--eval-task", "code_completion", "--text-column", "article"]
+    texts_alone = ["--test-engine", "--eval-task", "question", "--text-column", "article"]
     ours = summarize(*uneven, *texts_alone, *flags, "--json").document
     texts = [word for request in ours["requests"] for word in ("--input-text", request["prompt"])]
     where = ["--engine-dir", llama_uncompiled_dir, "--max-output-len", 8, "--max-input-length", 70]
@@ -589,12 +590,13 @@ def test_ctrl_c_leaves_the_batches_that_were_answered(
     """Both ways to run the engine have answered them; a batch that only one has answered does not count."""
     run_batch, num_calls = systems._run_engine_batch, 0
 
-    def interrupted(*arguments: Any) -> None:
+    def interrupted(*arguments: Any) -> systems.SystemRun:
         nonlocal num_calls
         num_calls += 1
-        run_batch(*arguments)
+        run = run_batch(*arguments)
         if num_calls == 2 + 2 * num_batches + 1:  # after the warm-up of both
             raise KeyboardInterrupt
+        return run
 
     monkeypatch.setattr(systems, "_run_engine_batch", interrupted)
     result = summarize("--test-engine", "--ngram-config", "4,2", "--max-ite", 4, "--check-accuracy", "--json")

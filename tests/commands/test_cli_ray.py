@@ -1,4 +1,4 @@
-"""`specdec batch --ray`: the same bytes by any number of workers, whoever of them dies. Skipped where Ray is absent."""
+"""`batch` and `summarize` with Ray: the same whoever works, and whoever dies. Skipped where Ray is absent."""
 
 import os
 import re
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Result
+from command_line import Result, Specdec, assert_valid, draft_model
 from test_cli_batch import openai, requests, results, texts, write
 
 ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
+from commands.batching.answering import failed_outcome  # noqa: E402
 from commands.batching.cluster import RayCrew, WorkerJob, connected, open_anywhere  # noqa: E402
 from commands.batching.dispatch import answer_all  # noqa: E402
 from commands.batching.lines import look_through  # noqa: E402
@@ -96,7 +97,8 @@ def test_lost_machines_cost_nothing_but_time(
     lines, workers = [], set()
     with connected(cluster.address):
         crew = RayCrew(WorkerJob(job, None, None), NUM_NODES, 1)
-        for number, outcome in enumerate(answer_all(crew, requests_file.read(requests_file.places))):
+        asked = requests_file.read(requests_file.places)
+        for number, outcome in enumerate(answer_all(crew, asked, failed_outcome)):
             lines.append(outcome.line)
             workers.add(outcome.worker)
             if number == 3:
@@ -174,6 +176,78 @@ def test_a_machine_without_the_engine_builds_its_own_of_the_checkpoint(
         open_anywhere(WorkerJob(job, None, None), "of another", build),
     ):
         pass
+
+
+COUNTS = ("num_generated_tokens", "num_steps", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram")
+
+
+@pytest.mark.parametrize("mode", ["orchestrator", "leader"])
+def test_summarize_counts_and_scores_as_one_process_does(
+    mode: str, cluster: Any, specdec: Specdec, llama_uncompiled_dir: Path, draft_engine_dir: Path, articles: Path
+) -> None:
+    """Stop words and sampling too, whose requests cannot be sent whole."""
+    flags: list[object] = {
+        "orchestrator": [*draft_model(draft_engine_dir), "--stop-words", "as"],
+        "leader": ["--spec-decode-algo", "NGRAM", "--temperature", 0.8, "--top-p", 0.9],
+    }[mode]
+    where = ["--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--batch-size", 2, "--output-len", 16]
+    checks = ["--check-lossless", "--check-accuracy", "--rouge1-threshold", 0, "--json"]
+    arguments = ["summarize", *where, "--test-engine", *flags, *checks]
+    alone = specdec(*arguments).document
+    shared = specdec(*arguments, "--ray", cluster.address, "--num-workers", 2).document
+    assert_valid("summarize", shared)
+    assert sum(shared["workers"].values()) == 5 and alone["workers"] == {}
+    assert shared["rouge"] == alone["rouge"] and shared["checks"] == alone["checks"]
+    for ours, others in zip(shared["requests"], alone["requests"], strict=True):
+        assert ours["outputs"] == others["outputs"] and ours["output_text"] == others["output_text"]
+    for ours, others in zip(shared["systems"].values(), alone["systems"].values(), strict=True):
+        assert [ours["total"][key] for key in COUNTS] == [others["total"][key] for key in COUNTS]
+    assert shared["total"]["num_draft_tokens"] > 0 and shared["total"]["wall_s"] > 0
+
+
+DEADLY = """
+import os
+from pathlib import Path
+from runtime.request import Draft
+
+
+class Deadly:
+    def propose(self, sequences, max_draft_len):
+        if any(one.request.id == 2 for one in sequences) and not Path("spared").exists():
+            Path("spared").touch()
+            os.kill(os.getpid(), 9)
+        return [Draft([7, 8]) for _ in sequences]
+
+    def forget(self, request_id): ...
+"""
+
+
+@pytest.mark.parametrize("is_spared", [True, False])
+def test_summarize_asks_again_what_a_killed_worker_had(
+    is_spared: bool, cluster: Any, specdec: Specdec, llama_uncompiled_dir: Path, articles: Path, current_directory: Path
+) -> None:
+    """The third sample kills the worker that has it: once, or each time, and then it is named."""
+    text = DEADLY if is_spared else DEADLY.replace('Path("spared").touch()', "")
+    (current_directory / "deadly.py").write_text(text)
+    where = ["--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--output-len", 8, "--max-ite", 4]
+    arguments = ["summarize", *where, "--test-engine", "--drafter", "deadly:Deadly", "--json"]
+    on_ray = specdec(*arguments, "--ray", cluster.address, "--num-workers", 2)
+    if not is_spared:
+        assert on_ray.exit_code == 1 and on_ray.stdout == ""
+        assert "error: the worker died each time that it was asked: sample 3" in on_ray.stderr
+        return
+    alone = specdec(*arguments).document
+    assert [one["outputs"] for one in on_ray.document["requests"]] == [one["outputs"] for one in alone["requests"]]
+    assert on_ray.document["total"]["num_draft_tokens"] == alone["total"]["num_draft_tokens"] > 0
+    assert on_ray.stderr.count("warning: a worker died with ") == 1
+
+
+def test_summarize_has_workers_for_the_engine_only(
+    specdec: Specdec, llama_uncompiled_dir: Path, llama_dir: Path
+) -> None:
+    where = ["--engine-dir", llama_uncompiled_dir, "--test-hf", "--hf-model-dir", llama_dir]
+    result = specdec("summarize", *where, "--ray", "local")
+    assert result.exit_code == 2 and "`--ray` has workers run the engine" in result.stderr
 
 
 @pytest.mark.parametrize(
