@@ -13,7 +13,6 @@ from commands.inputs.paths import check_models
 from commands.options.cluster import ClusterOptions
 from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
-from commands.options.generation import GenerationOptions
 from commands.options.kv_cache import KVCacheOptions
 from commands.options.leader import LeaderOptions
 from commands.options.summarize import EvaluationOptions, SummarizeInputs, SummarizeResults
@@ -32,11 +31,9 @@ if TYPE_CHECKING:
 def summarize(
     inputs: SummarizeInputs,
     evaluation: EvaluationOptions,
-    generation: GenerationOptions,
     drafting: DraftingOptions,
     kv_cache: KVCacheOptions,
     leader: LeaderOptions,
-    cluster: ClusterOptions,
     results: SummarizeResults,
     output: Output,
 ) -> None:
@@ -47,14 +44,12 @@ def summarize(
     """
     named = leader.drafter_of_either_mode(inputs.engine_dir, drafting)
     kv_cache.check(is_leader=leader.loop == "leader", disable_reuse=leader.disable_kv_cache_reuse)
-    generation.check()
     inputs.check()
-    cluster.check()
-    evaluation.check(inputs.hf_model_dir, on_ray=cluster.ray is not None)
+    evaluation.check(inputs.hf_model_dir)
     results.check(test_engine=evaluation.test_engine, test_hf=evaluation.test_hf)
     chosen = choose_drafting(drafting, named, inputs.engine, check_lossless=results.check_lossless)
     results.check_files([*inputs.paths, *drafting.paths, *leader.paths])
-    params = generation.params(seed=evaluation.random_seed, max_tokens=evaluation.output_len)
+    params = evaluation.common.params(seed=evaluation.random_seed, max_tokens=evaluation.output_len)
     bundle = check_models(inputs.engine, leader.model_dir, inputs.tokenizer_dir, chosen.named.drafter)
     if bundle is not None:
         evaluation.check_fits(bundle.config.build_config, leader.loop)
@@ -68,12 +63,12 @@ def summarize(
     from runtime.engine import DEFAULT_MAX_NUM_TOKENS
 
     cache = kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse)
-    num_tokens = generation.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
+    num_tokens = evaluation.common.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
     options = SessionOptions(inputs.engine, inputs.tokenizer_dir, chosen, params, cache, leader.loop, num_tokens)
     with open_setup_of_models(leader.models(), options, output) as setup:
         if bundle is None:
             evaluation.check_fits(setup.llm.engine.config.build_config, leader.loop)
-        systems = Systems(_evaluate_engine(setup, options, leader, cluster), hf_dir)
+        systems = Systems(_evaluate_engine(setup, options, leader, evaluation.cluster), hf_dir)
         evaluate(setup, systems, samples, inputs, evaluation, results, output)
 
 

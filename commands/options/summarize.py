@@ -1,12 +1,14 @@
 """The groups of options that only `summarize` has."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from commands.inputs.dataset import DEMO, EvalTask
+from commands.options.cluster import ClusterOptions
+from commands.options.generation import GenerationOptions
 from commands.options.leader import Loop
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SAMPLING
 from commands.options.single import CheckLossless, OutputTraces, Report, Stats, TokenizerDir
@@ -84,7 +86,10 @@ class SummarizeInputs:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """Which systems answer how many samples. The seed stands before the other flags of sampling in `--help`."""
+    """Which systems answer how many samples, how, and where.
+
+    The seed stands before the other flags of sampling in `--help`.
+    """
 
     test_engine: Annotated[bool, typer.Option("--test-engine", help="Run the engine.", rich_help_panel=RUNTIME)] = False
     test_hf: Annotated[bool, typer.Option("--test-hf", help="Run Hugging Face.", rich_help_panel=RUNTIME)] = False
@@ -98,15 +103,20 @@ class EvaluationOptions:
         int, typer.Option(min=0, help="Order of the dataset, and seed of sampling.", rich_help_panel=SAMPLING)
     ] = 0
 
-    def check(self, hf_model_dir: str | None, *, on_ray: bool) -> None:
+    common: GenerationOptions = field(default_factory=GenerationOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
+
+    def check(self, hf_model_dir: str | None) -> None:
         """UsageError if there is nothing to test, or no model to test, or no engine for workers."""
+        self.common.check()
+        self.cluster.check()
         if not (self.test_engine or self.test_hf):
             raise UsageError("nothing to test", hint="`--test-engine`, `--test-hf` or both")
         if self.test_hf and hf_model_dir is None:
             raise UsageError(
                 "`--test-hf` needs `--hf-model-dir`", hint="`--hf-model-dir` names the model the engine was made from"
             )
-        if on_ray and not self.test_engine:
+        if self.cluster.ray is not None and not self.test_engine:
             raise UsageError("`--ray` has workers run the engine", hint="`--test-engine`")
 
     def check_fits(self, build: BuildConfig, loop: Loop) -> None:
