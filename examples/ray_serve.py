@@ -4,7 +4,8 @@
     SPECDEC_ENGINE_DIR=engine SPECDEC_REPLICAS=2 serve run examples.ray_serve:app
 
 Each replica opens the engine once and has its own running batch, drafter and K/V cache. Routes, fields and errors are
-those of `specdec serve`; /requests and /metrics are of the replica that answers.
+those of `specdec serve`; /requests and /metrics are of the replica that answers. Which one that is Ray chooses by how
+busy they are, not by prefix: its router for prefixes sees no body of an HTTP application (docs/batch.md).
 """
 
 import os
