@@ -6,7 +6,8 @@ That order is not the order of the ids, but any order brings the occurrences of 
 file are compared without being made numbers first. The closing -1 is all ones: it sorts behind every token, so in a
 range of occurrences those that nothing follows stand last and are left out.
 
-The file is memory-mapped: a lookup reads the few pages it touches, and processes share them.
+A file of up to 64 MB is read into memory, where nothing that happens to it matters any more. A larger one is mapped: a
+lookup reads the few pages it touches, and processes share them.
 """
 
 import hashlib
@@ -42,6 +43,7 @@ _TOKEN_BYTES = 4
 _MIN_SHARE = 8  # one in so many
 _NUM_READ = 32  # rows read one by one
 _NUM_KEPT = 4096
+_MAX_BYTES_COPIED = 64 * 2**20  # takes 12 ms to open
 _DAMAGED = "make it again"
 _DTYPES = {"tokens": ("I32",), "suffix_array": ("I32", "I64")}
 _KEY = "specdec_corpus"  # of the file's metadata
@@ -101,17 +103,16 @@ class _Run(NamedTuple):
 
 
 class Corpus:
-    """An open corpus. Lookups read what they need of the file and nothing else."""
+    """An open corpus. Lookups read what they need of it and nothing else."""
 
-    def __init__(self, path: Path, info: CorpusInfo, descriptor: int, offsets: dict[str, Range]) -> None:
-        """The descriptor of the open file becomes the corpus's."""
+    def __init__(self, path: Path, info: CorpusInfo, file: BinaryIO, offsets: dict[str, Range]) -> None:
         self.path, self.info = path, info
-        weakref.finalize(self, os.close, descriptor)
-        self._descriptor, self._stamp = descriptor, stamp_of(os.fstat(descriptor))
         self._content = _content_ranges(offsets)
-        try:
-            data = mmap.mmap(descriptor, max(end for _, end in offsets.values()), access=mmap.ACCESS_READ)
-        except ValueError:  # it is shorter by now
+        self._mapped: int | None = None  # descriptor of the file, if it is
+        self._stamp = stamp_of(os.fstat(file.fileno()))
+        num_bytes = max(end for _, end in offsets.values())
+        data = _read(file, num_bytes) if num_bytes <= _MAX_BYTES_COPIED else self._map_file(file, num_bytes)
+        if len(data) < num_bytes:  # it is shorter by now
             _raise_replaced(path)
         start, end = offsets["tokens"]
         self._data = memoryview(data)[start:end]
@@ -123,8 +124,8 @@ class Corpus:
         # What follows the most frequent n-grams takes longest to find, and is asked for most often.
         self._runs = lru_cache(_NUM_KEPT)(self._find_runs)
         self._rows_of = lru_cache(None)(self._find_rows)  # as many as there are tokens
-        # Slices of a map are bytes at once; slices of a view would be views.
-        self._map, self._first = data, offsets["tokens"][0]
+        # Slices of it are bytes at once; slices of a view would be views.
+        self._bytes, self._first = data, offsets["tokens"][0]
 
     @classmethod
     def open(cls, path: Path) -> "Corpus":
@@ -137,19 +138,28 @@ class Corpus:
             info, offsets = _read_info(file, path)
             if file_digest(path, _content_ranges(offsets)) != info.content_digest:
                 _raise_changed(path)
+            corpus = cls(path, info, file, offsets)
             if stamp_of(path.stat()) != stamp:
                 _raise_replaced(path)
-            return cls(path, info, os.dup(file.fileno()), offsets)
+            return corpus
+
+    def _map_file(self, file: BinaryIO, num_bytes: int) -> mmap.mmap | bytes:
+        """Nothing for a file that is shorter by now."""
+        self._mapped = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._mapped)
+        try:
+            return mmap.mmap(self._mapped, num_bytes, access=mmap.ACCESS_READ)
+        except ValueError:
+            return b""
 
     @property
     def num_bytes(self) -> int:
-        return len(self._map)
+        return len(self._bytes)
 
     def check_is_the_same(self) -> None:
-        """SpecDecError for a file that was cut or written over since it was opened: its bytes are read as they are
-        now, and those that are no longer there would end the process. One in its place is no matter."""
-        now = os.fstat(self._descriptor)
-        if (now.st_size, now.st_mtime_ns) != (self._stamp.num_bytes, self._stamp.mtime_ns):
+        """SpecDecError for a mapped file that was cut or written over since it was opened: its bytes are read as they
+        are now, and those that are no longer there would end the process. One in its place is no matter."""
+        if self._mapped is not None and self._stamp.is_written_over(os.fstat(self._mapped)):
             _raise_replaced(self.path)
 
     def check_content(self) -> None:
@@ -285,7 +295,7 @@ class Corpus:
 
     def _reader(self, num_bytes: int, depth: int = 0) -> Callable[[int], bytes]:
         """So many bytes of a suffix, `depth` tokens into it."""
-        data, base = self._map, self._first + _TOKEN_BYTES * depth
+        data, base = self._bytes, self._first + _TOKEN_BYTES * depth
         return lambda position: data[(start := base + 4 * position) : start + num_bytes]
 
 
@@ -413,6 +423,11 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
             )
         offsets[name] = (tensor.start, tensor.end)
     return info, offsets
+
+
+def _read(file: BinaryIO, num_bytes: int) -> bytes:
+    file.seek(0)
+    return file.read(num_bytes)
 
 
 def _content_ranges(offsets: dict[str, Range]) -> list[Range]:

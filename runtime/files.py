@@ -261,6 +261,10 @@ class Stamp(NamedTuple):
     mtime_ns: int
     ctime_ns: int
 
+    def is_written_over(self, now: os.stat_result) -> bool:
+        """Since, and not only linked or its mode changed."""
+        return (now.st_size, now.st_mtime_ns) != (self.num_bytes, self.mtime_ns)
+
 
 def stamp_of(stat: os.stat_result) -> Stamp:
     return Stamp(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)

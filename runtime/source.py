@@ -1,16 +1,21 @@
-"""A model's tensors as they lie in its files: found by reading headers alone, and loaded one by one."""
+"""A model's tensors as they lie in its files: found by reading headers alone, and loaded one by one.
+
+Files are read, not mapped: one that is cut or written over meanwhile is an error, and ends no process.
+"""
 
 import math
+import os
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from runtime.errors import SpecDecError
-from runtime.files import read_json
+from runtime.files import Stamp, read_json, stamp_of
+from runtime.tensor_file import read_header
 
 DTYPES = {  # safetensors' names
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -28,8 +33,10 @@ class SourceTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
-    offset: int | None = None
-    """In bytes, of files without a header of safetensors."""
+    offset: int
+    """In bytes from the file's beginning."""
+    stamp: Stamp
+    """The file's when its header was read."""
     rows: tuple[int, ...] | None = None
     """From where in the file each row comes, where their order is another one there."""
 
@@ -47,25 +54,24 @@ class SourceTensor:
 
 
 def load_tensors(tensors: Seq[SourceTensor]) -> list[Tensor]:
-    """Their values. A file is mapped for no longer than it takes."""
-    loaded: dict[SourceTensor, Tensor] = {}
-    for tensor in tensors:
-        if tensor.offset is not None:
-            loaded[tensor] = _load_at(tensor, tensor.offset)
-    for file in dict.fromkeys(tensor.file for tensor in tensors if tensor.offset is None):
-        with safe_open(file, framework="pt") as opened:
-            for tensor in tensors:
-                if tensor.file == file:
-                    loaded[tensor] = opened.get_tensor(tensor.source_name)
-    return [loaded[tensor] for tensor in tensors]
+    """Their values; SpecDecError for a file that is no longer the one whose header was read."""
+    return [_load(tensor) for tensor in tensors]
 
 
-def _load_at(tensor: SourceTensor, offset: int) -> Tensor:
+def _load(tensor: SourceTensor) -> Tensor:
     values = torch.empty(tensor.num_elements * tensor.dtype.itemsize, dtype=torch.uint8)
-    with tensor.file.open("rb") as file:
-        file.seek(offset)
-        if file.readinto(values.numpy().data) != values.numel():
-            raise SpecDecError(f"`{tensor.file}` is damaged: it ends before its tensors do", hint="download it again")
+    try:
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.offset)
+            is_whole = file.readinto(values.numpy().data) == values.numel()
+            is_same = is_whole and not tensor.stamp.is_written_over(os.fstat(file.fileno()))
+    except FileNotFoundError:
+        is_same = False
+    if not is_same:
+        raise SpecDecError(
+            f"a file of the model was written over while it was read: {tensor.file}",
+            hint="start again when it is written",
+        )
     values = values.view(tensor.dtype).view(tensor.shape)
     return values if tensor.rows is None else values[list(tensor.rows)]
 
@@ -112,17 +118,18 @@ def _refuse_pickle(model_dir: Path) -> None:
 def _read_header(file: Path) -> list[SourceTensor]:
     if not file.is_file():
         raise SpecDecError(f"file is missing: {file}", hint="download or save the model again")
-    entries = []
     try:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
-                tensor = tensors.get_slice(name)
-                if tensor.get_dtype() not in DTYPES:
-                    raise SpecDecError(
-                        f"`{file}` holds a tensor of a dtype that is not supported: {tensor.get_dtype()}",
-                        hint="save the model in float32, float16 or bfloat16",
-                    )
-                entries.append(SourceTensor(name, name, file, tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()]))
+        with file.open("rb") as opened:
+            stamp, tensors = stamp_of(os.fstat(opened.fileno())), read_header(opened).tensors
     except SafetensorError as error:
         raise SpecDecError(f"`{file}` is damaged: {error}", hint="download or save the model again") from None
-    return entries
+    for tensor in tensors.values():
+        if tensor.dtype not in DTYPES:
+            raise SpecDecError(
+                f"`{file}` holds a tensor of a dtype that is not supported: {tensor.dtype}",
+                hint="save the model in float32, float16 or bfloat16",
+            )
+    return [
+        SourceTensor(name, name, file, tensor.shape, DTYPES[tensor.dtype], tensor.start, stamp)
+        for name, tensor in sorted(tensors.items())
+    ]

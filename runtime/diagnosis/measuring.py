@@ -7,10 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-import torch
-from safetensors import safe_open
-from torch import Tensor
+import numpy as np
 
 from runtime.bundle import read_bundle
 from runtime.compiler.measuring import time_cell
@@ -47,11 +46,17 @@ from runtime.generation import Generation
 from runtime.llm import LLM
 from runtime.request import Draft, Request, Sequence
 from runtime.session import Session
+from runtime.tensor_file import read_header
 
 _MAX_STEP_S = 0.3
 _MIN_ROUNDS, _NUM_CELLS = 4, 4
 """Steps are timed anew for so long, and at least so often."""
 _SAMPLED = 1 << 18  # numbers of each weight
+_DENORMAL: dict[str, tuple[np.dtype[np.signedinteger[Any]], int]] = {
+    "F32": (np.dtype("<i4"), 0x00800000),
+    "BF16": (np.dtype("<i2"), 0x0080),
+}
+"""Integers of the same bits, and the smallest number that is normal. Other dtypes are widened before they are used."""
 
 Phase = Callable[[str], None]
 """Called with the name of the phase that begins."""
@@ -261,25 +266,14 @@ def _spread(costs: list[StepCost]) -> list[StepCost]:
 def _look_at_weights(path: Path) -> Weights:
     """By their bits: in arithmetic such numbers are taken for 0."""
     num_sampled = num_denormal = 0
-    with safe_open(path, framework="pt") as weights:
-        for name in weights.keys():  # noqa: SIM118  # it is no dict
-            shape = weights.get_slice(name).get_shape()
-            if not shape:
+    with path.open("rb") as file:
+        for tensor in read_header(file).tensors.values():
+            if not tensor.num_bytes or tensor.dtype not in _DENORMAL:
                 continue
-            num_rows = max(_SAMPLED // max(torch.Size(shape[1:]).numel(), 1), 1)
-            denormal = _are_denormal(weights.get_slice(name)[:num_rows])
-            if denormal is not None:
-                num_sampled += denormal.numel()
-                num_denormal += int(denormal.sum())
+            file.seek(tensor.start)
+            integer, smallest_normal = _DENORMAL[tensor.dtype]
+            numbers = np.frombuffer(file.read(min(tensor.num_bytes, _SAMPLED * integer.itemsize)), integer)
+            magnitudes = numbers & ~(-1 << 8 * integer.itemsize - 1)
+            num_sampled += numbers.size
+            num_denormal += int(((magnitudes > 0) & (magnitudes < smallest_normal)).sum())
     return Weights(num_sampled, num_denormal)
-
-
-def _are_denormal(numbers: Tensor) -> Tensor | None:
-    """Where numbers are denormal; None for those of other dtypes, which are widened before anything is computed."""
-    if numbers.dtype == torch.float32:
-        magnitude = numbers.contiguous().view(torch.int32) & 0x7FFFFFFF
-        return (magnitude > 0) & (magnitude < 0x00800000)
-    if numbers.dtype == torch.bfloat16:
-        magnitude = numbers.contiguous().view(torch.int16) & 0x7FFF
-        return (magnitude > 0) & (magnitude < 0x0080)
-    return None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import SpecDecError
+from runtime.files import Stamp, stamp_of
 from runtime.gguf import ROPE_FACTORS, BlockType, GGUFTensor, name_of, read_gguf, rows_of
 from runtime.quantization.planning import RoundedLayer
 from runtime.quantization.unpacking import signed
@@ -28,10 +29,11 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Rou
     Embeddings in few bits are among the first: what no linear layer takes is written as the numbers that it means.
     """
     layers, floats = {}, []
+    stamp = stamp_of(path.stat())
     for tensor in read_gguf(path).tensors.values():
         if tensor.name == ROPE_FACTORS:
             continue  # the config has them
-        source = _source(tensor, name_of(tensor, path), path, rows_of(tensor, config))
+        source = _source(tensor, name_of(tensor, path), path, stamp, rows_of(tensor, config))
         if tensor.type.name in _FLOATS:
             floats.append(source)
         elif len(tensor.shape) != 2:
@@ -45,11 +47,12 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Rou
     return layers, floats
 
 
-def _source(tensor: GGUFTensor, name: str, path: Path, rows: tuple[int, ...] | None) -> SourceTensor:
+def _source(tensor: GGUFTensor, name: str, path: Path, stamp: Stamp, rows: tuple[int, ...] | None) -> SourceTensor:
     if tensor.type.name in _FLOATS:
-        return SourceTensor(name, tensor.name, path, tensor.shape, _FLOATS[tensor.type.name], tensor.offset, rows)
+        dtype = _FLOATS[tensor.type.name]
+        return SourceTensor(name, tensor.name, path, tensor.shape, dtype, tensor.offset, stamp, rows)
     shape = (*tensor.shape[:-1], tensor.shape[-1] // tensor.type.num_numbers * tensor.type.num_bytes)
-    return SourceTensor(name, tensor.name, path, shape, torch.uint8, tensor.offset, rows)
+    return SourceTensor(name, tensor.name, path, shape, torch.uint8, tensor.offset, stamp, rows)
 
 
 def _read(kind: BlockType, parts: dict[str, Tensor]) -> QuantizedWeight:

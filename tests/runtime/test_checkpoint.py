@@ -245,6 +245,27 @@ def test_damaged_model_is_named_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir() if path.name != "model"] == []
 
 
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 8)
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink, lambda path: path.write_bytes(path.read_bytes())])
+def test_shard_that_changes_while_it_is_read_is_named(
+    damage: Callable[[Path], Any], sharded_dir: Path, tmp_path: Path
+) -> None:
+    last = sorted(sharded_dir.glob("model-*.safetensors"))[-1]
+    changed = []
+
+    def change(done: int, total: int) -> None:
+        if not changed:
+            changed.append(damage(last))
+
+    with pytest.raises(SpecDecError, match=f"written over while it was read: {last}"):
+        convert(sharded_dir, tmp_path / "out", None, replace=False, progress=change)
+    assert not (tmp_path / "out").exists()
+
+
 def test_hints_say_how_to_go_on(sharded_dir: Path, tmp_path: Path) -> None:
     only_pickled(sharded_dir)
     with pytest.raises(SpecDecError) as error:

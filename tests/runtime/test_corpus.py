@@ -276,7 +276,40 @@ def written_over(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut_to_nothing, written_over])
-def test_writing_over_an_open_corpus_is_an_error(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_writing_over_a_corpus_in_the_middle_of_a_lookup_is_no_matter(
+    damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a fork: reading what is mapped and no longer there ends a process."""
+    corpus, encode = make(tmp_path / "c", [[1, 2, 3] * 5000]), corpus_module._encode
+
+    def damage_and_encode(tokens: list[int]) -> bytes:
+        damage(tmp_path / "c")
+        return encode(tokens)
+
+    monkeypatch.setattr(corpus_module, "_encode", damage_and_encode)
+    if not (child := os.fork()):
+        found = corpus.longest_match([1, 2], 2)
+        os._exit(found is None or corpus.continuation(found, 3) != [(3, 5000), (1, 4999), (2, 4999)])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All corpora are too large to be read into memory."""
+    monkeypatch.setattr(corpus_module, "_MAX_BYTES_COPIED", 0)
+
+
+@pytest.mark.usefixtures("mapped")
+def test_mapped_corpus_finds_what_is_there(tmp_path: Path) -> None:
+    documents = [[1, 2, 3], [0, 1, 2, 255], [2, 3, 2, 3, 1]]
+    corpus = make(tmp_path / "c", documents)
+    for tail in ([1, 2], [2, 3], [255], [3, 2, 3], [256]):
+        assert_finds_what_is_there(corpus, documents, tail, 3, 1, 4)
+
+
+@pytest.mark.usefixtures("mapped")
+@pytest.mark.parametrize("damage", [cut_to_nothing, written_over])
+def test_writing_over_a_mapped_corpus_is_an_error(damage: Callable[[Path], None], tmp_path: Path) -> None:
     """What is mapped and no longer there would end the process with a signal."""
     corpus = make(tmp_path / "c", [[1, 2, 3] * 5000])
     assert corpus.longest_match([1, 2], 2)
@@ -285,12 +318,14 @@ def test_writing_over_an_open_corpus_is_an_error(damage: Callable[[Path], None],
         corpus.longest_match([1, 2], 2)
 
 
+@pytest.mark.parametrize("max_bytes_copied", [0, 2**20])
 @pytest.mark.parametrize("damage", [cut_to_nothing, written_over])
 @pytest.mark.parametrize("step", ["_open_file", "_read_info", "file_digest", "_content_ranges"])
 def test_writing_over_a_corpus_that_is_being_opened_is_an_error(
-    step: str, damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: str, damage: Callable[[Path], None], max_bytes_copied: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever step of it has just been done."""
+    monkeypatch.setattr(corpus_module, "_MAX_BYTES_COPIED", max_bytes_copied)
     path = make(tmp_path / "c", [[1, 2, 3] * 5000]).path
     done = getattr(corpus_module, step)
 
@@ -315,7 +350,7 @@ def counting_reads(corpus: Corpus) -> tuple[Reads, Reads]:
     """How many rows of the suffix array are read from now on, and how many bytes of the text."""
     rows, text = Reads(), Reads()
     corpus._rows = CountingBuffer(corpus._rows, rows)  # type: ignore[assignment]
-    corpus._map = CountingBuffer(corpus._map, text)  # type: ignore[assignment]
+    corpus._bytes = CountingBuffer(corpus._bytes, text)  # type: ignore[assignment]
     return rows, text
 
 
