@@ -85,6 +85,7 @@ DAMAGES = [
             (("build_config", "max_batch_size"), 10**8, "1 to 1,024"),
             (("build_config", "max_draft_len"), 600, "0 to 256"),
             (("build_config", "tokens_per_block"), 2**20, "1 to 1,024"),
+            (("build_config", "tokens_per_block"), 0, "1 to 1,024"),
             (("build_config", "max_input_len"), 0, "1 to 16,777,216"),
             (("vocab_size",), 0, "1 or more"),
             (("layers", 0, "num_kv_heads"), -2, "1 or more"),

@@ -349,10 +349,11 @@ def test_numbers_that_are_not_finite_reach_only_who_sees_them(
         assert all(torch.equal(a, b) for a, b in zip(poisoned, clean, strict=True))
 
 
-def test_position_that_only_sees_nan_is_nan_though_its_keys_are_divided() -> None:
-    """Parts of a row are added up; one whose scores are all NaN has no largest."""
+@pytest.mark.parametrize("first", [0, 256, 512])
+def test_position_that_sees_nan_is_nan_though_its_keys_are_divided(first: int) -> None:
+    """Parts of a row are added up; one whose scores are all NaN has no largest, as one without keys."""
     sequences = Sequences(SHAPES["1 head"], 32, 0, torch.float32)
-    sequences.key[0, :256] = torch.nan
+    sequences.key[0, first : first + 256] = torch.nan
     sequences.attend([(0, 0, 1500)])
     for threads in (1, 5):
         torch.set_num_threads(threads)
