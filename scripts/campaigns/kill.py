@@ -2,6 +2,7 @@
 
 python scripts/campaigns/kill.py                     100 kills of all commands in turn
 python scripts/campaigns/kill.py --kills 10 --first 700
+python scripts/campaigns/kill.py --slow              the same with a disk that is slow (a C++ compiler makes it so)
 python scripts/campaigns/kill.py --disks             full and read-only disks (root: they are mounted), and no kills
 
 A command is killed (signal 9) half the time at any moment, and half the time while it writes; what it would replace is
@@ -173,6 +174,16 @@ class Campaign:
         return [f"{command.name} on {kind}: {problem}" for problem in problems]
 
 
+@contextmanager
+def slow_disk() -> Iterator[dict[str, str]]:
+    """The environment of a process whose writes take long; CalledProcessError where there is no compiler."""
+    with tempfile.TemporaryDirectory() as directory:
+        library, source = Path(directory) / "slow_disk.so", Path(__file__).with_name("slow_disk.cpp")
+        flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-o", library]
+        subprocess.run([os.environ.get("CXX", "g++"), *flags, source], check=True)
+        yield os.environ | {"LD_PRELOAD": str(library)}
+
+
 DISKS = ("size=16k", "size=200k", "size=1500k", "ro")
 
 
@@ -307,8 +318,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="number of the first kill")
+    parser.add_argument("--slow", action="store_true")
     parser.add_argument("--disks", action="store_true")
     given = parser.parse_args()
+    if given.slow:
+        with slow_disk() as environment:
+            again = [sys.executable, *(argument for argument in sys.argv if argument != "--slow")]
+            sys.exit(subprocess.run(again, env=environment).returncode)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     forks.import_all()

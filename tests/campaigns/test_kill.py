@@ -1,10 +1,12 @@
-"""A share of scripts/campaigns/kill.py: ten kills, full and read-only disks, and that it sees what it looks for."""
+"""A share of scripts/campaigns/kill.py: ten kills, disks of all kinds, and that it sees what it looks for."""
 
 import copy
 import dataclasses
+import random
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import forks
@@ -53,6 +55,42 @@ def test_planted_fault_is_found(prepare: Callable[[], None], found: str, campaig
     faulty.commands = [dataclasses.replace(corpus, prepare=prepare)]
     faulty.moments = {"corpus": Moments(0.5, 0.5)}
     assert any(found in problem for number in range(8) for problem in faulty.kill(number))
+
+
+WRITE = """
+import sys
+from pathlib import Path
+from runtime.files import new_file
+
+path, data = Path(sys.argv[1]), b"new" * 1_000_000
+print(flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def slow_disk() -> Iterator[dict[str, str]]:
+    with kill.slow_disk() as environment:
+        yield environment
+
+
+@pytest.mark.parametrize(
+    ("written", "is_whole"),
+    [("with new_file(path, replace=True) as new: new.write_bytes(data)", True), ("path.write_bytes(data)", False)],
+)
+def test_a_slow_disk_shows_what_is_half_written(
+    written: str, is_whole: bool, slow_disk: dict[str, str], tmp_path: Path
+) -> None:
+    """Killed while it writes for a fifth of a second."""
+    path, rng, sizes = tmp_path / "written", random.Random(0), set()
+    for _ in range(6):
+        path.write_bytes(b"old")
+        command = [sys.executable, "-c", WRITE + written, path]
+        with subprocess.Popen(command, env=slow_disk, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stdout.readline()
+            time.sleep(rng.uniform(0, 0.2))
+            process.kill()
+        sizes.add(path.stat().st_size)
+    assert (sizes <= {3, 3_000_000}) == is_whole
 
 
 @pytest.fixture
