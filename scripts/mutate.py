@@ -72,6 +72,7 @@ LINEAR = At("runtime/compiler/csrc/linear.cpp", f"{KERNELS} -k linear")
 PRODUCTS = At("runtime/compiler/csrc/products.h", f"{KERNELS} -k linear")
 LOOKUP = At("runtime/drafters/lookup.py", f"{T}drafters/test_ngram.py")
 SURENESS = At("runtime/drafters/sureness.py", f"{T}drafters/test_choosing.py -k sure")
+SUGGESTED = At("runtime/drafters/self_draft.py", f"{T}drafters/test_choosing.py -k suggestions")
 SELF_DRAFT = At("runtime/drafters/self_draft.py", f"{T}drafters/test_self_draft.py -k 'not compiled'")
 NGRAM = At("runtime/drafters/ngram.py", f"{T}drafters/test_ngram.py")
 NOISE = At("runtime/sampling.py", DISTRIBUTION)
@@ -164,7 +165,7 @@ TABLE = [
     ("drawn-drafts-weighed", CHOOSING, "is_drawn = self.draft.probs is not None", "is_drawn = False"),
     ("first-lookup-sent", CHOOSING, "found.rank > before.rank", "False"),
     ("unsure-tokens-sent", SURENESS, "survives < self._least_to_send", "False"),
-    ("copy-goes-on-after-a-wrong-suggestion", SELF_DRAFT, "if proposal.is_done or", "if proposal.is_done or False and"),
+    ("copy-goes-on-after-a-wrong-suggestion", SUGGESTED, "if proposal.is_done or", "if proposal.is_done or False and"),
     ("wrong-sequences-asked", CHAIN, "[sequences[i] for i in empty]", "sequences[: len(empty)]"),
     ("only-first-forgets", CHAIN, "drafter.forget(request_id)", "self.drafters[0].forget(request_id)"),
     ("nothing-cut", ADAPTIVE, "[draft.cut(draft_len) for draft", "[draft.cut(max_draft_len) for draft"),

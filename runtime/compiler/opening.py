@@ -7,6 +7,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -145,18 +146,24 @@ def _own_cache(directory: Path) -> Path:
 
 
 def check_shape(config: EngineConfig, engine_dir: Path) -> None:
-    """SpecDecError if `config.json` says what the step was not made for: it would read and write beyond its memory."""
+    """SpecDecError if `config.json` says what the step was not made for: it would read and write beyond its memory.
+
+    Of files that are what `config.json` has recorded.
+    """
     where = engine_dir / "config.json"
     if config.build_config.compiler == "aot":
-        directories = [engine_dir] if config.build_config.self_draft is None else [engine_dir, engine_dir / COPY_DIR]
-        shapes = [_shape_of_package(directory / PACKAGE) for directory in directories]
+        names = [PACKAGE] if config.build_config.self_draft is None else [PACKAGE, f"{COPY_DIR}/{PACKAGE}"]
+        digests = {record.name: record.sha256 for record in config.files}
+        shapes = [_shape_of_package(engine_dir / name, digests[name]) for name in names]
     else:
         shapes = [_shape_by_model(config, where)]
     for made_for in shapes:
         _check_is_shape(made_for, config, where)
 
 
-def _shape_of_package(package: Path) -> StepShape:
+@lru_cache(maxsize=16)
+def _shape_of_package(package: Path, sha256: str) -> StepShape:
+    """Kept, as what has been opened once is often opened again."""
     with _package_errors(package):
         return shape_of_package(package)
 
