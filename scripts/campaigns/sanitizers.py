@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 from cross import INCLUDES, STANDALONE
 
 SANITIZERS = {

@@ -1,8 +1,11 @@
 """A share of scripts/campaigns/sanitizers.py: how kernels share their work, and that what is wrong with it is found."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import sanitizers
 from sanitizers import PROGRAMS, SANITIZERS, find
 
 from runtime.compiler.kernels import SOURCES_DIR
@@ -25,3 +28,8 @@ def test_caller_that_does_not_wait_for_its_helpers_is_found(tmp_path: Path) -> N
     assert source.count("busy != 0; busy") == 1
     (tmp_path / "tasks.h").write_text(source.replace("busy != 0; busy", "false; busy"))
     assert "data race" in (find("tasks", "thread", includes=[tmp_path]) or "")
+
+
+def test_the_script_runs_by_itself() -> None:
+    done = subprocess.run([sys.executable, sanitizers.__file__, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
