@@ -26,7 +26,7 @@ def build(options: BuildOptions, output: Output) -> None:
     check_output_directory(options.output_dir, replace=options.force)
     check_new_directory(options.output_dir)
     checkpoint = open_checkpoint(options.checkpoint_dir)
-    check_self_draft(checkpoint.quantization, options.copy)
+    check_self_draft(checkpoint, options.copy)
     if options.quality_text is not None:
         check_readable([options.quality_text])
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
@@ -106,6 +106,8 @@ def _summary(config: EngineConfig, output_dir: Path, size: int, elapsed: float, 
     table.add_row(
         "runs on", f"{config.environment.device} ({config.environment.capability}), torch {config.environment.torch}"
     )
+    if config.mapping.tp_size > 1:
+        table.add_row("split", f"over {config.mapping.tp_size} devices")
     table.add_row("compiler", build.compiler)
     table.add_row(
         "limits",

@@ -20,7 +20,7 @@ from runtime.models import read_model_config, resolve_model
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """What is converted, and to what. The sizes are TensorRT-LLM's, and refused."""
+    """What is converted, and to what. `pp_size` is TensorRT-LLM's, and refused."""
 
     model_dir: Annotated[
         str,
@@ -75,16 +75,24 @@ class ConvertOptions:
             show_default="int8 where weights are int4",
         ),
     ] = None
-    tp_size: Annotated[int, typer.Option(hidden=True)] = 1
+    tp_size: Annotated[
+        int,
+        typer.Option(
+            help="Split the weights over so many devices, whose ranks compute a step together.",
+            rich_help_panel=RUNTIME,
+            min=1,
+            max=64,
+        ),
+    ] = 1
     pp_size: Annotated[int, typer.Option(hidden=True)] = 1
     force: Force = False
 
     def check(self) -> None:
-        """UsageError for a model split over devices."""
-        if (self.tp_size, self.pp_size) != (1, 1):
+        """UsageError for what says the same twice, or nothing."""
+        if self.pp_size != 1:
             raise UsageError(
-                f"models are not split over devices in this version: --tp-size {self.tp_size} --pp-size {self.pp_size}",
-                hint="leave both flags out",
+                f"layers are not spread over devices one after another: --pp-size {self.pp_size}",
+                hint="`--tp-size` splits each layer",
             )
         if self.weight_only_precision is not None and not self.use_weight_only:
             raise UsageError(
@@ -143,7 +151,7 @@ _KV_CACHE: dict[str, KVCacheQuantAlgo | None] = {"auto": None, "int8": "INT8", "
 
 @expand_groups
 def convert(options: ConvertOptions, output: Output) -> None:
-    """Convert a Hugging Face model into a checkpoint: config.json and rank0.safetensors.
+    """Convert a Hugging Face model into a checkpoint: config.json, and rank0.safetensors of each device.
 
     Weights are copied tensor by tensor, so a model larger than memory converts.
     """
@@ -161,7 +169,13 @@ def convert(options: ConvertOptions, output: Output) -> None:
     with output.byte_progress("converting") as progress:
         dtype = None if options.dtype == "auto" else options.dtype
         config = checkpoint.convert(
-            source, output_dir, dtype, replace=options.force, progress=progress, precision=options.precision
+            source,
+            output_dir,
+            dtype,
+            replace=options.force,
+            progress=progress,
+            precision=options.precision,
+            tp_size=options.tp_size,
         )
     elapsed, size = time.perf_counter() - start, directory_bytes(output_dir)
     output.result(
@@ -180,5 +194,6 @@ def convert(options: ConvertOptions, output: Output) -> None:
 
 
 def _described(config: CheckpointConfig) -> str:
-    found = config.quantization
-    return config.dtype if found is None else f"{config.dtype} with {described(found)}"
+    found, tp_size = config.quantization, config.mapping.tp_size
+    kind = config.dtype if found is None else f"{config.dtype} with {described(found)}"
+    return kind if tp_size == 1 else f"{kind}, split over {tp_size} devices"

@@ -37,8 +37,8 @@ def diagnose(
 ) -> None:
     """Measure, judge and show; SpecDecError (exit code 1) if there is a finding. Without prompts its own are asked."""
     treatment = Treatment(drafting.named.drafter, drafting.draft_len_mode, _expected(drafting.profile))
-    device_id = drafting.named.device_id
-    with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode=options.mode, kv_cache=kv_cache, device_id=device_id) as llm:
+    devices = drafting.named.device_ids
+    with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode=options.mode, kv_cache=kv_cache, device_ids=devices) as llm:
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=options.max_output_len)
         if prompts is None:
             requests = _own_requests(llm, params, drafting)

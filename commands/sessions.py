@@ -43,7 +43,7 @@ def open_setup(options: SessionOptions) -> Iterator[Setup]:
         mode=options.mode,
         kv_cache=options.kv_cache,
         max_num_tokens=options.max_num_tokens,
-        device_id=drafting.named.device_id,
+        device_ids=drafting.named.device_ids,
     )
     with llm:
         llm.request_of(options.params)  # its words and ids are checked before a draft model is opened

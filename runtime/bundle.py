@@ -3,6 +3,7 @@
 What stands for the step depends on the compiler: `rank0.pt2` with `rank0.safetensors`, the weights as it wants them
 (aot); the model's own weights with `rank0.cache`, the compiler's cache (torch-compile); or the weights alone (none).
 In `self-draft` the same of the copy that drafts, if there is one, with those weights that are not the target's.
+Where a model is split there is one step for all ranks, and a file of weights for each.
 A compiled step is machine code: open only bundles you would run as a program.
 
 Nothing here needs torch: what is wrong with a directory is said before torch is imported.
@@ -15,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from runtime.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes, is_of_tokenizer
-from runtime.config import Compiler, EngineConfig, parse
+from runtime.config import Compiler, EngineConfig, Mapping, parse
 from runtime.errors import SpecDecError
 from runtime.files import Stamp, read_json, recover_directory, stamp_of
 
@@ -27,12 +28,17 @@ ENGINE = Artefact("the engine was built", _BUILD_AGAIN, fact="engine")
 
 
 def step_files(config: EngineConfig) -> list[str]:
-    build = config.build_config
-    kernels = [LIBRARY] if uses_kernels(build.compiler, config.environment.device) else []
-    made = {"aot": ["rank0.pt2"], "torch-compile": ["rank0.cache"], "none": []}
-    of_step = ["rank0.safetensors", *made[build.compiler]]
-    of_copy = [] if build.self_draft is None else [f"{COPY_DIR}/{name}" for name in of_step]
-    return [*of_step, *of_copy, *kernels]
+    build, tp_size = config.build_config, config.mapping.tp_size
+    needs_library = uses_kernels(build.compiler, config.environment.device) or tp_size > 1
+    library = [LIBRARY] if needs_library else []
+    made = {"aot": ["rank0.pt2"], "torch-compile": ["rank0.cache"], "none": []}[build.compiler]
+    of_copy = [] if build.self_draft is None else [f"{COPY_DIR}/{name}" for name in ("rank0.safetensors", *made)]
+    return [*weights_files(config.mapping), *made, *of_copy, *library]
+
+
+def weights_files(mapping: Mapping) -> list[str]:
+    """The files of weights, one of each rank."""
+    return [f"rank{rank}.safetensors" for rank in range(mapping.tp_size)]
 
 
 def uses_kernels(compiler: Compiler, device: str) -> bool:
@@ -80,6 +86,12 @@ def parse_engine_config(data: dict[str, Any], engine_dir: Path) -> EngineConfig:
     config = parse(EngineConfig, data, str(engine_dir / CONFIG))
     if not isinstance(config.pretrained_config.get("model_type"), str):
         raise SpecDecError(f"`{engine_dir / CONFIG}` names no `model_type`", hint=_BUILD_AGAIN, fact="engine")
+    if config.mapping != Mapping(config.mapping.tp_size, config.mapping.tp_size):
+        raise SpecDecError(
+            f"the engine is split over devices in a way that this version does not read: {engine_dir}",
+            hint=_BUILD_AGAIN,
+            fact="engine",
+        )
     recorded = {record.name for record in config.files}
     recorded |= {parent.as_posix() for name in recorded for parent in PurePosixPath(name).parents}
     for name in step_files(config):

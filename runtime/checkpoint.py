@@ -8,20 +8,23 @@ import shutil
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace as replace_fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from runtime.bundle import weights_files
 from runtime.checksums import CONFIG, config_digest, record_files
-from runtime.compiler.model import linear_layers, parameter_shapes, probe_config, renames_weights
-from runtime.compiler.pretrained import parse_language_model
-from runtime.config import CheckpointConfig, Dtype, Precision, as_json
+from runtime.compiler.model import linear_layers, parameter_shapes, probe_config, renames_weights, split_config
+from runtime.compiler.pretrained import parse_language_model, parse_pretrained_config
+from runtime.config import CheckpointConfig, Dtype, Mapping, Precision, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_is_not_input, new_directory, write_json
 from runtime.gguf import is_gguf
 from runtime.models import read_model_config
-from runtime.pieces import Progress, write_pieces
+from runtime.parallel.splitting import Splitting
+from runtime.pieces import Piece, Progress, write_pieces, write_shares
 from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
 from runtime.quantization.gguf import read_gguf_tensors, save_gguf_tokenizer
 from runtime.quantization.losses import Losses
@@ -46,8 +49,11 @@ def convert(
     replace: bool,
     progress: Progress,
     precision: Precision = _AS_IT_IS,
+    tp_size: int = 1,
 ) -> CheckpointConfig:
     """Write the checkpoint of a Hugging Face model directory. `dtype` None keeps the one the model was saved in.
+
+    Its weights are split over `tp_size` ranks.
 
     Raises SpecDecError for a model that is unsupported, incomplete or damaged; then nothing is written.
     """
@@ -57,9 +63,16 @@ def convert(
     dtype = dtype or _saved_dtype(source)
     losses = Losses(getattr(torch, dtype))
     pieces, quantization = plan_pieces(source, getattr(torch, dtype), precision, losses)
-    checkpoint = CheckpointConfig(source.config, dtype, quantization)
+    mapping = Mapping(tp_size, tp_size)
+    checkpoint = CheckpointConfig(source.config, dtype, quantization, mapping)
+    splitting = _splitting(source, pieces, tp_size)
     with new_directory(output_dir, replace=replace) as directory:
-        write_pieces(directory / "rank0.safetensors", pieces, progress)
+        paths = [directory / name for name in weights_files(mapping)]
+        if splitting is None:
+            write_pieces(paths[0], pieces, progress)
+        else:
+            shares = {path: partial(splitting.piece, rank=rank) for rank, path in enumerate(paths)}
+            write_shares(shares, pieces, progress)
         _keep_tokenizer(model_dir, directory)
         checkpoint = replace_fields(checkpoint, files=record_files(directory))
         checkpoint = replace_fields(checkpoint, config_digest=config_digest(as_json(checkpoint)))
@@ -67,6 +80,26 @@ def convert(
     for message in losses.messages():
         warnings.warn(message, SpecDecWarning, stacklevel=2)
     return checkpoint
+
+
+def _splitting(source: Source, pieces: list[Piece], tp_size: int) -> Splitting | None:
+    """How the weights are split; SpecDecError where they do not have the names that the plan has for them."""
+    pretrained = parse_pretrained_config(source.config, source.name)
+    splitting = split_config(pretrained, tp_size)
+    if splitting is None:
+        return None
+    found = {name.rpartition(".")[0] for piece in pieces for name in piece.forms}
+    missing = sorted(set(splitting.layers) - found - {source.head})
+    if missing:
+        raise SpecDecError(
+            f"a layer that is to be split has no weight of its own name, `{missing[0]}`: {source.name}",
+            hint="load the model with transformers and save it again, or run it on one device",
+        )
+    if splitting.whole:
+        warnings.warn(
+            f"each of {tp_size} devices has all of: {', '.join(splitting.whole)}", SpecDecWarning, stacklevel=3
+        )
+    return splitting
 
 
 def _open_source(model_dir: Path) -> Source:

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from runtime.bundle import weights_files
 from runtime.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes
-from runtime.config import CheckpointConfig, Mapping, Quantization, SelfDraft, parse
+from runtime.config import CheckpointConfig, Mapping, SelfDraft, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json, recover_directory
 
-WEIGHTS = "rank0.safetensors"
 _CONVERT_AGAIN = "convert the model again"
 CHECKPOINT = Artefact("the model was converted", _CONVERT_AGAIN, fact="checkpoint")
 
@@ -49,25 +49,31 @@ def parse_checkpoint_config(data: dict[str, Any], checkpoint_dir: Path) -> Check
             model_dir=checkpoint_dir,
         )
     config = parse(CheckpointConfig, data, str(checkpoint_dir / CONFIG))
-    if config.mapping != Mapping():
+    if config.mapping != Mapping(config.mapping.tp_size, config.mapping.tp_size):
         raise SpecDecError(
-            f"the checkpoint is split over devices, which this version does not read: {checkpoint_dir}",
+            f"the checkpoint is split over devices in a way that this version does not read: {checkpoint_dir}",
             hint=_CONVERT_AGAIN,
             fact="checkpoint",
         )
-    if WEIGHTS not in {record.name for record in config.files}:
-        raise SpecDecError(
-            f"`{checkpoint_dir / CONFIG}` has no record of the file: {WEIGHTS}", hint=_CONVERT_AGAIN, fact="checkpoint"
-        )
+    recorded = {record.name for record in config.files}
+    for name in weights_files(config.mapping):
+        if name not in recorded:
+            raise SpecDecError(
+                f"`{checkpoint_dir / CONFIG}` has no record of the file: {name}", hint=_CONVERT_AGAIN, fact="checkpoint"
+            )
     return config
 
 
 _BITS = {"W8A16": 8, "W8A16_GPTQ": 8, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8, "FP8_BLOCK_SCALES": 8}
 
 
-def check_self_draft(quantization: Quantization | None, self_draft: SelfDraft | None) -> None:
-    """SpecDecError for a copy that drafts whose weights would be in no fewer bits than the checkpoint's own."""
-    if quantization is None or quantization.quant_algo in (None, "MIXED_PRECISION") or self_draft is None:
+def check_self_draft(checkpoint: CheckpointConfig, self_draft: SelfDraft | None) -> None:
+    """SpecDecError for a copy that drafts of a split model, or with weights in no fewer bits than the checkpoint's."""
+    if self_draft is None:
+        return
+    check_not_split(checkpoint.mapping.tp_size)
+    quantization = checkpoint.quantization
+    if quantization is None or quantization.quant_algo in (None, "MIXED_PRECISION"):
         return
     bits = _BITS.get(str(quantization.quant_algo), 4)
     if bits <= int(self_draft.qformat.removeprefix("int")):
@@ -76,4 +82,14 @@ def check_self_draft(quantization: Quantization | None, self_draft: SelfDraft | 
             f"{self_draft.qformat} would draft no faster than they do",
             hint="build it without a copy that drafts, or convert the model with weights of more bits",
             fact="self_draft_bits",
+        )
+
+
+def check_not_split(tp_size: int) -> None:
+    """SpecDecError where a model that is to draft for itself is split over devices."""
+    if tp_size > 1:
+        raise SpecDecError(
+            f"a model that is split over devices has no copy that drafts: tp_size {tp_size}",
+            hint="build it without a copy, or convert the model for one device",
+            fact="self_draft_split",
         )

@@ -58,11 +58,14 @@ Activations = Literal["float", "int8"]
 
 @dataclass(frozen=True)
 class Mapping:
-    """How a model is spread over devices; one rank so far."""
+    """How a model is spread over devices. A directory is of all ranks: its `rank` is 0."""
 
     world_size: Size = 1
     tp_size: Size = 1
     rank: Count = 0
+
+
+ALONE = Mapping()
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,14 @@ from runtime.batch import Row, context_row, fold, generation_row, pack
 from runtime.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
 from runtime.compiler.compilation import StepFunction
 from runtime.compiler.kernels import flush_denormals
-from runtime.compiler.opening import check_environment, check_shape, open_copy, open_step
+from runtime.compiler.opening import check_environment, check_shape, open_copy
 from runtime.config import EngineConfig
 from runtime.errors import SpecDecError, UsageError
 from runtime.free_memory import free_memory
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
+from runtime.parallel.devices import check_device_ids
+from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.request import Draft, Request, Sequence, Verdict
 from runtime.sampling import NoChoice
 from runtime.verify import verify
@@ -68,6 +70,7 @@ class Engine:
         self.step_time_s = self.copy_time_s = 0.0
         self._is_open = True
         self._step, self._copy_step = step, copy_step
+        self.ranks = step if isinstance(step, RankedStep) else None
         # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
         self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
         num_blocks = _num_blocks(config, kv_cache, device)
@@ -79,38 +82,44 @@ class Engine:
     def open(
         cls,
         engine_dir: Path,
-        device_id: int = 0,
+        device_ids: Seq[int] | None = None,
         kv_cache: KVCacheConfig | None = None,
         max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
     ) -> "Engine":
-        """Open an engine directory on a device; on a machine without a GPU device 0 is the CPU.
+        """Open an engine directory on a device for each of its ranks, by default the first ones.
 
+        An engine for the CPU is of one rank on all cores, which are device 0, or of several, each on its own.
         Prompts are computed `max_num_tokens` tokens at a time. Raises SpecDecError if the directory is damaged or was
         built for another environment, or the cache does not fit.
         """
-        return cls.of_bundle(read_bundle(engine_dir), device_id, kv_cache, max_num_tokens)
+        return cls.of_bundle(read_bundle(engine_dir), device_ids, kv_cache, max_num_tokens)
 
     @classmethod
     def of_bundle(
         cls,
         bundle: Bundle,
-        device_id: int = 0,
+        device_ids: Seq[int] | None = None,
         kv_cache: KVCacheConfig | None = None,
         max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
     ) -> "Engine":
         """`open`, of a directory whose configuration has been read."""
         config, engine_dir = bundle.config, bundle.directory
+        device_ids = check_device_ids(device_ids, config.mapping.tp_size)
         if config.environment.device == "cuda" and not torch.cuda.is_available():
             check_environment(config, engine_dir, torch.device("cpu"))
-        device = resolve_device(config.environment.device, device_id)
+        device = resolve_device(config.environment.device, device_ids[0] if len(device_ids) == 1 else 0)
         check_environment(config, engine_dir, device)
-        compiler = config.build_config.compiler
         with unchanged_while_opened(bundle):
             check_step_files(bundle)
             check_shape(config, engine_dir)
-            step = open_step(compiler, config.pretrained_config, config.dtype, engine_dir, device, config.quantization)
+            step = open_ranks(RankedModel.of(config, engine_dir), device, device_ids)
             copy_step = open_copy(step, engine_dir, device) if config.build_config.self_draft else None
-        return cls(config, step, device, kv_cache or KVCacheConfig(), max_num_tokens, copy_step)
+        try:
+            return cls(config, step, device, kv_cache or KVCacheConfig(), max_num_tokens, copy_step)
+        except BaseException:
+            if isinstance(step, RankedStep):
+                step.close()
+            raise
 
     def __enter__(self) -> "Engine":
         return self
@@ -126,6 +135,8 @@ class Engine:
         """Give back the memory of the K/V cache and the compiled step. Closed, it can be closed again, and no more."""
         if self._is_open:
             self._is_open = False
+            if self.ranks is not None:
+                self.ranks.close()
             del self._step, self._copy_step, self._pool
 
     def check_is_open(self) -> None:
@@ -188,6 +199,8 @@ class Engine:
         sequence.stats.num_reused_tokens += sequence.num_computed
         for copy in copies:
             self._pool.copy_block(copy)
+            if self.ranks is not None:
+                self.ranks.copy_block(copy)
         return True
 
     def extend(self, sequence: Sequence) -> bool:

@@ -15,6 +15,7 @@ import torch
 import runtime
 from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
 from runtime.cache import cache_dir, digest, file_digest, locked_entry, remove_left_over, used_entry
+from runtime.checkpoint_dir import check_not_split
 from runtime.compiler.kernels import processor
 from runtime.compiler.opening import current_environment
 from runtime.config import BuildConfig, Dtype, SelfDraft
@@ -27,8 +28,8 @@ from runtime.temporary import temporary_dir
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
 _BUILD_CODE = (
-    "compiler/**/*", "quantization/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "gguf.py", "kv_cache.py",
-    "pieces.py", "source.py",
+    "compiler/**/*", "parallel/*", "quantization/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "gguf.py",
+    "kv_cache.py", "pieces.py", "source.py",
 )  # fmt: skip
 """What an engine's content depends on, in `runtime`. What opens, asks and judges engines is not among it."""
 
@@ -47,6 +48,7 @@ class EngineSettings:
     """0: takes no drafts (a draft model's engine)."""
     self_draft: Literal["int8", "int4"] | None = None
     """How the copy is rounded by which the model drafts for itself; None: there is none."""
+    tp_size: int = 1
 
     def build_config(self, num_positions: int) -> BuildConfig:
         max_seq_len = self.max_seq_len or min(num_positions, _MAX_SEQ_LEN)
@@ -76,6 +78,8 @@ def engine_of_model(
     """
     model_dir = resolve_model(name)
     device = resolve_device("auto", 0)
+    if settings.self_draft is not None:
+        check_not_split(settings.tp_size)
     if not use_cache:
         with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
             yield _make_engine(model_dir, Path(directory) / "engine", settings, device, phases)
@@ -173,7 +177,14 @@ def _make_engine(
     ):
         checkpoint_dir = Path(directory) / "checkpoint"
         phase("converting the model")
-        convert(model_dir, checkpoint_dir, settings.dtype, replace=False, progress=lambda *_: None)
+        convert(
+            model_dir,
+            checkpoint_dir,
+            settings.dtype,
+            replace=False,
+            progress=lambda *_: None,
+            tp_size=settings.tp_size,
+        )
         build = settings.build_config(default_max_seq_len(checkpoint_dir))
         config = build_engine(checkpoint_dir, engine_dir, build, device, replace=False, phase=phase)
     if config.compiler_note:

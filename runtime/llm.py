@@ -33,6 +33,7 @@ from runtime.drafters.settings import (
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError, UsageError
+from runtime.parallel.devices import check_device_ids
 from runtime.params import SamplingParams
 from runtime.request import FinishReason, Request, Sequence, TokenLogprobs
 from runtime.session import Mode, Session
@@ -64,6 +65,7 @@ class EngineOptions(TypedDict, total=False):
     max_seq_len: int | None
     max_draft_len: int
     self_draft: Literal["int8", "int4"] | None
+    tensor_parallel_size: int
     use_cache: bool
 
 
@@ -101,25 +103,27 @@ class LLM:
         mode: Mode = "leader",
         kv_cache: KVCacheConfig | None = None,
         max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
-        device_id: int = 0,
+        device_ids: Seq[int] | None = None,
         **engine: Unpack[EngineOptions],
     ) -> None:
         self.mode = mode
         self.kv_cache = kv_cache or KVCacheConfig()
-        self.device_id = device_id
         self._engine_options = engine
         self._sessions: dict[tuple[DrafterSettings | None, DraftLenMode], Session] = {}
         with ExitStack() as stack:
             self._stack = stack
             self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model))
             config = self.bundle.config
+            _check_tp_size(engine.get("tensor_parallel_size", 1), config.mapping.tp_size)
+            self.device_ids = check_device_ids(device_ids, config.mapping.tp_size)
             self.tokenizer_dir = self.bundle.directory if tokenizer is None else Path(tokenizer)
             if tokenizer is None:
                 self.tokenizer = tokenizer_of_engine(self.bundle)
             else:
                 self.tokenizer = load_tokenizer(self.tokenizer_dir, config.pretrained_config)
             self.end_ids = find_end_ids(self.bundle.directory, config.pretrained_config, self.tokenizer)
-            self.engine = stack.enter_context(Engine.of_bundle(self.bundle, device_id, self.kv_cache, max_num_tokens))
+            engine_of_bundle = Engine.of_bundle(self.bundle, self.device_ids, self.kv_cache, max_num_tokens)
+            self.engine = stack.enter_context(engine_of_bundle)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "LLM":
@@ -333,9 +337,19 @@ class LLM:
         use_cache = options.pop("use_cache", True)
         if options.get("dtype") == "auto":
             options["dtype"] = None
-        if to_draft:
-            options |= {"max_draft_len": 0, "self_draft": None}
+        options["tp_size"] = options.pop("tensor_parallel_size", 1)
+        if to_draft:  # a draft model is not split
+            options |= {"max_draft_len": 0, "self_draft": None, "tp_size": 1}
         return self._stack.enter_context(engine_of_model(str(model), EngineSettings(**options), use_cache=use_cache))
+
+
+def _check_tp_size(wanted: int, found: int) -> None:
+    """UsageError where an engine is not split as it is asked to be; 1 asks for nothing."""
+    if wanted not in (1, found):
+        raise UsageError(
+            f"the engine has tp_size {found}, and not: tensor_parallel_size {wanted}",
+            hint=f"convert and build the model with tp_size {wanted}",
+        )
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

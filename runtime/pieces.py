@@ -5,6 +5,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,26 +37,52 @@ def forms_of(tensors: Mapping[str, Tensor]) -> Forms:
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
+Share = Callable[[str, Tensor], Tensor]
+"""What a file has of a tensor of this name."""
+
+
 def write_pieces(path: Path, pieces: Seq[Piece], progress: Progress) -> None:
     """Write a safetensors file: a length (8 bytes, little endian), a JSON header, then the data."""
-    header, offset = {}, 0
-    for piece in pieces:
-        for name, (dtype, shape) in piece.forms.items():
-            end = offset + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-            offset = end
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # tensors start at a multiple of 8
+    write_shares({path: lambda name, tensor: tensor}, pieces, progress)
+
+
+def write_shares(files: Mapping[Path, Share], pieces: Seq[Piece], progress: Progress) -> None:
+    """Write several files at once, each with its share of every tensor."""
+    forms = {path: _shared_forms(pieces, share) for path, share in files.items()}
+    num_bytes = sum(
+        math.prod(shape) * dtype.itemsize for of_file in forms.values() for dtype, shape in of_file.values()
+    )
     done = 0
-    with open(path, "wb") as output:
-        output.write(struct.pack("<Q", len(encoded)) + encoded)
+    with ExitStack() as stack:
+        outputs = {path: stack.enter_context(path.open("wb")) for path in files}
+        for path, output in outputs.items():
+            output.write(_header(forms[path]))
         for piece in pieces:
             made = piece.make(load_tensors(piece.sources))
             assert forms_of(made) == piece.forms
-            for tensor in (made[name] for name in piece.forms):
-                output.write(_bytes_of(tensor))
-                done += tensor.nbytes
-                progress(done, offset)
+            for name in piece.forms:
+                for path, output in outputs.items():
+                    tensor = files[path](name, made[name])
+                    output.write(_bytes_of(tensor))
+                    done += tensor.nbytes
+                    progress(done, num_bytes)
+
+
+def _shared_forms(pieces: Seq[Piece], share: Share) -> Forms:
+    forms = {name: form for piece in pieces for name, form in piece.forms.items()}
+    without_values = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in forms.items()}
+    return forms_of({name: share(name, tensor) for name, tensor in without_values.items()})
+
+
+def _header(forms: Forms) -> bytes:
+    header, offset = {}, 0
+    for name, (dtype, shape) in forms.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # tensors start at a multiple of 8
+    return struct.pack("<Q", len(encoded)) + encoded
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -104,6 +104,7 @@ def build_tiny(
     *,
     dtype: Dtype | None = None,
     kv_cache: KVCacheQuantAlgo | None = None,
+    tp_size: int = 1,
     measure_costs: bool = False,
     **build: Any,
 ) -> Path:
@@ -116,6 +117,7 @@ def build_tiny(
         replace=False,
         progress=lambda done, total: None,
         precision=precision,
+        tp_size=tp_size,
     )
     build_engine(
         work_dir / "checkpoint",

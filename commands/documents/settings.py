@@ -71,17 +71,23 @@ class Setup:
     def _config_record(self, settings: OneDrafter | None) -> dict[str, Any] | None:
         if settings is None:
             return None
-        record = dataclasses.asdict(settings) | {"device_id": self.llm.device_id}
+        record = dataclasses.asdict(settings) | self._devices
         return {k: str(v) if isinstance(v, Path) else v for k, v in record.items()}
 
     def _draft_target_record(self, draft: DraftTargetDrafter) -> dict[str, Any]:
         return {
             "max_draft_len": draft.max_draft_len,
-            "draft_device_id": draft.device_id,
-            "device_id": self.llm.device_id,
+            "draft_device_id": (draft.device_ids or (0,))[0],
+            "draft_device_ids": None if draft.device_ids is None else list(draft.device_ids),
+            **self._devices,
             "use_logits": draft.use_logits,
             "draft_engine_dir": str(draft.model),
         }
+
+    @property
+    def _devices(self) -> dict[str, Any]:
+        """The target's: the first rank's, and all."""
+        return {"device_id": self.llm.device_ids[0], "device_ids": list(self.llm.device_ids)}
 
     def _settings_of(self, kind: type[Settings]) -> Settings | None:
         """The settings of the drafter of that kind, by itself or in a chain."""

@@ -28,50 +28,52 @@ SUFFIX_FORM = "[max_draft_len, device_list], such as [10,[0]] or 10"
 DRAFT_TARGET_FORM = "[draft_len, draft_device_list, target_device_list, use_logits], such as [4,[0],[0],False] or 4"
 SELF_DRAFT_FORM = "[draft_len, device_list, use_logits], such as [8,[0],False] or 8"
 _FIRST_DEVICE = "[0] is the first device"
+Devices = tuple[int, ...] | None
+"""One for each rank of an engine; None: its first ones."""
 
 
-def parse_ngram_config(text: str, lookups: LookupOptions) -> tuple[NgramDrafter, int]:
+def parse_ngram_config(text: str, lookups: LookupOptions) -> tuple[NgramDrafter, Devices]:
     """Parse `[max_draft_len, max_matching_ngram_size, device_list]`; UsageError says which part is wrong."""
     flag = "--ngram-config"
-    max_draft_len, max_matching_ngram_size, devices = _parse_list(flag, text, ([0],), 3, NGRAM_FORM)
+    max_draft_len, max_matching_ngram_size, devices = _parse_list(flag, text, (None,), 3, NGRAM_FORM)
     max_draft_len = _positive(flag, "max_draft_len", max_draft_len, NGRAM_FORM)
     max_size = _positive(flag, "max_matching_ngram_size", max_matching_ngram_size, NGRAM_FORM)
-    return lookups.ngram_drafter(max_draft_len, max_size), _single_device(flag, "device_list", devices)
+    return lookups.ngram_drafter(max_draft_len, max_size), _device_ids(flag, "device_list", devices)
 
 
-def parse_suffix_config(text: str, lookups: LookupOptions) -> tuple[SuffixDrafter, int]:
+def parse_suffix_config(text: str, lookups: LookupOptions) -> tuple[SuffixDrafter, Devices]:
     """Parse `[max_draft_len, device_list]`; UsageError says which part is wrong."""
     flag = "--suffix-config"
-    max_draft_len, devices = _parse_list(flag, text, ([0],), 2, SUFFIX_FORM)
+    max_draft_len, devices = _parse_list(flag, text, (None,), 2, SUFFIX_FORM)
     max_draft_len = _positive(flag, "max_draft_len", max_draft_len, SUFFIX_FORM)
-    return lookups.suffix_drafter(max_draft_len), _single_device(flag, "device_list", devices)
+    return lookups.suffix_drafter(max_draft_len), _device_ids(flag, "device_list", devices)
 
 
-def parse_draft_target_model_config(text: str, draft_model: str | Path | None) -> tuple[DraftTargetDrafter, int]:
+def parse_draft_target_model_config(text: str, draft_model: str | Path | None) -> tuple[DraftTargetDrafter, Devices]:
     """Parse `[draft_len, draft_device_list, target_device_list, use_logits]`; UsageError says which part is wrong."""
     flag = "--draft-target-model-config"
     draft_len, draft_devices, target_devices, use_logits = _parse_list(
-        flag, text, ([0], [0], False), 4, DRAFT_TARGET_FORM
+        flag, text, (None, None, False), 4, DRAFT_TARGET_FORM
     )
     _check_use_logits(flag, use_logits, DRAFT_TARGET_FORM)
     max_draft_len = _positive(flag, "draft_len", draft_len, DRAFT_TARGET_FORM)
-    draft_device_id = _single_device(flag, "draft_device_list", draft_devices)
-    device_id = _single_device(flag, "target_device_list", target_devices)
+    draft_device_ids = _device_ids(flag, "draft_device_list", draft_devices)
+    device_ids = _device_ids(flag, "target_device_list", target_devices)
     if draft_model is None:
         raise UsageError(
             f"`{flag}` needs the draft model's engine: {text}",
             hint="`--draft-engine-dir` names it; `specdec build` makes it from the draft model's checkpoint",
         )
-    return DraftTargetDrafter(draft_model, max_draft_len, use_logits, draft_device_id), device_id
+    return DraftTargetDrafter(draft_model, max_draft_len, use_logits, draft_device_ids), device_ids
 
 
-def parse_self_draft_config(text: str) -> tuple[SelfDrafter, int]:
+def parse_self_draft_config(text: str) -> tuple[SelfDrafter, Devices]:
     """Parse `[draft_len, device_list, use_logits]`; UsageError says which part is wrong."""
     flag = "--self-draft-config"
-    draft_len, devices, use_logits = _parse_list(flag, text, ([0], False), 3, SELF_DRAFT_FORM)
+    draft_len, devices, use_logits = _parse_list(flag, text, (None, False), 3, SELF_DRAFT_FORM)
     _check_use_logits(flag, use_logits, SELF_DRAFT_FORM)
     max_draft_len = _positive(flag, "draft_len", draft_len, SELF_DRAFT_FORM)
-    return SelfDrafter(max_draft_len, use_logits), _single_device(flag, "device_list", devices)
+    return SelfDrafter(max_draft_len, use_logits), _device_ids(flag, "device_list", devices)
 
 
 def parse_custom_drafter(text: str) -> CustomDrafter:
@@ -111,17 +113,14 @@ def _check_use_logits(flag: str, value: Any, form: str) -> None:
         raise UsageError(f"use_logits in `{flag}` must be True or False: {value!r}", hint=f"its form is {form}")
 
 
-def _single_device(flag: str, name: str, value: Any) -> int:
+def _device_ids(flag: str, name: str, value: Any) -> Devices:
+    if value is None:
+        return None
     if not isinstance(value, list | tuple) or not value:
         raise UsageError(f"{name} in `{flag}` must name a device: {value!r}", hint=_FIRST_DEVICE)
     if not all(isinstance(device, int) and not isinstance(device, bool) and device >= 0 for device in value):
         raise UsageError(f"{name} in `{flag}` must hold device numbers: {value!r}", hint=_FIRST_DEVICE)
-    if len(value) > 1:
-        raise UsageError(
-            f"{name} in `{flag}` names more than one device, and engines have one rank: {value!r}",
-            hint=_FIRST_DEVICE,
-        )
-    return int(value[0])
+    return tuple(value)
 
 
 def candidate_flags(candidate: "Candidate") -> str:
@@ -138,12 +137,12 @@ def candidate_flags(candidate: "Candidate") -> str:
 
 
 def _flags(drafter: OneDrafter) -> list[str]:
-    """A drafter's own, on the first device."""
+    """A drafter's own."""
     match drafter:
         case SuffixDrafter():
-            return [f"--suffix-config '[{drafter.max_draft_len},[0]]'"]
+            return [f"--suffix-config '[{drafter.max_draft_len}]'"]
         case NgramDrafter():
-            flags = [f"--ngram-config '[{drafter.max_draft_len},{drafter.max_matching_ngram_size},[0]]'"]
+            flags = [f"--ngram-config '[{drafter.max_draft_len},{drafter.max_matching_ngram_size}]'"]
             if drafter.ranking != "oldest":
                 flags.append(f"--ngram-ranking {drafter.ranking}")
             if drafter.min_matching_ngram_size > 1:
@@ -152,7 +151,7 @@ def _flags(drafter: OneDrafter) -> list[str]:
                 flags.append(f"--ngram-corpus {shlex.quote(str(drafter.corpus))}")
             return flags
         case DraftTargetDrafter():
-            numbers = f"{drafter.max_draft_len},[{drafter.device_id}],[0],{drafter.use_logits}"
+            numbers = f"{drafter.max_draft_len},{list(drafter.device_ids or (0,))},[0],{drafter.use_logits}"
             model = shlex.quote(str(drafter.model))
             return [f"--draft-engine-dir {model}", f"--draft-target-model-config '[{numbers}]'"]
         case SelfDrafter():

@@ -12,6 +12,7 @@ from commands.options.drafter_configs import (
     NGRAM_FORM,
     SELF_DRAFT_FORM,
     SUFFIX_FORM,
+    Devices,
     parse_custom_drafter,
     parse_draft_target_model_config,
     parse_ngram_config,
@@ -122,10 +123,10 @@ class DraftingOptions:
 
 @dataclass(frozen=True)
 class Named:
-    """A drafter that flags name, None for none, and the device that they give the target."""
+    """A drafter that flags name, None for none, and the devices that they give the target, None for its first ones."""
 
     drafter: DrafterSettings | None
-    device_id: int = 0
+    device_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -229,8 +230,8 @@ def chosen_names(given: list[DrafterName], drafters: str | None) -> list[Drafter
 
 def parse_config(
     name: DrafterName, text: str, options: DraftingOptions, draft_model: str | Path | None
-) -> tuple[OneDrafter, int]:
-    """What a drafter's own flag says: the drafter, and the target's device."""
+) -> tuple[OneDrafter, Devices]:
+    """What a drafter's own flag says: the drafter, and the target's devices."""
     match name:
         case "ngram":
             return parse_ngram_config(text, options.lookups)
@@ -241,20 +242,21 @@ def parse_config(
         case "self":
             return parse_self_draft_config(text)
         case "custom":
-            return parse_custom_drafter(text), 0
+            return parse_custom_drafter(text), None
 
 
-def chain(drafters: Sequence[tuple[OneDrafter, int]]) -> Named:
-    """Drafters, each with the target's device, as one; UsageError if they do not agree where the target runs."""
-    device_ids = list(dict.fromkeys(device_id for _, device_id in drafters))
-    if len(device_ids) > 1:
+def chain(drafters: Sequence[tuple[OneDrafter, Devices]]) -> Named:
+    """Drafters, each with the target's devices, as one; UsageError if they do not agree where the target runs."""
+    named = list(dict.fromkeys(devices for _, devices in drafters if devices is not None))
+    if len(named) > 1:
         raise UsageError(
-            f"the drafters name different devices for the target: {device_ids}", hint="name the same device in each"
+            f"the drafters name different devices for the target: {', '.join(str(list(one)) for one in named)}",
+            hint="name the same devices in each",
         )
     settings = [drafter for drafter, _ in drafters]
     if not settings:
         return Named(None)
-    return Named(settings[0] if len(settings) == 1 else ChainDrafter(settings), device_ids[0])
+    return Named(settings[0] if len(settings) == 1 else ChainDrafter(settings), named[0] if named else None)
 
 
 def is_auto(drafters: str) -> bool:

@@ -96,6 +96,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "leave `--self-draft` out",
         "convert the model to more bits: `specdec convert --qformat FORMAT`",
     ),
+    "self_draft_split": ("leave `--self-draft` out", "convert the model without `specdec convert --tp-size`"),
     "tokenizer_is_code": "`--tokenizer-dir` names one that transformers has a class for",
     "top_k": "0 leaves the whole vocabulary",
     "tune_draft_len": "lower it, or build with a larger `specdec build --max-draft-len`",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from commands.options.drafter_configs import Devices
 from commands.options.drafting import (
     DRAFTER_NAMES,
     FLAGS,
@@ -231,30 +232,32 @@ class LeaderOptions:
         """The draft model's name, or its engine's directory."""
         return drafting.models.draft_engine_dir if self.draft_model_dir is None else self.draft_model_dir
 
-    def _one_drafter(self, name: DrafterName, config: str | None, drafting: DraftingOptions) -> tuple[OneDrafter, int]:
-        """A drafter by its own flag, or else by those of leader mode; and the target's device."""
+    def _one_drafter(
+        self, name: DrafterName, config: str | None, drafting: DraftingOptions
+    ) -> tuple[OneDrafter, Devices]:
+        """A drafter by its own flag, or else by those of leader mode; and the target's devices."""
         draft_model = self._draft_model(drafting)
         if config is not None:
-            drafter, device_id = parse_config(name, config, drafting, draft_model)
+            drafter, devices = parse_config(name, config, drafting, draft_model)
             if name == "custom" and self.spec_decode_max_draft_len is not None:
                 drafter = replace(drafter, max_draft_len=self.spec_decode_max_draft_len)
-            return drafter, device_id
+            return drafter, devices
         max_draft_len = self.spec_decode_max_draft_len or _DEFAULT_DRAFT_LEN
         match name:
             case "ngram":
                 max_size = self.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE
-                return drafting.lookups.ngram_drafter(max_draft_len, max_size), 0
+                return drafting.lookups.ngram_drafter(max_draft_len, max_size), None
             case "suffix":
-                return drafting.lookups.suffix_drafter(max_draft_len), 0
+                return drafting.lookups.suffix_drafter(max_draft_len), None
             case "draft-target":
                 if draft_model is None:
                     raise UsageError(
                         "`--spec-decode-algo DRAFT_TARGET` needs a draft model",
                         hint="`--draft-model-dir` names one, or `--draft-engine-dir` its engine",
                     )
-                return DraftTargetDrafter(draft_model, max_draft_len), 0
+                return DraftTargetDrafter(draft_model, max_draft_len), None
             case "self":
-                return SelfDrafter(max_draft_len), 0
+                return SelfDrafter(max_draft_len), None
             case "custom":
                 raise UsageError(
                     "`--drafters` names custom, which needs `--drafter`", hint="its form is module:factory"

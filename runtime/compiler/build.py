@@ -8,14 +8,15 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from runtime.bundle import COPY_DIR, LIBRARY, uses_kernels
+from runtime.bundle import COPY_DIR, LIBRARY, uses_kernels, weights_files
 from runtime.checkpoint import copy_tokenizer_files
 from runtime.checkpoint_dir import check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
@@ -26,8 +27,8 @@ from runtime.compiler.compilation import PACKAGE, CompiledStep, PackagedStep, St
 from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernels import compile_kernels, describe_kernels, flush_denormals, load_kernels
 from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_machine, measure_steps
-from runtime.compiler.model import Step, load_model, probe_config
-from runtime.compiler.opening import current_environment, open_copy, open_step
+from runtime.compiler.model import Step, load_model, load_whole_model, probe_config, split_config
+from runtime.compiler.opening import current_environment, open_copy
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 from runtime.compiler.private_torch import check_torch
 from runtime.compiler.quantized import pack_layers
@@ -37,16 +38,17 @@ from runtime.config import (
     Arithmetic,
     BuildConfig,
     CheckpointConfig,
-    Compiler,
     EngineConfig,
-    KVCacheQuantAlgo,
     LogitsCheck,
+    Quantization,
     StepShape,
     as_json,
 )
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
+from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
+from runtime.parallel.splitting import Splitting
 from runtime.temporary import own_temporary_files
 from runtime.text import keep_tokenizer
 
@@ -54,7 +56,8 @@ from runtime.text import keep_tokenizer
 _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 # Where tokens are rounded to 8 bits, a difference in the last bit makes another integer of a number between two of
 # them, and behind it of others: as much as rounding itself changes. What is wired wrongly differs by the whole norm,
-# and that rounded layers compute as tightly as any is checked one by one.
+# and that rounded layers compute as tightly as any is checked one by one. Keys and values that are rounded are compared
+# as an engine has stored them; those of ranks other than 0 are in other processes.
 _ROUNDED_TOLERANCE = 0.2
 
 
@@ -90,27 +93,20 @@ def build_engine(
     check_output_is_not_input(output_dir, checkpoint_dir)
     check_output_directory(output_dir, replace=replace)
     checkpoint, pretrained = _open_fitting(checkpoint_dir, build)
-    layers = probe_config(pretrained)
+    weights = _Weights(checkpoint_dir, checkpoint, pretrained, device, uses_kernels(build.compiler, device.type))
+    shape = weights.shape(build)
     phase("loading the checkpoint")
-    weights = checkpoint_dir / "rank0.safetensors"
-    with_kernels = uses_kernels(build.compiler, device.type)
-    attention = KERNEL if with_kernels else PAGED
-    model = load_model(pretrained, weights, getattr(torch, checkpoint.dtype), attention, checkpoint.quantization)
+    model = weights.whole_model()
     rounded = None if build.self_draft is None else round_layers(model, pretrained, build.self_draft)
     Step(model).to(device)
-    with own_temporary_files(), new_directory(output_dir, replace=replace) as directory:
+    with own_temporary_files(), new_directory(output_dir, replace=replace) as directory, ExitStack() as stack:
         phase("compiling the step")
-        if with_kernels:
-            _make_kernels(directory / LIBRARY)
-        if device.type == "cpu":
-            flush_denormals()
-        shape = StepShape(checkpoint.dtype, pretrained.vocab_size, layers, build, _kv_cache(checkpoint))
-        compiled = _compile(model, shape, directory)
-        build, shape = compiled.build, dataclasses.replace(shape, build_config=compiled.build)
-        if build.compiler != "aot":
-            shutil.copyfile(weights, directory / "rank0.safetensors")
+        compiled = _compile_all(weights, model, shape, directory)
+        shape = dataclasses.replace(shape, build_config=compiled.build)
         phase("checking the logits")
-        step = _built_step(build.compiler, checkpoint, model, directory)
+        step = _built_step(weights, model, shape, directory)
+        if isinstance(step, RankedStep):
+            stack.callback(step.close)
         config = _checked(step, model, checkpoint, shape, compiled)
         copied = None
         if rounded is not None:
@@ -124,14 +120,47 @@ def build_engine(
         return _finish(config, directory)
 
 
-def _kv_cache(checkpoint: CheckpointConfig) -> KVCacheQuantAlgo | None:
-    return None if checkpoint.quantization is None else checkpoint.quantization.kv_cache_quant_algo
+@dataclass(frozen=True)
+class _Weights:
+    """A checkpoint's, as models that have them."""
+
+    directory: Path
+    checkpoint: CheckpointConfig
+    pretrained: PreTrainedConfig
+    device: torch.device
+    with_kernels: bool
+
+    @cached_property
+    def splitting(self) -> Splitting | None:
+        return split_config(self.pretrained, self.checkpoint.mapping.tp_size)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self.directory / name for name in weights_files(self.checkpoint.mapping)]
+
+    def whole_model(self) -> PreTrainedModel:
+        return load_whole_model(self.pretrained, self.paths, *self._kind, self.splitting)
+
+    def model_of(self, rank: int) -> PreTrainedModel:
+        return load_model(self.pretrained, self.paths[rank], *self._kind, self.splitting)
+
+    def shape(self, build: BuildConfig) -> StepShape:
+        """Of a rank's step."""
+        quantization = self.checkpoint.quantization
+        kv_cache = None if quantization is None else quantization.kv_cache_quant_algo
+        layers = probe_config(self.pretrained, self.splitting)
+        return StepShape(self.checkpoint.dtype, self.pretrained.vocab_size, layers, build, kv_cache)
+
+    @property
+    def _kind(self) -> tuple[torch.dtype, str, Quantization | None]:
+        dtype: torch.dtype = getattr(torch, self.checkpoint.dtype)
+        return dtype, KERNEL if self.with_kernels else PAGED, self.checkpoint.quantization
 
 
 def _open_fitting(checkpoint_dir: Path, build: BuildConfig) -> tuple[CheckpointConfig, PreTrainedConfig]:
     """The checkpoint and its model's config; SpecDecError where no such engine can be built of it."""
     checkpoint = open_checkpoint(checkpoint_dir)
-    check_self_draft(checkpoint.quantization, build.self_draft)
+    check_self_draft(checkpoint, build.self_draft)
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
     _check_settings(build, pretrained)
     return checkpoint, pretrained
@@ -161,13 +190,20 @@ def _machine_errors() -> Iterator[None]:
         raise
 
 
-def _built_step(
-    compiler: Compiler, checkpoint: CheckpointConfig, model: PreTrainedModel, directory: Path
-) -> StepFunction:
+def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, directory: Path) -> StepFunction:
     """What was compiled, opened as an engine does; `torch-compile` compiles when it is called."""
-    if compiler == "aot":
-        device = next(model.parameters()).device
-        return open_step("aot", checkpoint.pretrained_config, checkpoint.dtype, directory, device)
+    checkpoint, compiler = weights.checkpoint, shape.build_config.compiler
+    if compiler == "aot" or weights.splitting is not None:
+        ranks = RankedModel(
+            directory,
+            compiler,
+            checkpoint.pretrained_config,
+            checkpoint.dtype,
+            checkpoint.quantization,
+            shape.layers,
+            checkpoint.mapping.tp_size,
+        )
+        return open_ranks(ranks, weights.device, range(ranks.tp_size))
     return _compiled_step(model, directory / "rank0.cache") if compiler == "torch-compile" else Step(model)
 
 
@@ -181,8 +217,10 @@ def _check(
 ) -> LogitsCheck:
     tolerance = _TOLERANCE[shape.dtype]
     check_products(model, tolerance)
+    if activations == "int8" or (shape.kv_cache is not None and isinstance(step, RankedStep)):
+        tolerance = _ROUNDED_TOLERANCE
     with _machine_errors():  # `torch-compile` compiles with the first step
-        return check_logits(step, model, shape, _ROUNDED_TOLERANCE if activations == "int8" else tolerance)
+        return check_logits(step, model, shape, tolerance)
 
 
 def _checked(
@@ -208,6 +246,7 @@ def _checked(
         compiler_note=compiled.note,
         arithmetic=compiled.arithmetic,
         batch_invariant=bool(compiled.arithmetic) and is_batch_invariant(step, model, shape),
+        mapping=checkpoint.mapping,
     )
 
 
@@ -244,13 +283,15 @@ def _with_costs(
     cache = cache_for_measuring(config.build_config)
     try:
         with Engine(config, step, device, cache) as engine:
-            config = dataclasses.replace(config, step_costs=measure_steps(engine), host_s=measure_host(engine))
+            costs, host_s = measure_steps(engine), measure_host(engine)
+            machine = measure_machine()  # by the threads that an engine has: a rank is pinned to its cores
+            config = dataclasses.replace(config, step_costs=costs, host_s=host_s, machine=machine)
         if copy_step is not None:
             with Engine(config, copy_step, device, cache) as engine:
                 config = dataclasses.replace(config, self_draft_costs=measure_steps(engine, with_prompts=False))
     except SpecDecError:
-        return config
-    return dataclasses.replace(config, machine=measure_machine())
+        pass
+    return config
 
 
 def default_max_seq_len(checkpoint_dir: Path) -> int:
@@ -292,14 +333,14 @@ def _arithmetic(model: PreTrainedModel, build: BuildConfig) -> Arithmetic | None
     return fastest_arithmetic(parameter.dtype, 1 + build.max_draft_len)
 
 
-def _compile(model: PreTrainedModel, shape: StepShape, directory: Path) -> _Compiled:
+def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: int = 0) -> _Compiled:
     """Compile ahead of time if asked; if that cannot be, say why, for `torch-compile` when the step is called."""
     build = shape.build_config
     if build.compiler != "aot":
         return _Compiled(build)
     arithmetic = _arithmetic(model, build)
     try:
-        uses_linear_kernel = compile_aot(Step(model), shape, directory, arithmetic)
+        uses_linear_kernel = compile_aot(Step(model), shape, directory, arithmetic, rank=rank)
     except Exception as error:  # export and Inductor raise many kinds; each means: not this model
         _raise_machine_error(error)
         (directory / PACKAGE).unlink(missing_ok=True)
@@ -307,6 +348,40 @@ def _compile(model: PreTrainedModel, shape: StepShape, directory: Path) -> _Comp
         note = f"cannot be compiled ahead of time: {type(error).__name__}: {message}"
         return _Compiled(dataclasses.replace(build, compiler="torch-compile"), note)
     return _Compiled(build, arithmetic=arithmetic if uses_linear_kernel else None)
+
+
+def _compile_all(weights: _Weights, model: PreTrainedModel, shape: StepShape, directory: Path) -> _Compiled:
+    """Write all that an opened step needs, of each rank."""
+    if weights.with_kernels or weights.splitting is not None:
+        _make_kernels(directory / LIBRARY)
+    if weights.device.type == "cpu":
+        flush_denormals()
+    is_alone = weights.splitting is None
+    compiled = _compile(model, shape, directory) if is_alone else _compile_ranks(weights, shape, directory)
+    if compiled.build.compiler != "aot":
+        for path in weights.paths:
+            shutil.copyfile(path, directory / path.name)
+    return compiled
+
+
+def _compile_ranks(weights: _Weights, shape: StepShape, directory: Path) -> _Compiled:
+    """The step that all ranks have, and each one's weights as it wants them. SpecDecError if it cannot be compiled."""
+    if weights.device.type != "cpu" or shape.build_config.compiler == "torch-compile":
+        raise SpecDecError(
+            f"a split model is compiled ahead of time or not at all, for the CPU: {shape.build_config.compiler} for "
+            f"{weights.device.type}",
+            hint="leave the compiler as it is, and build for the CPU",
+        )
+    if shape.build_config.compiler == "none":
+        return _Compiled(shape.build_config)
+    compiled = []
+    for rank in range(weights.checkpoint.mapping.tp_size):
+        compiled.append(_compile(weights.model_of(rank), shape, directory, rank))
+        if compiled[rank].note is not None:
+            raise SpecDecError(
+                f"the model {compiled[rank].note}", hint="build it without a compiler, or for one device"
+            )
+    return compiled[0]  # whose step it is
 
 
 def _raise_machine_error(error: Exception) -> None:

@@ -69,12 +69,13 @@ def compile_aot(
     directory: Path,
     arithmetic: Arithmetic | None,
     known: Mapping[str, Tensor] | None = None,
+    rank: int = 0,
 ) -> bool:
     """Write the step as an AOTInductor package, and the weights it wants to be handed (on a GPU: none).
 
-    Weights that are among the `known` ones of another step are not written again. On the CPU its linear layers are
-    computed in `arithmetic`; returns whether all of them are. Whatever keeps a model from being exported is raised as
-    it comes.
+    Weights that are among the `known` ones of another step are not written again. Where there are several ranks the
+    package is the first's, and the others' weights are written for it. On the CPU its linear layers are computed in
+    `arithmetic`; returns whether all of them are. Whatever keeps a model from being exported is raised as it comes.
     """
     from torch.export.pt2_archive._package import package_pt2
     from torch.export.pt2_archive._package_weights import Weights
@@ -104,7 +105,9 @@ def compile_aot(
     assert isinstance(made, list)  # because it is to be packaged
     constants = [file for file in made if isinstance(file, Weights)]
     weights = {name: tensor for part in constants for name, (tensor, _) in part.items()}
-    save_weights(directory / WEIGHTS, weights, known)
+    save_weights(directory / f"rank{rank}.safetensors", weights, known)
+    if rank > 0:
+        return hands_over
     package_pt2(
         str(directory / PACKAGE),
         aoti_files=[file for file in made if isinstance(file, str)],

@@ -7,6 +7,7 @@ gives the compiled function its signature.
 import copy
 import re
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,9 +27,11 @@ from transformers.utils import logging as transformers_logging
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs
 from runtime.compiler.pretrained import last_words, model_class
 from runtime.compiler.quantized import place_quantized, placeholders
+from runtime.compiler.split import compute_together, place_pieces, placeholders_of_pieces
 from runtime.compiler.weights import read_weights
 from runtime.config import LayerShape, Quantization
 from runtime.errors import SpecDecError
+from runtime.parallel.splitting import Splitting, split_model
 from runtime.quantization.weight import take_quantized
 
 _CONVERT_AGAIN = "convert the model again"
@@ -62,11 +65,28 @@ def renames_weights(config: PreTrainedConfig) -> bool:
     return get_checkpoint_conversion_mapping(config.model_type) is not None  # type: ignore[no-untyped-call]
 
 
-def probe_config(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
-    """The K/V shape of every layer, found by a forward without weights or memory (`meta` device)."""
+def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
+    """How the config's model is split over so many ranks; None for one. SpecDecError where it is not."""
+    if tp_size == 1:
+        return None
+    with torch.device("meta"):
+        model = _model_without_weights(config)
+    splitting = split_model(model, probe_config(config), tp_size)
+    probe_config(config, splitting)
+    return splitting
+
+
+def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -> tuple[LayerShape, ...]:
+    """The K/V shape of every layer, found by a forward without weights or memory (`meta` device).
+
+    Of a model that is split it is a rank's.
+    """
     recorded: dict[int, LayerShape] = {}
     with torch.device("meta"), torch.no_grad(), _distributions_unchecked():
         model = _model_without_weights(config)
+        if splitting is not None:
+            place_pieces(model, splitting)
+            compute_together(model, splitting)
         tokens = torch.zeros(1, 2, dtype=torch.long)
         # With a mask, or transformers looks for several sequences in one row, at values that meta has none of.
         everything = torch.ones(1, 2, dtype=torch.long)
@@ -163,17 +183,57 @@ def load_model(
     dtype: torch.dtype,
     attention: str,
     quantization: Quantization | None = None,
+    splitting: Splitting | None = None,
 ) -> PreTrainedModel:
-    """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights, fills buffers."""
-    own_class = model_class(config)
+    """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights, fills buffers.
+
+    With `splitting` they are one rank's.
+    """
+    state_dict = _read_weights(weights)
+    return _model_of_weights(config, state_dict, dtype, attention, quantization, splitting, str(weights))
+
+
+def _read_weights(weights: Path) -> dict[str, Tensor]:
     try:
-        state_dict = read_weights(weights)
+        return read_weights(weights)
     except FileNotFoundError:
         raise SpecDecError(f"file is missing: {weights}", hint=_CONVERT_AGAIN, fact="checkpoint") from None
     except SafetensorError as error:
         raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_CONVERT_AGAIN, fact="checkpoint") from None
+
+
+def load_whole_model(
+    config: PreTrainedConfig,
+    ranks: Seq[Path],
+    dtype: torch.dtype,
+    attention: str,
+    quantization: Quantization | None,
+    splitting: Splitting | None,
+) -> PreTrainedModel:
+    """The model of all ranks' weights."""
+    if splitting is None:
+        return load_model(config, ranks[0], dtype, attention, quantization)
+    pieces = [_read_weights(path) for path in ranks]
+    whole = {name: splitting.join(name, [piece[name] for piece in pieces]) for name in pieces[0]}
+    return _model_of_weights(config, whole, dtype, attention, quantization, None, str(ranks[0].parent))
+
+
+def _model_of_weights(
+    config: PreTrainedConfig,
+    state_dict: dict[str, Tensor],
+    dtype: torch.dtype,
+    attention: str,
+    quantization: Quantization | None,
+    splitting: Splitting | None,
+    where: str,
+) -> PreTrainedModel:
+    """`load_model`, of tensors that have been read."""
+    own_class = model_class(config)
     quantized = take_quantized(state_dict)
     state_dict |= placeholders(quantized, dtype)
+    pieces = (
+        placeholders_of_pieces(state_dict, splitting, parameter_shapes(config), dtype) if splitting is not None else {}
+    )
     with _quiet_transformers():
         model, report = own_class.from_pretrained(
             None,
@@ -193,14 +253,18 @@ def load_model(
     ):
         if names:
             raise SpecDecError(
-                f"`{weights}` {problem.format(len(names))}, such as: {sorted(names)[0]}",
+                f"`{where}` {problem.format(len(names))}, such as: {sorted(names)[0]}",
                 hint="config.json and weights are of two models; download or correct the model, and convert it again",
                 fact="checkpoint_of_two_models",
             )
     _declare_no_padding(model)
     _fix_rotary_factors(model)
+    if splitting is not None:
+        place_pieces(model, splitting, pieces)
     activations = "float" if quantization is None else quantization.activations
     place_quantized(model, quantized, activations, with_kernels=attention == KERNEL)
+    if splitting is not None:
+        compute_together(model, splitting)
     loaded: PreTrainedModel = model.eval()
     return loaded
 

@@ -5,7 +5,7 @@ import platform
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib import metadata
@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from runtime.bundle import COPY_DIR, LIBRARY, uses_kernels
+from runtime.bundle import COPY_DIR, LIBRARY, uses_kernels, weights_files
 from runtime.compiler.compilation import (
     PACKAGE,
     WEIGHTS,
@@ -29,7 +29,17 @@ from runtime.compiler.compilation import (
 )
 from runtime.compiler.kernels import instructions, load_kernels
 from runtime.compiler.weights import open_weights
-from runtime.config import Compiler, Dtype, EngineConfig, Environment, Quantization, StepShape, as_json
+from runtime.config import (
+    ALONE,
+    Compiler,
+    Dtype,
+    EngineConfig,
+    Environment,
+    Mapping,
+    Quantization,
+    StepShape,
+    as_json,
+)
 from runtime.errors import SpecDecError
 from runtime.temporary import temporary_dir
 
@@ -83,26 +93,31 @@ def open_step(
     engine_dir: Path,
     device: torch.device,
     quantization: Quantization | None = None,
+    mapping: Mapping = ALONE,
 ) -> StepFunction:
-    """The compiled step of an engine directory, ready to be called on `device`."""
-    weights = engine_dir / "rank0.safetensors"
+    """The compiled step of an engine directory, ready to be called on `device`; one rank's where there are several."""
+    weights = engine_dir / weights_files(mapping)[mapping.rank]
     with_kernels = uses_kernels(compiler, device.type)
-    if with_kernels:
+    if with_kernels or mapping.tp_size > 1:
         load_kernels(engine_dir / LIBRARY)
+    if mapping.tp_size > 1:
+        import runtime.parallel.operations  # noqa: F401  (declares what the step calls)
     if compiler == "aot":
-        return _open_package(engine_dir, device)
+        return _open_package(engine_dir / PACKAGE, weights, device)
     # Only here does an engine need model code.
     from runtime.compiler.attention import KERNEL, PAGED
     from runtime.compiler.kernels import describe_kernels
-    from runtime.compiler.model import Step, load_model
+    from runtime.compiler.model import Step, load_model, split_config
     from runtime.compiler.pretrained import parse_pretrained_config
     from runtime.compiler.quantized import pack_layers
 
     pretrained = parse_pretrained_config(pretrained_config, str(engine_dir / "config.json"))
     if with_kernels:
         describe_kernels()
+    splitting = split_config(pretrained, mapping.tp_size)
     attention = KERNEL if with_kernels else PAGED
-    step = Step(load_model(pretrained, weights, getattr(torch, dtype), attention, quantization)).to(device)
+    model = load_model(pretrained, weights, getattr(torch, dtype), attention, quantization, splitting)
+    step = Step(model).to(device)
     if compiler == "none":
         return step
     pack_layers(step)
@@ -113,7 +128,7 @@ def open_copy(step: StepFunction, engine_dir: Path, device: torch.device) -> Ste
     """The step of the copy that drafts, beside the target's, whose memory it shares."""
     directory = engine_dir / COPY_DIR
     if isinstance(step, PackagedStep):
-        return _open_package(directory, device, step.weights)
+        return _open_package(directory / PACKAGE, directory / WEIGHTS, device, step.weights)
     from runtime.compiler.model import Step
     from runtime.compiler.quantized import pack_layers
     from runtime.compiler.self_draft import copy_of, read_layers
@@ -126,8 +141,9 @@ def open_copy(step: StepFunction, engine_dir: Path, device: torch.device) -> Ste
     return CompiledStep(copied, _own_cache(directory))
 
 
-def _open_package(directory: Path, device: torch.device, known: Mapping[str, Tensor] | None = None) -> StepFunction:
-    package, weights = directory / PACKAGE, directory / WEIGHTS
+def _open_package(
+    package: Path, weights: Path, device: torch.device, known: dict[str, Tensor] | None = None
+) -> StepFunction:
     with _package_errors(package):
         layout = wanted_layout(package)
     try:
@@ -182,7 +198,7 @@ def _check_is_shape(made_for: StepShape, config: EngineConfig, where: Path) -> N
 
 def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
     """As far as the model has a say in it, where that is opened and not a package."""
-    from runtime.compiler.model import probe_config
+    from runtime.compiler.model import probe_config, split_config
     from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 
     pretrained = parse_pretrained_config(config.pretrained_config, str(where))
@@ -193,8 +209,9 @@ def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
             hint=_BUILD_AGAIN,
             fact="engine",
         )
+    layers = probe_config(pretrained, split_config(pretrained, config.mapping.tp_size))
     shape = config.step_shape  # of what the model has no say in
-    return dataclasses.replace(shape, vocab_size=pretrained.vocab_size, layers=probe_config(pretrained))
+    return dataclasses.replace(shape, vocab_size=pretrained.vocab_size, layers=layers)
 
 
 def _named_values(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from runtime.bundle import weights_files
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.checksums import CONFIG, config_digest
-from runtime.compiler.model import load_model
+from runtime.compiler.model import load_whole_model, split_config
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config
 from runtime.compiler.reference import ROUNDED, Rounded, RoundKV
 from runtime.config import CheckpointConfig, EngineConfig, Quality, as_json
@@ -72,9 +73,9 @@ def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
         raise SpecDecError(f"the text has too few tokens to compare on: {len(tokens)}", hint="give a longer one")
     algorithm = checkpoint.quantization.kv_cache_quant_algo
     attention = "eager" if algorithm is None else ROUNDED
-    rounded = load_model(
-        pretrained, checkpoint_dir / "rank0.safetensors", torch.float32, attention, checkpoint.quantization
-    )
+    ranks = [checkpoint_dir / name for name in weights_files(checkpoint.mapping)]
+    splitting = split_config(pretrained, checkpoint.mapping.tp_size)
+    rounded = load_whole_model(pretrained, ranks, torch.float32, attention, checkpoint.quantization, splitting)
     rounding = {} if algorithm is None else {"round_kv": Rounded(kv_dtype(checkpoint.dtype, algorithm))}
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     unrounded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

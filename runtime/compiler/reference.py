@@ -56,7 +56,8 @@ class Rounded:
 class Stored:
     """Those that an engine's step has stored of a sequence, where they are what ours are rounded to.
 
-    The last bits of what is rounded decide between two neighbours, and have no share in whether a step is right.
+    A rank has stored the first heads; others are as they are rounded by themselves. The last bits of what is rounded
+    decide between two neighbours, and have no share in whether a step is right.
     """
 
     pool: KVPool
@@ -71,13 +72,15 @@ class Stored:
         return self._where_near(key, keys, scales[0]), self._where_near(value, values, scales[1])
 
     def _where_near(self, ours: Tensor, stored: Tensor, scales: Tensor) -> Tensor:
-        n = ours.shape[2]
+        num_heads, n = stored.shape[0], ours.shape[2]
         theirs = numbers_of(stored.flatten(1, 2)[:, :n], scales[:, :n], torch.float32)[None]
         rounded, our_scales = round_kv(ours, stored.dtype)
+        seen = numbers_of(rounded, our_scales, torch.float32)
         largest = ours.float().abs().amax(-1, keepdim=True)
         allowed = largest_error(ours, stored.dtype) + self.tolerance * largest
-        is_near = (theirs - ours.float()).abs() <= allowed
-        return theirs.where(is_near, numbers_of(rounded, our_scales, torch.float32)).to(ours.dtype)
+        is_near = (theirs - ours[:, :num_heads].float()).abs() <= allowed[:, :num_heads]
+        seen[:, :num_heads] = theirs.where(is_near, seen[:, :num_heads])
+        return seen.to(ours.dtype)
 
 
 AttentionInterface.register(ROUNDED, rounded_attention)

@@ -20,6 +20,7 @@ _NORMS = {_ATEN.layer_norm.default, _ATEN.rms_norm.default}
 _READS_FIRST = {_ATEN.linear.default, *_NORMS, _ATEN.mean.dim, _ATEN.chunk.default, getitem}
 _READS_FIRST |= {_ATEN.dropout.default, _ATEN.contiguous.default, _ATEN.to.dtype, _ATEN.type_as.default}
 """What takes tokens one by one in its first argument, and looks at no token in others."""
+_SUMS = ("specdec.all_reduce.default",)  # by name: the operation is there where models are split
 
 
 def select_early(program: ExportedProgram, indices: str) -> None:
@@ -65,7 +66,7 @@ def _is_token_wise(node: Node, num_tokens: int | torch.SymInt) -> bool:
         return node.args[2:] in ((-1,), (2,))
     if target in _NORMS:
         return len(node.args[1]) == 1  # type: ignore[arg-type]
-    if target in _READS_FIRST:
+    if target in _READS_FIRST or str(target) in _SUMS:
         return True
     return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags and not target._schema.is_mutable
 

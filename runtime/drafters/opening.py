@@ -123,7 +123,7 @@ def _open_draft_model(settings: DraftTargetDrafter, opening: Opening, stack: Exi
         bundle = read_bundle(opening.find_engine(settings.model))
     opening.check_draft_engine(bundle)
     with draft_engine_errors():
-        engine = stack.enter_context(Engine.of_bundle(bundle, settings.device_id, opening.kv_cache))
+        engine = stack.enter_context(Engine.of_bundle(bundle, settings.device_ids, opening.kv_cache))
         draft_costs = CostModel(bundle.config.step_costs, bundle.config.host_s) if opening.costs else None
     model = DraftModel(engine, opening.engine.config.vocab_size, use_logits=settings.use_logits)
     return OpenDrafter(_adapted(model, opening.costs, draft_costs), settings.max_draft_len, draft_model=model)

@@ -76,7 +76,8 @@ class DraftTargetDrafter:
     model: str | Path
     max_draft_len: int = 4
     use_logits: bool = False
-    device_id: int = 0
+    device_ids: tuple[int, ...] | None = None
+    """One for each rank of its engine; None: the first ones."""
 
     def __post_init__(self) -> None:
         _check_draft_len(self.max_draft_len)

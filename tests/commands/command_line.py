@@ -16,6 +16,7 @@ NGRAM_RECORD: dict[str, Any] = {
     "max_draft_len": 4,
     "max_matching_ngram_size": 2,
     "device_id": 0,
+    "device_ids": [0],
     "min_matching_ngram_size": 1,
     "ranking": "oldest",
     "pool": "private",

@@ -57,7 +57,9 @@ def test_document_names_the_draft_model_and_its_settings(run: Run, draft_engine_
     assert document["settings"]["draft_target_model_config"] == {
         "max_draft_len": 4,
         "draft_device_id": 0,
+        "draft_device_ids": [0] if "[0]" in config else None,
         "device_id": 0,
+        "device_ids": [0],
         "use_logits": config == LOGITS,
         "draft_engine_dir": str(draft_engine_dir),
     }

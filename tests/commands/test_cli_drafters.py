@@ -167,10 +167,10 @@ def test_settings_say_what_was_chosen(
 ) -> None:
     settings: dict[str, Any] = run(*with_paths(FLAGS["chain of all"][0]), "--json").document["settings"]
     assert settings["ngram_config"] == {
-        "max_draft_len": 4, "max_matching_ngram_size": 3, "device_id": 0, "min_matching_ngram_size": 1,
-        "ranking": "oldest", "pool": "private", "corpus": str(corpus),
+        "max_draft_len": 4, "max_matching_ngram_size": 3, "device_id": 0, "device_ids": [0],
+        "min_matching_ngram_size": 1, "ranking": "oldest", "pool": "private", "corpus": str(corpus),
     }  # fmt: skip
-    assert settings["suffix_config"] == {"max_draft_len": 6, "device_id": 0, "pool": "private"}
+    assert settings["suffix_config"] == {"max_draft_len": 6, "device_id": 0, "device_ids": [0], "pool": "private"}
     assert settings["draft_target_model_config"]["draft_engine_dir"] == str(draft_engine_dir)
     assert settings["drafter"] == "custom_drafters:LastOccurrence"
 

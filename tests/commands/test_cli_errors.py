@@ -293,7 +293,8 @@ WRONG_CONFIG = [
     case(BUILD + "--max-seq-len 257", 1, "256 positions", ": 257", "`--max-seq-len 256`"),
     case(BUILD + "--device tpu", 2, "tpu"),
     case(CONVERT + "--dtype int8", 2, "int8"),
-    case(CONVERT + "--tp-size 2", 2, "--tp-size 2"),
+    case(CONVERT + "--tp-size 0", 2, "`--tp-size` must be at least 1: 0"),
+    case(CONVERT + "--tp-size 3", 1, "3 devices do not divide 4 attention heads: llama"),
 ]
 
 NO_INPUT = RUN.replace("--input-text 'The dog' ", "")
@@ -394,7 +395,7 @@ DRAFTERS = [
     case(RUN + drafting("draft", "[[0],[0],4,False,1]"), 2, "does not have 1 to 4 entries", "[4,[0],[0],False]"),
     case(RUN + drafting("draft", "[0,[0],[0],True]"), 2, "draft_len in", "at least 1: 0"),
     case(RUN + drafting("draft", "[4,[],[0],True]"), 2, "draft_device_list in", "must name a device: []"),
-    case(RUN + drafting("draft", "[4,[0],[0,1],True]"), 2, "target_device_list in", "more than one device"),
+    case(RUN + drafting("draft", "[4,[0],[0,1],True]"), 2, "as long as the engine's tp_size 1: it has 2, [0, 1]"),
     case(RUN + drafting("draft", "[4,[0],[0],0]"), 2, "use_logits in", "True or False: 0"),
     case(SUMMARIZE + drafting("draft", "[4,[0],[0],0]"), 2, "use_logits in", "True or False: 0"),
     case(RUN + drafting("draft", "[4,[7],[0],True]"), 2, "draft engine: there is no such ", ": 7"),
@@ -790,7 +791,9 @@ NUMBERS = [
     case(RUN + "--ngram-config True,2", 2, "whole number of at least 1: True"),
     case(RUN + "--ngram-config 4,2,0", 2, "must name a device: 0"),
     case(RUN + "--ngram-config 4,2,[-1]", 2, "must hold device numbers: [-1]"),
-    case(RUN + "--ngram-config 4,2,[0,1]", 2, "names more than one device"),
+    case(RUN + "--ngram-config 4,2,[0,1]", 2, "as long as the engine's tp_size 1: it has 2, [0, 1]"),
+    case(RUN + "--ngram-config 4,2,[4,5,6,7]", 2, "tp_size 1: it has 4, [4, 5, 6, 7]", "name 1 device"),
+    case(RUN + drafting("draft", "[4,[0,1],[0],True]"), 2, "tp_size 1: it has 2, [0, 1]"),
     case(RUN + "--ngram-config {1:2}", 2, "does not have 2 to 3 entries: {1:2}"),
     case(RUN + "--ngram-config [4,2,[0]", 2, "is not a list: [4,2,[0]"),
     case(RUN + "--suffix-config 0", 2, "whole number of at least 1: 0"),
@@ -902,7 +905,7 @@ HAND_EDITED = [
         for change in (
             {"build_config__tokens_per_block": 24}, {"build_config__max_input_len": 100000}, {"layers": []},
             {"layers": [{"num_kv_heads": 7, "key_head_dim": 8, "value_head_dim": 8, "sliding_window": None}]},
-            {"vocab_size": 301}, {"dtype": "float16"}, {"mapping__tp_size": 2},
+            {"vocab_size": 301}, {"dtype": "float16"},
             {"pretrained_config__num_hidden_layers": 1}, {"pretrained_config__vocab_size": 5},
         )
     ],
@@ -915,6 +918,8 @@ HAND_EDITED = [
             ({"build_config__tokens_per_block": 0}, "tokens_per_block` is 1 to 1,024, and not: 0"),
             ({"build_config__compiler": "gcc"}, "compiler` has a value it cannot have: 'gcc'"),
             ({"build_config__compiler": "aot"}, "no record of the file: rank0.pt2"),
+            ({"mapping__tp_size": 2}, "split over devices", "`specdec build` again"),
+            ({"mapping": {"world_size": 2, "tp_size": 2, "rank": 0}}, "no record of the file: rank1.safetensors"),
             ({"build_config": []}, "build_config` is not a JSON object: list"),
             ({"vocab_size": -5}, "vocab_size` is 1 or more, and not: -5"),
             ({"format_version": 4}, "format this version cannot read (it reads 7): 4"),
@@ -947,6 +952,7 @@ HAND_EDITED = [
             ({"dtype": 5}, "dtype` has a value it cannot have: 5"),
             ({"quantization": "int8"}, "quantization` is not a JSON object: str"),
             ({"mapping__tp_size": 2}, "split over devices", "`specdec convert` again"),
+            ({"mapping": {"world_size": 2, "tp_size": 2, "rank": 0}}, "no record of the file: rank1.safetensors"),
             ({"pretrained_config__num_attention_heads": 3}, "not a valid llama config", "(3)"),
             ({"pretrained_config__max_position_embeddings": 0}, "so many positions: 0"),
             ({"pretrained_config__max_position_embeddings": "x"}, "not a valid llama config", "'x'"),

@@ -11,6 +11,9 @@ from shared import record_anew
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from runtime.errors import SpecDecError
+from runtime.llm import LLM
+
 DRAFTS = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6]
 SIZES = ["--max-input-len", 64, "--max-seq-len", 128, "--compiler", "none"]
 
@@ -51,7 +54,8 @@ def test_report_and_settings_name_it(
     summarize += ["--output-len", 8, "--self-draft-config", "[3,[0]]", "--report", page, "--json"]
     document = specdec(*summarize).document
     assert_valid("summarize", document)
-    assert document["settings"]["self_draft_config"] == {"max_draft_len": 3, "use_logits": False, "device_id": 0}
+    record = {"max_draft_len": 3, "use_logits": False, "device_id": 0, "device_ids": [0]}
+    assert document["settings"]["self_draft_config"] == record
     assert "the target&#x27;s own rounded copy, up to 3 tokens" in page.read_text()
 
 
@@ -75,6 +79,18 @@ def test_model_in_as_few_bits_is_refused(model_format: str, specdec: Specdec, ll
         assert specdec(*build, "int4").exit_code == 0
         run = ["run", "--engine-dir", engine, "--input-text", PROMPT, "--max-output-len", 12, "--check-lossless"]
         assert specdec(*run, "--self-draft-config", "4", "--json").document["checks"]["lossless"]["passed"]
+
+
+def test_split_model_is_refused(specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
+    ckpt, engine = tmp_path / "ckpt", tmp_path / "engine"
+    assert specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, "--tp-size", 2).exit_code == 0
+    build = ["build", "--checkpoint-dir", ckpt, "--output-dir", engine, *DRAFTS, *SIZES, "--self-draft", "int4"]
+    refused = specdec(*build)
+    assert refused.exit_code == 1 and "split over devices has no copy that drafts: tp_size 2" in refused.stderr
+    assert "leave `--self-draft` out" in refused.stderr and "Traceback" not in refused.stderr
+    assert not engine.exists()
+    with pytest.raises(SpecDecError, match="has no copy that drafts: tp_size 2"):
+        LLM(llama_dir, tensor_parallel_size=2, self_draft="int4", use_cache=False)
 
 
 @pytest.mark.parametrize(

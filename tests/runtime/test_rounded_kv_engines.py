@@ -51,9 +51,13 @@ def model() -> PreTrainedModel:
     return make_model("llama")
 
 
-@pytest.fixture(scope="module", params=ALGORITHMS)
+@pytest.fixture(
+    scope="module",
+    params=[*({"kv_cache": one} for one in ALGORITHMS), {"kv_cache": "INT8", "tp_size": 2}],
+    ids=lambda param: "-".join(map(str, param.values())),
+)
 def engine_dir(request: pytest.FixtureRequest, model: PreTrainedModel, make_engine_dir: MakeEngineDir) -> Path:
-    return make_engine_dir(model, kv_cache=request.param)
+    return make_engine_dir(model, **request.param)
 
 
 def outputs(engine: Engine, prompts: list[list[int]], drafter: Drafter | None, *, in_leader_mode: bool) -> Any:

@@ -35,9 +35,19 @@ from runtime.errors import UsageError
 DRAFT = Path("draft-engine")
 
 
-@pytest.mark.parametrize("text", ["[10,2,[0]]", " [ 10 , 2 , [ 0 ] ] ", "(10, 2, (0,))", "10,2", "[10,2]", "10,2,[0]"])
-def test_ngram_config_is_draft_length_pattern_length_and_device(text: str) -> None:
-    assert parse_ngram_config(text, NO_OPTIONS) == (NgramDrafter(max_draft_len=10, max_matching_ngram_size=2), 0)
+@pytest.mark.parametrize("text", ["[10,2,[0]]", " [ 10 , 2 , [ 0 ] ] ", "(10, 2, (0,))", "10,2,[0]"])
+def test_ngram_config_is_draft_length_pattern_length_and_devices(text: str) -> None:
+    assert parse_ngram_config(text, NO_OPTIONS) == (NgramDrafter(max_draft_len=10, max_matching_ngram_size=2), (0,))
+
+
+def test_devices_are_as_many_as_ranks_or_left_out() -> None:
+    assert parse_ngram_config("[10,2,[4,5,6,7]]", NO_OPTIONS)[1] == (4, 5, 6, 7)
+    assert parse_suffix_config("[10,[4,5]]", NO_OPTIONS)[1] == (4, 5)
+    drafter, devices = parse_draft_target_model_config("[4,[0],[2,3],True]", DRAFT)
+    assert (drafter.device_ids, devices) == ((0,), (2, 3))
+    assert parse_ngram_config("10,2", NO_OPTIONS)[1] is None
+    assert parse_ngram_config("[10,2]", NO_OPTIONS)[1] is None
+    assert parse_suffix_config("10", NO_OPTIONS)[1] is None
 
 
 @pytest.mark.parametrize(
@@ -62,7 +72,6 @@ def test_ngram_config_is_draft_length_pattern_length_and_device(text: str) -> No
         ("[10,2,0]", "must name a device: 0"),
         ("[10,2,[-1]]", "must hold device numbers: [-1]"),
         ("[10,2,['0']]", "must hold device numbers: ['0']"),
-        ("[10,2,[0,1]]", "more than one device"),
     ],
 )
 def test_malformed_ngram_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
@@ -82,8 +91,8 @@ def test_malformed_ngram_config_names_the_part_that_is_wrong(text: str, wrong: s
     ],
 )
 def test_draft_target_model_config_is_draft_length_two_devices_and_the_rule(text: str, use_logits: bool) -> None:
-    drafter = DraftTargetDrafter(DRAFT, max_draft_len=4, use_logits=use_logits, device_id=0)
-    assert parse_draft_target_model_config(text, DRAFT) == (drafter, 1)
+    drafter = DraftTargetDrafter(DRAFT, max_draft_len=4, use_logits=use_logits, device_ids=(0,))
+    assert parse_draft_target_model_config(text, DRAFT) == (drafter, (1,))
 
 
 @pytest.mark.parametrize(
@@ -110,11 +119,9 @@ def test_draft_target_model_config_is_draft_length_two_devices_and_the_rule(text
         ("[4,[-1],[0],True]", "draft_device_list in `--draft-target-model-config` must hold device numbers: [-1]"),
         ("[4,['0'],[0],True]", "draft_device_list in `--draft-target-model-config` must hold device numbers: ['0']"),
         ("[4,[True],[0],True]", "draft_device_list in `--draft-target-model-config` must hold device numbers: [True]"),
-        ("[4,[0,1],[0],True]", "draft_device_list in `--draft-target-model-config` names more than one device"),
         ("[4,[0],[],True]", "target_device_list in `--draft-target-model-config` must name a device: []"),
         ("[4,[0],0,True]", "target_device_list in `--draft-target-model-config` must name a device: 0"),
         ("[4,[0],[-1],True]", "target_device_list in `--draft-target-model-config` must hold device numbers: [-1]"),
-        ("[4,[0],[0,1],True]", "target_device_list in `--draft-target-model-config` names more than one device"),
         ("[4,[0],[0],0]", "use_logits in `--draft-target-model-config` must be True or False: 0"),
         ("[4,[0],[0],1]", "use_logits in `--draft-target-model-config` must be True or False: 1"),
         ("[4,[0],[0],'True']", "use_logits in `--draft-target-model-config` must be True or False: 'True'"),
@@ -190,14 +197,14 @@ def test_draft_target_model_config_needs_an_engine() -> None:
 def test_flags_name_their_drafter() -> None:
     draft_model = DraftingOptions(models=ModelDrafterOptions("[4,[0],[1],True]", DRAFT))
     assert parse_drafter(DraftingOptions()) == Named(None)
-    assert parse_drafter(DraftingOptions(LookupOptions("[10,2,[0]]"))) == Named(NgramDrafter(10, 2))
-    assert parse_drafter(draft_model) == Named(DraftTargetDrafter(DRAFT, 4, True), 1)
+    assert parse_drafter(DraftingOptions(LookupOptions("[10,2,[0]]"))) == Named(NgramDrafter(10, 2), (0,))
+    assert parse_drafter(draft_model) == Named(DraftTargetDrafter(DRAFT, 4, True, (0,)), (1,))
     assert parse_drafter(DraftingOptions(drafter="my_drafter:make")) == Named(CustomDrafter("my_drafter", "make"))
 
 
 @pytest.mark.parametrize("text", ["[10,[0]]", " [ 10 , [ 0 ] ] ", "(10, (0,))"])
 def test_suffix_config_is_draft_length_and_device(text: str) -> None:
-    assert parse_suffix_config(text, NO_OPTIONS) == (SuffixDrafter(max_draft_len=10), 0)
+    assert parse_suffix_config(text, NO_OPTIONS) == (SuffixDrafter(max_draft_len=10), (0,))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +217,6 @@ def test_suffix_config_is_draft_length_and_device(text: str) -> None:
         ("[True,[0]]", "max_draft_len"),
         ("[10,0]", "device_list in `--suffix-config` must name a device: 0"),
         ("[10,[-1]]", "must hold device numbers: [-1]"),
-        ("[10,[0,1]]", "more than one device"),
     ],
 )
 def test_malformed_suffix_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
@@ -420,7 +426,7 @@ def test_unknown_names_of_drafters_list_the_known(text: str, wrong: str) -> None
         ),
         (
             flags_of("ngram") | {"suffix_config": "[4,[1]]", "drafters": "ngram,suffix"},
-            "different devices for the target: [0, 1]",
+            "different devices for the target: [0], [1]",
         ),
     ],
 )

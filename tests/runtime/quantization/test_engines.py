@@ -29,7 +29,9 @@ from runtime.request import Draft, Request, Sequence
 CPU = torch.device("cpu")
 
 
-def make_checkpoint(source: str, work_dir: Path, activations: Activations = "float") -> CheckpointConfig:
+def make_checkpoint(
+    source: str, work_dir: Path, activations: Activations = "float", tp_size: int = 1
+) -> CheckpointConfig:
     model, precision = work_dir / "model", Precision(activations=activations)
     if source in ("int8", "int4", "fp8"):
         small_model().save_pretrained(model)
@@ -45,7 +47,11 @@ def make_checkpoint(source: str, work_dir: Path, activations: Activations = "flo
         weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}
         save_compressed(model, "int-quantized", weights, torch.float32)
     return convert(
-        model, work_dir / "checkpoint", "float32", replace=False, progress=lambda *_: None, precision=precision
+        *(model, work_dir / "checkpoint", "float32"),
+        replace=False,
+        progress=lambda *_: None,
+        precision=precision,
+        tp_size=tp_size,
     )
 
 
@@ -105,6 +111,15 @@ def check_engine(engine_dir: Path, model: PreTrainedModel) -> None:
         assert outputs(engine, prompts, ngram=True) == plain
 
 
+@pytest.mark.parametrize("source", ["int8", "int4", "compressed-tensors"])
+def test_split_engine_computes_what_the_rounded_weights_mean(source: str, tmp_path: Path, kernels: Path) -> None:
+    model = plain_model(make_checkpoint(source, tmp_path), tmp_path / "checkpoint")
+    (tmp_path / "checkpoint").rename(tmp_path / "whole")
+    make_checkpoint(source, tmp_path, tp_size=2)
+    build(tmp_path)
+    check_engine(tmp_path / "engine", model)
+
+
 def rounded_by_definition(x: torch.Tensor, columns: int) -> torch.Tensor:
     """Token by token and group by group, as docs/precision.md says."""
     rounded = x.float().numpy().copy()
@@ -114,10 +129,11 @@ def rounded_by_definition(x: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.from_numpy(rounded)
 
 
-def check_rounding_engine(work_dir: Path, checkpoint: CheckpointConfig) -> None:
+def check_rounding_engine(work_dir: Path, checkpoint: CheckpointConfig, checkpoint_dir: Path | None = None) -> None:
     """Logits beside those of a plain model whose layers' inputs are rounded by the definition."""
-    weights = take_quantized(load_file(work_dir / "checkpoint" / "rank0.safetensors"))
-    model = plain_model(checkpoint, work_dir / "checkpoint")
+    checkpoint_dir = checkpoint_dir or work_dir / "checkpoint"
+    weights = take_quantized(load_file(checkpoint_dir / "rank0.safetensors"))
+    model = plain_model(checkpoint, checkpoint_dir)
 
     def round_input(layer: nn.Module, inputs: tuple[torch.Tensor], *, weight: QuantizedWeight) -> torch.Tensor:
         order = torch.arange(weight.shape[1]) if weight.order is None else weight.order.long()
@@ -143,6 +159,14 @@ def test_engine_rounds_what_layers_read(source: str, tmp_path: Path) -> None:
     config = build(tmp_path)
     assert config.quantization == checkpoint.quantization
     check_rounding_engine(tmp_path, checkpoint)
+
+
+def test_split_engine_rounds_what_layers_read(tmp_path: Path, kernels: Path) -> None:
+    whole = make_checkpoint("int4", tmp_path, "int8")
+    (tmp_path / "checkpoint").rename(tmp_path / "whole")
+    make_checkpoint("int4", tmp_path, "int8", tp_size=2)
+    build(tmp_path)
+    check_rounding_engine(tmp_path, whole, tmp_path / "whole")
 
 
 def test_compiled_engine_holds_few_bits_and_is_batch_invariant(tmp_path: Path, kernels: Path) -> None:

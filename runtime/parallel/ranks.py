@@ -1,0 +1,156 @@
+"""Rank 0 of an engine that is split: its step, which the other ranks' processes compute with it.
+
+They get the tensors of a batch, and do with their K/V what this one does. Drafts, samples and books are rank 0's alone.
+"""
+
+import dataclasses
+import itertools
+import os
+import weakref
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.bundle import LIBRARY
+from runtime.compiler.compilation import StepFunction
+from runtime.compiler.kernels import load_kernels
+from runtime.compiler.opening import open_step
+from runtime.config import Compiler, Dtype, EngineConfig, LayerShape, Mapping, Quantization
+from runtime.errors import SpecDecError
+from runtime.kv_cache import BlockCopy
+from runtime.parallel.devices import cores_of, pin
+from runtime.parallel.messages import COPY, POOL, of_batch, send
+from runtime.parallel.processes import Processes, shared_memory
+
+_keys = itertools.count(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankedModel:
+    """What the ranks open."""
+
+    directory: Path
+    compiler: Compiler
+    pretrained_config: dict[str, Any]
+    dtype: Dtype
+    quantization: Quantization | None
+    layers: tuple[LayerShape, ...]
+    """Of a rank."""
+    tp_size: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, directory: Path) -> "RankedModel":
+        compiler, tp_size = config.build_config.compiler, config.mapping.tp_size
+        kind = config.pretrained_config, config.dtype, config.quantization
+        return cls(directory, compiler, *kind, config.layers, tp_size)
+
+
+def open_ranks(model: RankedModel, device: torch.device, device_ids: Seq[int]) -> StepFunction:
+    """The step of an engine's directory: this process's, or where there are several ranks a `RankedStep`."""
+    mapping = Mapping(model.tp_size, model.tp_size)
+    kind = model.compiler, model.pretrained_config, model.dtype
+    open_own = partial(open_step, *kind, model.directory, device, model.quantization, mapping)
+    if model.tp_size == 1:
+        return open_own()
+    if device.type != "cpu":
+        raise SpecDecError(
+            f"engines for GPUs have one rank in this version: tp_size {model.tp_size}", hint="build it for the CPU"
+        )
+    return RankedStep(model, device_ids, open_own)
+
+
+class RankedStep:
+    """The step of all ranks. One at a time, in any thread; `close` ends the other ranks."""
+
+    def __init__(self, model: RankedModel, device_ids: Seq[int], open_own: Callable[[], StepFunction]) -> None:
+        cores, threads = cores_of(device_ids), torch.get_num_threads()
+        load_kernels(model.directory / LIBRARY)
+        self._key = next(_keys)
+        self._pool: weakref.ref[Tensor] | None = None
+        memory = shared_memory(_shared_bytes(model.tp_size))
+        try:
+            self._processes = Processes(_jobs(model, cores), memory, partial(_stop, self._key))
+            before = pin(cores[0])
+            self._close = weakref.finalize(self, _close, self._processes, self._key, before, threads)
+            try:
+                torch.set_num_threads(min(threads, len(cores[0])))
+                self._step = open_own()
+                torch.ops.specdec.join_group(self._key, memory, 0, model.tp_size)
+                self._processes.wait_until_ready()
+            except BaseException:
+                self.close()
+                raise
+        finally:
+            os.close(memory)
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        """As `Step.forward`. SpecDecError if a rank has ended; then all have."""
+        *batch, keys, _ = inputs
+        try:
+            self._follow(keys)
+            self._send(*of_batch(batch))
+            torch.ops.specdec.use_group(self._key)
+            return self._step(*inputs)
+        except BaseException as error:
+            if isinstance(error, OSError | RuntimeError):
+                self._processes.raise_failure()
+            self.close()  # the others wait in the middle of a step
+            raise
+
+    def copy_block(self, copy: BlockCopy) -> None:
+        """What `KVPool.copy_block` does, in the others' pools."""
+        if self._pool is not None:  # or there is nothing yet to copy
+            try:
+                self._send((COPY, copy.source, copy.destination))
+            except OSError:
+                self._processes.raise_failure()
+                raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the other ranks."""
+        return self._processes.pids
+
+    def close(self) -> None:
+        """Closed, it can be closed again."""
+        self._close()
+
+    def _send(self, *parts: Seq[int] | Tensor) -> None:
+        if self._processes.failure is not None:
+            raise self._processes.failure
+        if not self._close.alive:
+            raise SpecDecError("the engine's other ranks have ended", hint="open the engine again")
+        for pipe in self._processes.pipes():
+            send(pipe, *parts)
+
+    def _follow(self, keys: list[Tensor]) -> None:
+        """Have the others make a K/V pool like this one, once for each."""
+        if self._pool is None or self._pool() is not keys[0]:
+            self._send((POOL, keys[0].shape[0], keys[0].shape[3]))
+            self._pool = weakref.ref(keys[0])
+
+
+def _jobs(model: RankedModel, cores: list[list[int]]) -> list[dict[str, Any]]:
+    said = dataclasses.asdict(model) | {"directory": str(model.directory.resolve())}
+    return [said | {"rank": rank, "cores": cores[rank]} for rank in range(1, model.tp_size)]
+
+
+def _shared_bytes(tp_size: int) -> int:
+    return int(torch.ops.specdec.shared_bytes(tp_size))
+
+
+def _stop(key: int) -> None:
+    torch.ops.specdec.stop_group(key)
+
+
+def _close(processes: Processes, key: int, cores: list[int], threads: int) -> None:
+    _stop(key)
+    processes.close()
+    torch.ops.specdec.leave_group(key)
+    pin(cores)
+    torch.set_num_threads(threads)

@@ -1,0 +1,81 @@
+"""The process of a rank other than 0: it computes the batches that rank 0 sends, and knows of nothing else.
+
+It ends with rank 0's process, however that ends: a pipe that only that process can write to is at its end then.
+"""
+
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+
+def main() -> None:
+    """Begin as the first line on standard input says; batches follow it."""
+    job = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with, args=(job["life"],), daemon=True).start()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, job["cores"])  # before torch, which counts them
+    with os.fdopen(job["status"], "w") as status:
+        try:
+            _compute(job, status)
+        except Exception as error:
+            print(json.dumps(_words(error)), file=status, flush=True)
+            sys.exit(1)
+
+
+def _words(error: Exception) -> dict[str, Any]:
+    from runtime.errors import SpecDecError
+
+    if isinstance(error, SpecDecError):
+        return {"message": error.message, "hint": error.hint}
+    return {"message": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"}
+
+
+def _end_with(life: int) -> None:
+    os.read(life, 1)
+    os._exit(0)
+
+
+def _compute(job: dict[str, Any], status: Any) -> None:
+    from pathlib import Path
+
+    import torch
+
+    from runtime.compiler.kernels import flush_denormals
+    from runtime.compiler.opening import open_step
+    from runtime.config import LayerShape, Mapping, Quantization, parse
+    from runtime.kv_cache import BlockCopy, KVPool, kv_dtype
+    from runtime.parallel.messages import COPY, POOL, receive, to_batch
+
+    device = torch.device("cpu")
+    torch.set_num_threads(min(torch.get_num_threads(), len(job["cores"])))
+    mapping = Mapping(job["tp_size"], job["tp_size"], job["rank"])
+    directory = Path(job["directory"])
+    quantization = None if job["quantization"] is None else parse(Quantization, job["quantization"], "quantization")
+    model = job["compiler"], job["pretrained_config"], job["dtype"]
+    step = open_step(*model, directory, device, quantization, mapping)
+    torch.ops.specdec.join_group(0, job["memory"], mapping.rank, mapping.tp_size)
+    torch.ops.specdec.use_group(0)
+    layers = tuple(parse(LayerShape, layer, "layers") for layer in job["layers"])
+    kv_cache = None if quantization is None else quantization.kv_cache_quant_algo
+    kept_as = kv_dtype(job["dtype"], kv_cache)
+    flush_denormals()
+    print("{}", file=status, flush=True)
+    pool: KVPool | None = None
+    with torch.inference_mode():
+        while (message := receive(sys.stdin.buffer)) is not None:
+            kind = int(message[0])
+            if kind == POOL:
+                pool = None  # before there is another
+                pool = KVPool(layers, int(message[1]), int(message[2]), kept_as, device)
+            elif kind == COPY:
+                assert pool is not None
+                pool.copy_block(BlockCopy(int(message[1]), int(message[2])))
+            else:
+                assert pool is not None
+                step(*to_batch(message), *pool.tensors())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What ranks hold of a model is all of it, bit for bit, and what cannot be split is refused by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from quantized import save_gptq
+from safetensors.torch import load_file
+from tiny import FAMILIES, make_config, make_model
+from torch import Tensor
+
+from runtime.checkpoint import convert
+from runtime.checkpoint_dir import open_checkpoint
+from runtime.compiler.model import split_config
+from runtime.config import Mapping, Precision
+from runtime.errors import SpecDecError, SpecDecWarning
+
+REFUSED = {"mixtral": "moe_tp_experts", "gpt2": "no plan", "opt": "no plan"}
+KEPT_WHOLE = {"gemma3"}
+AS_IT_IS = Precision()
+
+
+def converted(
+    model_dir: Path, output_dir: Path, tp_size: int, precision: Precision = AS_IT_IS
+) -> list[dict[str, Tensor]]:
+    """The tensors of each rank."""
+    convert(model_dir, output_dir, None, replace=False, progress=lambda *_: None, precision=precision, tp_size=tp_size)
+    return [load_file(output_dir / f"rank{rank}.safetensors") for rank in range(tp_size)]
+
+
+def put_together(name: str, whole: Tensor, pieces: list[Tensor]) -> bool:
+    """Whether the pieces are the tensor: all of them the same, or its parts in order, some of them more than once."""
+    if whole.dtype == torch.float8_e4m3fn:  # torch compares none
+        whole, pieces = whole.view(torch.int8), [piece.view(torch.int8) for piece in pieces]
+    if all(torch.equal(piece, whole) for piece in pieces):
+        return True
+    assert all(piece.numel() < whole.numel() for piece in pieces), name
+    for dimension in range(whole.dim()):
+        for repeats in (1, 2):
+            distinct = pieces[::repeats]
+            same = all(torch.equal(pieces[i], distinct[i // repeats]) for i in range(len(pieces)))
+            if same and sum(piece.shape[dimension] for piece in distinct) == whole.shape[dimension]:
+                return torch.equal(torch.cat(distinct, dimension), whole)
+    return False
+
+
+@pytest.mark.filterwarnings("ignore::runtime.errors.SpecDecWarning")
+@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in REFUSED])
+def test_the_ranks_pieces_are_the_model(family: str, tp_size: int, tmp_path: Path) -> None:
+    make_model(family).save_pretrained(tmp_path / "model")
+    (whole,) = converted(tmp_path / "model", tmp_path / "one", 1)
+    ranks = converted(tmp_path / "model", tmp_path / "split", tp_size)
+    assert open_checkpoint(tmp_path / "split").mapping == Mapping(tp_size, tp_size)
+    for name, tensor in whole.items():
+        assert put_together(name, tensor, [rank[name] for rank in ranks]), name
+    assert all(set(rank) == set(whole) for rank in ranks)
+    num_bytes = [sum(tensor.nbytes for tensor in rank.values()) for rank in ranks]
+    assert len(set(num_bytes)) == 1
+    if tp_size == 2 and family not in KEPT_WHOLE:
+        assert num_bytes[0] <= 0.55 * sum(tensor.nbytes for tensor in whole.values())
+
+
+def test_fewer_kv_heads_than_ranks_are_repeated(tmp_path: Path) -> None:
+    model = make_model("qwen2")  # 4 heads, 2 of K/V, of 8 numbers
+    model.save_pretrained(tmp_path / "model")
+    ranks = converted(tmp_path / "model", tmp_path / "split", 4)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    whole = model.state_dict()[name]
+    for rank, head in enumerate((0, 0, 1, 1)):
+        assert torch.equal(ranks[rank][name], whole[8 * head : 8 * head + 8])
+
+
+@pytest.mark.parametrize(("family", "words"), REFUSED.items())
+def test_what_has_no_plan_is_refused_by_name(family: str, words: str, tmp_path: Path) -> None:
+    make_model(family).save_pretrained(tmp_path / "model")
+    with pytest.raises(SpecDecError, match=f"{words}.*{make_config(family).model_type}"):
+        converted(tmp_path / "model", tmp_path / "split", 2)
+    assert not (tmp_path / "split").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tp_size", "words"),
+    [
+        ({}, 3, "3 devices do not divide 4 attention heads: llama"),
+        ({"intermediate_size": 50}, 4, "4 devices do not divide the 50 outputs of `model.layers.0.mlp.gate_proj`"),
+        ({"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 3}, 2, "2 devices .* 3 K/V heads"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(
+    overrides: dict[str, int], tp_size: int, words: str, tmp_path: Path
+) -> None:
+    make_model("llama", **overrides).save_pretrained(tmp_path / "model")
+    with pytest.raises(SpecDecError, match=words):
+        converted(tmp_path / "model", tmp_path / "split", tp_size)
+
+
+def test_what_stays_whole_is_said(tmp_path: Path) -> None:
+    make_model("llama", vocab_size=33).save_pretrained(tmp_path / "model")
+    with pytest.warns(SpecDecWarning, match="each of 2 devices has all of: model.embed_tokens, lm_head"):
+        ranks = converted(tmp_path / "model", tmp_path / "split", 2)
+    assert ranks[1]["lm_head.weight"].shape[0] == 33
+
+
+@pytest.mark.parametrize("precision", [Precision("int4", 8), Precision("int8", None), Precision("fp8", None)])
+def test_rounded_weights_are_split_as_they_were_rounded(precision: Precision, tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path / "model")
+    (whole,) = converted(tmp_path / "model", tmp_path / "one", 1, precision)
+    ranks = converted(tmp_path / "model", tmp_path / "split", 2, precision)
+    for name, tensor in whole.items():
+        assert put_together(name, tensor, [rank[name] for rank in ranks]), name
+    values = "model.layers.0.mlp.down_proj.weight_values"
+    assert ranks[0][values].numel() * 2 == whole[values].numel()
+
+
+def test_groups_and_orders_are_not_cut_through(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(SpecDecError, match=r"2 devices do not divide the 3 groups of inputs of `model.*down_proj`"):
+        converted(tmp_path / "model", tmp_path / "split", 2, Precision("int8", 16))  # 48 inputs
+    save_gptq(tmp_path / "ordered", 4, 32, desc_act=True)
+    with pytest.raises(SpecDecError, match="have an order of their own: model.layers.0"):
+        converted(tmp_path / "ordered", tmp_path / "split", 2)
+
+
+def test_one_device_needs_no_plan() -> None:
+    assert split_config(make_config("gpt2"), 1) is None
