@@ -114,7 +114,7 @@ class LLM:
             self._stack = stack
             self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model))
             config = self.bundle.config
-            _check_tp_size(engine.get("tensor_parallel_size", 1), config.mapping.tp_size)
+            _check_tp_size(engine.get("tensor_parallel_size"), config.mapping.tp_size)
             self.device_ids = check_device_ids(device_ids, config.mapping.tp_size)
             self.tokenizer_dir = self.bundle.directory if tokenizer is None else Path(tokenizer)
             if tokenizer is None:
@@ -343,9 +343,9 @@ class LLM:
         return self._stack.enter_context(engine_of_model(str(model), EngineSettings(**options), use_cache=use_cache))
 
 
-def _check_tp_size(wanted: int, found: int) -> None:
-    """UsageError where an engine is not split as it is asked to be; 1 asks for nothing."""
-    if wanted not in (1, found):
+def _check_tp_size(wanted: int | None, found: int) -> None:
+    """UsageError where an engine is not split as it is asked to be; None asks for nothing."""
+    if wanted not in (None, found):
         raise UsageError(
             f"the engine has tp_size {found}, and not: tensor_parallel_size {wanted}",
             hint=f"convert and build the model with tp_size {wanted}",

@@ -46,17 +46,18 @@ def save_random_llama(directory: Path, dtype: str, shape: dict[str, int]) -> Non
     LlamaForCausalLM(LlamaConfig(**shape)).to(getattr(torch, dtype)).save_pretrained(directory)
 
 
-def make_engine(work_dir: Path, dtype: str) -> tuple[Path, float]:
+def make_engine(work_dir: Path, dtype: str, tp_size: int = 1) -> tuple[Path, float]:
     """Build the 101 M engine, unless it is in `work_dir` already; returns it and the seconds it took."""
-    engine_dir = work_dir / f"engine-{dtype}"
+    engine_dir = work_dir / f"engine-{dtype}-{tp_size}"
     start = time.perf_counter()
     if not engine_dir.exists():
-        save_random_llama(work_dir / f"hf-{dtype}", dtype, LLAMA_101M)
-        convert(work_dir / f"hf-{dtype}", work_dir / f"ckpt-{dtype}", None, replace=True, progress=lambda *_: None)
+        source, ckpt = work_dir / f"hf-{dtype}", work_dir / f"ckpt-{dtype}-{tp_size}"
+        save_random_llama(source, dtype, LLAMA_101M)
+        convert(source, ckpt, None, replace=True, progress=lambda *_: None, tp_size=tp_size)
         build = BuildConfig("aot", 4, 1024, 1536 + DRAFT_LEN, DRAFT_LEN, 32, "draft_tokens_external")
         start = time.perf_counter()
         device = torch.device("cpu")
-        build_engine(work_dir / f"ckpt-{dtype}", engine_dir, build, device, replace=False, phase=lambda _: None)
+        build_engine(ckpt, engine_dir, build, device, replace=False, phase=lambda _: None)
     return engine_dir, time.perf_counter() - start
 
 

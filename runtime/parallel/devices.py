@@ -66,13 +66,10 @@ def usable_cores() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def pin(cores: Iterable[int]) -> list[int]:
-    """Keep this thread, and those that it begins, to these cores; returns those of before."""
-    if not hasattr(os, "sched_setaffinity"):
-        return list(cores)
-    before = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores)
-    return before
+def pin(cores: Iterable[int]) -> None:
+    """Keep this thread, and those that it begins, to these cores."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
 
 
 def _numa_nodes() -> list[set[int]]:

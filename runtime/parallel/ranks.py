@@ -23,8 +23,9 @@ from runtime.compiler.opening import open_step
 from runtime.config import Compiler, Dtype, EngineConfig, LayerShape, Mapping, Quantization
 from runtime.errors import SpecDecError
 from runtime.kv_cache import BlockCopy
-from runtime.parallel.devices import cores_of, pin
+from runtime.parallel.devices import cores_of
 from runtime.parallel.messages import COPY, POOL, of_batch, send
+from runtime.parallel.placing import Place
 from runtime.parallel.processes import Processes, shared_memory
 
 _keys = itertools.count(1)
@@ -68,17 +69,17 @@ class RankedStep:
     """The step of all ranks. One at a time, in any thread; `close` ends the other ranks."""
 
     def __init__(self, model: RankedModel, device_ids: Seq[int], open_own: Callable[[], StepFunction]) -> None:
-        cores, threads = cores_of(device_ids), torch.get_num_threads()
+        cores = cores_of(device_ids)
         load_kernels(model.directory / LIBRARY)
         self._key = next(_keys)
         self._pool: weakref.ref[Tensor] | None = None
         memory = shared_memory(_shared_bytes(model.tp_size))
         try:
             self._processes = Processes(_jobs(model, cores), memory, partial(_stop, self._key))
-            before = pin(cores[0])
-            self._close = weakref.finalize(self, _close, self._processes, self._key, before, threads)
+            self._place = Place(cores[0])
+            self._close = weakref.finalize(self, _close, self._processes, self._key, self._place)
             try:
-                torch.set_num_threads(min(threads, len(cores[0])))
+                self._place.take()
                 self._step = open_own()
                 torch.ops.specdec.join_group(self._key, memory, 0, model.tp_size)
                 self._processes.wait_until_ready()
@@ -91,6 +92,7 @@ class RankedStep:
     def __call__(self, *inputs: Any) -> Tensor:
         """As `Step.forward`. SpecDecError if a rank has ended; then all have."""
         *batch, keys, _ = inputs
+        self._place.take()
         try:
             self._follow(keys)
             self._send(*of_batch(batch))
@@ -148,9 +150,8 @@ def _stop(key: int) -> None:
     torch.ops.specdec.stop_group(key)
 
 
-def _close(processes: Processes, key: int, cores: list[int], threads: int) -> None:
+def _close(processes: Processes, key: int, place: Place) -> None:
     _stop(key)
     processes.close()
     torch.ops.specdec.leave_group(key)
-    pin(cores)
-    torch.set_num_threads(threads)
+    place.leave()

@@ -17,7 +17,8 @@ from runtime.engine import Engine
 from runtime.errors import SpecDecError, UsageError
 from runtime.llm import LLM
 from runtime.parallel import processes
-from runtime.parallel.devices import check_device_ids, equal_shares
+from runtime.parallel.devices import check_device_ids, cores_of, equal_shares
+from runtime.parallel.placing import Place
 from runtime.params import SamplingParams
 
 ROOT = Path(__file__).parents[3]
@@ -108,6 +109,21 @@ def test_a_draft_model_has_ranks_of_its_own(llm: LLM, split_llama: Path) -> None
     outputs = llm.generate(PROMPTS, GREEDY, drafter=drafter)
     assert [one.token_ids for one in outputs] == [one.token_ids for one in llm.generate(PROMPTS, GREEDY)]
     assert all(one.stats.draft_acceptance_rate == 1 for one in outputs)
+    if hasattr(os, "sched_getaffinity"):  # the draft engine's is another
+        assert os.sched_getaffinity(0) == set(cores_of((0, 1))[0])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not tell threads' cores")
+def test_rank_0_goes_to_the_device_of_the_engine_that_computes() -> None:
+    before = os.sched_getaffinity(0)
+    first, second = (Place(cores) for cores in cores_of((0, 1)))
+    for place, cores in zip((first, second, first), (*cores_of((0, 1)), cores_of((0, 1))[0]), strict=True):
+        place.take()
+        assert os.sched_getaffinity(0) == set(cores)
+    first.leave()
+    second.take()
+    second.leave()
+    assert os.sched_getaffinity(0) == before
 
 
 CHILD = """
@@ -166,8 +182,12 @@ def test_a_rank_that_cannot_begin_is_told(split_llama: Path, monkeypatch: pytest
 def test_each_rank_has_a_device_of_its_own(split_llama: Path, device_ids: tuple[int, ...], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Engine.open(split_llama, device_ids)
-    with pytest.raises(UsageError, match="tp_size 2, and not: tensor_parallel_size 4"):
-        LLM(split_llama, tensor_parallel_size=4)
+
+
+@pytest.mark.parametrize("tp_size", [1, 4])
+def test_an_engine_is_split_as_it_is(split_llama: Path, tp_size: int) -> None:
+    with pytest.raises(UsageError, match=f"tp_size 2, and not: tensor_parallel_size {tp_size}"):
+        LLM(split_llama, tensor_parallel_size=tp_size)
 
 
 def test_cores_are_shared_out_equally() -> None:
