@@ -139,6 +139,11 @@ class Engine:
                 self.ranks.close()
             del self._step, self._copy_step, self._pool
 
+    @property
+    def failure(self) -> SpecDecError | None:
+        """Why it computes no more steps, such as a rank that has ended; None while it does."""
+        return None if self.ranks is None else self.ranks.failure
+
     def check_is_open(self) -> None:
         """SpecDecError once it was closed."""
         if not self._is_open:

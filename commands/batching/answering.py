@@ -92,12 +92,17 @@ class BatchModel:
         self._served.loop.stop(0)
 
     def submit(self, request: BatchRequest, on_done: Callable[[Pending], None]) -> Outcome | None:
-        """Begin to answer; `on_done` is called in the loop's thread. An outcome if there is nothing to wait for."""
+        """Begin to answer; `on_done` is called in the loop's thread. An outcome if there is nothing to wait for.
+
+        SpecDecError when the engine has ended, which is nobody's result.
+        """
         try:
             body, asked = self._ask(request)
             pending = Pending(request, body, len(asked), on_done)
             pending.answers = self._served.loop.submit(asked, pending)
         except SpecDecError as error:
+            if self._served.loop.failure is not None:
+                raise
             return _failed(request, as_http_error(error))
         except HTTPError as error:
             return _failed(request, error)
@@ -116,9 +121,11 @@ class BatchModel:
         return self.submit(request, on_done) or self.outcome(await done)
 
     def outcome(self, pending: Pending) -> Outcome | NotAnswered:
-        """Of a request that is done; to be called by whoever submitted it."""
+        """Of a request that is done; to be called by whoever submitted it. SpecDecError when the engine has ended."""
         error = next((answer.progress.error for answer in pending.answers if answer.progress.error), None)
         if isinstance(error, StepFailed):
+            if self._served.loop.failure is not None:
+                raise self._served.loop.failure
             return NotAnswered(pending.request.id, error.message)
         if error is not None:
             return _failed(pending.request, as_http_error(error))

@@ -76,6 +76,7 @@ class _Server(uvicorn.Server):
         self._serving.refuse_new()
 
     async def on_tick(self, counter: int) -> bool:
+        self.should_exit |= self._serving.failure is not None
         if self._deadline_s is not None and not self.should_exit:
             is_late = time.monotonic() >= self._deadline_s
             self.should_exit = is_late or not self._serving.unfinished()
@@ -85,7 +86,10 @@ class _Server(uvicorn.Server):
 def serve(
     app: Any, loop: ServingLoop, bound: socket.socket, shutdown_timeout_s: float, on_ready: Callable[[], None]
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; a second one does not wait. `on_ready` is called when connections are taken."""
+    """Serve until SIGTERM or Ctrl-C; a second one does not wait. `on_ready` is called when connections are taken.
+
+    SpecDecError when the engine has ended.
+    """
     allow_files()
     config = uvicorn.Config(
         app,
@@ -100,6 +104,8 @@ def serve(
     )
     server = _Server(config, loop, shutdown_timeout_s, on_ready)
     server.run(sockets=[bound])
+    if loop.failure is not None:
+        raise loop.failure
 
 
 @contextmanager

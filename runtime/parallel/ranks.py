@@ -6,11 +6,15 @@ They get the tensors of a batch, and do with their K/V what this one does. Draft
 import dataclasses
 import itertools
 import os
+import signal
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -94,10 +98,13 @@ class RankedStep:
         *batch, keys, _ = inputs
         self._place.take()
         try:
-            self._follow(keys)
-            self._send(*of_batch(batch))
-            torch.ops.specdec.use_group(self._key)
-            return self._step(*inputs)
+            with _uninterrupted():
+                self._follow(keys)
+                self._send(*of_batch(batch))
+                torch.ops.specdec.use_group(self._key)
+                return self._step(*inputs)
+        except KeyboardInterrupt:  # the step is over
+            raise
         except BaseException as error:
             if isinstance(error, OSError | RuntimeError):
                 self._processes.raise_failure()
@@ -114,6 +121,13 @@ class RankedStep:
                 raise
 
     @property
+    def failure(self) -> SpecDecError | None:
+        """Why no step can be computed any more; None while they can."""
+        if self._processes.failure is not None or self._close.alive:
+            return self._processes.failure
+        return SpecDecError("the engine's other ranks have ended", hint="open the engine again")
+
+    @property
     def pids(self) -> list[int]:
         """Of the other ranks."""
         return self._processes.pids
@@ -123,10 +137,8 @@ class RankedStep:
         self._close()
 
     def _send(self, *parts: Seq[int] | Tensor) -> None:
-        if self._processes.failure is not None:
-            raise self._processes.failure
-        if not self._close.alive:
-            raise SpecDecError("the engine's other ranks have ended", hint="open the engine again")
+        if (failure := self.failure) is not None:
+            raise failure
         for pipe in self._processes.pipes():
             send(pipe, *parts)
 
@@ -135,6 +147,23 @@ class RankedStep:
         if self._pool is None or self._pool() is not keys[0]:
             self._send((POOL, keys[0].shape[0], keys[0].shape[3]))
             self._pool = weakref.ref(keys[0])
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until a step is over: in the middle of it other ranks would wait for this one."""
+    answer = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(answer):
+        yield  # nobody is interrupted here
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, answer)
+    if came:
+        answer(*came[0])
 
 
 def _jobs(model: RankedModel, cores: list[list[int]]) -> list[dict[str, Any]]:

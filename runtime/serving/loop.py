@@ -2,7 +2,7 @@
 
 Whoever asks waits for nobody: `submit` puts requests into a queue that has an end, and `cancel` marks answers that the
 loop drops before its next step. No error of a request ends the loop: those in the step that failed are told, and what
-comes later is answered.
+comes later is answered. It ends with its engine, by `failure`.
 """
 
 import logging
@@ -46,7 +46,7 @@ class ServingLoop:
     """
 
     def __init__(self, session: Session, max_queue_len: int, on_progress: Callable[[list[Answer]], None]) -> None:
-        self.engine = session.engine
+        self.engine, self._draft_engine = session.engine, session.draft_engine
         self.max_queue_len = max_queue_len
         self.totals = Totals()
         self._on_progress = on_progress
@@ -80,7 +80,12 @@ class ServingLoop:
 
     @property
     def takes_requests(self) -> bool:
-        return self._thread.is_alive() and not self._is_stopping
+        return self._thread.is_alive() and not self._is_stopping and self.failure is None
+
+    @property
+    def failure(self) -> SpecDecError | None:
+        """Why the engine, or that of its draft model, computes no more steps; then nothing is answered any more."""
+        return self.engine.failure or (self._draft_engine.failure if self._draft_engine else None)
 
     def start(self) -> None:
         self._thread.start()
@@ -92,6 +97,8 @@ class ServingLoop:
             check_request(self._router.default if one.drafts_by_default else one.drafter, one.request)
         answers = [Answer(one, Sequence.start(one.request), owner) for one in asked]
         with self._condition:
+            if self.failure is not None:
+                raise self.failure
             if self._is_stopping:
                 raise Stopping("the server is shutting down", hint="ask again later")
             if len(self._answers) + len(answers) > self.capacity:
@@ -136,6 +143,8 @@ class ServingLoop:
             try:
                 self._step()
             except BaseException as error:  # whatever a drafter raises, those who come later are answered
+                if self.failure is not None:
+                    return self._fail_all()
                 _LOG.exception("a step failed")
                 self._fail_step(error)
 
@@ -172,6 +181,12 @@ class ServingLoop:
         for sequence in failed:
             advanced.append(self._fail(self._answers[sequence.request.id], sequence.error))
         self._tell(advanced)
+
+    def _fail_all(self) -> None:
+        """The engine has ended: so does everybody's answer."""
+        assert self.failure is not None
+        cause = StepFailed(self.failure.message, hint=self.failure.hint)
+        self._tell([self._fail(answer, cause) for answer in self.unfinished()])
 
     def _fail_step(self, error: BaseException) -> None:
         """Tell those of the step that failed; if nobody was in it, the one who could not get in."""

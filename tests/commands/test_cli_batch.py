@@ -10,7 +10,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import forks
@@ -460,3 +462,39 @@ def test_the_document_says_what_this_run_did(batch: Batch, llama_uncompiled_dir:
     assert two["num_draft_tokens"] == sum(output.stats.num_draft_tokens for output in alone)
     assert two["num_accepted_tokens"] == sum(output.stats.num_accepted_draft_tokens for output in alone)
     assert two["num_generated_tokens"] == sum(len(output.token_ids) for output in alone)
+
+
+def ranks_of_this_process() -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid() and b"parallel.worker" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_is_no_requests_result(specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
+    """The job ends with the error, and the same command goes on with what has no result."""
+    ckpt, engine, output = tmp_path / "ckpt", tmp_path / "engine", tmp_path / "results.jsonl"
+    assert specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, "--tp-size", 2).exit_code == 0
+    sizes = ["--max-batch-size", 4, "--max-input-len", 64, "--max-seq-len", 128]
+    build = ["build", "--checkpoint-dir", ckpt, "--output-dir", engine, "--compiler", "none", *sizes]
+    assert specdec(*build).exit_code == 0
+    rows = [openai(f"{i}", prompt=f"{PROMPTS[0]} {i}", max_tokens=20, ignore_eos=True) for i in range(200)]
+    batch = ["batch", "-i", write(tmp_path / "requests.jsonl", rows), "-o", output, "--engine-dir", engine]
+
+    def kill_a_rank() -> None:
+        while not any(path.stat().st_size for path in tmp_path.glob("results.jsonl*")):
+            time.sleep(0.02)
+        for pid in ranks_of_this_process():
+            os.kill(pid, signal.SIGKILL)
+
+    killer = Thread(target=kill_a_rank)
+    killer.start()
+    ended = specdec(*batch)
+    killer.join()
+    assert ended.exit_code == 1 and "rank 1 of 2 has ended: SIGKILL" in ended.stderr
+    assert specdec(*batch).exit_code == 0
+    assert [len(texts(row)) for row in results(output)] == [1] * len(rows)

@@ -53,7 +53,10 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(
     scope="module",
-    params=[*({"kv_cache": one} for one in ALGORITHMS), {"kv_cache": "INT8", "tp_size": 2}],
+    params=[
+        *({"kv_cache": one} for one in ALGORITHMS),
+        pytest.param({"kv_cache": "INT8", "tp_size": 2}, marks=pytest.mark.slow),
+    ],
     ids=lambda param: "-".join(map(str, param.values())),
 )
 def engine_dir(request: pytest.FixtureRequest, model: PreTrainedModel, make_engine_dir: MakeEngineDir) -> Path:

@@ -1,29 +1,47 @@
 """Ranks compute what one device would; when one of them ends or hangs, all end, and nothing of them is left."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Timer
 
 import pytest
+import torch
 from shared import MakeEngineDir
-from tiny import hf_greedy, make_model, repetitive_prompt
+from tiny import FAMILIES, hf_greedy, make_model, repetitive_prompt
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from runtime.batch import Batch, Row, pack
+from runtime.bundle import LIBRARY
+from runtime.checkpoint import convert
+from runtime.compiler.model import probe_config, split_config
+from runtime.compiler.opening import open_step
+from runtime.config import Mapping
 from runtime.drafters.settings import DraftTargetDrafter, NgramDrafter
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, UsageError
+from runtime.kv_cache import KVPool
 from runtime.llm import LLM
 from runtime.parallel import processes
-from runtime.parallel.devices import check_device_ids, cores_of, equal_shares
-from runtime.parallel.placing import Place
+from runtime.parallel.devices import cores_of
+from runtime.parallel.processes import shared_memory
 from runtime.params import SamplingParams
+from runtime.serving.loop import ServingLoop
+from runtime.session import Session
 
 ROOT = Path(__file__).parents[3]
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((1, 30), (2, 60), (3, 7))]
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
+CPU = torch.device("cpu")
+SPLIT = [family for family in FAMILIES if family not in ("mixtral", "gpt2", "opt")]
 pytestmark = pytest.mark.filterwarnings("ignore::runtime.errors.SpecDecWarning")
 
 
@@ -45,7 +63,7 @@ def split_llama(make_engine_dir: MakeEngineDir) -> Path:
     return make_engine_dir(make_model("llama"), tp_size=2)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llm(split_llama: Path) -> Iterator[LLM]:
     with LLM(split_llama) as opened:
         yield opened
@@ -63,6 +81,50 @@ def test_tokens_are_hugging_faces(llm: LLM) -> None:
     assert output.token_ids == hf_greedy(model, shared, 30, eos_token_id=2)
 
 
+def logits_of_ranks(model: PreTrainedModel, work_dir: Path, library: Path, tp_size: int, batch: Batch) -> list[Tensor]:
+    """Of each rank, all of them threads of this process."""
+    model.save_pretrained(work_dir / "model")
+    directory, key = work_dir / "checkpoint", 1000
+    config = convert(work_dir / "model", directory, None, replace=False, progress=lambda *_: None, tp_size=tp_size)
+    shutil.copyfile(library, directory / LIBRARY)
+    open_rank = partial(open_step, "none", config.pretrained_config, "float32", directory, CPU, None)
+    steps = [open_rank(Mapping(tp_size, tp_size, rank)) for rank in range(tp_size)]
+    layers = probe_config(model.config, split_config(model.config, tp_size))
+    memory = shared_memory(torch.ops.specdec.shared_bytes(tp_size))
+
+    @torch.inference_mode()
+    def compute(rank: int) -> Tensor:
+        torch.ops.specdec.use_group(key + rank)
+        pool = KVPool(layers, 20, 4, torch.float32, CPU)
+        return steps[rank](*batch.tensors(), *pool.tensors())
+
+    for rank in range(tp_size):
+        torch.ops.specdec.join_group(key + rank, memory, rank, tp_size)
+    try:
+        with ThreadPoolExecutor(tp_size) as threads:
+            return list(threads.map(compute, range(tp_size)))
+    finally:
+        os.close(memory)
+        for rank in range(tp_size):
+            torch.ops.specdec.leave_group(key + rank)
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("family", SPLIT)
+def test_logits_are_hugging_faces(family: str, tp_size: int, tmp_path: Path, kernels: Path) -> None:
+    """On 4 ranks those that have 2 K/V heads repeat them."""
+    model = make_model(family)
+    prompts = [repetitive_prompt(1, 30), repetitive_prompt(2, 19)]
+    rows = [Row(prompt, 0, list(range(1 + 10 * i, 11 + 10 * i)), len(prompt)) for i, prompt in enumerate(prompts)]
+    found = logits_of_ranks(model, tmp_path, kernels, tp_size, pack(rows, 4, CPU))
+    assert all(torch.equal(one, found[0]) for one in found)
+    with torch.no_grad():
+        wanted = torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])
+    torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.slow
 def test_more_ranks_than_kv_heads(make_engine_dir: MakeEngineDir) -> None:
     model = make_model("qwen2")
     with LLM(make_engine_dir(model, tp_size=4)) as llm:
@@ -88,7 +150,8 @@ def test_one_compiled_step_serves_all_ranks(make_engine_dir: MakeEngineDir) -> N
 @pytest.mark.parametrize(
     ("signal_number", "words"), [(signal.SIGKILL, "rank 1 of 2 has ended: SIGKILL"), (signal.SIGSTOP, "was stopped")]
 )
-def test_a_rank_that_ends_or_hangs_ends_all(llm: LLM, signal_number: signal.Signals, words: str) -> None:
+def test_a_rank_that_ends_or_hangs_ends_all(split_llama: Path, signal_number: signal.Signals, words: str) -> None:
+    llm = LLM(split_llama)
     llm.generate(PROMPTS[:1], GREEDY)
     (pid,) = pids_of(llm)
     os.kill(pid, signal_number)
@@ -99,6 +162,12 @@ def test_a_rank_that_ends_or_hangs_ends_all(llm: LLM, signal_number: signal.Sign
     assert time.monotonic() - start < 10
     with pytest.raises(SpecDecError, match=words):
         llm.generate(PROMPTS[:1], GREEDY)
+    loop = ServingLoop(Session(llm.engine, "leader"), 10, lambda answers: None)
+    loop.start()
+    assert not loop.takes_requests
+    with pytest.raises(SpecDecError, match=words):
+        loop.submit([])
+    loop.stop(0)
     llm.close()
     assert has_ended(pid)
 
@@ -113,17 +182,19 @@ def test_a_draft_model_has_ranks_of_its_own(llm: LLM, split_llama: Path) -> None
         assert os.sched_getaffinity(0) == set(cores_of((0, 1))[0])
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not tell threads' cores")
-def test_rank_0_goes_to_the_device_of_the_engine_that_computes() -> None:
-    before = os.sched_getaffinity(0)
-    first, second = (Place(cores) for cores in cores_of((0, 1)))
-    for place, cores in zip((first, second, first), (*cores_of((0, 1)), cores_of((0, 1))[0]), strict=True):
-        place.take()
-        assert os.sched_getaffinity(0) == set(cores)
-    first.leave()
-    second.take()
-    second.leave()
-    assert os.sched_getaffinity(0) == before
+def test_ctrl_c_ends_the_answer_and_not_the_engine(llm: LLM) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt = Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                llm.generate(PROMPTS, GREEDY)
+    finally:
+        interrupt.join()
+        signal.signal(signal.SIGINT, before)
+    model = make_model("llama")
+    assert llm.generate(PROMPTS[:1], GREEDY)[0].token_ids == hf_greedy(model, PROMPTS[0], 30, eos_token_id=2)
 
 
 CHILD = """
@@ -140,7 +211,14 @@ with LLM(Path(sys.argv[1])) as llm:
 """
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signal_number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_left_when_rank_0_ends(split_llama: Path, signal_number: signal.Signals) -> None:
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
@@ -188,11 +266,3 @@ def test_each_rank_has_a_device_of_its_own(split_llama: Path, device_ids: tuple[
 def test_an_engine_is_split_as_it_is(split_llama: Path, tp_size: int) -> None:
     with pytest.raises(UsageError, match=f"tp_size 2, and not: tensor_parallel_size {tp_size}"):
         LLM(split_llama, tensor_parallel_size=tp_size)
-
-
-def test_cores_are_shared_out_equally() -> None:
-    assert check_device_ids(None, 3) == (0, 1, 2)
-    assert equal_shares([0, 1, 2, 3], (0, 1)) == [[0, 1], [2, 3]]
-    assert equal_shares([0, 1, 2, 3, 4], (0, 1)) == [[0, 1], [2, 3, 4]]
-    assert equal_shares([2, 3, 6, 7], (2, 3)) == [[6], [7]]
-    assert equal_shares([0, 1], (0, 1, 2, 3)) == [[0], [0], [1], [1]]

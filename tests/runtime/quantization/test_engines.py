@@ -111,6 +111,7 @@ def check_engine(engine_dir: Path, model: PreTrainedModel) -> None:
         assert outputs(engine, prompts, ngram=True) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["int8", "int4", "compressed-tensors"])
 def test_split_engine_computes_what_the_rounded_weights_mean(source: str, tmp_path: Path, kernels: Path) -> None:
     model = plain_model(make_checkpoint(source, tmp_path), tmp_path / "checkpoint")
