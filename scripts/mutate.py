@@ -80,7 +80,7 @@ OUTCOMES = At("runtime/drafters/outcomes.py", f"{T}drafters/test_adaptive.py")
 ORCHESTRATOR = At("runtime/orchestrator.py", f"{T}test_orchestrator.py")
 ATTENTION_TESTS = f"{KERNELS} -k 'attention or scores or finite or nan'"
 PAGED = At("runtime/compiler/csrc/paged_attention.cpp", ATTENTION_TESTS)
-KV_POOL = At("runtime/compiler/csrc/kv_pool.h", ATTENTION_TESTS)
+STORED = At("runtime/compiler/csrc/kv_pool.h", ATTENTION_TESTS)
 SOFTMAX = At("runtime/compiler/csrc/softmax.h", ATTENTION_TESTS)
 FEW_ROWS = At("runtime/compiler/csrc/attention_products.h", ATTENTION_TESTS)
 POISON = At("runtime/compiler/attention.py", f"{T}test_poison.py -k 'none and stays'")
@@ -191,8 +191,13 @@ TABLE = [
     ("nan-overlooked", ARGMAX, "!(widen(row + i) <= bound)", "widen(row + i) > bound"),
     ("rest-overlooked", ARGMAX, "  look(i, size);\n", ""),
     ("infinite-chosen", ARGMAX, "std::isfinite(largest) ? best : -1", "best"),
-    ("poison-written", KV_POOL, "are_finite(key, in.D) && are_finite(value, in.Dv)) {\n      for", "true) {\n      for"),
-    ("poison-rounded", KV_POOL, "are_finite(key, in.D) && are_finite(value, in.Dv)) {\n      of", "true) {\n      of"),
+    (
+        "poison-written",
+        STORED,
+        "are_finite(key, in.D) && are_finite(value, in.Dv)) {\n      for",
+        "true) {\n      for",
+    ),
+    ("poison-rounded", STORED, "are_finite(key, in.D) && are_finite(value, in.Dv)) {\n      of", "true) {\n      of"),
     ("odd-partner-multiplied", FEW_ROWS, "add_pair(depth - 1, 0)", "add_pair(depth - 1, b.stride)"),
     ("tiles-read-beyond-keys", PAGED, "std::min(j + 1, count - 1) * in.Dv", "(j + 1) * in.Dv"),
     ("part-of-nan-left-out", SOFTMAX, " && sum_of(load(part.sums + row * kLanes)) == 0", ""),
