@@ -28,7 +28,7 @@ OTHERS_FLAGS = {"num-prompts", "runs", "models", "output-len", "max-new-tokens",
 
 
 @pytest.fixture(scope="module")
-def walk(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> tuple[Path, dict[str, str]]:
+def walk(tmp_path_factory: pytest.TempPathFactory, shared: Path, kernels: Path) -> tuple[Path, dict[str, str]]:
     """A copy of the directory the walk was run in, and what its commands printed, by the names of their outputs."""
 
     def make(directory: Path) -> None:

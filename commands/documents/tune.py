@@ -79,8 +79,10 @@ def _candidate_record(candidate: Candidate) -> dict[str, Any]:
 
 def with_device(record: dict[str, Any] | None) -> dict[str, Any] | None:
     """Lookups' and the copy's, which `tune` has on the target's device; a draft model has its own."""
-    if record is None or "device_id" in record:
-        return record
+    if record is None:
+        return None
+    if "device_ids" in record:
+        return record | {"device_id": (record["device_ids"] or (0,))[0]}
     if "drafters" in record:
         return record | {"drafters": [with_device(one) for one in record["drafters"]]}
     return record | {"device_id": 0}

@@ -19,6 +19,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("drafter", "lengths", "loop", "sampling"),
     [

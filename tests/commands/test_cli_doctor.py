@@ -271,6 +271,7 @@ PLANTED: dict[Callable[[Ward], list[object]], tuple[str, set[str]]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_planted_faults_are_diagnosed_by_name(
     plant: Callable[[Ward], list[object]], ward: Ward, specdec: Specdec

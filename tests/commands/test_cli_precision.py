@@ -11,6 +11,7 @@ DRAFTS = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-l
 SIZES = ["--max-input-len", 64, "--max-seq-len", 128]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("flags", "algorithm", "said"),
     [

@@ -30,7 +30,7 @@ def path(profile: Profile, tmp_path: Path) -> Path:
     return tmp_path / "tuned.json"
 
 
-DRAFT = DraftTargetDrafter(Path("/engine"), 3, use_logits=True, device_id=1)
+DRAFT = DraftTargetDrafter(Path("/engine"), 3, use_logits=True, device_ids=(1,))
 DRAFTERS = [
     *(NGRAM, replace(NGRAM, corpus=Path("/c")), SuffixDrafter(9, "public"), DRAFT, SelfDrafter(3, use_logits=True)),
     *(ChainDrafter([NGRAM, SelfDrafter(5)]), None),

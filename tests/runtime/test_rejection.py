@@ -135,6 +135,7 @@ def counts_at(position: int, all_tokens: list[list[int]]) -> Tensor:
     return counts
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kind", "sampling"), COMBINATIONS)
 def test_every_position_follows_the_targets_distribution(kind: str, sampling: str) -> None:
     """The second given the first that was accepted, the bonus token given a draft accepted whole."""
@@ -244,6 +245,7 @@ def make_drafter(name: str, dirs: dict[str, Path], vocab_size: int) -> Drafter |
     return DraftModel(Engine.open(dirs[model]), vocab_size, use_logits=rule == "probabilities")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sampling", ["top-p", pytest.param("top-k", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "drafter", ["none", "ngram", "similar by tokens", "similar by probabilities", "small by probabilities"]

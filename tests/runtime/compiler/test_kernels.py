@@ -139,6 +139,7 @@ def run(case: Case, dtype: torch.dtype, arithmetic: int, stored: torch.dtype | N
     return output, expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("dtype", "arithmetic", "stored"), ATTENTION_KINDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel_is_attention(
@@ -174,6 +175,7 @@ LINEAR_SHAPES = [  # tokens, inputs, outputs
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(("dtype", "arithmetic"), LINEAR_KINDS, ids=str)
 @pytest.mark.parametrize(("num_tokens", "num_inputs", "num_outputs"), LINEAR_SHAPES)
@@ -286,6 +288,7 @@ SHAPES = {"4 heads": (12, 4, 64, 64), "1 head": (4, 1, 32, 32), "odd heads": (4,
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1400), st.integers(1, 90)), min_size=1, max_size=4)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("window", [0, 300, 5])
 @pytest.mark.parametrize("block_size", [32, 24, 256])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -310,6 +313,7 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(
     bits_are_equal()
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("block_size", [32, 24])

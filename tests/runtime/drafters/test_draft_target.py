@@ -142,6 +142,7 @@ def acceptance(sequences: list[Sequence]) -> tuple[int, int]:
 # -- The tokens --
 
 
+@pytest.mark.one_in(2)
 @BY
 @pytest.mark.parametrize("draft", ["same", "other", "random"])
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -235,6 +236,7 @@ def check_computed_once(forwards: list[Forward]) -> None:
     assert len(computed) == len(set(computed))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("draft", ["other", "random"])
 def test_rejected_draft_leaves_no_trace_in_the_draft_engine(
@@ -328,6 +330,7 @@ def test_forgotten_request_starts_from_nothing(open_engine: OpenEngine, models: 
 # -- K/V pools that are too small --
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("target_tokens", "draft_tokens"),
     [
@@ -401,6 +404,7 @@ def test_batch_larger_than_the_draft_engines_is_drafted_in_parts(
 # -- Vocabularies --
 
 
+@pytest.mark.one_in(2)
 @BY
 @pytest.mark.parametrize("draft", ["smaller", "larger"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])

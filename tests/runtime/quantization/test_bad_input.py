@@ -149,6 +149,7 @@ SAVERS: dict[Any, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("save", "damage", "message"), [case[1:] for case in DAMAGES], ids=[case[0] for case in DAMAGES]
 )

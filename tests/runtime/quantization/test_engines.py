@@ -87,6 +87,7 @@ def outputs(engine: Engine, prompts: list[list[int]], *, ngram: bool) -> list[li
     return [finished[i] for i in range(len(prompts))]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 @pytest.mark.parametrize("source", ["int8", "int4", "fp8", "AWQ", "GPTQ", "GGUF", "compressed-tensors"])
 def test_engine_computes_what_the_rounded_weights_mean(source: str, tmp_path: Path) -> None:
