@@ -196,10 +196,11 @@ class Case:
         if name == "chain":
             return DrafterChain([NgramLookup(4, min_matching_ngram_size=3), SuffixLookup(pool=NgramPool())])
         if name == "chain with draft model":
-            return DrafterChain([NgramLookup(3, min_matching_ngram_size=2), self._draft_model()])
+            return self._choosing(NgramLookup(3, min_matching_ngram_size=2), self._draft_model(), None)
         if name == "chain with self":
             ngram = NgramLookup(choose([2, 3, 4]), ranking=choose(["oldest", "recent", "frequent"]))
-            return ChoosingChain(ngram, self._drafting_model())
+            drafter = self._self_draft()
+            return self._choosing(ngram, drafter, drafter.suggest)
         if name.startswith("self"):
             return self._self_draft()
         if name.startswith("draft model"):
@@ -232,14 +233,11 @@ class Case:
         )
         return SelfDraft(self.engine, use_logits=use_logits, sureness=sureness)
 
-    def _drafting_model(self) -> DraftingModel:
-        """For which the lookups are now and then better, and now and then worse."""
-        drafter, share = self._self_draft(), self.random.random()
-
-        def turn_s(batch_size: int, context_len: int, draft_len: float, num_steps: float) -> float:
-            return 1 + 0.1 * draft_len + share * num_steps
-
-        return DraftingModel(drafter, self.random.randint(1, 8), VOCAB_SIZE, drafter.suggest, turn_s)
+    def _choosing(self, lookup: Drafter, drafter: Drafter, suggest: Callable[[int, list[int]], None] | None) -> Drafter:
+        """For a model's drafts of which the lookups are now and then better, and now and then worse."""
+        share = self.random.random()
+        model = DraftingModel(drafter, self.random.randint(1, 8), lambda batch, context: share, suggest)
+        return ChoosingChain([lookup], [model], lambda batch, context, draft_len: 1 + 0.1 * draft_len, VOCAB_SIZE)
 
     def _adapted(self, drafter: Drafter) -> Drafter:
         costs = [self.random.random() for _ in range(20)]

@@ -139,9 +139,8 @@ def make_drafter(name: str, corpus: Corpus, engine: Engine) -> Drafter | None:
 
 def _choosing(own: SelfDraft) -> Drafter:
     """Sends lookups as they are now, and has the copy look at them then."""
-    return ChoosingChain(
-        NgramLookup(4), DraftingModel(own, 3, VOCAB_SIZE, own.suggest, lambda *turn: 1 + 0.3 * turn[3])
-    )
+    model = DraftingModel(own, 3, lambda batch, context: 0.3, own.suggest)
+    return ChoosingChain([NgramLookup(4)], [model], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
 
 
 def adapted(drafter: Drafter) -> Drafter:
