@@ -89,10 +89,12 @@ def _splitting(source: Source, pieces: list[Piece], tp_size: int) -> Splitting |
     if splitting is None:
         return None
     found = {name.rpartition(".")[0] for piece in pieces for name in piece.forms}
-    missing = sorted(set(splitting.layers) - found - {source.head})
+    shared = {source.head} if pretrained.tie_word_embeddings else set()  # with the embeddings
+    missing = sorted(set(splitting.layers) - found - shared)
     if missing:
         raise SpecDecError(
-            f"a layer that is to be split has no weight of its own name, `{missing[0]}`: {source.name}",
+            f"a layer that is to be split has no weight of its own name, `{missing[0]}`: {source.name} "
+            f"({pretrained.model_type})",
             hint="load the model with transformers and save it again, or run it on one device",
         )
     if splitting.whole:

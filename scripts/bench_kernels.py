@@ -63,7 +63,7 @@ def alternate(ours: Call, theirs: list[Call], seconds: float) -> tuple[float, fl
     calls = (ours, *theirs)
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds * len(calls)
-    while len(times[0]) < 6 or time.perf_counter() < end:
+    while len(times[0]) < 3 or time.perf_counter() < end:
         for call, taken in zip(calls, times, strict=True):
             time.sleep(PAUSE)
             taken.append(median(list(timed(call))[1:]))  # the first wakes threads

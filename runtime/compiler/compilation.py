@@ -238,7 +238,7 @@ class CompiledStep:
         batch, pools = Batch(*inputs[:5]), inputs[5:]
         # Or sizes that are equal in the first call would have to be equal in all.
         equal_by_chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-        with _compiler_cache(self._cache_dir), equal_by_chance:
+        with _compiler_cache(self._cache_dir), equal_by_chance, _instructions_looked_up():
             logits: Tensor = self._compiled(*at_least_two(batch).tensors(), *pools)
         return logits[: len(batch.logit_indices)]
 

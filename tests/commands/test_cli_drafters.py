@@ -136,6 +136,7 @@ def test_sampled_text_is_that_without_a_drafter(
     assert drafted["total"]["num_draft_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_chain_with_rejection_sampling_follows_the_targets_distribution(
     run: Callable[..., Result], draft_engine_dir: Path
 ) -> None:

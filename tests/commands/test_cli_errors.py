@@ -206,7 +206,7 @@ WRONG_CONFIG = [
         "`--ngram-ranking` is for n-gram lookup: recent",
         "`--spec-decode-algo NGRAM`",
     ),
-    case(RUN + "--ngram-config [4,2,[0]] --suffix-config [4,[0]]", 2, "together", "`--drafters ngram,suffix`"),
+    case(RUN + "--ngram-config [4,2,[0]] --suffix-config [4,[0]]", 2, "together", "`--drafters auto`"),
     case(
         RUN + "--drafters ngram,eagle", 2, "no drafter of specdec's: eagle", "ngram, suffix, draft-target, self, custom"
     ),

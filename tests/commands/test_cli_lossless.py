@@ -152,6 +152,7 @@ def test_terminal_says_why_it_compares_distributions_and_with_what_p_value(
     assert f"it would have found a total variation distance of {size} with a probability of 99%\n" in shown
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("flags", [["--top-k", 2], ["--top-p", 0.5], ["--min-p", 0.2], ["--temperature", 0.3]])
 def test_cuts_leave_the_distribution_right(
     run_wide: Run, drafters: dict[str, list[object]], flags: list[object]

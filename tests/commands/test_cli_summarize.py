@@ -514,6 +514,7 @@ PENALTIES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("penalty", PENALTIES, ids=lambda flags: " ".join(map(str, flags)))
 def test_hf_has_the_same_penalties(summarize: Summarize, draft_engine_dir: Path, penalty: list[object]) -> None:
     arguments = ["--test-engine", "--output-len", 24, "--json"]

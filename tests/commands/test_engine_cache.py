@@ -121,6 +121,7 @@ def built_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineSettings, "build_config", uncompiled)
 
 
+@pytest.mark.slow
 def test_killed_build_leaves_a_cache_that_two_processes_can_use(aftermath: Path) -> None:
     """The first was killed while it compiled; then two started together, and one of them built the entry."""
     recorded = json.loads((aftermath.parent / "results.json").read_text())

@@ -52,6 +52,7 @@ def test_greedy_output_equals_hf(family: str, make_engine: Any) -> None:
     check_greedy(make_engine(model), model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", COMPILED_FAMILIES)
 def test_compiled_greedy_output_equals_hf(
     family: str, make_engine: Any, request: pytest.FixtureRequest, llama: PreTrainedModel

@@ -238,7 +238,7 @@ CONFIGS: dict[str, Any] = {
 SETTINGS: dict[str, DrafterSettings] = {
     "ngram": NgramDrafter(10, 3),
     "suffix": SuffixDrafter(8),
-    "draft-target": DraftTargetDrafter(DRAFT, 4),
+    "draft-target": DraftTargetDrafter(DRAFT, 4, device_ids=(0,)),
     "self": SelfDrafter(8),
     "custom": CustomDrafter("my_drafter", "make"),
 }
@@ -291,15 +291,17 @@ def test_suffix_matching_has_a_pool_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "drafter"),
+    ("text", "drafter", "devices"),
     [
-        ("[8,[0]]", SelfDrafter(8)),
-        ("8", SelfDrafter(8)),
-        ("(3,[0],True)", SelfDrafter(3, use_logits=True)),
+        ("[8,[0]]", SelfDrafter(8), (0,)),
+        ("8", SelfDrafter(8), None),
+        ("(3,[0],True)", SelfDrafter(3, use_logits=True), (0,)),
     ],
 )
-def test_self_draft_config_is_draft_length_devices_and_the_rule(text: str, drafter: SelfDrafter) -> None:
-    assert parse_self_draft_config(text) == (drafter, 0)
+def test_self_draft_config_is_draft_length_devices_and_the_rule(
+    text: str, drafter: SelfDrafter, devices: tuple[int, ...] | None
+) -> None:
+    assert parse_self_draft_config(text) == (drafter, devices)
 
 
 @pytest.mark.parametrize(

@@ -455,7 +455,7 @@ def test_corrupt_cached_library_is_compiled_again(tmp_path: Path, monkeypatch: p
     """Flipped, cut or empty; a compiler that only counts stands for g++, which takes a minute."""
     compiler = tmp_path / "compiler"
     compiler.write_text(
-        '#!/bin/sh\n[ "$1" = -v ] && exit\ncase "$*" in *" -c "*) exit;; esac\n'
+        '#!/bin/sh\n[ "$1" = -v ] && exit\ncase "$*" in *" -c "*) exit 0;; esac\n'
         'while [ "$1" != -o ]; do shift; done\n'
         f'echo . >>{tmp_path}/compiled; echo "a library" >"$2"\n'
     )
@@ -540,7 +540,7 @@ def pretended_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     compiler.write_text(
         f"""#!/bin/sh
         if [ "$1" = -v ]; then cat {version} >&2; exit; fi
-        case "$*" in *" -c "*) exit;; esac
+        case "$*" in *" -c "*) exit 0;; esac
         while [ "$1" != -o ]; do shift; done
         echo compiled >> {tmp_path}/log; wc -l < {tmp_path}/log > "$2"
         """

@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[3]
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((1, 30), (2, 60), (3, 7))]
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
 CPU = torch.device("cpu")
-SPLIT = [family for family in FAMILIES if family not in ("mixtral", "gpt2", "opt")]
+SPLIT = [family for family in FAMILIES if family not in ("mixtral", "gpt2", "opt", "gpt-neox")]
 pytestmark = pytest.mark.filterwarnings("ignore::runtime.errors.SpecDecWarning")
 
 

@@ -15,7 +15,12 @@ from runtime.compiler.model import split_config
 from runtime.config import Mapping, Precision
 from runtime.errors import SpecDecError, SpecDecWarning
 
-REFUSED = {"mixtral": "moe_tp_experts", "gpt2": "no plan", "opt": "no plan"}
+REFUSED = {
+    "mixtral": "moe_tp_experts",
+    "gpt2": "no plan",
+    "opt": "no plan",
+    "gpt-neox": "no weight of its own name, `lm_head`",
+}
 KEPT_WHOLE = {"gemma3"}
 AS_IT_IS = Precision()
 

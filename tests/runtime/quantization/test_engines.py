@@ -163,6 +163,7 @@ def test_engine_rounds_what_layers_read(source: str, tmp_path: Path) -> None:
     check_rounding_engine(tmp_path, checkpoint)
 
 
+@pytest.mark.slow
 def test_split_engine_rounds_what_layers_read(tmp_path: Path, kernels: Path) -> None:
     whole = make_checkpoint("int4", tmp_path, "int8")
     (tmp_path / "checkpoint").rename(tmp_path / "whole")

@@ -175,6 +175,7 @@ print(peak_bytes() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """256 MB in 8 shards: at most 1.2 shards and 100 MB."""
