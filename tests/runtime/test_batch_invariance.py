@@ -31,7 +31,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "float32 FP8": ("llama", {}),
     "bfloat16 INT8": ("mistral", WINDOWED),
 }
-_MARKS = dict.fromkeys(("float16", "float32", "float32 FP8"), pytest.mark.slow)  # compiling an engine takes half a minute
+_MARKS = dict.fromkeys(
+    ("float16", "float32", "float32 FP8"), pytest.mark.slow
+)  # compiling an engine takes half a minute
 COMPILED = [pytest.param(name, marks=_MARKS.get(name, ())) for name in MODELS]
 
 
