@@ -395,6 +395,7 @@ def test_a_busy_neighbour_raises_no_alarm(ward: Ward, deep_pair: tuple[Path, Pat
             assert found_in(healthy(name, ward, deep_pair, specdec)) == set(), name
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_numbers_of_16_bits_raise_no_alarm(dtype: str, ward: Ward, specdec: Specdec) -> None:
     engine = ward.make_engine_dir(ward.model().to(getattr(torch, dtype)), **WITH_COSTS)

@@ -89,6 +89,7 @@ def assert_stopped(result: tuple[int, str], exit_code: int) -> None:
     assert "Traceback" not in result[1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("signal_number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_convert_leaves_nothing(
     large_model_dir: Path, tmp_path: Path, process_environment: dict[str, str], signal_number: int, exit_code: int
@@ -98,6 +99,7 @@ def test_interrupted_convert_leaves_nothing(
     assert tree(tmp_path) == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("compiler", ["none", "aot"])
 def test_interrupted_build_leaves_nothing(
     llama_checkpoint_dir: Path, tmp_path: Path, process_environment: dict[str, str], compiler: str
@@ -186,6 +188,7 @@ def without_compiler(tmp_path: Path) -> dict[str, str]:
     return {"PATH": str(tmp_path / "bin"), "CXX": "", **caches}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("named", ["", "/none/g++"], ids=["unset", "named"])
 def test_machine_without_a_compiler_is_one_error(
     named: str, without_compiler: dict[str, str], llama_checkpoint_dir: Path, tmp_path: Path, specdec_process: Specdec

@@ -109,6 +109,7 @@ def test_summarize_compares_tokens_where_they_must_be_equal(
     assert document["checks"]["identical_to_no_drafter"] == {"num_identical": 5, "num_samples": 5}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("command", ["run", "summarize"])
 @pytest.mark.parametrize("drafter", ["logits", "custom that draws"])
 def test_rejection_sampling_is_compared_by_distribution(

@@ -69,6 +69,7 @@ def test_loss_of_rouge_is_bounded(specdec: Specdec, llama_dir: Path, tmp_path: P
     assert "rounding: KL divergence" in table.stdout and "and 100 less is allowed" in table.stdout
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["AWQ", "GGUF"])
 def test_models_that_others_rounded_are_recognised(kind: str, specdec: Specdec, tmp_path: Path) -> None:
     model = tmp_path / "model.gguf" if kind == "GGUF" else tmp_path / "model"
@@ -86,6 +87,7 @@ def test_models_that_others_rounded_are_recognised(kind: str, specdec: Specdec, 
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "algorithm"), [("int8", "INT8"), ("fp8", "FP8")])
 def test_kv_cache_in_8_bits(name: str, algorithm: str, specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
     """Of weights as they are; `build` says what rounding K/V changed."""
