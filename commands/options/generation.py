@@ -7,7 +7,7 @@ import typer
 
 from commands.options.panels import RUNTIME
 from commands.options.sampling import SamplingOptions
-from commands.options.single import EndId, end_id_params
+from commands.options.single import EndId, MaxNumTokens, end_id_params
 from runtime.errors import UsageError
 from runtime.params import SamplingParams
 
@@ -22,15 +22,7 @@ class GenerationOptions:
         typer.Option(help="Text that ends an output; repeatable.", rich_help_panel=RUNTIME, show_default="none"),
     ] = None
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
-    max_num_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of prompts computed at a time, so that a long one does not stall the others.",
-            rich_help_panel=RUNTIME,
-            show_default="512",
-        ),
-    ] = None
+    max_num_tokens: MaxNumTokens = None
     num_beams: Annotated[int, typer.Option(hidden=True)] = 1
     use_py_session: Annotated[bool, typer.Option("--use-py-session", hidden=True)] = False
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from commands.options.panels import INPUT, RUNTIME, SERVER
-from commands.options.single import TokenizerDir
+from commands.options.panels import INPUT, SERVER
+from commands.options.single import MaxNumTokens, TokenizerDir
 from runtime.errors import UsageError
 
 
@@ -20,15 +20,7 @@ class ServeInputs:
         typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
     ] = None
     tokenizer_dir: TokenizerDir = None
-    max_num_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of prompts computed at a time, so that a long one does not stall the others.",
-            rich_help_panel=RUNTIME,
-            show_default="512",
-        ),
-    ] = None
+    max_num_tokens: MaxNumTokens = None
 
     @property
     def engine(self) -> Path:

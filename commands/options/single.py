@@ -15,6 +15,15 @@ EndId = Annotated[
     int | None,
     typer.Option(min=0, help="Token id that ends an output.", rich_help_panel=RUNTIME, show_default="the model's own"),
 ]
+MaxNumTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens of prompts computed at a time, so that a long one does not stall the others.",
+        rich_help_panel=RUNTIME,
+        show_default="512",
+    ),
+]
 OutputTraces = Annotated[
     Path | None,
     typer.Option(
