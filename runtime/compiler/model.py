@@ -36,15 +36,15 @@ from runtime.quantization.weight import take_quantized
 
 _CONVERT_AGAIN = "convert the model again"
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
+# What Python and torch say of code, which says nothing of a config.
 _OF_CODE = re.compile(
     r"\w(Error|Exception)\b|has no attribute|unexpected keyword|meta tensor|NoneType|unsupported operand"
 )
 
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight that the config gives the model, made without memory."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)  # type: ignore[no-untyped-call]
+    """The shape of each weight that the config gives the model."""
+    model = _model_without_memory(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
@@ -53,11 +53,19 @@ def linear_layers(config: PreTrainedConfig) -> tuple[list[str], str | None]:
 
     What chooses experts is left out: a few numbers that decide much.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)  # type: ignore[no-untyped-call]
+    model = _model_without_memory(config)
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    head = next((name for name in names if model.get_submodule(name) is model.get_output_embeddings()), None)
+    output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head = next((name for name in names if model.get_submodule(name) is output), None)
     return [name for name in names if name.rpartition(".")[2] not in _ROUTERS], head
+
+
+def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            copy.deepcopy(config), trust_remote_code=False
+        )
+    return model
 
 
 def renames_weights(config: PreTrainedConfig) -> bool:

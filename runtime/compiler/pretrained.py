@@ -14,8 +14,6 @@ from runtime.compiler.attention import SEE_MODELS, refuse_own_attention
 from runtime.errors import SpecDecError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
 # Language models inside others that have no class of their own. Of text alone, where positions in time, height and
 # width are one, they compute what a model of such a config does.
 _SAME_ON_TEXT: dict[str, dict[str, Any]] = {
@@ -65,7 +63,6 @@ def last_words(error: Exception) -> str:
     return re.sub(r"^\w+Error: ", "", line)
 
 
-# What Python and torch say of code, which says nothing of a config.
 def _refuse_unsupported(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
