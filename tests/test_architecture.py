@@ -4,9 +4,11 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_namespace_packages
 
 from commands.options.hints import HINTS
 
@@ -61,6 +63,23 @@ def modules(package: str) -> dict[str, Path]:
     """Module name -> file, of a package and the packages in it."""
     paths = sorted((ROOT / package).rglob("*.py"))
     return {str(path.relative_to(ROOT).with_suffix("")).replace("/", "."): path for path in paths}
+
+
+def test_every_file_is_installed() -> None:
+    """Of an installation that is not from a checkout, too: setuptools takes what `pyproject.toml` names."""
+    names = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packages = set(find_namespace_packages(str(ROOT), include=names["packages"]["find"]["include"]))
+    assert {module.rpartition(".")[0] for package in PACKAGES for module in modules(package)} <= packages
+    data = {
+        path
+        for package, patterns in names["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package).glob(pattern)
+    }
+    listed = subprocess.run(["git", "ls-files", *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = {ROOT / name for name in listed.stdout.splitlines() if not name.endswith(".py")}
+    assert files
+    assert files - data == set()
 
 
 @pytest.mark.parametrize("package", PACKAGES)
