@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <type_traits>
@@ -85,30 +86,62 @@ inline void accumulate(const at::BFloat16* a, int64_t lda, const Piece<at::BFloa
 }
 #endif
 
+#if defined(__AMX_BF16__)
+constexpr int64_t kTileDepth = 32;  // of numbers of 16 bits
+constexpr int kFewRows = 4;         // for which tiles are mostly empty
+
+// The bits of tiles without them: of 32 neighbouring products TDPBF16PS adds up the even ones and the odd ones apart, then
+// both, then what was there (Intel 64 and IA-32 Architectures Software Developer's Manual).
+template <int R, int W, typename B>
+inline void accumulate_as_tiles(const at::BFloat16* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
+  for (int64_t start = 0; start < depth; start += kTileDepth) {
+    Lanes even[R][W] = {}, odd[R][W] = {};
+    const auto add = [&](int64_t k, Lanes (&half)[R][W]) {
+      b.template fetch<W>(k);
+      Lanes row[W];
+      for (int w = 0; w < W; ++w) row[w] = widen(b.row(k) + w * kLanes);
+      for (int r = 0; r < R; ++r) {
+        const float factor = a[r * lda + k];
+        for (int w = 0; w < W; ++w) half[r][w] += row[w] * factor;
+      }
+    };
+    const int64_t end = std::min(start + kTileDepth, depth);
+    int64_t k = start;
+    for (; k + 1 < end; k += 2) add(k, even), add(k + 1, odd);
+    if (k < end) add(k, even);
+    for (int r = 0; r < R; ++r)
+      for (int w = 0; w < W; ++w) sum[r][w] += even[r][w] + odd[r][w];
+  }
+}
+#endif
+
 // C (R x W*kLanes) = A (R x depth) B (depth x W*kLanes), or C += where `adds`; all row-major.
-template <bool adds, int R, int W, typename A, typename B>
+template <Arithmetic arithmetic, bool adds, int R, int W, typename A, typename B>
 inline void multiply(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth) {
   Lanes sum[R][W];
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W; ++w) sum[r][w] = adds ? load(c + r * ldc + w * kLanes) : Lanes{};
-  accumulate(a, lda, b, depth, sum);
+  if constexpr (arithmetic == kTiles) accumulate_as_tiles(a, lda, b, depth, sum);
+  else accumulate(a, lda, b, depth, sum);
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W; ++w) store(c + r * ldc + w * kLanes, sum[r][w]);
 }
 
 // The same for a width that is any multiple of kLanes.
-template <bool adds, int R, typename A, typename B>
+template <Arithmetic arithmetic, bool adds, int R, typename A, typename B>
 [[gnu::noinline]] void multiply_rows(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth, int64_t width) {
+  constexpr int kFew = arithmetic == kTiles ? 2 : kTileRows / 3;  // of these more columns: sums do not wait for each other
+  const auto columns = [&](auto count, int64_t w) {
+    multiply<arithmetic, adds, R, count()>(a, lda, b.from_column(w), c + w, ldc, depth);
+  };
   int64_t w = 0;
-  if constexpr (R <= kTileRows / 3)  // few rows: more columns, so that sums do not wait for each other
-    for (; w + 4 * kLanes <= width; w += 4 * kLanes) multiply<adds, R, 4>(a, lda, b.from_column(w), c + w, ldc, depth);
-  for (; w + 2 * kLanes <= width; w += 2 * kLanes) multiply<adds, R, 2>(a, lda, b.from_column(w), c + w, ldc, depth);
-  if (w < width) multiply<adds, R, 1>(a, lda, b.from_column(w), c + w, ldc, depth);
+  if constexpr (R <= kFew)
+    for (; w + 4 * kLanes <= width; w += 4 * kLanes) columns(std::integral_constant<int, 4>(), w);
+  for (; w + 2 * kLanes <= width; w += 2 * kLanes) columns(std::integral_constant<int, 2>(), w);
+  if (w < width) columns(std::integral_constant<int, 1>(), w);
 }
 
 #if defined(__AMX_BF16__)
-constexpr int64_t kTileDepth = 32;  // of numbers of 16 bits
-
 // Columns of two rows, a multiple of kLanes, as pairs.
 template <typename S>
 inline void pair_rows(const S* first, const S* second, int64_t count, at::BFloat16* pairs) {

@@ -100,11 +100,13 @@ void weigh(const Inputs<T, S>& in, const Task& task, const Seen& seen, int64_t h
   }
 }
 
-// In numbers of type E. Keys and values are read where they lie, or those of one head are copied into floats: for many
+// By products of numbers of type E. Keys and values are read where they lie, or those of one head are copied into floats: for many
 // rows, so that they are widened once, and where they do not lie as vectors want them. The bits are the same.
-template <typename E, bool direct, typename T, typename S>
+template <Arithmetic arithmetic, bool direct, typename T, typename S>
 void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Partial& out, int64_t width) {
+  using E = std::conditional_t<arithmetic == kFloat32, float, at::BFloat16>;
   using Number = std::conditional_t<direct, S, float>;
+  constexpr int64_t kMostRows = arithmetic == kTiles ? kFewRows : kTileRows;
   const int64_t num_rows = task.num_rows, all_rows = task.num_heads * num_rows;
   thread_local std::vector<E> numbers;
   thread_local std::vector<float> all_scores, copies;
@@ -118,13 +120,13 @@ void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Pa
   float* scores = all_scores.data();
   gather_query(in, task, query, in.D);
   // Tiles of about equal size: 13 rows are 6 and 7.
-  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
   // Calls use(rows, first) for the tiles of a head some of whose rows see a key; `rows` is a constant.
   const auto for_tiles = [&](int64_t key, auto use) {
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const int64_t first = tile * num_rows / num_tiles, end = (tile + 1) * num_rows / num_tiles;
       if (*std::max_element(seen.positions + first, seen.positions + end) < key) continue;
-      with_rows<kTileRows>(end - first, [&](auto rows) { use(rows, first); });
+      with_rows<kMostRows>(end - first, [&](auto rows) { use(rows, first); });
     }
   };
   const auto keys_at = [&](int64_t block, int64_t offset, int64_t head) {
@@ -158,8 +160,8 @@ void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Pa
       else keys = {keys_at(block, offset, head), values_at(block, offset, head), in.block_size};
       for_tiles(start + k, [&](auto rows, int64_t first) {
         const int64_t row = head * num_rows + first;
-        multiply_rows<false, rows()>(query + row * in.D, in.D, keys, scores + row * kChunk + k, kChunk, in.D,
-                                     round_up(count, kLanes));
+        multiply_rows<arithmetic, false, rows()>(query + row * in.D, in.D, keys, scores + row * kChunk + k, kChunk, in.D,
+                                                 round_up(count, kLanes));
       });
     });
     for (int64_t head = 0; head < task.num_heads; ++head)
@@ -173,8 +175,8 @@ void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Pa
       else values = {values_at(block, offset, head), keys_at(next_block, next_key % in.block_size, head), in.Dv};
       for_tiles(start + k, [&](auto rows, int64_t first) {
         const int64_t row = head * num_rows + first;
-        multiply_rows<true, rows()>(weights + row * kChunk + k, kChunk, values, out.weighted + row * width, width,
-                                    count, width);
+        multiply_rows<arithmetic, true, rows()>(weights + row * kChunk + k, kChunk, values, out.weighted + row * width,
+                                                width, count, width);
       });
     });
   }
@@ -249,15 +251,20 @@ void attend_fastest(const Inputs<T, S>& in, const Task& task, const Share& share
   std::fill_n(out.weighted, all_rows * width, 0.0f);
   const Seen seen(in, task, share);
   if (seen.first_key >= seen.last_key) return;
-  if (!reads_in_place(in)) return attend<float, false>(in, task, seen, out, width);
+  if (!reads_in_place(in)) return attend<kFloat32, false>(in, task, seen, out, width);
 #if defined(__AMX_BF16__)
-  if constexpr (arithmetic == kTiles) return attend_in_tiles(in, task, seen, out, width);
+  if constexpr (arithmetic == kTiles) {
+    const FlushDenormals as_tiles_do;
+    if (task.num_rows <= kFewRows && in.block_size % kTileDepth == 0) attend<kTiles, true>(in, task, seen, out, width);
+    else attend_in_tiles(in, task, seen, out, width);
+    return;
+  }
 #endif
 #if defined(__AVX512BF16__)
-  if constexpr (arithmetic == kPairs) return attend<at::BFloat16, true>(in, task, seen, out, width);
+  if constexpr (arithmetic == kPairs) return attend<kPairs, true>(in, task, seen, out, width);
 #endif
-  if (!std::is_same_v<S, float> && task.num_rows > 2 * kTileRows) attend<float, false>(in, task, seen, out, width);
-  else attend<float, true>(in, task, seen, out, width);
+  if (!std::is_same_v<S, float> && task.num_rows > 2 * kTileRows) attend<kFloat32, false>(in, task, seen, out, width);
+  else attend<kFloat32, true>(in, task, seen, out, width);
 }
 
 // Writes a task's output.

@@ -4,6 +4,7 @@
 
 #if defined(__AMX_TILE__)
 #include <immintrin.h>
+#include <pmmintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -22,6 +23,17 @@ struct alignas(64) TileShapes {
     asm volatile("" : : "r"(this) : "memory");  // the instructions' operands do not tell what they read
     _tile_loadconfig(this);
   }
+};
+
+// Tiles take numbers less than normal for 0; while one of these lives, so does all else that its thread computes.
+class FlushDenormals {
+ public:
+  FlushDenormals() { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+  FlushDenormals(const FlushDenormals&) = delete;
+
+ private:
+  const unsigned before_ = _mm_getcsr();
 };
 
 // Linux lets a process use tiles when it has asked to.

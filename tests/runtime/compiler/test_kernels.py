@@ -284,7 +284,12 @@ class Sequences:
         return [output[b * Q : b * Q + num_tokens] for b, (_, _, num_tokens) in enumerate(rows)]
 
 
-SHAPES = {"4 heads": (12, 4, 64, 64), "1 head": (4, 1, 32, 32), "odd heads": (4, 2, 12, 12)}
+SHAPES = {
+    "4 heads": (12, 4, 64, 64),
+    "1 head": (4, 1, 32, 32),
+    "a head for each": (3, 3, 32, 64),
+    "odd heads": (4, 2, 12, 12),
+}
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1400), st.integers(1, 90)), min_size=1, max_size=4)
 
 
