@@ -88,12 +88,24 @@ inline void accumulate(const at::BFloat16* a, int64_t lda, const Piece<at::BFloa
 
 #if defined(__AMX_BF16__)
 constexpr int64_t kTileDepth = 32;  // of numbers of 16 bits
-constexpr int kFewRows = 4;         // for which tiles are mostly empty
+
+// A number of bfloat16 that is kept as a float: to widen one for each product would take longer than the product.
+struct Widened {
+  float value;
+
+  explicit Widened(float number = 0) : value(at::BFloat16(number)) {}
+  operator float() const { return value; }
+  friend void narrow(Lanes v, Widened* to) {
+    at::BFloat16 numbers[kLanes];
+    ::narrow(v, numbers);
+    store(&to->value, widen(numbers));
+  }
+};
 
 // The bits of tiles without them: of 32 neighbouring products TDPBF16PS adds up the even ones and the odd ones apart, then
 // both, then what was there (Intel 64 and IA-32 Architectures Software Developer's Manual).
 template <int R, int W, typename B>
-inline void accumulate_as_tiles(const at::BFloat16* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
+inline void accumulate_as_tiles(const Widened* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
   for (int64_t start = 0; start < depth; start += kTileDepth) {
     Lanes even[R][W] = {}, odd[R][W] = {};
     const auto add = [&](int64_t k, Lanes (&half)[R][W]) {

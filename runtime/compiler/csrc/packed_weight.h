@@ -83,6 +83,9 @@ struct WidenedWeight {
     return std::max<int64_t>(kMostColumns / least, 1) * least;
   }
 
+  template <typename Product>
+  static bool reads_in_place(int64_t) { return false; }
+
   template <typename Product, typename Use>
   void with_piece(int64_t panel, int64_t k, int64_t depth, int64_t, const Use& use) const {
     thread_local std::vector<float> floats;

@@ -100,13 +100,23 @@ void weigh(const Inputs<T, S>& in, const Task& task, const Seen& seen, int64_t h
   }
 }
 
-// By products of numbers of type E. Keys and values are read where they lie, or those of one head are copied into floats: for many
-// rows, so that they are widened once, and where they do not lie as vectors want them. The bits are the same.
+// What keys and values are multiplied by.
+template <Arithmetic arithmetic>
+struct Factor { using Type = float; };
+template <>
+struct Factor<kPairs> { using Type = at::BFloat16; };
+#if defined(__AMX_BF16__)
+template <>
+struct Factor<kTiles> { using Type = Widened; };
+#endif
+
+// Keys and values are read where they lie, or those of one head are copied into floats: for many rows, so that they are
+// widened once, and where they do not lie as vectors want them. The bits are the same.
 template <Arithmetic arithmetic, bool direct, typename T, typename S>
 void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Partial& out, int64_t width) {
-  using E = std::conditional_t<arithmetic == kFloat32, float, at::BFloat16>;
+  using E = typename Factor<arithmetic>::Type;
   using Number = std::conditional_t<direct, S, float>;
-  constexpr int64_t kMostRows = arithmetic == kTiles ? kFewRows : kTileRows;
+  constexpr int kMostRows = arithmetic == kTiles ? kFewRows : kTileRows;
   const int64_t num_rows = task.num_rows, all_rows = task.num_heads * num_rows;
   thread_local std::vector<E> numbers;
   thread_local std::vector<float> all_scores, copies;

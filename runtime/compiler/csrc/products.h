@@ -32,6 +32,7 @@ Lines<T> make_lines(int64_t count) {
 }
 
 constexpr int64_t kPanel = 2 * kLanes;
+constexpr int64_t kManyTiles = 3, kPanelsTogether = 4;
 constexpr int64_t kAhead = 5120;  // bytes of a panel that are asked for before they are needed
 
 template <typename T>
@@ -73,7 +74,7 @@ inline void store_sums(const Lanes (&sums)[R][2], float* to) {
 
 // Each of the three below holds the tokens in the form that it wants, and has
 // add(): sums (rows x kPanel) += x (rows x depth) panel (depth x kPanel), of the tokens from `row` on and the columns from
-// `k` on; with_piece(): calls use(panel) with a piece of a panel in the form that it wants, which so many tiles will read;
+// `k` on, or sums = where they `start`; with_piece(): calls use(panel) with a piece of a panel in the form that it wants, which so many tiles will read;
 // first_row(): where one of the tiles begins into which M rows are divided.
 
 // Tiles of about equal size: 13 rows are 6 and 7.
@@ -87,8 +88,7 @@ struct EvenTiles {
 // Of many tokens a tile's numbers lie as they are read, column by column.
 template <typename T>
 struct InFloat32 : EvenTiles {
-  static constexpr bool kWidens = !std::is_same_v<T, float>;
-  static constexpr int64_t kManyTiles = 3;
+  static constexpr bool kWidens = !std::is_same_v<T, float>, kReadsInPlace = false;
   using Piece = float;  // of a panel that is widened from what it is stored as
   std::unique_ptr<float[]> own;
   const float* x;
@@ -132,20 +132,20 @@ struct InFloat32 : EvenTiles {
   }
 
   template <typename P>
-  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P* panel, float* to) const {
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P* panel, float* to, bool start) const {
     with_rows<kTileRows>(rows, [&](auto count) {
       constexpr int R = count();
-      if (by_columns) add_rows<R>(x + row * K + k * R, 1, R, depth, panel, to);
-      else add_rows<R>(x + row * K + k, K, 1, depth, panel, to);
+      if (by_columns) add_rows<R>(x + row * K + k * R, 1, R, depth, panel, to, start);
+      else add_rows<R>(x + row * K + k, K, 1, depth, panel, to, start);
     });
   }
 
   // Of tokens whose numbers lie so far apart, those of a column and those of a row.
   template <int R, typename P>
   [[gnu::always_inline]] static void add_rows(const float* factors, int64_t to_row, int64_t to_column, int64_t depth,
-                                              const P* panel, float* to) {
-    Lanes sums[R][2];
-    load_sums(to, sums);
+                                              const P* panel, float* to, bool start) {
+    Lanes sums[R][2] = {};
+    if (!start) load_sums(to, sums);
     for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
       for (int r = 0; r < R; ++r) {
         const float factor = factors[r * to_row + k * to_column];
@@ -160,6 +160,7 @@ struct InFloat32 : EvenTiles {
 #if defined(__AVX512BF16__)
 struct InPairs : EvenTiles {
   using Piece = at::BFloat16;
+  static constexpr bool kReadsInPlace = true;
   const at::BFloat16* x;
   int64_t K;
 
@@ -170,13 +171,13 @@ struct InPairs : EvenTiles {
   template <typename Use>
   static void with_piece(const at::BFloat16* panel, int64_t, int64_t, const Use& use) { use(panel); }
 
-  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to) const {
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to, bool start) const {
     with_rows<kTileRows>(rows, [&](auto count) {
       constexpr int R = count();
       const int64_t stride = K;
       const at::BFloat16 *factors = x + row * stride + k, *p = panel;
-      Lanes sums[R][2];
-      load_sums(to, sums);
+      Lanes sums[R][2] = {};
+      if (!start) load_sums(to, sums);
       for (int64_t k = 0; k < depth; k += 2, p += 2 * kPanel) {
         fetch_ahead(p, 2 * kPanel);
         const auto left = load<__m512bh>(p), right = load<__m512bh>(p + kPanel);
@@ -199,6 +200,7 @@ struct InPairs : EvenTiles {
 struct InTiles {
   using Piece = at::BFloat16;
   static constexpr int64_t kHeight = 16, kWidth = 32, kMostRows = 2 * kHeight;
+  static constexpr bool kReadsInPlace = true;
   Lines<at::BFloat16> x;  // (blocks of 16 tokens, blocks of 32 columns, 16, 32)
   int64_t K, num_blocks;
 
@@ -222,19 +224,17 @@ struct InTiles {
   template <typename Use>
   static void with_piece(const at::BFloat16* panel, int64_t, int64_t, const Use& use) { use(panel); }
 
-  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to) const {
-    const int64_t whole = depth / kWidth * kWidth;
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to, bool start) const {
+    const int64_t whole = depth / kWidth * kWidth, rest = depth - whole;
     const auto add = rows > kHeight ? add_blocks<2> : add_blocks<1>;
     const int64_t stride = num_blocks * kHeight * kWidth;
-    if (whole) add(at(row, k), stride, rows, whole, kWidth, panel, to);
-    if (whole < depth) add(at(row, k + whole), stride, rows, depth - whole, depth - whole, panel + whole * kPanel, to);
+    if (whole) add(at(row, k), stride, rows, whole, kWidth, panel, to, start);
+    if (rest) add(at(row, k + whole), stride, rows, rest, rest, panel + whole * kPanel, to, start && !whole);
     _tile_release();
   }
 
-  // With tokens in one block of 16, or in two; `width` columns at a time.
   template <int B>
-  static void add_blocks(const at::BFloat16* tokens, int64_t stride, int64_t rows, int64_t depth, int64_t width,
-                         const at::BFloat16* panel, float* to) {
+  static constexpr TileShapes shapes(int64_t rows, int64_t width) {
     const int64_t height[] = {std::min(rows, kHeight), rows - kHeight};
     TileShapes shapes;
     for (int b = 0; b < B; ++b) {
@@ -242,13 +242,29 @@ struct InTiles {
       shapes.set(4 + b, height[b], width * 2);
     }
     shapes.set(6, width / 2, 64), shapes.set(7, width / 2, 64);
-    shapes.use();
+    return shapes;
+  }
+
+  // With tokens in one block of 16, or in two; `width` columns at a time.
+  template <int B>
+  static void add_blocks(const at::BFloat16* tokens, int64_t stride, int64_t rows, int64_t depth, int64_t width,
+                         const at::BFloat16* panel, float* to, bool start) {
+    static constexpr TileShapes kWhole = shapes<B>(B * kHeight, kWidth);  // made on the stack they would be waited for
+    if (rows == B * kHeight && width == kWidth) kWhole.use();
+    else shapes<B>(rows, width).use();
     constexpr int64_t kRowBytes = kPanel * sizeof(float);
     float* below = to + kHeight * kPanel;
-    _tile_loadd(0, to, kRowBytes);
-    _tile_loadd(1, to + kLanes, kRowBytes);
-    if constexpr (B == 2) _tile_loadd(2, below, kRowBytes);
-    if constexpr (B == 2) _tile_loadd(3, below + kLanes, kRowBytes);
+    if (start) {  // numbers that were stored just now would have to be waited for
+      _tile_zero(0);
+      _tile_zero(1);
+      if constexpr (B == 2) _tile_zero(2);
+      if constexpr (B == 2) _tile_zero(3);
+    } else {
+      _tile_loadd(0, to, kRowBytes);
+      _tile_loadd(1, to + kLanes, kRowBytes);
+      if constexpr (B == 2) _tile_loadd(2, below, kRowBytes);
+      if constexpr (B == 2) _tile_loadd(3, below + kLanes, kRowBytes);
+    }
     for (int64_t k = 0; k < depth; k += width, panel += width * kPanel, tokens += kHeight * kWidth) {
       if constexpr (B == 1) fetch_ahead(panel, width * kPanel);
       _tile_loadd(4, tokens, 64);
@@ -290,6 +306,10 @@ struct Panels {
 
   static int64_t depth(int64_t most) { return most; }
 
+  // Whether a panel is not copied, and a piece of it is all of it.
+  template <typename Product>
+  static bool reads_in_place(int64_t K) { return Product::kReadsInPlace && K <= Product::depth(1); }
+
   template <typename Product, typename Use>
   void with_piece(int64_t panel, int64_t k, int64_t depth, int64_t num_tiles, const Use& use) const {
     Product::with_piece(packed + (panel * K + k) * kPanel, depth, num_tiles, use);
@@ -302,30 +322,42 @@ template <typename Product, typename T, typename Weight>
 void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int64_t M, int64_t K, int64_t N) {
   const Product x(tokens, M, K);
   const int64_t panels = (N + kPanel - 1) / kPanel, tiles = Product::num_tiles(M);
-  // A task is a panel, or with many threads and tokens a part of the tokens of one.
-  const int64_t parts = std::clamp<int64_t>(4 * num_threads() / panels, 1, tiles);
-  share_tasks(panels * parts, [&](int64_t task) {
-    thread_local std::vector<float> sums;
-    const int64_t panel = task / parts, first = panel * kPanel, width = std::min(kPanel, N - first);
+  // A task is a panel, or of many tokens some panels; or with many threads a part of the tokens of these.
+  const bool few_pages = tiles >= kManyTiles && weight.template reads_in_place<Product>(K);
+  const int64_t together = few_pages ? kPanelsTogether : 1, groups = (panels + together - 1) / together;
+  const int64_t parts = std::clamp<int64_t>(4 * num_threads() / groups, 1, tiles);
+  share_tasks(groups * parts, [&](int64_t task) {
+    struct alignas(64) Row { float sums[kPanel]; };
+    thread_local std::vector<Row> all_sums;
+    const int64_t begin = task / parts * together, end = std::min(begin + together, panels);
     const int64_t tile_begin = task % parts * tiles / parts, tile_end = (task % parts + 1) * tiles / parts;
     const int64_t from = Product::first_row(tile_begin, M), to = Product::first_row(tile_end, M);
-    float initial[kPanel] = {};
-    if (bias) widen(bias + first, initial, width);
     const int64_t most = weight.depth(Product::depth(tile_end - tile_begin));
-    sums.resize((K > most ? to - from : Product::kMostRows) * kPanel);
-    for (int64_t k = 0; k < K; k += most) {
-      const int64_t depth = std::min(most, K - k);
-      weight.template with_piece<Product>(panel, k, depth, tile_end - tile_begin, [&](auto piece) {
-        for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-          const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
-          float* sum = sums.data() + (K > most ? row - from : 0) * kPanel;
-          if (k == 0)
-            for (int64_t r = 0; r < rows; ++r) std::copy_n(initial, kPanel, sum + r * kPanel);
-          x.add(row, rows, k, depth, piece, sum);
-          if (k + depth == K) write_rows(sum, rows, width, out + row * N + first, N);
-        }
-      });
-    }
+    all_sums.resize(K > most ? to - from : Product::kMostRows);
+    const auto add_tile = [&](int64_t panel, int64_t tile, int64_t k, int64_t depth, auto piece) {
+      const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
+      const int64_t first = panel * kPanel, width = std::min(kPanel, N - first);
+      float* sum = all_sums[K > most ? row - from : 0].sums;
+      if (k == 0 && bias) {
+        float initial[kPanel] = {};
+        widen(bias + first, initial, width);
+        for (int64_t r = 0; r < rows; ++r) std::copy_n(initial, kPanel, sum + r * kPanel);
+      }
+      x.add(row, rows, k, depth, piece, sum, k == 0 && !bias);
+      if (k + depth == K) write_rows(sum, rows, width, out + row * N + first, N);
+    };
+    const auto add_tiles = [&](int64_t panel, int64_t first_tile, int64_t last_tile) {
+      for (int64_t k = 0; k < K; k += most) {
+        const int64_t depth = std::min(most, K - k);
+        weight.template with_piece<Product>(panel, k, depth, tile_end - tile_begin, [&](auto piece) {
+          for (int64_t tile = first_tile; tile < last_tile; ++tile) add_tile(panel, tile, k, depth, piece);
+        });
+      }
+    };
+    if (together == 1) return add_tiles(begin, tile_begin, tile_end);
+    // A tile's outputs of all panels in turn: rows lie in pages of their own, and to find a page takes longer than to write.
+    for (int64_t tile = tile_begin; tile < tile_end; ++tile)
+      for (int64_t panel = begin; panel < end; ++panel) add_tiles(panel, tile, tile + 1);
   });
 }
 

@@ -2,6 +2,8 @@
 
 #pragma once
 
+constexpr int kFewRows = 4;  // for which tiles are mostly empty
+
 #if defined(__AMX_TILE__)
 #include <immintrin.h>
 #include <pmmintrin.h>
@@ -18,7 +20,7 @@ struct alignas(64) TileShapes {
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
 
-  void set(int tile, int64_t num_rows, int64_t num_bytes) { rows[tile] = num_rows, row_bytes[tile] = num_bytes; }
+  constexpr void set(int tile, int64_t num_rows, int64_t num_bytes) { rows[tile] = num_rows, row_bytes[tile] = num_bytes; }
   void use() const {
     asm volatile("" : : "r"(this) : "memory");  // the instructions' operands do not tell what they read
     _tile_loadconfig(this);

@@ -82,7 +82,7 @@ void check_attention(at::ScalarType type, double tolerance, int64_t Q, int64_t c
   }
   const double scale = 1 / std::sqrt(double(D));
   const at::Tensor out =
-      paged_attention(query, key, value, keys, values, positions, slots, tables, scale, window, arithmetic);
+      paged_attention(query, key, value, keys, values, positions, slots, tables, scale, window, arithmetic, std::nullopt);
   bool right = true;
   for (int64_t b = 0; b < B; ++b)
     for (int64_t q = 0; q < Q; ++q)
@@ -145,7 +145,7 @@ void check_all(at::ScalarType type, double tolerance) {
   for (int64_t M : {1, 2, 5, 13, 40}) check_linear<T>(type, tolerance, M, 64, 40);
   check_linear<T>(type, tolerance, 25, 34, 7);
   check_linear<T>(type, tolerance, 3, 2100, 33);
-  for (int64_t arithmetic : {kFloat32, kPairs})
+  for (int64_t arithmetic : {kFloat32, kPairs, kTiles})
     for (int64_t window : {0, 37}) {
       check_attention<T>(type, tolerance, 1, 300, 32, 32, window, arithmetic);
       check_attention<T>(type, tolerance, 6, 603, 16, 16, window, arithmetic);

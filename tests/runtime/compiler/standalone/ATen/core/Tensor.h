@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <c10/core/ScalarType.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -18,8 +19,6 @@
 namespace at {
 
 using namespace c10;
-
-enum ScalarType { kFloat, kBFloat16, kHalf, kLong };
 
 struct Sizes {
   std::vector<int64_t> all;
