@@ -74,11 +74,12 @@ inline void store_sums(const Lanes (&sums)[R][2], float* to) {
 
 // Each of the three below holds the tokens in the form that it wants, and has
 // add(): sums (rows x kPanel) += x (rows x depth) panel (depth x kPanel), of the tokens from `row` on and the columns from
-// `k` on, or sums = where they `start`; with_piece(): calls use(panel) with a piece of a panel in the form that it wants, which so many tiles will read;
+// `k` on, or sums = where they `start`; State: what a thread keeps from one of these to the next; with_piece(): calls use(panel) with a piece of a panel in the form that it wants, which so many tiles will read;
 // first_row(): where one of the tiles begins into which M rows are divided.
 
 // Tiles of about equal size: 13 rows are 6 and 7.
 struct EvenTiles {
+  struct State {};
   static constexpr int64_t kMostRows = kTileRows;
   static int64_t num_tiles(int64_t M) { return (M + kTileRows - 1) / kTileRows; }
   static int64_t first_row(int64_t tile, int64_t M) { return tile * M / num_tiles(M); }
@@ -132,7 +133,7 @@ struct InFloat32 : EvenTiles {
   }
 
   template <typename P>
-  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P* panel, float* to, bool start) const {
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P* panel, float* to, bool start, State&) const {
     with_rows<kTileRows>(rows, [&](auto count) {
       constexpr int R = count();
       if (by_columns) add_rows<R>(x + row * K + k * R, 1, R, depth, panel, to, start);
@@ -171,7 +172,7 @@ struct InPairs : EvenTiles {
   template <typename Use>
   static void with_piece(const at::BFloat16* panel, int64_t, int64_t, const Use& use) { use(panel); }
 
-  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to, bool start) const {
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to, bool start, State&) const {
     with_rows<kTileRows>(rows, [&](auto count) {
       constexpr int R = count();
       const int64_t stride = K;
@@ -224,15 +225,6 @@ struct InTiles {
   template <typename Use>
   static void with_piece(const at::BFloat16* panel, int64_t, int64_t, const Use& use) { use(panel); }
 
-  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to, bool start) const {
-    const int64_t whole = depth / kWidth * kWidth, rest = depth - whole;
-    const auto add = rows > kHeight ? add_blocks<2> : add_blocks<1>;
-    const int64_t stride = num_blocks * kHeight * kWidth;
-    if (whole) add(at(row, k), stride, rows, whole, kWidth, panel, to, start);
-    if (rest) add(at(row, k + whole), stride, rows, rest, rest, panel + whole * kPanel, to, start && !whole);
-    _tile_release();
-  }
-
   template <int B>
   static constexpr TileShapes shapes(int64_t rows, int64_t width) {
     const int64_t height[] = {std::min(rows, kHeight), rows - kHeight};
@@ -244,14 +236,41 @@ struct InTiles {
     shapes.set(6, width / 2, 64), shapes.set(7, width / 2, 64);
     return shapes;
   }
+  template <int B>
+  static constexpr TileShapes kWhole = shapes<B>(B * kHeight, kWidth);
+
+  // The registers' shapes, which are set where they change: that is waited for.
+  class State {
+   public:
+    template <int B>
+    void use(int64_t rows, int64_t width) {
+      const bool is_whole = rows == B * kHeight && width == kWidth;
+      if (!is_whole) shapes<B>(rows, width).use();
+      else if (whole_ != &kWhole<B>) kWhole<B>.use();
+      whole_ = is_whole ? &kWhole<B> : nullptr;
+    }
+    State() = default;
+    State(const State&) = delete;
+    ~State() { _tile_release(); }
+
+   private:
+    const TileShapes* whole_ = nullptr;
+  };
+
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to, bool start,
+           State& state) const {
+    const int64_t whole = depth / kWidth * kWidth, rest = depth - whole;
+    const auto add = rows > kHeight ? add_blocks<2> : add_blocks<1>;
+    const int64_t stride = num_blocks * kHeight * kWidth;
+    if (whole) add(at(row, k), stride, rows, whole, kWidth, panel, to, start, state);
+    if (rest) add(at(row, k + whole), stride, rows, rest, rest, panel + whole * kPanel, to, start && !whole, state);
+  }
 
   // With tokens in one block of 16, or in two; `width` columns at a time.
   template <int B>
   static void add_blocks(const at::BFloat16* tokens, int64_t stride, int64_t rows, int64_t depth, int64_t width,
-                         const at::BFloat16* panel, float* to, bool start) {
-    static constexpr TileShapes kWhole = shapes<B>(B * kHeight, kWidth);  // made on the stack they would be waited for
-    if (rows == B * kHeight && width == kWidth) kWhole.use();
-    else shapes<B>(rows, width).use();
+                         const at::BFloat16* panel, float* to, bool start, State& state) {
+    state.template use<B>(rows, width);
     constexpr int64_t kRowBytes = kPanel * sizeof(float);
     float* below = to + kHeight * kPanel;
     if (start) {  // numbers that were stored just now would have to be waited for
@@ -334,6 +353,7 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
     const int64_t from = Product::first_row(tile_begin, M), to = Product::first_row(tile_end, M);
     const int64_t most = weight.depth(Product::depth(tile_end - tile_begin));
     all_sums.resize(K > most ? to - from : Product::kMostRows);
+    typename Product::State state;
     const auto add_tile = [&](int64_t panel, int64_t tile, int64_t k, int64_t depth, auto piece) {
       const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
       const int64_t first = panel * kPanel, width = std::min(kPanel, N - first);
@@ -343,7 +363,7 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
         widen(bias + first, initial, width);
         for (int64_t r = 0; r < rows; ++r) std::copy_n(initial, kPanel, sum + r * kPanel);
       }
-      x.add(row, rows, k, depth, piece, sum, k == 0 && !bias);
+      x.add(row, rows, k, depth, piece, sum, k == 0 && !bias, state);
       if (k + depth == K) write_rows(sum, rows, width, out + row * N + first, N);
     };
     const auto add_tiles = [&](int64_t panel, int64_t first_tile, int64_t last_tile) {
