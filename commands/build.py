@@ -31,7 +31,7 @@ def build(options: BuildOptions, output: Output) -> None:
         check_readable([options.quality_text])
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
 
-    from runtime.compiler.build import build_engine, default_max_seq_len
+    from runtime.compiler.build import Effort, build_engine, default_max_seq_len
     from runtime.compiler.quality import measure_quality, quality_text, record_quality
     from runtime.engine import resolve_device
 
@@ -51,7 +51,10 @@ def build(options: BuildOptions, output: Output) -> None:
             phase_times.begin(name)
             show(name)
 
-        config = build_engine(checkpoint_dir, output_dir, settings, target, replace=options.force, phase=phase)
+        effort = Effort(num_workers=options.workers)
+        config = build_engine(
+            checkpoint_dir, output_dir, settings, target, replace=options.force, phase=phase, effort=effort
+        )
         if text is not None:
             phase("comparing with the unrounded model")
             config = record_quality(output_dir, config, measure_quality(checkpoint_dir, *text))

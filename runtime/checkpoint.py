@@ -16,7 +16,14 @@ import torch
 
 from runtime.bundle import weights_files
 from runtime.checksums import CONFIG, config_digest, record_files
-from runtime.compiler.model import linear_layers, parameter_shapes, probe_config, renames_weights, split_config
+from runtime.compiler.model import (
+    linear_layers,
+    own_names,
+    parameter_shapes,
+    probe_config,
+    renames_weights,
+    split_config,
+)
 from runtime.compiler.pretrained import parse_language_model, parse_pretrained_config
 from runtime.config import CheckpointConfig, Dtype, Mapping, Precision, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
@@ -59,6 +66,8 @@ def convert(
     """
     check_output_is_not_input(output_dir, model_dir)
     source = _open_source(model_dir)
+    if tp_size > 1:
+        source = _with_own_names(source)
     _refuse_rounding_again(source, precision)
     dtype = dtype or _saved_dtype(source)
     losses = Losses(getattr(torch, dtype))
@@ -80,6 +89,14 @@ def convert(
     for message in losses.messages():
         warnings.warn(message, SpecDecWarning, stacklevel=2)
     return checkpoint
+
+
+def _with_own_names(source: Source) -> Source:
+    """The weights called as in the model, whose layers the plan names: files call some otherwise (GPT-NeoX)."""
+    pretrained = parse_pretrained_config(source.config, source.name)
+    names = own_names(pretrained, [tensor.name for tensor in source.tensors])
+    tensors = [replace_fields(one, name=name) for one, name in zip(source.tensors, names, strict=True)]
+    return replace_fields(source, tensors=tensors)
 
 
 def _splitting(source: Source, pieces: list[Piece], tp_size: int) -> Splitting | None:

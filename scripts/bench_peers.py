@@ -55,7 +55,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from commands.inputs.dataset import load_samples, summarization_prompt
 from runtime.checkpoint import convert
-from runtime.compiler.build import build_engine
+from runtime.compiler.build import Effort, build_engine
 from runtime.config import BuildConfig, Compiler
 from runtime.models import resolve_model
 from runtime.version import specdec_version
@@ -213,7 +213,13 @@ def make_engine(name: str, model: Model, max_draft_len: int, model_dir: Path, wo
         )
         device = torch.device("cpu")
         build_engine(
-            checkpoint_dir, directory, settings, device, replace=True, phase=lambda _: None, measure_costs=False
+            checkpoint_dir,
+            directory,
+            settings,
+            device,
+            replace=True,
+            phase=lambda _: None,
+            effort=Effort(measure_costs=False),
         )
         shutil.rmtree(checkpoint_dir)
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.checkpoint import convert
-from runtime.compiler.build import build_engine
+from runtime.compiler.build import Effort, build_engine
 from runtime.config import BuildConfig, Dtype, KVCacheQuantAlgo, Precision
 
 VOCAB_SIZE = 32
@@ -106,6 +106,7 @@ def build_tiny(
     kv_cache: KVCacheQuantAlgo | None = None,
     tp_size: int = 1,
     measure_costs: bool = False,
+    num_workers: int = 1,
     **build: Any,
 ) -> Path:
     """Convert and build; `build` as for `make_build`. What steps cost is measured only for who reads it."""
@@ -126,7 +127,7 @@ def build_tiny(
         torch.device("cpu"),
         replace=False,
         phase=lambda name: None,
-        measure_costs=measure_costs,
+        effort=Effort(measure_costs, num_workers),
     )
     return work_dir / "engine"
 

@@ -21,6 +21,7 @@ from runtime.config import (
 from runtime.errors import UsageError
 
 DEFAULT_MAX_INPUT_LEN = 1024
+MAX_WORKERS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,15 @@ class BuildOptions:
         Literal["auto", "cpu", "cuda"],
         typer.Option(help="What the engine runs on; `auto` is a GPU where there is one.", rich_help_panel=RUNTIME),
     ] = "auto"
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_WORKERS,
+            help="Processes that build at once, of a model that is split over devices: each has a rank's weights.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = 1
     quality_text: Annotated[
         Path | None,
         typer.Option(

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -47,6 +47,7 @@ from runtime.config import (
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
+from runtime.parallel.at_once import do_at_once
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.parallel.splitting import Splitting
 from runtime.temporary import own_temporary_files
@@ -74,6 +75,19 @@ Phase = Callable[[str], None]
 """Called with the name of the phase that begins."""
 
 
+@dataclass(frozen=True)
+class Effort:
+    """What a build takes, of which the step that is built shows nothing."""
+
+    measure_costs: bool = True
+    """False where nobody will ask what steps cost."""
+    num_workers: int = 1
+    """Processes that make ranks' steps at once, each with the memory that a rank's weights take."""
+
+
+_USUAL = Effort()
+
+
 def build_engine(
     checkpoint_dir: Path,
     output_dir: Path,
@@ -82,9 +96,9 @@ def build_engine(
     *,
     replace: bool,
     phase: Phase,
-    measure_costs: bool = True,
+    effort: Effort = _USUAL,
 ) -> EngineConfig:
-    """Write the engine directory of a checkpoint, with what its steps cost unless nobody will ask.
+    """Write the engine directory of a checkpoint, with what its steps cost.
 
     Raises SpecDecError if the settings do not fit the model, or the compiled step's logits differ from transformers';
     then nothing is written. A model that cannot be exported is compiled with `torch-compile` instead, and
@@ -101,7 +115,7 @@ def build_engine(
     Step(model).to(device)
     with own_temporary_files(), new_directory(output_dir, replace=replace) as directory, ExitStack() as stack:
         phase("compiling the step")
-        compiled = _compile_all(weights, model, shape, directory)
+        compiled = _compile_all(weights, model, shape, directory, effort.num_workers)
         shape = dataclasses.replace(shape, build_config=compiled.build)
         phase("checking the logits")
         step = _built_step(weights, model, shape, directory)
@@ -112,7 +126,7 @@ def build_engine(
         if rounded is not None:
             phase("compiling the copy that drafts")
             config, copied = _with_copy(config, copy_of(model, rounded), step, directory)
-        if measure_costs:
+        if effort.measure_costs:
             phase("measuring steps")
             config = _with_costs(config, step, copied, device)
         phase("writing the engine")
@@ -350,21 +364,25 @@ def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: in
     return _Compiled(build, arithmetic=arithmetic if uses_linear_kernel else None)
 
 
-def _compile_all(weights: _Weights, model: PreTrainedModel, shape: StepShape, directory: Path) -> _Compiled:
+def _compile_all(
+    weights: _Weights, model: PreTrainedModel, shape: StepShape, directory: Path, num_workers: int
+) -> _Compiled:
     """Write all that an opened step needs, of each rank."""
     if weights.with_kernels or weights.splitting is not None:
         _make_kernels(directory / LIBRARY)
     if weights.device.type == "cpu":
         flush_denormals()
-    is_alone = weights.splitting is None
-    compiled = _compile(model, shape, directory) if is_alone else _compile_ranks(weights, shape, directory)
+    if weights.splitting is None:
+        compiled = _compile(model, shape, directory)
+    else:
+        compiled = _compile_ranks(weights, shape, directory, num_workers)
     if compiled.build.compiler != "aot":
         for path in weights.paths:
             shutil.copyfile(path, directory / path.name)
     return compiled
 
 
-def _compile_ranks(weights: _Weights, shape: StepShape, directory: Path) -> _Compiled:
+def _compile_ranks(weights: _Weights, shape: StepShape, directory: Path, num_workers: int) -> _Compiled:
     """The step that all ranks have, and each one's weights as it wants them. SpecDecError if it cannot be compiled."""
     if weights.device.type != "cpu" or shape.build_config.compiler == "torch-compile":
         raise SpecDecError(
@@ -374,14 +392,20 @@ def _compile_ranks(weights: _Weights, shape: StepShape, directory: Path) -> _Com
         )
     if shape.build_config.compiler == "none":
         return _Compiled(shape.build_config)
-    compiled = []
-    for rank in range(weights.checkpoint.mapping.tp_size):
-        compiled.append(_compile(weights.model_of(rank), shape, directory, rank))
-        if compiled[rank].note is not None:
-            raise SpecDecError(
-                f"the model {compiled[rank].note}", hint="build it without a compiler, or for one device"
-            )
+    ranks = list(range(weights.checkpoint.mapping.tp_size))
+    compiled = do_at_once(partial(_compile_rank, weights, shape, directory), ranks, num_workers)
+    if (note := next((one.note for one in compiled if one.note is not None), None)) is not None:
+        raise SpecDecError(f"the model {note}", hint="build it without a compiler, or for one device")
     return compiled[0]  # whose step it is
+
+
+def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: int) -> _Compiled:
+    """In this process, or in one that has loaded nothing yet."""
+    load_kernels(directory / LIBRARY)
+    describe_kernels()
+    flush_denormals()
+    with own_temporary_files():
+        return _compile(weights.model_of(rank), shape, directory, rank)
 
 
 def _raise_machine_error(error: Exception) -> None:

@@ -74,8 +74,9 @@ def compile_aot(
     """Write the step as an AOTInductor package, and the weights it wants to be handed (on a GPU: none).
 
     Weights that are among the `known` ones of another step are not written again. Where there are several ranks the
-    package is the first's, and the others' weights are written for it. On the CPU its linear layers are computed in
-    `arithmetic`; returns whether all of them are. Whatever keeps a model from being exported is raised as it comes.
+    package is the first's; of the others weights are written for it, and nothing is compiled. On the CPU its linear
+    layers are computed in `arithmetic`; returns whether all of them are. Whatever keeps a model from being exported is
+    raised as it comes.
     """
     from torch.export.pt2_archive._package import package_pt2
     from torch.export.pt2_archive._package_weights import Weights
@@ -95,6 +96,7 @@ def compile_aot(
             "freezing": arithmetic is not None,
             "aot_inductor.metadata": {},
             "aot_inductor.package": True,
+            "aot_inductor.package_cpp_only": rank > 0,  # whose program is the first's, and is not compiled again
             "aot_inductor.precompile_headers": False,  # for one program it takes as long as reading them
             "aot_inductor.package_constants_in_so": not hands_over,
             "aot_inductor.package_constants_on_disk_format": "pickle_weights" if hands_over else None,

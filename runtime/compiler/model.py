@@ -6,9 +6,10 @@ gives the compiled function its signature.
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -21,7 +22,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.utils import logging as transformers_logging
 
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs
@@ -71,6 +73,13 @@ def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
 def renames_weights(config: PreTrainedConfig) -> bool:
     """Whether transformers may find the model's weights under other names than the model has for them."""
     return get_checkpoint_conversion_mapping(config.model_type) is not None  # type: ignore[no-untyped-call]
+
+
+def own_names(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
+    """What the model calls the weights that files have under these names, as far as transformers only renames them."""
+    mapping = get_model_conversion_mapping(_model_without_memory(config))
+    renamings = [one for one in mapping if type(one) is WeightRenaming]
+    return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
 
 
 def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:

@@ -23,6 +23,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch._inductor.config.cpp_cache_precompile_headers": (),
     "torch._inductor.config.aot_inductor.metadata": (),
     "torch._inductor.config.aot_inductor.package": (),
+    "torch._inductor.config.aot_inductor.package_cpp_only": (),
     "torch._inductor.config.aot_inductor.precompile_headers": (),
     "torch._inductor.config.aot_inductor.package_constants_in_so": (),
     "torch._inductor.config.aot_inductor.package_constants_on_disk_format": (),

@@ -303,7 +303,7 @@ def main() -> None:
     import torch
 
     from runtime.checkpoint import convert
-    from runtime.compiler.build import build_engine
+    from runtime.compiler.build import Effort, build_engine
     from runtime.config import BuildConfig
     from runtime.models import resolve_model
 
@@ -315,7 +315,13 @@ def main() -> None:
         build = BuildConfig("none", 2, 48, 96, 8, 16, "draft_tokens_external")
         device = torch.device("cpu")
         build_engine(
-            checkpoint_dir, engine_dir, build, device, replace=False, phase=lambda _: None, measure_costs=False
+            checkpoint_dir,
+            engine_dir,
+            build,
+            device,
+            replace=False,
+            phase=lambda _: None,
+            effort=Effort(measure_costs=False),
         )
         make_home(home, engine_dir, checkpoint_dir)
         counts, wrong = count_cases(home, given.first, given.num_cases)

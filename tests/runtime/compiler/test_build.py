@@ -27,7 +27,7 @@ from runtime.bundle import read_engine_config
 from runtime.checkpoint import convert
 from runtime.checksums import config_digest
 from runtime.compiler.attention import PAGED, PagedInputs, paged_attention
-from runtime.compiler.build import build_engine
+from runtime.compiler.build import Effort, build_engine
 from runtime.compiler.opening import current_environment
 from runtime.config import ENGINE_FORMAT_VERSION, EngineConfig
 from runtime.engine import Engine
@@ -43,7 +43,13 @@ CPU = torch.device("cpu")
 def build(checkpoint_dir: Path, output_dir: Path, *, replace: bool = False, **settings: Any) -> EngineConfig:
     config = make_build(**settings)
     return build_engine(
-        checkpoint_dir, output_dir, config, CPU, replace=replace, phase=lambda name: None, measure_costs=False
+        checkpoint_dir,
+        output_dir,
+        config,
+        CPU,
+        replace=replace,
+        phase=lambda name: None,
+        effort=Effort(measure_costs=False),
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from runtime.checkpoint import convert
-from runtime.compiler.build import build_engine
+from runtime.compiler.build import Effort, build_engine
 from runtime.compiler.kernels import load_kernels
 from runtime.compiler.quality import measure_quality, quality_text
 from runtime.config import Activations, CheckpointConfig, EngineConfig, Precision
@@ -76,7 +76,7 @@ def build(work_dir: Path, **settings: Any) -> EngineConfig:
         CPU,
         replace=False,
         phase=lambda name: None,
-        measure_costs=False,
+        effort=Effort(measure_costs=False),
     )
 
 

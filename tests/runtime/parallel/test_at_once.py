@@ -1,0 +1,56 @@
+"""Pieces of work that processes do at once come back in order; a process that ends is an error, and none is left."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import SpecDecError
+from runtime.parallel.at_once import do_at_once
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 9])
+def test_pieces_come_back_in_order(num_processes: int) -> None:
+    assert do_at_once(math.isqrt, [4, 9, 16, 25, 36], num_processes) == [2, 3, 4, 5, 6]
+
+
+def test_what_is_raised_elsewhere_is_raised_here() -> None:
+    with pytest.raises(ValueError, match="nonnegative"):
+        do_at_once(math.isqrt, [4, -9], 2)
+
+
+def test_a_process_that_ends_is_an_error() -> None:
+    with pytest.raises(SpecDecError, match="a process that was to do a part of the work has ended"):
+        do_at_once(os._exit, [3, 3], 2)
+
+
+def test_none_outlives_who_asks(tmp_path: Path) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text(
+        "import time\nfrom runtime.parallel.at_once import do_at_once\n"
+        "if __name__ == '__main__':\n    do_at_once(time.sleep, [60, 60], 2)\n"
+    )
+    with subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": str(ROOT)}) as asking:
+        end = time.monotonic() + 20
+        while len(children := sleeping_children(asking.pid)) < 2 and time.monotonic() < end:
+            time.sleep(0.02)
+        asking.send_signal(signal.SIGKILL)
+    while any(map(is_there, children)) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert len(children) == 2 and not any(map(is_there, children))
+
+
+def sleeping_children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(one) for one in found if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() != b""
