@@ -9,6 +9,7 @@ from commands.options.tune import TuneInputs, TuneOptions, named_drafter
 from commands.output import Output, check_output_files
 from runtime.bundle import read_bundle
 from runtime.drafters.settings import check_has_copy
+from runtime.parallel.devices import check_device_ids
 
 
 @expand_groups
@@ -23,7 +24,7 @@ def tune(
     that name a drafter, or several, tune that only.
     """
     named = named_drafter(lookups, models, options.drafters)
-    options.check(inputs, named)
+    options.check(inputs, named.drafter)
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if inputs.traces is None else []
     if options.output is not None:
         read = [path for path in (lookups.ngram_corpus, models.draft_engine_dir) if path is not None]
@@ -31,17 +32,18 @@ def tune(
     if inputs.traces is not None:
         check_readable([inputs.traces])
     if inputs.engine_dir is not None:
-        build = read_bundle(inputs.engine_dir).config.build_config
-        check_has_copy(named, has_copy=build.self_draft is not None)
+        config = read_bundle(inputs.engine_dir).config
+        check_has_copy(named.drafter, has_copy=config.build_config.self_draft is not None)
+        check_device_ids(named.device_ids, config.mapping.tp_size)
     if inputs.tokenizer_dir is not None:
         check_tokenizer_dir(inputs.tokenizer_dir)
-    check_drafter(named, None)
+    check_drafter(named.drafter, None)
 
     from commands.tuning import tune_engine, tune_traces
     from runtime.tuning.job import Scope
 
-    scope = Scope(named, lookups.ngram_pool == "public", options.max_draft_len)
+    scope = Scope(named.drafter, lookups.ngram_pool == "public", options.max_draft_len)
     if inputs.engine_dir is None:
         tune_traces(inputs, options, scope, output)
     else:
-        tune_engine(inputs.engine_dir, inputs, options, scope, prompts, output)
+        tune_engine(inputs, options, scope, named.device_ids, prompts, output)

@@ -6,13 +6,16 @@ from pathlib import Path
 from commands.documents.tune import Tuning, tune_document
 from commands.inputs.prompts import Prompt, without_padding
 from commands.inputs.traces import read_traces
+from commands.options.drafter_configs import Devices
 from commands.options.single import end_id_params
 from commands.options.tune import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
 from commands.output import Output
 from commands.tables.tune import show
 from runtime.bundle import read_bundle
 from runtime.drafters.compatibility import check_corpora
+from runtime.drafters.settings import ChainDrafter, DrafterSettings, DraftTargetDrafter, OneDrafter
 from runtime.llm import LLM
+from runtime.parallel.devices import check_device_ids
 from runtime.params import SamplingParams
 from runtime.request import Request
 from runtime.text import open_tokenizer, tokenizer_vocab_size
@@ -30,26 +33,33 @@ def tune_traces(inputs: TuneInputs, options: TuneOptions, scope: Scope, output: 
         check_corpora(scope.named, tokenizer, vocab_size)
     scope.longest_draft(None)
     search = replay_alone(read_traces(inputs.traces, tokenizer, vocab_size), scope, output.progress)
-    tuning = Tuning(search, _settings(inputs, options))
+    tuning = Tuning(search, _settings(inputs, options, None))
     show(tuning, output)
     output.document(tune_document(tuning))
 
 
 def tune_engine(
-    engine_dir: Path, inputs: TuneInputs, options: TuneOptions, scope: Scope, prompts: list[Prompt], output: Output
+    inputs: TuneInputs,
+    options: TuneOptions,
+    scope: Scope,
+    device_ids: Devices,
+    prompts: list[Prompt],
+    output: Output,
 ) -> None:
     """With an engine: predict, time the best, recommend."""
-    bundle = read_bundle(engine_dir)
+    assert inputs.engine_dir is not None
+    bundle = read_bundle(inputs.engine_dir)
+    scope = replace(scope, named=_with_devices(scope.named))
     scope.longest_draft(bundle.config.build_config.max_draft_len)
     timing = Timing(options.batch_size or 1, options.num_live_prompts or DEFAULT_LIVE_PROMPTS)
-    with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode="orchestrator") as llm:
+    with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode="orchestrator", device_ids=device_ids) as llm:
         check_tuning(llm, scope, timing.batch_size)
         answered = _answered(llm, inputs, options, scope, prompts, output)
         tuned = tune(llm, answered, scope, timing, output.progress)
     confirmation = tuned.confirmation
-    tuning = Tuning(tuned.search, _settings(inputs, options), tuned.tried, confirmation)
+    tuning = Tuning(tuned.search, _settings(inputs, options, llm.device_ids), tuned.tried, confirmation)
     if options.output is not None:
-        identity = ProfileEngine(str(engine_dir), engine_digest(bundle.config))
+        identity = ProfileEngine(str(inputs.engine_dir), engine_digest(bundle.config))
         candidate = confirmation.recommended.candidate
         figures = _figures(confirmation, timing.batch_size)
         write_profile(options.output, Profile(identity, candidate.drafter, candidate.draft_len_mode, figures))
@@ -99,10 +109,25 @@ def _figures(confirmation: Confirmation, batch_size: int) -> Figures:
     )
 
 
-def _settings(inputs: TuneInputs, options: TuneOptions) -> dict[str, object]:
+def _with_devices(drafter: DrafterSettings | None) -> DrafterSettings | None:
+    """With the devices that a draft model has by itself, by which flags and a profile then name them."""
+    if isinstance(drafter, ChainDrafter):
+        return ChainDrafter([_with_own(one) for one in drafter.drafters])
+    return None if drafter is None else _with_own(drafter)
+
+
+def _with_own(drafter: OneDrafter) -> OneDrafter:
+    if not isinstance(drafter, DraftTargetDrafter):
+        return drafter
+    tp_size = read_bundle(Path(drafter.model)).config.mapping.tp_size
+    return replace(drafter, device_ids=check_device_ids(drafter.device_ids, tp_size))
+
+
+def _settings(inputs: TuneInputs, options: TuneOptions, device_ids: Devices) -> dict[str, object]:
     has_engine, has_traces = inputs.engine_dir is not None, inputs.traces is not None
     return {
         "engine_dir": str(inputs.engine_dir) if has_engine else None,
+        "device_ids": None if device_ids is None else list(device_ids),
         "traces": str(inputs.traces) if has_traces else None,
         "max_output_len": None if has_traces else options.max_output_len or DEFAULT_OUTPUT_LEN,
         "batch_size": options.batch_size or 1,

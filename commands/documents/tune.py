@@ -26,6 +26,11 @@ class Tuning:
     confirmation: Confirmation | None = None
 
     @property
+    def device_ids(self) -> tuple[int, ...]:
+        """The target's; by replay alone the first, as in all examples."""
+        return tuple(self.settings["device_ids"] or (0,))
+
+    @property
     def traces(self) -> Sequence[Trace]:
         return self.search.replayer.traces
 
@@ -55,12 +60,12 @@ def tune_document(tuning: Tuning) -> dict[str, Any]:
         "num_traces": len(tuning.traces),
         "num_output_tokens": sum(len(trace.output_tokens) for trace in tuning.traces),
         "mean_prompt_len": mean(len(trace.prompt_tokens) for trace in tuning.traces),
-        "screened": [_screened_record(one) for one in sorted(tuning.search.screened, key=lambda one: one.rank)],
+        "screened": [_screened_record(tuning, one) for one in sorted(tuning.search.screened, key=lambda one: one.rank)],
         "candidates": [_replayed_record(tuning, one) for one in tuning.ranked],
-        "tried": [_tried_record(one) for one in tuning.tried],
+        "tried": [_tried_record(tuning, one) for one in tuning.tried],
         "factors": None if confirmation is None else _parts(confirmation.factors),
-        "timed": None if confirmation is None else [_confirmed_record(one) for one in confirmation.confirmed],
-        "recommended": None if confirmation is None else _candidate_record(confirmation.recommended.candidate),
+        "timed": None if confirmation is None else [_confirmed_record(tuning, one) for one in confirmation.confirmed],
+        "recommended": None if confirmation is None else _candidate_record(tuning, confirmation.recommended.candidate),
         "settings": tuning.settings,
     }
 
@@ -69,28 +74,28 @@ def _parts(seconds: LoopSeconds) -> dict[str, float]:
     return {"prompts": seconds.prompts, "steps": seconds.others}
 
 
-def _candidate_record(candidate: Candidate) -> dict[str, Any]:
+def _candidate_record(tuning: Tuning, candidate: Candidate) -> dict[str, Any]:
     return {
-        "drafter": with_device(drafter_record(candidate.drafter)),
+        "drafter": _with_device(drafter_record(candidate.drafter), tuning.device_ids[0]),
         "draft_len_mode": candidate.draft_len_mode,
-        "flags": candidate_flags(candidate),
+        "flags": candidate_flags(candidate, tuning.device_ids),
     }
 
 
-def with_device(record: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Lookups' and the copy's, which `tune` has on the target's device; a draft model has its own."""
+def _with_device(record: dict[str, Any] | None, device_id: int) -> dict[str, Any] | None:
+    """Lookups' and the copy's, which `tune` has on the target's first device; a draft model has its own."""
     if record is None:
         return None
     if "device_ids" in record:
         return record | {"device_id": (record["device_ids"] or (0,))[0]}
     if "drafters" in record:
-        return record | {"drafters": [with_device(one) for one in record["drafters"]]}
-    return record | {"device_id": 0}
+        return record | {"drafters": [_with_device(one, device_id) for one in record["drafters"]]}
+    return record | {"device_id": device_id}
 
 
-def _screened_record(one: Replayed) -> dict[str, Any]:
+def _screened_record(tuning: Tuning, one: Replayed) -> dict[str, Any]:
     return {
-        **_candidate_record(one.candidate),
+        **_candidate_record(tuning, one.candidate),
         "num_traces": len(one.batches.stats),
         "total": one.total.counts(one.candidate.max_draft_len),
     }
@@ -99,7 +104,7 @@ def _screened_record(one: Replayed) -> dict[str, Any]:
 def _replayed_record(tuning: Tuning, one: Replayed) -> dict[str, Any]:
     max_draft_len = one.candidate.max_draft_len
     return {
-        **_candidate_record(one.candidate),
+        **_candidate_record(tuning, one.candidate),
         "total": one.total.counts(max_draft_len),
         "by_category": {
             category: stats_of_category(tuning.traces, one, category).counts(max_draft_len)
@@ -111,18 +116,18 @@ def _replayed_record(tuning: Tuning, one: Replayed) -> dict[str, Any]:
     }
 
 
-def _tried_record(one: Measured) -> dict[str, Any]:
+def _tried_record(tuning: Tuning, one: Measured) -> dict[str, Any]:
     return {
-        **_candidate_record(one.candidate),
+        **_candidate_record(tuning, one.candidate),
         "num_requests": len(one.generation.sequences),
         "measured": one.counts,
         "measured_s": one.seconds,
     }
 
 
-def _confirmed_record(one: Confirmed) -> dict[str, Any]:
+def _confirmed_record(tuning: Tuning, one: Confirmed) -> dict[str, Any]:
     return {
-        **_candidate_record(one.candidate),
+        **_candidate_record(tuning, one.candidate),
         "num_requests": len(one.measured.generation.sequences),
         "replayed": None if one.replayed is None else one.replayed.total.counts(one.candidate.max_draft_len),
         "measured": one.measured.counts,

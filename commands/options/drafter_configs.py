@@ -123,10 +123,10 @@ def _device_ids(flag: str, name: str, value: Any) -> Devices:
     return tuple(value)
 
 
-def candidate_flags(candidate: "Candidate") -> str:
-    """What `run` is told to generate in this way."""
+def candidate_flags(candidate: "Candidate", device_ids: tuple[int, ...]) -> str:
+    """What `run` is told to generate in this way, with the target on these devices."""
     drafters = each_drafter(candidate.drafter)
-    flags = [flag for one in drafters for flag in _flags(one)]
+    flags = [flag for one in drafters for flag in _flags(one, device_ids)]
     if any(isinstance(one, LookupDrafter) and one.pool == "public" for one in drafters):
         flags.append("--ngram-pool public")
     if len(drafters) > 1:
@@ -136,13 +136,15 @@ def candidate_flags(candidate: "Candidate") -> str:
     return " ".join(flags)
 
 
-def _flags(drafter: OneDrafter) -> list[str]:
-    """A drafter's own."""
+def _flags(drafter: OneDrafter, device_ids: tuple[int, ...]) -> list[str]:
+    """A drafter's own. A target on its first devices needs no list of them."""
+    target = _list(device_ids)
+    devices = "" if device_ids == tuple(range(len(device_ids))) else f",{target}"
     match drafter:
         case SuffixDrafter():
-            return [f"--suffix-config '[{drafter.max_draft_len}]'"]
+            return [f"--suffix-config '[{drafter.max_draft_len}{devices}]'"]
         case NgramDrafter():
-            flags = [f"--ngram-config '[{drafter.max_draft_len},{drafter.max_matching_ngram_size}]'"]
+            flags = [f"--ngram-config '[{drafter.max_draft_len},{drafter.max_matching_ngram_size}{devices}]'"]
             if drafter.ranking != "oldest":
                 flags.append(f"--ngram-ranking {drafter.ranking}")
             if drafter.min_matching_ngram_size > 1:
@@ -151,10 +153,14 @@ def _flags(drafter: OneDrafter) -> list[str]:
                 flags.append(f"--ngram-corpus {shlex.quote(str(drafter.corpus))}")
             return flags
         case DraftTargetDrafter():
-            numbers = f"{drafter.max_draft_len},{list(drafter.device_ids or (0,))},[0],{drafter.use_logits}"
+            numbers = f"{drafter.max_draft_len},{_list(drafter.device_ids or (0,))},{target},{drafter.use_logits}"
             model = shlex.quote(str(drafter.model))
             return [f"--draft-engine-dir {model}", f"--draft-target-model-config '[{numbers}]'"]
         case SelfDrafter():
-            return [f"--self-draft-config '[{drafter.max_draft_len},[0],{drafter.use_logits}]'"]
+            return [f"--self-draft-config '[{drafter.max_draft_len},{target},{drafter.use_logits}]'"]
         case CustomDrafter() | OwnDrafter():
             raise AssertionError("`tune` tries no drafter of somebody's own")
+
+
+def _list(device_ids: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, device_ids))}]"

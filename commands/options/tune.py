@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from commands.options.drafting import Drafters, DraftingOptions, parse_drafter
+from commands.options.drafting import Drafters, DraftingOptions, Named, parse_drafter
 from commands.options.drafting_models import ModelDrafterOptions
 from commands.options.expand import given_flags
 from commands.options.lookups import LookupOptions
@@ -155,16 +155,16 @@ def _refuse(reason: str, given: Mapping[str, object], hint: str) -> None:
             raise UsageError(f"`{flag}` {reason}: {value}", hint=hint)
 
 
-def named_drafter(lookups: LookupOptions, models: ModelDrafterOptions, drafters: str | None) -> DrafterSettings | None:
-    """What the flags name to be tuned; None for the grid, which of the options knows `--ngram-pool` only."""
+def named_drafter(lookups: LookupOptions, models: ModelDrafterOptions, drafters: str | None) -> Named:
+    """What the flags name to be tuned; nothing for the grid, which of the options knows `--ngram-pool` only."""
     if drafters is None and not given_flags(replace(lookups, **_NOT_NAMES)) and not given_flags(models):
         replace(lookups, ngram_pool=None).check_used([], "`--ngram-config` names the one drafter to tune")
-        return None
+        return Named(None)
     if drafters is not None and "custom" in drafters:
         raise UsageError(
             f"`tune` tries no drafter of your own: {drafters}", hint="`specdec run --stats` shows what one is worth"
         )
-    return parse_drafter(DraftingOptions(lookups, models, drafters=drafters)).drafter
+    return parse_drafter(DraftingOptions(lookups, models, drafters=drafters))
 
 
 _NOT_NAMES = dict.fromkeys(("ngram_ranking", "min_matching_ngram_size", "ngram_pool", "ngram_corpus"))

@@ -37,7 +37,7 @@ def show(tuning: Tuning, output: Output) -> None:
         )
         _show_recommendation(tuning, confirmation, output)
     elif output.quiet:
-        output.text(candidate_flags(best.candidate))
+        output.text(candidate_flags(best.candidate, tuning.device_ids))
 
 
 def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Output) -> None:
@@ -47,7 +47,7 @@ def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Out
         output.result("recommended: no drafter; none is faster by more than noise")
     else:
         output.result(f"recommended: {_name(candidate)}, {recommended.measured_speedup:.2f}x as fast as no drafter")
-    flags = f"--profile {profile}" if profile is not None else candidate_flags(candidate)
+    flags = f"--profile {profile}" if profile is not None else candidate_flags(candidate, tuning.device_ids)
     command = f"specdec run --engine-dir {tuning.settings['engine_dir']} {flags}".rstrip()
     output.result(f"to use it: {command} …")
     if output.quiet:

@@ -33,7 +33,7 @@ def do_at_once(work: Callable[[Piece], Done], pieces: Seq[Piece], num_processes:
             begun.append((process, ours))
             process.start()
             theirs.close()  # so that its end is noticed
-        shares = [_receive(ours) for _, ours in begun]
+        shares: list[list[Done]] = [_receive(ours) for _, ours in begun]
     finally:
         for process, ours in begun:
             if process.pid is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from command_line import Specdec, assert_valid, edit_json, tree
-from shared import once
+from shared import once, shared_engine
 from test_cli_errors import assert_one_clear_error
 from tiny import VOCAB_SIZE, make_model, repetitive_prompt
 from transformers import PreTrainedTokenizerFast
@@ -208,6 +208,43 @@ def test_what_models_draft_is_run_with_each_length(
     for one in document["timed"][1:]:
         assert (one["replayed"], one["predicted_s"], one["ratio"]) == (None, None, None)
     assert json.loads(profile.read_text())["figures"]["measured_speedup"] >= 1.0
+
+
+@pytest.fixture(scope="module")
+def split_engine_dir(llama_dir: Path, shared: Path, kernels: Path) -> Path:
+    """Of two ranks."""
+    return shared_engine(shared / "engines", llama_dir, tp_size=2, measure_costs=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "recommended"),
+    [
+        (["--draft-target-model-config", 1], "--draft-target-model-config '[1,[0],[0,1],False]'"),
+        (["--draft-target-model-config", "[1,[0],[1,0],True]"], "--draft-target-model-config '[1,[0],[1,0],True]'"),
+        (["--ngram-config", "[1,2,[1,0]]"], "--ngram-config '[1,2,[1,0]]'"),
+        (["--ngram-config", "1,2"], "--ngram-config '[1,2]'"),
+    ],
+)
+def test_a_split_engines_flags_name_a_device_for_each_rank(
+    flags: list[object], recommended: str, specdec: Specdec, split_engine_dir: Path, draft_engine_with_costs: Path
+) -> None:
+    """`run` takes them."""
+    arguments = ["--engine-dir", split_engine_dir, "--input-text", "The dog lost the ball.", "--max-output-len", 4]
+    if "--draft-target-model-config" in flags:
+        flags = ["--draft-engine-dir", draft_engine_with_costs, *flags]
+    document = specdec("tune", *arguments, *flags, "--num-live-prompts", 1, "--json").document
+    assert_valid("tune", document)
+    found = next(one["flags"] for one in document["timed"] if one["drafter"] and one["draft_len_mode"] == "fixed")
+    assert found.endswith(recommended)
+    settings = specdec("run", *arguments, *shlex.split(found), "--json").document["settings"]
+    name = "draft_target_model_config" if "draft" in found else "ngram_config"
+    assert settings[name]["device_ids"] == document["settings"]["device_ids"]
+
+
+def test_as_many_devices_as_ranks_are_named(specdec: Specdec, split_engine_dir: Path) -> None:
+    arguments = ["--engine-dir", split_engine_dir, "--input-text", "The dog", "--max-output-len", 4]
+    words = ("is not as long as the engine's tp_size 2: it has 1, [0]", "name 2 devices")
+    assert_one_clear_error(specdec("tune", *arguments, "--ngram-config", "[1,2,[0]]"), 2, words)
 
 
 COUNTS = ("num_steps", "num_draft_tokens", "num_accepted_draft_tokens")
