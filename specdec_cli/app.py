@@ -39,6 +39,7 @@ from commands.summarize import summarize
 from commands.tune import tune
 from commands.verify import verify
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
+from specdec_cli.launched import is_spare
 
 _EXAMPLES = {
     convert: (
@@ -255,7 +256,7 @@ def main() -> None:
     warnings.simplefilter("always", SpecDecWarning)
     warnings.showwarning = _show_warning
     try:
-        exit_code = app(prog_name="specdec", standalone_mode=False)
+        exit_code = 0 if is_spare() else app(prog_name="specdec", standalone_mode=False)
     except Exception as error:
         if _stopped_by:
             # Compiled code may have made another error of what the signal raised in it.
