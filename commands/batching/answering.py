@@ -88,6 +88,11 @@ class BatchModel:
         """So many requests keep the batch full."""
         return 2 * self._served.llm.engine.max_batch_size
 
+    @property
+    def failure(self) -> SpecDecError | None:
+        """Why the engine answers nothing any more; None while it does."""
+        return self._served.loop.failure
+
     def close(self) -> None:
         self._served.loop.stop(0)
 
@@ -101,7 +106,7 @@ class BatchModel:
             pending = Pending(request, body, len(asked), on_done)
             pending.answers = self._served.loop.submit(asked, pending)
         except SpecDecError as error:
-            if self._served.loop.failure is not None:
+            if self.failure is not None:
                 raise
             return _failed(request, as_http_error(error))
         except HTTPError as error:
@@ -124,8 +129,8 @@ class BatchModel:
         """Of a request that is done; to be called by whoever submitted it. SpecDecError when the engine has ended."""
         error = next((answer.progress.error for answer in pending.answers if answer.progress.error), None)
         if isinstance(error, StepFailed):
-            if self._served.loop.failure is not None:
-                raise self._served.loop.failure
+            if self.failure is not None:
+                raise self.failure
             return NotAnswered(pending.request.id, error.message)
         if error is not None:
             return _failed(pending.request, as_http_error(error))

@@ -42,6 +42,11 @@ class Model(Protocol):
         """Requests that it takes at a time."""
         ...
 
+    @property
+    def failure(self) -> SpecDecError | None:
+        """Why nothing is answered any more, such as a rank that has ended; None while something is."""
+        ...
+
     async def answer(self, request: Any) -> Any:
         """An outcome with a field `worker`, or NotAnswered."""
         ...
@@ -90,6 +95,13 @@ class Opened:
     hint: str | None = None
 
 
+@dataclass(frozen=True)
+class Ended:
+    """What a worker says instead of an outcome once its model has failed."""
+
+    why: str
+
+
 class Worker:
     """The actor."""
 
@@ -111,7 +123,13 @@ class Worker:
 
     async def answer(self, request: Any) -> Any:
         assert self._model is not None
-        outcome = await self._model.answer(request)
+        try:
+            outcome = await self._model.answer(request)
+        except SpecDecError:
+            if self._model.failure is None:
+                raise
+        if (failure := self._model.failure) is not None:
+            return Ended(failure.message)
         return outcome if isinstance(outcome, NotAnswered) else replace(outcome, worker=self._name)
 
 
@@ -223,7 +241,10 @@ class RayCrew:
         try:
             result = arrived.result.result()
         except RayActorError:
-            return self._replace(member)
+            return self._replace(member, "died")
+        if isinstance(result, Ended):
+            ray.kill(member.actor)
+            return self._replace(member, f"has no engine any more ({result.why})")
         if arrived.request_id is None:
             self._let_in(member, result)
             return []
@@ -240,7 +261,7 @@ class RayCrew:
             raise SpecDecError(f"no worker could open the model: {opened.error}", hint=opened.hint)
         warn(f"a worker could not open the model: {opened.error}")
 
-    def _replace(self, member: _Member) -> list[NotAnswered]:
+    def _replace(self, member: _Member, how: str) -> list[NotAnswered]:
         self._num_deaths += 1
         if self._num_deaths > _MAX_DEATHS * self._num_workers:
             raise SpecDecError(
@@ -248,7 +269,7 @@ class RayCrew:
                 hint="Ray's logs say why; perhaps the memory is too small for so many workers",
             )
         which = f"with {len(member.sent)} requests, which are asked again: {member.worker}"
-        warn(f"a worker died {which if member.worker else 'before it had opened the model'}")
+        warn(f"a worker {how} {which if member.worker else 'before it had opened the model'}")
         self._members.remove(member)
         self._members.append(self._begin())
         failure = "the worker died each time that it was asked"

@@ -77,6 +77,12 @@ class EvaluationModel:
         self.question = Question(setup.llm, setup.llm.request_of(setup.params))
         self._session = setup.session
 
+    @property
+    def failure(self) -> SpecDecError | None:
+        """Why an engine answers nothing any more; None while they do."""
+        draft_engine = self._session.draft_engine
+        return self.question.llm.engine.failure or (draft_engine.failure if draft_engine else None)
+
     async def answer(self, batch: BatchAsked) -> BatchAnswered:
         try:
             runs = answer_batch(self.question, self._session, batch.prompts, batch.place)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from command_line import Result, Specdec, assert_valid, draft_model
+from shared import shared_engine
 from test_cli_batch import openai, requests, results, texts, write
 
 ray = pytest.importorskip("ray")
@@ -107,6 +108,46 @@ def test_lost_machines_cost_nothing_but_time(
                 cluster.remove_node(cluster.list_all_nodes()[-1])
     cluster.add_node(num_cpus=1)
     assert sorted(lines) == sorted(alone.splitlines()) and len(workers) > 1
+
+
+@pytest.fixture(scope="module")
+def split_engine_dir(llama_dir: Path, shared: Path, kernels: Path) -> Path:
+    """Of two ranks."""
+    return shared_engine(shared / "engines", llama_dir, tp_size=2)
+
+
+def rank_of(worker: str) -> int:
+    """The process of a worker's rank 1, by Linux."""
+    (pid,) = Path(f"/proc/{(own := int(worker.rpartition(':')[2]))}/task/{own}/children").read_text().split()
+    assert b"parallel.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return int(pid)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not tell whose child a process is")
+def test_a_rank_that_ends_costs_its_worker(
+    cluster: Any,
+    split_engine_dir: Path,
+    process_environment: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Another is begun, what it had is asked again, and no rank is left."""
+    write(tmp_path / "requests.jsonl", requests(40))
+    assert run(tmp_path, split_engine_dir, process_environment).exit_code == 0
+    job = job_of(split_engine_dir)
+    requests_file = look_through(tmp_path / "requests.jsonl", job.digest())
+    lines, ranks = [], set()
+    with connected(cluster.address):
+        crew = RayCrew(WorkerJob(job, None, None), 1, 1)
+        for number, outcome in enumerate(answer_all(crew, requests_file.read(requests_file.places), failed_outcome)):
+            lines.append(outcome.line)
+            if number in (3, 20):
+                ranks.add(rank_of(outcome.worker))
+            if number == 3:
+                os.kill(next(iter(ranks)), signal.SIGKILL)
+    assert sorted(lines) == sorted((tmp_path / "results.jsonl").read_bytes().splitlines())
+    assert len(ranks) == 2
+    assert "a worker has no engine any more (rank 1 of 2 has ended: SIGKILL) with" in capsys.readouterr().err
 
 
 def test_a_request_that_kills_its_workers_is_told(
