@@ -14,6 +14,7 @@ from commands.tables.tune import show
 from runtime.bundle import read_bundle
 from runtime.drafters.compatibility import check_corpora
 from runtime.drafters.settings import ChainDrafter, DrafterSettings, DraftTargetDrafter, OneDrafter
+from runtime.errors import draft_engine_errors
 from runtime.llm import LLM
 from runtime.parallel.devices import check_device_ids
 from runtime.params import SamplingParams
@@ -119,8 +120,9 @@ def _with_devices(drafter: DrafterSettings | None) -> DrafterSettings | None:
 def _with_own(drafter: OneDrafter) -> OneDrafter:
     if not isinstance(drafter, DraftTargetDrafter):
         return drafter
-    tp_size = read_bundle(Path(drafter.model)).config.mapping.tp_size
-    return replace(drafter, device_ids=check_device_ids(drafter.device_ids, tp_size))
+    with draft_engine_errors():
+        tp_size = read_bundle(Path(drafter.model)).config.mapping.tp_size
+        return replace(drafter, device_ids=check_device_ids(drafter.device_ids, tp_size))
 
 
 def _settings(inputs: TuneInputs, options: TuneOptions, device_ids: Devices) -> dict[str, object]:

@@ -74,14 +74,19 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
 @contextmanager
 def _temporary_sibling(path: Path) -> Iterator[Path]:
     """A directory beside `path` for the length of the block; what killed processes left of theirs is gone."""
-    for left_over in _hidden_siblings(path, "tmp"):
-        remove_if_abandoned(left_over)
+    remove_left_over(path)
     temporary = _hidden_sibling(path, "tmp")
     try:
         with locked_directory(temporary):
             yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_left_over(path: Path) -> None:
+    """Remove what processes that were killed while they wrote `path` left beside it."""
+    for left_over in _hidden_siblings(path, "tmp"):
+        remove_if_abandoned(left_over)
 
 
 def recover_directory(path: Path) -> None:

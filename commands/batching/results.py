@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from commands.batching.lines import Place
 from runtime.errors import SpecDecError
-from runtime.files import new_file
+from runtime.files import new_file, remove_left_over
 from runtime.reading import raise_unreadable, shown
 
 _FLUSH_INTERVAL_S = 1.0
@@ -74,7 +74,9 @@ class Results:
 
     def finish(self) -> None:
         """All results as one file, in the order of the requests."""
-        if not self._is_written:
+        if self._is_written:
+            remove_left_over(self.path.resolve())  # by a process that was killed once they had their name
+        else:
             with new_file(self.path, replace=True) as new, new.open("wb") as output:
                 for line in self._in_order():
                     output.write(line)

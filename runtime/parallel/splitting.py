@@ -159,8 +159,9 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _refuse(family: str, style: str) -> None:
+    what = "experts" if "moe" in style else "layers"
     raise SpecDecError(
-        f"transformers splits this model over devices in a way that is not supported ({style}): {family}",
+        f"transformers splits this model's {what} over devices in a way that is not supported ({style}): {family}",
         hint="run it on one device",
     )
 

@@ -2,6 +2,7 @@
 
 python scripts/campaigns/kill.py                     100 kills of all commands in turn
 python scripts/campaigns/kill.py --kills 10 --first 700
+python scripts/campaigns/kill.py --kills 10 --only batch     whose results are an undisturbed call's, byte for byte
 python scripts/campaigns/kill.py --slow              the same with a disk that is slow (a C++ compiler makes it so)
 python scripts/campaigns/kill.py --disks             full and read-only disks (root: they are mounted), and no kills
 
@@ -66,13 +67,15 @@ class Moments:
 class Campaign:
     """Commands, what they need, and what came of them, in a directory."""
 
-    def __init__(self, work_dir: Path, without: Sequence[str] = ()) -> None:
-        """All commands but those of these names."""
+    def __init__(self, work_dir: Path, only: str | None = None, without: Sequence[str] = ()) -> None:
+        """All commands but those of these names, or the one of a name."""
         self.work_dir = work_dir
         self.temporary = work_dir / "temporary"
         self.temporary.mkdir()
         self.found: Counter[str] = Counter()
-        self.commands = [command for command in make_commands(self) if command.name not in without]
+        self.commands = [
+            command for command in make_commands(self) if command.name not in without and only in (None, command.name)
+        ]
         self.moments = {command.name: self._time(command) for command in self.commands}
 
     def kill(self, number: int) -> list[str]:
@@ -318,6 +321,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="number of the first kill")
+    parser.add_argument("--only", metavar="COMMAND", help="kill none but this one")
     parser.add_argument("--slow", action="store_true")
     parser.add_argument("--disks", action="store_true")
     given = parser.parse_args()
@@ -330,7 +334,7 @@ def main() -> None:
     forks.import_all()
     problems = []
     with tempfile.TemporaryDirectory(prefix="kill-") as directory:
-        campaign = Campaign(Path(directory))
+        campaign = Campaign(Path(directory), given.only)
         if given.disks:
             trials = [lambda c=c, d=d: campaign.try_disk(c, d) for c in campaign.commands for d in DISKS]
         else:

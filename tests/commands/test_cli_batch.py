@@ -295,6 +295,17 @@ def test_done_requests_are_not_asked_again(batch: Batch, undisturbed: bytes, tmp
     assert tree(tmp_path) == ["requests.jsonl", "results.jsonl"]
 
 
+def test_what_a_process_left_that_was_killed_as_it_ended_is_removed(
+    batch: Batch, undisturbed: bytes, tmp_path: Path
+) -> None:
+    """The results have their name, and the directory that they were written in was still there."""
+    (tmp_path / "results.jsonl").write_bytes(undisturbed)
+    (tmp_path / "results.jsonl.partial").write_bytes(undisturbed)
+    (tmp_path / ".results.jsonl.1f92f607.tmp").mkdir()
+    assert batch(requests()).exit_code == 0
+    assert tree(tmp_path) == ["requests.jsonl", "results.jsonl"]
+
+
 def test_requests_may_be_added(batch: Batch, undisturbed: bytes, tmp_path: Path) -> None:
     assert batch(requests()[:10]).exit_code == 0
     assert batch(requests(), "--json").document["num_done_before"] == 10

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from command_line import Result, Specdec, assert_valid, draft_model
 from shared import shared_engine
@@ -117,13 +118,12 @@ def split_engine_dir(llama_dir: Path, shared: Path, kernels: Path) -> Path:
 
 
 def rank_of(worker: str) -> int:
-    """The process of a worker's rank 1, by Linux."""
-    (pid,) = Path(f"/proc/{(own := int(worker.rpartition(':')[2]))}/task/{own}/children").read_text().split()
-    assert b"parallel.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return int(pid)
+    """The process of a worker's rank 1."""
+    (rank,) = (one for one in psutil.Process(int(worker.rpartition(":")[2])).children() if one.cmdline())
+    assert "parallel.worker" in " ".join(rank.cmdline())
+    return rank.pid
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not tell whose child a process is")
 def test_a_rank_that_ends_costs_its_worker(
     cluster: Any,
     split_engine_dir: Path,

@@ -245,6 +245,8 @@ def test_as_many_devices_as_ranks_are_named(specdec: Specdec, split_engine_dir: 
     arguments = ["--engine-dir", split_engine_dir, "--input-text", "The dog", "--max-output-len", 4]
     words = ("is not as long as the engine's tp_size 2: it has 1, [0]", "name 2 devices")
     assert_one_clear_error(specdec("tune", *arguments, "--ngram-config", "[1,2,[0]]"), 2, words)
+    draft = ["--draft-engine-dir", split_engine_dir, "--draft-target-model-config", "[4,[0],[0,1],False]"]
+    assert_one_clear_error(specdec("tune", *arguments, *draft), 2, ("draft engine: the list", *words))
 
 
 COUNTS = ("num_steps", "num_draft_tokens", "num_accepted_draft_tokens")

@@ -1,7 +1,9 @@
 """What ranks hold of a model is all of it, bit for bit, and what cannot be split is refused by name."""
 
+from collections import Counter
 from pathlib import Path
 
+import families
 import pytest
 import torch
 from quantized import save_gptq
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from runtime.checkpoint import convert
 from runtime.checkpoint_dir import open_checkpoint
-from runtime.compiler.model import split_config
+from runtime.compiler.model import probe_config, split_config
 from runtime.config import Mapping, Precision
 from runtime.errors import SpecDecError, SpecDecWarning
 
@@ -84,6 +86,28 @@ def test_what_has_no_plan_is_refused_by_name(family: str, words: str, tmp_path: 
     with pytest.raises(SpecDecError, match=f"{words}.*{make_config(family).model_type}"):
         converted(tmp_path / "model", tmp_path / "split", 2)
     assert not (tmp_path / "split").exists()
+
+
+@pytest.mark.slow
+def test_every_family_that_runs_is_split_or_refused_by_name() -> None:
+    """Of transformers' registry, each as small as scripts/families.py makes it; docs/devices.md has the numbers."""
+    found = Counter(outcome for family in families.FAMILIES if (outcome := splitting_of(family)) is not None)
+    assert found == {"split": 39, "experts": 25, "no plan": 29, "not supported": 4}
+
+
+def splitting_of(family: str) -> str | None:
+    """None of a family that does not run on one device either."""
+    try:
+        config = families.small_config(family)
+        probe_config(config)
+    except Exception:
+        return None
+    try:
+        assert split_config(config, 2) is not None
+    except SpecDecError as error:
+        assert f": {config.model_type}" in error.message  # or that of the model inside
+        return next(words for words in ("experts", "no plan", "not supported") if words in error.message)
+    return "split"
 
 
 @pytest.mark.parametrize(
