@@ -1,10 +1,10 @@
 """A model that is split over two devices beside the same model on one: times of a step, of a sum, and bytes of weights.
 
-The model is `bench_step.py`'s Llama of 101 M random parameters, the context 1,000 tokens. One rank has all cores that
-the process may use, each of two half of them. The engines take turns; each turn opens one of them, and the fastest
-half of its steps counts, because absolute times on shared machines mean little.
+The model is `bench_step.py`'s Llama of 101 M random parameters, or its one of 1.1 B, the context 1,000 tokens. One rank
+has all cores that the process may use, each of two half of them. The engines take turns; each turn opens one of them,
+and the fastest half of its steps counts, because absolute times on shared machines mean little.
 
-    python scripts/bench_ranks.py [--dtype float32] [--turns 3] [--runs 40] [--work-dir DIR]
+    python scripts/bench_ranks.py [--size 1.1B] [--dtype float32] [--turns 3] [--runs 40] [--work-dir DIR]
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from bench_step import CONTEXT, DRAFT_LEN, make_engine
+from bench_step import CONTEXT, DRAFT_LEN, LLAMA_101M, LLAMA_1100M, make_engine
 
 import runtime.parallel.operations  # noqa: F401  (declares the sum)
 from runtime.batch import Row, pack
@@ -26,6 +26,7 @@ from runtime.parallel.devices import cores_of, pin
 from runtime.parallel.processes import shared_memory
 
 NUM_FLOATS, NUM_SUMS = 768, 20_000
+SHAPES = {"101M": LLAMA_101M, "1.1B": LLAMA_1100M}
 QUERIES = (1, DRAFT_LEN + 1)
 
 
@@ -80,6 +81,7 @@ def fastest_half(times: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--size", choices=SHAPES, default="101M", help="with --work-dir a directory for each")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--work-dir", type=Path, help="keeps the engines for the next run")
@@ -87,7 +89,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work_dir = arguments.work_dir or Path(temporary)
         work_dir.mkdir(parents=True, exist_ok=True)
-        engines = {tp_size: make_engine(work_dir, arguments.dtype, tp_size)[0] for tp_size in (1, 2)}
+        engines = {n: make_engine(work_dir, arguments.dtype, n, SHAPES[arguments.size])[0] for n in (1, 2)}
         load_kernels(engines[2] / LIBRARY)
         sum_us = time_sums()
         times: dict[int, dict[int, list[float]]] = {tp_size: {n: [] for n in QUERIES} for tp_size in engines}
@@ -96,7 +98,7 @@ def main() -> None:
                 for num_tokens, taken in time_steps(engine_dir, arguments.runs).items():
                     times[tp_size][num_tokens] += taken
         num_bytes = {tp_size: (path / "rank0.safetensors").stat().st_size for tp_size, path in engines.items()}
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.dtype}\n")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.size}, {arguments.dtype}\n")
     print("| what | two ranks | one rank | ratio |\n|---|---|---|---|")
     for n in QUERIES:
         ours, theirs = fastest_half(times[2][n]), fastest_half(times[1][n])

@@ -39,6 +39,14 @@ LLAMA_101M = {
     "max_position_embeddings": 4096,
 }
 
+LLAMA_1100M = LLAMA_101M | {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+
 
 def save_random_llama(directory: Path, dtype: str, shape: dict[str, int]) -> None:
     """Save a Llama with random weights, the same on every call; `shape` holds fields of its Hugging Face config."""
@@ -46,13 +54,13 @@ def save_random_llama(directory: Path, dtype: str, shape: dict[str, int]) -> Non
     LlamaForCausalLM(LlamaConfig(**shape)).to(getattr(torch, dtype)).save_pretrained(directory)
 
 
-def make_engine(work_dir: Path, dtype: str, tp_size: int = 1) -> tuple[Path, float]:
-    """Build the 101 M engine, unless it is in `work_dir` already; returns it and the seconds it took."""
+def make_engine(work_dir: Path, dtype: str, tp_size: int = 1, shape: dict[str, int] = LLAMA_101M) -> tuple[Path, float]:
+    """Build the model's engine, unless one is in `work_dir` already; returns it and the seconds it took."""
     engine_dir = work_dir / f"engine-{dtype}-{tp_size}"
     start = time.perf_counter()
     if not engine_dir.exists():
         source, ckpt = work_dir / f"hf-{dtype}", work_dir / f"ckpt-{dtype}-{tp_size}"
-        save_random_llama(source, dtype, LLAMA_101M)
+        save_random_llama(source, dtype, shape)
         convert(source, ckpt, None, replace=True, progress=lambda *_: None, tp_size=tp_size)
         build = BuildConfig("aot", 4, 1024, 1536 + DRAFT_LEN, DRAFT_LEN, 32, "draft_tokens_external")
         start = time.perf_counter()
