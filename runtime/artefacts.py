@@ -28,7 +28,7 @@ from runtime.checksums import (
 from runtime.config import FileRecord
 from runtime.corpus import Corpus, is_corpus
 from runtime.errors import SpecDecError
-from runtime.files import read_json
+from runtime.files import read_json, read_json_and_text
 from runtime.models import MODEL_FILES, read_model_config
 from runtime.tensor_file import read_header
 from runtime.tuning.profile import read_profile
@@ -77,11 +77,11 @@ def check_directory(directory: Path) -> ArtefactCheck:
     """An engine, a checkpoint, a model or a cache; SpecDecError for a directory that is none of them."""
     if not (directory / CONFIG).is_file() and _is_cache(directory):
         return ArtefactCheck("cache", list(_check_cache(directory)))
-    data = read_json(directory / CONFIG)
+    data, text = read_json_and_text(directory / CONFIG)
     if "build_config" in data:
-        return ArtefactCheck("engine", _check_recorded(directory, data, _ENGINE))
+        return ArtefactCheck("engine", _check_recorded(directory, data, text, _ENGINE))
     if "format_version" in data:
-        return ArtefactCheck("checkpoint", _check_recorded(directory, data, _CHECKPOINT))
+        return ArtefactCheck("checkpoint", _check_recorded(directory, data, text, _CHECKPOINT))
     if "model_type" in data:
         return ArtefactCheck("model", list(_check_model(directory)))
     raise SpecDecError(
@@ -112,12 +112,13 @@ def check_file(path: Path, check: Callable[[], object]) -> FileCheck:
     return FileCheck(path.name, "ok", path.stat().st_size)
 
 
-def _check_recorded(directory: Path, data: dict[str, Any], kind: _Directory) -> list[FileCheck]:
+def _check_recorded(directory: Path, data: dict[str, Any], text: str, kind: _Directory) -> list[FileCheck]:
+    """`data` and `text` are what its configuration says, and all that is in that."""
     records: tuple[FileRecord, ...] | None = None
     note = None
     try:
         records = kind.parse(data, directory).files
-        check_config(directory / CONFIG, data, kind.artefact)
+        check_config(directory / CONFIG, text, kind.artefact)
     except SpecDecError as error:
         note = error.message
     num_bytes = (directory / CONFIG).stat().st_size

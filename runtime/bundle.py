@@ -18,7 +18,7 @@ from typing import Any
 from runtime.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes, is_of_tokenizer
 from runtime.config import Compiler, EngineConfig, Mapping, parse
 from runtime.errors import SpecDecError
-from runtime.files import Stamp, read_json, recover_directory, stamp_of
+from runtime.files import Stamp, read_json, read_json_and_text, recover_directory, stamp_of
 
 LIBRARY = "kernels.so"
 COPY_DIR = "self-draft"
@@ -72,9 +72,9 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
     recover_directory(engine_dir)
     if not engine_dir.is_dir():
         raise SpecDecError(f"engine directory does not exist: {engine_dir}", hint="build it", fact="no_engine")
-    data = read_json(engine_dir / CONFIG)
+    data, text = read_json_and_text(engine_dir / CONFIG)
     config = parse_engine_config(data, engine_dir)
-    check_config(engine_dir / CONFIG, data, ENGINE)
+    check_config(engine_dir / CONFIG, text, ENGINE)
     check_sizes(engine_dir, [record for record in config.files if not is_of_tokenizer(record)], ENGINE)
     return config
 
@@ -112,16 +112,20 @@ def unchanged_while_opened(bundle: Bundle) -> Iterator[None]:
     """SpecDecError if the step's files are others when the block ends: what it has opened may be half of another
     engine."""
     names = [CONFIG, *(record.name for record in bundle.config.files if not is_of_tokenizer(record))]
-    before = [_stamp(bundle.directory / name) for name in names]
+    paths = [bundle.directory / name for name in names]
+    before = [_stamp(path) for path in paths]
     yield
-    if [_stamp(bundle.directory / name) for name in names] != before:
+    if [_stamp(path) for path in paths] != before:
         raise SpecDecError(
             f"the engine was replaced while it was opened: {bundle.directory}", hint="start again when it is written"
         )
 
 
 def _stamp(path: Path) -> Stamp | None:
-    return stamp_of(path.stat()) if path.is_file() else None
+    try:
+        return stamp_of(path.stat())
+    except FileNotFoundError:
+        return None
 
 
 def check_tokenizer_files(bundle: Bundle) -> None:

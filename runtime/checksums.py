@@ -8,6 +8,7 @@ malice: who can change a file can change what is recorded of it.
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,11 +65,18 @@ def is_of_tokenizer(record: FileRecord) -> bool:
     return record.name in _OF_TOKENIZER
 
 
-def check_config(path: Path, data: dict[str, Any], artefact: Artefact) -> None:
-    """SpecDecError unless a `config.json` says what was written."""
-    recorded, found = str(data.get("config_digest", "")), config_digest(data)
+def check_config(path: Path, text: str, artefact: Artefact) -> None:
+    """SpecDecError unless a `config.json` says what was written; `text` is all that is in it."""
+    recorded, found = _digests_of_config(text)
     if recorded != found:
         artefact.raise_changed(path, f"digest {found[:12]}…, written with {recorded[:12] or 'none'}…")
+
+
+@lru_cache(maxsize=16)
+def _digests_of_config(text: str) -> tuple[str, str]:
+    """The one that it records and its own. Kept by the whole text: what has been opened once is often opened again."""
+    data = json.loads(text)
+    return str(data.get("config_digest", "")), config_digest(data)
 
 
 def check_sizes(directory: Path, records: Iterable[FileRecord], artefact: Artefact) -> None:

@@ -224,8 +224,14 @@ def _hidden_siblings(path: Path, suffix: str) -> list[Path]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; SpecDecError names the file if it is missing or damaged."""
+    return read_json_and_text(path)[0]
+
+
+def read_json_and_text(path: Path) -> tuple[dict[str, Any], str]:
+    """`read_json`, and the text that the object was read from."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text)
     except FileNotFoundError:
         raise SpecDecError(
             f"file is missing: {path}", hint="the directory is incomplete; make or download it again"
@@ -239,7 +245,7 @@ def read_json(path: Path) -> dict[str, Any]:
             f"`{path}` is not a JSON object: {type(data).__name__}",
             hint="the file is damaged; make or download it again",
         )
-    return data
+    return data, text
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from runtime.cache import digest
+from runtime.cache import digest, file_digest
 from runtime.config import Count, as_json, parse
 from runtime.errors import SpecDecError
 from runtime.files import read_json, write_json
@@ -146,7 +146,7 @@ def find_saved_tokenizer(directory: Path) -> SavedTokenizer | None:
 
 def _files_digest(directory: Path) -> str:
     paths = [directory / name for name in TOKENIZER_FILES]
-    return digest(f"{path.name} {path.read_text(errors='replace')}" for path in paths if path.is_file())
+    return digest(f"{path.name} {file_digest(path)}" for path in paths if path.is_file())
 
 
 def _is_same(saved: SavedTokenizer, tokenizer: Any) -> bool:

@@ -1,6 +1,7 @@
 """Kept digests are believed only where they are whole, and what is replaced while it is opened is an error."""
 
 import hashlib
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,21 @@ def test_engine_that_is_replaced_while_it_is_opened_is_an_error(
     monkeypatch.setattr("runtime.engine.check_step_files", check_and_replace)
     with pytest.raises(SpecDecError, match="the engine was replaced while it was opened"):
         Engine.open(engine_dir)
+
+
+def test_configuration_that_was_read_before_is_looked_at_again(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+    """Its digest is kept by its text, and not by its name, size and times, which stay the same here."""
+    engine_dir = shutil.copytree(llama_uncompiled_dir, tmp_path / "engine")
+    path = engine_dir / "config.json"
+    text, stat = path.read_text(), path.stat()
+    for _ in range(2):
+        read_bundle(engine_dir)
+        path.write_text(text.replace('"attention_bias": true', '"attention_bias": null'))
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert path.read_text() != text and path.stat().st_size == stat.st_size
+        with pytest.raises(SpecDecError, match="config.json` has changed since the engine was built: digest"):
+            read_bundle(engine_dir)
+        path.write_text(text)
 
 
 def test_engine_that_nobody_touches_is_opened(llama_uncompiled_dir: Path) -> None:
