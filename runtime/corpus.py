@@ -6,13 +6,12 @@ That order is not the order of the ids, but any order brings the occurrences of 
 file are compared without being made numbers first. The closing -1 is all ones: it sorts behind every token, so in a
 range of occurrences those that nothing follows stand last and are left out.
 
-A file of up to 64 MB is read into memory, where nothing that happens to it matters any more. A larger one is mapped: a
-lookup reads the few pages it touches, and processes share them.
+A file of up to 256 MB is read into memory, where nothing that happens to it matters any more. Of a larger one a lookup
+reads what it needs, some bytes at a time. It is not mapped: where a mapped file is cut, looking at it ends the process.
 """
 
 import hashlib
 import json
-import mmap
 import os
 import struct
 import weakref
@@ -23,7 +22,7 @@ from dataclasses import replace as replace_fields
 from functools import lru_cache
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +34,7 @@ from runtime.checksums import document_digest
 from runtime.config import Size, as_json, parse
 from runtime.errors import SpecDecError
 from runtime.files import new_file, stamp_of
+from runtime.reading import raise_unreadable
 from runtime.tensor_file import read_header, read_metadata
 
 CORPUS_FORMAT_VERSION = 2  # 1: what it says of itself had no digest
@@ -43,7 +43,8 @@ _TOKEN_BYTES = 4
 _MIN_SHARE = 8  # one in so many
 _NUM_READ = 32  # rows read one by one
 _NUM_KEPT = 4096
-_MAX_BYTES_COPIED = 64 * 2**20  # takes 12 ms to open
+_MAX_BYTES_COPIED = 256 * 2**20  # takes a quarter of a second to open
+_CHUNK_BYTES = 2**30
 _DAMAGED = "make it again"
 _DTYPES = {"tokens": ("I32",), "suffix_array": ("I32", "I64")}
 _KEY = "specdec_corpus"  # of the file's metadata
@@ -107,25 +108,21 @@ class Corpus:
 
     def __init__(self, path: Path, info: CorpusInfo, file: BinaryIO, offsets: dict[str, Range]) -> None:
         self.path, self.info = path, info
-        self._content = _content_ranges(offsets)
-        self._mapped: int | None = None  # descriptor of the file, if it is
-        self._stamp = stamp_of(os.fstat(file.fileno()))
-        num_bytes = max(end for _, end in offsets.values())
-        data = _read(file, num_bytes) if num_bytes <= _MAX_BYTES_COPIED else self._map_file(file, num_bytes)
-        if len(data) < num_bytes:  # it is shorter by now
-            _raise_replaced(path)
-        start, end = offsets["tokens"]
-        self._data = memoryview(data)[start:end]
-        self.tokens: Array = np.frombuffer(self._data, dtype="<i4")
+        self._offsets, (self._first, _) = offsets, offsets["tokens"]
+        self.num_bytes = max(end for _, end in offsets.values())
         start, end = offsets["suffix_array"]
         row_bytes = (end - start) // info.num_tokens
-        self._rows = memoryview(data)[start:end].cast("i" if row_bytes == 4 else "q")
-        self.suffix_array: Array = np.frombuffer(self._rows, dtype=f"<i{row_bytes}")
+        open_file = _OpenFile(path, file)
+        self._bytes: bytes | _OpenFile = open_file
+        self._rows: Sequence[int] = _Rows(open_file, start, info.num_tokens, row_bytes)
+        if self.num_bytes <= _MAX_BYTES_COPIED:
+            self._bytes = open_file.read(0, self.num_bytes)
+            if len(self._bytes) < self.num_bytes:  # it is shorter by now
+                _raise_replaced(path)
+            self._rows = memoryview(self._bytes)[start:end].cast("i" if row_bytes == 4 else "q")
         # What follows the most frequent n-grams takes longest to find, and is asked for most often.
         self._runs = lru_cache(_NUM_KEPT)(self._find_runs)
         self._rows_of = lru_cache(None)(self._find_rows)  # as many as there are tokens
-        # Slices of it are bytes at once; slices of a view would be views.
-        self._bytes, self._first = data, offsets["tokens"][0]
 
     @classmethod
     def open(cls, path: Path) -> "Corpus":
@@ -143,42 +140,30 @@ class Corpus:
                 _raise_replaced(path)
             return corpus
 
-    def _map_file(self, file: BinaryIO, num_bytes: int) -> mmap.mmap | bytes:
-        """Nothing for a file that is shorter by now."""
-        self._mapped = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._mapped)
-        try:
-            return mmap.mmap(self._mapped, num_bytes, access=mmap.ACCESS_READ)
-        except ValueError:
-            return b""
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self._bytes)
-
     def check_is_the_same(self) -> None:
-        """SpecDecError for a mapped file that was cut or written over since it was opened: its bytes are read as they
-        are now, and those that are no longer there would end the process. One in its place is no matter."""
-        if self._mapped is not None and self._stamp.is_written_over(os.fstat(self._mapped)):
-            _raise_replaced(self.path)
+        """SpecDecError for a large file that was cut or written over since it was opened: its bytes are read as they
+        are now. One in its place is no matter."""
+        if isinstance(self._bytes, _OpenFile):
+            self._bytes.check_is_the_same()
 
     def check_content(self) -> None:
         """SpecDecError unless every byte is as it was written. Reads the whole file, whatever is known of it."""
-        if read_digest(self.path, self._content) != self.info.content_digest:
+        if read_digest(self.path, _content_ranges(self._offsets)) != self.info.content_digest:
             _raise_changed(self.path)
 
     def documents(self) -> list[Array]:
         """The token ids of each document."""
-        ends = np.flatnonzero(self.tokens < 0)
-        return [document[:-1] for document in np.split(self.tokens, ends[:-1] + 1)]
+        tokens = self._array("tokens")
+        ends = np.flatnonzero(tokens < 0)
+        return [document[:-1] for document in np.split(tokens, ends[:-1] + 1)]
 
     def ngram_counts(self, max_size: int) -> list[NgramCounts]:
         """For each size up to `max_size`. Reads the whole file."""
-        counts = []
+        counts, text, rows = [], self._array("tokens"), self._array("suffix_array")
         is_whole = np.ones(self.info.num_tokens, dtype=bool)  # rows whose documents go on for so many tokens
         is_same = np.append(False, is_whole[1:])  # rows that share so many tokens with the one before
         for size in range(1, max_size + 1):
-            tokens = self.tokens[np.minimum(self.suffix_array + (size - 1), len(self.tokens) - 1)]
+            tokens = text[np.minimum(rows + (size - 1), len(text) - 1)]
             is_whole &= tokens >= 0
             is_same &= is_whole & (tokens == np.roll(tokens, 1))
             num_occurrences, num_same = int(is_whole.sum()), int(is_same.sum())
@@ -189,9 +174,8 @@ class Corpus:
     def longest_match(self, tail: Sequence[int], max_size: int, min_size: int = 1) -> Match | None:
         """Where the longest end of `tail` of `min_size` to `max_size` tokens occurs with something after it.
 
-        If an n-gram occurs so do its ends, so the size is found by bisection.
+        If an n-gram occurs so do its ends, so the size is found by bisection. SpecDecError if the file has changed.
         """
-        self.check_is_the_same()
         encoded = _encode(tail[-max_size:])
         longest = len(encoded) // _TOKEN_BYTES
         found: tuple[int, int] | None = None
@@ -204,17 +188,21 @@ class Corpus:
             else:
                 found, low = (size, start), size + 1
             size = (low + high + 1) // 2
-        if found is None:
-            return None
-        size, start = found
-        return Match(size, start, self._end_row(encoded[-_TOKEN_BYTES * size :], start))
+        match = None
+        if found is not None:
+            size, start = found
+            match = Match(size, start, self._end_row(encoded[-_TOKEN_BYTES * size :], start))
+        self.check_is_the_same()  # now: what was read before was of the file that was opened
+        return match
 
     def continuations(self, match: Match) -> list[Continuation]:
         """The tokens that followed in at least one eighth of the occurrences, the most frequent first.
 
         Of tokens that are as frequent the one with the lower id comes first.
         """
-        return [Continuation(run.token, run.end - run.start) for run in self._runs(match)]
+        found = [Continuation(run.token, run.end - run.start) for run in self._runs(match)]
+        self.check_is_the_same()
+        return found
 
     def continuation(self, match: Match, max_len: int) -> list[Continuation]:
         """What followed most often, token by token: the most frequent token, then the most frequent after that one.
@@ -234,6 +222,7 @@ class Corpus:
             best = runs[0]
             found.append(Continuation(best.token, best.end - best.start))
             match = self._without_ends(Match(match.ngram_size + 1, best.start, best.end))
+        self.check_is_the_same()
         return found
 
     def _first_row(self, encoded: bytes, size: int) -> int | None:
@@ -267,10 +256,8 @@ class Corpus:
 
     def _common_tokens(self, match: Match, max_len: int) -> list[int]:
         """What follows all occurrences alike: rows are sorted, so it is what follows the first and the last."""
-        first, last = (
-            self.tokens[(position := self._rows[row] + match.ngram_size) : position + max_len].tolist()
-            for row in (match.start, match.end - 1)
-        )
+        read = self._reader(_TOKEN_BYTES * max_len, match.ngram_size)
+        first, last = (_decode(read(self._rows[row])) for row in (match.start, match.end - 1))
         common = list(takewhile(lambda pair: pair[0] == pair[1] >= 0, zip(first, last, strict=False)))
         return [token for token, _ in common]
 
@@ -296,7 +283,70 @@ class Corpus:
     def _reader(self, num_bytes: int, depth: int = 0) -> Callable[[int], bytes]:
         """So many bytes of a suffix, `depth` tokens into it."""
         data, base = self._bytes, self._first + _TOKEN_BYTES * depth
+        if isinstance(data, _OpenFile):
+            return data.reader(num_bytes, base)
         return lambda position: data[(start := base + 4 * position) : start + num_bytes]
+
+    def _array(self, name: str) -> Array:
+        """A whole tensor, in memory."""
+        start, end = self._offsets[name]
+        data = self._bytes.read(start, end) if isinstance(self._bytes, _OpenFile) else self._bytes[start:end]
+        self.check_is_the_same()
+        num_values = self.info.num_tokens + (self.info.num_documents if name == "tokens" else 0)
+        return np.frombuffer(data, dtype=f"<i{(end - start) // num_values}")
+
+
+class _OpenFile:
+    """A file whose bytes are read as they are now, fewer where it was cut: who has read looks at whether it is the
+    same."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._descriptor = path, os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+        self._stamp = stamp_of(os.fstat(self._descriptor))
+
+    def reader(self, num_bytes: int, base: int) -> Callable[[int], bytes]:
+        """So many bytes from a place on, which is counted in four bytes from `base` on."""
+        pread, descriptor = os.pread, self._descriptor
+
+        def read(position: int) -> bytes:
+            try:
+                return pread(descriptor, num_bytes, base + 4 * position)
+            except OSError as error:  # by a row that is none of what was opened, too
+                self.check_is_the_same()
+                raise_unreadable(self._path, error)
+
+        return read
+
+    def read(self, start: int, end: int) -> bytes:
+        """One call does not read more than 2 GB."""
+        starts = range(start, end, _CHUNK_BYTES)
+        return b"".join(self.reader(min(_CHUNK_BYTES, end - i), i)(0) for i in starts)
+
+    def check_is_the_same(self) -> None:
+        if self._stamp.is_written_over(os.fstat(self._descriptor)):
+            _raise_replaced(self._path)
+
+
+class _Rows(Sequence[int]):
+    """The rows of a suffix array in an open file."""
+
+    def __init__(self, file: _OpenFile, start: int, num_rows: int, row_bytes: int) -> None:
+        self._read, self._num_rows, self._scale = file.reader(row_bytes, start), num_rows, row_bytes // 4
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @overload
+    def __getitem__(self, row: int) -> int: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[int]: ...
+
+    def __getitem__(self, row: int | slice) -> int | list[int]:
+        if isinstance(row, slice):
+            return [self[one] for one in range(*row.indices(self._num_rows))]
+        return int.from_bytes(self._read(row * self._scale), "little", signed=True)
 
 
 def write_corpus(
@@ -425,11 +475,6 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
     return info, offsets
 
 
-def _read(file: BinaryIO, num_bytes: int) -> bytes:
-    file.seek(0)
-    return file.read(num_bytes)
-
-
 def _content_ranges(offsets: dict[str, Range]) -> list[Range]:
     """Where the bytes lie that `content_digest` is of."""
     return [offsets["tokens"], offsets["suffix_array"]]
@@ -452,3 +497,8 @@ def _content_digest(tokens: Array, rows: Array) -> str:
 def _encode(tokens: Sequence[int]) -> bytes:
     """Tokens as they lie in the file."""
     return struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+def _decode(data: bytes) -> list[int]:
+    """The reverse; what is left of a token that is cut off is none."""
+    return list(struct.unpack_from(f"<{len(data) // _TOKEN_BYTES}i", data))

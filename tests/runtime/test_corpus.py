@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -294,28 +295,54 @@ def test_writing_over_a_corpus_in_the_middle_of_a_lookup_is_no_matter(
 
 
 @pytest.fixture
-def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """All corpora are too large to be read into memory."""
     monkeypatch.setattr(corpus_module, "_MAX_BYTES_COPIED", 0)
 
 
-@pytest.mark.usefixtures("mapped")
-def test_mapped_corpus_finds_what_is_there(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("large")
+def test_large_corpus_finds_what_is_there(tmp_path: Path) -> None:
     documents = [[1, 2, 3], [0, 1, 2, 255], [2, 3, 2, 3, 1]]
     corpus = make(tmp_path / "c", documents)
     for tail in ([1, 2], [2, 3], [255], [3, 2, 3], [256]):
         assert_finds_what_is_there(corpus, documents, tail, 3, 1, 4)
 
 
-@pytest.mark.usefixtures("mapped")
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("damage", [cut_to_nothing, written_over])
-def test_writing_over_a_mapped_corpus_is_an_error(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_writing_over_a_large_corpus_is_an_error(damage: Callable[[Path], None], tmp_path: Path) -> None:
     """What is mapped and no longer there would end the process with a signal."""
     corpus = make(tmp_path / "c", [[1, 2, 3] * 5000])
     assert corpus.longest_match([1, 2], 2)
     damage(tmp_path / "c")
     with pytest.raises(SpecDecError, match="was written over while it was read"):
         corpus.longest_match([1, 2], 2)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("damage", [cut_to_nothing, written_over])
+@pytest.mark.parametrize("step", ["_encode", "bisect_left", "takewhile", "groupby"])
+def test_writing_over_a_large_corpus_in_the_middle_of_a_lookup_is_an_error(
+    step: str, damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the match, or of what follows. In a fork: no signal may end the process."""
+    corpus, do = make(tmp_path / "c", [[1, 2, 3] * 5000, [1, 2, 4] * 5000]), getattr(corpus_module, step)
+
+    def damage_and_do(*given: Any, **named: Any) -> Any:
+        damage(tmp_path / "c")
+        return do(*given, **named)
+
+    monkeypatch.setattr(corpus_module, step, damage_and_do)
+    if not (child := os.fork()):
+        try:
+            match = corpus.longest_match([1, 2], 2)
+            assert match is not None
+            corpus.continuation(match, 3)
+        except SpecDecError as error:
+            os._exit("was written over while it was read" not in error.message)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("max_bytes_copied", [0, 2**20])
