@@ -2,6 +2,11 @@
 
 python scripts/campaigns/hostile.py                          2,000 random cases
 python scripts/campaigns/hostile.py --num-cases 100 --first 700
+python scripts/campaigns/hostile.py --compiler aot           of an engine that has kernels and a compiled step
+
+With AddressSanitizer in what is native: CXX names a script that does `exec g++ -fsanitize=address "$@"`, LD_PRELOAD
+g++'s libasan.so and libstdc++.so.6 (`g++ -print-file-name=`), SPECDEC_CACHE_DIR a new directory, and ASAN_OPTIONS says
+detect_leaks=0. What it finds ends a command without the two lines, which is wrong in any case.
 
 A case is a file of an artefact, what is done to it, and a command. The command runs in a process of its own (a fork, so
 that a signal is seen). It must end with one error of two lines, or in success where that is promised: `verify` finds
@@ -297,6 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Damaged files, verified and opened.")
     parser.add_argument("--num-cases", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--compiler", choices=["none", "aot"], default="none", help="the engine's")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # forks of several threads
     forks.import_all()
@@ -312,7 +318,7 @@ def main() -> None:
         checkpoint_dir, engine_dir = Path(directory) / "checkpoint", Path(directory) / "engine"
         model_dir = resolve_model("demo-draft")
         convert(model_dir, checkpoint_dir, "float32", replace=False, progress=lambda done, total: None)
-        build = BuildConfig("none", 2, 48, 96, 8, 16, "draft_tokens_external")
+        build = BuildConfig(given.compiler, 2, 48, 96, 8, 16, "draft_tokens_external")
         device = torch.device("cpu")
         build_engine(
             checkpoint_dir,

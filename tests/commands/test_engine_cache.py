@@ -180,9 +180,10 @@ def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir:
         _identity(llama_dir, EngineSettings(None, 4, 64, 10), device),
         _identity(llama_dir, EngineSettings(None, 4, 128, 11), device),
     }
-    weights = load_file(copy / "model.safetensors")
+    weights, stat = load_file(copy / "model.safetensors"), (copy / "model.safetensors").stat()
     weights["lm_head.weight"][0, 0] += 1
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    os.utime(copy / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns))
     others.add(_identity(copy, settings, device))
     (copy / "generation_config.json").write_text('{"eos_token_id": 5}')
     others.add(_identity(copy, settings, device))

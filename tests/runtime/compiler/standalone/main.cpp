@@ -140,6 +140,19 @@ void check_widening(at::ScalarType type) {
   check(right, "widening", type, 0, 0);
 }
 
+// Down to where nothing is left; of the least numbers of all, of infinity and of NaN.
+void check_exp2() {
+  bool right = true;
+  std::vector<float> numbers{-126.0001f, -1e10f, -3e38f, -std::numeric_limits<float>::infinity(), NAN};
+  for (int i = 0; i <= 200 * 8; ++i) numbers.insert(numbers.end(), {-i / 8.0f, -i / 8.0f - 0.0371f});
+  for (const float number : numbers) {
+    const float power = exp2_lanes(Lanes{} + number)[0];
+    const double expected = number >= -126.0f ? std::exp2(double(number)) : 0;
+    right &= std::isnan(number) ? std::isnan(power) : std::abs(power - expected) <= 3e-7 * expected;
+  }
+  check(right, "2 to the power", at::kFloat, 0, 0);
+}
+
 template <typename T>
 void check_all(at::ScalarType type, double tolerance) {
   for (int64_t M : {1, 2, 5, 13, 40}) check_linear<T>(type, tolerance, M, 64, 40);
@@ -158,6 +171,7 @@ void check_all(at::ScalarType type, double tolerance) {
 }  // namespace
 
 int main() {
+  check_exp2();
   check_widening<at::BFloat16>(at::kBFloat16);
   check_widening<at::Half>(at::kHalf);
   for (int threads : {1, 3}) {
