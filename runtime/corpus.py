@@ -34,7 +34,6 @@ from runtime.checksums import document_digest
 from runtime.config import Size, as_json, parse
 from runtime.errors import SpecDecError
 from runtime.files import new_file, stamp_of
-from runtime.reading import raise_unreadable
 from runtime.tensor_file import read_header, read_metadata
 
 CORPUS_FORMAT_VERSION = 2  # 1: what it says of itself had no digest
@@ -314,7 +313,9 @@ class _OpenFile:
                 return pread(descriptor, num_bytes, base + 4 * position)
             except OSError as error:  # by a row that is none of what was opened, too
                 self.check_is_the_same()
-                raise_unreadable(self._path, error)
+                raise SpecDecError(
+                    f"the corpus cannot be read ({error.strerror}): {self._path}", hint=_DAMAGED, fact="damaged_corpus"
+                ) from error
 
         return read
 
