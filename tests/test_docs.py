@@ -23,8 +23,10 @@ PAGES = update_docs.read_pages()
 OTHERS_FLAGS = {"num-prompts", "runs", "models", "output-len", "max-new-tokens", "walk", "check", "slow", "write"} | {
     "planted",
     "every-failure",
+    "nproc-per-node",
+    "nnodes",
 }
-"""Flags of scripts."""
+"""Flags of scripts, and of torchrun."""
 
 
 @pytest.fixture(scope="module")
