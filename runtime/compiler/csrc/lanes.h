@@ -7,6 +7,7 @@
 #include <c10/util/Float8_e4m3fn.h>
 #include <c10/util/Half.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -131,7 +132,14 @@ template <typename T>
 inline void widen(const T* from, float* to, int64_t count) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(to + i, widen(from + i));
-  for (; i < count; ++i) to[i] = static_cast<float>(from[i]);
+  if constexpr (std::is_same_v<T, c10::Float8_e4m3fn>) {  // none is NaN, of the last ones neither
+    T rest[kLanes] = {};
+    std::copy(from + i, from + count, rest);
+    const Lanes wide = widen(rest);
+    for (int64_t k = i; k < count; ++k) to[k] = wide[k - i];
+  } else {
+    for (; i < count; ++i) to[i] = static_cast<float>(from[i]);
+  }
 }
 
 // Into the second-level cache: the first has few places for requests, which are needed for what is read now.
