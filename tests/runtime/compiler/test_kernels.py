@@ -349,6 +349,9 @@ def test_numbers_that_are_not_finite_reach_only_who_sees_them(
     for numbers in (sequences.key, sequences.value):
         kept = numbers[0, start + 20].clone()
         numbers[0, start + 20, -1, 3] = poison
+        block, offset = sequences.tables[0][(start + 20) // block_size], (start + 20) % block_size
+        for pool in (sequences.key_pool.mT, sequences.value_pool):  # what lies there is another sequence's
+            pool[block, :, offset] = 127 if stored == INT8 else poison
         poisoned = sequences.attend(rows)
         numbers[0, start + 20] = kept
         seeing = slice(20, 20 + window if window else num_tokens)
