@@ -27,18 +27,22 @@ struct Piece {
   }
 };
 
-// sum (R x W*kLanes) += A (R x depth) B (depth x W*kLanes), A and B row-major.
+// sum (R x W*kLanes) += column k of A (R x depth) times row k of B (depth x W*kLanes), A and B row-major.
+template <int R, int W, typename A, typename B>
+inline void add_outer(const A* a, int64_t lda, const Piece<B>& b, int64_t k, Lanes (&sum)[R][W]) {
+  b.template fetch<W>(k);
+  Lanes row[W];
+  for (int w = 0; w < W; ++w) row[w] = widen(b.row(k) + w * kLanes);
+  for (int r = 0; r < R; ++r) {
+    const float factor = a[r * lda + k];
+    for (int w = 0; w < W; ++w) sum[r][w] += row[w] * factor;
+  }
+}
+
+// sum += A B.
 template <int R, int W, typename B>
 inline void accumulate(const float* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
-  for (int64_t k = 0; k < depth; ++k) {
-    b.template fetch<W>(k);
-    Lanes row[W];
-    for (int w = 0; w < W; ++w) row[w] = widen(b.row(k) + w * kLanes);
-    for (int r = 0; r < R; ++r) {
-      const float factor = a[r * lda + k];
-      for (int w = 0; w < W; ++w) sum[r][w] += row[w] * factor;
-    }
-  }
+  for (int64_t k = 0; k < depth; ++k) add_outer(a, lda, b, k, sum);
 }
 
 #if defined(__AVX512BF16__)
@@ -108,19 +112,10 @@ template <int R, int W, typename B>
 inline void accumulate_as_tiles(const Widened* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
   for (int64_t start = 0; start < depth; start += kTileDepth) {
     Lanes even[R][W] = {}, odd[R][W] = {};
-    const auto add = [&](int64_t k, Lanes (&half)[R][W]) {
-      b.template fetch<W>(k);
-      Lanes row[W];
-      for (int w = 0; w < W; ++w) row[w] = widen(b.row(k) + w * kLanes);
-      for (int r = 0; r < R; ++r) {
-        const float factor = a[r * lda + k];
-        for (int w = 0; w < W; ++w) half[r][w] += row[w] * factor;
-      }
-    };
     const int64_t end = std::min(start + kTileDepth, depth);
     int64_t k = start;
-    for (; k + 1 < end; k += 2) add(k, even), add(k + 1, odd);
-    if (k < end) add(k, even);
+    for (; k + 1 < end; k += 2) add_outer(a, lda, b, k, even), add_outer(a, lda, b, k + 1, odd);
+    if (k < end) add_outer(a, lda, b, k, even);
     for (int r = 0; r < R; ++r)
       for (int w = 0; w < W; ++w) sum[r][w] += even[r][w] + odd[r][w];
   }

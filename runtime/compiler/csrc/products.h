@@ -74,8 +74,9 @@ inline void store_sums(const Lanes (&sums)[R][2], float* to) {
 
 // Each of the three below holds the tokens in the form that it wants, and has
 // add(): sums (rows x kPanel) += x (rows x depth) panel (depth x kPanel), of the tokens from `row` on and the columns from
-// `k` on, or sums = where they `start`; State: what a thread keeps from one of these to the next; with_piece(): calls use(panel) with a piece of a panel in the form that it wants, which so many tiles will read;
-// first_row(): where one of the tiles begins into which M rows are divided.
+// `k` on, or sums = where they `start`; State: what a thread keeps from one of these to the next; with_piece(): calls
+// use(panel) with a piece of a panel in the form that it wants, which so many tiles will read; first_row(): where one of
+// the tiles begins into which M rows are divided.
 
 // Tiles of about equal size: 13 rows are 6 and 7.
 struct EvenTiles {
@@ -239,7 +240,8 @@ struct InTiles {
   template <int B>
   static constexpr TileShapes kWhole = shapes<B>(B * kHeight, kWidth);
 
-  // The registers' shapes, which are set where they change: that is waited for.
+  // The registers' shapes, which are set where they change: that is waited for. What is in memory by then must be there
+  // each time: the instructions' operands do not tell the compiler what they read.
   class State {
    public:
     template <int B>
@@ -248,6 +250,7 @@ struct InTiles {
       if (!is_whole) shapes<B>(rows, width).use();
       else if (whole_ != &kWhole<B>) kWhole<B>.use();
       whole_ = is_whole ? &kWhole<B> : nullptr;
+      asm volatile("" : : : "memory");
     }
     State() = default;
     State(const State&) = delete;
