@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import struct
-import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from dataclasses import replace as replace_fields
 from functools import lru_cache
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn, overload
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +31,7 @@ from safetensors.numpy import save_file
 from runtime.cache import Range, file_digest, read_digest
 from runtime.checksums import document_digest
 from runtime.config import Size, as_json, parse
+from runtime.corpus_file import DAMAGED, CorpusFile, Rows, raise_replaced
 from runtime.errors import SpecDecError
 from runtime.files import new_file, stamp_of
 from runtime.tensor_file import read_header, read_metadata
@@ -43,8 +43,6 @@ _MIN_SHARE = 8  # one in so many
 _NUM_READ = 32  # rows read one by one
 _NUM_KEPT = 4096
 _MAX_BYTES_COPIED = 256 * 2**20  # takes a quarter of a second to open
-_CHUNK_BYTES = 2**30
-_DAMAGED = "make it again"
 _DTYPES = {"tokens": ("I32",), "suffix_array": ("I32", "I64")}
 _KEY = "specdec_corpus"  # of the file's metadata
 _INFO_DIGEST = "info_digest"
@@ -111,13 +109,13 @@ class Corpus:
         self.num_bytes = max(end for _, end in offsets.values())
         start, end = offsets["suffix_array"]
         row_bytes = (end - start) // info.num_tokens
-        open_file = _OpenFile(path, file)
-        self._bytes: bytes | _OpenFile = open_file
-        self._rows: Sequence[int] = _Rows(open_file, start, info.num_tokens, row_bytes)
+        open_file = CorpusFile(path, file)
+        self._bytes: bytes | CorpusFile = open_file
+        self._rows: Sequence[int] = Rows(open_file, start, info.num_tokens, row_bytes)
         if self.num_bytes <= _MAX_BYTES_COPIED:
             self._bytes = open_file.read(0, self.num_bytes)
             if len(self._bytes) < self.num_bytes:  # it is shorter by now
-                _raise_replaced(path)
+                raise_replaced(path)
             self._rows = memoryview(self._bytes)[start:end].cast("i" if row_bytes == 4 else "q")
         # What follows the most frequent n-grams takes longest to find, and is asked for most often.
         self._runs = lru_cache(_NUM_KEPT)(self._find_runs)
@@ -136,13 +134,13 @@ class Corpus:
                 _raise_changed(path)
             corpus = cls(path, info, file, offsets)
             if stamp_of(path.stat()) != stamp:
-                _raise_replaced(path)
+                raise_replaced(path)
             return corpus
 
     def check_is_the_same(self) -> None:
         """SpecDecError for a large file that was cut or written over since it was opened: its bytes are read as they
         are now. One in its place is no matter."""
-        if isinstance(self._bytes, _OpenFile):
+        if isinstance(self._bytes, CorpusFile):
             self._bytes.check_is_the_same()
 
     def check_content(self) -> None:
@@ -282,72 +280,17 @@ class Corpus:
     def _reader(self, num_bytes: int, depth: int = 0) -> Callable[[int], bytes]:
         """So many bytes of a suffix, `depth` tokens into it."""
         data, base = self._bytes, self._first + _TOKEN_BYTES * depth
-        if isinstance(data, _OpenFile):
+        if isinstance(data, CorpusFile):
             return data.reader(num_bytes, base)
         return lambda position: data[(start := base + 4 * position) : start + num_bytes]
 
     def _array(self, name: str) -> Array:
         """A whole tensor, in memory."""
         start, end = self._offsets[name]
-        data = self._bytes.read(start, end) if isinstance(self._bytes, _OpenFile) else self._bytes[start:end]
+        data = self._bytes.read(start, end) if isinstance(self._bytes, CorpusFile) else self._bytes[start:end]
         self.check_is_the_same()
         num_values = self.info.num_tokens + (self.info.num_documents if name == "tokens" else 0)
         return np.frombuffer(data, dtype=f"<i{(end - start) // num_values}")
-
-
-class _OpenFile:
-    """A file whose bytes are read as they are now, fewer where it was cut: who has read looks at whether it is the
-    same."""
-
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._descriptor = path, os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._descriptor)
-        self._stamp = stamp_of(os.fstat(self._descriptor))
-
-    def reader(self, num_bytes: int, base: int) -> Callable[[int], bytes]:
-        """So many bytes from a place on, which is counted in four bytes from `base` on."""
-        pread, descriptor = os.pread, self._descriptor
-
-        def read(position: int) -> bytes:
-            try:
-                return pread(descriptor, num_bytes, base + 4 * position)
-            except OSError as error:  # by a row that is none of what was opened, too
-                self.check_is_the_same()
-                raise SpecDecError(
-                    f"the corpus cannot be read ({error.strerror}): {self._path}", hint=_DAMAGED, fact="damaged_corpus"
-                ) from error
-
-        return read
-
-    def read(self, start: int, end: int) -> bytes:
-        """One call does not read more than 2 GB."""
-        starts = range(start, end, _CHUNK_BYTES)
-        return b"".join(self.reader(min(_CHUNK_BYTES, end - i), i)(0) for i in starts)
-
-    def check_is_the_same(self) -> None:
-        if self._stamp.is_written_over(os.fstat(self._descriptor)):
-            _raise_replaced(self._path)
-
-
-class _Rows(Sequence[int]):
-    """The rows of a suffix array in an open file."""
-
-    def __init__(self, file: _OpenFile, start: int, num_rows: int, row_bytes: int) -> None:
-        self._read, self._num_rows, self._scale = file.reader(row_bytes, start), num_rows, row_bytes // 4
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    @overload
-    def __getitem__(self, row: int) -> int: ...
-
-    @overload
-    def __getitem__(self, row: slice) -> list[int]: ...
-
-    def __getitem__(self, row: int | slice) -> int | list[int]:
-        if isinstance(row, slice):
-            return [self[one] for one in range(*row.indices(self._num_rows))]
-        return int.from_bytes(self._read(row * self._scale), "little", signed=True)
 
 
 def write_corpus(
@@ -448,19 +391,19 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
         header = read_header(file)
     except SafetensorError as error:
         whole = "the corpus is damaged or cut off" if is_corpus(path) else "this is not a corpus"
-        raise SpecDecError(f"{whole} ({error}): {path}", hint=_DAMAGED, fact="damaged_corpus") from None
+        raise SpecDecError(f"{whole} ({error}): {path}", hint=DAMAGED, fact="damaged_corpus") from None
     if _KEY not in header.metadata:
         raise SpecDecError(f"this is not a corpus: {path}", hint="make one of texts or traces", fact="no_corpus")
     try:
         record = json.loads(header.metadata[_KEY])
         info = parse(CorpusInfo, record, str(path))
     except (ValueError, RecursionError) as error:
-        raise SpecDecError(f"the corpus is damaged ({error}): {path}", hint=_DAMAGED, fact="damaged_corpus") from None
+        raise SpecDecError(f"the corpus is damaged ({error}): {path}", hint=DAMAGED, fact="damaged_corpus") from None
     except SpecDecError as error:
-        raise SpecDecError(error.message, hint=_DAMAGED, fact="damaged_corpus") from None
+        raise SpecDecError(error.message, hint=DAMAGED, fact="damaged_corpus") from None
     if info.info_digest != document_digest(record, _INFO_DIGEST):
         raise SpecDecError(
-            f"the corpus is damaged, what it says of itself has changed: {path}", hint=_DAMAGED, fact="damaged_corpus"
+            f"the corpus is damaged, what it says of itself has changed: {path}", hint=DAMAGED, fact="damaged_corpus"
         )
     offsets = {}
     lengths = {"tokens": info.num_tokens + info.num_documents, "suffix_array": info.num_tokens}
@@ -469,7 +412,7 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
         if tensor is None or tensor.dtype not in dtypes or tensor.shape != (lengths[name],) or not info.num_tokens:
             raise SpecDecError(
                 f"the corpus is damaged, `{name}` is not what it should be: {path}",
-                hint=_DAMAGED,
+                hint=DAMAGED,
                 fact="damaged_corpus",
             )
         offsets[name] = (tensor.start, tensor.end)
@@ -482,11 +425,7 @@ def _content_ranges(offsets: dict[str, Range]) -> list[Range]:
 
 
 def _raise_changed(path: Path) -> NoReturn:
-    raise SpecDecError(f"the corpus is damaged, its content has changed: {path}", hint=_DAMAGED, fact="damaged_corpus")
-
-
-def _raise_replaced(path: Path) -> NoReturn:
-    raise SpecDecError(f"the corpus was written over while it was read: {path}", hint="start again when it is written")
+    raise SpecDecError(f"the corpus is damaged, its content has changed: {path}", hint=DAMAGED, fact="damaged_corpus")
 
 
 def _content_digest(tokens: Array, rows: Array) -> str:

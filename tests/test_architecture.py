@@ -34,10 +34,12 @@ NOUNS = {
     "runtime.drafters.settings": {"runtime.errors", "runtime.drafters.protocol"},
     "runtime.cache": {"runtime.errors", "runtime.files"},
     "runtime.tensor_file": set(),
+    "runtime.corpus_file": {"runtime.errors", "runtime.files"},
     "runtime.corpus": {
         "runtime.cache",
         "runtime.checksums",
         "runtime.config",
+        "runtime.corpus_file",
         "runtime.errors",
         "runtime.files",
         "runtime.tensor_file",
