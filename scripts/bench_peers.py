@@ -240,10 +240,11 @@ def export_to_openvino(python: Path, model_dir: Path, work_dir: Path) -> Path:
     return once(work_dir / model_dir.name.replace("hf-", "openvino-"), export)
 
 
-def export_to_gguf(python: Path, model_dir: Path, work_dir: Path) -> Path:
+def export_to_gguf(python: Path, model_dir: Path, work_dir: Path, tokenizer_dir: Path | None = None) -> Path:
     def export(directory: Path) -> None:
         directory.mkdir()
         command = [python, "-m", "peers.llamacpp_export", model_dir, directory / "model.gguf"]
+        command += [tokenizer_dir] if tokenizer_dir else []
         done = subprocess.run(command, cwd=SCRIPTS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0:
             raise SystemExit(f"peers.llamacpp_export failed for {model_dir.name}:\n{done.stdout[-2000:]}")

@@ -13,15 +13,18 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import random
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
-from threading import Event
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import psutil
@@ -121,13 +124,8 @@ async def storm(port: int, bodies: list[dict[str, Any]], num_requests: int, num_
                 patience = rng.random() * 0.5 if rng.random() < 0.5 else None
                 await _asked(port, bodies[i], expected[i], patience, outcome)
 
-    is_over = Event()
-    health = asyncio.create_task(asyncio.to_thread(_watch_health, port, outcome, is_over))
-    try:
+    with _health_watched(port, outcome):
         await asyncio.gather(*(client() for _ in range(num_connections)))
-    finally:
-        is_over.set()
-        await health
     return outcome
 
 
@@ -157,17 +155,38 @@ async def _asked(
         outcome.failures.append(f"{body}: {status} {answer[:200]!r}")
 
 
-def _watch_health(port: int, outcome: Outcome, is_over: Event) -> None:
-    """In a thread: on the event loop it would wait for the answers of the other clients to be read."""
-    while not is_over.wait(0.02):
-        started = time.perf_counter()
-        connection = HTTPConnection("127.0.0.1", port)
-        connection.request("GET", "/health")
-        status = connection.getresponse().status
-        connection.close()
-        outcome.health_s.append(time.perf_counter() - started)
-        if status != 200:
-            outcome.failures.append(f"/health: {status}")
+@contextlib.contextmanager
+def _health_watched(port: int, outcome: Outcome) -> Iterator[None]:
+    """From another process: in this one `/health` would wait while the answers of the other clients are read."""
+    context = multiprocessing.get_context("spawn")
+    is_over, answers = context.Event(), context.Queue()
+    watcher = context.Process(target=_watch_health, args=(port, is_over, answers))
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for status, seconds in answers.get():
+            outcome.health_s.append(seconds)
+            if status != 200:
+                outcome.failures.append(f"/health: {status}")
+        watcher.join()
+        if watcher.exitcode:
+            outcome.failures.append("/health was not answered")
+
+
+def _watch_health(port: int, is_over: Event, answers: "Queue[list[tuple[int, float]]]") -> None:
+    found = []
+    try:
+        while not is_over.wait(0.02):
+            started = time.perf_counter()
+            connection = HTTPConnection("127.0.0.1", port)
+            connection.request("GET", "/health")
+            status = connection.getresponse().status
+            connection.close()
+            found.append((status, time.perf_counter() - started))
+    finally:
+        answers.put(found)
 
 
 async def wait_until_idle(port: int) -> None:

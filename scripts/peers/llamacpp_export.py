@@ -1,7 +1,9 @@
-"""Write a Llama of Hugging Face's as GGUF in its own dtype: `python -m peers.llamacpp_export MODEL_DIR FILE`.
+"""Write a Llama of Hugging Face's as GGUF in its own dtype.
 
-It runs in llama.cpp's environment and needs numpy and the `gguf` package alone. There is no tokenizer in the file:
-prompts are token ids.
+    python -m peers.llamacpp_export MODEL_DIR FILE [TOKENIZER_DIR]
+
+It runs in llama.cpp's environment and needs numpy and the `gguf` package alone. Without the directory of a tokenizer
+(byte-level BPE) there is none in the file: prompts are token ids.
 """
 
 import json
@@ -91,14 +93,35 @@ def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_tokenizer_model("none")
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, vocab_size: int) -> None:
+    """A byte-level BPE; ids of the model that it has no token for are unused ones."""
+    tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab: dict[str, int] = tokenizer["model"]["vocab"]
+    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    tokens = sorted(vocab | special, key=(vocab | special).__getitem__)
+    types = [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens]
+    unused = range(len(tokens), vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens + [f"[unused {i}]" for i in unused])
+    writer.add_token_types(types + [gguf.TokenType.UNUSED for _ in unused])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(special["<s>"])
+    writer.add_eos_token_id(special["</s>"])
+    writer.add_add_bos_token(True)
 
 
 def main() -> None:
-    model_dir, file = map(Path, sys.argv[1:])
+    model_dir, file, *tokenizer_dir = map(Path, sys.argv[1:])
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(file, "llama")
     add_config(writer, config)
+    if tokenizer_dir:
+        add_tokenizer(writer, tokenizer_dir[0], config["vocab_size"])
+    else:
+        writer.add_tokenizer_model("none")
     num_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, dtype, shape, content in read_tensors(model_dir):
         module = name.split(".")[-2]

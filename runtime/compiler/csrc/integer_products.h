@@ -283,6 +283,6 @@ void multiply_integers(const T* tokens, const PackedWeight& weight, const T* bia
     sums.resize(kMostRows * kPanel);
     for (int64_t r = 0; r < to - from; ++r) std::copy_n(initial, kPanel, sums.data() + r * kPanel);
     products.add(panel, from, to, sums.data());
-    write_rows(sums.data(), to - from, width, out + from * N + first, N);
+    Outputs<T>{sums.data(), to - from, width, out + from * N + first, N}.write(to - from);
   });
 }

@@ -72,15 +72,40 @@ inline void store_sums(const Lanes (&sums)[R][2], float* to) {
     for (int half = 0; half < 2; ++half) store(to + r * kPanel + half * kLanes, sums[r][half]);
 }
 
+// A tile's sums (rows x kPanel), which become its outputs: `width` of them lie in a row of `out`.
+template <typename T>
+struct Outputs {
+  const float* sums;
+  int64_t rows, width;
+  T* out;
+  int64_t stride;
+
+  // The first of them; returns those that are left.
+  Outputs write(int64_t count) const {
+    const float* from = sums;
+    T* to = out;
+    for (int64_t r = 0; r < count; ++r, from += kPanel, to += stride) {
+      T whole[kPanel], *place = width == kPanel ? to : whole;
+      narrow(load(from), place);
+      narrow(load(from + kLanes), place + kLanes);
+      if (place == whole) std::copy_n(whole, width, to);
+    }
+    return {from, rows - count, width, to, stride};
+  }
+};
+
 // Each of the three below holds the tokens in the form that it wants, and has
 // add(): sums (rows x kPanel) += x (rows x depth) panel (depth x kPanel), of the tokens from `row` on and the columns from
-// `k` on, or sums = where they `start`; State: what a thread keeps from one of these to the next; with_piece(): calls
-// use(panel) with a piece of a panel in the form that it wants, which so many tiles will read; first_row(): where one of
-// the tiles begins into which M rows are divided.
+// `k` on, or sums = where they `start`; State: what a thread keeps from one of these to the next, which writes the sums that
+// are finished; with_piece(): calls use(panel) with a piece of a panel in the form that it wants, which so many tiles will
+// read; first_row(): where one of the tiles begins into which M rows are divided.
 
 // Tiles of about equal size: 13 rows are 6 and 7.
 struct EvenTiles {
-  struct State {};
+  struct State {
+    template <typename T>
+    void write(const Outputs<T>& outputs) { outputs.write(outputs.rows); }
+  };
   static constexpr int64_t kMostRows = kTileRows;
   static int64_t num_tiles(int64_t M) { return (M + kTileRows - 1) / kTileRows; }
   static int64_t first_row(int64_t tile, int64_t M) { return tile * M / num_tiles(M); }
@@ -252,12 +277,27 @@ struct InTiles {
       whole_ = is_whole ? &kWhole<B> : nullptr;
       asm volatile("" : : : "memory");
     }
+
+    // To write takes other parts of the processor than to multiply: a tile's outputs are written little by little while the
+    // next is computed.
+    void write(const Outputs<at::BFloat16>& outputs) {
+      write_some(waiting_.rows);
+      waiting_ = outputs;
+    }
+    void write_some(int64_t most) {
+      if (waiting_.rows) waiting_ = waiting_.write(std::min(most, waiting_.rows));
+    }
+
     State() = default;
     State(const State&) = delete;
-    ~State() { _tile_release(); }
+    ~State() {
+      write_some(waiting_.rows);
+      _tile_release();
+    }
 
    private:
     const TileShapes* whole_ = nullptr;
+    Outputs<at::BFloat16> waiting_ = {};
   };
 
   void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to, bool start,
@@ -298,6 +338,7 @@ struct InTiles {
         _tile_loadd(5, tokens + stride, 64);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
+        state.write_some(2);
       }
     }
     _tile_stored(0, to, kRowBytes);
@@ -308,17 +349,6 @@ struct InTiles {
 };
 
 #endif
-
-// A tile's sums (rows x kPanel) become its outputs, of which `width` lie in a row of `out`.
-template <typename T>
-inline void write_rows(const float* sums, int64_t rows, int64_t width, T* out, int64_t stride) {
-  for (int64_t r = 0; r < rows; ++r, sums += kPanel, out += stride) {
-    T whole[kPanel], *place = width == kPanel ? out : whole;
-    narrow(load(sums), place);
-    narrow(load(sums + kLanes), place + kLanes);
-    if (place == whole) std::copy_n(whole, width, out);
-  }
-}
 
 // Panels as the products read them.
 template <typename T>
@@ -355,19 +385,22 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
     const int64_t tile_begin = task % parts * tiles / parts, tile_end = (task % parts + 1) * tiles / parts;
     const int64_t from = Product::first_row(tile_begin, M), to = Product::first_row(tile_end, M);
     const int64_t most = weight.depth(Product::depth(tile_end - tile_begin));
-    all_sums.resize(K > most ? to - from : Product::kMostRows);
+    all_sums.resize(K > most ? to - from : 2 * Product::kMostRows);
     typename Product::State state;
+    int64_t turn = 0;  // a tile's sums lie where those of the one before it, which may wait to be written, do not
     const auto add_tile = [&](int64_t panel, int64_t tile, int64_t k, int64_t depth, auto piece) {
       const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
       const int64_t first = panel * kPanel, width = std::min(kPanel, N - first);
-      float* sum = all_sums[K > most ? row - from : 0].sums;
+      float* sum = all_sums[K > most ? row - from : turn].sums;
       if (k == 0 && bias) {
         float initial[kPanel] = {};
         widen(bias + first, initial, width);
         for (int64_t r = 0; r < rows; ++r) std::copy_n(initial, kPanel, sum + r * kPanel);
       }
       x.add(row, rows, k, depth, piece, sum, k == 0 && !bias, state);
-      if (k + depth == K) write_rows(sum, rows, width, out + row * N + first, N);
+      if (k + depth < K) return;
+      state.write(Outputs<T>{sum, rows, width, out + row * N + first, N});
+      turn = Product::kMostRows - turn;
     };
     const auto add_tiles = [&](int64_t panel, int64_t first_tile, int64_t last_tile) {
       for (int64_t k = 0; k < K; k += most) {
