@@ -98,7 +98,9 @@ def bench(port: int, prompts: list[str], num_clients: int, extra: dict[str, Any]
         raise SystemExit(done.stderr)
     document: dict[str, float] = json.loads(done.stdout)
     if document["failed"]:
-        raise SystemExit(f"{document['failed']} requests failed at port {port}")
+        raise SystemExit(
+            f"{document['failed']} requests failed at port {port} of {extra}:\n{done.stderr}{document['errors']}"
+        )
     return document
 
 

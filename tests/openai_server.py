@@ -5,6 +5,7 @@ Its clock is the clients' (`time.perf_counter` of the same process).
 """
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -20,13 +21,17 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass
 class Asked:
-    """A request, and when each piece of its answer was sent. `is_broken_off`: by the client, before the end."""
+    """A request, and when each piece of its answer was sent.
+
+    `num_before`: that came on its connection. `is_broken_off`: by the client, before the end.
+    """
 
     method: str
     path: str
     headers: dict[str, str]
     text: str
     start_s: float
+    num_before: int = 0
     sent_s: list[float] = field(default_factory=list)
     is_broken_off: bool = False
 
@@ -47,7 +52,8 @@ class Reply:
     headers: tuple[tuple[str, str], ...] = ()
 
 
-Script = Callable[[Asked], Reply]
+Script = Callable[[Asked], Reply | None]
+"""None: the connection is closed without an answer."""
 
 
 def event(data: object) -> bytes:
@@ -98,12 +104,14 @@ class Server:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            while True:
+            for num_before in itertools.count():
                 asked = await _read(reader)
+                asked.num_before = num_before
                 self.asked.append(asked)
                 reply = self._script(asked)
-                await self._answer(asked, reply, writer)
-                if reply.is_cut:
+                if reply:
+                    await self._answer(asked, reply, writer)
+                if not reply or reply.is_cut:
                     break
         writer.close()
 

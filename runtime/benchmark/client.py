@@ -7,6 +7,7 @@ ServerError, which says what came.
 import json
 import time
 from collections.abc import Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -78,10 +79,14 @@ class Client:
     def __init__(self, base_url: str, api_key: str | None, timeout_s: float) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx2.AsyncClient(
-            headers=headers,
-            timeout=httpx2.Timeout(timeout_s, connect=min(timeout_s, 30.0), pool=None),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+        timeout = httpx2.Timeout(timeout_s, connect=min(timeout_s, 30.0), pool=None)
+        self._http, self._http_anew = (
+            httpx2.AsyncClient(
+                headers=headers,
+                timeout=timeout,
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=num_kept),
+            )
+            for num_kept in (None, 0)
         )
 
     async def __aenter__(self) -> "Client":
@@ -89,6 +94,7 @@ class Client:
 
     async def __aexit__(self, *error: object) -> None:
         await self._http.aclose()
+        await self._http_anew.aclose()
 
     async def models(self) -> list[str]:
         """The names of the server's models; SpecDecError for a server that does not tell."""
@@ -122,12 +128,20 @@ class Client:
         """Fill in `answer`, or the error that came in its place."""
         answer.start_s = answer.end_s = time.perf_counter()
         try:
-            async with self._http.stream("POST", self.base_url + PATHS[endpoint], json=body) as response:
+            async with aclosing(await self._post(self.base_url + PATHS[endpoint], body)) as response:
                 if (status := response.status_code) != 200:
                     raise ServerError(_error_text(status, await _beginning(response)), status)
                 await _read_stream(response, answer, _MAX_BYTES + _num_tokens_asked(body) * _MAX_TOKEN_BYTES)
         except httpx2.HTTPError as error:
             raise ServerError(_reason(error)) from None
+
+    async def _post(self, url: str, body: Mapping[str, Any]) -> httpx2.Response:
+        """A kept connection may be one that the server closes at that moment: then it is asked on a new one."""
+        request = self._http.build_request("POST", url, json=body)
+        try:
+            return await self._http.send(request, stream=True)
+        except (httpx2.RemoteProtocolError, httpx2.ReadError):
+            return await self._http_anew.send(request, stream=True)
 
 
 def request_body(endpoint: Endpoint, model: str, content: Content, max_tokens: int) -> dict[str, Any]:

@@ -56,10 +56,10 @@ def stream(waits: list[float], *, chat: bool = False, **more: Any) -> list[Piece
     return [*role, *texts, (0.0, event(usage(**more))), (0.0, DONE)]
 
 
-def script(answer: Callable[[Asked], Reply], metrics: Callable[[], str] | None = None) -> Script:
+def script(answer: Callable[[Asked], Reply | None], metrics: Callable[[], str] | None = None) -> Script:
     """Models, perhaps counters, and this answer to whatever is asked."""
 
-    def reply(asked: Asked) -> Reply:
+    def reply(asked: Asked) -> Reply | None:
         if asked.path == "/v1/models":
             return models("first", "second")
         if asked.path == "/metrics":
@@ -382,6 +382,21 @@ def test_requests_that_fail_among_others_are_counted_and_named(bench: Bench) -> 
     assert (document["completed"], document["failed"]) == (3, 1)
     assert "1 of 4 requests failed, the first with: the server answers 503: queue full" in result.stderr
     assert [bool(error) for error in document["errors"]] == [False, False, False, True]
+
+
+def test_a_kept_connection_that_the_server_closes_costs_no_request(bench: Bench) -> None:
+    """Servers close one that nobody has used for some seconds, it may be while a request is on its way."""
+    with running(script(lambda asked: None if asked.num_before else Reply(stream([0.01] * 2)))) as server:
+        document = bench(server, "--concurrency", 2, "--json").document
+        assert any(asked.num_before for asked in server.generations())
+    assert (document["completed"], document["failed"]) == (4, 0)
+
+
+def test_a_server_that_never_answers_is_asked_twice(bench: Bench) -> None:
+    with running(script(lambda asked: None)) as server:
+        result = bench(server, "--num-warmups", 0)
+        assert len(server.generations()) == 2 * 4
+    assert result.exit_code == 1 and "disconnected" in result.stderr
 
 
 def test_every_request_failing_is_an_error(bench: Bench) -> None:
