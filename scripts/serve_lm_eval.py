@@ -2,7 +2,8 @@
 
 pip install 'lm-eval[api,hf]' sacrebleu
 specdec convert --model-dir demo --output-dir ckpt --dtype float32
-specdec build --checkpoint-dir ckpt --output-dir engine --compiler none
+specdec build --checkpoint-dir ckpt --output-dir engine --compiler none --max-draft-len 4 \
+    --speculative-decoding-mode draft_tokens_external --use-paged-context-fmha enable
 specdec serve --engine-dir engine --ngram-config 4,2 --served-model-name demo
 python scripts/serve_lm_eval.py http://localhost:8000 runtime/demo/target
 
