@@ -7,6 +7,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import runtime  # before torch, as commands do: it tells OpenMP how long to wait  # noqa: F401
+
+# isort: split
 import torch
 from peers.worker import Variant, serve
 
