@@ -6,6 +6,9 @@ Ratios are of two measurements of one prompt in one turn; medians and the range 
 Hugging Face's without a drafter in the same dtype (with specdec's where Hugging Face is not measured): in bfloat16 near
 ties may fall differently.
 
+`--dtypes int8,int4` rounds the weights of the model in bfloat16, as each system does by itself: OpenVINO with activations
+in 8 bits and K/V in 8 bits too, llama.cpp to Q8_0 and Q4_0 with K/V in float16. Outputs then differ from token to token.
+
 Models: `demo`, the shipped pair; `101m`, `350m` and `1100m` (TinyLlama's shape), Llamas with random weights; `tiny`,
 another, to try the script. All processes hold their weights at once, at 1,100 M in float32 4.4 GB each, and OpenVINO
 has two: `--peers` chooses.
@@ -41,7 +44,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,13 +59,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from commands.inputs.dataset import load_samples, summarization_prompt
 from runtime.checkpoint import convert
 from runtime.compiler.build import Effort, build_engine
-from runtime.config import BuildConfig, Compiler
+from runtime.config import BuildConfig, Compiler, Precision
 from runtime.models import resolve_model
 from runtime.version import specdec_version
 
 SCRIPTS = Path(__file__).resolve().parent
 SPEC_BENCH = SCRIPTS.parent.parent / "shared" / "data" / "spec_bench"
-DTYPES = ("float32", "bfloat16", "float16")
 NGRAM_DRAFT_LEN, NGRAM_SIZE, DRAFT_MODEL_DRAFT_LEN = 10, 2, 4
 BLOCK, BATCH, MAX_INPUT_LEN, MAX_REQUEST_LEN = 32, 4, 1536, 2048
 REFERENCES = ("hugging-face none", "specdec none-v1")  # the first that is measured
@@ -89,6 +91,36 @@ PAIRS = [
     ("openvino none", "openvino ngram"),
     ("llama.cpp none", "llama.cpp ngram"),
 ]
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a model's numbers are: its dtype, and how each system rounds its weights and, where it can, K/V."""
+
+    dtype: str
+    precision: Precision = field(default_factory=Precision)
+    openvino: tuple[str, ...] = ()
+    """Flags of optimum-cli."""
+    gguf: str | None = None
+
+    @property
+    def is_rounded(self) -> bool:
+        return self.gguf is not None
+
+
+FORMATS = {
+    **{dtype: Format(dtype) for dtype in ("float32", "bfloat16", "float16")},
+    # OpenVINO and llama.cpp round the output layer to 8 bits in both. Ours is rounded in int8 only.
+    "int8": Format(
+        "bfloat16", Precision("int8", quantize_lm_head=True, kv_cache="INT8"), ("--weight-format", "int8"), "Q8_0"
+    ),
+    "int4": Format(
+        "bfloat16",
+        Precision("int4", group_size=64, kv_cache="INT8"),
+        ("--weight-format", "int4", "--sym", "--group-size", "64", "--ratio", "1.0"),
+        "Q4_0",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -199,9 +231,12 @@ def make_model(name: str, dtype: str, work_dir: Path) -> Path:
 
 
 def make_engine(name: str, model: Model, max_draft_len: int, model_dir: Path, work_dir: Path) -> Path:
+    """`name` ends with the format's."""
+
     def build(directory: Path) -> None:
         checkpoint_dir = directory.with_suffix(".checkpoint")
-        convert(model_dir, checkpoint_dir, None, replace=True, progress=lambda *_: None)
+        precision = FORMATS[name.rpartition("-")[2]].precision
+        convert(model_dir, checkpoint_dir, None, replace=True, progress=lambda *_: None, precision=precision)
         settings = BuildConfig(
             compiler=model.compiler,
             max_batch_size=BATCH,
@@ -226,30 +261,38 @@ def make_engine(name: str, model: Model, max_draft_len: int, model_dir: Path, wo
     return once(work_dir / f"engine-{name}", build)
 
 
-def export_to_openvino(python: Path, model_dir: Path, work_dir: Path) -> Path:
+def export_to_openvino(python: Path, model_dir: Path, work_dir: Path, format_name: str) -> Path:
     """Weights keep their dtype: optimum compresses models of more than 1,000 M parameters only, unless it is told."""
 
     def export(directory: Path) -> None:
         command = [python.parent / "optimum-cli", "export", "openvino", "--model", model_dir]
-        command += ["--task", "text-generation-with-past", directory]
+        command += ["--task", "text-generation-with-past", *FORMATS[format_name].openvino, directory]
         offline = os.environ | {"HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, env=offline, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0:
             raise SystemExit(f"optimum-cli failed for {model_dir.name}:\n{done.stdout[-2000:]}")
 
-    return once(work_dir / model_dir.name.replace("hf-", "openvino-"), export)
+    return once(work_dir / f"openvino-{stem(model_dir)}-{format_name}", export)
 
 
-def export_to_gguf(python: Path, model_dir: Path, work_dir: Path, tokenizer_dir: Path | None = None) -> Path:
+def stem(model_dir: Path) -> str:
+    """Of `hf-101m-bfloat16` 101m."""
+    return model_dir.name.removeprefix("hf-").rpartition("-")[0]
+
+
+def export_to_gguf(python: Path, model_dir: Path, work_dir: Path, format_name: str, *flags: str | Path) -> Path:
+    """Flags: of peers.llamacpp_export."""
+
     def export(directory: Path) -> None:
         directory.mkdir()
-        command = [python, "-m", "peers.llamacpp_export", model_dir, directory / "model.gguf"]
-        command += [tokenizer_dir] if tokenizer_dir else []
+        command = [python, "-m", "peers.llamacpp_export", model_dir, directory / "model.gguf", *flags]
+        rounded = FORMATS[format_name].gguf
+        command += ["--round-to", rounded] if rounded else []
         done = subprocess.run(command, cwd=SCRIPTS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0:
             raise SystemExit(f"peers.llamacpp_export failed for {model_dir.name}:\n{done.stdout[-2000:]}")
 
-    return once(work_dir / model_dir.name.replace("hf-", "gguf-"), export) / "model.gguf"
+    return once(work_dir / f"gguf-{stem(model_dir)}-{format_name}", export) / "model.gguf"
 
 
 def load_prompts(name: str, model_dir: Path, num_prompts: int, prompt_len: int) -> dict[str, list[list[int]]]:
@@ -444,35 +487,40 @@ def measure_details(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan_workers(settings: dict[str, Any], pythons: dict[str, Path], work_dir: Path) -> list[Worker]:
-    """A process for specdec and every peer in `pythons`, started; two for OpenVINO."""
-    python, model_dir = Path(sys.executable), Path(settings["model_dir"])
+    """A process for specdec and every peer in `pythons`, started; two for OpenVINO.
+
+    Hugging Face rounds no model by itself.
+    """
+    python, model_dir, name = Path(sys.executable), Path(settings["model_dir"]), settings["format"]
     planned = [("specdec", python, settings)]
-    if "hugging-face" in pythons:
+    if "hugging-face" in pythons and not FORMATS[name].is_rounded:
         planned.insert(0, ("hugging-face", pythons["hugging-face"], settings))
     if "openvino" in pythons:
-        openvino_dir = export_to_openvino(pythons["openvino"], model_dir, work_dir)
+        openvino_dir = export_to_openvino(pythons["openvino"], model_dir, work_dir, name)
         for variant in ("none", "ngram"):
             own = {"openvino_dir": str(openvino_dir), "variant": variant}
             planned.append(("openvino", pythons["openvino"], settings | own))
     if "llama.cpp" in pythons:
-        own = {"gguf_file": str(export_to_gguf(pythons["llama.cpp"], model_dir, work_dir))}
+        own = {"gguf_file": str(export_to_gguf(pythons["llama.cpp"], model_dir, work_dir, name))}
         planned.append(("llama.cpp", pythons["llama.cpp"], settings | own))
     return [Worker(*plan) for plan in planned]
 
 
-def prepare(name: str, dtype: str, work_dir: Path, max_request_tokens: int, num_threads: int) -> dict[str, Any]:
-    """What workers are told of a model in a dtype, which is made unless it is there."""
-    model = MODELS[name]
+def prepare(name: str, format_name: str, work_dir: Path, max_request_tokens: int, num_threads: int) -> dict[str, Any]:
+    """What workers are told of a model in a format, which is made unless it is there."""
+    model, dtype = MODELS[name], FORMATS[format_name].dtype
     model_dir = make_model(name, dtype, work_dir)
-    engine_dir = make_engine(f"{name}-{dtype}", model, NGRAM_DRAFT_LEN, model_dir, work_dir)
+    engine_dir = make_engine(f"{name}-{format_name}", model, NGRAM_DRAFT_LEN, model_dir, work_dir)
     draft_dir = make_model("demo-draft", dtype, work_dir) if name == "demo" else None
-    draft_engine_dir = make_engine(f"demo-draft-{dtype}", model, 0, draft_dir, work_dir) if draft_dir else None
+    draft_engine_dir = make_engine(f"demo-draft-{format_name}", model, 0, draft_dir, work_dir) if draft_dir else None
     return {
         "model_dir": str(model_dir),
         "engine_dir": str(engine_dir),
         "draft_model_dir": draft_dir and str(draft_dir),
         "draft_engine_dir": draft_engine_dir and str(draft_engine_dir),
+        "format": format_name,
         "dtype": dtype,
+        "is_rounded": FORMATS[format_name].is_rounded,
         "num_threads": num_threads,
         "max_request_tokens": max_request_tokens,
         # What BATCH requests need and no more: its memory counts.
@@ -484,12 +532,12 @@ def prepare(name: str, dtype: str, work_dir: Path, max_request_tokens: int, num_
 
 
 def bench(
-    name: str, dtype: str, pythons: dict[str, Path], work_dir: Path, arguments: argparse.Namespace
+    name: str, format_name: str, pythons: dict[str, Path], work_dir: Path, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Everything about one model in one dtype."""
+    """Everything about one model in one format."""
     model = MODELS[name]
     max_request_tokens = arguments.prompt_len + arguments.output_len + NGRAM_DRAFT_LEN
-    settings = prepare(name, dtype, work_dir, max_request_tokens, arguments.threads)
+    settings = prepare(name, format_name, work_dir, max_request_tokens, arguments.threads)
     num_prompts = max(arguments.prompts, arguments.requests)
     sets = load_prompts(name, Path(settings["model_dir"]), num_prompts, arguments.prompt_len)
     measured = {set_name: prompts[: arguments.prompts] for set_name, prompts in sets.items()}
@@ -502,7 +550,7 @@ def bench(
         records = measure_in_turns(workers, measured, arguments.output_len, arguments.runs)
     result = {
         "model": name,
-        "dtype": dtype,
+        "dtype": format_name,
         "prompt_lengths": {set_name: [len(ids) for ids in prompts] for set_name, prompts in measured.items()},
         "notes": {f"{w.system} {' '.join(w.variants)}": w.note for w in workers},
         "systems": summarize(records),
@@ -592,7 +640,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     models = ["demo", "101m", "350m", "1100m"]
     parser.add_argument("--models", type=names_among(MODELS), default=models, help="comma-separated")
-    parser.add_argument("--dtypes", type=names_among(DTYPES), default=["float32", "bfloat16"], help="comma-separated")
+    parser.add_argument("--dtypes", type=names_among(FORMATS), default=["float32", "bfloat16"], help="comma-separated")
     parser.add_argument("--peers", type=names_among(PEERS), default=list(PEERS), help="comma-separated")
     parser.add_argument("--prompts", type=positive, default=3, help="of each set")
     parser.add_argument("--prompt-len", type=positive, default=900, help="longer prompts keep their last tokens")

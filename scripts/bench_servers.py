@@ -119,7 +119,8 @@ def main() -> None:
     with ExitStack() as stack:
         work_dir = args.work_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         engine_dir = make_engine(work_dir, args.dtype)
-        gguf = export_to_gguf(args.gguf_python.absolute(), work_dir / f"hf-{args.dtype}", work_dir, DEMO)
+        model_dir = work_dir / f"hf-{args.dtype}"
+        gguf = export_to_gguf(args.gguf_python.absolute(), model_dir, work_dir, args.dtype, "--tokenizer-dir", DEMO)
         ours, _ = stack.enter_context(server(engine_dir))
         lookup = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM_SIZE)]
         lookup += ["--spec-ngram-simple-size-m", str(DRAFT_LEN)]

@@ -1,13 +1,13 @@
-"""Write a Llama of Hugging Face's as GGUF in its own dtype.
+"""Write a Llama of Hugging Face's as GGUF, in its own dtype or rounded as llama.cpp rounds.
 
-    python -m peers.llamacpp_export MODEL_DIR FILE [TOKENIZER_DIR]
+    python -m peers.llamacpp_export MODEL_DIR FILE [--round-to Q8_0|Q4_0] [--tokenizer-dir DIR]
 
 It runs in llama.cpp's environment and needs numpy and the `gguf` package alone. Without the directory of a tokenizer
-(byte-level BPE) there is none in the file: prompts are token ids.
+(byte-level BPE) there is none in the file: prompts are token ids. Of a model in 4 bits the output layer has 8.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ TYPES = {
     "F32": gguf.GGMLQuantizationType.F32,
     "F16": gguf.GGMLQuantizationType.F16,
     "BF16": gguf.GGMLQuantizationType.BF16,
+    "Q8_0": gguf.GGMLQuantizationType.Q8_0,
+    "Q4_0": gguf.GGMLQuantizationType.Q4_0,
 }
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -114,12 +116,18 @@ def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, vocab_size: int) -> 
 
 
 def main() -> None:
-    model_dir, file, *tokenizer_dir = map(Path, sys.argv[1:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--round-to", choices=["Q8_0", "Q4_0"])
+    parser.add_argument("--tokenizer-dir", type=Path)
+    arguments = parser.parse_args()
+    model_dir = arguments.model_dir
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(arguments.file, "llama")
     add_config(writer, config)
-    if tokenizer_dir:
-        add_tokenizer(writer, tokenizer_dir[0], config["vocab_size"])
+    if arguments.tokenizer_dir:
+        add_tokenizer(writer, arguments.tokenizer_dir, config["vocab_size"])
     else:
         writer.add_tokenizer_model("none")
     num_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -131,7 +139,12 @@ def main() -> None:
         rows = content.reshape(shape[0], -1)
         if module in num_heads:
             rows = interleave_halves(rows, num_heads[module])
-        writer.add_tensor(gguf_name(name), rows, raw_dtype=TYPES[dtype])
+        if arguments.round_to:
+            rounded = TYPES["Q8_0" if module == "lm_head" else arguments.round_to]
+            values = widen(rows.reshape(-1), dtype).reshape(shape)
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, rounded), raw_dtype=rounded)
+        else:
+            writer.add_tensor(gguf_name(name), rows, raw_dtype=TYPES[dtype])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,8 +1,9 @@
 """The worker of OpenVINO GenAI: one pipeline, with or without prompt lookup, because each has a model of its own.
 
 It runs in OpenVINO's virtual environment and imports nothing of specdec's. The backend is paged attention, the default
-and here the faster one. Weights and K/V cache have the given dtype, and activations are not quantized. Prefix caching,
-on by default, would find the prompt of the run before.
+and here the faster one. Weights and K/V cache have the given dtype, and activations are not quantized. Where weights are
+rounded, activations are too, by groups of 64, and K/V to 8 bits. Prefix caching, on by default, would find the prompt of
+the run before.
 """
 
 from typing import Any
@@ -30,11 +31,12 @@ class StepStreamer(openvino_genai.StreamerBase):
 
 def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
     precision = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[settings["dtype"]]
+    is_rounded = settings["is_rounded"]
     properties: dict[str, Any] = {
         "ATTENTION_BACKEND": "PA",
         "INFERENCE_PRECISION_HINT": precision,
-        "KV_CACHE_PRECISION": precision,
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+        "KV_CACHE_PRECISION": "u8" if is_rounded else precision,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 64 if is_rounded else 0,
         "CPU_DENORMALS_OPTIMIZATION": True,
         "INFERENCE_NUM_THREADS": settings["num_threads"],
     }

@@ -29,15 +29,11 @@ from runtime.stats import LoopTimes
 NUM_BYTES_READ = 1_500_000_000  # far more than the caches hold
 
 
-def num_weight_bytes(model_dir: Path) -> int:
-    """Bytes of weights that a step reads: all but the input embeddings, where the output has a matrix of its own."""
-    num_bytes = 0
-    for file in model_dir.glob("*.safetensors"):
-        with safe_open(file, "pt") as weights:
-            names = set(weights.keys())
-            skipped = {"model.embed_tokens.weight"} if "lm_head.weight" in names else set()
-            num_bytes += sum(weights.get_tensor(name).nbytes for name in names - skipped)
-    return num_bytes
+def num_weight_bytes(engine_dir: Path) -> int:
+    """Bytes of weights that a step reads: all but the input embeddings."""
+    with safe_open(engine_dir / "rank0.safetensors", "pt") as weights:
+        names = (name for name in weights.keys() if not name.endswith("embed_tokens.weight"))  # noqa: SIM118
+        return sum(weights.get_tensor(name).nbytes for name in names)
 
 
 def step_after(engine: Engine, num_tokens: int, request_id: int) -> Callable[[], object]:
@@ -113,7 +109,7 @@ def main() -> None:
     array = torch.ones(NUM_BYTES_READ // 4)
     step_ms = alternate({**steps, "read": array.sum}, 30)
     bandwidth = array.nbytes / step_ms.pop("read") * 1e3
-    weight_bytes = num_weight_bytes(Path(settings["model_dir"]))
+    weight_bytes = num_weight_bytes(Path(settings["engine_dir"]))
     bound_ms = weight_bytes / bandwidth * 1e3
     details = {
         "step_ms": step_ms,
