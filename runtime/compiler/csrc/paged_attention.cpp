@@ -20,7 +20,9 @@
 
 namespace {
 
-constexpr int64_t kChunk = 128, kRowsPerTask = 36, kTasksPerThread = 2;
+constexpr int64_t kChunk = 128, kTasksPerThread = 2;
+// Of a task: where tokens are few, and where they are many, for which keys and values are copied as tiles want them.
+constexpr int64_t kFewRowsPerTask = 36, kRowsPerTask = 96;
 // Keys are divided at multiples of this position whatever else is computed: a row's parts, and the order in which they
 // are added up, are a function of its position alone, and so are the bits of its output.
 constexpr int64_t kSplit = 2 * kChunk;
@@ -49,23 +51,38 @@ struct Seen {
 
   template <typename T, typename S>
   Seen(const Inputs<T, S>& in, const Task& task, const Share& share) : chunk(chunk_of(in.block_size)) {
-    for (int64_t r = 0; r < task.num_rows; ++r) positions[r] = in.positions[task.b * in.Q + (task.first_row + r) % in.Q];
+    for (int64_t r = 0, query = task.first_row % in.Q; r < task.num_rows; ++r, query = query + 1 < in.Q ? query + 1 : 0)
+      positions[r] = in.positions[task.b * in.Q + query];
     const auto [lowest, highest] = std::minmax_element(positions, positions + task.num_rows);
     first_key = share.begin, last_key = std::min(share.end, *highest + 1);
     if (in.window > 0) first_key = std::max(first_key, (*lowest - in.window + 1) / chunk * chunk);
   }
 };
 
+// Calls use(row, head, token) for the rows of a task: which of the query's heads, and which token, each is of. (Divisions
+// for every row would take longer than to copy it.)
+template <typename T, typename S, typename Use>
+inline void for_rows(const Inputs<T, S>& in, const Task& task, const Use& use) {
+  int64_t row = 0;
+  for (int64_t head = task.first_head; head < task.first_head + task.num_heads; ++head) {
+    int64_t query_head = head * (in.H / in.Hk) + task.first_row / in.Q, token = task.first_row % in.Q;
+    for (int64_t r = 0; r < task.num_rows; ++r, ++row) {
+      use(row, query_head, task.b * in.Q + token);
+      if (++token == in.Q) token = 0, ++query_head;
+    }
+  }
+}
+
 // A row of a task's query after the other, as numbers of type E; 0 from D to `stride`.
 template <typename E, typename T, typename S>
 void gather_query(const Inputs<T, S>& in, const Task& task, E* query, int64_t stride) {
-  for (int64_t row = 0; row < task.num_heads * task.num_rows; ++row, query += stride) {
-    const int64_t head = task.first_head + row / task.num_rows, r = task.first_row + row % task.num_rows;
-    const T* source = in.query + (head * (in.H / in.Hk) + r / in.Q) * in.query_head +
-                      (task.b * in.Q + r % in.Q) * in.query_token;
-    for (int64_t d = 0; d < in.D; ++d) query[d] = static_cast<E>(source[d]);
-    std::fill(query + in.D, query + stride, E(0.0f));
-  }
+  for_rows(in, task, [&](int64_t row, int64_t head, int64_t token) {
+    const T* source = in.query + head * in.query_head + token * in.query_token;
+    E* to = query + row * stride;
+    if constexpr (std::is_same_v<E, T>) std::copy_n(source, in.D, to);
+    else std::transform(source, source + in.D, to, [](T number) { return static_cast<E>(number); });
+    std::fill(to + in.D, to + stride, E(0.0f));
+  });
 }
 
 // Calls use(k, block, offset, count) for the pieces of a chunk that lie in one block, from the chunk's key k on.
@@ -280,13 +297,11 @@ void attend_fastest(const Inputs<T, S>& in, const Task& task, const Share& share
 // Writes a task's output.
 template <typename T, typename S>
 void finish(const Inputs<T, S>& in, const Task& task, const Partial& total, int64_t width) {
-  for (int64_t row = 0; row < task.num_heads * task.num_rows; ++row) {
-    const int64_t head = task.first_head + row / task.num_rows, r = task.first_row + row % task.num_rows;
-    const int64_t token = task.b * in.Q + r % in.Q;
-    T* output = in.output + (token * in.H + head * (in.H / in.Hk) + r / in.Q) * in.Dv;
+  for_rows(in, task, [&](int64_t row, int64_t head, int64_t token) {
+    T* output = in.output + (token * in.H + head) * in.Dv;
     const float weight = 1 / sum_of(load(total.sums + row * kLanes));
     for (int64_t d = 0; d < in.Dv; ++d) output[d] = static_cast<T>(total.weighted[row * width + d] * weight);
-  }
+  });
 }
 
 template <Arithmetic arithmetic, typename T, typename S>
@@ -297,9 +312,12 @@ void run(const Inputs<T, S>& in) {
   const int64_t threads = num_threads(), num_keys = in.N * in.block_size;
   const int64_t keys_per_share = round_up(kSplit, chunk_of(in.block_size));
   const int64_t num_shares = (num_keys + keys_per_share - 1) / keys_per_share;
-  const int64_t rows = in.H / in.Hk * in.Q, row_groups = (rows + kRowsPerTask - 1) / kRowsPerTask;
+  const int64_t rows = in.H / in.Hk * in.Q;
+  const bool are_many = rows >= kRowsPerTask && in.B * in.Hk * rows >= kTasksPerThread * threads * kRowsPerTask;
+  const int64_t rows_per_task = are_many ? kRowsPerTask : kFewRowsPerTask;
+  const int64_t row_groups = (rows + rows_per_task - 1) / rows_per_task;
   // Few rows: of several heads at a time, because the K/V of a block's heads lie side by side.
-  int64_t heads = reads_in_place(in) ? std::clamp(kRowsPerTask / rows, int64_t{1}, in.Hk) : 1;
+  int64_t heads = reads_in_place(in) ? std::clamp(rows_per_task / rows, int64_t{1}, in.Hk) : 1;
   const auto count_tasks = [&] { return in.B * ((in.Hk + heads - 1) / heads) * row_groups; };
   while (heads > 1 && count_tasks() * num_shares < threads) heads = (heads + 1) / 2;
   const int64_t head_groups = (in.Hk + heads - 1) / heads, num_tasks = count_tasks();
@@ -313,9 +331,9 @@ void run(const Inputs<T, S>& in) {
     return Partial{base, base + kRowsPerTask, base + kRowsPerTask * (1 + kLanes)};
   };
   const auto make_task = [&](int64_t i) {
-    const int64_t row = i % row_groups * kRowsPerTask, head = i / row_groups % head_groups * heads;
+    const int64_t row = i % row_groups * rows_per_task, head = i / row_groups % head_groups * heads;
     return Task{i / row_groups / head_groups, head, std::min(heads, in.Hk - head), row,
-                std::min(kRowsPerTask, rows - row)};
+                std::min(rows_per_task, rows - row)};
   };
   const auto attend_share = [&](const Task& task, int64_t share, const Partial& out) {
     const int64_t begin = share * keys_per_share;
