@@ -6,8 +6,8 @@ Ratios are of two measurements of one prompt in one turn; medians and the range 
 Hugging Face's without a drafter in the same dtype (with specdec's where Hugging Face is not measured): in bfloat16 near
 ties may fall differently.
 
-`--dtypes int8,int4` rounds the weights of the model in bfloat16, as each system does by itself: OpenVINO with activations
-in 8 bits and K/V in 8 bits too, llama.cpp to Q8_0 and Q4_0 with K/V in float16. Outputs then differ from token to token.
+`--dtypes int8,int4` rounds the weights of the model in bfloat16, as each system does by itself: OpenVINO has
+activations and K/V in 8 bits too, as specdec; llama.cpp Q8_0 and Q4_0 with K/V in float16. Outputs then differ.
 
 Models: `demo`, the shipped pair; `101m`, `350m` and `1100m` (TinyLlama's shape), Llamas with random weights; `tiny`,
 another, to try the script. All processes hold their weights at once, at 1,100 M in float32 4.4 GB each, and OpenVINO

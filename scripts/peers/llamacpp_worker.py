@@ -1,11 +1,12 @@
 """The worker of llama.cpp: llama-cpp-python's `llama_decode`, with or without the drafts of its prompt lookup.
 
-The loop is here, because the binding's own computes the logits of all prompt tokens as soon as there is a drafter: what
-is measured is llama.cpp. The binding has no draft model. Weights and K/V cache have the given dtype; beside rounded
-weights it is float16. Denormals are
-flushed to zero as in the other systems. Flash attention, on by default, is off: without it a step of the 101 M model
-took 0.6 of the time in float32 and 0.9 in bfloat16, and a prompt of 900 tokens 1.3 and 0.8. What a library can do was
-settled when it was built: the note has its instruction sets.
+The loop is here, because the binding's own computes the logits of all prompt tokens as soon as there is a drafter:
+what is measured is llama.cpp. The binding has no draft model. Weights and K/V cache have the given dtype; beside
+rounded weights it is float16. Denormals are flushed to zero as in the other systems. Flash attention, on by default,
+is off: without it a step of the 101 M model took 0.6 of the time in float32 and 0.9 in bfloat16, and a prompt of 900
+tokens 1.3 and 0.8. Rounded weights stay as they lie in the file: 0.3.36 lays them out for AMX where it was built for
+it, and its products of those crash. What a library can do was settled when it was built: the note has its instruction
+sets.
 """
 
 import ctypes
@@ -42,8 +43,12 @@ def flush_denormals() -> None:
 class Model:
     """One sequence: tokens in, greedy tokens out."""
 
-    def __init__(self, file: str, dtype: str, num_threads: int, max_tokens: int) -> None:
-        self._model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
+    def __init__(self, settings: dict[str, Any], dtype: str) -> None:
+        """With a K/V cache of that dtype."""
+        file, num_threads, max_tokens = (settings[f] for f in ("gguf_file", "num_threads", "max_request_tokens"))
+        loading = llama_cpp.llama_model_default_params()
+        loading.use_extra_bufts = not settings["is_rounded"]
+        self._model = llama_cpp.llama_model_load_from_file(file.encode(), loading)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {file}")
         params = llama_cpp.llama_context_default_params()
@@ -87,7 +92,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
     llama_cpp.llama_log_set(log_errors, None)
     llama_cpp.llama_backend_init()
     cache = "float16" if settings["is_rounded"] else settings["dtype"]
-    model = Model(settings["gguf_file"], cache, settings["num_threads"], settings["max_request_tokens"])
+    model = Model(settings, cache)
     lookup = LlamaPromptLookupDecoding(settings["ngram_size"], settings["ngram_draft_len"])
 
     def no_drafts(ids: np.ndarray) -> np.ndarray:

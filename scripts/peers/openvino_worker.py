@@ -1,9 +1,9 @@
 """The worker of OpenVINO GenAI: one pipeline, with or without prompt lookup, because each has a model of its own.
 
 It runs in OpenVINO's virtual environment and imports nothing of specdec's. The backend is paged attention, the default
-and here the faster one. Weights and K/V cache have the given dtype, and activations are not quantized. Where weights are
-rounded, activations are too, by groups of 64, and K/V to 8 bits. Prefix caching, on by default, would find the prompt of
-the run before.
+and here the faster one. Weights and K/V cache have the given dtype, and activations are not quantized; where weights
+are rounded, activations are too, by groups of 64, and K/V to 8 bits. Prefix caching, on by default, would find the
+prompt of the run before.
 """
 
 from typing import Any
