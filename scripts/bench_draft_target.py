@@ -83,7 +83,7 @@ def step_of(engine: Engine, num_tokens: int) -> Callable[[], object]:
 
     def call() -> None:
         with torch.inference_mode():
-            engine._step(*batch.tensors(), engine._pool.keys, engine._pool.values)
+            engine._step(*batch.tensors(), *engine._pool.tensors())
 
     return call
 

@@ -92,7 +92,7 @@ def time_steps(engine: Engine, model: LlamaForCausalLM, runs: int) -> dict[str, 
 
     def step(num_tokens: int) -> Callable[[], object]:
         batch = pack([Row(tokens[CONTEXT:][:num_tokens], CONTEXT, blocks, num_tokens)], 32, engine.device)
-        return lambda: engine._step(*batch.tensors(), engine._pool.keys, engine._pool.values)
+        return lambda: engine._step(*batch.tensors(), *engine._pool.tensors())
 
     def forward(num_tokens: int) -> Callable[[], object]:
         ids = torch.tensor([tokens[CONTEXT:][:num_tokens]])

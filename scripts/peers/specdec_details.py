@@ -48,7 +48,7 @@ def step_after(engine: Engine, num_tokens: int, request_id: int) -> Callable[[],
 
     def call() -> None:
         with torch.inference_mode():
-            engine._step(*batch.tensors(), engine._pool.keys, engine._pool.values)
+            engine._step(*batch.tensors(), *engine._pool.tensors())
 
     return call
 
