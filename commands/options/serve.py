@@ -91,5 +91,6 @@ class ServerOptions:
 
     def check(self) -> None:
         """UsageError for a key that no header can carry, which would shut everybody out."""
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+        key = self.api_key
+        if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
             raise UsageError("the API key has characters that HTTP has no room for", hint="take letters and digits")

@@ -60,6 +60,8 @@ def chat_tokens(served: ServedModel, messages: Seq[ChatMessage]) -> list[int]:
     said: list[Message] = []
     for message in messages:
         role = "system" if message.role == "developer" else message.role
+        if message.tool_calls or message.function_call:
+            raise HTTPError(400, "this server calls no tools: a message has calls of them", param="messages")
         said.append({"role": role, "content": _text_of(message.content)})
     served.check_text_len(sum(len(message["content"]) for message in said), "messages")
     return served.llm.chat_template.encode(said)
@@ -156,7 +158,7 @@ def _drafting(served: ServedModel, body: Generation) -> Drafting:
         drafter = _own_drafter(served, body.speculative)
     if body.prediction is not None:
         served.check_drafts_fit(1, "prediction")
-        text = _text_of(body.prediction.content)
+        text = _text_of(body.prediction.content)[: served.max_text_len]  # time is spent on no more than can be needed
         tokens = encode_text(served.tokenizer, text)[: served.max_model_len]
         predicted = PredictionLookup(tokens)
         drafter = predicted if drafter is None else DrafterChain([predicted, drafter])

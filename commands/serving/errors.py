@@ -21,13 +21,17 @@ _TYPES = {
 }
 
 
+_LONGEST = 1000
+"""Characters of a message: what a client sent is not sent back to it at any length."""
+
+
 class HTTPError(Exception):
     """What a request is answered with in the place of an answer."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= _LONGEST else f"{message[: _LONGEST - 3]}..."
         self.param = param
         self.code = code
 

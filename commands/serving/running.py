@@ -36,7 +36,7 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
     options, address = serving.options, serving.address
     clock = Clock()
     served = open_served(setup.llm, setup.session, clock, serving.names, options.max_queue_len)
-    app = guarded_app(served, clock, options)
+    app = guarded_app(served, clock, options, is_of_this_machine=address.is_of_this_machine)
     reach = "only this machine reaches it" if address.is_of_this_machine else "other machines reach it"
 
     def say_where() -> None:
@@ -64,10 +64,11 @@ def open_served(llm: LLM, session: Session, clock: Clock, names: tuple[str, ...]
     return ServedModel(llm, loop, names, int(time.time()), has_chat_template, defaults)
 
 
-def guarded_app(served: ServedModel, clock: Clock, options: ServerOptions) -> Any:
+def guarded_app(served: ServedModel, clock: Clock, options: ServerOptions, *, is_of_this_machine: bool = False) -> Any:
     """The application, with whoever may not ask turned away."""
     origins = options.allowed_origins or []
-    app = Guard(make_app(served, clock, options.request_timeout, version("specdec-cli")), options.api_key, origins)
+    inner = make_app(served, clock, options.request_timeout, version("specdec-cli"))
+    app = Guard(inner, options.api_key, origins, is_of_this_machine=is_of_this_machine)
     if not origins:
         return app
     return CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"])

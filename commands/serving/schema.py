@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_PROMPTS = 4096
 MAX_STOP_WORDS = 32
 MAX_BIASES = 1024
 
@@ -20,6 +21,11 @@ StopWords = StopWord | Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS
 
 
 ConfigText = Annotated[str, Field(max_length=64)]
+ConfigList = Annotated[
+    list[int | Annotated[list[int], Field(max_length=4, fail_fast=True)]], Field(max_length=4, fail_fast=True)
+]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class Lenient(BaseModel):
@@ -38,8 +44,8 @@ class Speculative(Lenient):
 
     model_config = ConfigDict(extra="forbid")
 
-    ngram_config: ConfigText | list[Any] | None = Field(None, description="As `--ngram-config`: [10,2].")
-    suffix_config: ConfigText | list[Any] | int | None = Field(None, description="As `--suffix-config`: 10.")
+    ngram_config: ConfigText | ConfigList | None = Field(None, description="As `--ngram-config`: [10,2].")
+    suffix_config: ConfigText | ConfigList | int | None = Field(None, description="As `--suffix-config`: 10.")
     draft_len: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="The longest draft.")
 
 
@@ -89,7 +95,7 @@ class Generation(Lenient):
 
 
 class CompletionRequest(Generation):
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | TokenIds | Prompts | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
@@ -97,6 +103,8 @@ class CompletionRequest(Generation):
 class ChatMessage(Lenient):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart] | None = None
+    tool_calls: list[Any] | None = Field(None, description="Refused unless it is empty.")
+    function_call: Any = Field(None, description="Refused.")
 
 
 class ChatRequest(Generation):

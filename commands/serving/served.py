@@ -78,9 +78,14 @@ class ServedModel:
         if name is not None and name not in self.names:
             raise HTTPError(404, f"the model `{name[:200]}` does not exist", param="model", code="model_not_found")
 
+    @property
+    def max_text_len(self) -> int:
+        """Characters that as many tokens as there is room for can have."""
+        return self.max_model_len * self._longest_token
+
     def check_text_len(self, num_characters: int, param: str) -> None:
         """HTTPError for a text that cannot be short enough, whatever its tokens are: before time is spent on it."""
-        if num_characters > self.max_model_len * self._longest_token:
+        if num_characters > self.max_text_len:
             raise HTTPError(
                 400,
                 f"the text is longer than {self.max_model_len} tokens can be: {num_characters} characters",

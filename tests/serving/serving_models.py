@@ -61,7 +61,12 @@ MakeServed = Callable[..., Served]
 
 @contextmanager
 def opened(
-    engine_dir: Path, tokenizer_dir: Path | None, drafter: DrafterSettings | None = None, **options: Any
+    engine_dir: Path,
+    tokenizer_dir: Path | None,
+    drafter: DrafterSettings | None = None,
+    *,
+    is_of_this_machine: bool = False,
+    **options: Any,
 ) -> Iterator[tuple[ServedModel, Any]]:
     """The served model, and the application with its guard."""
     options = {"served_model_name": ["tiny", "tiny-alias"]} | options
@@ -69,7 +74,7 @@ def opened(
         settings, clock = ServerOptions(**options), Clock()
         names = settings.names(engine_dir, None)
         served = open_served(llm, llm.session(drafter), clock, names, settings.max_queue_len)
-        yield served, guarded_app(served, clock, settings)
+        yield served, guarded_app(served, clock, settings, is_of_this_machine=is_of_this_machine)
         llm.engine._blocks.check_integrity()
 
 

@@ -1,9 +1,14 @@
 """What a client does wrong is told it in OpenAI's form, by a status of its own; nothing of it is a 500."""
 
+import time
 from typing import Any
 
 import pytest
 from serving_models import PROMPT, MakeServed, Served
+
+from commands.serving.errors import HTTPError
+from commands.serving.parsing import validate_body
+from commands.serving.schema import CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "a ball"}]
@@ -187,6 +192,61 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(make_served: MakeServed) 
     key = {"Authorization": "Bearer secret"}
     assert served.client.get("/v1/models", headers=key).status_code == 200
     assert served.client.post(COMPLETIONS, json={"prompt": "a"}, headers=key).status_code == 200
+
+
+def test_a_key_is_compared_as_http_says(make_served: MakeServed) -> None:
+    served = make_served(None, api_key="secret")
+    for scheme, status in (("bearer", 200), ("BEARER", 200), ("Basic", 401), ("", 401)):
+        answer = served.client.get("/v1/models", headers={"Authorization": f"{scheme} secret"})
+        assert answer.status_code == status, scheme
+
+
+def test_a_name_that_leads_to_this_machine_is_not_its_own(make_served: MakeServed) -> None:
+    """DNS rebinding: to a browser the page and the server are of one origin then."""
+    served = make_served(None, is_of_this_machine=True, allowed_origins=["https://proxy.example"])
+    for host in ("localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "192.168.1.5", "proxy.example"):
+        assert served.client.get("/v1/models", headers={"Host": host}).status_code == 200, host
+    for host in ("evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "[", "[::1].evil.example"):
+        answer = served.client.get("/v1/models", headers={"Host": host, "Origin": f"http://{host}"})
+        assert check_error(answer, 403)["code"] == "host_not_allowed"
+
+
+def test_calls_of_tools_are_not_dropped_in_silence(served: Served) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", "content": "a", "tool_calls": [call]}
+    assert "tools" in check_error(served.post(CHAT, messages=[*MESSAGES, said]), 400)["message"]
+    assert served.post(CHAT, messages=[*MESSAGES, said | {"tool_calls": []}], max_tokens=1).status_code == 200
+
+
+LONG = 1_000_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": PROMPT, "speculative": {"ngram_config": [1] * LONG}},
+        {"prompt": PROMPT, "speculative": {"ngram_config": [1, 2, [1] * LONG]}},
+        {"prompt": PROMPT, "speculative": {"suffix_config": [1] * LONG}},
+        {"prompt": [[1]] * LONG},
+        {"prompt": ["a"] * LONG},
+        {"prompt": PROMPT, "logit_bias": {"z" * LONG: 1}},
+    ],
+    ids=["ngram_config", "device_list", "suffix_config", "ids", "prompts", "logit_bias"],
+)
+def test_a_long_list_costs_neither_time_nor_a_long_answer(body: dict[str, Any]) -> None:
+    start = time.process_time()
+    with pytest.raises(HTTPError) as caught:
+        validate_body(body, CompletionRequest)
+    assert time.process_time() - start < 0.2
+    assert len(str(caught.value.body)) < 2000
+
+
+def test_of_a_long_prediction_is_read_what_can_be_needed(served: Served) -> None:
+    start = time.process_time()
+    content = "a b " * LONG
+    response = served.post(COMPLETIONS, prompt=PROMPT, max_tokens=1, prediction={"type": "content", "content": content})
+    assert response.status_code == 200
+    assert time.process_time() - start < 1
 
 
 def test_pages_of_elsewhere_may_not_ask_unless_they_are_allowed(make_served: MakeServed, served: Served) -> None:
