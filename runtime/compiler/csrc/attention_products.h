@@ -162,15 +162,43 @@ inline void pair_rows(const S* first, const S* second, int64_t count, at::BFloat
   }
 }
 
-// c (rows x 16 * C) += a (rows x depth) b; of b pairs of rows, (depth / 2, ldb, 2). The tiles' shapes are set: sums in 0 to
-// 3, a in 4, b in 5 to 7.
-template <int C>
-inline void add_product(const at::BFloat16* a, int64_t lda, const at::BFloat16* b, int64_t ldb, float* c, int64_t ldc,
-                        int64_t depth) {
-  _tile_loadd(0, c, 4 * ldc);
-  if constexpr (C > 1) _tile_loadd(1, c + kTileHeight, 4 * ldc);
-  if constexpr (C > 2) _tile_loadd(2, c + 2 * kTileHeight, 4 * ldc);
-  if constexpr (C > 3) _tile_loadd(3, c + 3 * kTileHeight, 4 * ldc);
+// The registers' shapes for products of at most 16 rows: sums in 0 to 3, a in 4, b in 5 to 7. They are set where they change:
+// that is waited for. What is in memory by then must be there each time: the instructions' operands do not tell the
+// compiler what they read.
+class RowTiles {
+ public:
+  void use(int64_t rows) {
+    if (rows != rows_) {
+      TileShapes shapes;
+      for (int tile = 0; tile < 8; ++tile) shapes.set(tile, tile <= 4 ? rows : kTileHeight, 64);
+      shapes.use();
+      rows_ = rows;
+    }
+    asm volatile("" : : : "memory");
+  }
+  RowTiles() = default;
+  RowTiles(const RowTiles&) = delete;
+  ~RowTiles() { _tile_release(); }
+
+ private:
+  int64_t rows_ = 0;
+};
+
+// c (rows x 16 * C) = a (rows x depth) b, or c += where it `adds`; of b pairs of rows, (depth / 2, ldb, 2).
+template <bool adds, int C>
+inline void multiply_tiles(const at::BFloat16* a, int64_t lda, const at::BFloat16* b, int64_t ldb, float* c, int64_t ldc,
+                           int64_t depth) {
+  if constexpr (adds) {
+    _tile_loadd(0, c, 4 * ldc);
+    if constexpr (C > 1) _tile_loadd(1, c + kTileHeight, 4 * ldc);
+    if constexpr (C > 2) _tile_loadd(2, c + 2 * kTileHeight, 4 * ldc);
+    if constexpr (C > 3) _tile_loadd(3, c + 3 * kTileHeight, 4 * ldc);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
   for (int64_t k = 0; k < depth; k += kTileDepth, b += kTileDepth * ldb) {
     _tile_loadd(4, a + k, 2 * lda);
     _tile_loadd(5, b, 4 * ldb);
@@ -186,17 +214,16 @@ inline void add_product(const at::BFloat16* a, int64_t lda, const at::BFloat16* 
 }
 
 // The same for at most 16 rows, and a width that is any multiple of 16.
-inline void add_product(const at::BFloat16* a, int64_t lda, const at::BFloat16* b, int64_t ldb, float* c, int64_t ldc,
-                        int64_t rows, int64_t depth, int64_t width) {
-  TileShapes shapes;
-  for (int tile = 0; tile < 8; ++tile) shapes.set(tile, tile <= 4 ? rows : kTileHeight, 64);
-  shapes.use();
+template <bool adds>
+inline void multiply_tiles(RowTiles& tiles, const at::BFloat16* a, int64_t lda, const at::BFloat16* b, int64_t ldb, float* c,
+                           int64_t ldc, int64_t rows, int64_t depth, int64_t width) {
+  tiles.use(rows);
   int64_t w = 0;
-  for (; w + 4 * kTileHeight <= width; w += 4 * kTileHeight) add_product<4>(a, lda, b + 2 * w, ldb, c + w, ldc, depth);
+  for (; w + 4 * kTileHeight <= width; w += 4 * kTileHeight)
+    multiply_tiles<adds, 4>(a, lda, b + 2 * w, ldb, c + w, ldc, depth);
   with_rows<3>((width - w) / kTileHeight, [&](auto columns) {
-    add_product<columns()>(a, lda, b + 2 * w, ldb, c + w, ldc, depth);
+    multiply_tiles<adds, columns()>(a, lda, b + 2 * w, ldb, c + w, ldc, depth);
   });
-  _tile_release();
 }
 #endif
 

@@ -224,6 +224,7 @@ void attend_in_tiles(const Inputs<T, S>& in, const Task& task, const Seen& seen,
   at::BFloat16 *query = lines.data()->numbers, *weights = query + all_rows * depth, *pairs = weights + num_rows * kChunk;
   float* scores = all_scores.data()->of_keys;
   gather_query(in, task, query, depth);
+  RowTiles tiles;
   const int64_t num_tiles = (num_rows + kTileHeight - 1) / kTileHeight;
   const auto for_tiles = [&](int64_t key, auto use) {
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
@@ -241,10 +242,9 @@ void attend_in_tiles(const Inputs<T, S>& in, const Task& task, const Seen& seen,
           pair_rows(keys + d * in.block_size, keys + (d + 1) * in.block_size, round_up(count, kLanes), pairs + d * kChunk + 2 * k);
       });
       std::fill(pairs + in.D * kChunk, pairs + depth * kChunk, at::BFloat16(0.0f));
-      std::fill_n(scores, num_rows * kChunk, 0.0f);
       for_tiles(start, [&](int64_t first, int64_t rows) {
-        add_product(query + (head * num_rows + first) * depth, depth, pairs, kChunk, scores + first * kChunk, kChunk, rows,
-                    depth, round_up(num_keys, kTileHeight));
+        multiply_tiles<false>(tiles, query + (head * num_rows + first) * depth, depth, pairs, kChunk, scores + first * kChunk,
+                              kChunk, rows, depth, round_up(num_keys, kTileHeight));
       });
       std::fill_n(weights, num_rows * kChunk, at::BFloat16(0.0f));
       weigh(in, task, seen, head, start, num_keys, scores, weights, out, width);
@@ -256,8 +256,8 @@ void attend_in_tiles(const Inputs<T, S>& in, const Task& task, const Seen& seen,
       });
       std::fill(pairs + round_up(num_keys, 2) * width, pairs + padded * width, at::BFloat16(0.0f));
       for_tiles(start, [&](int64_t first, int64_t rows) {
-        add_product(weights + first * kChunk, kChunk, pairs, width, out.weighted + (head * num_rows + first) * width, width,
-                    rows, padded, width);
+        multiply_tiles<true>(tiles, weights + first * kChunk, kChunk, pairs, width,
+                             out.weighted + (head * num_rows + first) * width, width, rows, padded, width);
       });
     }
   }
