@@ -44,10 +44,16 @@ class ChatTemplate:
         check_messages(messages, "the conversation")
         try:
             text: str = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text.encode()  # no tokenizer takes half a pair of surrogates
         except TemplateError as error:
             raise SpecDecError(
                 f"the chat template refuses the conversation: {error}", hint="see which roles the model knows"
             ) from None
+        except Exception as error:  # a template is a program that comes with a model, and fails as programs do
+            raise SpecDecError(
+                f"the chat template fails on the conversation: {type(error).__name__}: {error}",
+                hint="correct the template, or name a tokenizer with another",
+            ) from error
         return text
 
 

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from runtime.chat import ChatTemplate, Message
 from runtime.engine import Engine
+from runtime.errors import SpecDecError
 from runtime.llm import LLM
 from runtime.models import resolve_model
 from runtime.params import SamplingParams
@@ -188,6 +189,48 @@ def test_conversation_that_is_none_is_one_error(
     result = specdec("run", "--engine-dir", engine_dir, "--input-file", tmp_path / "in.jsonl")
     assert result.exit_code == 1 and result.stdout == ""
     assert wrong in result.stderr and result.stderr.count("hint: ") == 1
+
+
+FAILING = [
+    "{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ messages() }}", "{{ strftime_now(5) }}", "{{ 'x' * 10**15 }}",
+    "{{ range(10**12) }}", "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    r"{{ '\ud800' }}",
+]  # fmt: skip
+
+
+def with_template(engine_dir: Path, directory: Path, template: str) -> Path:
+    """The engine's tokenizer with another template."""
+    directory.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(engine_dir / name, directory)
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+@pytest.mark.parametrize("template", FAILING)
+def test_template_that_fails_is_our_error(template: str, engine_dir: Path, tmp_path: Path) -> None:
+    """Templates come with models: they are not trusted, and fail in all the ways of a program."""
+    found = ChatTemplate(with_template(engine_dir, tmp_path / "own", template), {"model_type": "llama"})
+    with pytest.raises(SpecDecError, match=r"^the chat template fails on the conversation: \w+Error"):
+        found.render([{"role": "user", "content": "The dog"}])
+
+
+def test_template_that_fails_is_one_error_of_every_command(
+    specdec: Specdec, engine_dir: Path, tmp_path: Path, type_lines: TypeLines
+) -> None:
+    """`batch` has it as the result of the request."""
+    template = ["--engine-dir", engine_dir, "--tokenizer-dir", with_template(engine_dir, tmp_path / "own", FAILING[0])]
+    lines = tmp_path / "in.jsonl"
+    lines.write_text(json.dumps({"messages": [{"role": "user", "content": "The dog"}]}) + "\n")
+    type_lines("The dog")
+    wrong = "the chat template fails on the conversation: ZeroDivisionError: division by zero"
+    for command in (["chat"], ["run", "The dog", "--apply-chat-template"], ["run", "--input-file", lines]):
+        result = specdec(*command, *template)
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"error: {wrong}\nhint: ") and len(result.stderr.splitlines()) == 2
+    assert specdec("batch", "-i", lines, "-o", tmp_path / "out.jsonl", *template).exit_code == 0
+    error = json.loads((tmp_path / "out.jsonl").read_text())["response"]
+    assert error["status_code"] == 400 and wrong in error["body"]["error"]["message"]
 
 
 def test_python_talks_too(engine_dir: Path, llama: PreTrainedModel, own: PreTrainedTokenizerFast) -> None:

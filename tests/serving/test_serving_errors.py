@@ -1,6 +1,8 @@
 """What a client does wrong is told it in OpenAI's form, by a status of its own; nothing of it is a 500."""
 
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,3 +269,14 @@ def test_a_model_without_a_chat_template_says_so(make_served: MakeServed) -> Non
     served = make_served(None, tokenizer_dir=None)
     error = check_error(served.post(CHAT, messages=MESSAGES), 400)
     assert "no chat template" in error["message"]
+
+
+def test_a_chat_template_that_fails_is_an_answer(
+    make_served: MakeServed, chat_tokenizer_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(chat_tokenizer_dir, tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ 1 / 0 }}")
+    served = make_served(None, tokenizer_dir=tmp_path / "tokenizer")
+    error = check_error(served.post(CHAT, messages=MESSAGES), 400)
+    assert "the chat template fails on the conversation: ZeroDivisionError: division by zero" in error["message"]
+    assert not caplog.records
