@@ -27,7 +27,8 @@ from runtime.compiler.model import (
 from runtime.compiler.pretrained import parse_language_model, parse_pretrained_config
 from runtime.config import CheckpointConfig, Dtype, Mapping, Precision, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
-from runtime.files import check_output_is_not_input, new_directory, write_json
+from runtime.files import check_output_is_not_input, new_directory, read_json, write_json
+from runtime.generation_config import check_generation_config
 from runtime.gguf import is_gguf
 from runtime.models import read_model_config
 from runtime.parallel.splitting import Splitting
@@ -39,7 +40,7 @@ from runtime.quantization.planning import RoundedLayer, Source, plan_pieces
 from runtime.source import SourceTensor, read_tensors
 
 # What a tokenizer or generation needs beside the weights.
-_TOKENIZER_FILES = (
+_SIDE_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
@@ -66,6 +67,8 @@ def convert(
     """
     check_output_is_not_input(output_dir, model_dir)
     source = _open_source(model_dir)
+    if not is_gguf(model_dir):
+        check_side_files(model_dir)
     if tp_size > 1:
         source = _with_own_names(source)
     _refuse_rounding_again(source, precision)
@@ -169,15 +172,23 @@ def _refuse_rounding_again(source: Source, precision: Precision) -> None:
 
 def _keep_tokenizer(model_dir: Path, directory: Path) -> None:
     if not is_gguf(model_dir):
-        copy_tokenizer_files(model_dir, directory)
+        copy_side_files(model_dir, directory)
     elif not save_gguf_tokenizer(model_dir, directory):
         warnings.warn(f"the file has no tokenizer that can be read: {model_dir}", SpecDecWarning, stacklevel=3)
 
 
-def copy_tokenizer_files(source: Path, destination: Path) -> None:
-    for name in _TOKENIZER_FILES:
+def copy_side_files(source: Path, destination: Path) -> None:
+    for name in _SIDE_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)
+
+
+def check_side_files(directory: Path) -> None:
+    """SpecDecError for a file that would be copied and that nothing could read. None has to be there."""
+    for name in _SIDE_FILES:
+        if name.endswith(".json") and (directory / name).is_file():
+            read_json(directory / name)
+    check_generation_config(directory)
 
 
 def _language_model_tensors(entries: list[SourceTensor], model_dir: Path) -> list[SourceTensor]:

@@ -7,6 +7,7 @@ learned.
 
 import dataclasses
 import secrets
+import warnings
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, closing
@@ -32,7 +33,7 @@ from runtime.drafters.settings import (
 )
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.engine_cache import EngineSettings, engine_of_model
-from runtime.errors import SpecDecError, UsageError
+from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.parallel.devices import check_device_ids
 from runtime.params import SamplingParams
 from runtime.request import FinishReason, Request, Sequence, TokenLogprobs
@@ -121,7 +122,8 @@ class LLM:
                 self.tokenizer = tokenizer_of_engine(self.bundle)
             else:
                 self.tokenizer = load_tokenizer(self.tokenizer_dir, config.pretrained_config)
-            self.end_ids = find_end_ids(self.bundle.directory, config.pretrained_config, self.tokenizer)
+            end_ids = find_end_ids(self.bundle.directory, config.pretrained_config, self.tokenizer)
+            self.end_ids = _within_vocabulary(end_ids, config.vocab_size)
             engine_of_bundle = Engine.of_bundle(self.bundle, self.device_ids, self.kv_cache, max_num_tokens)
             self.engine = stack.enter_context(engine_of_bundle)
             self._stack = stack.pop_all()
@@ -341,6 +343,16 @@ class LLM:
         if to_draft:  # a draft model is not split
             options |= {"max_draft_len": 0, "self_draft": None, "tp_size": 1}
         return self._stack.enter_context(engine_of_model(str(model), EngineSettings(**options), use_cache=use_cache))
+
+
+def _within_vocabulary(end_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
+    """Those that can end an output, with a warning of the others: a class of transformers has one by default, whatever
+    the vocabulary."""
+    foreign = sorted(i for i in end_ids if i >= vocab_size)
+    if foreign:
+        message = f"the model's end id is outside its vocabulary of {vocab_size}, and ends nothing: {foreign[0]}"
+        warnings.warn(message, SpecDecWarning, stacklevel=3)
+    return end_ids - set(foreign)
 
 
 def _check_tp_size(wanted: int | None, found: int) -> None:

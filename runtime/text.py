@@ -13,6 +13,7 @@ from runtime.checkpoint_dir import open_checkpoint
 from runtime.checksums import CONFIG
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.files import read_json
+from runtime.generation_config import as_end_ids, read_end_ids
 from runtime.request import Request, Sequence
 from runtime.tokenizer import Tokenizer, find_saved_tokenizer, save_tokenizer
 
@@ -156,21 +157,12 @@ def bad_word_tokens(tokenizer: Tokenizer, words: Seq[str]) -> tuple[tuple[int, .
 
 def find_end_ids(engine_dir: Path, pretrained_config: dict[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
     """The model's end ids: generation_config.json's, else config.json's, else the tokenizer's."""
-    generation_config = engine_dir / "generation_config.json"
-    candidates: list[Any] = [pretrained_config.get("eos_token_id"), tokenizer.eos_token_id if tokenizer else None]
-    if generation_config.is_file():
-        candidates.insert(0, read_json(generation_config).get("eos_token_id"))
-    for ids in candidates:
-        if ids is not None:
-            found = ids if isinstance(ids, list) else [ids]
-            foreign = next((i for i in found if not isinstance(i, int) or isinstance(i, bool) or i < 0), None)
-            if foreign is not None:
-                raise SpecDecError(
-                    f"`eos_token_id` of the model is no token id: {foreign!r}",
-                    hint=f"correct `{generation_config}`, or build the engine again",
-                )
-            return frozenset(found)
-    return frozenset()
+    if (ids := read_end_ids(engine_dir)) is not None:
+        return ids
+    own = pretrained_config.get("eos_token_id")
+    if own is None and tokenizer is not None:
+        own = tokenizer.eos_token_id
+    return frozenset() if own is None else as_end_ids(own, engine_dir)
 
 
 def encode(

@@ -21,9 +21,10 @@ from commands.serving.errors import HTTPError, as_http_error
 from commands.serving.parsing import validate_body
 from commands.serving.replies import TokenTexts
 from commands.serving.schema import ChatRequest, CompletionRequest, Generation
-from commands.serving.served import ServedModel, check_can_serve, model_defaults, prepare_chat
+from commands.serving.served import ServedModel, check_can_serve, prepare_chat
 from runtime.cache import digest
 from runtime.errors import SpecDecError
+from runtime.generation_config import read_sampling_defaults
 from runtime.llm import LLM
 from runtime.serving.answer import Answer, Asked
 from runtime.serving.loop import ServingLoop, StepFailed
@@ -78,7 +79,7 @@ class BatchModel:
     def __init__(self, llm: LLM, session: Session, names: tuple[str, ...], defaults: BatchDefaults) -> None:
         check_can_serve(llm)
         loop = ServingLoop(session, _MAX_QUEUE_LEN, _tell)
-        values = model_defaults(llm.bundle.directory) | defaults.sampling
+        values = read_sampling_defaults(llm.bundle.directory) | defaults.sampling
         self._served = ServedModel(llm, loop, names, 0, prepare_chat(llm), values)
         self._texts, self._defaults = TokenTexts(self._served), defaults
         loop.start()

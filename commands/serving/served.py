@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from commands.serving.errors import HTTPError
@@ -12,8 +11,6 @@ from runtime.files import read_json
 from runtime.llm import LLM
 from runtime.serving.loop import ServingLoop
 from runtime.tokenizer import Tokenizer
-
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -118,12 +115,3 @@ def prepare_chat(llm: LLM) -> bool:
     if is_there:
         llm.chat_template  # noqa: B018  # it is kept
     return is_there
-
-
-def model_defaults(engine_dir: Path) -> dict[str, Any]:
-    """Of the model's generation_config.json: numbers that shape the distribution. `do_sample` is not one."""
-    path = engine_dir / "generation_config.json"
-    if not path.is_file():
-        return {}
-    config = read_json(path)
-    return {name: config[name] for name in _DEFAULTS if isinstance(config.get(name), int | float)}

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from runtime.bundle import COPY_DIR, LIBRARY, uses_kernels, weights_files
-from runtime.checkpoint import copy_tokenizer_files
+from runtime.checkpoint import check_side_files, copy_side_files
 from runtime.checkpoint_dir import check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
 from runtime.compiler.arithmetic import fastest_arithmetic
@@ -130,7 +130,7 @@ def build_engine(
             phase("measuring steps")
             config = _with_costs(config, step, copied, device)
         phase("writing the engine")
-        copy_tokenizer_files(checkpoint_dir, directory)
+        copy_side_files(checkpoint_dir, directory)
         return _finish(config, directory)
 
 
@@ -175,6 +175,7 @@ def _open_fitting(checkpoint_dir: Path, build: BuildConfig) -> tuple[CheckpointC
     """The checkpoint and its model's config; SpecDecError where no such engine can be built of it."""
     checkpoint = open_checkpoint(checkpoint_dir)
     check_self_draft(checkpoint, build.self_draft)
+    check_side_files(checkpoint_dir)
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
     _check_settings(build, pretrained)
     return checkpoint, pretrained

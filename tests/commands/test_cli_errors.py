@@ -28,6 +28,7 @@ RUN = "run --engine-dir engine --input-text 'The dog' --max-output-len 8 "
 SUMMARIZE = "summarize --engine-dir engine --dataset articles.jsonl --test-engine --output-len 4 --max-ite 1 "
 CONVERT = "convert --model-dir model --output-dir out "
 BUILD = "build --checkpoint-dir ckpt --output-dir out --compiler none --max-input-len 64 --max-seq-len 128 "
+BATCH = "batch -i in.jsonl -o out.jsonl --engine-dir engine "
 DRAFTS = "--speculative-decoding-mode draft_tokens_external --max-draft-len 4 "
 
 
@@ -162,6 +163,11 @@ def array(directory: Path) -> None:
     np.save(directory / "ids.npy", np.array([[0.5]]))
 
 
+def hot(directory: Path) -> None:
+    file("in.jsonl", '{"prompt": "The dog"}\n')(directory)
+    file("engine/generation_config.json", '{"temperature": "hot"}')(directory)
+
+
 WRONG_CONFIG = [
     case(RUN + "--ngram-config [10]", 2, "does not have 2 to 3 entries: [10]", "[10,2,[0]]"),
     case(RUN + "--ngram-config [0,2,[0]]", 2, "max_draft_len", "at least 1: 0"),
@@ -229,6 +235,7 @@ WRONG_CONFIG = [
     case(RUN + "--num-beams 2", 2, "beam search is not supported", "2"),
     case(RUN + "--use-py-session", 2, "`--use-py-session`"),
     case(RUN + "--streaming --json", 2, "`--streaming` and `--json`"),
+    case(RUN + "--streaming-interval 3", 2, "`--streaming-interval` needs `--streaming`: 3"),
     case(RUN + "--spec-decode-algo MEDUSA", 2, "no algorithm of specdec's: MEDUSA", "NGRAM, SUFFIX, DRAFT_TARGET"),
     case(
         RUN + "--spec-decode-algo NGRAM --ngram-config [4,2,[0]]",
@@ -946,6 +953,27 @@ HAND_EDITED = [
         RUN, 1, "`eos_token_id` of the model is no token id: [1]",
         damage=file("engine/generation_config.json", '{"eos_token_id": [[1]]}'),
     ),
+    case(
+        RUN, 1, "`eos_token_id` of the model is no token id: None",
+        damage=file("engine/generation_config.json", '{"eos_token_id": [1, null]}'),
+    ),
+    *[
+        case(command, 1, f"{place}/{name}", *words, damage=file(f"{place}/{name}", content))
+        for command, place in ((CONVERT, "model"), (BUILD, "ckpt"))
+        for name, content, *words in (
+            ("generation_config.json", "", "is not valid JSON"),
+            ("generation_config.json", '{"eos', "is not valid JSON"),
+            ("generation_config.json", "[]", "is not a JSON object: list"),
+            ("generation_config.json", '{"eos_token_id": [null]}', "is no token id: None"),
+            ("generation_config.json", '{"temperature": "hot"}', "`temperature` of the model is no number: 'hot'"),
+            ("generation_config.json", '{"top_p": NaN}', "`top_p` of the model is no number: nan"),
+        )
+    ],
+    *[
+        case(CONVERT, 1, f"model/{name}` is not valid JSON", damage=file(f"model/{name}", content))
+        for name, content in (("tokenizer.json", ""), ("tokenizer_config.json", "{"), ("added_tokens.json", "\0"))
+    ],
+    case(BATCH, 1, "`temperature` of the model is no number: 'hot'", damage=hot),
     *[
         case(BUILD, 1, *words, damage=edited("ckpt/config.json", **change))
         for change, *words in (

@@ -30,7 +30,7 @@ from transformers import (
     T5Config,
 )
 
-from runtime.checkpoint import convert, copy_tokenizer_files
+from runtime.checkpoint import convert, copy_side_files
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.compiler.model import probe_config
 from runtime.compiler.pretrained import parse_pretrained_config
@@ -155,7 +155,7 @@ def test_tokenizer_files_travel_along(
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "secret.txt").write_text("x")
     (tmp_path / "destination").mkdir()
-    copy_tokenizer_files(tmp_path / "source", tmp_path / "destination")
+    copy_side_files(tmp_path / "source", tmp_path / "destination")
     assert list((tmp_path / "destination").iterdir()) == []
 
 

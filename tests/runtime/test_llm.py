@@ -1,5 +1,6 @@
 """The Python API: what users import answers as Hugging Face does, with any drafter, and its errors say what to do."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from specdec_cli import (
     SamplingParams,
     Sequence,
     SpecDecError,
+    SpecDecWarning,
     SuffixDrafter,
     UsageError,
 )
@@ -275,3 +277,14 @@ def test_closed_it_says_so(llama_uncompiled_dir: Path, draft_engine_dir: Path) -
     for use in uses:
         with pytest.raises(SpecDecError, match="^the engine was closed$"):
             use()
+
+
+def test_end_id_outside_the_vocabulary_is_told_and_ends_nothing(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+    """Classes of transformers have one by default, GPT-2's 50256, whatever the vocabulary: they are no damage."""
+    shutil.copytree(llama_uncompiled_dir, tmp_path / "engine")
+    (tmp_path / "engine" / "generation_config.json").write_text('{"eos_token_id": [2, 50256]}')
+    with (
+        pytest.warns(SpecDecWarning, match="end id is outside its vocabulary of 300, and ends nothing: 50256"),
+        LLM(tmp_path / "engine") as llm,
+    ):
+        assert llm.end_ids == {2}
