@@ -22,6 +22,8 @@ from runtime.generation import Generation, Interrupted, Unanswered
 from runtime.request import Request
 from runtime.text import stop_words_of
 
+_STREAMING_INTERVAL = 5  # TensorRT-LLM's
+
 
 def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunResults, output: Output) -> None:
     """Generate, show and write; exit 1 if a request or a check fails, 130 after Ctrl-C, with what had finished."""
@@ -79,7 +81,7 @@ def _generate(
         setup.session.warm_up(requests)  # or the first of the two runs would pay for the first step
     try:
         if results.streaming:
-            interval = results.streaming_interval
+            interval = results.streaming_interval or _STREAMING_INTERVAL
             printer = StreamPrinter(setup.llm, stop_words_of(requests[0]), output, interval, labels)
             return setup.session.run(requests, on_tokens=printer), None
         with token_progress("generating", requests, output) as on_tokens:

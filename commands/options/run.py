@@ -95,8 +95,8 @@ class RunResults:
         bool, typer.Option("--streaming", help="Print text as it is generated.", rich_help_panel=OUTPUT)
     ] = False
     streaming_interval: Annotated[
-        int, typer.Option(min=1, help="Steps between two prints.", rich_help_panel=OUTPUT)
-    ] = 5
+        int | None, typer.Option(min=1, help="Steps between two prints.", rich_help_panel=OUTPUT, show_default="5")
+    ] = None
     output_csv: Annotated[
         Path | None,
         typer.Option(
@@ -155,6 +155,10 @@ class RunResults:
         """UsageError for what cannot be on stdout together, or is nowhere else."""
         if self.logprobs is not None and not output.json:
             raise UsageError(f"`--logprobs` is for the JSON document: {self.logprobs}", hint="give `--json` too")
+        if self.streaming_interval is not None and not self.streaming:
+            raise UsageError(
+                f"`--streaming-interval` needs `--streaming`: {self.streaming_interval}", hint="give both or neither"
+            )
         if self.streaming and output.json:
             raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
         if self.show_tokens and self.streaming:

@@ -1,5 +1,6 @@
 """The groups of options that only `serve` has."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,8 @@ import typer
 from commands.options.panels import INPUT, SERVER
 from commands.options.single import MaxNumTokens, TokenizerDir
 from runtime.errors import UsageError
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+|null")  # as browsers write it: RFC 6454, section 6.2
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,13 @@ class ServerOptions:
         return tuple(self.served_model_name or [Path(model or engine).expanduser().resolve().name])
 
     def check(self) -> None:
-        """UsageError for a key that no header can carry, which would shut everybody out."""
+        """UsageError for a key that no header can carry, and an origin that no browser names: nobody would get in."""
         key = self.api_key
         if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
             raise UsageError("the API key has characters that HTTP has no room for", hint="take letters and digits")
+        for origin in self.allowed_origins or []:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise UsageError(
+                    f"`--allowed-origins` is no origin: {origin}",
+                    hint="a scheme, a host and perhaps a port, without a path: https://chat.example.org:8000",
+                )

@@ -23,6 +23,8 @@ def check(specdec: Specdec, arguments: tuple[str, ...], exit_code: int, error: s
         (("--mode", "orchestrator", "--model-dir", "demo"), 2, "a server runs in leader mode"),
         (("--model-dir", "demo", "--engine-dir", "engine"), 2, "cannot be given together"),
         (("--model-dir", "demo", "--api-key", "käse"), 2, "the API key has characters"),
+        (("--model-dir", "demo", "--allowed-origins", "foo"), 2, "`--allowed-origins` is no origin: foo"),
+        (("--model-dir", "demo", "--allowed-origins", "https://a.org/"), 2, "is no origin: https://a.org/"),
         (("--model-dir", "demo", "--host", "no.such.host.invalid"), 2, "no such host"),
         (("--model-dir", "demo", "--port", "70000"), 2, "70000"),
         (("--model-dir", "demo", "--draft-len-mode", "auto"), 2, "needs a drafter"),
