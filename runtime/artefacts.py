@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from safetensors import SafetensorError
 
 from runtime.bundle import ENGINE, parse_engine_config
-from runtime.cache import cache_dir, read_digest, read_kept_digest
+from runtime.cache import cache_dir, read_digest, read_kept_digest, read_sealed
 from runtime.checkpoint_dir import CHECKPOINT, parse_checkpoint_config
 from runtime.checksums import (
     CONFIG,
@@ -258,7 +258,10 @@ def _check_cache(directory: Path) -> Iterator[FileCheck]:
         else:
             yield FileCheck(name, "ok", _size(path))
     for path in _children(directory):
-        if path.is_file():
+        if path.match("kernels-*.so"):
+            note = "is not what was kept; it is compiled again" if read_sealed(path) is None else None
+            yield FileCheck(path.name, "damaged" if note else "ok", _size(path), note)
+        elif path.is_file():
             yield FileCheck(path.name, "no_checksum", _size(path))
 
 

@@ -27,6 +27,7 @@ _CHUNK_BYTES = 1 << 22
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
 _TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
 _SHA256 = re.compile("[0-9a-f]{64}")
+_PARTS = ("engines", "digests")
 
 Range = tuple[int, int]
 """Bytes of a file: the first, and one past the last."""
@@ -41,6 +42,8 @@ def cache_dir() -> Path:
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
     directory = Path(os.environ.get("SPECDEC_CACHE_DIR") or default).absolute()
     check_is_own(directory)
+    for name in _PARTS:
+        check_is_own(directory / name, directory)
     return directory
 
 
@@ -52,10 +55,15 @@ def make_cache_dir() -> Path:
     return cache_dir()
 
 
-def check_is_own(directory: Path) -> None:
-    """SpecDecError for a directory of another user (root's is everybody's), or one that others may write into."""
+def check_is_own(directory: Path, *above: Path) -> None:
+    """SpecDecError for a directory of another user (root's is everybody's), or one that others may write into.
+
+    They may not where they do not get through one `above`: with umask 002 a group may write into all parts of a cache,
+    which itself has mode 0700. A link's target they may reach otherwise.
+    """
     try:
         stat = directory.stat()
+        is_closed = not directory.is_symlink() and any(not parent.stat().st_mode & 0o011 for parent in above)
     except OSError:
         return
     if stat.st_uid not in (os.getuid(), 0):
@@ -65,7 +73,7 @@ def check_is_own(directory: Path) -> None:
             hint="SPECDEC_CACHE_DIR names another",
             fact="cache_of_others",
         )
-    if stat.st_mode & 0o022:
+    if stat.st_mode & 0o022 and not is_closed:
         raise SpecDecError(
             f"others may write into the cache directory, and could have put code into it: {directory}",
             hint=f"remove it, or trust what is there: chmod go-w {directory}",
@@ -80,7 +88,7 @@ def locked_entry(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """
     try:
         make_cache_dir()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         lock = FileLock(path.with_name(f"{path.name}.lock"))
         try:
             lock.acquire(timeout=0)
@@ -164,6 +172,21 @@ def remove_left_over(path: Path) -> None:
             pass
 
 
+def sealed(data: bytes) -> bytes:
+    """A file of the cache that is found whole or not at all: with its SHA-256 behind it."""
+    return data + hashlib.sha256(data).digest()
+
+
+def read_sealed(path: Path) -> bytes | None:
+    """What was sealed; None if it is absent, or not what was written."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    size = len(data) - hashlib.sha256().digest_size
+    return data[:size] if size > 0 and sealed(data[:size]) == data else None
+
+
 def digest(parts: Iterable[str]) -> str:
     """A name for what is made of `parts`."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -193,7 +216,7 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
     _seen[stamp, *ranges] = sha256
     with contextlib.suppress(OSError):  # kept for the next time only
         make_cache_dir()
-        kept.parent.mkdir(exist_ok=True)
+        kept.parent.mkdir(mode=0o700, exist_ok=True)
         for left_over in kept.parent.glob(".*.tmp"):
             remove_if_abandoned(left_over)
         write_file(kept, f"{sha256} {digest([kept.name, sha256])}".encode())

@@ -5,7 +5,6 @@ so that opening needs no compiler. Importing this module compiles and loads noth
 """
 
 import contextlib
-import hashlib
 import os
 import platform
 import shlex
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runtime.cache import cache_dir, digest, make_cache_dir
+from runtime.cache import cache_dir, digest, make_cache_dir, read_sealed, sealed
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 from runtime.temporary import temporary_dir
@@ -48,30 +47,19 @@ def compile_kernels(path: Path, march: str = "native") -> None:
         )
     )
     cached = cache_dir() / f"kernels-{name[:16]}.so"
-    library = _read_cached(cached)
+    library = read_sealed(cached)
     if library is not None:
         path.write_bytes(library)
         return
     _run_compiler(compiler, path, f"-march={march}")
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time, and nothing else
         make_cache_dir()
-        library = path.read_bytes()
-        write_file(cached, library + hashlib.sha256(library).digest())  # whole or absent, whoever else compiles
+        write_file(cached, sealed(path.read_bytes()))
 
 
 def cxx_compiler() -> str:
     """The command of the C++ compiler, as Inductor takes it too."""
     return os.environ.get("CXX") or "g++"
-
-
-def _read_cached(cached: Path) -> bytes | None:
-    """The library of a cache entry, which ends with its SHA-256; None if it is absent or not what was written."""
-    try:
-        data = cached.read_bytes()
-    except OSError:
-        return None
-    size = len(data) - hashlib.sha256().digest_size
-    return data[:size] if size > 0 and hashlib.sha256(data[:size]).digest() == data[size:] else None
 
 
 def _sources() -> str:

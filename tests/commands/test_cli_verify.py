@@ -39,6 +39,7 @@ def artefacts(
     Path("traces").write_text('{"prompt_ids": [5], "output_ids": [7], "digest": "bde66aadd41fb875"}\n' * 2)
     shutil.copytree("engine", "cache/engines/model-0123456789abcdef")
     Path("cache/engines/model-0123456789abcdef.lock").touch()
+    Path("cache/kernels-0123456789abcdef.so").write_bytes(b"a library" + hashlib.sha256(b"a library").digest())
     os.utime("model/config.json", ns=(0, 0))
     with monkeypatch.context() as patch:
         patch.setenv("SPECDEC_CACHE_DIR", "cache")
@@ -111,6 +112,8 @@ FOUND: list[tuple[str, str, Change, str]] = [
     ("traces", "traces", lambda path: path.write_text(path.read_text()[:-9]), "damaged"),
     ("traces", "traces", lambda path: path.write_text(path.read_text().replace("digest", "diges4", 1)), "damaged"),
     ("cache", ENGINE_WEIGHTS, flip, "changed"),
+    ("cache", "kernels-0123456789abcdef.so", flip, "damaged"),
+    ("cache", "kernels-0123456789abcdef.so", lambda path: path.write_bytes(b""), "damaged"),
     ("cache", "digests", lambda path: flip(next(path.iterdir())), "damaged"),
     ("cache", "digests", lambda path: next(path.iterdir()).write_bytes(b""), "damaged"),
     ("cache", "digests", lambda path: shutil.copy(*path.iterdir()), "damaged"),

@@ -60,6 +60,35 @@ def test_cache_of_another_user_is_refused(cache: Path) -> None:
         cache_dir()
 
 
+@pytest.mark.parametrize("part", ["engines", "digests"])
+def test_part_that_others_may_write_into_is_refused(part: str, cache: Path, tmp_path: Path) -> None:
+    make_cache_dir().chmod(0o755)
+    (cache / part).mkdir()
+    (cache / part).chmod(0o777)
+    for use in (cache_dir, make_cache_dir):
+        with pytest.raises(SpecDecError, match=f"others may write into the cache directory.*{cache / part}"):
+            use()
+    cache.chmod(0o700)  # so that nobody else gets there, whatever the umask was
+    assert cache_dir() == cache
+    (cache / part).rename(tmp_path / "elsewhere")
+    (cache / part).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SpecDecError, match=f"others may write into the cache directory.*{cache / part}"):
+        cache_dir()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("is_link", [False, True], ids=["directory", "link"])
+@pytest.mark.parametrize("part", ["engines", "digests"])
+def test_part_of_another_user_is_refused(part: str, is_link: bool, cache: Path, tmp_path: Path) -> None:
+    place = tmp_path / "elsewhere" if is_link else make_cache_dir() / part
+    place.mkdir()
+    os.chown(place, 12345, -1)
+    if is_link:
+        (make_cache_dir() / part).symlink_to(place)
+    with pytest.raises(SpecDecError, match="belongs to another user \\(number 12345\\)"):
+        cache_dir()
+
+
 def test_digest_is_kept_and_found_under_another_name(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     path = tmp_path / "model" / "file"
