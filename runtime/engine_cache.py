@@ -14,7 +14,7 @@ import torch
 
 import runtime
 from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
-from runtime.cache import cache_dir, digest, file_digest, locked_entry, remove_left_over, used_entry
+from runtime.cache import cache_dir, check_is_own, digest, file_digest, locked_entry, remove_left_over, used_entry
 from runtime.checkpoint_dir import check_not_split
 from runtime.compiler.kernels import processor
 from runtime.compiler.opening import current_environment
@@ -24,7 +24,7 @@ from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
 from runtime.gguf import is_gguf
 from runtime.models import MODEL_FILES, resolve_model
-from runtime.temporary import temporary_dir
+from runtime.temporary import own_temporary_files, temporary_dir
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
 _BUILD_CODE = (
@@ -92,7 +92,8 @@ def engine_of_model(
 @contextmanager
 def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[Path]:
     """The engine's directory of a checkpoint, for this machine, built if it is not in the cache."""
-    from runtime.compiler.build import build_engine  # not to open an engine: it takes seconds
+    with own_temporary_files():  # torch makes a directory for its compiler when it is imported
+        from runtime.compiler.build import build_engine  # not to open an engine: it takes seconds
 
     device = resolve_device("auto", 0)
     identity = digest([repr(read_json(checkpoint_dir / "config.json")), *_identity_here(build, device)])
@@ -108,7 +109,9 @@ def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[P
 def _entry(name: Path, identity: str, make: Callable[[Path], object]) -> Iterator[Path]:
     """The cache's entry, made if it is not there, which nobody removes in the block."""
     readable = re.sub(r"[^\w.-]", "_", name.expanduser().resolve().name)
-    entry = cache_dir() / "engines" / f"{readable}-{identity[:16]}"
+    engines = cache_dir() / "engines"
+    entry = engines / f"{readable}-{identity[:16]}"
+    check_is_own(entry, engines.parent, engines)
     while True:
         if _is_engine(entry):
             remove_left_over(entry)
@@ -168,8 +171,9 @@ def _make_engine(
     model_dir: Path, engine_dir: Path, settings: EngineSettings, device: torch.device, phases: Phases
 ) -> Path:
     """Convert and build; the checkpoint between them is not kept."""
-    from runtime.checkpoint import convert  # not to open an engine: it takes seconds
-    from runtime.compiler.build import build_engine, default_max_seq_len
+    with own_temporary_files():
+        from runtime.checkpoint import convert  # not to open an engine: it takes seconds
+        from runtime.compiler.build import build_engine, default_max_seq_len
 
     with (
         tempfile.TemporaryDirectory(prefix=f".{engine_dir.name}.", dir=engine_dir.parent) as directory,

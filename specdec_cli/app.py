@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial, wraps
 from inspect import Parameter
 from types import FrameType
@@ -39,6 +40,7 @@ from commands.summarize import summarize
 from commands.tune import tune
 from commands.verify import verify
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.temporary import temporary_dir
 from specdec_cli.launched import is_spare
 
 _EXAMPLES = {
@@ -251,20 +253,46 @@ def _options(
 
 def main() -> None:
     """The `specdec` command."""
+    _open_closed_streams()
+    _keep_out_of_the_common_directory()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, _stop)
     warnings.simplefilter("always", SpecDecWarning)
     warnings.showwarning = _show_warning
     try:
         exit_code = 0 if is_spare() else app(prog_name="specdec", standalone_mode=False)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if _stopped_by:
             # Compiled code may have made another error of what the signal raised in it.
             sys.exit(128 + _stopped_by[-1])
-        if os.environ.get("SPECDEC_DEBUG"):
+        if os.environ.get("SPECDEC_DEBUG") or not isinstance(error, Exception):
             raise
         sys.exit(_report(error))
+    finally:
+        # The command has ended. Python's and torch's own end takes a while, and would be killed in it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(exit_code)
+
+
+def _open_closed_streams() -> None:
+    """What a shell has closed (`>&-`) is the null device, or a file that is opened next would get its number."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+
+
+def _keep_out_of_the_common_directory() -> None:
+    """torch makes a directory of a known name for its compiler as soon as it is imported: in ours, unless told where.
+
+    Where there can be none, whoever needs it says why.
+    """
+    with suppress(SpecDecError):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(temporary_dir() / "inductor"))
 
 
 def _report(error: Exception) -> int:

@@ -24,6 +24,8 @@ from specdec_cli.app import main
 @pytest.fixture
 def specdec(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Specdec]:
     """`specdec("run", "--engine-dir", path, …)`: `main` called in this process with these arguments."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # what `main` sets is taken back with it
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def call(*arguments: object) -> Result:

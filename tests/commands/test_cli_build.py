@@ -1,5 +1,6 @@
 """`convert` and `build`: each option changes what is written or said."""
 
+import getpass
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -218,3 +219,16 @@ def test_phases_are_named_on_stderr_and_timed_on_stdout(build: Command) -> None:
 def test_draft_mode_takes_paged_context_fmha(build: Command) -> None:
     assert build(*DRAFTS, "--use-paged-context-fmha", "enable").exit_code == 0
     assert build("--use-paged-context-fmha", "disable", "--force").exit_code == 0
+
+
+def test_nothing_of_a_name_that_is_known_before_is_made_for_temporary_files(
+    specdec_process: Specdec, llama_dir: Path, tmp_path: Path
+) -> None:
+    """torch makes such a directory when it is imported. Somebody else may have put a file there."""
+    (tmp_path / "temporary").mkdir()
+    taken = tmp_path / "temporary" / f"torchinductor_{getpass.getuser()}"
+    taken.write_text("x")
+    arguments = ["--model-dir", llama_dir, "--output-dir", tmp_path / "ckpt"]
+    result = specdec_process("convert", *arguments, environment={"TMPDIR": str(taken.parent)})
+    assert result.exit_code == 0, result.stderr
+    assert tree(taken.parent) == [taken.name]

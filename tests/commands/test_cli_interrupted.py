@@ -122,6 +122,27 @@ def test_interrupted_replacement_keeps_what_was_there(
     assert {path: path.read_bytes() for path in output_dir.iterdir()} == before
 
 
+LATE = """
+import os, signal, sys
+from specdec_cli.app import main
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), signal_number=signal.SIGINT):
+        kill(pid, signal_number)
+sys.late = Late()
+sys.argv = ["specdec", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(("arguments", "exit_code"), [(["--version"], 0), (["run", "--engine-dir", "none", "a"], 1)])
+def test_ctrl_c_after_the_command_changes_nothing(
+    arguments: list[str], exit_code: int, process_environment: dict[str, str]
+) -> None:
+    """While Python ends, which takes a while with torch: what was to be done is done."""
+    done = subprocess.run([sys.executable, "-c", LATE, *arguments], env=process_environment, capture_output=True)
+    assert done.returncode == exit_code, done.stderr
+
+
 FULL_DISKS = [
     "convert", "build", "build --compiler aot", "run --output-csv", "run --output-npy", "run --output-logits-npy",
     "run --report",

@@ -1,6 +1,7 @@
 """Where messages go and what they look like: brackets stay, colour and progress only where someone looks."""
 
 import io
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -145,3 +146,17 @@ def test_process_killed_while_it_asks_whether_a_file_can_be_written_leaves_none(
     monkeypatch.setattr(Path, "unlink", killed)
     check_output_file(tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_the_null_device(closed: str, process_environment: dict[str, str], tmp_path: Path) -> None:
+    script = f'"$0" -m specdec_cli cache list {closed}'
+    environment = process_environment | {"SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(["sh", "-c", script, sys.executable], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bool(done.stdout) == (">&-" not in closed.split())
+
+
+def test_errors_keep_their_exit_code_where_nobody_reads_them(process_environment: dict[str, str]) -> None:
+    script = '"$0" -m specdec_cli run --engine-dir none a >&- 2>&-'
+    assert subprocess.run(["sh", "-c", script, sys.executable], env=process_environment).returncode == 1
