@@ -253,7 +253,17 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write all of `data`, or leave `path` as it was. What is no regular file, such as a pipe, is written to."""
+    """Write all of `data`, or leave `path` as it was. What is no regular file, such as a pipe, is written to.
+
+    OSError names `path`, whatever failed.
+    """
+    try:
+        _write_file(path, data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def _write_file(path: Path, data: bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return

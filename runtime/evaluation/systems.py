@@ -201,7 +201,7 @@ class HuggingFace:
                 model_dir, dtype=dtype, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # transformers raises many kinds; the user needs the directory
-            raise SpecDecError(f"transformers cannot load: {model_dir}", hint=str(error)) from error
+            raise SpecDecError(f"transformers cannot load: {model_dir}", hint=_why_not(error)) from error
         if model.config.vocab_size != engine.config.vocab_size:
             raise SpecDecError(
                 f"this is another model, its vocabulary has {model.config.vocab_size} tokens and the "
@@ -256,6 +256,16 @@ class HuggingFace:
             if ended or (self.stop_words and self.stop_words([*prompt, *tokens[: i + 1]], len(prompt))):
                 return tokens[: i + 1]
         return tokens
+
+
+def _why_not(error: Exception) -> str:
+    """What transformers said, in a line; where it advises to run a model's code or to unpickle its weights, our own."""
+    said = " ".join(str(error).split())
+    if "trust_remote_code" in said:
+        return "it is code of its own (`auto_map`), which is not run: name a model that transformers has a class for"
+    if "torch.load" in said:
+        return "its weights are pickled, and not read: save the model again, in safetensors"
+    return f"transformers said: {said}"
 
 
 class _WithoutPadding:

@@ -1,5 +1,6 @@
 """Output directories are whole or absent, and only our own are replaced."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -267,3 +268,17 @@ def test_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, durable: lis
         named = durable.index(f"named {name}")
         assert durable[named - 1] == f"written {name}"
         assert durable[named + 1] == f"written {tmp_path.name}"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
+def test_full_disk_names_the_file_that_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_file(Path("/dev/full"), b"x")
+    monkeypatch.setattr(os, "fsync", lambda descriptor: none_left())
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'a'}'"):
+        write_file(tmp_path / "a", b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def none_left() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

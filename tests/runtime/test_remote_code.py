@@ -66,6 +66,21 @@ def test_comparison_with_transformers_runs_no_code(model_dir: Path, tmp_path: Pa
     edit(model_dir / "config.json", model_type="alien")
     with LLM(llama_uncompiled_dir) as llm:
         question = Question(llm, llm.request_of(SamplingParams()))
-        with pytest.raises(SpecDecError, match="transformers cannot load"):
+        with pytest.raises(SpecDecError, match="transformers cannot load") as error:
             HuggingFace.load(model_dir, question)
+    assert str(error.value.hint).startswith("it is code of its own (`auto_map`), which is not run: ")
     assert not (tmp_path / "ran").exists()
+
+
+def test_comparison_with_transformers_reads_no_pickle(
+    llama_dir: Path, tmp_path: Path, llama_uncompiled_dir: Path
+) -> None:
+    """And does not pass on how one would have it read."""
+    shutil.copytree(llama_dir, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save({"weight": print}, tmp_path / "model" / "pytorch_model.bin")
+    with LLM(llama_uncompiled_dir) as llm:
+        question = Question(llm, llm.request_of(SamplingParams()))
+        with pytest.raises(SpecDecError, match="transformers cannot load") as error:
+            HuggingFace.load(tmp_path / "model", question)
+    assert error.value.hint == "its weights are pickled, and not read: save the model again, in safetensors"
