@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from commands.serving.errors import as_http_error
+from commands.serving.errors import HTTPError, as_http_error
 from runtime.serving.answer import Answer, Asked
 from runtime.serving.loop import ServingLoop
 
@@ -21,6 +21,8 @@ class Group:
     answers: list[Answer] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     is_client_gone: bool = False
+    ended_by: HTTPError | None = None
+    """Why nobody waits for it any longer, though it is not over."""
 
     @property
     def is_over(self) -> bool:
@@ -38,6 +40,13 @@ class Group:
         self.changed.clear()
         if self.is_client_gone:
             raise ClientGone
+        if self.ended_by is not None:
+            raise self.ended_by
+
+    def end(self, error: HTTPError) -> None:
+        """Have the handler answer with the error now, whatever the step that runs takes."""
+        self.ended_by = error
+        self.changed.set()
 
 
 class ClientGone(Exception):
@@ -74,6 +83,10 @@ def submit(loop: ServingLoop, asked: Seq[Asked]) -> Group:
     group = Group()
     group.answers = loop.submit(asked, group)
     return group
+
+
+def unfinished_groups(loop: ServingLoop) -> set[Group]:
+    return {answer.owner for answer in loop.unfinished() if isinstance(answer.owner, Group)}
 
 
 @asynccontextmanager

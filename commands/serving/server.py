@@ -1,5 +1,6 @@
 """The process: it listens before the model is open, serves until a signal comes, and then lets what runs finish."""
 
+import asyncio
 import logging
 import socket
 import time
@@ -12,10 +13,15 @@ from typing import Any
 import uvicorn
 
 from commands.serving.connections import BACKLOG, BoundedProtocol, allow_files
+from commands.serving.errors import as_http_error
+from commands.serving.group import unfinished_groups
 from runtime.errors import SpecDecError, UsageError
-from runtime.serving.loop import ServingLoop
+from runtime.serving.loop import ServingLoop, Stopping
 
+_LOG = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 15
+_SENDING_S = 2
+"""What clients that read slowly have for the end of their answers, after the last of them is computed or given up."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,20 @@ class _Server(uvicorn.Server):
         if self._deadline_s is not None and not self.should_exit:
             is_late = time.monotonic() >= self._deadline_s
             self.should_exit = is_late or not self._serving.unfinished()
+            if is_late:
+                self._end_unfinished()
         return await super().on_tick(counter)
+
+    def _end_unfinished(self) -> None:
+        """Whoever still waits is told: uvicorn would only cut its connection."""
+        groups = unfinished_groups(self._serving)
+        for group in groups:
+            cause = Stopping("the server is shutting down, and the answer is not finished", hint="ask again later")
+            group.end(as_http_error(cause))
+        if groups:
+            _LOG.warning(
+                "shutting down: %d requests were not finished within %g s", len(groups), self._shutdown_timeout_s
+            )
 
 
 def serve(
@@ -99,7 +118,7 @@ def serve(
         lifespan="on",
         backlog=BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=2,
+        timeout_graceful_shutdown=_SENDING_S,
         server_header=False,
     )
     server = _Server(config, loop, shutdown_timeout_s, on_ready)
@@ -113,7 +132,8 @@ def errors_logged() -> Iterator[None]:
     """What goes wrong is told on stderr, with where."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    loggers = [logging.getLogger("uvicorn.error"), logging.getLogger("runtime.serving")]
+    handler.addFilter(_is_no_cancelling)
+    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "runtime.serving", "commands.serving")]
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.WARNING)
@@ -122,3 +142,8 @@ def errors_logged() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
+
+
+def _is_no_cancelling(record: logging.LogRecord) -> bool:
+    """uvicorn logs each task that it cancels at the end as if it had failed, after a line that says how many."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))

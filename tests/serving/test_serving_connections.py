@@ -193,6 +193,41 @@ def test_sigterm_refuses_what_is_new_and_finishes_what_runs(llama_uncompiled_dir
         assert server.stderr is not None and "Traceback" not in server.stderr.read()
 
 
+def test_what_is_unfinished_at_the_end_is_told_so(llama_uncompiled_dir: Path) -> None:
+    with process(llama_uncompiled_dir, "--ngram-config", "4,2", "--shutdown-timeout", "0.2") as (server, port):
+        connections = [send(port, LONG | {"n": 30, "stream": stream}) for stream in (True, True, False, False)]
+        wait(lambda: len(json.loads(read_all(get(port, "/requests"))[1].split("\r\n\r\n")[1])["data"]) == 120)
+        server.send_signal(signal.SIGTERM)
+        signalled = time.monotonic()
+        answers = [read_all(connection) for connection in connections]
+        assert time.monotonic() - signalled < 1.5
+        assert [status for status, _ in answers] == [200, 200, 503, 503]
+        for _, raw in answers:
+            assert raw.count('"code":"shutting_down"') == 1 and '"finish_reason":"abort"' not in raw
+        assert all(raw.endswith("data: [DONE]\n\n\r\n0\r\n\r\n") for _, raw in answers[:2])
+        assert all("retry-after: 1" in raw.lower() for _, raw in answers[2:])
+        assert server.wait(20) == 0
+        assert server.stderr is not None
+        (line,) = server.stderr.read().splitlines()
+        assert line == "WARNING: shutting down: 4 requests were not finished within 0.2 s"
+
+
+def test_a_client_that_reads_nothing_leaves_no_traceback_at_the_end(llama_uncompiled_dir: Path) -> None:
+    with process(llama_uncompiled_dir, "--shutdown-timeout", "0.2") as (server, port):
+        connection = send(port, LONG | {"n": 128, "stream": True, "logprobs": 20})
+        wait(lambda: generated(read_all(get(port, "/metrics"))[1]) > 2000)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+        connection.close()
+        assert server.stderr is not None and "Traceback" not in server.stderr.read()
+
+
+def generated(metrics: str) -> float:
+    found = re.search(r"^vllm:generation_tokens_total\S* (\S+)", metrics, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
 def get(port: int, path: str) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port), timeout=30)
     connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost:{port}\r\nConnection: close\r\n\r\n".encode())
