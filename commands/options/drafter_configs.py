@@ -32,18 +32,18 @@ Devices = tuple[int, ...] | None
 """One for each rank of an engine; None: its first ones."""
 
 
-def parse_ngram_config(text: str, lookups: LookupOptions) -> tuple[NgramDrafter, Devices]:
+def parse_ngram_config(text: str, lookups: LookupOptions, flag: str = "--ngram-config") -> tuple[NgramDrafter, Devices]:
     """Parse `[max_draft_len, max_matching_ngram_size, device_list]`; UsageError says which part is wrong."""
-    flag = "--ngram-config"
     max_draft_len, max_matching_ngram_size, devices = _parse_list(flag, text, (None,), 3, NGRAM_FORM)
     max_draft_len = _positive(flag, "max_draft_len", max_draft_len, NGRAM_FORM)
     max_size = _positive(flag, "max_matching_ngram_size", max_matching_ngram_size, NGRAM_FORM)
     return lookups.ngram_drafter(max_draft_len, max_size), _device_ids(flag, "device_list", devices)
 
 
-def parse_suffix_config(text: str, lookups: LookupOptions) -> tuple[SuffixDrafter, Devices]:
+def parse_suffix_config(
+    text: str, lookups: LookupOptions, flag: str = "--suffix-config"
+) -> tuple[SuffixDrafter, Devices]:
     """Parse `[max_draft_len, device_list]`; UsageError says which part is wrong."""
-    flag = "--suffix-config"
     max_draft_len, devices = _parse_list(flag, text, (None,), 2, SUFFIX_FORM)
     max_draft_len = _positive(flag, "max_draft_len", max_draft_len, SUFFIX_FORM)
     return lookups.suffix_drafter(max_draft_len), _device_ids(flag, "device_list", devices)

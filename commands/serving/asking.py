@@ -8,7 +8,7 @@ from typing import Any
 
 from commands.options.drafter_configs import parse_ngram_config, parse_suffix_config
 from commands.options.lookups import LookupOptions
-from commands.serving.errors import HTTPError
+from commands.serving.errors import HTTPError, as_http_error
 from commands.serving.schema import ChatMessage, ChatRequest, CompletionRequest, Generation, Speculative, TextPart
 from commands.serving.served import ServedModel
 from runtime.chat import Message
@@ -17,6 +17,7 @@ from runtime.drafters.opening import ShortDrafter, open_lookup
 from runtime.drafters.prediction import PredictionLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.settings import LookupDrafter, check_draft_len_fits
+from runtime.errors import SpecDecError
 from runtime.params import SamplingParams
 from runtime.request import Request
 from runtime.serving.answer import Asked
@@ -155,7 +156,10 @@ def _drafting(served: ServedModel, body: Generation) -> Drafting:
         raise HTTPError(400, "this server was started without a drafter", param="speculative")
     drafter = default
     if isinstance(body.speculative, Speculative):
-        drafter = _own_drafter(served, body.speculative)
+        try:
+            drafter = _own_drafter(served, body.speculative)
+        except SpecDecError as error:
+            raise as_http_error(error, "speculative") from None
     if body.prediction is not None:
         served.check_drafts_fit(1, "prediction")
         text = _text_of(body.prediction.content)[: served.max_text_len]  # time is spent on no more than can be needed
@@ -171,9 +175,9 @@ def _own_drafter(served: ServedModel, asked: Speculative) -> Drafter | None:
     if asked.ngram_config is not None and asked.suffix_config is not None:
         raise HTTPError(400, "`ngram_config` and `suffix_config` cannot be given together", param="speculative")
     if asked.ngram_config is not None:
-        settings, _ = parse_ngram_config(str(asked.ngram_config), LookupOptions())
+        settings, _ = parse_ngram_config(str(asked.ngram_config), LookupOptions(), flag="ngram_config")
     elif asked.suffix_config is not None:
-        settings, _ = parse_suffix_config(str(asked.suffix_config), LookupOptions())
+        settings, _ = parse_suffix_config(str(asked.suffix_config), LookupOptions(), flag="suffix_config")
     if asked.draft_len is not None:
         served.check_drafts_fit(asked.draft_len, "speculative")
     if settings is None:

@@ -3,11 +3,13 @@
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from runtime.errors import SpecDecError
 from runtime.serving.loop import QueueFull, StepFailed, Stopping
 
 RETRY_AFTER_S = 1
+_MAX_SHOWN = 80
 _CODES = {"prompt_too_long": "context_length_exceeded", "request_too_long": "context_length_exceeded"}
 _TYPES = {
     401: "authentication_error",
@@ -59,10 +61,33 @@ def as_http_error(error: SpecDecError, param: str | None = None) -> HTTPError:
     return HTTPError(400, message, param=param, code=_CODES.get(error.fact or ""))
 
 
-def of_validation(error: ValidationError) -> HTTPError:
-    """The first thing that is wrong with a body, by the field's name."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    names = [str(part) for part in first["loc"] if not (isinstance(part, str) and part[:1].isupper())]
-    where = ".".join(name for name in names if not name.startswith(("list[", "str", "function-")))
-    param = str(first["loc"][0]) if first["loc"] else None
-    return HTTPError(400, f"{where or 'body'}: {first['msg']}", param=param, code="invalid_value")
+def of_validation(error: ValidationError, body: dict[str, Any]) -> HTTPError:
+    """What is wrong with the first field that is, where the client wrote it, and why.
+
+    A field of several forms has an error for each. The one that is told is of the form that was meant: its kind is
+    right but not its value, or it is wrong deeper inside.
+    """
+    errors = error.errors(include_url=False, include_context=False)
+    param = str(errors[0]["loc"][0])
+    of_field = [one for one in errors if str(one["loc"][0]) == param]
+    meant = max(of_field, key=lambda one: (not _is_of_another_kind(one), len(_path(one, body))))
+    path = _path(meant, body)
+    same = [one for one in of_field if _path(one, body) == path and _is_of_another_kind(one)]
+    reasons = dict.fromkeys(one["msg"] for one in (same if meant in same else [meant]))
+    given = meant["input"]
+    value = f": {given!r}" if isinstance(given, str | int | float) and len(repr(given)) <= _MAX_SHOWN else ""
+    return HTTPError(400, f"{'.'.join(path)}: {' or '.join(reasons)}{value}", param=param, code="invalid_value")
+
+
+def _is_of_another_kind(error: ErrorDetails) -> bool:
+    return error["type"].endswith(("_type", "_parsing"))
+
+
+def _path(error: ErrorDetails, body: Any) -> list[str]:
+    """Names and places in the body. pydantic's own names of a field's forms, which lie between them, are left out."""
+    path = []
+    for part in error["loc"]:
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+            body = body[part]  # type: ignore[index]
+            path.append(str(part))
+    return [*path, str(error["loc"][-1])] if error["type"] == "missing" else path

@@ -31,4 +31,4 @@ def validate_body(value: Any, model: type[Body]) -> Body:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise of_validation(error) from None
+        raise of_validation(error, value) from None

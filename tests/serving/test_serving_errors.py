@@ -10,7 +10,7 @@ from serving_models import PROMPT, MakeServed, Served
 
 from commands.serving.errors import HTTPError
 from commands.serving.parsing import validate_body
-from commands.serving.schema import CompletionRequest
+from commands.serving.schema import ChatRequest, CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "a ball"}]
@@ -79,6 +79,41 @@ def test_a_wrong_completion_is_refused(served: Served, name: str) -> None:
     body, param = WRONG[name]
     check_error(served.post(COMPLETIONS, **body), 400, param)
     assert not served.model.loop.unfinished()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stream": "x"}, "stream: Input should be a valid boolean, unable to interpret input: 'x'"),
+        ({"stop": ["x"] * 33}, "stop: List should have at most 32 items after validation, not 33"),
+        ({"stop": [""]}, "stop.0: String should have at least 1 character: ''"),
+        ({"stop": 7}, "stop: Input should be a valid string or Input should be a valid list: 7"),
+        ({"speculative": {"draft_len": 0}}, "speculative.draft_len: Input should be greater than or equal to 1: 0"),
+        ({"speculative": {"drafter": "x:y"}}, "speculative.drafter: Extra inputs are not permitted: 'x:y'"),
+        ({"speculative": {"Model": [4]}}, "speculative.Model: Extra inputs are not permitted"),
+        ({"prompt": [-1]}, "prompt.0: Input should be greater than or equal to 0: -1"),
+        ({"prompt": [1.5]}, "prompt.0: Input should be a valid integer, got a number with a fractional part: 1.5"),
+        ({"prompt": [[1, 2], [3, -1]]}, "prompt.1.1: Input should be greater than or equal to 0: -1"),
+        ({"prediction": {"type": "content"}}, "prediction.content: Field required"),
+    ],
+)
+def test_a_message_names_the_field_as_it_was_written_and_the_reason(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(HTTPError) as caught:
+        validate_body({"prompt": PROMPT} | fields, CompletionRequest)
+    assert (caught.value.status, caught.value.message) == (400, message)
+
+
+def test_an_image_is_refused_by_where_it_is() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]
+    with pytest.raises(HTTPError) as caught:
+        validate_body({"messages": [{"role": "user", "content": parts}]}, ChatRequest)
+    assert caught.value.message == "messages.0.content.1.type: Input should be 'text': 'image_url'"
+
+
+def test_a_lookup_that_is_no_config_is_told_by_its_field(served: Served) -> None:
+    for field in ("ngram_config", "suffix_config"):
+        error = check_error(served.post(COMPLETIONS, prompt="a", speculative={field: "[[["}), 400, "speculative")
+        assert error["message"].startswith(f"`{field}` is not a list: [[[") and "--" not in error["message"]
 
 
 @pytest.mark.parametrize(
