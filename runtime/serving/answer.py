@@ -18,6 +18,8 @@ class Asked:
     request: Request
     drafts_by_default: bool = True
     drafter: Drafter | None = None
+    counts_output: bool = True
+    """False: only the prompt was asked about, and the token that is generated with it is nobody's."""
 
 
 @dataclass(frozen=True)

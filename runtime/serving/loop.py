@@ -172,7 +172,7 @@ class ServingLoop:
         advanced = []
         for sequence, new_tokens in self._leader.step():
             answer = self._answers[sequence.request.id]
-            self.totals.count_step(sequence, len(new_tokens))
+            self.totals.count_step(sequence, len(new_tokens) if answer.asked.counts_output else 0)
             answer.progress = _progress_of(sequence, answer.progress)
             if sequence.finish_reason is not None:
                 self._end(answer, "length" if sequence.finish_reason == "length" else "stop")
