@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from commands.serving.asking import ask_chat, ask_completion, chat_tokens
@@ -23,6 +21,7 @@ from commands.serving.completions import CompletionReply
 from commands.serving.errors import HTTPError, as_http_error
 from commands.serving.group import ClientGone, Clock, Group, submit
 from commands.serving.metrics import ServerMetrics
+from commands.serving.openapi import openapi_schema
 from commands.serving.page import page_response
 from commands.serving.parsing import parse_body
 from commands.serving.replies import TokenTexts
@@ -103,20 +102,9 @@ def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, versio
     app.add_exception_handler(HTTPException, _on_routing_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
-    schema = _schema_of(app)
+    schema = openapi_schema(app)
     app.openapi = lambda: schema  # type: ignore[method-assign]
     return app
-
-
-def _schema_of(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's, with the bodies that are read by hand."""
-    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    bodies: list[tuple[type[Any], Any]] = [
-        (model, "validation") for model in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-    ]
-    _, described = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
-    schema.setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"])
-    return schema
 
 
 def _generation_routes(server: Server) -> APIRouter:

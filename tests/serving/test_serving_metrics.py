@@ -119,6 +119,24 @@ def test_openapi_describes_the_bodies(served: Served, model: str) -> None:
     assert refs <= set(schema["components"]["schemas"])
 
 
+def test_openapi_says_what_is_answered(served: Served) -> None:
+    schema = served.client.get("/openapi.json").json()
+    assert "422" not in str(schema) and "HTTPValidationError" not in schema["components"]["schemas"]
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        responses = schema["paths"][path]["post"]["responses"]
+        assert set(responses) == {"200", "400", "401", "403", "404", "408", "413", "500", "503", "504"}
+        assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
+        assert responses["400"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Error"}
+    found = set(served.client.get("/v1/models/nobody").json()["error"])
+    assert set(schema["components"]["schemas"]["Error"]["properties"]["error"]["properties"]) == found
+    assert "404" in schema["paths"]["/v1/models/{name}"]["get"]["responses"]
+    assert schema["paths"]["/health"]["get"]["security"] == []
+    (kind,) = schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    assert served.client.get("/metrics").headers["content-type"].startswith(kind)
+    (scheme,) = schema["components"]["securitySchemes"].values()
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+
+
 def test_the_chapter_names_every_route_and_field_and_no_other(served: Served) -> None:
     chapter = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     schema = served.client.get("/openapi.json").json()
