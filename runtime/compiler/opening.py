@@ -28,6 +28,7 @@ from runtime.compiler.compilation import (
     wanted_layout,
 )
 from runtime.compiler.kernels import instructions, load_kernels
+from runtime.compiler.memory import keep_freed_memory
 from runtime.compiler.weights import open_weights
 from runtime.config import (
     ALONE,
@@ -96,6 +97,8 @@ def open_step(
     mapping: Mapping = ALONE,
 ) -> StepFunction:
     """The compiled step of an engine directory, ready to be called on `device`; one rank's where there are several."""
+    if device.type == "cpu":
+        keep_freed_memory()
     weights = engine_dir / weights_files(mapping)[mapping.rank]
     with_kernels = uses_kernels(compiler, device.type)
     if with_kernels or mapping.tp_size > 1:
