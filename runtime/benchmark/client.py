@@ -121,23 +121,23 @@ class Client:
         return text if status == 200 else None
 
     async def _get(self, url: str) -> tuple[int, str]:
-        async with self._http.stream("GET", url) as response:
+        async with aclosing(await self._send("GET", url)) as response:
             return response.status_code, await _beginning(response)
 
     async def ask(self, endpoint: Endpoint, body: Mapping[str, Any], answer: Answer) -> None:
         """Fill in `answer`, or the error that came in its place."""
         answer.start_s = answer.end_s = time.perf_counter()
         try:
-            async with aclosing(await self._post(self.base_url + PATHS[endpoint], body)) as response:
+            async with aclosing(await self._send("POST", self.base_url + PATHS[endpoint], body)) as response:
                 if (status := response.status_code) != 200:
                     raise ServerError(_error_text(status, await _beginning(response)), status)
                 await _read_stream(response, answer, _MAX_BYTES + _num_tokens_asked(body) * _MAX_TOKEN_BYTES)
         except httpx2.HTTPError as error:
             raise ServerError(_reason(error)) from None
 
-    async def _post(self, url: str, body: Mapping[str, Any]) -> httpx2.Response:
+    async def _send(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> httpx2.Response:
         """A kept connection may be one that the server closes at that moment: then it is asked on a new one."""
-        request = self._http.build_request("POST", url, json=body)
+        request = self._http.build_request(method, url, json=body)
         try:
             return await self._http.send(request, stream=True)
         except (httpx2.RemoteProtocolError, httpx2.ReadError):

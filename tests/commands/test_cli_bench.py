@@ -386,9 +386,13 @@ def test_requests_that_fail_among_others_are_counted_and_named(bench: Bench) -> 
 
 def test_a_kept_connection_that_the_server_closes_costs_no_request(bench: Bench) -> None:
     """Servers close one that nobody has used for some seconds, it may be while a request is on its way."""
-    with running(script(lambda asked: None if asked.num_before else Reply(stream([0.01] * 2)))) as server:
+    answer = script(lambda asked: Reply(stream([0.01] * 2)), metrics=lambda: "vllm:num_requests_running 0\n")
+    with running(lambda asked: None if asked.num_before else answer(asked)) as server:
         document = bench(server, "--concurrency", 2, "--json").document
         assert any(asked.num_before for asked in server.generations())
+        metrics = [asked for asked in server.asked if asked.path == "/metrics"]
+        assert sum(not asked.num_before for asked in metrics) == 2  # before and after the requests
+        assert any(asked.num_before for asked in metrics)
     assert (document["completed"], document["failed"]) == (4, 0)
 
 
