@@ -10,6 +10,9 @@ from runtime.serving.loop import QueueFull, StepFailed, Stopping
 
 RETRY_AFTER_S = 1
 _MAX_SHOWN = 80
+"""Characters of a value that was wrong."""
+_MAX_MESSAGE = 1000
+"""Characters of a message: what a client sent is not sent back to it at any length."""
 _CODES = {"prompt_too_long": "context_length_exceeded", "request_too_long": "context_length_exceeded"}
 _TYPES = {
     401: "authentication_error",
@@ -23,17 +26,13 @@ _TYPES = {
 }
 
 
-_LONGEST = 1000
-"""Characters of a message: what a client sent is not sent back to it at any length."""
-
-
 class HTTPError(Exception):
     """What a request is answered with in the place of an answer."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message if len(message) <= _LONGEST else f"{message[: _LONGEST - 3]}..."
+        self.message = message if len(message) <= _MAX_MESSAGE else f"{message[: _MAX_MESSAGE - 3]}..."
         self.param = param
         self.code = code
 

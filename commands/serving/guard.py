@@ -13,8 +13,6 @@ from commands.serving.errors import HTTPError
 
 _OPEN_PATHS = frozenset({"/", "/health"})
 """What needs no key: the page, which asks for it, and what a load balancer looks at."""
-
-
 _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::\d*)?")
 """A name or an address, and perhaps a port: RFC 9110, section 7.2."""
 

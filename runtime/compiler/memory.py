@@ -1,4 +1,4 @@
-"""Memory from the system itself: zeroed page by page when it is first used, in huge pages where there are such."""
+"""Memory from the system, zeroed page by page when it is first used: asked for in huge pages, kept, and given back."""
 
 import ctypes
 import mmap

@@ -162,27 +162,13 @@ inline void pair_rows(const S* first, const S* second, int64_t count, at::BFloat
   }
 }
 
-// The registers' shapes for products of at most 16 rows: sums in 0 to 3, a in 4, b in 5 to 7. They are set where they change:
-// that is waited for. What is in memory by then must be there each time: the instructions' operands do not tell the
-// compiler what they read.
-class RowTiles {
- public:
-  void use(int64_t rows) {
-    if (rows != rows_) {
-      TileShapes shapes;
-      for (int tile = 0; tile < 8; ++tile) shapes.set(tile, tile <= 4 ? rows : kTileHeight, 64);
-      shapes.use();
-      rows_ = rows;
-    }
-    asm volatile("" : : : "memory");
-  }
-  RowTiles() = default;
-  RowTiles(const RowTiles&) = delete;
-  ~RowTiles() { _tile_release(); }
-
- private:
-  int64_t rows_ = 0;
-};
+// Of registers for products of so many rows: sums in 0 to 3, a in 4, b in 5 to 7.
+constexpr auto kShapesOfRows = [] {
+  std::array<TileShapes, kTileHeight + 1> shapes;
+  for (int64_t rows = 0; rows <= kTileHeight; ++rows)
+    for (int tile = 0; tile < 8; ++tile) shapes[rows].set(tile, tile <= 4 ? rows : kTileHeight, 64);
+  return shapes;
+}();
 
 // c (rows x 16 * C) = a (rows x depth) b, or c += where it `adds`; of b pairs of rows, (depth / 2, ldb, 2).
 template <bool adds, int C>
@@ -215,9 +201,9 @@ inline void multiply_tiles(const at::BFloat16* a, int64_t lda, const at::BFloat1
 
 // The same for at most 16 rows, and a width that is any multiple of 16.
 template <bool adds>
-inline void multiply_tiles(RowTiles& tiles, const at::BFloat16* a, int64_t lda, const at::BFloat16* b, int64_t ldb, float* c,
+inline void multiply_tiles(TileRegisters& tiles, const at::BFloat16* a, int64_t lda, const at::BFloat16* b, int64_t ldb, float* c,
                            int64_t ldc, int64_t rows, int64_t depth, int64_t width) {
-  tiles.use(rows);
+  tiles.use(kShapesOfRows[rows]);
   int64_t w = 0;
   for (; w + 4 * kTileHeight <= width; w += 4 * kTileHeight)
     multiply_tiles<adds, 4>(a, lda, b + 2 * w, ldb, c + w, ldc, depth);

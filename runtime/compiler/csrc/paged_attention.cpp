@@ -224,7 +224,7 @@ void attend_in_tiles(const Inputs<T, S>& in, const Task& task, const Seen& seen,
   at::BFloat16 *query = lines.data()->numbers, *weights = query + all_rows * depth, *pairs = weights + num_rows * kChunk;
   float* scores = all_scores.data()->of_keys;
   gather_query(in, task, query, depth);
-  RowTiles tiles;
+  TileRegisters tiles;
   const int64_t num_tiles = (num_rows + kTileHeight - 1) / kTileHeight;
   const auto for_tiles = [&](int64_t key, auto use) {
     for (int64_t tile = 0; tile < num_tiles; ++tile) {

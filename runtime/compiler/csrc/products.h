@@ -265,17 +265,12 @@ struct InTiles {
   template <int B>
   static constexpr TileShapes kWhole = shapes<B>(B * kHeight, kWidth);
 
-  // The registers' shapes, which are set where they change: that is waited for. What is in memory by then must be there
-  // each time: the instructions' operands do not tell the compiler what they read.
   class State {
    public:
     template <int B>
     void use(int64_t rows, int64_t width) {
-      const bool is_whole = rows == B * kHeight && width == kWidth;
-      if (!is_whole) shapes<B>(rows, width).use();
-      else if (whole_ != &kWhole<B>) kWhole<B>.use();
-      whole_ = is_whole ? &kWhole<B> : nullptr;
-      asm volatile("" : : : "memory");
+      if (rows == B * kHeight && width == kWidth) registers_.use(kWhole<B>);
+      else registers_.use(shapes<B>(rows, width));
     }
 
     // To write takes other parts of the processor than to multiply: a tile's outputs are written little by little while the
@@ -288,15 +283,10 @@ struct InTiles {
       if (waiting_.rows) waiting_ = waiting_.write(std::min(most, waiting_.rows));
     }
 
-    State() = default;
-    State(const State&) = delete;
-    ~State() {
-      write_some(waiting_.rows);
-      _tile_release();
-    }
+    ~State() { write_some(waiting_.rows); }
 
    private:
-    const TileShapes* whole_ = nullptr;
+    TileRegisters registers_;
     Outputs<at::BFloat16> waiting_ = {};
   };
 

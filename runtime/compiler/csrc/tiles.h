@@ -11,6 +11,7 @@ constexpr int kFewRows = 4;  // for which tiles are mostly empty
 #include <unistd.h>
 
 #include <cstdint>
+#include <cstring>
 
 constexpr int64_t kTileHeight = 16;
 
@@ -25,6 +26,23 @@ struct alignas(64) TileShapes {
     asm volatile("" : : "r"(this) : "memory");  // the instructions' operands do not tell what they read
     _tile_loadconfig(this);
   }
+};
+
+// A thread's registers, from their first use to the end of this. Shapes are set where they change, because that is waited
+// for. What is in memory by then must be there each time: the instructions' operands do not tell the compiler what they
+// read.
+class TileRegisters {
+ public:
+  void use(const TileShapes& shapes) {
+    if (std::memcmp(&shapes, &set_, sizeof shapes) != 0) (set_ = shapes).use();
+    asm volatile("" : : : "memory");
+  }
+  TileRegisters() = default;
+  TileRegisters(const TileRegisters&) = delete;
+  ~TileRegisters() { _tile_release(); }
+
+ private:
+  TileShapes set_;  // of no rows: none
 };
 
 // Tiles take numbers less than normal for 0; while one of these lives, so does all else that its thread computes.
