@@ -68,11 +68,11 @@ class ConvertOptions:
         typer.Option(help="Dtype of keys and values; `auto` is the weights'.", rich_help_panel=KV_CACHE),
     ] = "auto"
     activations: Annotated[
-        Literal["float", "int8"] | None,
+        Literal["float", "int8", "int16"] | None,
         typer.Option(
             help="As what a rounded layer's inputs are multiplied.",
             rich_help_panel=ROUNDING,
-            show_default="int8 where weights are int4",
+            show_default="int8 for weights in int4, int16 for int8, float for fp8",
         ),
     ] = None
     tp_size: Annotated[
@@ -103,8 +103,11 @@ class ConvertOptions:
             raise UsageError(
                 f"`--use-weight-only` and `--qformat {self.qformat}` say the same twice", hint="leave one of them out"
             )
-        if self._qformat == "fp8" and self.activations == "int8":
-            raise UsageError("`--activations int8` needs weights that are integers: --qformat fp8", hint="leave it out")
+        if self._qformat == "fp8" and self.activations not in (None, "float"):
+            raise UsageError(
+                f"`--activations {self.activations}` needs weights that are integers: --qformat fp8",
+                hint="leave it out",
+            )
         if self._qformat is None:
             self._check_unrounded()
         elif self.group_size not in (None, *_GROUP_SIZES):
@@ -117,7 +120,7 @@ class ConvertOptions:
         flags = {
             "--group-size": self.group_size is not None,
             "--quantize-lm-head": self.quantize_lm_head,
-            "--activations int8": self.activations == "int8",
+            f"--activations {self.activations}": self.activations not in (None, "float"),
         }
         if given := next((flag for flag, is_given in flags.items() if is_given), None):
             raise UsageError(f"`{given}` needs weights to round", hint="`--qformat int4` rounds them")

@@ -18,8 +18,8 @@ from runtime.errors import SpecDecError
 CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights; 4: neither
 # files nor weights were recorded; 5: a token's bits depended on the size of its step; 6: the package did not say what
-# it was compiled for
-ENGINE_FORMAT_VERSION = 7
+# it was compiled for; 7: layers said whether they round what they read, not to how many bits
+ENGINE_FORMAT_VERSION = 8
 
 # Beyond these nothing useful can be built, and what is asked for is most likely a slip.
 MAX_BATCH_SIZE = 1024
@@ -53,7 +53,7 @@ QuantAlgo = Literal[
 ]  # fmt: skip
 """TensorRT-LLM's names of how weights are rounded."""
 KVCacheQuantAlgo = Literal["INT8", "FP8"]
-Activations = Literal["float", "int8"]
+Activations = Literal["float", "int8", "int16"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Precision:
     quantize_lm_head: bool = False
     kv_cache: KVCacheQuantAlgo | None = None
     activations: Activations | None = None
-    """None: as integers where weights have 4 bits."""
+    """None: what is fastest and changes no more than the weights' rounding does."""
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def describe_kernels() -> None:
         return values.new_empty(-(-values.shape[0] // panel), num_inputs // columns, num_bytes)
 
     def quantized_linear(
-        x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, arithmetic: int, rounds_tokens: bool
+        x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, arithmetic: int, token_bits: int
     ) -> Tensor:
         return x.new_empty(*x.shape[:-1], num_outputs)
 

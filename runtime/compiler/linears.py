@@ -62,16 +62,16 @@ def _rounded_layers(graph: Graph) -> list[list[Node]]:
     groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.specdec.quantized_linear.default:
-            x, packed, bias, _, _, rounds_tokens = node.args
+            x, packed, bias, _, _, token_bits = node.args
             parts = tuple(
                 part and (part.meta["val"].dtype, part.meta["val"].shape[1:]) for part in (*packed.args, None, None)[:4]
             )
-            groups.setdefault((x, bias is None, rounds_tokens, parts), []).append(node)
+            groups.setdefault((x, bias is None, token_bits, parts), []).append(node)
     return list(groups.values())
 
 
 def _replace_rounded(graph: Graph, layers: list[Node], arithmetic: int) -> None:
-    x, _, bias, _, _, rounds_tokens = layers[0].args
+    x, _, bias, _, _, token_bits = layers[0].args
     sizes: list[int] = [layer.args[3] for layer in layers]  # type: ignore[misc]
     packs: list[Node] = [layer.args[1] for layer in layers]  # type: ignore[misc]
     kernels = torch.ops.specdec
@@ -79,7 +79,7 @@ def _replace_rounded(graph: Graph, layers: list[Node], arithmetic: int) -> None:
         parts = [part and _joined(graph, packs, i) for i, part in enumerate(packs[0].args)]
         packed = _call(graph, kernels.pack_quantized.default, *parts)
         joined_bias = None if bias is None else _joined(graph, layers, 2)
-        arguments = (x, packed, joined_bias, sum(sizes), arithmetic, rounds_tokens)
+        arguments = (x, packed, joined_bias, sum(sizes), arithmetic, token_bits)
         outputs = _call(graph, kernels.quantized_linear.default, *arguments)
         _hand_out(graph, layers, outputs, sizes)
     for pack in packs:

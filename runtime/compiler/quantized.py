@@ -1,4 +1,4 @@
-"""Linear layers whose weights are in few bits, multiplied by tokens as they are, or by tokens rounded to 8 bits."""
+"""Linear layers whose weights are in few bits, multiplied by tokens as they are, or rounded to 8 or 16 bits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +12,15 @@ from runtime.config import Activations
 from runtime.errors import SpecDecError
 from runtime.quantization.weight import QuantizedWeight
 
+_TOKEN_BITS: dict[Activations, int] = {"float": 0, "int8": 8, "int16": 16}
+_LARGEST = {8: 127, 16: 127 * 256 + 127}
+"""A token's integers: of 16 bits both halves, the lower one with its sign, are of the size of 8."""
 
-def round_tokens(x: Tensor, columns: int) -> Tensor:
-    """The numbers nearest to (..., inputs) `x` that 8 bits hold, of each token and group of columns by themselves."""
+
+def round_tokens(x: Tensor, columns: int, bits: int) -> Tensor:
+    """The numbers nearest to (..., inputs) `x` that so many bits hold: of each token, group of columns by group."""
     groups = x.float().reshape(*x.shape[:-1], -1, columns)
-    steps = groups.abs().amax(-1, keepdim=True) / 127
+    steps = groups.abs().amax(-1, keepdim=True) / _LARGEST[bits]
     is_nothing = steps < torch.finfo(torch.float32).tiny
     rounded = torch.where(is_nothing, 0.0, (groups / steps).round() * steps)
     # Of a token with numbers that are none the kernels have none left in a group.
@@ -48,7 +52,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("packed", None, persistent=False)
         self.bias = bias
         self.with_kernels = with_kernels
-        self.rounds_tokens = activations == "int8" and weight.kind != "fp8"
+        self.token_bits = 0 if weight.kind == "fp8" else _TOKEN_BITS[activations]
 
     @property
     def quantized(self) -> QuantizedWeight:
@@ -60,14 +64,14 @@ class QuantizedLinear(nn.Module):
         if self.with_kernels:
             packed = self.pack() if self.packed is None else self.packed
             outputs: Tensor = torch.ops.specdec.quantized_linear(
-                x, packed, self.bias, self.out_features, 0, self.rounds_tokens
+                x, packed, self.bias, self.out_features, 0, self.token_bits
             )
             return outputs
         weight = self.quantized.in_stored_order()
-        if not self.rounds_tokens:
+        if not self.token_bits:
             return nn.functional.linear(x, weight.to(x.dtype), self.bias)
         bias = None if self.bias is None else self.bias.float()
-        rounded = round_tokens(x, columns_of_group(self.quantized.group_size))
+        rounded = round_tokens(x, columns_of_group(self.quantized.group_size), self.token_bits)
         return nn.functional.linear(rounded, weight, bias).to(x.dtype)
 
     def pack(self) -> Tensor:

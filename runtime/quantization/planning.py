@@ -184,8 +184,8 @@ def _read_as(source: Source, precision: Precision, kept: dict[str, QuantizedWeig
 
 
 def _default_activations(kinds: Collection[str]) -> Activations:
-    """Integers are faster; what rounding to them changes is little beside weights of 4 bits, and much beside 8."""
-    return "int8" if "int4" in kinds else "float"
+    """Integers are faster; what rounding to 8 bits changes is little beside weights of 4 bits, and much beside 8."""
+    return "int8" if "int4" in kinds else "int16" if "int8" in kinds else "float"
 
 
 def _left_out(source: Source, rounded: Mapping[str, object]) -> tuple[str, ...]:

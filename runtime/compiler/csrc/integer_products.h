@@ -1,8 +1,8 @@
-// Products of weights in few bits and tokens that are rounded to 8 bits: exact within a group of columns, whose sums are
-// integers; from group to group floats are added in order. A token's result is the same bits whatever other tokens there
-// are, by whichever instructions.
+// Products of weights in few bits and tokens that are rounded to one or two digits of 8 bits: exact within a group of
+// columns, whose sums are integers; from group to group floats are added in order. A token's result is the same bits
+// whatever other tokens there are, by whichever instructions.
 //
-//   step = largest size of the group's numbers / 127;  rounded[m, k] = x[m, k] / step, to the nearest, of two to the even
+//   step = largest size of the group's numbers / most;  rounded[m, k] = x[m, k] / step, to the nearest, of two to the even
 //   out[m, n] = bias[n] + sum over groups of (sum over k of rounded[m, k] x (number[n, k] - half)) x (scale[n] x step[m])
 //
 // A token whose numbers are not all finite has NaN for its result.
@@ -27,17 +27,20 @@ inline int32_t reduce(V numbers, const Use& use) {
   }
 }
 
-// The tokens' numbers, (groups, M, padded): of one group those of all tokens lie side by side.
-template <typename T>
+// The tokens' numbers, (groups, M, digits, padded): of one group those of all tokens lie side by side. A number of two digits
+// is 256 x the first + the second.
 struct RoundedTokens {
-  static constexpr int64_t kBeyond = 16;  // tokens that a tile may read behind the last
+  static constexpr int64_t kBeyond = 16;  // digits that a tile may read behind the last token's
   int64_t M, padded;
+  int digits;
   Lines<int8_t> numbers;
-  std::unique_ptr<float[]> steps;      // (groups, M)
+  std::unique_ptr<float[]> steps;     // (groups, M)
   std::unique_ptr<int32_t[]> totals;  // (groups, M): a group's numbers, added
 
-  RoundedTokens(const T* tokens, int64_t M, const PackedWeight& weight)
-      : M(M), padded(weight.padded), numbers(make_lines<int8_t>((M * weight.groups + kBeyond) * padded)),
+  template <typename T>
+  RoundedTokens(const T* tokens, int64_t M, int digits, const PackedWeight& weight)
+      : M(M), padded(weight.padded), digits(digits),
+        numbers(make_lines<int8_t>((M * weight.groups * digits + kBeyond) * padded)),
         steps(std::make_unique_for_overwrite<float[]>(M * weight.groups)),
         totals(std::make_unique_for_overwrite<int32_t[]>(M * weight.groups)) {
     share_range(M, 16, [&](int64_t begin, int64_t end) {
@@ -47,7 +50,10 @@ struct RoundedTokens {
     });
   }
 
+  const int8_t* at(int64_t place) const { return numbers.get() + place * digits * padded; }
+
  private:
+  template <typename T>
   void round(const T* tokens, int64_t size, int64_t place) {
     constexpr int64_t kMost = kMostColumns + kLanes;
     float x[kMost] = {};
@@ -60,8 +66,8 @@ struct RoundedTokens {
     const int32_t bits = reduce(largest, [](auto a, auto b) { return a > b ? a : b; });
     float size_of_largest;
     std::memcpy(&size_of_largest, &bits, sizeof bits);
-    float step = size_of_largest / 127;
-    int8_t rounded[kMost] = {};
+    float step = size_of_largest / (digits == 1 ? 127 : 127 * 256 + 127);
+    int8_t rounded[2][kMost] = {};
     Ints total{};
     if (bits >= 0x7f800000) step = std::numeric_limits<float>::quiet_NaN();
     else if (step < std::numeric_limits<float>::min()) step = 0;
@@ -70,12 +76,18 @@ struct RoundedTokens {
         const float kNoFraction = 0x1.8p23f;  // so large that adding it rounds
         const Ints integers = (Ints)(load(x + i) / step + kNoFraction) - 0x4b400000;
         total += integers;
-        typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-        const Bytes bytes = __builtin_convertvector(integers, Bytes);
-        std::memcpy(rounded + i, &bytes, sizeof bytes);
+        const Ints first = digits == 1 ? integers : (integers + 128) >> 8;
+        store_digits(first, rounded[0] + i);
+        store_digits(integers - first * 256, rounded[1] + i);
       }
-    std::memcpy(&numbers[place * padded], rounded, padded);
+    for (int d = 0; d < digits; ++d) std::memcpy(&numbers[(place * digits + d) * padded], rounded[d], padded);
     steps[place] = step, totals[place] = reduce(total, [](auto a, auto b) { return a + b; });
+  }
+
+  static void store_digits(Ints integers, int8_t* to) {
+    typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+    const Bytes bytes = __builtin_convertvector(integers, Bytes);
+    std::memcpy(to, &bytes, sizeof bytes);
   }
 };
 
@@ -111,40 +123,55 @@ inline Ints add_products(Ints sums, Words bytes, int32_t four) {
 #endif
 }
 
-// What a group adds to a token's sums, one way for all instructions.
-inline Lanes add_group(Lanes sums, Ints integers, Lanes scale, float step, Lanes offset, int32_t total, bool has_offsets) {
-  sums += __builtin_convertvector(integers, Lanes) * (scale * step);
-  if (has_offsets) sums += offset * (static_cast<float>(total) * step);
-  return sums;
+// What a group adds to the sums of tokens, from `place` on, one way for all instructions. integers(r, i): a row's products.
+template <typename Integers>
+inline void add_group(const RoundedTokens& x, int64_t place, int64_t rows, const PackedWeight& weight,
+                      const uint8_t* group, const Integers& integers, float* sums) {
+  Lanes scales[2];
+  weight.scales(group, scales);
+  // The compiler must not read them again after each number that is stored.
+  const float* steps = x.steps.get() + place;
+  const int32_t* totals = x.totals.get() + place;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int i = 0; i < 2; ++i) {
+      float* sum = sums + r * kPanel + i * kLanes;
+      store(sum, load(sum) + __builtin_convertvector(integers(r, i), Lanes) * (scales[i] * steps[r]));
+    }
+  if (!weight.has_offsets) return;
+  Lanes offsets[2];
+  weight.offsets(group, offsets);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int i = 0; i < 2; ++i) {
+      float* sum = sums + r * kPanel + i * kLanes;
+      store(sum, load(sum) + offsets[i] * (static_cast<float>(totals[r]) * steps[r]));
+    }
 }
 
-// sums (rows x kPanel) += of a group, the tokens from `place` on.
-template <typename T, int R, PackedWeight::Kind kind>
-void add_rows(const RoundedTokens<T>& x, int64_t place, const PackedWeight& weight, const uint8_t* group, bool fetches,
+// sums (rows x kPanel) += of a group, the tokens from `place` on, of `digits` each.
+template <int R, int digits, PackedWeight::Kind kind>
+void add_rows(const RoundedTokens& x, int64_t place, const PackedWeight& weight, const uint8_t* group, bool fetches,
               float* to) {
-  const int8_t* tokens = x.numbers.get() + place * x.padded;
+  const int8_t* tokens = x.at(place);
   const int64_t padded = x.padded;
   constexpr int32_t half = kind == PackedWeight::kInt8 ? 128 : 8;
-  Ints sums[R][2];
-  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = Ints{} - half * x.totals[place + r];
+  constexpr int last = digits - 1;
+  Ints sums[R][digits][2] = {};
+  for (int r = 0; r < R; ++r) sums[r][last][0] = sums[r][last][1] = Ints{} - half * x.totals[place + r];
   for (int64_t k = 0; k < padded; k += 4) {
     Words numbers[2];
     load_numbers<kind>(group, k, numbers);
     if (fetches) fetch_ahead(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
-    for (int r = 0; r < R; ++r) {
-      const int32_t four = load<int32_t>(tokens + r * padded + k);
-      for (int i = 0; i < 2; ++i) sums[r][i] = add_products<kind == PackedWeight::kInt4>(sums[r][i], numbers[i], four);
-    }
+    for (int r = 0; r < R; ++r)
+      for (int d = 0; d < digits; ++d) {
+        const int32_t four = load<int32_t>(tokens + (r * digits + d) * padded + k);
+        for (int i = 0; i < 2; ++i)
+          sums[r][d][i] = add_products<kind == PackedWeight::kInt4>(sums[r][d][i], numbers[i], four);
+      }
   }
-  Lanes scales[2], offsets[2];
-  weight.scales(group, scales);
-  weight.offsets(group, offsets);
-  for (int r = 0; r < R; ++r)
-    for (int i = 0; i < 2; ++i) {
-      float* sum = to + r * kPanel + i * kLanes;
-      store(sum, add_group(load(sum), sums[r][i], scales[i], x.steps[place + r], offsets[i], x.totals[place + r],
-                           weight.has_offsets));
-    }
+  const auto joined = [&](int64_t r, int i) {
+    return digits == 1 ? sums[r][0][i] : sums[r][0][i] * 256 + sums[r][last][i];
+  };
+  add_group(x, place, R, weight, group, joined, to);
 }
 
 #if defined(__AMX_INT8__)
@@ -208,25 +235,23 @@ inline void multiply_tile(const int8_t* tokens, int64_t steps, int64_t width, in
 }
 #endif
 
-template <typename T, PackedWeight::Kind kind>
+template <int digits, PackedWeight::Kind kind>
 struct IntegerProducts {
-  const RoundedTokens<T> x;
+  const RoundedTokens& x;
   const PackedWeight& weight;
-
-  IntegerProducts(const T* tokens, int64_t M, const PackedWeight& weight) : x(tokens, M, weight), weight(weight) {}
 
   // sums (to - from x kPanel) += of all groups of a panel.
   void add(int64_t panel, int64_t from, int64_t to, float* sums) const {
 #if defined(__AMX_INT8__)
-    if (to - from >= kTileRows && tile_steps(weight.padded) && may_use_tiles()) return add_by_tiles(panel, from, to, sums);
+    if ((to - from) * digits >= kTileRows && tile_steps(weight.padded) && may_use_tiles()) return add_by_tiles(panel, from, to, sums);
 #endif
-    const int64_t rows = to - from, tiles = EvenTiles::num_tiles(rows);
+    const int64_t rows = to - from, tiles = EvenTiles::num_tiles(rows * digits);
     for (int64_t g = 0; g < weight.groups; ++g)
       for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t row = EvenTiles::first_row(tile, rows);
-        with_rows<kTileRows>(EvenTiles::first_row(tile + 1, rows) - row, [&](auto count) {
-          add_rows<T, count(), kind>(x, g * x.M + from + row, weight, weight.group(panel, g), tile == 0,
-                                     sums + row * kPanel);
+        const int64_t row = tile * rows / tiles;
+        with_rows<kTileRows / digits>((tile + 1) * rows / tiles - row, [&](auto count) {
+          add_rows<count(), digits, kind>(x, g * x.M + from + row, weight, weight.group(panel, g), tile == 0,
+                                          sums + row * kPanel);
         });
       }
   }
@@ -235,27 +260,25 @@ struct IntegerProducts {
   // Beyond the last token a tile has numbers of others, and what comes of them is dropped. What a tile has stored is read
   // after the next is multiplied: at once it would have to be waited for.
   void add_by_tiles(int64_t panel, int64_t from, int64_t to, float* sums) const {
+    constexpr int64_t kTokens = kTileHeight / digits;
     alignas(64) int8_t numbers[kMostColumns * kPanel];
     alignas(64) int32_t integers[2][kTileHeight * kPanel];
     const int64_t steps = tile_steps(weight.padded), width = weight.padded / steps;
     const auto finish = [&](int64_t g, int64_t row, const int32_t* integers) {
-      Lanes scales[2], offsets[2];
-      weight.scales(weight.group(panel, g), scales);
-      weight.offsets(weight.group(panel, g), offsets);
-      const int64_t place = g * x.M + row;
-      float* sum = sums + (row - from) * kPanel;
-      for (int64_t r = 0; r < std::min(kTileHeight, to - row); ++r)
-        for (int i = 0; i < 2; ++i, sum += kLanes)
-          store(sum, add_group(load(sum), load<Ints>(integers + r * kPanel + i * kLanes), scales[i], x.steps[place + r],
-                               offsets[i], x.totals[place + r], weight.has_offsets));
+      const auto joined = [&](int64_t r, int i) {
+        const int32_t* of_token = integers + r * digits * kPanel + i * kLanes;
+        return digits == 1 ? load<Ints>(of_token) : load<Ints>(of_token) * 256 + load<Ints>(of_token + kPanel);
+      };
+      add_group(x, g * x.M + row, std::min(kTokens, to - row), weight, weight.group(panel, g), joined,
+                sums + (row - from) * kPanel);
     };
     set_shapes(width);
     int64_t group_before = -1, row_before = 0, turn = 0;
     for (int64_t g = 0; g < weight.groups; ++g) {
       with_signs<kind>(weight.group(panel, g), weight.padded, numbers);
       load_group(numbers, steps, width);
-      for (int64_t row = from; row < to; row += kTileHeight, turn ^= 1) {
-        multiply_tile(x.numbers.get() + (g * x.M + row) * weight.padded, steps, width, integers[turn]);
+      for (int64_t row = from; row < to; row += kTokens, turn ^= 1) {
+        multiply_tile(x.at(g * x.M + row), steps, width, integers[turn]);
         if (group_before >= 0) finish(group_before, row_before, integers[turn ^ 1]);
         group_before = g, row_before = row;
       }
@@ -266,23 +289,32 @@ struct IntegerProducts {
 #endif
 };
 
-// out (M, N) = x (M, K) weight^T + bias, of tokens rounded to 8 bits
-template <PackedWeight::Kind kind, typename T>
+// out (M, N) = x (M, K) weight^T + bias, of tokens rounded to so many digits
+template <int digits, PackedWeight::Kind kind, typename T>
 void multiply_integers(const T* tokens, const PackedWeight& weight, const T* bias, T* out, int64_t M, int64_t N) {
   constexpr int64_t kMostRows = 128;  // whose sums stay in the first-level cache
-  const IntegerProducts<T, kind> products(tokens, M, weight);
-  const int64_t panels = (N + kPanel - 1) / kPanel;
+  const RoundedTokens rounded(tokens, M, digits, weight);
+  const IntegerProducts<digits, kind> products{rounded, weight};
+  const int64_t panels = (N + kPanel - 1) / kPanel, together = M >= kMostRows ? kPanelsTogether : 1;
+  const int64_t groups = (panels + together - 1) / together;
   const int64_t parts = std::max((M + kMostRows - 1) / kMostRows,
-                                 std::clamp<int64_t>(4 * num_threads() / panels, 1, EvenTiles::num_tiles(M)));
-  share_tasks(panels * parts, [&](int64_t task) {
-    const int64_t panel = task / parts, part = task % parts, first = panel * kPanel, width = std::min(kPanel, N - first);
+                                 std::clamp<int64_t>(4 * num_threads() / groups, 1, EvenTiles::num_tiles(M)));
+  share_tasks(groups * parts, [&](int64_t task) {
+    const int64_t begin = task / parts * together, end = std::min(begin + together, panels), part = task % parts;
     const int64_t from = part * M / parts, to = (part + 1) * M / parts;
-    float initial[kPanel] = {};
-    if (bias) widen(bias + first, initial, width);
-    thread_local std::vector<float> sums;
-    sums.resize(kMostRows * kPanel);
-    for (int64_t r = 0; r < to - from; ++r) std::copy_n(initial, kPanel, sums.data() + r * kPanel);
-    products.add(panel, from, to, sums.data());
-    Outputs<T>{sums.data(), to - from, width, out + from * N + first, N}.write(to - from);
+    thread_local std::vector<float> all_sums;
+    all_sums.resize(together * kMostRows * kPanel);
+    Outputs<T> outputs[kPanelsTogether];
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t first = panel * kPanel, width = std::min(kPanel, N - first);
+      float initial[kPanel] = {}, *sums = all_sums.data() + (panel - begin) * kMostRows * kPanel;
+      if (bias) widen(bias + first, initial, width);
+      for (int64_t r = 0; r < to - from; ++r) std::copy_n(initial, kPanel, sums + r * kPanel);
+      products.add(panel, from, to, sums);
+      outputs[panel - begin] = {sums, to - from, width, out + from * N + first, N};
+    }
+    // Row by row: rows lie in pages of their own, and to find a page takes longer than to write.
+    for (int64_t r = from; r < to; ++r)
+      for (int64_t i = 0; i < end - begin; ++i) outputs[i] = outputs[i].write(1);
   });
 }

@@ -1,5 +1,5 @@
 // Linear layers whose weights are in few bits: packed when they are built, then multiplied by tokens as they are, or by
-// tokens that are rounded to 8 bits.
+// tokens that are rounded to 8 or 16 bits.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -64,7 +64,7 @@ at::Tensor pack_quantized(const at::Tensor& values, const at::Tensor& scales, co
 }
 
 at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                            int64_t num_outputs, int64_t arithmetic, bool rounds_tokens) {
+                            int64_t num_outputs, int64_t arithmetic, int64_t token_bits) {
   const int64_t K = x.size(-1), M = x.numel() / K;
   const PackedWeight weight(packed, K);
   std::vector<int64_t> shape = x.sizes().vec();
@@ -74,12 +74,16 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
     using T = decltype(zero);
     const T *tokens = rows.const_data_ptr<T>(), *start = bias ? bias->const_data_ptr<T>() : nullptr;
     T* to = out.mutable_data_ptr<T>();
-    if (!rounds_tokens || weight.kind == PackedWeight::kE4m3)
+    const auto multiply = [&](auto digits) {
+      if (weight.kind == PackedWeight::kInt8)
+        multiply_integers<digits(), PackedWeight::kInt8>(tokens, weight, start, to, M, num_outputs);
+      else
+        multiply_integers<digits(), PackedWeight::kInt4>(tokens, weight, start, to, M, num_outputs);
+    };
+    if (token_bits == 0 || weight.kind == PackedWeight::kE4m3)
       multiply_in(K % 2 ? kFloat32 : arithmetic, tokens, WidenedWeight{weight}, start, to, M, K, num_outputs);
-    else if (weight.kind == PackedWeight::kInt8)
-      multiply_integers<PackedWeight::kInt8>(tokens, weight, start, to, M, num_outputs);
     else
-      multiply_integers<PackedWeight::kInt4>(tokens, weight, start, to, M, num_outputs);
+      with_rows<2>(token_bits / 8, multiply);
   });
   return out;
 }
@@ -89,7 +93,7 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
 TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def("pack_quantized(Tensor values, Tensor scales, Tensor? zeros, Tensor? offsets) -> Tensor");
   library.def(
-      "quantized_linear(Tensor x, Tensor packed, Tensor? bias, int num_outputs, int arithmetic, bool rounds_tokens) -> Tensor");
+      "quantized_linear(Tensor x, Tensor packed, Tensor? bias, int num_outputs, int arithmetic, int token_bits) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(specdec, CPU, library) {
   library.impl("pack_quantized", pack_quantized);

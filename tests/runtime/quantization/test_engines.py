@@ -89,9 +89,16 @@ def outputs(engine: Engine, prompts: list[list[int]], *, ngram: bool) -> list[li
 
 @pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
-@pytest.mark.parametrize("source", ["int8", "int4", "fp8", "AWQ", "GPTQ", "GGUF", "compressed-tensors"])
-def test_engine_computes_what_the_rounded_weights_mean(source: str, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(source, tmp_path)
+@pytest.mark.parametrize(
+    ("source", "activations"),
+    [
+        *((source, "float") for source in ("int8", "int4", "fp8", "AWQ", "GPTQ", "GGUF", "compressed-tensors")),
+        ("int8", "int16"),
+        ("GPTQ", "int16"),
+    ],
+)
+def test_engine_computes_what_the_rounded_weights_mean(source: str, activations: Activations, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(source, tmp_path, activations)
     config = build(tmp_path)
     assert config.quantization == checkpoint.quantization is not None
     model = plain_model(checkpoint, tmp_path / "checkpoint")
@@ -122,11 +129,11 @@ def test_split_engine_computes_what_the_rounded_weights_mean(source: str, tmp_pa
     check_engine(tmp_path / "engine", model)
 
 
-def rounded_by_definition(x: torch.Tensor, columns: int) -> torch.Tensor:
+def rounded_by_definition(x: torch.Tensor, columns: int, bits: int = 8) -> torch.Tensor:
     """Token by token and group by group, as docs/precision.md says."""
     rounded = x.float().numpy().copy()
     for row in rounded.reshape(-1, columns):
-        step = np.abs(row).max() / np.float32(127)
+        step = np.abs(row).max() / np.float32({8: 127, 16: 32639}[bits])
         row[:] = np.rint(row / step) * step if step > 0 else 0
     return torch.from_numpy(rounded)
 
@@ -209,12 +216,10 @@ def random_weight(kind: str, extra: str, outputs: int, inputs: int, group_size: 
 
 
 def product(
-    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, arithmetic: int, *, rounds: bool
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, arithmetic: int, *, bits: int
 ) -> torch.Tensor:
     packed = torch.ops.specdec.pack_quantized(weight.values, weight.scales, weight.zeros, weight.offsets)
-    outputs: torch.Tensor = torch.ops.specdec.quantized_linear(
-        x, packed, bias, weight.shape[0], arithmetic, rounds and weight.kind != "fp8"
-    )
+    outputs: torch.Tensor = torch.ops.specdec.quantized_linear(x, packed, bias, weight.shape[0], arithmetic, bits)
     return outputs
 
 
@@ -228,10 +233,12 @@ WEIGHTS = [
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("rounds", [True, False], ids=["int8", "float"])
-@pytest.mark.parametrize(("kind", "extra", "outputs", "inputs", "group_size"), WEIGHTS)
+@pytest.mark.parametrize(
+    ("kind", "extra", "outputs", "inputs", "group_size", "bits"),
+    [(*weight, bits) for weight in WEIGHTS for bits in (0, 8, 16) if bits == 0 or weight[0] != "fp8"],
+)
 def test_kernel_computes_the_product(
-    kind: str, extra: str, outputs: int, inputs: int, group_size: int, rounds: bool, dtype: torch.dtype, kernels: Path
+    kind: str, extra: str, outputs: int, inputs: int, group_size: int, bits: int, dtype: torch.dtype, kernels: Path
 ) -> None:
     """As near float64's product as its own dtype lets it; each token the same bits, whatever others there are."""
     load_kernels(kernels)
@@ -241,31 +248,43 @@ def test_kernel_computes_the_product(
     x = torch.randn(150, inputs, generator=generator).to(dtype)
     x[3, :group_size] = 0
     columns = max(size for size in range(1, 129) if group_size % size == 0)
-    tokens = rounded_by_definition(x, columns) if rounds and kind != "fp8" else x
+    tokens = rounded_by_definition(x, columns, bits) if bits else x
     expected = tokens.double() @ weight.dequantize(torch.float64).T + (0 if bias is None else bias.double())
     for arithmetic in torch.ops.specdec.arithmetics() if dtype == torch.bfloat16 else [0]:
-        found = product(x, weight, bias, arithmetic, rounds=rounds)
+        found = product(x, weight, bias, arithmetic, bits=bits)
         assert float((found.double() - expected).norm() / expected.norm()) < TOLERANCE[dtype]
         for i, num_rows in enumerate((1, 2, 5, 11, 12, 16, 17, 33, 40)):
             torch.set_num_threads(1 + i % 3)
-            rows = product(x[i : i + num_rows], weight, bias, arithmetic, rounds=rounds)
+            rows = product(x[i : i + num_rows], weight, bias, arithmetic, bits=bits)
             torch.set_num_threads(1)
             assert torch.equal(rows, found[i : i + num_rows])
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("weight_sign", [-1, 1])
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_largest_sums_fit_their_integers(num_rows: int, weight_sign: int, bits: int, kernels: Path) -> None:
+    load_kernels(kernels)
+    number = -128 if weight_sign < 0 else 127
+    weight = from_integers(torch.full((40, 256), number, dtype=torch.int8), torch.ones(40, 2), bits=8)
+    x = torch.full((num_rows, 256), 32639.0)
+    x[::2] = -32639.0
+    found = product(x, weight, None, 0, bits=bits)
+    torch.testing.assert_close(found, (x @ weight.dequantize().T), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("num_rows", [3, 40])
-@pytest.mark.parametrize("rounds", [True, False], ids=["int8", "float"])
-@pytest.mark.parametrize("kind", [*KINDS, "fp8"])
+@pytest.mark.parametrize(("kind", "bits"), [(kind, bits) for kind in KINDS for bits in (0, 8, 16)] + [("fp8", 0)])
 def test_what_is_no_number_stays_with_its_token(
-    kind: str, rounds: bool, num_rows: int, poison: float, kernels: Path
+    kind: str, bits: int, num_rows: int, poison: float, kernels: Path
 ) -> None:
     load_kernels(kernels)
     weight = random_weight(kind, "", 70, 128, 64)
     x = torch.randn(num_rows, 128, generator=torch.Generator().manual_seed(2))
-    clean = product(x, weight, None, 0, rounds=rounds)
+    clean = product(x, weight, None, 0, bits=bits)
     x[1, 77] = poison
-    found = product(x, weight, None, 0, rounds=rounds)
+    found = product(x, weight, None, 0, bits=bits)
     assert not found[1].isfinite().any()
     others = [i for i in range(num_rows) if i != 1]
     assert torch.equal(found[others], clean[others])
