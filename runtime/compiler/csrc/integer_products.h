@@ -123,57 +123,6 @@ inline Ints add_products(Ints sums, Words bytes, int32_t four) {
 #endif
 }
 
-// What a group adds to the sums of tokens, from `place` on, one way for all instructions. integers(r, i): a row's products.
-template <typename Integers>
-inline void add_group(const RoundedTokens& x, int64_t place, int64_t rows, const PackedWeight& weight,
-                      const uint8_t* group, const Integers& integers, float* sums) {
-  Lanes scales[2];
-  weight.scales(group, scales);
-  // The compiler must not read them again after each number that is stored.
-  const float* steps = x.steps.get() + place;
-  const int32_t* totals = x.totals.get() + place;
-  for (int64_t r = 0; r < rows; ++r)
-    for (int i = 0; i < 2; ++i) {
-      float* sum = sums + r * kPanel + i * kLanes;
-      store(sum, load(sum) + __builtin_convertvector(integers(r, i), Lanes) * (scales[i] * steps[r]));
-    }
-  if (!weight.has_offsets) return;
-  Lanes offsets[2];
-  weight.offsets(group, offsets);
-  for (int64_t r = 0; r < rows; ++r)
-    for (int i = 0; i < 2; ++i) {
-      float* sum = sums + r * kPanel + i * kLanes;
-      store(sum, load(sum) + offsets[i] * (static_cast<float>(totals[r]) * steps[r]));
-    }
-}
-
-// sums (rows x kPanel) += of a group, the tokens from `place` on, of `digits` each.
-template <int R, int digits, PackedWeight::Kind kind>
-void add_rows(const RoundedTokens& x, int64_t place, const PackedWeight& weight, const uint8_t* group, bool fetches,
-              float* to) {
-  const int8_t* tokens = x.at(place);
-  const int64_t padded = x.padded;
-  constexpr int32_t half = kind == PackedWeight::kInt8 ? 128 : 8;
-  constexpr int last = digits - 1;
-  Ints sums[R][digits][2] = {};
-  for (int r = 0; r < R; ++r) sums[r][last][0] = sums[r][last][1] = Ints{} - half * x.totals[place + r];
-  for (int64_t k = 0; k < padded; k += 4) {
-    Words numbers[2];
-    load_numbers<kind>(group, k, numbers);
-    if (fetches) fetch_ahead(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
-    for (int r = 0; r < R; ++r)
-      for (int d = 0; d < digits; ++d) {
-        const int32_t four = load<int32_t>(tokens + (r * digits + d) * padded + k);
-        for (int i = 0; i < 2; ++i)
-          sums[r][d][i] = add_products<kind == PackedWeight::kInt4>(sums[r][d][i], numbers[i], four);
-      }
-  }
-  const auto joined = [&](int64_t r, int i) {
-    return digits == 1 ? sums[r][0][i] : sums[r][0][i] * 256 + sums[r][last][i];
-  };
-  add_group(x, place, R, weight, group, joined, to);
-}
-
 #if defined(__AMX_INT8__)
 // A group's numbers with their sign, which the tiles of many tokens read.
 template <PackedWeight::Kind kind>
@@ -209,32 +158,50 @@ inline void set_shapes(int64_t width) {
   shapes.use();
 }
 
-inline void load_group(const int8_t* numbers, int64_t steps, int64_t width) {
+// A group's numbers of two steps, or of one step those of two groups.
+inline void load_numbers(const int8_t* first, const int8_t* second) {
   asm volatile("" : : : "memory");
-  _tile_loadd(4, numbers, 4 * kPanel);
-  _tile_loadd(5, numbers + 64, 4 * kPanel);
-  if (steps == 1) return;
-  _tile_loadd(6, numbers + width * kPanel, 4 * kPanel);
-  _tile_loadd(7, numbers + width * kPanel + 64, 4 * kPanel);
+  _tile_loadd(4, first, 4 * kPanel);
+  _tile_loadd(5, first + 64, 4 * kPanel);
+  _tile_loadd(6, second, 4 * kPanel);
+  _tile_loadd(7, second + 64, 4 * kPanel);
 }
 
-inline void multiply_tile(const int8_t* tokens, int64_t steps, int64_t width, int32_t* to) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_loadd(2, tokens, steps * width);
-  _tile_dpbssd(0, 2, 4);
-  _tile_dpbssd(1, 2, 5);
-  if (steps == 2) {
-    _tile_loadd(3, tokens + width, steps * width);
-    _tile_dpbssd(0, 3, 6);
-    _tile_dpbssd(1, 3, 7);
-  }
+inline void store_tile(int32_t* to) {
   _tile_stored(0, to, 4 * kPanel);
   _tile_stored(1, to + kLanes, 4 * kPanel);
   asm volatile("" : : : "memory");  // nor what they write
 }
+
+inline void multiply_steps(const int8_t* tokens, int64_t width, int32_t* to) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_loadd(2, tokens, 2 * width);
+  _tile_dpbssd(0, 2, 4);
+  _tile_dpbssd(1, 2, 5);
+  _tile_loadd(3, tokens + width, 2 * width);
+  _tile_dpbssd(0, 3, 6);
+  _tile_dpbssd(1, 3, 7);
+  store_tile(to);
+}
+
+inline void multiply_groups(const int8_t* first, const int8_t* second, int64_t width, int32_t (*to)[kTileHeight * kPanel]) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_loadd(2, first, width);
+  _tile_dpbssd(0, 2, 4);
+  _tile_dpbssd(1, 2, 5);
+  store_tile(to[0]);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_loadd(3, second, width);
+  _tile_dpbssd(0, 3, 6);
+  _tile_dpbssd(1, 3, 7);
+  store_tile(to[1]);
+}
 #endif
 
+// Of tokens of so many digits.
 template <int digits, PackedWeight::Kind kind>
 struct IntegerProducts {
   const RoundedTokens& x;
@@ -243,42 +210,107 @@ struct IntegerProducts {
   // sums (to - from x kPanel) += of all groups of a panel.
   void add(int64_t panel, int64_t from, int64_t to, float* sums) const {
 #if defined(__AMX_INT8__)
-    if ((to - from) * digits >= kTileRows && tile_steps(weight.padded) && may_use_tiles()) return add_by_tiles(panel, from, to, sums);
+    if ((to - from) * digits >= kTileRows && tile_steps(weight.padded) && may_use_tiles())
+      return tile_steps(weight.padded) == 1 ? add_by_tiles<2>(panel, from, to, sums) : add_by_tiles<1>(panel, from, to, sums);
 #endif
     const int64_t rows = to - from, tiles = EvenTiles::num_tiles(rows * digits);
     for (int64_t g = 0; g < weight.groups; ++g)
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t row = tile * rows / tiles;
         with_rows<kTileRows / digits>((tile + 1) * rows / tiles - row, [&](auto count) {
-          add_rows<count(), digits, kind>(x, g * x.M + from + row, weight, weight.group(panel, g), tile == 0,
-                                          sums + row * kPanel);
+          add_rows<count()>(panel, g, from + row, tile == 0, sums + row * kPanel);
         });
       }
   }
 
+ private:
+  // What groups from g on add to the sums of tokens from `row` on, one way for all instructions: of each the products, then
+  // the offsets. integers(j, r, i): what a token was multiplied to in a group.
+  template <int count, typename Integers>
+  void add_groups(int64_t panel, int64_t g, int64_t row, int64_t rows, const Integers& integers, float* sums) const {
+    if (weight.has_offsets) add_groups<count, true>(panel, g, row, rows, integers, sums);
+    else add_groups<count, false>(panel, g, row, rows, integers, sums);
+  }
+  template <int count, bool has_offsets, typename Integers>
+  void add_groups(int64_t panel, int64_t g, int64_t row, int64_t rows, const Integers& integers, float* sums) const {
+    Lanes scales[count][2], offsets[count][2];
+    const float* steps[count];  // the compiler must not read them again after each number that is stored
+    const int32_t* totals[count];
+    for (int j = 0; j < count; ++j) {
+      const int64_t place = (g + j) * x.M + row;
+      steps[j] = x.steps.get() + place, totals[j] = x.totals.get() + place;
+      weight.scales(weight.group(panel, g + j), scales[j]);
+      weight.offsets(weight.group(panel, g + j), offsets[j]);
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      for (int i = 0; i < 2; ++i) {
+        float* place = sums + r * kPanel + i * kLanes;
+        Lanes sum = load(place);
+        for (int j = 0; j < count; ++j) {
+          sum += __builtin_convertvector(integers(j, r, i), Lanes) * (scales[j][i] * steps[j][r]);
+          if (has_offsets) sum += offsets[j][i] * (static_cast<float>(totals[j][r]) * steps[j][r]);
+        }
+        store(place, sum);
+      }
+  }
+
+  template <int R>
+  void add_rows(int64_t panel, int64_t g, int64_t row, bool fetches, float* to) const {
+    const uint8_t* group = weight.group(panel, g);
+    const int8_t* tokens = x.at(g * x.M + row);
+    const int64_t padded = x.padded;
+    constexpr int32_t half = kind == PackedWeight::kInt8 ? 128 : 8;
+    constexpr int last = digits - 1;
+    Ints sums[R][digits][2] = {};
+    for (int r = 0; r < R; ++r) sums[r][last][0] = sums[r][last][1] = Ints{} - half * x.totals[g * x.M + row + r];
+    for (int64_t k = 0; k < padded; k += 4) {
+      Words numbers[2];
+      load_numbers<kind>(group, k, numbers);
+      if (fetches) fetch_ahead(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
+      for (int r = 0; r < R; ++r)
+        for (int d = 0; d < digits; ++d) {
+          const int32_t four = load<int32_t>(tokens + (r * digits + d) * padded + k);
+          for (int i = 0; i < 2; ++i)
+            sums[r][d][i] = add_products<kind == PackedWeight::kInt4>(sums[r][d][i], numbers[i], four);
+        }
+    }
+    const auto joined = [&](int, int64_t r, int i) {
+      return digits == 1 ? sums[r][0][i] : sums[r][0][i] * 256 + sums[r][last][i];
+    };
+    add_groups<1>(panel, g, row, R, joined, to);
+  }
+
 #if defined(__AMX_INT8__)
-  // Beyond the last token a tile has numbers of others, and what comes of them is dropped. What a tile has stored is read
-  // after the next is multiplied: at once it would have to be waited for.
+  // Beyond the last token a tile has numbers of others, and what comes of them is dropped. What tiles have stored is read
+  // after the next are multiplied: at once it would have to be waited for. Groups of one step are taken two by two.
+  template <int together>
   void add_by_tiles(int64_t panel, int64_t from, int64_t to, float* sums) const {
     constexpr int64_t kTokens = kTileHeight / digits;
-    alignas(64) int8_t numbers[kMostColumns * kPanel];
-    alignas(64) int32_t integers[2][kTileHeight * kPanel];
+    alignas(64) int8_t numbers[2 * kMostColumns * kPanel];
+    alignas(64) int32_t integers[2][together][kTileHeight * kPanel];
     const int64_t steps = tile_steps(weight.padded), width = weight.padded / steps;
-    const auto finish = [&](int64_t g, int64_t row, const int32_t* integers) {
-      const auto joined = [&](int64_t r, int i) {
-        const int32_t* of_token = integers + r * digits * kPanel + i * kLanes;
+    int8_t* second = numbers + width * kPanel;
+    const auto finish = [&](int64_t g, int64_t row, const auto& integers) {
+      const auto joined = [&](int j, int64_t r, int i) {
+        const int32_t* of_token = integers[j] + r * digits * kPanel + i * kLanes;
         return digits == 1 ? load<Ints>(of_token) : load<Ints>(of_token) * 256 + load<Ints>(of_token + kPanel);
       };
-      add_group(x, g * x.M + row, std::min(kTokens, to - row), weight, weight.group(panel, g), joined,
-                sums + (row - from) * kPanel);
+      const int64_t rows = std::min(kTokens, to - row);
+      float* of_row = sums + (row - from) * kPanel;
+      if (g + together <= weight.groups) add_groups<together>(panel, g, row, rows, joined, of_row);
+      else add_groups<1>(panel, g, row, rows, joined, of_row);
     };
     set_shapes(width);
     int64_t group_before = -1, row_before = 0, turn = 0;
-    for (int64_t g = 0; g < weight.groups; ++g) {
+    for (int64_t g = 0; g < weight.groups; g += together) {
+      const int64_t last = std::min(g + together, weight.groups) - 1;
       with_signs<kind>(weight.group(panel, g), weight.padded, numbers);
-      load_group(numbers, steps, width);
+      if (last > g) with_signs<kind>(weight.group(panel, last), weight.padded, second);
+      load_numbers(numbers, second);
       for (int64_t row = from; row < to; row += kTokens, turn ^= 1) {
-        multiply_tile(x.at(g * x.M + row), steps, width, integers[turn]);
+        const int8_t* tokens = x.at(g * x.M + row);
+        if constexpr (together == 1) multiply_steps(tokens, width, integers[turn][0]);
+        else multiply_groups(tokens, x.at(last * x.M + row), width, integers[turn]);
         if (group_before >= 0) finish(group_before, row_before, integers[turn ^ 1]);
         group_before = g, row_before = row;
       }
@@ -292,7 +324,7 @@ struct IntegerProducts {
 // out (M, N) = x (M, K) weight^T + bias, of tokens rounded to so many digits
 template <int digits, PackedWeight::Kind kind, typename T>
 void multiply_integers(const T* tokens, const PackedWeight& weight, const T* bias, T* out, int64_t M, int64_t N) {
-  constexpr int64_t kMostRows = 128;  // whose sums stay in the first-level cache
+  constexpr int64_t kMostRows = 256;  // whose sums of a panel stay in the first-level cache
   const RoundedTokens rounded(tokens, M, digits, weight);
   const IntegerProducts<digits, kind> products{rounded, weight};
   const int64_t panels = (N + kPanel - 1) / kPanel, together = M >= kMostRows ? kPanelsTogether : 1;
