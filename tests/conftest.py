@@ -1,5 +1,6 @@
 """Fixtures for every test: tiny models, engines made from them, and one thread for torch."""
 
+import gc
 import os
 
 # Set before torch is imported: with tiny tensors, threads that wait for each other are the whole run time.
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--slow"):
         config.hook.pytest_deselected(items=[item for item in items if is_slow(item)])
         items[:] = [item for item in items if not is_slow(item)]
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now, torch's modules and thousands of tests, stays: the collector need not look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def is_slow(item: pytest.Item) -> bool:

@@ -1,6 +1,7 @@
 """The compiled step of an engine's directory, opened: on the machine that it was built for, and only there."""
 
 import dataclasses
+import json
 import platform
 import shutil
 import tempfile
@@ -36,6 +37,7 @@ from runtime.config import (
     Dtype,
     EngineConfig,
     Environment,
+    LayerShape,
     Mapping,
     Quantization,
     StepShape,
@@ -201,7 +203,6 @@ def _check_is_shape(made_for: StepShape, config: EngineConfig, where: Path) -> N
 
 def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
     """As far as the model has a say in it, where that is opened and not a package."""
-    from runtime.compiler.model import probe_config, split_config
     from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 
     pretrained = parse_pretrained_config(config.pretrained_config, str(where))
@@ -212,9 +213,19 @@ def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
             hint=_BUILD_AGAIN,
             fact="engine",
         )
-    layers = probe_config(pretrained, split_config(pretrained, config.mapping.tp_size))
+    layers = _layers_by_model(json.dumps(config.pretrained_config), config.mapping.tp_size)
     shape = config.step_shape  # of what the model has no say in
     return dataclasses.replace(shape, vocab_size=pretrained.vocab_size, layers=layers)
+
+
+@lru_cache(maxsize=16)
+def _layers_by_model(pretrained_config: str, tp_size: int) -> tuple[LayerShape, ...]:
+    """Kept, as finding them takes longer than all else of opening a small engine."""
+    from runtime.compiler.model import probe_config, split_config
+    from runtime.compiler.pretrained import parse_pretrained_config
+
+    pretrained = parse_pretrained_config(json.loads(pretrained_config), "config.json")
+    return probe_config(pretrained, split_config(pretrained, tp_size))
 
 
 def _named_values(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

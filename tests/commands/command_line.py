@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,13 @@ def schema(command: str) -> dict[str, Any]:
     return data
 
 
+@cache
+def _validator(command: str) -> Draft202012Validator:
+    return Draft202012Validator(schema(command))
+
+
 def assert_valid(command: str, document: dict[str, Any]) -> None:
-    errors = [
-        f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema(command)).iter_errors(document)
-    ]
+    errors = [f"{error.json_path}: {error.message}" for error in _validator(command).iter_errors(document)]
     assert not errors, errors
 
 

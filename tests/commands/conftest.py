@@ -1,5 +1,6 @@
 """The command line called in this process and as a process of its own, draft models, and a dataset for `summarize`."""
 
+import functools
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer.main
 from command_line import PROMPT, Result, Specdec
 from draft_models import WITH_DRAFTS, WITHOUT_DRAFTS, MakeDraftEngineDir, with_noise
 from shared import shared_engine
@@ -19,6 +21,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specdec_cli.app import main
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_made_once() -> Iterator[None]:
+    """Typer makes all commands anew in every call of `main`: a process calls it once, and these tests thousands."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture
