@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now, torch's modules and thousands of tests, stays: the collector need not look through it again."""
+    """What is there by now, such as torch's modules, stays: the collector need not look through it again."""
     gc.collect()
     gc.freeze()
 

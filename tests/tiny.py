@@ -140,12 +140,14 @@ def eager_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     return logits
 
 
-def hf_greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int, eos_token_id: int = -1) -> list[int]:
-    """Output ids of Hugging Face `generate`, the end id included. -1: no end id.
+def hf_greedy(
+    model: PreTrainedModel, prompt: list[int], max_new_tokens: int, eos_token_id: int = -1, **settings: Any
+) -> list[int]:
+    """Output ids of Hugging Face `generate`, the end id included. -1: no end id. `settings` are more of `generate`'s.
 
     Asked for again by another test, of a model with the same weights, they are not computed again.
     """
-    asked = (_digest(model), tuple(prompt), max_new_tokens, eos_token_id)
+    asked = (_digest(model), tuple(prompt), max_new_tokens, eos_token_id, repr(sorted(settings.items())))
     if asked not in _answers:
         ids = torch.tensor([prompt])
         output = model.generate(
@@ -155,6 +157,7 @@ def hf_greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int, eo
             do_sample=False,
             eos_token_id=eos_token_id,
             pad_token_id=0,
+            **settings,
         )
         _answers[asked] = tuple(output[0, len(prompt) :].tolist())
     return list(_answers[asked])

@@ -202,13 +202,6 @@ def test_draft_model_guesses_the_draw_by_the_same_number(
     assert document["total"]["draft_acceptance_rate"] > 4 * (distributions**2).sum(axis=1).mean()
 
 
-def hf_with(model: PreTrainedModel, prompt: list[int], length: int, **settings: Any) -> list[int]:
-    ids = torch.tensor([prompt])
-    settings |= {"do_sample": False, "max_new_tokens": length, "eos_token_id": -1, "pad_token_id": 0}
-    output: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
-    return output
-
-
 @DRAFTERS
 @pytest.mark.parametrize(
     "settings",
@@ -228,7 +221,7 @@ def test_greedy_penalties_are_hugging_faces(
     arguments = [*each("--input-text", PROMPTS[:2]), "--end-id", 0, "--max-output-len", 30, "--json"]
     document = run(*arguments, *flags, *drafters[drafter]).document
     for request in document["requests"]:
-        assert request["output_ids"] == hf_with(llama, request["prompt_ids"], 30, **settings)
+        assert request["output_ids"] == hf_greedy(llama, request["prompt_ids"], 30, **settings)
     assert ids_of(document) != ids_of(run(*arguments).document)
 
 
@@ -273,7 +266,7 @@ def test_bad_words_are_hugging_faces(
     assert {len(tokenizer(word)["input_ids"]) for word in words} == {1, 2}
     (request,) = run(*arguments, *each("--bad-words", words)).document["requests"]
     banned = [tokenizer(text)["input_ids"] for word in words for text in (word, f" {word}")]
-    assert request["output_ids"] == hf_with(llama, request["prompt_ids"], 40, bad_words_ids=banned)
+    assert request["output_ids"] == hf_greedy(llama, request["prompt_ids"], 40, bad_words_ids=banned)
     assert not any(contains(request["output_ids"], word) for word in banned)
 
 

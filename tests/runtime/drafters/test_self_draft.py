@@ -104,8 +104,9 @@ def test_output_of_16_bits_is_that_without_drafts(
     assert sum(sequence.stats.num_accepted_draft_tokens for sequence in drafted) > 0
 
 
-def test_compiled_step_beside_a_compiled_copy(model: PreTrainedModel, make_engine: Any) -> None:
-    """The same bits of logits; what is not rounded lies in memory once."""
+def test_compiled_step_beside_a_compiled_copy(make_engine: Any) -> None:
+    """The same bits of logits; what is not rounded lies in memory once. Of one layer, as two steps are compiled."""
+    model = make_model("llama", num_hidden_layers=1)
     engine: Engine = make_engine(model, dtype="bfloat16", compiler="aot", self_draft=Rounding("int4"))
     requests = make_requests(keep_logits=True)
     drafted = answer(engine, "leader", requests, SelfDraft(engine, use_logits=False))
