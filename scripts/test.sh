@@ -6,7 +6,9 @@ cd "$(dirname "$0")/.."
 scripts/install.sh '[dev,docs]' # one installation for all that CI runs
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
+.venv/bin/mypy & # while the tests are collected
+types=$!
 unset PYTHONDONTWRITEBYTECODE # or every process that the tests start would compile the sources again
 # Two workers: each takes from the other's tests when it has done its own.
 .venv/bin/pytest -n 2 --dist worksteal "$@"
+wait "$types"

@@ -220,9 +220,13 @@ def split_engine_dir(llama_dir: Path, shared: Path, kernels: Path) -> Path:
     ("flags", "recommended"),
     [
         (["--draft-target-model-config", 1], "--draft-target-model-config '[1,[0],[0,1],False]'"),
-        (["--draft-target-model-config", "[1,[0],[1,0],True]"], "--draft-target-model-config '[1,[0],[1,0],True]'"),
+        pytest.param(
+            ["--draft-target-model-config", "[1,[0],[1,0],True]"],
+            "--draft-target-model-config '[1,[0],[1,0],True]'",
+            marks=pytest.mark.slow,
+        ),
         (["--ngram-config", "[1,2,[1,0]]"], "--ngram-config '[1,2,[1,0]]'"),
-        (["--ngram-config", "1,2"], "--ngram-config '[1,2]'"),
+        pytest.param(["--ngram-config", "1,2"], "--ngram-config '[1,2]'", marks=pytest.mark.slow),
     ],
 )
 def test_a_split_engines_flags_name_a_device_for_each_rank(
