@@ -563,7 +563,7 @@ def fallback_engine_dir(shared: Path, kernels: Path) -> Path:
 
 
 def test_model_that_cannot_be_exported_falls_back_with_a_note(
-    llama_checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama_checkpoint_dir: Path, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its compiler is told not to compile here: that takes minutes."""
 
