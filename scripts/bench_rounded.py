@@ -27,12 +27,15 @@ from runtime.compiler.kernels import compile_kernels, load_kernels
 from runtime.config import ARITHMETICS, Precision
 from runtime.quantization.rounding import round_weight
 
-FORMATS = {
-    "int8, groups of 64": (Precision("int8"), 64, True),
-    "int4, groups of 64": (Precision("int4"), 64, True),
-    "int8, activations float": (Precision("int8"), 64, False),
-    "int4, activations float": (Precision("int4"), 64, False),
-    "e4m3": (Precision("fp8"), None, False),
+FORMATS = {  # what is rounded, in groups of so many inputs (None: all), and the bits of a token's numbers, 0 for floats
+    "int8, groups of 64": (Precision("int8"), 64, 16),
+    "int4, groups of 64": (Precision("int4"), 64, 8),
+    "int8 by channel": (Precision("int8"), None, 16),
+    "int8, activations int8": (Precision("int8"), 64, 8),
+    "int4, activations int16": (Precision("int4"), 64, 16),
+    "int8, activations float": (Precision("int8"), 64, 0),
+    "int4, activations float": (Precision("int4"), 64, 0),
+    "e4m3": (Precision("fp8"), None, 0),
 }
 Call = Callable[[Tensor, int], object]
 
@@ -48,13 +51,13 @@ def kernels_of(inputs: int, outputs: int, num_bytes: int, arithmetic: int) -> di
 
     packed = ops.pack_linear(weight.bfloat16())
     add("bfloat16", packed, lambda x, packed: ops.linear(x, packed, None, outputs, arithmetic))
-    for name, (precision, group_size, rounds) in FORMATS.items():
+    for name, (precision, group_size, bits) in FORMATS.items():
         rounded = round_weight(weight, precision, group_size or inputs)
         packed = ops.pack_quantized(rounded.values, rounded.scales, None, None)
         add(
             name,
             packed,
-            lambda x, packed, rounds=rounds: ops.quantized_linear(x, packed, None, outputs, arithmetic, rounds),
+            lambda x, packed, bits=bits: ops.quantized_linear(x, packed, None, outputs, arithmetic, bits),
         )
     return kernels
 
