@@ -28,9 +28,8 @@ ENGINE = Artefact("the engine was built", _BUILD_AGAIN, fact="engine")
 
 
 def step_files(config: EngineConfig) -> list[str]:
-    build, tp_size = config.build_config, config.mapping.tp_size
-    needs_library = uses_kernels(build.compiler, config.environment.device) or tp_size > 1
-    library = [LIBRARY] if needs_library else []
+    build = config.build_config
+    library = [LIBRARY] if uses_kernels(build.compiler, config.environment.device) else []
     made = {"aot": ["rank0.pt2"], "torch-compile": ["rank0.cache"], "none": []}[build.compiler]
     of_copy = [] if build.self_draft is None else [f"{COPY_DIR}/{name}" for name in ("rank0.safetensors", *made)]
     return [*weights_files(config.mapping), *made, *of_copy, *library]

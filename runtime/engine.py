@@ -107,7 +107,7 @@ class Engine:
         device_ids = check_device_ids(device_ids, config.mapping.tp_size)
         if config.environment.device == "cuda" and not torch.cuda.is_available():
             check_environment(config, engine_dir, torch.device("cpu"))
-        device = resolve_device(config.environment.device, device_ids[0] if len(device_ids) == 1 else 0)
+        device = _first_device(config.environment.device, device_ids)
         check_environment(config, engine_dir, device)
         with unchanged_while_opened(bundle):
             check_step_files(bundle)
@@ -360,6 +360,14 @@ def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torc
             f"there is no such device (the engine runs on the CPU, device 0): {device_id}", hint="the CPU is device 0"
         )
     return torch.device("cpu")
+
+
+def _first_device(kind: Literal["cpu", "cuda"], device_ids: Seq[int]) -> torch.device:
+    """Where rank 0 computes. A processor's devices are its cores, and are looked up where there are several ranks."""
+    if kind == "cpu" and len(device_ids) > 1:
+        return torch.device("cpu")
+    devices = [resolve_device(kind, device_id) for device_id in device_ids]  # and the others are there too
+    return devices[0]
 
 
 def _kv_dtype(config: EngineConfig) -> torch.dtype:

@@ -107,7 +107,7 @@ def make_engine_dir(
     def make(model: PreTrainedModel, **build: Any) -> Path:
         model_dir = tmp_path_factory.mktemp("model")
         model.save_pretrained(model_dir)
-        if build.get("compiler") == "aot" or "tp_size" in build:
+        if build.get("compiler", "none") != "none":
             request.getfixturevalue("kernels")
         return shared_engine(shared / "engines", model_dir, **build)
 

@@ -23,7 +23,7 @@ from runtime.checksums import config_digest, record_files
 from runtime.compiler.arithmetic import fastest_arithmetic
 from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.checking import check_logits, check_products, is_batch_invariant
-from runtime.compiler.compilation import PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
+from runtime.compiler.compilation import CACHE, PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
 from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernels import compile_kernels, describe_kernels, flush_denormals, load_kernels
 from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_machine, measure_steps
@@ -86,6 +86,7 @@ class Effort:
 
 
 _USUAL = Effort()
+_ONE_PACKAGE = "a step that is split is not compiled ahead of time for GPUs"
 
 
 def build_engine(
@@ -130,6 +131,8 @@ def build_engine(
             phase("measuring steps")
             config = _with_costs(config, step, copied, device)
         phase("writing the engine")
+        if isinstance(step, RankedStep) and isinstance(step.own, CompiledStep):
+            shutil.copytree(step.own.cache_dir, directory / CACHE, dirs_exist_ok=True)
         copy_side_files(checkpoint_dir, directory)
         return _finish(config, directory)
 
@@ -208,6 +211,8 @@ def _machine_errors() -> Iterator[None]:
 def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, directory: Path) -> StepFunction:
     """What was compiled, opened as an engine does; `torch-compile` compiles when it is called."""
     checkpoint, compiler = weights.checkpoint, shape.build_config.compiler
+    if compiler == "torch-compile" and weights.splitting is not None:
+        (directory / CACHE).mkdir()  # for what rank 0 compiles
     if compiler == "aot" or weights.splitting is not None:
         ranks = RankedModel(
             directory,
@@ -219,7 +224,7 @@ def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, dir
             checkpoint.mapping.tp_size,
         )
         return open_ranks(ranks, weights.device, range(ranks.tp_size))
-    return _compiled_step(model, directory / "rank0.cache") if compiler == "torch-compile" else Step(model)
+    return _compiled_step(model, directory / CACHE) if compiler == "torch-compile" else Step(model)
 
 
 def _compiled_step(model: PreTrainedModel, cache_dir: Path) -> CompiledStep:
@@ -284,7 +289,7 @@ def _with_copy(
     else:
         write_layers(copied, own_dir)
     if compiler == "torch-compile":
-        copy_step: StepFunction = _compiled_step(copied, own_dir / "rank0.cache")
+        copy_step: StepFunction = _compiled_step(copied, own_dir / CACHE)
     else:
         copy_step = open_copy(step, directory, next(copied.parameters()).device)
     check = _check(copy_step, copied, config.step_shape, COPY_ACTIVATIONS)
@@ -369,7 +374,7 @@ def _compile_all(
     weights: _Weights, model: PreTrainedModel, shape: StepShape, directory: Path, num_workers: int
 ) -> _Compiled:
     """Write all that an opened step needs, of each rank."""
-    if weights.with_kernels or weights.splitting is not None:
+    if weights.with_kernels:
         _make_kernels(directory / LIBRARY)
     if weights.device.type == "cpu":
         flush_denormals()
@@ -384,20 +389,14 @@ def _compile_all(
 
 
 def _compile_ranks(weights: _Weights, shape: StepShape, directory: Path, num_workers: int) -> _Compiled:
-    """The step that all ranks have, and each one's weights as it wants them. SpecDecError if it cannot be compiled."""
-    if weights.device.type != "cpu" or shape.build_config.compiler == "torch-compile":
-        raise SpecDecError(
-            f"a split model is compiled ahead of time or not at all, for the CPU: {shape.build_config.compiler} for "
-            f"{weights.device.type}",
-            hint="leave the compiler as it is, and build for the CPU",
-        )
-    if shape.build_config.compiler == "none":
+    """The step that all ranks have, and each one's weights as it wants them."""
+    if shape.build_config.compiler != "aot":
         return _Compiled(shape.build_config)
+    if weights.device.type != "cpu":  # a package for a GPU has its weights inside
+        return _Compiled(dataclasses.replace(shape.build_config, compiler="torch-compile"), _ONE_PACKAGE)
     ranks = list(range(weights.checkpoint.mapping.tp_size))
     compiled = do_at_once(partial(_compile_rank, weights, shape, directory), ranks, num_workers)
-    if (note := next((one.note for one in compiled if one.note is not None), None)) is not None:
-        raise SpecDecError(f"the model {note}", hint="build it without a compiler, or for one device")
-    return compiled[0]  # whose step it is
+    return next((one for one in compiled if one.note is not None), compiled[0])  # rank 0's step is that of all
 
 
 def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: int) -> _Compiled:

@@ -58,7 +58,7 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
     ]
 
 
-PACKAGE, WEIGHTS = "rank0.pt2", "rank0.safetensors"
+PACKAGE, WEIGHTS, CACHE = "rank0.pt2", "rank0.safetensors", "rank0.cache"
 _FEW_TOKENS = 64
 _LAYOUT, _SHAPE = "weights.json", "step.json"
 
@@ -234,13 +234,13 @@ class CompiledStep:
     def __init__(self, step: "Step", cache_dir: Path) -> None:
         self.model = step.model
         self._compiled = torch.compile(step, dynamic=True)
-        self._cache_dir = cache_dir
+        self.cache_dir = cache_dir
 
     def __call__(self, *inputs: Any) -> Tensor:
         batch, pools = Batch(*inputs[:5]), inputs[5:]
         # Or sizes that are equal in the first call would have to be equal in all.
         equal_by_chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-        with _compiler_cache(self._cache_dir), equal_by_chance, _instructions_looked_up():
+        with _compiler_cache(self.cache_dir), equal_by_chance, _instructions_looked_up():
             logits: Tensor = self._compiled(*at_least_two(batch).tensors(), *pools)
         return logits[: len(batch.logit_indices)]
 

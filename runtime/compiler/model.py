@@ -103,7 +103,7 @@ def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -
         model = _model_without_weights(config)
         if splitting is not None:
             place_pieces(model, splitting)
-            compute_together(model, splitting)
+            compute_together(model, splitting, shares_memory=False)
         tokens = torch.zeros(1, 2, dtype=torch.long)
         # With a mask, or transformers looks for several sequences in one row, at values that meta has none of.
         everything = torch.ones(1, 2, dtype=torch.long)
@@ -281,7 +281,7 @@ def _model_of_weights(
     activations = "float" if quantization is None else quantization.activations
     place_quantized(model, quantized, activations, with_kernels=attention == KERNEL)
     if splitting is not None:
-        compute_together(model, splitting)
+        compute_together(model, splitting, shares_memory=attention == KERNEL)
     loaded: PreTrainedModel = model.eval()
     return loaded
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from runtime.bundle import COPY_DIR, LIBRARY, uses_kernels, weights_files
 from runtime.compiler.compilation import (
+    CACHE,
     PACKAGE,
     WEIGHTS,
     CompiledStep,
@@ -103,7 +104,7 @@ def open_step(
         keep_freed_memory()
     weights = engine_dir / weights_files(mapping)[mapping.rank]
     with_kernels = uses_kernels(compiler, device.type)
-    if with_kernels or mapping.tp_size > 1:
+    if with_kernels:
         load_kernels(engine_dir / LIBRARY)
     if mapping.tp_size > 1:
         import runtime.parallel.operations  # noqa: F401  (declares what the step calls)
@@ -162,7 +163,7 @@ def _open_package(
 def _own_cache(directory: Path) -> Path:
     """The compiler's cache, copied: the compiler writes to it, and the bundle may be shared or read-only."""
     cache_dir = Path(tempfile.mkdtemp(dir=temporary_dir()))
-    shutil.copytree(directory / "rank0.cache", cache_dir, dirs_exist_ok=True)
+    shutil.copytree(directory / CACHE, cache_dir, dirs_exist_ok=True)
     return cache_dir
 
 

@@ -1,6 +1,7 @@
 """A model that has one rank's piece of its weights, and computes what the whole one does together with the others."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,38 +12,50 @@ from runtime.parallel.operations import all_reduce, gather_columns, own_columns,
 from runtime.parallel.splitting import Split, Splitting
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """Those that compute a layer together."""
+
+    tp_size: int
+    shares_memory: bool
+    """Whether what they do together is the kernels', or torch.distributed's."""
+
+
 class SummedLinear(nn.Module):
     """A layer that has some of the inputs: the ranks' outputs are added up, and the bias after them."""
 
-    def __init__(self, layer: nn.Module, bias: nn.Parameter | None, tp_size: int, *, has_all_inputs: bool) -> None:
+    def __init__(self, layer: nn.Module, bias: nn.Parameter | None, ranks: Ranks, *, has_all_inputs: bool) -> None:
         super().__init__()
-        self.layer, self.bias, self.tp_size, self.has_all_inputs = layer, bias, tp_size, has_all_inputs
+        self.layer, self.bias, self.ranks, self.has_all_inputs = layer, bias, ranks, has_all_inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs = all_reduce(self.layer(own_columns(x, self.tp_size) if self.has_all_inputs else x))
+        tp_size, shares_memory = self.ranks.tp_size, self.ranks.shares_memory
+        own = own_columns(x, tp_size, shares_memory=shares_memory) if self.has_all_inputs else x
+        outputs = all_reduce(self.layer(own), shares_memory=shares_memory)
         return outputs if self.bias is None else outputs + self.bias
 
 
 class GatheredLinear(nn.Module):
     """A layer that has some of the outputs, and returns those of all ranks."""
 
-    def __init__(self, layer: nn.Module, tp_size: int) -> None:
+    def __init__(self, layer: nn.Module, ranks: Ranks) -> None:
         super().__init__()
-        self.layer, self.tp_size = layer, tp_size
+        self.layer, self.ranks = layer, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        return gather_columns(self.layer(x), self.tp_size)
+        return gather_columns(self.layer(x), self.ranks.tp_size, shares_memory=self.ranks.shares_memory)
 
 
 class SplitEmbedding(nn.Module):
     """Embeddings of some of the vocabulary: the sum over ranks is that of the one rank that has the token's."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, ranks: Ranks) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.ranks = weight, ranks
 
     def forward(self, ids: Tensor) -> Tensor:
-        return all_reduce(own_embeddings(ids, self.weight))
+        shares_memory = self.ranks.shares_memory
+        return all_reduce(own_embeddings(ids, self.weight, shares_memory=shares_memory), shares_memory=shares_memory)
 
 
 def placeholders_of_pieces(
@@ -94,25 +107,26 @@ def _names_of(model: PreTrainedModel, parameter: nn.Parameter) -> Iterator[str]:
     return (name for name, one in model.named_parameters(remove_duplicate=False) if one is parameter)
 
 
-def compute_together(model: PreTrainedModel, splitting: Splitting) -> None:
+def compute_together(model: PreTrainedModel, splitting: Splitting, *, shares_memory: bool) -> None:
     """Replace the layers whose outputs are one rank's by such as ask the others."""
+    ranks = Ranks(splitting.tp_size, shares_memory)
     for name, split in splitting.layers.items():
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _together(model.get_submodule(name), split, splitting.tp_size))
+        setattr(model.get_submodule(parent), child, _together(model.get_submodule(name), split, ranks))
 
 
-def _together(layer: nn.Module, split: Split, tp_size: int) -> nn.Module:
+def _together(layer: nn.Module, split: Split, ranks: Ranks) -> nn.Module:
     match split.kind:
         case "outputs":
             return layer
         case "gathered_outputs":
-            return GatheredLinear(layer, tp_size)
+            return GatheredLinear(layer, ranks)
         case "vocabulary":
             weight = layer.weight
             assert isinstance(weight, nn.Parameter)
-            return SplitEmbedding(weight)
+            return SplitEmbedding(weight, ranks)
         case "inputs" | "own_inputs":
             bias = layer.bias
             assert bias is None or isinstance(bias, nn.Parameter)
             layer.bias = None  # type: ignore[assignment]
-            return SummedLinear(layer, bias, tp_size, has_all_inputs=split.kind == "own_inputs")
+            return SummedLinear(layer, bias, ranks, has_all_inputs=split.kind == "own_inputs")

@@ -34,10 +34,10 @@ def receive(pipe: BinaryIO) -> Tensor | None:
 def of_batch(tensors: Seq[Tensor]) -> list[Seq[int] | Tensor]:
     """A batch's tensors as a message: B, Q, N and T before them."""
     (B, Q), N, T = tensors[0].shape, tensors[3].shape[1], tensors[4].shape[0]
-    return [(STEP, B, Q, N, T), *tensors]
+    return [(STEP, B, Q, N, T), *(tensor.cpu() for tensor in tensors)]
 
 
-def to_batch(message: Tensor) -> list[Tensor]:
+def to_batch(message: Tensor, device: torch.device) -> list[Tensor]:
     B, Q, N, T = message[1:5].tolist()
-    flat = message[5:].split_with_sizes([B * Q, B * Q, B * Q, B * N, T])
+    flat = message[5:].to(device).split_with_sizes([B * Q, B * Q, B * Q, B * N, T])
     return [*(part.view(B, Q) for part in flat[:3]), flat[3].view(B, N), flat[4]]

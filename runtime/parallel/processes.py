@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from typing import Any
 
@@ -36,9 +37,9 @@ def shared_memory(num_bytes: int) -> int:
 
 
 class Processes:
-    """Of ranks 1 to N - 1. `on_failure` is called, in a thread of its own, when one of them has ended."""
+    """Of ranks 1 to N - 1, which inherit `files`. `on_failure` is called, in a thread of its own, if one ends."""
 
-    def __init__(self, jobs: list[dict[str, Any]], memory: int, on_failure: Callable[[], None]) -> None:
+    def __init__(self, jobs: list[dict[str, Any]], files: Seq[int], on_failure: Callable[[], None]) -> None:
         self.failure: SpecDecError | None = None
         self._on_failure = on_failure
         self._lock = threading.Lock()
@@ -48,7 +49,7 @@ class Processes:
         self._status: list[Any] = []
         try:
             for job in jobs:
-                self._begin(job, memory, life)
+                self._begin(job, files, life)
         except BaseException:
             self.close()
             raise
@@ -57,7 +58,7 @@ class Processes:
         self._tp_size = len(jobs) + 1
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
-    def _begin(self, job: dict[str, Any], memory: int, life: int) -> None:
+    def _begin(self, job: dict[str, Any], files: Seq[int], life: int) -> None:
         read, write = os.pipe()
         self._status.append(os.fdopen(read))
         paths = [os.path.abspath(path) for path in sys.path]
@@ -66,7 +67,7 @@ class Processes:
                 [sys.executable, "-c", _START],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                pass_fds=(memory, life, write),
+                pass_fds=(*files, life, write),
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
                 process_group=0,  # Ctrl-C is rank 0's to answer
                 bufsize=0,
@@ -74,7 +75,7 @@ class Processes:
         finally:
             os.close(write)
         self._processes.append(process)
-        line = json.dumps(job | {"memory": memory, "life": life, "status": write}).encode() + b"\n"
+        line = json.dumps(job | {"life": life, "status": write}).encode() + b"\n"
         with suppress(OSError):  # who has ended already is found out soon
             assert process.stdin is not None
             process.stdin.write(line)

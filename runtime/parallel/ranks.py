@@ -4,8 +4,6 @@ They get the tensors of a batch, and do with their K/V what this one does. Draft
 """
 
 import dataclasses
-import itertools
-import os
 import signal
 import threading
 import weakref
@@ -28,11 +26,10 @@ from runtime.config import Compiler, Dtype, EngineConfig, LayerShape, Mapping, Q
 from runtime.errors import SpecDecError
 from runtime.kv_cache import BlockCopy
 from runtime.parallel.devices import cores_of
+from runtime.parallel.groups import Group, Meeting, join, way_of
 from runtime.parallel.messages import COPY, POOL, of_batch, send
 from runtime.parallel.placing import Place
-from runtime.parallel.processes import Processes, shared_memory
-
-_keys = itertools.count(1)
+from runtime.parallel.processes import Processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,47 +59,48 @@ def open_ranks(model: RankedModel, device: torch.device, device_ids: Seq[int]) -
     open_own = partial(open_step, *kind, model.directory, device, model.quantization, mapping)
     if model.tp_size == 1:
         return open_own()
-    if device.type != "cpu":
-        raise SpecDecError(
-            f"engines for GPUs have one rank in this version: tp_size {model.tp_size}", hint="build it for the CPU"
-        )
-    return RankedStep(model, device_ids, open_own)
+    return RankedStep(model, device, device_ids, open_own)
 
 
 class RankedStep:
     """The step of all ranks. One at a time, in any thread; `close` ends the other ranks."""
 
-    def __init__(self, model: RankedModel, device_ids: Seq[int], open_own: Callable[[], StepFunction]) -> None:
-        cores = cores_of(device_ids)
-        load_kernels(model.directory / LIBRARY)
-        self._key = next(_keys)
+    def __init__(
+        self, model: RankedModel, device: torch.device, device_ids: Seq[int], open_own: Callable[[], StepFunction]
+    ) -> None:
+        cores = cores_of(device_ids) if device.type == "cpu" else [[] for _ in device_ids]
+        way = way_of(model.compiler, device.type)
+        if way == "shared":
+            load_kernels(model.directory / LIBRARY)
         self._pool: weakref.ref[Tensor] | None = None
-        memory = shared_memory(_shared_bytes(model.tp_size))
+        meeting = Meeting(way, model.tp_size)
         try:
-            self._processes = Processes(_jobs(model, cores), memory, partial(_stop, self._key))
-            self._place = Place(cores[0])
-            self._close = weakref.finalize(self, _close, self._processes, self._key, self._place)
+            self._group = join(meeting, 0, model.tp_size)
+            devices = [f"{device.type}:{device_id}" if way == "nccl" else device.type for device_id in device_ids]
+            jobs = _jobs(model, meeting, cores, devices)
+            self._processes = Processes(jobs, meeting.files, self._group.stop)
+            self._place = Place(cores[0]) if cores[0] else None
+            self._close = weakref.finalize(self, _close, self._processes, self._group, self._place)
             try:
-                self._place.take()
-                self._step = open_own()
-                torch.ops.specdec.join_group(self._key, memory, 0, model.tp_size)
+                self._take_place()
+                self.own = open_own()
                 self._processes.wait_until_ready()
             except BaseException:
                 self.close()
                 raise
         finally:
-            os.close(memory)
+            meeting.close()
 
     def __call__(self, *inputs: Any) -> Tensor:
         """As `Step.forward`. SpecDecError if a rank has ended; then all have."""
         *batch, keys, _ = inputs
-        self._place.take()
+        self._take_place()
         try:
             with _uninterrupted():
                 self._follow(keys)
                 self._send(*of_batch(batch))
-                torch.ops.specdec.use_group(self._key)
-                return self._step(*inputs)
+                self._group.use()
+                return self._settled(self.own(*inputs))
         except KeyboardInterrupt:  # the step is over
             raise
         except BaseException as error:
@@ -136,6 +134,18 @@ class RankedStep:
         """Closed, it can be closed again."""
         self._close()
 
+    def _take_place(self) -> None:
+        if self._place is not None:
+            self._place.take()
+
+    def _settled(self, logits: Tensor) -> Tensor:
+        """Once they are there: a GPU goes on with what it has where another rank has ended."""
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)
+            if self._processes.failure is not None:
+                raise self._processes.failure
+        return logits
+
     def _send(self, *parts: Seq[int] | Tensor) -> None:
         if (failure := self.failure) is not None:
             raise failure
@@ -166,21 +176,18 @@ def _uninterrupted() -> Iterator[None]:
         answer(*came[0])
 
 
-def _jobs(model: RankedModel, cores: list[list[int]]) -> list[dict[str, Any]]:
-    said = dataclasses.asdict(model) | {"directory": str(model.directory.resolve())}
-    return [said | {"rank": rank, "cores": cores[rank]} for rank in range(1, model.tp_size)]
+def _jobs(model: RankedModel, meeting: Meeting, cores: Seq[Seq[int]], devices: Seq[str]) -> list[dict[str, Any]]:
+    said = dataclasses.asdict(model) | {
+        "directory": str(model.directory.resolve()),
+        "way": meeting.way,
+        "meeting": meeting.number,
+    }
+    return [said | {"rank": rank, "cores": cores[rank], "device": devices[rank]} for rank in range(1, model.tp_size)]
 
 
-def _shared_bytes(tp_size: int) -> int:
-    return int(torch.ops.specdec.shared_bytes(tp_size))
-
-
-def _stop(key: int) -> None:
-    torch.ops.specdec.stop_group(key)
-
-
-def _close(processes: Processes, key: int, place: Place) -> None:
-    _stop(key)
+def _close(processes: Processes, group: Group, place: Place | None) -> None:
+    group.stop()
     processes.close()
-    torch.ops.specdec.leave_group(key)
-    place.leave()
+    group.leave()
+    if place is not None:
+        place.leave()

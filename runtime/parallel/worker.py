@@ -14,7 +14,7 @@ def main() -> None:
     """Begin as the first line on standard input says; batches follow it."""
     job = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with, args=(job["life"],), daemon=True).start()
-    if hasattr(os, "sched_setaffinity"):
+    if job["cores"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, job["cores"])  # before torch, which counts them
     with os.fdopen(job["status"], "w") as status:
         try:
@@ -46,17 +46,18 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     from runtime.compiler.opening import open_step
     from runtime.config import LayerShape, Mapping, Quantization, parse
     from runtime.kv_cache import BlockCopy, KVPool, kv_dtype
+    from runtime.parallel.groups import join_by_number
     from runtime.parallel.messages import COPY, POOL, receive, to_batch
 
-    device = torch.device("cpu")
-    torch.set_num_threads(min(torch.get_num_threads(), len(job["cores"])))
+    device = torch.device(job["device"])
+    if job["cores"]:
+        torch.set_num_threads(min(torch.get_num_threads(), len(job["cores"])))
     mapping = Mapping(job["tp_size"], job["tp_size"], job["rank"])
     directory = Path(job["directory"])
     quantization = None if job["quantization"] is None else parse(Quantization, job["quantization"], "quantization")
     model = job["compiler"], job["pretrained_config"], job["dtype"]
     step = open_step(*model, directory, device, quantization, mapping)
-    torch.ops.specdec.join_group(0, job["memory"], mapping.rank, mapping.tp_size)
-    torch.ops.specdec.use_group(0)
+    join_by_number(job["way"], job["meeting"], mapping.rank, mapping.tp_size).use()
     layers = tuple(parse(LayerShape, layer, "layers") for layer in job["layers"])
     kv_cache = None if quantization is None else quantization.kv_cache_quant_algo
     kept_as = kv_dtype(job["dtype"], kv_cache)
@@ -74,7 +75,7 @@ def _compute(job: dict[str, Any], status: Any) -> None:
                 pool.copy_block(BlockCopy(int(message[1]), int(message[2])))
             else:
                 assert pool is not None
-                step(*to_batch(message), *pool.tensors())
+                step(*to_batch(message, device), *pool.tensors())
 
 
 if __name__ == "__main__":

@@ -1,30 +1,28 @@
 """Ranks compute what one device would; when one of them ends or hangs, all end, and nothing of them is left."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from threading import Timer
 
 import pytest
 import torch
 from shared import MakeEngineDir
-from tiny import FAMILIES, hf_greedy, make_model, repetitive_prompt
+from test_groups import WAYS, together
+from tiny import FAMILIES, build_tiny, hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from runtime.batch import Batch, Row, pack
-from runtime.bundle import LIBRARY
 from runtime.checkpoint import convert
-from runtime.compiler.model import probe_config, split_config
-from runtime.compiler.opening import open_step
-from runtime.config import Mapping
+from runtime.compiler.attention import KERNEL, PAGED
+from runtime.compiler.kernels import load_kernels
+from runtime.compiler.model import Step, load_model, probe_config, split_config
+from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.drafters.settings import DraftTargetDrafter, NgramDrafter
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, UsageError
@@ -32,7 +30,7 @@ from runtime.kv_cache import KVPool
 from runtime.llm import LLM
 from runtime.parallel import processes
 from runtime.parallel.devices import cores_of
-from runtime.parallel.processes import shared_memory
+from runtime.parallel.groups import Way
 from runtime.params import SamplingParams
 from runtime.serving.loop import ServingLoop
 from runtime.session import Session
@@ -60,7 +58,13 @@ def has_ended(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def split_llama(make_engine_dir: MakeEngineDir) -> Path:
+    """Without kernels: its ranks reach each other by gloo."""
     return make_engine_dir(make_model("llama"), tp_size=2)
+
+
+@pytest.fixture(scope="module", params=["none", "aot"])
+def split_either_way(request: pytest.FixtureRequest, make_engine_dir: MakeEngineDir) -> Path:
+    return make_engine_dir(make_model("llama"), tp_size=2, compiler=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -81,46 +85,60 @@ def test_tokens_are_hugging_faces(llm: LLM) -> None:
     assert output.token_ids == hf_greedy(model, shared, 30, eos_token_id=2)
 
 
-def logits_of_ranks(model: PreTrainedModel, work_dir: Path, library: Path, tp_size: int, batch: Batch) -> list[Tensor]:
+def logits_of_ranks(model: PreTrainedModel, work_dir: Path, tp_size: int, way: Way, batch: Batch) -> list[Tensor]:
     """Of each rank, all of them threads of this process."""
     model.save_pretrained(work_dir / "model")
-    directory, key = work_dir / "checkpoint", 1000
-    config = convert(work_dir / "model", directory, None, replace=False, progress=lambda *_: None, tp_size=tp_size)
-    shutil.copyfile(library, directory / LIBRARY)
-    open_rank = partial(open_step, "none", config.pretrained_config, "float32", directory, CPU, None)
-    steps = [open_rank(Mapping(tp_size, tp_size, rank)) for rank in range(tp_size)]
-    layers = probe_config(model.config, split_config(model.config, tp_size))
-    memory = shared_memory(torch.ops.specdec.shared_bytes(tp_size))
+    checkpoint, layers = work_dir / "checkpoint", probe_config(model.config, split_config(model.config, tp_size))
+    config = convert(work_dir / "model", checkpoint, None, replace=False, progress=lambda *_: None, tp_size=tp_size)
+    splitting, attention = split_config(model.config, tp_size), KERNEL if way == "shared" else PAGED
+    pretrained = parse_pretrained_config(config.pretrained_config, "config.json")
+    weights = [checkpoint / f"rank{rank}.safetensors" for rank in range(tp_size)]
+    steps = [Step(load_model(pretrained, path, torch.float32, attention, None, splitting)) for path in weights]
 
     @torch.inference_mode()
     def compute(rank: int) -> Tensor:
-        torch.ops.specdec.use_group(key + rank)
         pool = KVPool(layers, 20, 4, torch.float32, CPU)
         return steps[rank](*batch.tensors(), *pool.tensors())
 
-    for rank in range(tp_size):
-        torch.ops.specdec.join_group(key + rank, memory, rank, tp_size)
-    try:
-        with ThreadPoolExecutor(tp_size) as threads:
-            return list(threads.map(compute, range(tp_size)))
-    finally:
-        os.close(memory)
-        for rank in range(tp_size):
-            torch.ops.specdec.leave_group(key + rank)
+    return together(way, tp_size, compute)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize("family", SPLIT)
-def test_logits_are_hugging_faces(family: str, tp_size: int, tmp_path: Path, kernels: Path) -> None:
+def test_logits_are_hugging_faces(family: str, tp_size: int, way: Way, tmp_path: Path, kernels: Path) -> None:
     """On 4 ranks those that have 2 K/V heads repeat them."""
+    load_kernels(kernels)
     model = make_model(family)
     prompts = [repetitive_prompt(1, 30), repetitive_prompt(2, 19)]
     rows = [Row(prompt, 0, list(range(1 + 10 * i, 11 + 10 * i)), len(prompt)) for i, prompt in enumerate(prompts)]
-    found = logits_of_ranks(model, tmp_path, kernels, tp_size, pack(rows, 4, CPU))
+    found = logits_of_ranks(model, tmp_path, tp_size, way, pack(rows, 4, CPU))
     assert all(torch.equal(one, found[0]) for one in found)
     with torch.no_grad():
         wanted = torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])
     torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_no_compiler_is_needed_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither to build the engine nor to open it."""
+    monkeypatch.setenv("CXX", str(tmp_path / "missing"))
+    model = make_model("qwen2")
+    model.save_pretrained(tmp_path / "model")
+    engine_dir = build_tiny(tmp_path / "model", tmp_path, tp_size=2)
+    assert not (engine_dir / "kernels.so").exists()
+    with LLM(engine_dir) as llm:
+        assert llm.generate(PROMPTS[:1], GREEDY)[0].token_ids == hf_greedy(model, PROMPTS[0], 30, eos_token_id=2)
+
+
+@pytest.mark.slow
+def test_a_split_step_is_compiled_when_it_is_called(make_engine_dir: MakeEngineDir) -> None:
+    """By `torch-compile`, for models that cannot be exported: what rank 0 has compiled all ranks find."""
+    model = make_model("llama")
+    engine_dir = make_engine_dir(model, tp_size=2, compiler="torch-compile")
+    assert any((engine_dir / "rank0.cache").rglob("*.so"))
+    with LLM(engine_dir) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, drafter=NgramDrafter(6, 2))
+    assert [one.token_ids for one in outputs] == [hf_greedy(model, prompt, 30, eos_token_id=2) for prompt in PROMPTS]
 
 
 @pytest.mark.slow
@@ -156,8 +174,8 @@ def test_one_compiled_step_serves_all_ranks(
 @pytest.mark.parametrize(
     ("signal_number", "words"), [(signal.SIGKILL, "rank 1 of 2 has ended: SIGKILL"), (signal.SIGSTOP, "was stopped")]
 )
-def test_a_rank_that_ends_or_hangs_ends_all(split_llama: Path, signal_number: signal.Signals, words: str) -> None:
-    llm = LLM(split_llama)
+def test_a_rank_that_ends_or_hangs_ends_all(split_either_way: Path, signal_number: signal.Signals, words: str) -> None:
+    llm = LLM(split_either_way)
     llm.generate(PROMPTS[:1], GREEDY)
     (pid,) = pids_of(llm)
     os.kill(pid, signal_number)
@@ -225,10 +243,10 @@ with LLM(Path(sys.argv[1])) as llm:
         pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_left_when_rank_0_ends(split_llama: Path, signal_number: signal.Signals) -> None:
+def test_nothing_is_left_when_rank_0_ends(split_either_way: Path, signal_number: signal.Signals) -> None:
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(split_llama)],
+        [sys.executable, "-c", CHILD, str(split_either_way)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

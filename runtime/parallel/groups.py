@@ -1,0 +1,160 @@
+"""The ranks that compute a step together: over memory that they share, or by torch.distributed.
+
+Kernels share memory (`runtime/compiler/csrc/collectives.cpp`). Where a step runs without them its ranks send each other
+their parts, by gloo between processors and by nccl between GPUs. A group is a thread's: `use` says which one computes.
+"""
+
+import itertools
+import os
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.bundle import uses_kernels
+from runtime.config import Compiler
+from runtime.parallel.processes import shared_memory
+
+Way = Literal["shared", "gloo", "nccl"]
+_HERE = "127.0.0.1"
+_WAITS = timedelta(days=1)  # whoever ends is noticed at once, and whoever computes is waited for
+_keys = itertools.count(1)
+_here = threading.local()
+
+
+def way_of(compiler: Compiler, device_type: str) -> Way:
+    """How the ranks of such a step reach each other."""
+    if device_type == "cuda":
+        return "nccl"
+    return "shared" if uses_kernels(compiler, device_type) else "gloo"
+
+
+class Meeting:
+    """Where ranks of one machine find each other: a file that they inherit, or a port. `number` names it to all."""
+
+    def __init__(self, way: Way, tp_size: int) -> None:
+        self.way = way
+        self.store: dist.TCPStore | None = None
+        if way == "shared":
+            self.number = shared_memory(torch.ops.specdec.shared_bytes(tp_size))
+        else:
+            self.store = dist.TCPStore(_HERE, 0, is_master=True, wait_for_workers=False, timeout=_WAITS)
+            self.number = self.store.port
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """Those that a process must inherit."""
+        return (self.number,) if self.way == "shared" else ()
+
+    def close(self) -> None:
+        """Who has joined needs it no more."""
+        for file in self.files:
+            os.close(file)
+
+
+class Group(Protocol):
+    """One rank's end of a group."""
+
+    def use(self) -> None:
+        """Have this thread compute with it; once the others have joined, if that takes them all."""
+
+    def stop(self) -> None:
+        """Have whoever waits for a rank wait no more, in any thread: RuntimeError there."""
+
+    def leave(self) -> None: ...
+
+
+def join(meeting: Meeting, rank: int, tp_size: int) -> Group:
+    """Rank 0's end."""
+    return _join(meeting.way, meeting.number, rank, tp_size, meeting.store)
+
+
+def join_by_number(way: Way, number: int, rank: int, tp_size: int) -> Group:
+    """The end of a rank in another process than the meeting's."""
+    return _join(way, number, rank, tp_size, None)
+
+
+def _join(way: Way, number: int, rank: int, tp_size: int, store: dist.TCPStore | None) -> Group:
+    return _Memory(number, rank, tp_size) if way == "shared" else _Distributed(way, number, rank, tp_size, store)
+
+
+class _Memory:
+    """The kernels' groups, each by a number of this process."""
+
+    def __init__(self, file: int, rank: int, tp_size: int) -> None:
+        self._key = next(_keys)
+        torch.ops.specdec.join_group(self._key, file, rank, tp_size)
+
+    def use(self) -> None:
+        torch.ops.specdec.use_group(self._key)
+
+    def stop(self) -> None:
+        torch.ops.specdec.stop_group(self._key)
+
+    def leave(self) -> None:
+        torch.ops.specdec.leave_group(self._key)
+
+
+class _Distributed:
+    """A group of torch's. It is joined in a thread of its own: whoever waits for the others hears if one has ended."""
+
+    def __init__(self, way: Way, port: int, rank: int, tp_size: int, store: dist.TCPStore | None) -> None:
+        self.rank, self.size = rank, tp_size
+        self._group: Any = None
+        self._error: Exception | None = None
+        self._joining = threading.Thread(target=self._join, args=(way, port, store), name="join", daemon=True)
+        self._joining.start()
+
+    def _join(self, way: Way, port: int, store: dist.TCPStore | None) -> None:
+        try:
+            store = store or dist.TCPStore(_HERE, port, is_master=False, timeout=_WAITS)
+            self._group = _backend(way, store, self.rank, self.size)
+        except Exception as error:  # raised by who uses the group
+            self._error = error
+
+    def use(self) -> None:
+        self._joining.join()
+        if self._error is not None:
+            raise self._error
+        _here.group = self
+
+    def stop(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+
+    def leave(self) -> None:
+        if getattr(_here, "group", None) is self:
+            _here.group = None
+        if self._group is not None:
+            with suppress(RuntimeError):  # of what was aborted
+                self._group.shutdown()
+            self._group = None
+
+    def gather(self, x: Tensor) -> Tensor:
+        """(ranks, *x): every rank's x. As bytes, which each backend takes of every dtype."""
+        parts = x.new_empty(self.size, *x.shape)
+        rows = list(parts.view(self.size, -1).view(torch.uint8))
+        self._group.allgather([rows], [x.contiguous().view(-1).view(torch.uint8)]).wait()
+        return parts
+
+
+def _backend(way: Way, store: dist.TCPStore, rank: int, tp_size: int) -> Any:
+    """Torch's own, by themselves: a process is in as many groups as it has engines, and in none by default."""
+    if way == "nccl":
+        return dist.ProcessGroupNCCL(store, rank, tp_size, _WAITS)  # type: ignore[attr-defined]
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_HERE)]  # type: ignore[attr-defined]
+    options._timeout = _WAITS
+    return dist.ProcessGroupGloo(store, rank, tp_size, options)  # type: ignore[attr-defined]
+
+
+def distributed_group() -> "_Distributed":
+    """That which this thread uses."""
+    group: _Distributed | None = getattr(_here, "group", None)
+    if group is None:
+        raise RuntimeError("no ranks compute together in this thread")
+    return group
