@@ -17,6 +17,7 @@ import torch
 from runtime.bundle import weights_files
 from runtime.checksums import CONFIG, config_digest, record_files
 from runtime.compiler.model import (
+    fuse_experts,
     linear_layers,
     own_names,
     parameter_shapes,
@@ -77,7 +78,7 @@ def convert(
     pieces, quantization = plan_pieces(source, getattr(torch, dtype), precision, losses)
     mapping = Mapping(tp_size, tp_size)
     checkpoint = CheckpointConfig(source.config, dtype, quantization, mapping)
-    splitting = _splitting(source, pieces, tp_size)
+    splitting, pieces = _split_up(source, pieces, tp_size)
     with new_directory(output_dir, replace=replace) as directory:
         paths = [directory / name for name in weights_files(mapping)]
         if splitting is None:
@@ -102,12 +103,14 @@ def _with_own_names(source: Source) -> Source:
     return replace_fields(source, tensors=tensors)
 
 
-def _splitting(source: Source, pieces: list[Piece], tp_size: int) -> Splitting | None:
-    """How the weights are split; SpecDecError where they do not have the names that the plan has for them."""
+def _split_up(source: Source, pieces: list[Piece], tp_size: int) -> tuple[Splitting | None, list[Piece]]:
+    """How the weights are split, and the pieces as they are then; SpecDecError where they do not have the names that
+    the plan has for them."""
     pretrained = parse_pretrained_config(source.config, source.name)
     splitting = split_config(pretrained, tp_size)
     if splitting is None:
-        return None
+        return None, pieces
+    pieces = fuse_experts(pretrained, pieces, splitting)
     found = {name.rpartition(".")[0] for piece in pieces for name in piece.forms}
     shared = {source.head} if pretrained.tie_word_embeddings else set()  # with the embeddings
     missing = sorted(set(splitting.layers) - found - shared)
@@ -121,7 +124,7 @@ def _splitting(source: Source, pieces: list[Piece], tp_size: int) -> Splitting |
         warnings.warn(
             f"each of {tp_size} devices has all of: {', '.join(splitting.whole)}", SpecDecWarning, stacklevel=3
         )
-    return splitting
+    return splitting, pieces
 
 
 def _open_source(model_dir: Path) -> Source:

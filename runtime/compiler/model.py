@@ -27,6 +27,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.utils import logging as transformers_logging
 
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs
+from runtime.compiler.fusing import fuse
 from runtime.compiler.pretrained import last_words, model_class
 from runtime.compiler.quantized import place_quantized, placeholders
 from runtime.compiler.split import compute_together, place_pieces, placeholders_of_pieces
@@ -34,6 +35,7 @@ from runtime.compiler.weights import read_weights
 from runtime.config import LayerShape, Quantization
 from runtime.errors import SpecDecError
 from runtime.parallel.splitting import Splitting, split_model
+from runtime.pieces import Piece
 from runtime.quantization.weight import take_quantized
 
 _CONVERT_AGAIN = "convert the model again"
@@ -80,6 +82,13 @@ def own_names(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
     mapping = get_model_conversion_mapping(_model_without_memory(config))
     renamings = [one for one in mapping if type(one) is WeightRenaming]
     return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
+
+
+def fuse_experts(config: PreTrainedConfig, pieces: Seq[Piece], splitting: Splitting) -> list[Piece]:
+    """The pieces, with the weights of experts as the model has them, which are those of all experts of a layer."""
+    experts = {name for name, split in splitting.layers.items() if split.kind == "experts"}
+    shapes = {name: shape for name, shape in parameter_shapes(config).items() if name.rpartition(".")[0] in experts}
+    return fuse(_model_without_memory(config), pieces, shapes) if experts else list(pieces)
 
 
 def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ def placeholders_of_pieces(
 ) -> dict[str, Tensor]:
     """Take a rank's pieces of split weights out of its tensors: they come back, by name, and tensors of the whole
     shapes and no memory are in their place for as long as the model is loaded."""
-    pieces = {name: state_dict.pop(name) for name in list(state_dict) if _is_cut(name, splitting)}
+    pieces = {name: state_dict.pop(name) for name in list(state_dict) if splitting.is_cut(name)}
     for name, piece in pieces.items():
         wanted = shapes.get(name)
         if wanted is None or splitting.form(name, wanted) != tuple(piece.shape):
@@ -77,17 +78,11 @@ def placeholders_of_pieces(
     return pieces
 
 
-def _is_cut(name: str, splitting: Splitting) -> bool:
-    layer, _, part = name.rpartition(".")
-    split = splitting.layers.get(layer)
-    return split is not None and part in ("weight", "bias") and split.dimension(part) is not None
-
-
 def place_pieces(model: PreTrainedModel, splitting: Splitting, pieces: dict[str, Tensor] | None = None) -> None:
     """Put pieces of the weights in their places; without them, on `meta`, tensors of their shapes."""
     placed: dict[int, nn.Parameter] = {}  # by the parameters that they replace: some are shared
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if not _is_cut(name, splitting):
+        if not splitting.is_cut(name):
             continue
         if id(parameter) not in placed:
             if pieces is None:
@@ -115,6 +110,10 @@ def compute_together(model: PreTrainedModel, splitting: Splitting, *, shares_mem
         setattr(model.get_submodule(parent), child, _together(model.get_submodule(name), split, ranks))
 
 
+def _summed(ranks: Ranks, experts: nn.Module, inputs: object, outputs: Tensor) -> Tensor:
+    return all_reduce(outputs, shares_memory=ranks.shares_memory)
+
+
 def _together(layer: nn.Module, split: Split, ranks: Ranks) -> nn.Module:
     match split.kind:
         case "outputs":
@@ -125,6 +124,9 @@ def _together(layer: nn.Module, split: Split, ranks: Ranks) -> nn.Module:
             weight = layer.weight
             assert isinstance(weight, nn.Parameter)
             return SplitEmbedding(weight, ranks)
+        case "experts":  # which others ask for what they are
+            layer.register_forward_hook(partial(_summed, ranks))
+            return layer
         case "inputs" | "own_inputs":
             bias = layer.bias
             assert bias is None or isinstance(bias, nn.Parameter)

@@ -63,7 +63,7 @@ class Group(Protocol):
         """Have this thread compute with it; once the others have joined, if that takes them all."""
 
     def stop(self) -> None:
-        """Have whoever waits for a rank wait no more, in any thread: RuntimeError there."""
+        """Once another rank's process has ended, have whoever waits for it wait no more: RuntimeError there."""
 
     def leave(self) -> None: ...
 
@@ -103,7 +103,7 @@ class _Distributed:
     """A group of torch's. It is joined in a thread of its own: whoever waits for the others hears if one has ended."""
 
     def __init__(self, way: Way, port: int, rank: int, tp_size: int, store: dist.TCPStore | None) -> None:
-        self.rank, self.size = rank, tp_size
+        self.rank, self.size, self._way = rank, tp_size, way
         self._group: Any = None
         self._error: Exception | None = None
         self._joining = threading.Thread(target=self._join, args=(way, port, store), name="join", daemon=True)
@@ -123,8 +123,8 @@ class _Distributed:
         _here.group = self
 
     def stop(self) -> None:
-        if self._group is not None:
-            self._group.abort()
+        if self._way == "nccl" and self._group is not None:
+            self._group.abort()  # gloo's connections end with the process
 
     def leave(self) -> None:
         if getattr(_here, "group", None) is self:

@@ -1,8 +1,9 @@
 """How a model's weights are split over ranks: by transformers' own plan of its family (`base_model_tp_plan`).
 
-A layer's outputs are split, or its inputs, and then the ranks' outputs are added up. Heads stay whole: where there are
-fewer K/V heads than ranks, several ranks hold the same. The plans leave embeddings whole; here they are split like the
-output layer, by the vocabulary, where both can be.
+A layer's outputs are split, or its inputs, and then the ranks' outputs are added up. Of experts each rank has a piece
+of every one, and their outputs are added up when they have been weighted. Heads stay whole: where there are fewer K/V
+heads than ranks, several ranks hold the same. The plans leave embeddings whole; here they are split like the output
+layer, by the vocabulary, where both can be.
 """
 
 import re
@@ -18,7 +19,18 @@ from transformers import PreTrainedModel
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 
-Kind = Literal["outputs", "gathered_outputs", "inputs", "own_inputs", "vocabulary"]
+Kind = Literal["outputs", "gathered_outputs", "inputs", "own_inputs", "vocabulary", "experts"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a tensor is cut: in which dimension, and of how many matrices behind each other each rank has a piece."""
+
+    dimension: int
+    num_packed: int = 1
+
+
+_OUTPUTS, _INPUTS = Cut(0), Cut(1)
 
 _KINDS: dict[str, Kind | None] = {
     "colwise": "outputs",
@@ -28,8 +40,13 @@ _KINDS: dict[str, Kind | None] = {
     "replicate": None,
     "replicated_with_grad_allreduce": None,
     "keep_full_weight": None,
+    "mla_kv_a_proj": None,
+    "moe_tp_experts": "experts",
 }
 """transformers' words. None: each rank holds all of it."""
+_EXPERTS_CUTS = {"colwise": Cut(-2), "packed_colwise": Cut(-2, 2), "rowwise": Cut(-1), "packed_rowwise": Cut(-1, 2)}
+"""Its words for the weights of all of a layer's experts, (experts, outputs, inputs) or (experts, inputs, outputs)."""
+_OWN_PARTS = ("weight", "bias")
 _KV_PROJECTIONS = {"k_proj", "v_proj"}
 _GROUPED = ("weight_scales", "weight_zeros", "weight_offsets")
 _ANOTHER_SIZE = "split it over another number of devices"
@@ -41,12 +58,16 @@ class Split:
 
     kind: Kind
     num_pieces: int
+    cuts: tuple[tuple[str, Cut], ...] = ()
+    """Of experts, by the names of their tensors."""
 
-    def dimension(self, part: str) -> int | None:
-        """The one in which the layer's tensor of this name is cut; None: each rank holds all of it."""
+    def cut(self, part: str) -> Cut | None:
+        """That of the layer's tensor of this name; None: each rank holds all of it."""
+        if self.kind == "experts":
+            return dict(self.cuts).get(part)
         if self.kind not in ("inputs", "own_inputs"):
-            return None if part == "weight_order" else 0
-        return None if part == "bias" else 1
+            return None if part == "weight_order" else _OUTPUTS
+        return None if part == "bias" else _INPUTS
 
 
 @dataclass(frozen=True)
@@ -60,19 +81,23 @@ class Splitting:
 
     def piece(self, name: str, tensor: Tensor, rank: int) -> Tensor:
         """What rank `rank` has of a checkpoint's tensor; SpecDecError where it cannot be cut in so many pieces."""
-        cut = self._cut(name, tuple(tensor.shape))
-        if cut is None:
+        found = self._cut(name, tuple(tensor.shape))
+        if found is None:
             return tensor
-        dimension, num_pieces = cut
-        return tensor.chunk(num_pieces, dimension)[rank * num_pieces // self.tp_size]
+        cut, num_pieces = found
+        packed = tensor.chunk(cut.num_packed, cut.dimension)
+        pieces = [one.chunk(num_pieces, cut.dimension)[rank * num_pieces // self.tp_size] for one in packed]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dimension)
 
     def form(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a rank's piece of a tensor."""
-        cut = self._cut(name, shape)
-        if cut is None:
+        found = self._cut(name, shape)
+        if found is None:
             return shape
-        dimension, num_pieces = cut
-        return tuple(size // num_pieces if i == dimension else size for i, size in enumerate(shape))
+        cut, num_pieces = found
+        whole = list(shape)
+        whole[cut.dimension] //= num_pieces
+        return tuple(whole)
 
     def join(self, name: str, pieces: Seq[Tensor]) -> Tensor:
         """The whole tensor of all ranks' pieces.
@@ -82,18 +107,26 @@ class Splitting:
         """
         layer, _, part = name.rpartition(".")
         split = self.layers.get(layer)
-        dimension = split.dimension(part) if split else None
-        if split is None or dimension is None:
+        cut = split.cut(part) if split else None
+        if split is None or cut is None:
             return pieces[0]
-        return torch.cat(list(pieces)[:: self.tp_size // split.num_pieces], dimension)
+        distinct = list(pieces)[:: self.tp_size // split.num_pieces]
+        packed = zip(*(piece.chunk(cut.num_packed, cut.dimension) for piece in distinct), strict=True)
+        return torch.cat([torch.cat(one, cut.dimension) for one in packed], cut.dimension)
 
-    def _cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """In which dimension a tensor is cut, and into how many pieces."""
+    def is_cut(self, name: str) -> bool:
+        """Whether ranks have pieces of the model's own parameter of this name."""
         layer, _, part = name.rpartition(".")
         split = self.layers.get(layer)
-        dimension = split.dimension(part) if split else None
-        is_of_all_inputs = dimension == 1 and part in _GROUPED and shape[1] == 1
-        if split is None or dimension is None or is_of_all_inputs:
+        return split is not None and (split.kind == "experts" or part in _OWN_PARTS) and split.cut(part) is not None
+
+    def _cut(self, name: str, shape: tuple[int, ...]) -> tuple[Cut, int] | None:
+        """How a tensor is cut, and into how many pieces."""
+        layer, _, part = name.rpartition(".")
+        split = self.layers.get(layer)
+        cut = split.cut(part) if split else None
+        is_of_all_inputs = cut == _INPUTS and part in _GROUPED and shape[1] == 1
+        if split is None or cut is None or is_of_all_inputs:
             return None
         if part == "weight_order":
             raise SpecDecError(
@@ -101,14 +134,17 @@ class Splitting:
                 hint="run the model on one device",
             )
         # Two numbers of 4 bits lie in a byte, and scales are of groups of inputs: none of them is cut through.
-        if shape[dimension] % split.num_pieces:
+        size = shape[cut.dimension] // cut.num_packed
+        if size % split.num_pieces:
             what = {"weight": "inputs", "weight_values": "columns"}.get(part, "groups of inputs")
+            if split.kind == "experts":
+                what = f"rows of `{part}`" if cut.dimension == -2 else f"columns of `{part}`"
             raise SpecDecError(
-                f"{self.tp_size} devices do not divide the {shape[dimension]} "
-                f"{what if dimension else 'outputs'} of `{layer}`",
+                f"{self.tp_size} devices do not divide the {size} "
+                f"{'outputs' if cut == _OUTPUTS else what} of `{layer}`",
                 hint=_ANOTHER_SIZE,
             )
-        return dimension, split.num_pieces
+        return cut, split.num_pieces
 
 
 def split_model(model: PreTrainedModel, layers: Seq[LayerShape], tp_size: int) -> Splitting:
@@ -129,11 +165,13 @@ def split_model(model: PreTrainedModel, layers: Seq[LayerShape], tp_size: int) -
     splits = {}
     for name, module in model.named_modules():
         style = _kind_of(plan, name, kind)
+        if style == "experts":
+            splits[name] = Split("experts", tp_size, _cuts_of_experts(plan, name, module, kind))
         if style is None or not isinstance(module, nn.Linear):
             continue
         is_kv = name.rpartition(".")[2] in _KV_PROJECTIONS and style == "outputs"
         splits[name] = Split(style, kv_pieces if is_kv else tp_size)
-    _refuse_parameters(model, plan)
+    _refuse_parameters(model, plan, splits)
     return _with_vocabulary(model, splits, tp_size)
 
 
@@ -146,7 +184,7 @@ def _plan_of(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _kind_of(plan: Mapping[str, str], name: str, family: str) -> Kind | None:
-    style = next((style for pattern, style in plan.items() if _matches(pattern, name)), None)
+    style = _style_of(plan, name)
     if style is None:
         return None
     if style not in _KINDS and not style.startswith("embedding"):
@@ -154,26 +192,44 @@ def _kind_of(plan: Mapping[str, str], name: str, family: str) -> Kind | None:
     return _KINDS.get(style)
 
 
+def _style_of(plan: Mapping[str, str], name: str) -> str | None:
+    return next((style for pattern, style in plan.items() if _matches(pattern, name)), None)
+
+
 def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
 
 
 def _refuse(family: str, style: str) -> None:
-    what = "experts" if "moe" in style else "layers"
+    what = "experts" if "moe" in style or "expert" in style else "layers"
     raise SpecDecError(
         f"transformers splits this model's {what} over devices in a way that is not supported ({style}): {family}",
         hint="run it on one device",
     )
 
 
-def _refuse_parameters(model: PreTrainedModel, plan: Mapping[str, str]) -> None:
-    """Weights that lie in no linear layer, such as those of experts."""
-    for pattern, style in plan.items():
-        if _KINDS.get(style, "unknown") is None:
-            continue
-        for name, _ in model.named_parameters():
-            if _matches(pattern, name):
-                _refuse(model.config.model_type, style)
+def _cuts_of_experts(
+    plan: Mapping[str, str], name: str, experts: nn.Module, family: str
+) -> tuple[tuple[str, Cut], ...]:
+    """Of each of the experts' own weights: what a rank has all of would be added up as often as there are ranks."""
+    cuts = []
+    for part, _ in experts.named_parameters():
+        style = _style_of(plan, f"{name}.{part}") or f"{part} whole"
+        if style not in _EXPERTS_CUTS:
+            _refuse(family, f"experts' {style}")
+        cuts.append((part, _EXPERTS_CUTS[style]))
+    if not cuts or getattr(experts, "has_post_expert_norm", False):
+        _refuse(family, "experts with layers of their own")
+    return tuple(cuts)
+
+
+def _refuse_parameters(model: PreTrainedModel, plan: Mapping[str, str], splits: Mapping[str, Split]) -> None:
+    """Weights that lie in no layer that is split, such as one for each head."""
+    experts = {name for name, split in splits.items() if split.kind == "experts"}
+    for name, _ in model.named_parameters():
+        style = _style_of(plan, name)
+        if style is not None and _KINDS.get(style, "unknown") is not None and name.rpartition(".")[0] not in experts:
+            _refuse(model.config.model_type, style)
 
 
 def _kv_pieces(layers: Seq[LayerShape], tp_size: int, family: str) -> int:

@@ -1,42 +1,19 @@
-"""What ranks do together gives the same bits whichever way they reach each other, and it ends when one of them does."""
+"""What ranks do together gives the same bits whichever way they reach each other."""
 
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import torch
+from ranks_as_threads import together
 from torch import Tensor
 
 from runtime.compiler.kernels import load_kernels
 from runtime.config import Compiler
-from runtime.parallel.groups import Group, Meeting, Way, join, join_by_number, way_of
+from runtime.parallel.groups import Meeting, Way, join, way_of
 from runtime.parallel.operations import all_reduce, gather_columns, own_columns, own_embeddings
 
 WAYS: tuple[Way, ...] = ("shared", "gloo")
-Done = TypeVar("Done")
-
-
-def together(way: Way, tp_size: int, work: Callable[[int], Done]) -> list[Done]:
-    """What each rank's thread makes of its number."""
-    meeting = Meeting(way, tp_size)
-    groups: list[Group] = [join(meeting, 0, tp_size)]
-    groups += [join_by_number(way, meeting.number, rank, tp_size) for rank in range(1, tp_size)]
-
-    def of_rank(rank: int) -> Done:
-        groups[rank].use()
-        return work(rank)
-
-    try:
-        with ThreadPoolExecutor(tp_size) as threads:
-            return list(threads.map(of_rank, range(tp_size)))
-    finally:
-        for group in groups:
-            group.leave()
-        meeting.close()
 
 
 @pytest.mark.parametrize(
@@ -86,23 +63,6 @@ def test_columns_and_embeddings(way: Way, kernels: Path) -> None:
         assert torch.equal(back, whole)
         is_own = (ids // 3 == rank).unsqueeze(-1)
         assert torch.equal(rows, torch.where(is_own, table[ids], 0.0))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_who_waits_for_a_rank_hears_that_it_has_ended(way: Way, kernels: Path) -> None:
-    load_kernels(kernels)
-    meeting = Meeting(way, 2)
-    own, other = join(meeting, 0, 2), join_by_number(way, meeting.number, 1, 2)
-    other.use()
-    own.use()
-    threading.Timer(0.3, own.stop).start()
-    start = time.monotonic()
-    with pytest.raises(RuntimeError):
-        all_reduce(torch.ones(3), shares_memory=way == "shared")
-    assert time.monotonic() - start < 5
-    for group in (own, other):
-        group.leave()
-    meeting.close()
 
 
 def test_a_rank_that_never_comes_is_no_reason_to_wait_for_it() -> None:

@@ -11,8 +11,9 @@ from threading import Timer
 
 import pytest
 import torch
+from ranks_as_threads import together
 from shared import MakeEngineDir
-from test_groups import WAYS, together
+from test_groups import WAYS
 from tiny import FAMILIES, build_tiny, hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -39,7 +40,7 @@ ROOT = Path(__file__).parents[3]
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((1, 30), (2, 60), (3, 7))]
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
 CPU = torch.device("cpu")
-SPLIT = [family for family in FAMILIES if family not in ("mixtral", "gpt2", "opt")]
+SPLIT = [family for family in FAMILIES if family not in ("gpt2", "opt")]
 pytestmark = pytest.mark.filterwarnings("ignore::runtime.errors.SpecDecWarning")
 
 

@@ -1,0 +1,83 @@
+"""Weights that lie in a model's files in pieces and in the model as one, such as its experts': put together as
+transformers does when it loads them.
+
+The checkpoint of a split model has them as the model has: of that the plan speaks.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+from runtime.errors import SpecDecError
+from runtime.pieces import Piece, forms_of
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A piece of a weight, and which of its converter's patterns the tensor's name has."""
+
+    piece: Piece
+    name: str
+    pattern: str
+
+
+def fuse(model: PreTrainedModel, pieces: Seq[Piece], wanted: Mapping[str, tuple[int, ...]]) -> list[Piece]:
+    """The pieces, with one instead of many for each of the `wanted` weights, of these shapes, of the model.
+
+    The model may be without memory. SpecDecError for a weight that cannot be put together.
+    """
+    mapping = get_model_conversion_mapping(model)  # type: ignore[no-untyped-call]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    others, parts = [], dict[str, list[_Part]]()
+    for piece in pieces:
+        name = next(iter(piece.forms))
+        target, pattern = rename_source_key(name, [], converters)  # type: ignore[no-untyped-call]
+        if pattern is None or target not in wanted:
+            others.append(piece)
+        else:
+            parts.setdefault(target, []).append(_Part(piece, name, pattern))
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    return others + [
+        _fused(model, target, found, by_pattern[found[0].pattern], wanted[target]) for target, found in parts.items()
+    ]
+
+
+def _fused(
+    model: PreTrainedModel, target: str, parts: list[_Part], converter: WeightConverter, shape: tuple[int, ...]
+) -> Piece:
+    parts = sorted(parts, key=lambda part: dot_natural_key(part.name))  # type: ignore[no-untyped-call]
+
+    def convert(tensors: Seq[Tensor]) -> dict[str, Tensor]:
+        one = deepcopy(converter)
+        for part, tensor in zip(parts, tensors, strict=True):
+            one.add_tensor(target, part.name, part.pattern, tensor)  # type: ignore[no-untyped-call]
+        made = one.convert(target, model=model, config=model.config)  # type: ignore[no-untyped-call]
+        tensor = made[target][0] if isinstance(made[target], list) else made[target]
+        return {target: tensor.contiguous()}
+
+    def make(values: list[Tensor]) -> dict[str, Tensor]:
+        tensors, rest = [], values
+        for part in parts:
+            own, rest = rest[: len(part.piece.sources)], rest[len(part.piece.sources) :]
+            tensors.append(part.piece.make(own)[part.name])
+        return convert(tensors)
+
+    known = (part.piece.forms[part.name] for part in parts)
+    without_values = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in known]
+    try:
+        forms = forms_of(convert(without_values))
+    except (KeyError, RuntimeError, ValueError):  # whatever does not fit together
+        forms = {}
+    if target not in forms or forms[target][1] != shape:
+        raise SpecDecError(
+            f"the model's files do not have all of a weight that is to be split: {target}",
+            hint="download or save the model again",
+        )
+    return Piece(tuple(source for part in parts for source in part.piece.sources), forms, make)
