@@ -32,7 +32,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_experts": 4,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
+            "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 40,
         },
     ),

@@ -116,7 +116,7 @@ def _summed(ranks: Ranks, experts: nn.Module, inputs: object, outputs: Tensor) -
 
 def _together(layer: nn.Module, split: Split, ranks: Ranks) -> nn.Module:
     match split.kind:
-        case "outputs":
+        case "outputs" | "heads":
             return layer
         case "gathered_outputs":
             return GatheredLinear(layer, ranks)

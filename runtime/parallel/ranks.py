@@ -76,8 +76,7 @@ class RankedStep:
         meeting = Meeting(way, model.tp_size)
         try:
             self._group = join(meeting, 0, model.tp_size)
-            devices = [f"{device.type}:{device_id}" if way == "nccl" else device.type for device_id in device_ids]
-            jobs = _jobs(model, meeting, cores, devices)
+            jobs = _jobs(model, meeting, cores, rank_devices(device.type, device_ids))
             self._processes = Processes(jobs, meeting.files, self._group.stop)
             self._place = Place(cores[0]) if cores[0] else None
             self._close = weakref.finalize(self, _close, self._processes, self._group, self._place)
@@ -174,6 +173,11 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, answer)
     if came:
         answer(*came[0])
+
+
+def rank_devices(device_type: str, device_ids: Seq[int]) -> list[str]:
+    """torch's names of the ranks' devices: a processor has one for all, and its cores tell them apart."""
+    return [device_type if device_type == "cpu" else f"{device_type}:{device_id}" for device_id in device_ids]
 
 
 def _jobs(model: RankedModel, meeting: Meeting, cores: Seq[Seq[int]], devices: Seq[str]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 
-Kind = Literal["outputs", "gathered_outputs", "inputs", "own_inputs", "vocabulary", "experts"]
+Kind = Literal["outputs", "gathered_outputs", "inputs", "own_inputs", "vocabulary", "experts", "heads"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ _KINDS: dict[str, Kind | None] = {
     "keep_full_weight": None,
     "mla_kv_a_proj": None,
     "moe_tp_experts": "experts",
+    "local_params": "heads",
 }
 """transformers' words. None: each rank holds all of it."""
 _EXPERTS_CUTS = {"colwise": Cut(-2), "packed_colwise": Cut(-2, 2), "rowwise": Cut(-1), "packed_rowwise": Cut(-1, 2)}
@@ -49,6 +50,7 @@ _EXPERTS_CUTS = {"colwise": Cut(-2), "packed_colwise": Cut(-2, 2), "rowwise": Cu
 _OWN_PARTS = ("weight", "bias")
 _KV_PROJECTIONS = {"k_proj", "v_proj"}
 _GROUPED = ("weight_scales", "weight_zeros", "weight_offsets")
+_ROW_BYTES = 16
 _ANOTHER_SIZE = "split it over another number of devices"
 
 
@@ -59,11 +61,11 @@ class Split:
     kind: Kind
     num_pieces: int
     cuts: tuple[tuple[str, Cut], ...] = ()
-    """Of experts, by the names of their tensors."""
+    """Of a layer that is no linear one, by the names of its own tensors."""
 
     def cut(self, part: str) -> Cut | None:
         """That of the layer's tensor of this name; None: each rank holds all of it."""
-        if self.kind == "experts":
+        if self.cuts:
             return dict(self.cuts).get(part)
         if self.kind not in ("inputs", "own_inputs"):
             return None if part == "weight_order" else _OUTPUTS
@@ -87,7 +89,19 @@ class Splitting:
         cut, num_pieces = found
         packed = tensor.chunk(cut.num_packed, cut.dimension)
         pieces = [one.chunk(num_pieces, cut.dimension)[rank * num_pieces // self.tp_size] for one in packed]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dimension)
+        piece = pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dimension)
+        if self.layers[name.rpartition(".")[0]].kind == "experts":
+            self._check_rows(name, piece)
+        return piece
+
+    def _check_rows(self, name: str, piece: Tensor) -> None:
+        """SpecDecError where torch's product of experts would fail, in the middle of a step."""
+        if (row_bytes := piece.shape[-1] * piece.element_size()) % _ROW_BYTES:
+            raise SpecDecError(
+                f"of a row of experts' weights {self.tp_size} devices have {row_bytes} bytes each, and the product takes "
+                f"multiples of {_ROW_BYTES}: {name}",
+                hint=_ANOTHER_SIZE,
+            )
 
     def form(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a rank's piece of a tensor."""
@@ -118,7 +132,7 @@ class Splitting:
         """Whether ranks have pieces of the model's own parameter of this name."""
         layer, _, part = name.rpartition(".")
         split = self.layers.get(layer)
-        return split is not None and (split.kind == "experts" or part in _OWN_PARTS) and split.cut(part) is not None
+        return split is not None and (bool(split.cuts) or part in _OWN_PARTS) and split.cut(part) is not None
 
     def _cut(self, name: str, shape: tuple[int, ...]) -> tuple[Cut, int] | None:
         """How a tensor is cut, and into how many pieces."""
@@ -166,7 +180,9 @@ def split_model(model: PreTrainedModel, layers: Seq[LayerShape], tp_size: int) -
     for name, module in model.named_modules():
         style = _kind_of(plan, name, kind)
         if style == "experts":
-            splits[name] = Split("experts", tp_size, _cuts_of_experts(plan, name, module, kind))
+            splits[name] = Split(style, tp_size, _cuts_of_experts(plan, name, module, kind))
+        if style == "heads" and (cuts := _cuts_of_heads(plan, name, module, kind)):
+            splits[name] = Split(style, tp_size, cuts)
         if style is None or not isinstance(module, nn.Linear):
             continue
         is_kv = name.rpartition(".")[2] in _KV_PROJECTIONS and style == "outputs"
@@ -223,12 +239,26 @@ def _cuts_of_experts(
     return tuple(cuts)
 
 
+def _cuts_of_heads(
+    plan: Mapping[str, str], name: str, attention: nn.Module, family: str
+) -> tuple[tuple[str, Cut], ...]:
+    """Of an attention's own weights those that are a number for each head."""
+    cuts = []
+    for part, parameter in attention.named_parameters(recurse=False):
+        style = _style_of(plan, f"{name}.{part}")
+        if style is not None and (style != "colwise" or parameter.dim() != 1):
+            _refuse(family, style)
+        if style is not None:
+            cuts.append((part, _OUTPUTS))
+    return tuple(cuts)
+
+
 def _refuse_parameters(model: PreTrainedModel, plan: Mapping[str, str], splits: Mapping[str, Split]) -> None:
-    """Weights that lie in no layer that is split, such as one for each head."""
-    experts = {name for name, split in splits.items() if split.kind == "experts"}
+    """Weights that lie in no layer that is split."""
+    known = {name for name, split in splits.items() if split.cuts}
     for name, _ in model.named_parameters():
         style = _style_of(plan, name)
-        if style is not None and _KINDS.get(style, "unknown") is not None and name.rpartition(".")[0] not in experts:
+        if style is not None and _KINDS.get(style, "unknown") is not None and name.rpartition(".")[0] not in known:
             _refuse(model.config.model_type, style)
 
 

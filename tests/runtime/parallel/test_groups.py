@@ -12,6 +12,7 @@ from runtime.compiler.kernels import load_kernels
 from runtime.config import Compiler
 from runtime.parallel.groups import Meeting, Way, join, way_of
 from runtime.parallel.operations import all_reduce, gather_columns, own_columns, own_embeddings
+from runtime.parallel.ranks import rank_devices
 
 WAYS: tuple[Way, ...] = ("shared", "gloo")
 
@@ -28,6 +29,28 @@ WAYS: tuple[Way, ...] = ("shared", "gloo")
 )
 def test_the_way_is_the_steps(compiler: Compiler, device: str, way: Way) -> None:
     assert way_of(compiler, device) == way
+
+
+def test_each_gpu_has_a_rank() -> None:
+    assert rank_devices("cuda", (2, 0, 3)) == ["cuda:2", "cuda:0", "cuda:3"]
+    assert rank_devices("cpu", (2, 0)) == ["cpu", "cpu"]
+
+
+def test_a_compiler_leaves_sums_whole() -> None:
+    """In one graph, for any number of tokens, whatever a rank's number is: what a GPU's step is compiled to."""
+    torch.manual_seed(1)
+    layer, tokens = torch.nn.Linear(8, 6, bias=False), torch.randn(5, 16)
+
+    def own_part(x: Tensor) -> Tensor:
+        return all_reduce(layer(own_columns(x, 2, shares_memory=False)), shares_memory=False)
+
+    compiled = torch.compile(own_part, backend="aot_eager", fullgraph=True, dynamic=True)
+    wanted = layer(tokens[:, :8]) + layer(tokens[:, 8:])
+    with torch.no_grad():
+        for num_tokens in (3, 5):
+            found = together("gloo", 2, lambda rank, n=num_tokens: compiled(tokens[:n]))
+            assert torch.equal(found[0], found[1])
+            torch.testing.assert_close(found[0], wanted[:num_tokens].detach())
 
 
 @pytest.mark.parametrize("way", WAYS)

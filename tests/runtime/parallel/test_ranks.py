@@ -132,6 +132,15 @@ def test_no_compiler_is_needed_without_one(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
+def test_experts_of_a_compiled_step(family: str, make_engine_dir: MakeEngineDir) -> None:
+    model = make_model(family)
+    with LLM(make_engine_dir(model, tp_size=2, compiler="aot")) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, drafter=NgramDrafter(6, 2))
+    assert [one.token_ids for one in outputs] == [hf_greedy(model, prompt, 30, eos_token_id=2) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
 def test_a_split_step_is_compiled_when_it_is_called(make_engine_dir: MakeEngineDir) -> None:
     """By `torch-compile`, for models that cannot be exported: what rank 0 has compiled all ranks find."""
     model = make_model("llama")

@@ -12,7 +12,16 @@ from runtime.engine import Engine
 from runtime.leader import generate
 from runtime.request import Request
 
-EXPERTS = ()
+SPLIT = [
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "cohere", "cohere2", "cohere2_moe",
+    "cohere_compass_text", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm",
+    "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "granite", "granitemoe", "granitemoeshared", "helium",
+    "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "laguna", "llama",
+    "mellum", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral",
+    "nanochat", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "youtu",
+]  # fmt: skip
 
 
 def outputs(engine: Engine, *, ngram: bool) -> list[list[int]]:
@@ -22,9 +31,10 @@ def outputs(engine: Engine, *, ngram: bool) -> list[list[int]]:
     return [found[i] for i in range(len(requests))]
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.filterwarnings("ignore::runtime.errors.SpecDecWarning")
 @pytest.mark.parametrize("tp_size", [2, 4])
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", SPLIT)
 def test_tokens_are_hugging_faces(family: str, tp_size: int, tmp_path: Path) -> None:
     expected = families.save_telling_model(family, families.small_config(family), tmp_path / "model")
     assert expected is not None
