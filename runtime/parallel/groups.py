@@ -137,6 +137,8 @@ class _Distributed:
     def gather(self, x: Tensor) -> Tensor:
         """(ranks, *x): every rank's x. As bytes, which each backend takes of every dtype."""
         parts = x.new_empty(self.size, *x.shape)
+        if not x.numel():
+            return parts
         rows = list(parts.view(self.size, -1).view(torch.uint8))
         self._group.allgather([rows], [x.contiguous().view(-1).view(torch.uint8)]).wait()
         return parts

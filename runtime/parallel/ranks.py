@@ -77,7 +77,11 @@ class RankedStep:
         try:
             self._group = join(meeting, 0, model.tp_size)
             jobs = _jobs(model, meeting, cores, rank_devices(device.type, device_ids))
-            self._processes = Processes(jobs, meeting.files, self._group.stop)
+            try:
+                self._processes = Processes(jobs, meeting.files, self._group.stop)
+            except BaseException:
+                self._group.leave()
+                raise
             self._place = Place(cores[0]) if cores[0] else None
             self._close = weakref.finalize(self, _close, self._processes, self._group, self._place)
             try:

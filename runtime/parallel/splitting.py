@@ -98,8 +98,8 @@ class Splitting:
         """SpecDecError where torch's product of experts would fail, in the middle of a step."""
         if (row_bytes := piece.shape[-1] * piece.element_size()) % _ROW_BYTES:
             raise SpecDecError(
-                f"of a row of experts' weights {self.tp_size} devices have {row_bytes} bytes each, and the product takes "
-                f"multiples of {_ROW_BYTES}: {name}",
+                f"of a row of experts' weights {self.tp_size} devices have {row_bytes} bytes each, and their product "
+                f"takes multiples of {_ROW_BYTES}: {name}",
                 hint=_ANOTHER_SIZE,
             )
 

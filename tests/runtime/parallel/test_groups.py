@@ -68,6 +68,14 @@ def test_sums_are_taken_in_the_order_of_ranks(way: Way, dtype: torch.dtype, tp_s
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_of_nothing_there_is_nothing(way: Way, kernels: Path) -> None:
+    """Logits of a prompt's piece that needs none."""
+    load_kernels(kernels)
+    found = together(way, 2, lambda rank: gather_columns(torch.empty(0, 4), 2, shares_memory=way == "shared"))
+    assert [one.shape for one in found] == [(0, 8), (0, 8)]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_columns_and_embeddings(way: Way, kernels: Path) -> None:
     load_kernels(kernels)
     whole, table = torch.arange(24.0).view(3, 8), torch.randn(12, 5)
