@@ -33,12 +33,12 @@ def fuse(model: PreTrainedModel, pieces: Seq[Piece], wanted: Mapping[str, tuple[
 
     The model may be without memory. SpecDecError for a weight that cannot be put together.
     """
-    mapping = get_model_conversion_mapping(model)  # type: ignore[no-untyped-call]
+    mapping = get_model_conversion_mapping(model)
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     others, parts = [], dict[str, list[_Part]]()
     for piece in pieces:
         name = next(iter(piece.forms))
-        target, pattern = rename_source_key(name, [], converters)  # type: ignore[no-untyped-call]
+        target, pattern = rename_source_key(name, [], converters)
         if pattern is None or target not in wanted:
             others.append(piece)
         else:
@@ -52,13 +52,13 @@ def fuse(model: PreTrainedModel, pieces: Seq[Piece], wanted: Mapping[str, tuple[
 def _fused(
     model: PreTrainedModel, target: str, parts: list[_Part], converter: WeightConverter, shape: tuple[int, ...]
 ) -> Piece:
-    parts = sorted(parts, key=lambda part: dot_natural_key(part.name))  # type: ignore[no-untyped-call]
+    parts = sorted(parts, key=lambda part: dot_natural_key(part.name))
 
     def convert(tensors: Seq[Tensor]) -> dict[str, Tensor]:
         one = deepcopy(converter)
         for part, tensor in zip(parts, tensors, strict=True):
-            one.add_tensor(target, part.name, part.pattern, tensor)  # type: ignore[no-untyped-call]
-        made = one.convert(target, model=model, config=model.config)  # type: ignore[no-untyped-call]
+            one.add_tensor(target, part.name, part.pattern, tensor)
+        made = one.convert(target, model=model, config=model.config)
         tensor = made[target][0] if isinstance(made[target], list) else made[target]
         return {target: tensor.contiguous()}
 

@@ -147,14 +147,17 @@ class _Distributed:
 def _backend(way: Way, store: dist.TCPStore, rank: int, tp_size: int) -> Any:
     """Torch's own, by themselves: a process is in as many groups as it has engines, and in none by default."""
     if way == "nccl":
-        return dist.ProcessGroupNCCL(store, rank, tp_size, _WAITS)  # type: ignore[attr-defined]
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_HERE)]  # type: ignore[attr-defined]
+        backend: Any = dist.ProcessGroupNCCL
+        options = backend.Options()
+    else:
+        backend = dist.ProcessGroupGloo
+        options = backend._Options()
+        options._devices = [backend.create_device(hostname=_HERE)]  # otherwise what the machine's name leads to
     options._timeout = _WAITS
-    return dist.ProcessGroupGloo(store, rank, tp_size, options)  # type: ignore[attr-defined]
+    return backend(store, rank, tp_size, options)
 
 
-def distributed_group() -> "_Distributed":
+def distributed_group() -> _Distributed:
     """That which this thread uses."""
     group: _Distributed | None = getattr(_here, "group", None)
     if group is None:
