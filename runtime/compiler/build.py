@@ -396,7 +396,10 @@ def _compile_ranks(weights: _Weights, shape: StepShape, directory: Path, num_wor
         return _Compiled(dataclasses.replace(shape.build_config, compiler="torch-compile"), _ONE_PACKAGE)
     ranks = list(range(weights.checkpoint.mapping.tp_size))
     compiled = do_at_once(partial(_compile_rank, weights, shape, directory), ranks, num_workers)
-    return next((one for one in compiled if one.note is not None), compiled[0])  # rank 0's step is that of all
+    if (failed := next((one for one in compiled if one.note is not None), None)) is not None:
+        (directory / PACKAGE).unlink(missing_ok=True)
+        return failed
+    return compiled[0]  # whose step it is
 
 
 def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: int) -> _Compiled:

@@ -70,9 +70,8 @@ def _fused(
         return convert(tensors)
 
     known = (part.piece.forms[part.name] for part in parts)
-    without_values = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in known]
     try:
-        forms = forms_of(convert(without_values))
+        forms = forms_of(convert([torch.empty(size, dtype=dtype, device="meta") for dtype, size in known]))
     except (KeyError, RuntimeError, ValueError):  # whatever does not fit together
         forms = {}
     if target not in forms or forms[target][1] != shape:
