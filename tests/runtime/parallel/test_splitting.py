@@ -124,6 +124,21 @@ def test_what_has_no_plan_is_refused_by_name(family: str, words: str, tmp_path: 
     assert not (tmp_path / "split").exists()
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama", {"layers.*.mlp": "sequence_parallel"}, r"layers .* \(sequence_parallel\): llama"),
+        ("mixtral", {"layers.*.mlp.experts.down_proj": "replicate"}, r"experts .* \(experts' replicate\): mixtral"),
+        ("mixtral", {"layers.*.self_attn.o_proj.weight": "packed_rowwise"}, r"\(packed_rowwise\): mixtral"),
+    ],
+)
+def test_a_plan_of_another_kind_is_refused_by_name(family: str, changes: dict[str, str], words: str) -> None:
+    config = make_config(family)
+    config.base_model_tp_plan = config.base_model_tp_plan | changes
+    with pytest.raises(SpecDecError, match=words):
+        split_config(config, 2)
+
+
 @pytest.mark.slow
 def test_every_family_that_runs_is_split_or_refused_by_name() -> None:
     """Of transformers' registry, each as small as scripts/families.py makes it; docs/devices.md has the numbers."""
