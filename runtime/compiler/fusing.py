@@ -35,7 +35,8 @@ def fuse(model: PreTrainedModel, pieces: Seq[Piece], wanted: Mapping[str, tuple[
     """
     mapping = get_model_conversion_mapping(model)
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    others, parts = [], dict[str, list[_Part]]()
+    others: list[Piece] = []
+    parts: dict[str, list[_Part]] = {}
     for piece in pieces:
         name = next(iter(piece.forms))
         target, pattern = rename_source_key(name, [], converters)
@@ -63,7 +64,8 @@ def _fused(
         return {target: tensor.contiguous()}
 
     def make(values: list[Tensor]) -> dict[str, Tensor]:
-        tensors, rest = [], values
+        tensors: list[Tensor] = []
+        rest = values
         for part in parts:
             own, rest = rest[: len(part.piece.sources)], rest[len(part.piece.sources) :]
             tensors.append(part.piece.make(own)[part.name])

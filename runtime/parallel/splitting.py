@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +216,7 @@ def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
 
 
-def _refuse(family: str, style: str) -> None:
+def _refuse(family: str, style: str) -> NoReturn:
     what = "experts" if "moe" in style or "expert" in style else "layers"
     raise SpecDecError(
         f"transformers splits this model's {what} over devices in a way that is not supported ({style}): {family}",
