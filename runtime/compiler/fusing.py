@@ -58,7 +58,7 @@ def _fused(
     def convert(tensors: Seq[Tensor]) -> dict[str, Tensor]:
         one = deepcopy(converter)
         for part, tensor in zip(parts, tensors, strict=True):
-            one.add_tensor(target, part.name, part.pattern, tensor)
+            one.add_tensor(target, part.name, part.pattern, tensor)  # type: ignore[arg-type]  # or what makes it
         made = one.convert(target, model=model, config=model.config)
         tensor = made[target][0] if isinstance(made[target], list) else made[target]
         return {target: tensor.contiguous()}

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # which does not say that it exports it
 
 from runtime.bundle import uses_kernels
 from runtime.config import Compiler
@@ -38,11 +39,11 @@ class Meeting:
 
     def __init__(self, way: Way, tp_size: int) -> None:
         self.way = way
-        self.store: dist.TCPStore | None = None
+        self.store: TCPStore | None = None
         if way == "shared":
             self.number = shared_memory(torch.ops.specdec.shared_bytes(tp_size))
         else:
-            self.store = dist.TCPStore(_HERE, 0, is_master=True, wait_for_workers=False, timeout=_WAITS)
+            self.store = TCPStore(_HERE, 0, is_master=True, wait_for_workers=False, timeout=_WAITS)
             self.number = self.store.port
 
     @property
@@ -78,7 +79,7 @@ def join_by_number(way: Way, number: int, rank: int, tp_size: int) -> Group:
     return _join(way, number, rank, tp_size, None)
 
 
-def _join(way: Way, number: int, rank: int, tp_size: int, store: dist.TCPStore | None) -> Group:
+def _join(way: Way, number: int, rank: int, tp_size: int, store: TCPStore | None) -> Group:
     return _Memory(number, rank, tp_size) if way == "shared" else _Distributed(way, number, rank, tp_size, store)
 
 
@@ -102,16 +103,16 @@ class _Memory:
 class _Distributed:
     """A group of torch's. It is joined in a thread of its own: whoever waits for the others hears if one has ended."""
 
-    def __init__(self, way: Way, port: int, rank: int, tp_size: int, store: dist.TCPStore | None) -> None:
+    def __init__(self, way: Way, port: int, rank: int, tp_size: int, store: TCPStore | None) -> None:
         self.rank, self.size, self._way = rank, tp_size, way
         self._group: Any = None
         self._error: Exception | None = None
         self._joining = threading.Thread(target=self._join, args=(way, port, store), name="join", daemon=True)
         self._joining.start()
 
-    def _join(self, way: Way, port: int, store: dist.TCPStore | None) -> None:
+    def _join(self, way: Way, port: int, store: TCPStore | None) -> None:
         try:
-            store = store or dist.TCPStore(_HERE, port, is_master=False, timeout=_WAITS)
+            store = store or TCPStore(_HERE, port, is_master=False, timeout=_WAITS)
             self._group = _backend(way, store, self.rank, self.size)
         except Exception as error:  # raised by who uses the group
             self._error = error
@@ -144,7 +145,7 @@ class _Distributed:
         return parts
 
 
-def _backend(way: Way, store: dist.TCPStore, rank: int, tp_size: int) -> Any:
+def _backend(way: Way, store: TCPStore, rank: int, tp_size: int) -> Any:
     """Torch's own, by themselves: a process is in as many groups as it has engines, and in none by default."""
     if way == "nccl":
         backend: Any = dist.ProcessGroupNCCL
