@@ -188,6 +188,8 @@ def split_model(model: PreTrainedModel, layers: Seq[LayerShape], tp_size: int) -
         is_kv = name.rpartition(".")[2] in _KV_PROJECTIONS and style == "outputs"
         splits[name] = Split(style, kv_pieces if is_kv else tp_size)
     _refuse_parameters(model, plan, splits)
+    if any(getattr(module, "activation_sparsity", 0) for module in model.modules()):
+        _refuse(kind, "by the mean of all of a layer's outputs, of which the plan says nothing")
     return _with_vocabulary(model, splits, tp_size)
 
 
