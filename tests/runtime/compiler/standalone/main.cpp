@@ -4,6 +4,7 @@
 #include "argmax.cpp"
 #include "linear.cpp"
 #include "paged_attention.cpp"
+#include "quantized.cpp"
 
 #include <random>
 
@@ -60,6 +61,65 @@ void check_linear(at::ScalarType type, double tolerance, int64_t M, int64_t K, i
       check(right, "a linear layer", type, M, K);
       check(same, "the bits of a token in a linear layer", type, M, K);
     }
+  }
+}
+
+// What a token's numbers are rounded to in a group of columns, as docs/precision.md says; 0 bits: nothing.
+void round_group(float* numbers, int64_t columns, int bits) {
+  float largest = 0;
+  for (int64_t k = 0; k < columns; ++k) largest = std::max(largest, std::abs(numbers[k]));
+  const float step = largest / (bits == 8 ? 127 : 32639);
+  for (int64_t k = 0; k < columns && bits; ++k) numbers[k] = step > 0 ? std::nearbyint(numbers[k] / step) * step : 0;
+}
+
+// Weights in int8, int4 or e4m3 in groups of 32 columns, with a zero point or without, tokens as they are or rounded; and
+// every token by itself, which must have the same bits.
+template <typename T>
+void check_rounded(at::ScalarType type, double tolerance, at::ScalarType kind, int64_t M, int bits, bool with_zeros) {
+  constexpr int64_t K = 192, N = 40, kGroup = 32, kGroups = K / kGroup;
+  const bool is_int4 = kind == at::kByte;
+  const at::Tensor x = random_tensor<T>({M, K}, type), values({N, is_int4 ? K / 2 : K}, kind);
+  const float spread = kind == at::kChar ? 1e-3f : 1e-2f;  // so that weights are about as large as others'
+  const at::Tensor scales = random_tensor<at::Half>({N, kGroups}, at::kHalf, spread);
+  const at::Tensor zeros = random_tensor<float>({N, kGroups}, at::kFloat, 3);
+  for (int64_t i = 0; i < zeros.numel(); ++i) zeros.mutable_data_ptr<float>()[i] = std::round(zeros.const_data_ptr<float>()[i]);
+  std::vector<double> weight(N * K);
+  for (int64_t i = 0; i < N * K; ++i) {
+    double number;
+    if (kind == at::kFloat8_e4m3fn) {
+      const c10::Float8_e4m3fn rounded(std::normal_distribution<float>(0, 2)(generator));
+      values.mutable_data_ptr<c10::Float8_e4m3fn>()[i] = rounded, number = float(rounded);
+    } else if (is_int4) {
+      const int nibble = generator() % 16;
+      values.mutable_data_ptr<uint8_t>()[i / 2] |= nibble << i % 2 * 4, number = nibble - 8;
+    } else {
+      number = values.mutable_data_ptr<int8_t>()[i] = static_cast<int8_t>(generator() % 256 - 128);
+    }
+    const int64_t place = i / K * kGroups + i % K / kGroup;
+    weight[i] = (number - (with_zeros ? zeros.const_data_ptr<float>()[place] : 0)) *
+                float(scales.const_data_ptr<at::Half>()[place]);
+  }
+  const at::Tensor packed = pack_quantized(values, scales, with_zeros ? std::optional(zeros) : std::nullopt, std::nullopt);
+  for (int64_t arithmetic : arithmetics()) {
+    const at::Tensor out = quantized_linear(x, packed, std::nullopt, N, arithmetic, bits);
+    bool right = true, same = true;
+    for (int64_t m = 0; m < M; ++m) {
+      at::Tensor token({1, K}, type);
+      std::copy_n(x.const_data_ptr<T>() + m * K, K, token.mutable_data_ptr<T>());
+      float numbers[K];
+      for (int64_t k = 0; k < K; ++k) numbers[k] = float(token.const_data_ptr<T>()[k]);
+      for (int64_t k = 0; k < K; k += kGroup) round_group(numbers + k, kGroup, bits);
+      const at::Tensor alone = quantized_linear(token, packed, std::nullopt, N, arithmetic, bits);
+      for (int64_t n = 0; n < N; ++n) {
+        double sum = 0;
+        for (int64_t k = 0; k < K; ++k) sum += double(numbers[k]) * weight[n * K + k];
+        const T value = out.const_data_ptr<T>()[m * N + n];
+        right &= near(float(value), sum, tolerance);
+        same &= std::memcmp(&value, alone.const_data_ptr<T>() + n, sizeof value) == 0;
+      }
+    }
+    check(right, "a rounded linear layer", type, M, bits);
+    check(same, "the bits of a token in a rounded linear layer", type, M, bits);
   }
 }
 
@@ -158,6 +218,12 @@ void check_all(at::ScalarType type, double tolerance) {
   for (int64_t M : {1, 2, 5, 13, 40}) check_linear<T>(type, tolerance, M, 64, 40);
   check_linear<T>(type, tolerance, 25, 34, 7);
   check_linear<T>(type, tolerance, 3, 2100, 33);
+  for (int64_t M : {1, 7, 40}) {
+    for (at::ScalarType kind : {at::kChar, at::kByte})
+      for (int bits : {0, 8, 16})
+        for (bool with_zeros : {false, true}) check_rounded<T>(type, tolerance, kind, M, bits, with_zeros);
+    check_rounded<T>(type, tolerance, at::kFloat8_e4m3fn, M, 0, false);
+  }
   for (int64_t arithmetic : {kFloat32, kPairs, kTiles})
     for (int64_t window : {0, 37}) {
       check_attention<T>(type, tolerance, 1, 300, 32, 32, window, arithmetic);

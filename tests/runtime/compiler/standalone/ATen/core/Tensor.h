@@ -36,13 +36,14 @@ struct Tensor {
   ScalarType type;
   std::shared_ptr<std::vector<int64_t>> memory;
 
+  Tensor() : Tensor({0}, kFloat) {}
   Tensor(std::vector<int64_t> shape, ScalarType type) : shape(shape), strides(shape.size(), 1), type(type) {
     for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
     memory = std::make_shared<std::vector<int64_t>>(numel());  // of 8 bytes, enough for any type
   }
 
   int64_t dim() const { return shape.size(); }
-  int64_t size(int64_t i) const { return shape[i]; }
+  int64_t size(int64_t i) const { return shape[i < 0 ? i + dim() : i]; }
   int64_t stride(int64_t i) const { return strides[i]; }
   Sizes sizes() const { return {shape}; }
   ScalarType scalar_type() const { return type; }
@@ -53,10 +54,28 @@ struct Tensor {
     for (int64_t size : shape) product *= size;
     return product;
   }
+  const void* const_data_ptr() const { return memory->data(); }
   template <typename T>
   const T* const_data_ptr() const { return reinterpret_cast<const T*>(memory->data()); }
   template <typename T>
   T* mutable_data_ptr() const { return reinterpret_cast<T*>(memory->data()); }
+
+  // The same bytes.
+  Tensor view(ScalarType other) const {
+    Tensor tensor = *this;
+    tensor.type = other;
+    return tensor;
+  }
+  // Of floats and halves.
+  Tensor to(ScalarType other) const {
+    Tensor tensor(shape, other);
+    for (int64_t i = 0; i < numel(); ++i) {
+      const float number = type == kHalf ? float(const_data_ptr<Half>()[i]) : const_data_ptr<float>()[i];
+      if (other == kHalf) tensor.mutable_data_ptr<Half>()[i] = number;
+      else tensor.mutable_data_ptr<float>()[i] = number;
+    }
+    return tensor;
+  }
 };
 
 inline Tensor zeros(std::vector<int64_t> shape, TensorOptions options) { return {shape, options.type}; }
