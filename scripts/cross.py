@@ -38,7 +38,14 @@ COMPILERS = {
 }
 # The compiler's name, and what the processor must have where it is one of the machine's own kind.
 SETS = {
-    "x86_64": {"x86-64": "", "haswell": "avx2", "alderlake": "avx_vnni", "skylake-avx512": "avx512bw", "cascadelake": "avx512_vnni", "sapphirerapids": "amx_bf16"},
+    "x86_64": {
+        "x86-64": "",
+        "haswell": "avx2",
+        "alderlake": "avx_vnni",
+        "skylake-avx512": "avx512bw",
+        "cascadelake": "avx512_vnni",
+        "sapphirerapids": "amx_bf16",
+    },
     "aarch64": {"armv8-a": "", "armv8.2-a+fp16+bf16": "bf16"},
 }
 
