@@ -16,7 +16,7 @@ from runtime.compiler.selection import select_early
 
 BLOCK_SIZE = 16
 # Linear layers after the last attention, the output layer aside. Who folds tokens into another shape keeps them all.
-NUM_LATE = {"gpt2": 0, "opt": 0, "mixtral": 0, "phi3": 3, "gpt-neox": 3}
+NUM_LATE = {"gpt2": 0, "opt": 0, "mixtral": 0, "qwen2-moe": 0, "phi3": 3, "gpt-neox": 3}
 
 
 def num_linears(program: ExportedProgram, num_tokens: str) -> int:
