@@ -120,7 +120,6 @@ class ConvertOptions:
         flags = {
             "--group-size": self.group_size is not None,
             "--quantize-lm-head": self.quantize_lm_head,
-            f"--activations {self.activations}": self.activations not in (None, "float"),
         }
         if given := next((flag for flag, is_given in flags.items() if is_given), None):
             raise UsageError(f"`{given}` needs weights to round", hint="`--qformat int4` rounds them")

@@ -6,13 +6,13 @@ from runtime.config import Quantization
 
 
 def described(found: Quantization) -> str:
-    """Such as `W4A16 weights in groups of 64`."""
+    """Such as `W4A16 weights in groups of 64, activations int8`."""
     pieces = []
     if found.quant_algo is not None:
         zeros = ", with zero points" if found.has_zero_point else ""
         groups = "" if found.group_size is None else f" in groups of {found.group_size}"
         source = "" if found.source == "rounded" else f" from {found.source}"
-        pieces.append(f"{found.quant_algo} weights{groups}{zeros}{source}")
+        pieces.append(f"{found.quant_algo} weights{groups}{zeros}{source}, activations {found.activations}")
     if found.kv_cache_quant_algo is not None:
         pieces.append(f"{found.kv_cache_quant_algo} K/V")
     return " and ".join(pieces)

@@ -57,9 +57,10 @@ from runtime.text import keep_tokenizer
 _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 # Where tokens are rounded to 8 bits, a difference in the last bit makes another integer of a number between two of
 # them, and behind it of others: as much as rounding itself changes. What is wired wrongly differs by the whole norm,
-# and that rounded layers compute as tightly as any is checked one by one. Keys and values that are rounded are compared
-# as an engine has stored them; those of ranks other than 0 are in other processes.
-_ROUNDED_TOLERANCE = 0.2
+# and that rounded layers compute as tightly as any is checked one by one. Of 16 bits it is little, and more than other
+# differences in float32. Keys and values that are rounded are compared as an engine has stored them; those of ranks
+# other than 0 are in other processes.
+_ROUNDED_TOLERANCE = {"int8": 0.2, "int16": 5e-2}
 
 
 @dataclass(frozen=True)
@@ -237,8 +238,9 @@ def _check(
 ) -> LogitsCheck:
     tolerance = _TOLERANCE[shape.dtype]
     check_products(model, tolerance)
-    if activations == "int8" or (shape.kv_cache is not None and isinstance(step, RankedStep)):
-        tolerance = _ROUNDED_TOLERANCE
+    tolerance = max(tolerance, _ROUNDED_TOLERANCE.get(activations or "float", 0))
+    if shape.kv_cache is not None and isinstance(step, RankedStep):
+        tolerance = _ROUNDED_TOLERANCE["int8"]
     with _machine_errors():  # `torch-compile` compiles with the first step
         return check_logits(step, model, shape, tolerance)
 

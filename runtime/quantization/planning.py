@@ -60,6 +60,7 @@ def plan_pieces(
     read = {name: _read(name, layer, source, dtype) for name, layer in source.layers.items()}
     pieces += [piece for piece, _ in read.values()]
     kept = {name: weight for name, (_, weight) in read.items() if weight is not None}
+    _check_activations(precision, {precision.qformat} if rounded else {weight.kind for weight in kept.values()})
     if rounded:
         pieces += _untied_head(source, precision, rounded, losses)
         return pieces, _rounded_as(source, precision, rounded)
@@ -183,9 +184,18 @@ def _read_as(source: Source, precision: Precision, kept: dict[str, QuantizedWeig
     )
 
 
+def _check_activations(precision: Precision, kinds: Collection[str | None]) -> None:
+    """SpecDecError for activations that no layer can be multiplied by."""
+    if precision.activations not in (None, "float") and not {"int8", "int4"} & set(kinds):
+        raise SpecDecError(
+            f"activations are rounded where weights are integers, and this model has none: {precision.activations}",
+            hint="leave the activations as they are, or round the weights to int8 or int4",
+        )
+
+
 def _default_activations(kinds: Collection[str]) -> Activations:
     """Integers are faster; what rounding to 8 bits changes is little beside weights of 4 bits, and much beside 8."""
-    return "int8" if "int4" in kinds else "int16" if "int8" in kinds else "float"
+    return "int16" if "int8" in kinds else "int8" if "int4" in kinds else "float"
 
 
 def _left_out(source: Source, rounded: Mapping[str, object]) -> tuple[str, ...]:

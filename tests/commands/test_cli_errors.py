@@ -670,7 +670,7 @@ PLACES = [
     case(CONVERT + "--qformat int4 --group-size 48", 2, "`--group-size` is 32, 64, 128 or -1: 48"),
     case(CONVERT + "--group-size 64", 2, "`--group-size` needs weights to round", "`--qformat int4`"),
     case(CONVERT + "--quantize-lm-head", 2, "`--quantize-lm-head` needs weights to round"),
-    case(CONVERT + "--activations int8", 2, "`--activations int8` needs weights to round"),
+    case(CONVERT + "--activations int8", 1, "activations are rounded where weights are integers", "round the weights"),
     case(CONVERT + "--qformat fp8 --activations int8", 2, "needs weights that are integers: --qformat fp8"),
     case(CONVERT + "--qformat nvfp4", 2, "`--qformat` must be one of", ": nvfp4"),
     case(BUILD + "--quality-text none", 1, "(No such file or directory): none"),

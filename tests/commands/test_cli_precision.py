@@ -49,6 +49,15 @@ def test_rounded_model_goes_the_whole_way(
     assert texts_of(plain) == texts_of(drafted)
 
 
+@pytest.mark.parametrize("activations", ["float", "int8", "int16"])
+def test_activations_of_a_model_that_was_rounded_before(activations: str, specdec: Specdec, tmp_path: Path) -> None:
+    save_awq(tmp_path / "model", 32)
+    flags = ["--model-dir", tmp_path / "model", "--output-dir", tmp_path / "ckpt", "--activations", activations]
+    shown = specdec("convert", *flags)
+    assert shown.exit_code == 0, shown.stderr
+    assert f"activations {activations}" in shown.stdout
+
+
 def test_loss_of_rouge_is_bounded(specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
     ckpt, engine = tmp_path / "ckpt", tmp_path / "engine"
     specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, "--qformat", "int8")

@@ -193,6 +193,31 @@ def test_compiled_engine_holds_few_bits_and_is_batch_invariant(tmp_path: Path, k
     assert num_floats < sum(linear.weight.numel() for linear in linears) / 4  # the rest is embeddings and norms
 
 
+@pytest.mark.slow
+def test_deep_model_in_float32_with_activations_in_16_bits_is_right(tmp_path: Path, kernels: Path) -> None:
+    """Where kernels and torch round one of a layer's inputs to another integer, those behind it do so too."""
+    deep = small_model(hidden_size=256, intermediate_size=512, num_hidden_layers=8, initializer_range=0.1)
+    deep.save_pretrained(tmp_path / "model")
+    precision = Precision("int8", 64, activations="int16")
+    arguments = (tmp_path / "model", tmp_path / "checkpoint", "float32")
+    convert(*arguments, replace=False, progress=lambda *_: None, precision=precision)
+    check = build(tmp_path, compiler="aot").logits_check
+    assert 1e-4 < check.relative_difference < 1e-2
+
+
+@pytest.mark.parametrize("precision", [Precision("fp8", activations="int16"), Precision(activations="int8")], ids=str)
+def test_activations_are_rounded_beside_integers_only(precision: Precision, tmp_path: Path) -> None:
+    small_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(SpecDecError, match="and this model has none"):
+        convert(
+            *(tmp_path / "model", tmp_path / "checkpoint", None),
+            replace=False,
+            progress=lambda *_: None,
+            precision=precision,
+        )
+    assert not (tmp_path / "checkpoint").exists()
+
+
 # The kernels
 
 KINDS = {"int8": 8, "int4": 4}
