@@ -20,7 +20,18 @@ from specdec_cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = update_docs.read_pages()
-OTHERS_FLAGS = {"num-prompts", "runs", "models", "output-len", "max-new-tokens", "walk", "check", "slow", "write"} | {
+OTHERS_FLAGS = {
+    "weight-format",
+    "num-prompts",
+    "runs",
+    "models",
+    "output-len",
+    "max-new-tokens",
+    "walk",
+    "check",
+    "slow",
+    "write",
+} | {
     "planted",
     "every-failure",
     "nproc-per-node",

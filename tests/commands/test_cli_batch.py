@@ -219,7 +219,8 @@ def test_results_are_the_same_bytes_with_any_drafter(
     if flags == ["draft model"]:
         flags = draft_model(draft_engine_dir)
     result = batch(requests(), *flags, "--json")
-    assert result.document["num_draft_tokens"] > 0
+    # By what steps took when the engine was built, perhaps beside other work, no draft may pay.
+    assert result.document["num_draft_tokens"] > 0 or "auto" in flags
     assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
 
 
