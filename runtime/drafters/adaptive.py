@@ -16,8 +16,8 @@ length that was chosen before anything is drawn.
 
 from collections.abc import Callable
 
-from runtime.drafters.outcomes import Outcomes
-from runtime.drafters.protocol import Drafter, check_request
+from runtime.drafters.outcomes import SURE, Outcomes
+from runtime.drafters.protocol import Drafter, check_request, look_ahead
 from runtime.request import Draft, Request, Sequence
 
 IterationSeconds = Callable[[int, int, float], float]
@@ -42,6 +42,7 @@ class AdaptiveDrafter:
         self._iteration_s = iteration_s
         self._draft_s = draft_s
         self._is_asked_for_what_pays = draft_s is not None
+        self._match_len = 0 if draft_s is None else SURE
         self._outcomes = Outcomes(are_cut=draft_s is not None)
         self._num_tokens = self._seconds = 0.0
         self._num_off = 0
@@ -70,9 +71,12 @@ class AdaptiveDrafter:
             self._num_off = 0 if draft_len else self._num_off + 1
         return [draft.cut(draft_len) for draft in drafts]
 
+    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
+        return look_ahead(self.drafter, sequence, drafted, max_draft_len)
+
     def _propose_what_pays(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         """Drafts that cost something are not asked for to be thrown away."""
-        draft_len = self._best_len(sequences, [(0, max_draft_len)] * len(sequences))
+        draft_len = self._best_len(sequences, [(self._match_len, max_draft_len)] * len(sequences))
         self._num_off = 0 if draft_len else self._num_off + 1
         if draft_len == 0 and self._num_off % _PROBE_INTERVAL:
             return [Draft([])] * len(sequences)
@@ -87,7 +91,7 @@ class AdaptiveDrafter:
     def _remember(self, sequences: list[Sequence], drafts: list[Draft]) -> None:
         for sequence, draft in zip(sequences, drafts, strict=True):
             # What is not known before drafting cannot be chosen by.
-            match_len = 0 if self._is_asked_for_what_pays else draft.match_len
+            match_len = self._match_len if self._is_asked_for_what_pays else draft.match_len
             self._outcomes.remember(sequence, draft.tokens, match_len)
 
     def _best_len(self, sequences: list[Sequence], drafts: list[tuple[int, int]]) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from runtime.drafters.protocol import Drafter, check_num_drafts, check_request
+from runtime.drafters.protocol import Drafter, check_num_drafts, check_request, look_ahead
 from runtime.errors import UsageError
 from runtime.request import Draft, Request, Sequence
 
@@ -34,6 +34,10 @@ class DrafterChain:
             for i, draft in zip(empty, proposed, strict=True):
                 drafts[i] = draft
         return drafts
+
+    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
+        drafts = (look_ahead(drafter, sequence, drafted, max_draft_len) for drafter in self.drafters)
+        return next((draft for draft in drafts if draft.tokens), Draft([]))
 
     def forget(self, request_id: int) -> None:
         for drafter in self.drafters:

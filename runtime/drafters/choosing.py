@@ -2,8 +2,8 @@
 
 Lookups cost nothing, and all of them look. What one has found is sent as it is where its drafts with a match of that
 length yielded more tokens per second so far than those of the others, and than what a model drafts. Elsewhere the model
-drafts, and a copy of the target's looks at what was looked up in one of its steps: what it would have drafted itself it
-need not compute one by one.
+drafts, and a copy of the target's looks at what was looked up in one of its steps, before each of them: what it would
+have drafted itself it need not compute one by one.
 
 Which of the drafts is chosen before a model draws anything, by what was generated before. A drafter among the lookups
 that has drawn its tokens is not weighed but sent: how many there are may depend on what they are.
@@ -12,15 +12,23 @@ that has drawn its tokens is not weighed but sent: how many there are may depend
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-from runtime.drafters.outcomes import Outcomes
-from runtime.drafters.protocol import Drafter, check_drafts, check_request
+from runtime.drafters.outcomes import SURE, Outcomes
+from runtime.drafters.protocol import Drafter, check_drafts, check_request, look_ahead
 from runtime.errors import UsageError
 from runtime.request import Draft, Request, Sequence
 
-_SURE = 16
-"""A model's drafts are taken to be as right as lookups with so long a match, until it is known how right they are."""
 _CONTEXT_STEP = 64
+
+
+class LooksAtSuggestions(Protocol):
+    """A copy of the target's: see `runtime.drafters.self_draft`."""
+
+    def ask(self, suggest: Callable[[Sequence, list[int]], list[int]]) -> None: ...
+
+    @property
+    def steps_per_token(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -31,8 +39,12 @@ class DraftingModel:
     max_draft_len: int
     step_s: Callable[[int, int], float]
     """(batch size, context length) -> seconds for one more token of every draft."""
-    suggest: Callable[[int, list[int]], None] | None = None
-    """(request, tokens that may come next), where it looks at such."""
+    copy: LooksAtSuggestions | None = None
+    """Whose drafts they are, where it looks at what may come next."""
+
+    @property
+    def steps_per_token(self) -> float:
+        return 1.0 if self.copy is None else self.copy.steps_per_token
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,11 @@ class ChoosingChain:
         self._iteration_s, self._vocab_size = iteration_s, vocab_size
         self._found = [Outcomes() for _ in self.lookups]
         self._drafted = [Outcomes() for _ in self.models]
+        self._found_now: dict[int, _Found] = {}
+        """By request, while models draft."""
+        for model in self.models:
+            if model.copy is not None:
+                model.copy.ask(self._suggest)
 
     def check_request(self, request: Request) -> None:
         """What the members say who have something to say about a request before it starts."""
@@ -77,21 +94,19 @@ class ChoosingChain:
                 outcomes.learn(sequence)
         found = self._look_up(sequences, max_draft_len)
         drafts = [one.draft for one in found]
+        self._found_now = {sequence.request.id: one for sequence, one in zip(sequences, found, strict=True)}
         asked: list[list[int]] = [[] for _ in self.models]
         for i, (sequence, one) in enumerate(zip(sequences, found, strict=True)):
             number = self._better_model(sequence, one, len(sequences))
-            if number is None:
-                continue
-            asked[number].append(i)
-            if suggest := self.models[number].suggest:
-                # A step of the model's with more tokens takes longer: no more than are likely to be right.
-                suggest(sequence.request.id, one.draft.tokens[: math.ceil(one.worth - 1)])
+            if number is not None:
+                asked[number].append(i)
         for model, outcomes, rows in zip(self.models, self._drafted, asked, strict=True):
             longest = min(max_draft_len, model.max_draft_len)
             proposed = model.drafter.propose([sequences[i] for i in rows], longest) if rows else []
             for i, draft in zip(rows, proposed, strict=True):
-                outcomes.remember(sequences[i], draft.tokens, _SURE)
+                outcomes.remember(sequences[i], draft.tokens, SURE)
                 drafts[i] = draft if draft.tokens else drafts[i]
+        self._found_now = {}
         return drafts
 
     def forget(self, request_id: int) -> None:
@@ -118,20 +133,36 @@ class ChoosingChain:
                 best[i] = found if before is None or found.rank > before.rank else before
         return [one or _Found(Draft([]), 1.0, 0.0) for one in best]
 
+    def _suggest(self, sequence: Sequence, drafted: list[int]) -> list[int]:
+        """What the copy should look at after these tokens of its draft.
+
+        A step with more tokens takes longer: no more than are likely to be right.
+        """
+        if not drafted:
+            found = self._found_now[sequence.request.id]
+            return found.draft.tokens[: math.ceil(found.worth - 1)]
+        most = max(sequence.max_draft_len - len(drafted), 0)
+        for lookup, outcomes in zip(self.lookups, self._found, strict=True):
+            draft = look_ahead(lookup, sequence, drafted, most)
+            if draft.tokens:
+                worth = outcomes.expected_tokens(sequence, draft.match_len, len(draft.tokens))[-1]
+                return draft.tokens[: math.ceil(worth - 1)]
+        return []
+
     def _better_model(self, sequence: Sequence, found: _Found, batch_size: int) -> int | None:
         """The model whose draft yields most tokens per second, if that is more than what was found does."""
         if not self.models or found.draft.probs is not None:
             return None
-        rates = [self._model_rate(i, sequence, found, batch_size) for i in range(len(self.models))]
+        rates = [self._model_rate(i, sequence, batch_size) for i in range(len(self.models))]
         best = max(rates)
         return None if found.draft.tokens and found.rate >= best else rates.index(best)
 
-    def _model_rate(self, number: int, sequence: Sequence, found: _Found, batch_size: int) -> float:
-        """Tokens per second with its draft. Its own time is less for what it need not compute one by one."""
+    def _model_rate(self, number: int, sequence: Sequence, batch_size: int) -> float:
+        """Tokens per second with its draft. Its own time is less where it need not compute them one by one."""
         model, context_len = self.models[number], _context_len(sequence)
         num_drafted = min(model.max_draft_len, max(sequence.max_draft_len, 1))
-        worth = self._drafted[number].expected_tokens(sequence, _SURE, num_drafted)[-1]
-        num_steps = num_drafted if model.suggest is None else max(num_drafted - (found.worth - 1), 1.0)
+        worth = self._drafted[number].expected_tokens(sequence, SURE, num_drafted)[-1]
+        num_steps = max(num_drafted * model.steps_per_token, 1.0)
         seconds = self._iteration_s(batch_size, context_len, num_drafted)
         return worth / (seconds + num_steps * model.step_s(batch_size, context_len))
 

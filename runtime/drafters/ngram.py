@@ -17,6 +17,8 @@ from runtime.errors import UsageError
 from runtime.request import Draft, Sequence
 
 Pattern = tuple[int, ...]
+_LONGEST_MATCH = 32
+"""How far back it is looked how long a match is, which says how right its draft may be."""
 _LONGEST_INDEXED = 16
 """Patterns of every size up to this are kept. Longer ones would take memory by the square of their size: they are
 looked for where their last so many tokens occurred."""
@@ -100,6 +102,14 @@ class NgramLookup:
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         return [self._lookup(sequence, max_draft_len) for sequence in sequences]
 
+    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
+        """What may follow these tokens after a sequence that was looked at just now. Nothing is learned of them."""
+        if (history := self._histories.get(sequence.request.id)) is None:
+            return Draft([])
+        tokens = [*sequence.tokens, *drafted]
+        size, end = self._find_indexed(history, tokens)
+        return self._found(sequence, tokens, end, max_draft_len) if size else Draft([])
+
     def forget(self, request_id: int) -> None:
         history = self._histories.pop(request_id, None)
         if history is not None and self.pool is not None:
@@ -113,18 +123,22 @@ class NgramLookup:
         draft_len = min(max_draft_len, sequence.max_draft_len)
         if self.ranking == "leftmost" and draft_len:
             draft_len = max_draft_len
-        match_len, end = self._find_long(history) or self._find_indexed(history)
-        draft = list[int]()
-        if match_len:
-            draft = self._continue(tokens, end, draft_len)
-        elif self.pool is not None and (found := self.pool.find(tokens)) is not None:
+        size, end = self._find_long(history) or self._find_indexed(history, tokens)
+        if size:
+            return self._found(sequence, tokens, end, draft_len)
+        match_len, draft = 0, list[int]()
+        if self.pool is not None and (found := self.pool.find(tokens)) is not None:
             match_len = found[0]
             draft = self.pool.draft(tokens, draft_len)
         return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
 
-    def _find_indexed(self, history: _History) -> tuple[int, int]:
-        """(size, end) of the longest pattern that is kept and the occurrence that the ranking chooses; (0, 0): none."""
-        tokens = history.sequence.tokens
+    def _found(self, sequence: Sequence, tokens: list[int], end: int, draft_len: int) -> Draft:
+        draft = self._continue(tokens, end, draft_len)
+        match_len = _num_common_before(tokens, end, max(_LONGEST_MATCH, self.max_matching_ngram_size))
+        return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
+
+    def _find_indexed(self, history: _History, tokens: list[int]) -> tuple[int, int]:
+        """(size, end) of the longest pattern that is kept and ends the tokens, as the ranking chooses; (0, 0): none."""
         longest = min(self._longest_indexed, len(tokens) - 1)
         for n in range(longest, self.min_matching_ngram_size - 1, -1):
             if (end := history.ends.get(tuple(tokens[-n:]))) is not None:

@@ -19,7 +19,7 @@ from runtime.drafters.custom import GuardedDrafter, guarded_drafter, load_custom
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
-from runtime.drafters.protocol import Drafter, check_request
+from runtime.drafters.protocol import Drafter, check_request, look_ahead
 from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.settings import (
     ChainDrafter,
@@ -163,16 +163,16 @@ def _drafting_model(one: OpenDrafter, target: EngineConfig, *, has_costs: bool) 
     assert one.max_draft_len is not None
     if one.draft_model is not None:
         config = one.draft_model.engine.config
-        step_costs, host_s, suggest = config.step_costs, config.host_s, None
+        step_costs, host_s = config.step_costs, config.host_s
     else:
         assert one.self_draft is not None
-        step_costs, host_s, suggest = target.self_draft_costs, target.host_s, one.self_draft.suggest
+        step_costs, host_s = target.self_draft_costs, target.host_s
     known = CostModel(step_costs, host_s) if has_costs and step_costs else None
 
     def step_s(batch_size: int, context_len: int) -> float:
         return known.iteration_s(batch_size, context_len, 0) if known else 0.0
 
-    return DraftingModel(one.drafter, one.max_draft_len, step_s, suggest)
+    return DraftingModel(one.drafter, one.max_draft_len, step_s, one.self_draft)
 
 
 def _always_the_same(batch_size: int, context_len: int, draft_len: float) -> float:
@@ -216,6 +216,9 @@ class ShortDrafter:
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         return self.drafter.propose(sequences, min(max_draft_len, self.max_draft_len))
+
+    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
+        return look_ahead(self.drafter, sequence, drafted, min(max_draft_len, self.max_draft_len))
 
     def forget(self, request_id: int) -> None:
         self.drafter.forget(request_id)

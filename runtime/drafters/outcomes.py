@@ -11,6 +11,8 @@ from runtime.request import Sequence
 
 _MATCH_LENS = (0, 1, 2, 3, 4, 6, 9, 16)
 """Drafts are told apart by how long their match was: this far, or longer."""
+SURE = 16
+"""A model's drafts are taken to be as right as lookups with so long a match, until it is known how right they are."""
 _OWN_MEMORY, _SHARED_MEMORY = 0.9, 0.995
 """What remains of a count when another draft is counted."""
 _SHARED_WEIGHT, _PRIOR_WEIGHT = 4.0, 2.0

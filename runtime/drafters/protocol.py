@@ -31,6 +31,15 @@ def check_request(drafter: Drafter | None, request: Request) -> None:
         check(request)
 
 
+def look_ahead(drafter: Drafter, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
+    """What a drafter that has a method of this name would propose if these tokens came next; else an empty draft.
+
+    It was asked for the sequence just now, and must not learn from the tokens, which nobody has verified.
+    """
+    ahead = getattr(drafter, "look_ahead", None)
+    return Draft([]) if ahead is None else ahead(sequence, drafted, max_draft_len)
+
+
 def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size: int) -> None:
     """SpecDecError unless these are drafts that the target can take: anybody may write a drafter."""
     check_num_drafts(drafts, num_sequences)

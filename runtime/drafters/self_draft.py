@@ -8,12 +8,18 @@ Nobody else sees the copy's K/V: it computes for followers of the sequences, and
 found again, ends at the sequence's own `num_computed`.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from runtime.drafters.proposal import Proposal
 from runtime.drafters.sureness import Sureness
 from runtime.engine import Engine
 from runtime.request import Draft, Sequence
+
+Suggest = Callable[[Sequence, list[int]], list[int]]
+"""(sequence, draft so far) -> tokens that may come next."""
+_MEMORY = 0.98
 
 
 class SelfDraft:
@@ -26,38 +32,48 @@ class SelfDraft:
         self.engine = engine
         self.use_logits = use_logits
         self._sureness = sureness
-        self._suggested: dict[int, list[int]] = {}
+        self._suggest: Suggest | None = None
+        self._num_steps = self._num_drafted = 0.0
 
-    def suggest(self, request_id: int, tokens: list[int]) -> None:
-        """Have the copy look, when it next drafts for the request, whether it would draft these tokens.
+    def ask(self, suggest: Suggest) -> None:
+        """Have the copy ask, before each of its steps, what may come next, and look whether it would draft that.
 
-        It computes them in one step, and keeps those that it chooses or draws itself: its draft is the same as without.
+        It computes these tokens in one step, and keeps those that it chooses or draws itself: its draft is the same as
+        without.
         """
-        self._suggested[request_id] = tokens
+        self._suggest = suggest
+
+    @property
+    def steps_per_token(self) -> float:
+        """Of the copy, for a token of a draft: less than one by what was suggested rightly, lately."""
+        return self._num_steps / self._num_drafted if self._num_drafted else 1.0
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         if not sequences:
             return []
         proposals = [self._begin(sequence, max_draft_len) for sequence in sequences]
-        suggested = [
-            self._suggested.pop(sequence.request.id, [])[: max(p.max_len - 1, 0)]
-            for sequence, p in zip(sequences, proposals, strict=True)
-        ]
         if self._sureness:
             self._sureness.begin(sequences, max_draft_len)
-        num_steps = 0
+        num_steps = num_copy_rows = 0
         while drafting := [i for i, proposal in enumerate(proposals) if not proposal.is_done]:
-            self._draft_tokens([proposals[i] for i in drafting], [suggested[i] for i in drafting])
-            suggested = [[] for _ in suggested]
+            suggested = [self._suggested(sequences[i], proposals[i]) for i in drafting]
+            self._draft_tokens([proposals[i] for i in drafting], suggested)
             num_steps += 1
+            num_copy_rows += len(drafting)
         if self._sureness:
             self._sureness.end(sequences, proposals, num_steps)
+        self._num_steps = self._num_steps * _MEMORY + num_copy_rows
+        self._num_drafted = self._num_drafted * _MEMORY + sum(len(proposal.tokens) for proposal in proposals)
         return [proposal.draft() for proposal in proposals]
 
     def forget(self, request_id: int) -> None:
-        self._suggested.pop(request_id, None)
         if self._sureness:
             self._sureness.forget(request_id)
+
+    def _suggested(self, sequence: Sequence, proposal: Proposal) -> list[int]:
+        """No more than fit the draft beside the token that comes after them."""
+        most = proposal.max_len - len(proposal.tokens) - 1
+        return self._suggest(sequence, proposal.tokens)[:most] if self._suggest and most > 0 else []
 
     def _draft_tokens(self, proposals: list[Proposal], suggested: list[list[int]]) -> None:
         """One more token of each, and as many more as were suggested rightly."""

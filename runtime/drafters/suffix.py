@@ -171,21 +171,36 @@ class SuffixLookup:
         self._histories: dict[int, History] = {}
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        return [self._follow(sequence, max_draft_len) for sequence in sequences]
+        return [self._look_up(sequence, max_draft_len) for sequence in sequences]
+
+    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
+        """What may follow these tokens after a sequence that was looked at just now. Nothing is learned of them."""
+        if (history := self._histories.get(sequence.request.id)) is None:
+            return Draft([])
+        state, n = history.automaton.match()
+        for token in drafted:
+            state, n = history.automaton.step(state, n, token)
+        return self._follow(history, (state, n), n, drafted, max_draft_len)
 
     def forget(self, request_id: int) -> None:
         history = self._histories.pop(request_id, None)
         if history is not None and self.pool is not None:
             self.pool.add(history.sequence)
 
-    def _follow(self, sequence: Sequence, max_draft_len: int) -> Draft:
+    def _look_up(self, sequence: Sequence, max_draft_len: int) -> Draft:
         history = self._histories.setdefault(sequence.request.id, History(sequence))
         history.index(sequence)
-        automaton, draft_len = history.automaton, min(max_draft_len, sequence.max_draft_len)
+        automaton = history.automaton
+        draft_len = min(max_draft_len, sequence.max_draft_len)
+        return self._follow(history, automaton.match(), automaton.match_len, [], draft_len)
+
+    def _follow(
+        self, history: History, match: tuple[int, int], match_len: int, drafted: list[int], draft_len: int
+    ) -> Draft:
+        """What comes after the match, which is a state and a number of tokens, and `drafted`."""
+        automaton, draft, (state, n) = history.automaton, list[int](), match
         size = self.pool.max_matching_ngram_size if self.pool else 0
-        tail, draft = sequence.tokens[-size:] if size else [], list[int]()
-        state, n = automaton.match()
-        match_len = 0
+        tail = [*history.sequence.tokens[-size:], *drafted][-size:] if size else []
         while len(draft) < draft_len:
             token = automaton.best[state] if n else _NO_TOKEN
             public = self._find_public(tail, n)
@@ -194,13 +209,14 @@ class SuffixLookup:
             if token == _NO_TOKEN:
                 break
             if not draft:
-                match_len = max(automaton.match_len, public[0] if public else 0)
+                match_len = max(match_len, public[0] if public else 0)
                 draft_len = self._draft_len(match_len, draft_len)
             draft.append(token)
             state, n = automaton.step(state, n, token)
             if size:
                 tail = [*tail, token][-size:]
-        return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
+        match_len = match_len if draft else 0
+        return Draft(cut_at_end_id(draft, history.sequence.request.end_ids), match_len=match_len)
 
     def _find_public(self, tail: list[int], num_private: int) -> tuple[int, int] | None:
         if self.pool is None:

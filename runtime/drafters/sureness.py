@@ -79,8 +79,8 @@ class Sureness:
             return
         start, tokens, sureness = draft
         known = sequence.tokens[start:]
-        self._num_tokens += len(known)
         num_right = num_common(tokens, known)
+        self._num_tokens += min(num_right + 1, len(known))  # others' drafts may have yielded more since
         for i, kind in enumerate(sureness[: min(num_right + 1, len(known), len(tokens))]):
             self._seen[kind] = self._seen[kind] * _MEMORY + 1
             self._right[kind] = self._right[kind] * _MEMORY + (i < num_right)

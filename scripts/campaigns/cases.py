@@ -200,7 +200,7 @@ class Case:
         if name == "chain with self":
             ngram = NgramLookup(choose([2, 3, 4]), ranking=choose(["oldest", "recent", "frequent"]))
             drafter = self._self_draft()
-            return self._choosing(ngram, drafter, drafter.suggest)
+            return self._choosing(ngram, drafter, drafter)
         if name.startswith("self"):
             return self._self_draft()
         if name.startswith("draft model"):
@@ -233,10 +233,10 @@ class Case:
         )
         return SelfDraft(self.engine, use_logits=use_logits, sureness=sureness)
 
-    def _choosing(self, lookup: Drafter, drafter: Drafter, suggest: Callable[[int, list[int]], None] | None) -> Drafter:
+    def _choosing(self, lookup: Drafter, drafter: Drafter, copy: SelfDraft | None) -> Drafter:
         """For a model's drafts of which the lookups are now and then better, and now and then worse."""
         share = self.random.random()
-        model = DraftingModel(drafter, self.random.randint(1, 8), lambda batch, context: share, suggest)
+        model = DraftingModel(drafter, self.random.randint(1, 8), lambda batch, context: share, copy)
         return ChoosingChain([lookup], [model], lambda batch, context, draft_len: 1 + 0.1 * draft_len, VOCAB_SIZE)
 
     def _adapted(self, drafter: Drafter) -> Drafter:

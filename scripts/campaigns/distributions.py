@@ -139,7 +139,7 @@ def make_drafter(name: str, corpus: Corpus, engine: Engine) -> Drafter | None:
 
 def _choosing(own: SelfDraft) -> Drafter:
     """Sends lookups as they are now, and has the copy look at them then."""
-    model = DraftingModel(own, 3, lambda batch, context: 0.3, own.suggest)
+    model = DraftingModel(own, 3, lambda batch, context: 0.3, own)
     return ChoosingChain([NgramLookup(4)], [model], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
 
 

@@ -11,9 +11,12 @@ from transformers import PreTrainedModel
 
 from runtime import leader, orchestrator
 from runtime.config import SelfDraft as Rounding
+from runtime.drafters.adaptive import AdaptiveDrafter
+from runtime.drafters.chain import DrafterChain
 from runtime.drafters.choosing import ChoosingChain, DraftingModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.opening import ShortDrafter
+from runtime.drafters.proposal import Proposal
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.sureness import Sureness
@@ -81,7 +84,7 @@ class Counted:
 
 def choosing(lookup: Drafter, drafter: SelfDraft, own_s: float, counted: Drafter | None = None) -> ChoosingChain:
     """With the copy: a step of the target takes a second, and one of the copy's `own_s`."""
-    model = DraftingModel(counted or drafter, DRAFT_LEN, lambda batch, context: own_s, drafter.suggest)
+    model = DraftingModel(counted or drafter, DRAFT_LEN, lambda batch, context: own_s, drafter)
     return ChoosingChain([lookup], [model], lambda batch, context, draft_len: 1 + 0.05 * draft_len, VOCAB_SIZE)
 
 
@@ -146,13 +149,66 @@ def test_suggestions_change_no_draft_and_save_steps(
     assert count_copy == [1] * len(plain.tokens) and len(plain.tokens) == DRAFT_LEN
     count_copy.clear()
     wrong = [(token + 1) % 32 for token in plain.tokens[num_right:]]
-    drafter.suggest(sequence.request.id, [*plain.tokens[:num_right], *wrong])
+    drafter.ask(lambda sequence, drafted: [] if drafted else [*plain.tokens[:num_right], *wrong])
     (helped,) = drafter.propose([sequence], DRAFT_LEN)
     assert helped.tokens == plain.tokens
     if use_logits:
         torch.testing.assert_close(helped.probs, plain.probs, rtol=1e-4, atol=1e-6)
     assert count_copy == [DRAFT_LEN, *[1] * (DRAFT_LEN - min(num_right + 1, DRAFT_LEN))]
     engine.release(sequence)
+
+
+def test_the_copy_asks_again_before_each_of_its_steps(engine: Engine, count_copy: list[int]) -> None:
+    """What is suggested goes wrong after two tokens, and is right again from where the copy then is."""
+    drafter = SelfDraft(engine, use_logits=False)
+    (sequence,) = [Sequence.start(make_requests()[2])]
+    assert engine.admit(sequence)
+    engine.compute_context(sequence, len(sequence.tokens) - 1)
+    (plain,) = drafter.propose([sequence], DRAFT_LEN)
+    assert drafter.steps_per_token == 1
+    count_copy.clear()
+    asked: list[int] = []
+
+    def suggest(of: Sequence, drafted: list[int]) -> list[int]:
+        assert of is sequence and drafted == plain.tokens[: len(drafted)]
+        asked.append(len(drafted))
+        return [*plain.tokens[len(drafted) :][:2], -1 % VOCAB_SIZE] if len(drafted) < 4 else []
+
+    drafter.ask(suggest)
+    (helped,) = drafter.propose([sequence], DRAFT_LEN)
+    assert helped.tokens == plain.tokens
+    assert asked == [0, 3] and count_copy == [4, 3]
+    assert drafter.steps_per_token == pytest.approx((DRAFT_LEN * 0.98 + 2) / (DRAFT_LEN * 0.98 + DRAFT_LEN))
+    engine.release(sequence)
+
+
+class OnlyAhead(Guesser):
+    """Knows what comes after the first token of a draft."""
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [Draft([]) for _ in sequences]
+
+    def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
+        tokens = self.texts[sequence.request.id][sequence.num_generated :]
+        is_right = tokens[: len(drafted)] == drafted
+        return Draft(tokens[len(drafted) :][:max_draft_len] if is_right else [], match_len=self.match_len)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_lookups_in_the_midst_of_a_draft_save_the_copy_steps(
+    loop: str, engine: Engine, model: PreTrainedModel, count_copy: list[int]
+) -> None:
+    """Through whatever a lookup is wrapped in. The copy is free, so that it is always asked."""
+    texts, counts = texts_of(model), []
+    for known in (texts, {i: [] for i in texts}):
+        short = ShortDrafter(OnlyAhead(known, 9, match_len=16), DRAFT_LEN)
+        lookup = AdaptiveDrafter(DrafterChain([short]), lambda batch, context, draft_len: 1.0)
+        engine.clear_cache()
+        count_copy.clear()
+        sequences = answer(engine, loop, make_requests(), choosing(lookup, SelfDraft(engine, use_logits=False), 0.0))
+        assert {s.request.id: s.output_tokens for s in sequences} == texts
+        counts.append(len(count_copy))
+    assert counts[0] < 0.7 * counts[1]
 
 
 def test_the_copy_looks_at_short_lookups_and_goes_on(
@@ -264,7 +320,19 @@ def test_what_is_kept_of_a_request_goes_with_it(engine: Engine) -> None:
     chain = choosing(NgramLookup(3), drafter, 0.1)
     answer(engine, "leader", make_requests(), chain)
     assert [len(outcomes) for outcomes in (*chain._found, *chain._drafted)] == [0, 0]
-    assert drafter._suggested == {} and drafter._sureness is not None and drafter._sureness._pending == {}
+    assert chain._found_now == {} and drafter._sureness is not None and drafter._sureness._pending == {}
+
+
+def test_tokens_of_others_do_not_make_the_copy_look_fast() -> None:
+    """Of its two tokens the second was wrong, so that its step yielded two; lookups then yielded nine."""
+    sureness = Sureness(lambda b, c, n: 1.0, lambda b, c: 0.5)
+    sequence = Sequence.start(Request(0, (5, 6), 99))
+    sureness.begin([sequence], 4)
+    proposal = Proposal(sequence, 4, use_logits=False, tokens=[7, 8], sureness=[15, 15])
+    sureness.end([sequence], [proposal], num_steps=2)
+    sequence.tokens += [7, 9, *range(9)]
+    sureness.begin([sequence], 4)
+    assert sureness._num_tokens / sureness._seconds == 2 / (1.0 + 2 * 0.5)
 
 
 @pytest.mark.parametrize(("token_s", "draft_s"), [(0.0, 0.0), (0.05, 0.3), (1.0, 1.0)])

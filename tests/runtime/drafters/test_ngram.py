@@ -40,11 +40,20 @@ def choose(tokens: list[int], ends: list[int], ranking: NgramRanking) -> int:
 
 
 def brute_force(
-    tokens: list[int], sizes: tuple[int, int], ranking: NgramRanking, draft_len: int, end_ids: tuple[int, ...]
+    tokens: list[int],
+    sizes: tuple[int, int],
+    ranking: NgramRanking,
+    draft_len: int,
+    end_ids: tuple[int, ...],
+    num_seen: int | None = None,
 ) -> list[int]:
-    """The longest tail that occurred before with a token after it; what followed the occurrence that was chosen."""
+    """The longest tail that occurred before with a token after it; what followed the occurrence that was chosen.
+
+    Among the first `num_seen` tokens, where not all of them count.
+    """
+    num_seen = len(tokens) if num_seen is None else num_seen
     for n in range(sizes[1], sizes[0] - 1, -1):
-        ends = [i + n for i in range(len(tokens) - n) if tokens[i : i + n] == tokens[-n:]]
+        ends = [i + n for i in range(num_seen - n) if tokens[i : i + n] == tokens[-n:]]
         if ends:
             end, draft = choose(tokens, ends, ranking), list[int]()
             while len(draft) < draft_len and end + len(draft) < len(tokens):
@@ -85,6 +94,47 @@ def test_draft_equals_brute_force(
             draft_len = max_draft_len  # as transformers has it; the loops cut what the budget has no room for
         expected = brute_force(sequence.tokens, sizes, ranking, draft_len, end_ids)
         assert propose(drafter, sequence, max_draft_len) == expected
+
+
+@given(
+    seen=st.lists(st.integers(0, 2), min_size=1, max_size=25),
+    drafted=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(lambda pair: (min(pair), max(pair))),
+    ranking=st.sampled_from(RANKINGS),
+    max_draft_len=st.integers(0, 6),
+    end_ids=st.sampled_from([(), (2,), (0, 2)]),
+)
+@settings(max_examples=examples(1000), deadline=None, derandomize=True)
+def test_looking_ahead_equals_brute_force_and_nothing_is_learned(
+    seen: list[int],
+    drafted: list[int],
+    sizes: tuple[int, int],
+    ranking: NgramRanking,
+    max_draft_len: int,
+    end_ids: tuple[int, ...],
+) -> None:
+    drafter = NgramLookup(sizes[1], min_matching_ngram_size=sizes[0], ranking=ranking)
+    sequence = start(seen, end_ids=end_ids)
+    before = propose(drafter, sequence)
+    ahead = drafter.look_ahead(sequence, drafted, max_draft_len)
+    expected = brute_force(seen + drafted, sizes, ranking, max_draft_len, end_ids, num_seen=len(seen))
+    assert ahead.tokens == expected
+    assert sequence.tokens == seen and propose(drafter, sequence) == before
+
+
+def test_of_a_sequence_that_was_never_looked_at_nothing_is_known() -> None:
+    assert NgramLookup(2).look_ahead(start([1, 2, 1, 2]), [1], 4).tokens == []
+
+
+@pytest.mark.parametrize("ranking", RANKINGS)
+@pytest.mark.parametrize("size", [1, 2, 40])
+def test_a_match_is_as_long_as_it_goes_back(size: int, ranking: NgramRanking) -> None:
+    """Though no more than `size` tokens were looked up; up to 32, or up to the size where that is more."""
+    text = [7, *range(10, 60)]
+    for length in (1, 2, 5, 31, 45):
+        sequence = start([*text, 8, *text[20 - length + 30 :][:length]], request_id=length)
+        (draft,) = NgramLookup(size, ranking=ranking).propose([sequence], 3)
+        assert draft.match_len == min(length, max(size, 32))
 
 
 def test_longest_pattern_wins() -> None:

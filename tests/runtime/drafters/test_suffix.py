@@ -50,10 +50,16 @@ def most_frequent(found: list[int]) -> int:
     return max(reversed(found), key=found.count)
 
 
-def brute_force(text: list[int], draft_len: int, max_counted: int, public: NgramPool | None) -> list[int]:
+def brute_force(
+    text: list[int],
+    draft_len: int,
+    max_counted: int,
+    public: NgramPool | None,
+    drafted: list[int] = [],  # noqa: B006
+) -> list[int]:
     draft: list[int] = []
     while len(draft) < draft_len:
-        tail = text + draft
+        tail = text + drafted + draft
         n, found = followers(text, tail, max_counted - 1)
         earlier = public.find(tail) if public else None
         if earlier is not None and (n == 0 or earlier[0] > n + PUBLIC_MARGIN):
@@ -115,6 +121,15 @@ def test_draft_equals_brute_force(
         draft_len = max(min(max_draft_len, sequence.num_remaining - 1), 0)
         expected = brute_force(sequence.tokens, draft_len, max_counted, pool)
         assert propose(drafter, sequence, max_draft_len) == expected
+        # As if these came next: what follows them is looked for in what is known, and nothing is learned.
+        drafted = earlier[0] if earlier else run[::-1]
+        ahead = drafter.look_ahead(sequence, drafted, draft_len)
+        assert ahead.tokens == brute_force(sequence.tokens, draft_len, max_counted, pool, drafted)
+        assert propose(drafter, sequence, max_draft_len) == expected
+
+
+def test_of_a_sequence_that_was_never_looked_at_nothing_is_known() -> None:
+    assert SuffixLookup().look_ahead(start([1, 2, 1, 2]), [1], 4).tokens == []
 
 
 def test_longest_match_wins() -> None:
