@@ -26,30 +26,33 @@ from runtime.bundle import LIBRARY
 from runtime.compiler.kernels import load_kernels
 from runtime.engine import Engine
 from runtime.parallel.devices import cores_of, pin
-from runtime.parallel.processes import shared_memory
+from runtime.parallel.groups import Meeting, Way, join, join_by_number
 
 NUM_FLOATS, NUM_SUMS = 768, 20_000
 SHAPES = {"101M": LLAMA_101M, "1.1B": LLAMA_1100M}
+WAYS: tuple[Way, ...] = ("shared", "gloo")
 QUERIES = (1, DRAFT_LEN + 1)
 
 
-def time_sums() -> float:
+def time_sums(way: Way) -> float:
     """Microseconds of a sum of 768 floats of two processes, each on its own device."""
-    memory = shared_memory(torch.ops.specdec.shared_bytes(2))
-    cores = cores_of((0, 1))
+    meeting, cores = Meeting(way, 2), cores_of((0, 1))
     other = os.fork()
     rank = 0 if other else 1
     pin(cores[rank])
-    torch.ops.specdec.join_group(rank, memory, rank, 2)
-    torch.ops.specdec.use_group(rank)
+    group = join_by_number(way, meeting.number, 1, 2) if rank else join(meeting, 0, 2)
+    group.use()
+    all_reduce = torch.ops.specdec.all_reduce if way == "shared" else torch.ops.specdec_distributed.all_reduce
     x = torch.ones(NUM_FLOATS)
     for i in range(2 * NUM_SUMS):
         if i == NUM_SUMS:
             start = time.perf_counter()
-        torch.ops.specdec.all_reduce(x)
+        all_reduce(x)
     elapsed = time.perf_counter() - start
     if rank:
         os._exit(0)
+    group.leave()
+    meeting.close()
     os.waitpid(other, 0)
     pin([*cores[0], *cores[1]])
     return elapsed / NUM_SUMS * 1e6
@@ -94,7 +97,7 @@ def main() -> None:
         work_dir.mkdir(parents=True, exist_ok=True)
         engines = {n: make_engine(work_dir, arguments.dtype, n, SHAPES[arguments.size])[0] for n in (1, 2)}
         load_kernels(engines[2] / LIBRARY)
-        sum_us = time_sums()
+        sums_us = {way: time_sums(way) for way in WAYS}
         times: dict[int, dict[int, list[float]]] = {tp_size: {n: [] for n in QUERIES} for tp_size in engines}
         for _ in range(arguments.turns):
             for tp_size, engine_dir in engines.items():
@@ -108,7 +111,8 @@ def main() -> None:
         print(f"| step of {n} tokens | {ours:.1f} ms | {theirs:.1f} ms | {ours / theirs:.2f} |")
     ours, theirs = num_bytes[2] / 1e6, num_bytes[1] / 1e6
     print(f"| weights of a rank | {ours:.0f} MB | {theirs:.0f} MB | {ours / theirs:.2f} |")
-    print(f"| sum of {NUM_FLOATS} floats | {sum_us:.1f} µs | | |")
+    for way, sum_us in sums_us.items():
+        print(f"| sum of {NUM_FLOATS} floats, {way} | {sum_us:.1f} µs | | |")
 
 
 if __name__ == "__main__":
