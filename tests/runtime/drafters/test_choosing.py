@@ -323,7 +323,7 @@ def test_what_is_kept_of_a_request_goes_with_it(engine: Engine) -> None:
     assert chain._found_now == {} and drafter._sureness is not None and drafter._sureness._pending == {}
 
 
-def test_tokens_of_others_do_not_make_the_copy_look_fast() -> None:
+def test_tokens_of_others_do_not_make_a_sure_copy_look_fast() -> None:
     """Of its two tokens the second was wrong, so that its step yielded two; lookups then yielded nine."""
     sureness = Sureness(lambda b, c, n: 1.0, lambda b, c: 0.5)
     sequence = Sequence.start(Request(0, (5, 6), 99))
