@@ -190,3 +190,9 @@ def self_draft_engine_dir(llama_dir: Path, shared: Path) -> Path:
 def llama_engine_dir(llama_dir: Path, shared: Path, kernels: Path) -> Path:
     """Engine directory of `llama_dir`, compiled ahead of time (half a minute, once), and what its steps cost."""
     return shared_engine(shared / "engines", llama_dir, compiler="aot", measure_costs=True)
+
+
+@pytest.fixture(scope="session")
+def split_engine_dir(make_engine_dir: MakeEngineDir) -> Path:
+    """Engine directory of `make_model("llama")` on two ranks, compiled ahead of time, and what its steps cost."""
+    return make_engine_dir(make_model("llama"), tp_size=2, compiler="aot", measure_costs=True)

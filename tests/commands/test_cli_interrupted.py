@@ -209,8 +209,7 @@ def without_compiler(tmp_path: Path) -> dict[str, str]:
     return {"PATH": str(tmp_path / "bin"), "CXX": "", **caches}
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("named", ["", "/none/g++"], ids=["unset", "named"])
+@pytest.mark.parametrize("named", [pytest.param("", marks=pytest.mark.slow), "/none/g++"], ids=["unset", "named"])
 def test_machine_without_a_compiler_is_one_error(
     named: str, without_compiler: dict[str, str], llama_checkpoint_dir: Path, tmp_path: Path, specdec_process: Specdec
 ) -> None:
@@ -226,11 +225,11 @@ def test_machine_without_a_compiler_is_one_error(
 
 
 def test_machine_without_a_compiler_runs_what_was_built_elsewhere(
-    without_compiler: dict[str, str], llama_engine_dir: Path, tmp_path: Path, specdec_process: Specdec
+    without_compiler: dict[str, str], llama_engine_dir: Path, tmp_path: Path, specdec: Specdec, specdec_process: Specdec
 ) -> None:
     shutil.copytree(llama_engine_dir, tmp_path / "engine")
     arguments = ["--input-text", PROMPT, "--max-output-len", 8, "--ngram-config", "4,2", "--json"]
-    here = specdec_process("run", "--engine-dir", llama_engine_dir, *arguments)
+    here = specdec("run", "--engine-dir", llama_engine_dir, *arguments)
     there = specdec_process("run", "--engine-dir", tmp_path / "engine", *arguments, environment=without_compiler)
     assert there.exit_code == 0, there.stderr
     assert there.document["requests"][0]["output_ids"] == here.document["requests"][0]["output_ids"]

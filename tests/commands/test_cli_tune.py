@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from command_line import Specdec, assert_valid, edit_json, tree
-from shared import once, shared_engine
+from shared import once
 from test_cli_errors import assert_one_clear_error
 from tiny import VOCAB_SIZE, make_model, repetitive_prompt
 from transformers import PreTrainedTokenizerFast
@@ -210,12 +210,6 @@ def test_what_models_draft_is_run_with_each_length(
     assert json.loads(profile.read_text())["figures"]["measured_speedup"] >= 1.0
 
 
-@pytest.fixture(scope="module")
-def split_engine_dir(llama_dir: Path, shared: Path, kernels: Path) -> Path:
-    """Of two ranks."""
-    return shared_engine(shared / "engines", llama_dir, tp_size=2, measure_costs=True)
-
-
 @pytest.mark.parametrize(
     ("flags", "recommended"),
     [
@@ -230,12 +224,18 @@ def split_engine_dir(llama_dir: Path, shared: Path, kernels: Path) -> Path:
     ],
 )
 def test_a_split_engines_flags_name_a_device_for_each_rank(
-    flags: list[object], recommended: str, specdec: Specdec, split_engine_dir: Path, draft_engine_with_costs: Path
+    flags: list[object],
+    recommended: str,
+    specdec: Specdec,
+    split_engine_dir: Path,
+    make_draft_engine_dir: Callable[..., Path],
+    prompts: Path,
 ) -> None:
     """`run` takes them."""
-    arguments = ["--engine-dir", split_engine_dir, "--input-text", "The dog lost the ball.", "--max-output-len", 4]
+    arguments = ["--engine-dir", split_engine_dir, "--input-file", prompts, "--max-output-len", 4]
     if "--draft-target-model-config" in flags:
-        flags = ["--draft-engine-dir", draft_engine_with_costs, *flags]
+        draft_engine_dir = make_draft_engine_dir(make_model("llama", num_hidden_layers=1), None, measure_costs=True)
+        flags = ["--draft-engine-dir", draft_engine_dir, *flags]
     document = specdec("tune", *arguments, *flags, "--num-live-prompts", 1, "--json").document
     assert_valid("tune", document)
     found = next(one["flags"] for one in document["timed"] if one["drafter"] and one["draft_len_mode"] == "fixed")
@@ -245,8 +245,8 @@ def test_a_split_engines_flags_name_a_device_for_each_rank(
     assert settings[name]["device_ids"] == document["settings"]["device_ids"]
 
 
-def test_as_many_devices_as_ranks_are_named(specdec: Specdec, split_engine_dir: Path) -> None:
-    arguments = ["--engine-dir", split_engine_dir, "--input-text", "The dog", "--max-output-len", 4]
+def test_as_many_devices_as_ranks_are_named(specdec: Specdec, split_engine_dir: Path, prompts: Path) -> None:
+    arguments = ["--engine-dir", split_engine_dir, "--input-file", prompts, "--max-output-len", 4]
     words = ("is not as long as the engine's tp_size 2: it has 1, [0]", "name 2 devices")
     assert_one_clear_error(specdec("tune", *arguments, "--ngram-config", "[1,2,[0]]"), 2, words)
     draft = ["--draft-engine-dir", split_engine_dir, "--draft-target-model-config", "[4,[0],[0,1],False]"]

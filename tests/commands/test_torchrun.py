@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import PROMPT, Specdec
-from shared import shared_engine
+from tiny import hf_greedy, make_model, repetitive_prompt
 
 from runtime.errors import SpecDecError
 from specdec_cli.launched import is_spare
@@ -17,12 +16,12 @@ ROOT = Path(__file__).parents[2]
 OF_TWO_MACHINES = {"TORCHELASTIC_RUN_ID": "a", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
 
-def test_the_command_is_run_once(
-    specdec: Specdec, llama_dir: Path, shared: Path, kernels: Path, process_environment: dict[str, str]
-) -> None:
+def test_the_command_is_run_once(split_engine_dir: Path, tmp_path: Path, process_environment: dict[str, str]) -> None:
     """And with the threads that it has by itself."""
-    engine_dir = shared_engine(shared / "engines", llama_dir, tp_size=2)
-    arguments = ["run", "--engine-dir", engine_dir, "--input-text", PROMPT, "--ngram-config", "4,2", "--json"]
+    prompt = repetitive_prompt(1, 30)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_ids": prompt}))
+    arguments = ["run", "--engine-dir", split_engine_dir, "--input-file", tmp_path / "prompts.jsonl", "--json"]
+    arguments += ["--max-output-len", 20, "--ngram-config", "4,2"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "-m", "specdec_cli", *map(str, arguments)],
@@ -34,7 +33,7 @@ def test_the_command_is_run_once(
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert document["requests"][0]["output_ids"] == specdec(*arguments).document["requests"][0]["output_ids"]
+    assert document["requests"][0]["output_ids"] == hf_greedy(make_model("llama"), prompt, 20, eos_token_id=2)
 
 
 def test_ranks_of_two_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bfloat16 INT8": ("mistral", WINDOWED),
 }
 _MARKS = dict.fromkeys(
-    ("float16", "float32", "float32 FP8"), pytest.mark.slow
+    ("bfloat16", "float16", "float32", "float32 FP8"), pytest.mark.slow
 )  # compiling an engine takes half a minute
 COMPILED = [pytest.param(name, marks=_MARKS.get(name, ())) for name in MODELS]
 

@@ -64,8 +64,9 @@ def split_llama(make_engine_dir: MakeEngineDir) -> Path:
 
 
 @pytest.fixture(scope="module", params=["none", "aot"])
-def split_either_way(request: pytest.FixtureRequest, make_engine_dir: MakeEngineDir) -> Path:
-    return make_engine_dir(make_model("llama"), tp_size=2, compiler=request.param)
+def split_either_way(request: pytest.FixtureRequest) -> Path:
+    directory: Path = request.getfixturevalue({"none": "split_llama", "aot": "split_engine_dir"}[request.param])
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,7 @@ def logits_of_ranks(model: PreTrainedModel, work_dir: Path, tp_size: int, way: W
     return together(way, tp_size, compute)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize("family", SPLIT)
@@ -182,7 +184,14 @@ def test_one_compiled_step_serves_all_ranks(
 
 
 @pytest.mark.parametrize(
-    ("signal_number", "words"), [(signal.SIGKILL, "rank 1 of 2 has ended: SIGKILL"), (signal.SIGSTOP, "was stopped")]
+    ("split_either_way", "signal_number", "words"),
+    [
+        ("none", signal.SIGKILL, "rank 1 of 2 has ended: SIGKILL"),
+        ("aot", signal.SIGKILL, "rank 1 of 2 has ended: SIGKILL"),
+        ("aot", signal.SIGSTOP, "was stopped"),
+        pytest.param("none", signal.SIGSTOP, "was stopped", marks=pytest.mark.slow),
+    ],
+    indirect=["split_either_way"],
 )
 def test_a_rank_that_ends_or_hangs_ends_all(split_either_way: Path, signal_number: signal.Signals, words: str) -> None:
     llm = LLM(split_either_way)
@@ -246,12 +255,18 @@ with LLM(Path(sys.argv[1])) as llm:
 
 
 @pytest.mark.parametrize(
-    "signal_number",
+    ("split_either_way", "signal_number"),
     [
-        signal.SIGKILL,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        ("aot", signal.SIGKILL),
+        *(
+            pytest.param(compiler, signal_number, marks=pytest.mark.slow)
+            for compiler, signal_number in (
+                ("none", signal.SIGKILL),
+                *((either, one) for either in ("none", "aot") for one in (signal.SIGINT, signal.SIGTERM)),
+            )
+        ),
     ],
+    indirect=["split_either_way"],
 )
 def test_nothing_is_left_when_rank_0_ends(split_either_way: Path, signal_number: signal.Signals) -> None:
     before = set(os.listdir("/dev/shm"))
