@@ -77,13 +77,13 @@ def specdec_process(process_environment: dict[str, str]) -> Specdec:
 
 
 @pytest.fixture
-def run(specdec: Specdec, llama_uncompiled_dir: Path) -> Callable[..., Result]:
+def run(specdec: Specdec, llama_engine_dir: Path) -> Callable[..., Result]:
     """`run(…)`: `specdec run` with the uncompiled engine, no end id, and `PROMPT` unless prompts are given."""
 
     def call(*arguments: object) -> Result:
         given = {str(argument).partition("=")[0] for argument in arguments}
         prompt = [] if given & {"--input-text", "--input-file"} else ["--input-text", PROMPT]
-        return specdec("run", "--engine-dir", llama_uncompiled_dir, *prompt, *arguments)
+        return specdec("run", "--engine-dir", llama_engine_dir, *prompt, *arguments)
 
     return call
 

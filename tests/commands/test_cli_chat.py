@@ -29,10 +29,10 @@ FLAGS = ["--ngram-config", "4,2", "--max-output-len", NUM_TOKENS, "--end-id", 29
 
 
 @pytest.fixture(scope="module")
-def engine_dir(llama_uncompiled_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engine_dir(llama_engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama's, with a tokenizer that has a template."""
     directory = tmp_path_factory.mktemp("chat") / "engine"
-    shutil.copytree(llama_uncompiled_dir, directory)
+    shutil.copytree(llama_engine_dir, directory)
     edit_json(directory / "tokenizer_config.json", chat_template=TEMPLATE)
     record_anew(directory)
     return directory
@@ -130,9 +130,9 @@ def test_marked_answers_have_the_same_text(specdec: Specdec, engine_dir: Path, t
     assert texts[0] == texts[1]
 
 
-def test_tokenizer_without_a_template_is_one_error(specdec: Specdec, llama_uncompiled_dir: Path) -> None:
+def test_tokenizer_without_a_template_is_one_error(specdec: Specdec, llama_engine_dir: Path) -> None:
     for command in (["chat"], ["run", "The dog", "--apply-chat-template"]):
-        result = specdec(*command, "--engine-dir", llama_uncompiled_dir)
+        result = specdec(*command, "--engine-dir", llama_engine_dir)
         assert result.exit_code == 1
         assert result.stderr.startswith("error: the tokenizer has no chat template: ")
 

@@ -58,7 +58,7 @@ def test_corpus_holds_the_tokens_of_texts_and_traces(
     assert document["size_bytes"] == Path("c").stat().st_size
 
 
-@pytest.mark.parametrize("tokenizer_dir", ["llama_uncompiled_dir", "llama_checkpoint_dir", "llama_dir"])
+@pytest.mark.parametrize("tokenizer_dir", ["llama_engine_dir", "llama_checkpoint_dir", "llama_dir"])
 def test_tokenizer_of_an_engine_a_checkpoint_or_a_model(
     tokenizer_dir: str, specdec: Specdec, directory: Path, request: pytest.FixtureRequest,
     tokenizer: PreTrainedTokenizerFast,
@@ -201,12 +201,12 @@ def test_force_replaces_a_corpus_even_a_damaged_one(specdec: Specdec, directory:
 
 @pytest.mark.parametrize("leader", [False, True], ids=["V1", "V2"])
 def test_answers_given_before_are_drafted_from_a_corpus_of_them(
-    leader: bool, run: Callable[..., Result], specdec: Specdec, directory: Path, llama_uncompiled_dir: Path
+    leader: bool, run: Callable[..., Result], specdec: Specdec, directory: Path, llama_engine_dir: Path
 ) -> None:
     """All of each answer after its first tokens is in the corpus, so that nearly every draft is accepted whole."""
     flags = ["--max-output-len", 30, "--end-id", 299]
     first = run(*each("--input-text", PROMPTS), *flags, "--output-traces", "t.jsonl", "--json").document
-    create = ["corpus", "create", "--output", "c", "--tokenizer-dir", llama_uncompiled_dir, "--traces", "t.jsonl"]
+    create = ["corpus", "create", "--output", "c", "--tokenizer-dir", llama_engine_dir, "--traces", "t.jsonl"]
     assert specdec(*create).exit_code == 0
     ngram = ["--ngram-config", "[4,3,[0]]"]
     if leader:
@@ -223,14 +223,14 @@ def test_answers_given_before_are_drafted_from_a_corpus_of_them(
 @pytest.mark.parametrize("command", ["run", "summarize"])
 def test_corpus_of_another_tokenizer_is_refused_before_the_engine_is_opened(
     command: str, specdec: Specdec, directory: Path, other_tokenizer: PreTrainedTokenizerFast, articles: Path,
-    llama_uncompiled_dir: Path, monkeypatch: pytest.MonkeyPatch,
+    llama_engine_dir: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     other_tokenizer.save_pretrained(directory / "other")
     specdec(*shlex.split(CREATE.replace("tok ", "other ") + "--text text.txt"))
     monkeypatch.setattr("runtime.engine.Engine.open", lambda *_, **__: pytest.fail("the engine was opened"))
     inputs = ["--input-text", PROMPT] if command == "run" else ["--dataset", articles, "--test-engine"]
     ngram = ["--ngram-config", "[4,2,[0]]", "--ngram-corpus", "c"]
-    result = specdec(command, "--engine-dir", llama_uncompiled_dir, *inputs, *ngram)
+    result = specdec(command, "--engine-dir", llama_engine_dir, *inputs, *ngram)
     assert_one_clear_error(
         result, 1, ("the corpus is of another tokenizer: c", "`specdec corpus create --tokenizer-dir`")
     )

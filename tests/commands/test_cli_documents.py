@@ -127,8 +127,8 @@ def test_run_prints_one_valid_document(
     assert document["engine"]["build_config"]["compiler"] == "aot"
 
 
-def test_times_of_a_request_are_in_order(specdec: Specdec, llama_uncompiled_dir: Path) -> None:
-    arguments = ["--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--json"]
+def test_times_of_a_request_are_in_order(specdec: Specdec, llama_engine_dir: Path) -> None:
+    arguments = ["--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--json"]
     stats = specdec("run", *arguments, "--max-output-len", 9).document["requests"][0]["stats"]
     assert 0 < stats["ttft_s"] < stats["latency_s"]
     generated = stats["num_generated_tokens"]
@@ -149,12 +149,12 @@ def test_times_of_a_request_are_in_order(specdec: Specdec, llama_uncompiled_dir:
     ],
 )
 def test_summarize_prints_one_valid_document(
-    specdec: Specdec, llama_uncompiled_dir: Path, draft_engine_dir: Path, llama_dir: Path, articles: Path,
+    specdec: Specdec, llama_engine_dir: Path, draft_engine_dir: Path, llama_dir: Path, articles: Path,
     tests: list[object], systems: set[str],
 ) -> None:  # fmt: skip
     tests = [draft_engine_dir if argument == Path("DRAFT") else argument for argument in tests]
     result = specdec(
-        "summarize", "--engine-dir", llama_uncompiled_dir, "--hf-model-dir", llama_dir, "--dataset", articles, *tests,
+        "summarize", "--engine-dir", llama_engine_dir, "--hf-model-dir", llama_dir, "--dataset", articles, *tests,
         "--output-len", 12, "--max-ite", 2, "--batch-size", 2, "--json",
     )  # fmt: skip
     document = result.document

@@ -90,12 +90,10 @@ def test_draft_model_speculates_for_a_compiled_target(
     assert document["total"]["num_accepted_draft_tokens"] > 0
 
 
-def test_target_as_its_own_draft_model_works_with_a_warning(
-    run: Run, llama_uncompiled_dir: Path, tmp_path: Path
-) -> None:
+def test_target_as_its_own_draft_model_works_with_a_warning(run: Run, llama_engine_dir: Path, tmp_path: Path) -> None:
     plain = run("--max-output-len", 12, "--json").document
-    (tmp_path / "link").symlink_to(llama_uncompiled_dir)
-    for draft_engine_dir in (llama_uncompiled_dir, tmp_path / "link"):
+    (tmp_path / "link").symlink_to(llama_engine_dir)
+    for draft_engine_dir in (llama_engine_dir, tmp_path / "link"):
         result = run(*draft_model(draft_engine_dir), "--max-output-len", 12, "--json")
         assert ids_of(result.document) == ids_of(plain)
         assert result.stderr.startswith("warning: the draft model is the target itself")

@@ -150,11 +150,11 @@ def test_chain_with_rejection_sampling_follows_the_targets_distribution(
 
 @pytest.mark.parametrize("name", ["pool", "corpus", "suffix, pool", "chain", "chain with self"])
 def test_summarize_takes_the_same_flags(
-    name: str, specdec: Specdec, llama_uncompiled_dir: Path, articles: Path,
+    name: str, specdec: Specdec, llama_engine_dir: Path, articles: Path,
     with_paths: Callable[[list[str]], list[str]],
 ) -> None:  # fmt: skip
     document = specdec(
-        "summarize", "--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--test-engine", "--output-len", 12,
+        "summarize", "--engine-dir", llama_engine_dir, "--dataset", articles, "--test-engine", "--output-len", 12,
         "--max-ite", 5, "--check-lossless", *with_paths(FLAGS[name][0]), "--json",
     ).document  # fmt: skip
     assert_valid("summarize", document)
@@ -189,7 +189,7 @@ def test_each_drafter_of_a_chain_keeps_its_own_length(
 
 @pytest.mark.parametrize("command", ["run", "summarize"])
 def test_a_warm_ups_output_is_not_found_in_the_pool(
-    command: str, specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path
+    command: str, specdec: Specdec, llama_engine_dir: Path, tmp_path: Path
 ) -> None:
     """One request, run before as a warm-up: what it finds in the pool, which is empty, is nothing."""
     (tmp_path / "one.jsonl").write_text('{"article": "The dog", "highlights": "A dog."}\n')
@@ -199,7 +199,7 @@ def test_a_warm_ups_output_is_not_found_in_the_pool(
     totals = []
     for pool in ("private", "public"):
         flags = ["--ngram-config", "[4,2,[0]]", "--ngram-pool", pool, "--check-lossless", "--json"]
-        totals.append(specdec(command, "--engine-dir", llama_uncompiled_dir, *inputs, *flags).document["total"])
+        totals.append(specdec(command, "--engine-dir", llama_engine_dir, *inputs, *flags).document["total"])
     counts = ("num_steps", "num_draft_tokens", "num_accepted_draft_tokens")
     assert [totals[0][key] for key in counts] == [totals[1][key] for key in counts]
 

@@ -1128,7 +1128,7 @@ def test_the_table_starts_from_commands_that_work(
     ("name", "value"),
     [("torch", "1.13.0"), ("capability", "x86_64 AVX9000"), ("transformers", "4.0.0"), ("device", "cuda")],
 )
-@pytest.mark.parametrize("engine", ["engine", "engine-plain"])
+@pytest.mark.parametrize("engine", ["engine", pytest.param("engine-plain", marks=pytest.mark.slow)])
 def test_engine_for_another_machine_names_both_and_the_command_that_rebuilds_it(
     specdec: Specdec, directory: Path, name: str, value: str, engine: str
 ) -> None:

@@ -151,7 +151,7 @@ FULL_DISKS = [
 
 @pytest.fixture(scope="module")
 def full_disks(
-    shared: Path, kernels: Path, llama_dir: Path, llama_checkpoint_dir: Path, llama_uncompiled_dir: Path,
+    shared: Path, kernels: Path, llama_dir: Path, llama_checkpoint_dir: Path, llama_engine_dir: Path,
     process_environment: dict[str, str],
 ) -> Path:  # fmt: skip
     """What each of `FULL_DISKS` left in a directory of its name, and in `results.json` its exit code and stderr.
@@ -165,7 +165,7 @@ def full_disks(
             output = directory / name / "output"
             build = ["build", "--checkpoint-dir", llama_checkpoint_dir, "--output-dir", output, "--max-input-len", 64]
             prompts = [argument for _ in range(20) for argument in ("--input-text", "The little dog")]
-            run = ["run", "--engine-dir", llama_uncompiled_dir, *prompts, "--max-output-len", 20, "--quiet"]
+            run = ["run", "--engine-dir", llama_engine_dir, *prompts, "--max-output-len", 20, "--quiet"]
             limit, words = {
                 "convert": (100_000, ["convert", "--model-dir", llama_dir, "--output-dir", output]),
                 "build": (100_000, [*build, "--compiler", "none"]),

@@ -21,12 +21,12 @@ Leader = Callable[..., Result]
 
 
 @pytest.fixture
-def leader(specdec: Specdec, llama_uncompiled_dir: Path) -> Leader:
+def leader(specdec: Specdec, llama_engine_dir: Path) -> Leader:
     """`leader(prompts, …)`: `specdec run` in leader mode on the uncompiled engine of batch 4."""
 
     def call(prompts: list[str], *arguments: object) -> Result:
         texts = each("--input-text", prompts)
-        return specdec("run", "--engine-dir", llama_uncompiled_dir, *texts, "--max-output-len", NUM_TOKENS, *arguments)
+        return specdec("run", "--engine-dir", llama_engine_dir, *texts, "--max-output-len", NUM_TOKENS, *arguments)
 
     return call
 
@@ -104,10 +104,10 @@ def test_own_drafter_and_check_lossless_work_in_leader_mode(leader: Leader, curr
     assert len(document["total"]["acceptance_histogram"]) == 4
 
 
-def test_trtllms_spellings_of_leader_mode(specdec: Specdec, llama_uncompiled_dir: Path, leader: Leader) -> None:
+def test_trtllms_spellings_of_leader_mode(specdec: Specdec, llama_engine_dir: Path, leader: Leader) -> None:
     """The command in TensorRT-LLM's README names no algorithm."""
     result = specdec(
-        "run", "--engine_dir", llama_uncompiled_dir, "--prompt", PROMPTS[0], "--max_tokens", NUM_TOKENS, "--json",
+        "run", "--engine_dir", llama_engine_dir, "--prompt", PROMPTS[0], "--max_tokens", NUM_TOKENS, "--json",
         "--spec_decode_nextn", 4, "--max_matching_ngram_size", 2, "--disable_overlap_scheduler",
         "--disable_kv_cache_reuse", "--kv_cache_fraction", 0.5,
     )  # fmt: skip
@@ -195,11 +195,11 @@ def test_check_that_is_interrupted_leaves_the_outputs(leader: Leader, current_di
 
 
 def test_ctrl_c_ends_a_process_with_what_had_finished(
-    llama_uncompiled_dir: Path, process_environment: dict[str, str]
+    llama_engine_dir: Path, process_environment: dict[str, str]
 ) -> None:
     texts = each("--input-text", NINE)
     flags = ["--disable-kv-cache-reuse", "--end-id", 299, "--max-output-len", 60, "--streaming", "--quiet"]
-    command = [sys.executable, "-m", "specdec_cli", "run", "--engine-dir", llama_uncompiled_dir, *texts, *flags]
+    command = [sys.executable, "-m", "specdec_cli", "run", "--engine-dir", llama_engine_dir, *texts, *flags]
     process = subprocess.Popen(
         [*map(str, command)],
         env=process_environment | {"PYTHONUNBUFFERED": "1"},

@@ -106,21 +106,21 @@ def test_logits_of_an_engine_of_16_bits_are_float32(specdec: Specdec, half_engin
 def test_outputs_replace_neither_each_other_nor_what_is_read(
     arguments: tuple[str, ...],
     specdec: Specdec,
-    llama_uncompiled_dir: Path,
+    llama_engine_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"prompt": "The dog"}\n')
-    before = (llama_uncompiled_dir / "config.json").read_bytes()
+    before = (llama_engine_dir / "config.json").read_bytes()
     text = [] if "--input-file" in arguments else ["--input-text", "The dog"]
-    given = [argument.format(engine=llama_uncompiled_dir) for argument in arguments]
-    result = specdec("run", "--engine-dir", llama_uncompiled_dir, *text, *given)
+    given = [argument.format(engine=llama_engine_dir) for argument in arguments]
+    result = specdec("run", "--engine-dir", llama_engine_dir, *text, *given)
     assert result.exit_code == 2 and not result.stdout
     assert "hint: " in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "The dog"}\n'
-    assert (llama_uncompiled_dir / "config.json").read_bytes() == before
+    assert (llama_engine_dir / "config.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("drafter", ["none", "n-gram", "logits"])

@@ -228,7 +228,7 @@ def test_brackets_of_prompts_are_printed_as_they_are(run: Run) -> None:
 
 
 def test_tokenizer_dir_replaces_the_engines_tokenizer(
-    run: Run, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, llama_uncompiled_dir: Path
+    run: Run, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, llama_engine_dir: Path
 ) -> None:
     other = tmp_path / "tokenizer"
     tokenizer.save_pretrained(other)
@@ -239,12 +239,12 @@ def test_tokenizer_dir_replaces_the_engines_tokenizer(
 
 
 def test_engine_without_tokenizer_takes_and_prints_ids(
-    specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path
+    specdec: Specdec, llama_engine_dir: Path, tmp_path: Path
 ) -> None:
     engine = tmp_path / "engine"
     engine.mkdir()
     for name in ("config.json", "rank0.safetensors"):
-        shutil.copyfile(llama_uncompiled_dir / name, engine / name)
+        shutil.copyfile(llama_engine_dir / name, engine / name)
     record_anew(engine)
     (tmp_path / "ids.csv").write_text("5,6,7\n")
     arguments = ["--engine-dir", engine, "--input-file", tmp_path / "ids.csv", "--max-output-len", 3]
@@ -255,9 +255,9 @@ def test_engine_without_tokenizer_takes_and_prints_ids(
 
 
 def test_results_go_to_stdout_in_a_process_of_its_own(
-    specdec_process: Specdec, run: Run, llama_uncompiled_dir: Path
+    specdec_process: Specdec, run: Run, llama_engine_dir: Path
 ) -> None:
-    arguments = ["--engine-dir", llama_uncompiled_dir, "--input-text", "é🙂", "--max-output-len", 9, "--json"]
+    arguments = ["--engine-dir", llama_engine_dir, "--input-text", "é🙂", "--max-output-len", 9, "--json"]
     result = specdec_process("run", *arguments, "--max-input-length", 3, environment={"COLUMNS": "20"})
     assert result.document["requests"][0]["prompt"] == "é🙂"
     assert result.stderr.startswith("warning: ")

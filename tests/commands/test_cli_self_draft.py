@@ -113,8 +113,8 @@ def test_flags_that_do_not_fit(
 
 
 @pytest.mark.parametrize("flags", [["--self-draft-config", "[8,[0]]"], ["--spec-decode-algo", "SELF"]])
-def test_engine_without_a_copy_is_refused(flags: list[str], specdec: Specdec, llama_uncompiled_dir: Path) -> None:
-    refused = specdec("run", "--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, *flags)
+def test_engine_without_a_copy_is_refused(flags: list[str], specdec: Specdec, llama_engine_dir: Path) -> None:
+    refused = specdec("run", "--engine-dir", llama_engine_dir, "--input-text", PROMPT, *flags)
     assert refused.exit_code == 1 and "has no copy of its model that could draft for it" in refused.stderr
     assert "`specdec build --self-draft int4`" in refused.stderr
 

@@ -42,10 +42,10 @@ def test_a_package_that_is_missing_is_named(
     check(specdec, ("--engine-dir", str(tmp_path)), 1, f"not installed: {package}")
 
 
-def test_a_port_that_is_taken_is_told(specdec: Specdec, llama_uncompiled_dir: Path) -> None:
+def test_a_port_that_is_taken_is_told(specdec: Specdec, llama_engine_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        check(specdec, ("--engine-dir", str(llama_uncompiled_dir), "--port", port), 1, "cannot listen")
+        check(specdec, ("--engine-dir", str(llama_engine_dir), "--port", port), 1, "cannot listen")
 
 
 def test_a_key_of_the_environment_is_never_shown(specdec: Specdec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,12 +241,12 @@ def test_sampling_flags_of_trtllm_have_underscores(specdec: Specdec, with_engine
 
 @pytest.mark.parametrize("document", LEADER_MODE)
 def test_leader_mode_commands_run_as_pasted(
-    specdec: Specdec, document: str, llama_uncompiled_dir: Path, llama: PreTrainedModel,
+    specdec: Specdec, document: str, llama_engine_dir: Path, llama: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:  # fmt: skip
     """The documents name neither a model nor a prompt, nor the algorithm that they are about."""
     ((command, *arguments),) = pasted(document)
-    more = ["--engine_dir", llama_uncompiled_dir, "--prompt", PROMPT, "--max_tokens", 6, "--end-id", 299, "--json"]
+    more = ["--engine_dir", llama_engine_dir, "--prompt", PROMPT, "--max_tokens", 6, "--end-id", 299, "--json"]
     result = specdec(command, *arguments, *more)
     document_json = result.document
     assert ids_of(document_json) == [hf_greedy(llama, tokenizer(PROMPT)["input_ids"], 6, 299)]
@@ -266,9 +266,9 @@ def test_leader_mode_commands_run_as_pasted(
     ],
 )  # fmt: skip
 def test_spellings_of_the_same_command_do_the_same(
-    specdec: Specdec, llama_uncompiled_dir: Path, spelled: list[str]
+    specdec: Specdec, llama_engine_dir: Path, spelled: list[str]
 ) -> None:
-    arguments = [argument.replace("ENGINE", str(llama_uncompiled_dir)) for argument in spelled]
+    arguments = [argument.replace("ENGINE", str(llama_engine_dir)) for argument in spelled]
     document = specdec("run", *arguments).document
     assert document["settings"]["ngram_config"] == NGRAM_RECORD
     assert document["settings"]["max_output_len"] == 6
@@ -279,23 +279,23 @@ def test_spellings_of_the_same_command_do_the_same(
     "spelled", [["--gemm_plugin", "float16"], ["--gemm_plugin=float16"], ["--gemm-plugin", "auto"]]
 )
 def test_flag_without_meaning_is_accepted_with_one_line(
-    specdec: Specdec, llama_uncompiled_dir: Path, spelled: list[str]
+    specdec: Specdec, llama_engine_dir: Path, spelled: list[str]
 ) -> None:
-    arguments = ["--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--max-output-len", 2]
+    arguments = ["--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--max-output-len", 2]
     result = specdec("run", *spelled, *arguments, *spelled, "--json")
     assert len(result.document["requests"]) == 1
     assert result.stderr == f"warning: no effect in specdec: {spelled[0].partition('=')[0]}\n"
 
 
-def test_prompt_that_looks_like_a_flag_is_a_prompt(specdec: Specdec, llama_uncompiled_dir: Path) -> None:
-    arguments = ["--engine-dir", llama_uncompiled_dir, "--max-output-len", 2, "--json"]
+def test_prompt_that_looks_like_a_flag_is_a_prompt(specdec: Specdec, llama_engine_dir: Path) -> None:
+    arguments = ["--engine-dir", llama_engine_dir, "--max-output-len", 2, "--json"]
     result = specdec("run", *arguments, "--input-text", "--gemm_plugin", "--input-text", "--json")
     assert [request["prompt"] for request in result.document["requests"]] == ["--gemm_plugin", "--json"]
     assert result.stderr == ""
 
 
-def test_block_reuse_is_on_with_its_flag_and_without(specdec: Specdec, llama_uncompiled_dir: Path) -> None:
-    arguments = ["--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--max-output-len", 2, "--json"]
+def test_block_reuse_is_on_with_its_flag_and_without(specdec: Specdec, llama_engine_dir: Path) -> None:
+    arguments = ["--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--max-output-len", 2, "--json"]
     for flags in ([], ["--kv_cache_enable_block_reuse"]):
         assert specdec("run", *arguments, *flags).document["settings"]["block_reuse"] is True
     assert specdec("run", *arguments, "--no-kv_cache_enable_block_reuse").exit_code == 2

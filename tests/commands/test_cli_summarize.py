@@ -25,11 +25,11 @@ Summarize = Callable[..., Result]
 
 
 @pytest.fixture
-def summarize(specdec: Specdec, llama_uncompiled_dir: Path, llama_dir: Path, articles: Path) -> Summarize:
+def summarize(specdec: Specdec, llama_engine_dir: Path, llama_dir: Path, articles: Path) -> Summarize:
     """`summarize(…)`: `specdec summarize` of the articles, 8 tokens each, with the uncompiled engine."""
 
     def call(*arguments: object) -> Result:
-        where = ["--engine-dir", llama_uncompiled_dir, "--hf-model-dir", llama_dir]
+        where = ["--engine-dir", llama_engine_dir, "--hf-model-dir", llama_dir]
         dataset = [] if "--dataset" in arguments else ["--dataset", articles]
         return specdec("summarize", *where, *dataset, "--output-len", 8, *arguments)
 
@@ -109,13 +109,13 @@ def outputs_of(document: dict[str, Any]) -> list[list[int]]:
 
 
 def test_leader_mode_counts_as_run_does(
-    summarize: Summarize, specdec: Specdec, llama_uncompiled_dir: Path, uneven: list[str]
+    summarize: Summarize, specdec: Specdec, llama_engine_dir: Path, uneven: list[str]
 ) -> None:
     flags: list[object] = ["--spec-decode-algo", "SUFFIX", "--disable-kv-cache-reuse", "--max-num-tokens", 40]
     texts_alone = ["--test-engine", "--eval-task", "question", "--text-column", "article"]
     ours = summarize(*uneven, *texts_alone, *flags, "--json").document
     texts = [word for request in ours["requests"] for word in ("--input-text", request["prompt"])]
-    where = ["--engine-dir", llama_uncompiled_dir, "--max-output-len", 8, "--max-input-length", 70]
+    where = ["--engine-dir", llama_engine_dir, "--max-output-len", 8, "--max-input-length", 70]
     others = specdec("run", *where, *texts, *flags, "--json").document
     assert ours["settings"]["block_reuse"] is False and ours["settings"]["max_num_tokens"] == 40
     keys = ("num_steps", "num_iterations", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram")
@@ -147,13 +147,13 @@ def swapped(directory: Path) -> None:
     ids=["config", "tokenizer", "weights"],
 )
 def test_another_model_of_the_same_vocabulary_is_named_and_not_compared(
-    specdec: Specdec, llama_uncompiled_dir: Path, llama_dir: Path, articles: Path, tmp_path: Path,
+    specdec: Specdec, llama_engine_dir: Path, llama_dir: Path, articles: Path, tmp_path: Path,
     change: Callable[[Path], None], difference: str,
 ) -> None:  # fmt: skip
     other = tmp_path / "other"
     shutil.copytree(llama_dir, other)
     change(other)
-    arguments = ["summarize", "--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--test-engine", "--test-hf"]
+    arguments = ["summarize", "--engine-dir", llama_engine_dir, "--dataset", articles, "--test-engine", "--test-hf"]
     arguments += ["--hf-model-dir", other, "--output-len", 4, "--max-ite", 2]
     page = tmp_path / "page.html"
     result = specdec(*arguments, "--json", "--report", page)
@@ -348,13 +348,13 @@ def test_quiet_is_a_line_for_each_system_and_the_comparisons(summarize: Summariz
 
 
 def test_nothing_is_said_of_drafting_where_nothing_drafts(
-    summarize: Summarize, specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path
+    summarize: Summarize, specdec: Specdec, llama_engine_dir: Path, tmp_path: Path
 ) -> None:
     page = tmp_path / "report.html"
     run = [
         "run",
         "--engine-dir",
-        llama_uncompiled_dir,
+        llama_engine_dir,
         "--input-text",
         "a b c",
         "--max-output-len",
@@ -400,8 +400,8 @@ def test_output_dir_holds_outputs_and_the_summary(summarize: Summarize, tmp_path
             assert f"\n[{i}] {request['output_text']}" in text
 
 
-def test_demo_is_the_dataset_by_default(specdec: Specdec, llama_uncompiled_dir: Path) -> None:
-    arguments = ["--engine-dir", llama_uncompiled_dir, "--test-engine", "--output-len", 1, "--max-ite", 2]
+def test_demo_is_the_dataset_by_default(specdec: Specdec, llama_engine_dir: Path) -> None:
+    arguments = ["--engine-dir", llama_engine_dir, "--test-engine", "--output-len", 1, "--max-ite", 2]
     document = specdec("summarize", *arguments, "--max-input-length", 40, "--json").document
     assert document["settings"]["dataset"] == "demo"
     assert {request["category"] for request in document["requests"]} == {"digest", "describe"}

@@ -30,8 +30,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine_dir(make_engine_dir: Callable[..., Path]) -> Path:
-    return make_engine_dir(make_model("llama"), measure_costs=True)
+def engine_dir(llama_engine_dir: Path) -> Path:
+    return llama_engine_dir
 
 
 @pytest.fixture(scope="module")

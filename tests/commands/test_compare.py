@@ -16,12 +16,12 @@ RUN = [*each("--input-text", [*PROMPTS, "A dog", "A girl", "The park"]), "--max-
 
 
 @pytest.fixture
-def run_document(specdec: Specdec, llama_uncompiled_dir: Path) -> Callable[..., Document]:
-    return lambda *arguments: specdec("run", "--engine-dir", llama_uncompiled_dir, *arguments, "--json").document
+def run_document(specdec: Specdec, llama_engine_dir: Path) -> Callable[..., Document]:
+    return lambda *arguments: specdec("run", "--engine-dir", llama_engine_dir, *arguments, "--json").document
 
 
 @pytest.fixture
-def summary_document(specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path, shared: Path) -> Document:
+def summary_document(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, shared: Path) -> Document:
     """Of 20 samples in two categories."""
 
     def make(path: Path) -> None:
@@ -30,7 +30,7 @@ def summary_document(specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Pat
         ]
         dataset = tmp_path / "rows.jsonl"
         dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        arguments = ["--engine-dir", llama_uncompiled_dir, "--dataset", dataset, "--test-engine"]
+        arguments = ["--engine-dir", llama_engine_dir, "--dataset", dataset, "--test-engine"]
         result = specdec("summarize", *arguments, "--ngram-config", NGRAM, "--output-len", 8, "--json")
         path.write_text(json.dumps(result.document))
 

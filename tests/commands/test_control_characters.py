@@ -58,11 +58,11 @@ def test_every_control_character_but_line_ends_and_tabs_is_shown() -> None:
 
 
 def test_prompt_is_shown_by_run_and_exact_in_json(
-    specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path, on_terminal: OnTerminal
+    specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, on_terminal: OnTerminal
 ) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text(json.dumps({"prompt": CONTROLS}))
-    arguments = ["run", "--engine-dir", llama_uncompiled_dir, "--input-file", path, "--max-output-len", 2]
+    arguments = ["run", "--engine-dir", llama_engine_dir, "--input-file", path, "--max-output-len", 2]
     shown = on_terminal(lambda: specdec(*arguments))
     assert f'Input [Text 0]: "{SHOWN}"' in shown
     assert "\x1b[31m" not in shown and "\x00" not in shown

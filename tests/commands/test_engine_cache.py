@@ -16,35 +16,22 @@ import torch
 from command_line import Result, Specdec, ids_of, tree
 from safetensors.torch import load_file, save_file
 from shared import once
-from tiny import hf_greedy, make_model
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from tiny import hf_greedy
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runtime.config import BuildConfig
 from runtime.engine_cache import EngineSettings
+from runtime.models import resolve_model
 
 PROMPT = "The little dog had a red ball. The"
-RUN = ["--input-text", PROMPT, "--max-output-len", 12, "--end-id", 299, "--max-seq-len", 128]
+RUN = ["--input-text", PROMPT, "--max-output-len", 12, "--end-id", 299]
 Run = Callable[..., Result]
 
 
-def save_small_model(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> Path:
-    """One layer, because the compiler takes a quarter of a minute as it is."""
-    model = make_model(
-        "llama", vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("small") / "model", tokenizer, 0)
+def model_dir() -> Path:
+    """The model of which the documentation's walk makes the same engine: whoever comes first compiles it."""
+    return resolve_model("demo")
 
 
 def engines(cache: Path) -> list[Path]:
@@ -64,16 +51,13 @@ def start(model_dir: Path, environment: dict[str, str]) -> subprocess.Popen[str]
 
 
 @pytest.fixture
-def built(shared: Path, kernels: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
+def built(shared: Path, kernels: Path, run: Run) -> Path:
     """A cache that holds the engine of `model_dir`."""
 
     def make(cache: Path) -> None:
-        cache.mkdir()
+        engine_dir = Path(run("--json").document["engine"]["engine_dir"])
+        shutil.copytree(engine_dir, cache / "engines" / engine_dir.name)
         copy_kernels(cache)
-        with monkeypatch.context() as patch:
-            patch.setenv("SPECDEC_CACHE_DIR", str(cache))
-            result = run()
-        assert result.exit_code == 0, result.stderr
 
     return once(shared / "built", make)
 
@@ -134,11 +118,9 @@ def test_killed_build_leaves_a_cache_that_two_processes_can_use(
     assert outputs[0] == outputs[1]
 
 
-def test_engine_is_built_once_and_serves_all_draft_lengths(
-    run: Run, cache: Path, model_dir: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_engine_is_built_once_and_serves_all_draft_lengths(run: Run, cache: Path, model_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
-    expected = hf_greedy(model, tokenizer(PROMPT)["input_ids"], 12, 299)
+    expected = hf_greedy(model, AutoTokenizer.from_pretrained(model_dir)(PROMPT)["input_ids"], 12, 299)
     (engine,) = engines(cache)
     built = engine.stat().st_ino
     first = run("--spec-decode-algo", "NGRAM", "--json")
@@ -153,9 +135,8 @@ def test_engine_is_built_once_and_serves_all_draft_lengths(
 
 
 @pytest.mark.usefixtures("cache", "built_uncompiled")
-def test_draft_model_is_built_too(run: Run, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    draft_dir = save_small_model(tmp_path / "draft", tokenizer, 1)
-    flags = ["--spec-decode-algo", "DRAFT_TARGET", "--draft-model-dir", draft_dir, "--check-lossless", "--json"]
+def test_draft_model_is_built_too(run: Run) -> None:
+    flags = ["--spec-decode-algo", "DRAFT_TARGET", "--draft-model-dir", "demo-draft", "--check-lossless", "--json"]
     document = run(*flags).document
     assert document["checks"]["lossless"]["passed"] and document["total"]["num_draft_tokens"] > 0
     assert Path(document["draft_engine"]["engine_dir"]).name.startswith("draft-")

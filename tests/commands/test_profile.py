@@ -19,9 +19,9 @@ NGRAM = NgramDrafter(4, 3, min_matching_ngram_size=2, ranking="frequent", pool="
 
 
 @pytest.fixture
-def profile(llama_uncompiled_dir: Path) -> Profile:
-    digest = engine_digest(read_engine_config(llama_uncompiled_dir))
-    return Profile(ProfileEngine(str(llama_uncompiled_dir), digest), NGRAM, "fixed", FIGURES)
+def profile(llama_engine_dir: Path) -> Profile:
+    digest = engine_digest(read_engine_config(llama_engine_dir))
+    return Profile(ProfileEngine(str(llama_engine_dir), digest), NGRAM, "fixed", FIGURES)
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def test_paths_of_corpora_hold_elsewhere(profile: Profile, tmp_path: Path, monke
     assert isinstance(drafter, NgramDrafter) and drafter.corpus == tmp_path / "c"
 
 
-def test_engines_are_told_apart_by_what_they_are_not_by_their_times(llama_uncompiled_dir: Path) -> None:
-    config = read_engine_config(llama_uncompiled_dir)
+def test_engines_are_told_apart_by_what_they_are_not_by_their_times(llama_engine_dir: Path) -> None:
+    config = read_engine_config(llama_engine_dir)
     digest = engine_digest(config)
     assert digest == engine_digest(replace(config, step_costs=(), host_s=9.0))
     others = [
@@ -68,10 +68,10 @@ def test_engines_are_told_apart_by_what_they_are_not_by_their_times(llama_uncomp
 @pytest.mark.parametrize("leader", [[], ["--disable-kv-cache-reuse"]], ids=["V1", "V2"])
 @pytest.mark.parametrize("draft_len_mode", ["fixed", "auto"])
 def test_run_drafts_as_the_profile_says(
-    leader: list[str], draft_len_mode: str, specdec: Specdec, profile: Profile, path: Path, llama_uncompiled_dir: Path
+    leader: list[str], draft_len_mode: str, specdec: Specdec, profile: Profile, path: Path, llama_engine_dir: Path
 ) -> None:
     write_profile(path, replace(profile, draft_len_mode=draft_len_mode))  # type: ignore[arg-type]
-    common = ["--engine-dir", llama_uncompiled_dir, *each("--input-text", PROMPTS), "--max-output-len", 30, "--json"]
+    common = ["--engine-dir", llama_engine_dir, *each("--input-text", PROMPTS), "--max-output-len", 30, "--json"]
     document = specdec("run", *common, *leader, "--profile", path).document
     assert_valid("run", document)
     flags = ["--ngram-config", "[4,3,[0]]", "--min-matching-ngram-size", 2, "--ngram-ranking", "frequent"]
@@ -103,9 +103,9 @@ def test_run_drafts_with_a_profiles_models(
 
 
 def test_summarize_drafts_as_the_profile_says(
-    specdec: Specdec, path: Path, articles: Path, llama_uncompiled_dir: Path
+    specdec: Specdec, path: Path, articles: Path, llama_engine_dir: Path
 ) -> None:
-    arguments = ["--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--test-engine", "--output-len", 9]
+    arguments = ["--engine-dir", llama_engine_dir, "--dataset", articles, "--test-engine", "--output-len", 9]
     document = specdec(
         "summarize", *arguments, "--max-ite", 2, "--profile", path, "--check-lossless", "--json"
     ).document
@@ -116,10 +116,10 @@ def test_summarize_drafts_as_the_profile_says(
 
 
 def test_profile_of_no_drafter_runs_without_one(
-    specdec: Specdec, profile: Profile, path: Path, llama_uncompiled_dir: Path
+    specdec: Specdec, profile: Profile, path: Path, llama_engine_dir: Path
 ) -> None:
     write_profile(path, replace(profile, drafter=None))
-    arguments = ["run", "--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--profile", path]
+    arguments = ["run", "--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--profile", path]
     document = specdec(*arguments, "--max-output-len", 9, "--json").document
     assert (document["settings"]["drafters"], document["total"]["num_draft_tokens"]) == ([], 0)
     assert_one_clear_error(specdec(*arguments, "--check-lossless"), 2, ("there is no drafter",))
@@ -137,10 +137,10 @@ FLAGS = [
 @pytest.mark.parametrize("command", ["run", "summarize"])
 @pytest.mark.parametrize("flags", FLAGS, ids=[flags[0] for flags in FLAGS])
 def test_flags_that_choose_a_drafter_contradict_a_profile(
-    command: str, flags: list[str], specdec: Specdec, path: Path, llama_uncompiled_dir: Path
+    command: str, flags: list[str], specdec: Specdec, path: Path, llama_engine_dir: Path
 ) -> None:
     inputs = ["--input-text", PROMPT] if command == "run" else ["--test-engine"]
-    result = specdec(command, "--engine-dir", llama_uncompiled_dir, *inputs, "--profile", path, *flags)
+    result = specdec(command, "--engine-dir", llama_engine_dir, *inputs, "--profile", path, *flags)
     assert_one_clear_error(result, 2, (f"`{flags[0]}` and `--profile` both say how to draft: {path}",))
 
 
@@ -151,12 +151,12 @@ def test_leader_modes_own_flags_contradict_a_profile_too(specdec: Specdec, path:
     assert_one_clear_error(result, 2, ("a profile needs `--engine-dir`",))
 
 
-def test_profile_of_another_engine_is_refused(specdec: Specdec, path: Path, llama_uncompiled_dir: Path) -> None:
+def test_profile_of_another_engine_is_refused(specdec: Specdec, path: Path, llama_engine_dir: Path) -> None:
     other = path.parent / "other"
-    shutil.copytree(llama_uncompiled_dir, other)
+    shutil.copytree(llama_engine_dir, other)
     edit_json(other / "config.json", build_config__max_batch_size=2)
     result = specdec("run", "--engine-dir", other, "--input-text", PROMPT, "--profile", path)
-    words = (f"of another engine, {llama_uncompiled_dir}, and not of {other}: {path}", "`specdec tune --engine-dir")
+    words = (f"of another engine, {llama_engine_dir}, and not of {other}: {path}", "`specdec tune --engine-dir")
     assert_one_clear_error(result, 1, words)
 
 
@@ -185,18 +185,18 @@ DAMAGES: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("words", "change"), DAMAGES, ids=[str(damage[1]) for damage in DAMAGES])
 def test_damaged_profile_is_one_clear_error(
-    words: str, change: Any, specdec: Specdec, path: Path, llama_uncompiled_dir: Path
+    words: str, change: Any, specdec: Specdec, path: Path, llama_engine_dir: Path
 ) -> None:
     if isinstance(change, str):
         path.write_text(change)
     else:
         edit_json(path, **change)
-    result = specdec("run", "--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--profile", path)
+    result = specdec("run", "--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--profile", path)
     assert_one_clear_error(result, 1, (words, str(path)))
 
 
-def test_missing_profile_is_one_clear_error(specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path) -> None:
-    arguments = ["--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--profile", tmp_path / "none"]
+def test_missing_profile_is_one_clear_error(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path) -> None:
+    arguments = ["--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--profile", tmp_path / "none"]
     assert_one_clear_error(specdec("run", *arguments), 1, ("No such file", str(tmp_path / "none")))
 
 

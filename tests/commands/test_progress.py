@@ -104,10 +104,10 @@ def test_what_takes_no_ten_seconds_needs_no_line() -> None:
 
 
 def test_the_lossless_check_shows_how_far_it_is(
-    specdec: Specdec, llama_uncompiled_dir: Path, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+    specdec: Specdec, llama_engine_dir: Path, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    where = ["run", "--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--max-output-len", 12]
+    where = ["run", "--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--max-output-len", 12]
     flags = [*draft_model(draft_engine_dir, "[4,[0],[0],True]"), "--temperature", 0.9, "--check-lossless"]
     monkeypatch.setattr(sys, "stderr", screen := Screen())
     result = specdec(*where, *flags)
@@ -130,9 +130,9 @@ def test_a_build_shows_its_phases(
 
 @pytest.mark.parametrize("form", ["--json", "--quiet"])
 def test_nothing_is_shown_with_json_or_quiet(
-    form: str, specdec: Specdec, llama_uncompiled_dir: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, specdec: Specdec, llama_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", screen := Screen())
-    where = ["run", "--engine-dir", llama_uncompiled_dir, "--input-text", PROMPT, "--max-output-len", 12]
+    where = ["run", "--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--max-output-len", 12]
     assert specdec(*where, "--ngram-config", NGRAM, "--check-lossless", form).exit_code == 0
     assert screen.getvalue() == ""

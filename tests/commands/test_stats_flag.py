@@ -13,8 +13,8 @@ ARGUMENTS = ["--ngram-config", NGRAM, *each("--input-text", [PROMPT, "One day"])
 
 
 @pytest.fixture
-def summarize(specdec: Specdec, llama_uncompiled_dir: Path, articles: Path) -> Run:
-    where = ["--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--test-engine", "--output-len", 12]
+def summarize(specdec: Specdec, llama_engine_dir: Path, articles: Path) -> Run:
+    where = ["--engine-dir", llama_engine_dir, "--dataset", articles, "--test-engine", "--output-len", 12]
     return lambda *arguments: specdec("summarize", *where, *arguments)
 
 

@@ -127,8 +127,8 @@ def test_slots_follow_their_definition(block_size: int) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("num_tokens", [1, 3, 9])
-def test_padding_sizes_to_two_leaves_the_logits(num_rows: int, num_tokens: int, llama_uncompiled_dir: Path) -> None:
-    engines = [Engine.open(llama_uncompiled_dir) for _ in range(2)]
+def test_padding_sizes_to_two_leaves_the_logits(num_rows: int, num_tokens: int, llama_engine_dir: Path) -> None:
+    engines = [Engine.open(llama_engine_dir) for _ in range(2)]
     rows = [
         Row(repetitive_prompt(i, num_tokens), 0, list(range(1 + 5 * i, 6 + 5 * i)), num_tokens - i % num_tokens)
         for i in range(num_rows)

@@ -439,11 +439,11 @@ def test_interruption_leaves_nothing_new(replace: bool, sharded_dir: Path, tmp_p
         assert open_checkpoint(tmp_path / "out").dtype == "float16"
 
 
-def test_directory_that_is_no_checkpoint_is_named(model_dir: Path, llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+def test_directory_that_is_no_checkpoint_is_named(model_dir: Path, llama_engine_dir: Path, tmp_path: Path) -> None:
     for directory, message in (
         (tmp_path / "nowhere", "checkpoint directory does not exist"),
         (model_dir, "this is a Hugging Face model, not a checkpoint"),
-        (llama_uncompiled_dir, "this is an engine directory, not a checkpoint"),
+        (llama_engine_dir, "this is an engine directory, not a checkpoint"),
     ):
         with pytest.raises(SpecDecError, match=message):
             open_checkpoint(directory)
@@ -453,7 +453,7 @@ def test_directory_that_is_no_checkpoint_is_named(model_dir: Path, llama_uncompi
         open_checkpoint(tmp_path / "out")
 
 
-NUM_SHARDS, SHARD_BYTES = 8, 64 * 2**20
+NUM_SHARDS, SHARD_BYTES = 6, 64 * 2**20
 
 PEAK_MEMORY = """
 import sys
@@ -479,7 +479,7 @@ print(converted - baseline, peak_bytes() - baseline)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_memory_does_not_grow_with_the_model(model_dir: Path, tmp_path: Path) -> None:
-    """512 MB in 8 shards: at most 1.2 shards and 100 MB. Loading the whole model is seen by the same measure."""
+    """384 MB in 6 shards: at most 1.2 shards and 100 MB. Loading the whole model is seen by the same measure."""
     big = tmp_path / "big"
     big.mkdir()
     make_config("llama").save_pretrained(big)

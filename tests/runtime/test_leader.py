@@ -25,9 +25,9 @@ DRAFTERS = ["none", "ngram", "draft model"]
 
 
 @pytest.fixture
-def open_engine(llama_uncompiled_dir: Path) -> Any:
+def open_engine(llama_engine_dir: Path) -> Any:
     """The engine of fixture `llama`: max_batch_size 4, blocks of 4."""
-    return lambda **kv_cache: Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(**kv_cache))
+    return lambda **kv_cache: Engine.open(llama_engine_dir, kv_cache=KVCacheConfig(**kv_cache))
 
 
 @pytest.fixture(scope="session")

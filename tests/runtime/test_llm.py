@@ -35,8 +35,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def llm(llama_uncompiled_dir: Path) -> Any:
-    with LLM(llama_uncompiled_dir) as opened:
+def llm(llama_engine_dir: Path) -> Any:
+    with LLM(llama_engine_dir) as opened:
         yield opened
 
 
@@ -262,8 +262,8 @@ def test_engines_are_named_by_the_code_that_builds_them() -> None:
     assert not names & {"sampling.py", "leader.py", "orchestrator.py", "llm.py", "verify.py", "stats.py"}
 
 
-def test_closed_it_says_so(llama_uncompiled_dir: Path, draft_engine_dir: Path) -> None:
-    llm = LLM(llama_uncompiled_dir)
+def test_closed_it_says_so(llama_engine_dir: Path, draft_engine_dir: Path) -> None:
+    llm = LLM(llama_engine_dir)
     pieces = llm.stream(PROMPT, GREEDY)
     next(pieces)
     llm.close()
@@ -279,9 +279,9 @@ def test_closed_it_says_so(llama_uncompiled_dir: Path, draft_engine_dir: Path) -
             use()
 
 
-def test_end_id_outside_the_vocabulary_is_told_and_ends_nothing(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+def test_end_id_outside_the_vocabulary_is_told_and_ends_nothing(llama_engine_dir: Path, tmp_path: Path) -> None:
     """Classes of transformers have one by default, GPT-2's 50256, whatever the vocabulary: they are no damage."""
-    shutil.copytree(llama_uncompiled_dir, tmp_path / "engine")
+    shutil.copytree(llama_engine_dir, tmp_path / "engine")
     (tmp_path / "engine" / "generation_config.json").write_text('{"eos_token_id": [2, 50256]}')
     with (
         pytest.warns(SpecDecWarning, match="end id is outside its vocabulary of 300, and ends nothing: 50256"),

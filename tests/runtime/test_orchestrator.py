@@ -19,9 +19,9 @@ NUM_NEW_TOKENS = 24
 
 
 @pytest.fixture
-def open_engine(llama_uncompiled_dir: Path) -> Any:
+def open_engine(llama_engine_dir: Path) -> Any:
     """The engine of fixture `llama`: max_batch_size 4, blocks of 4."""
-    return lambda **kv_cache: Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(**kv_cache))
+    return lambda **kv_cache: Engine.open(llama_engine_dir, kv_cache=KVCacheConfig(**kv_cache))
 
 
 def make_requests(num_requests: int, max_new_tokens: int = NUM_NEW_TOKENS) -> list[Request]:

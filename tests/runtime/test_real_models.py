@@ -43,6 +43,7 @@ def demo(shared: Path) -> Iterator[tuple[Engine, list[Request], dict[int, list[i
         yield engine, requests, expected
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("drafter", MAKE_DRAFTER)
 def test_demo_answers_as_hugging_face_does(
@@ -59,6 +60,7 @@ def stories(shared: Path) -> Iterator[Engine]:
 
 
 @pytest.mark.skipif(not STORIES_DIR.is_dir(), reason="shared data stories260k is absent")
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("drafter", MAKE_DRAFTER)
 def test_stories260k_equals_its_reference(drafter: str, loop: str, stories: Engine) -> None:

@@ -207,20 +207,20 @@ def ending(kind: FinishReason, output: list[int], position: int) -> dict[str, An
 @pytest.mark.parametrize("kind", ["end_id", "stop", "length"])
 @pytest.mark.parametrize("mode", MODES)
 def test_everything_ends_together_inside_an_accepted_run(
-    mode: str, kind: FinishReason, position: int, llama_uncompiled_dir: Path, llama: PreTrainedModel
+    mode: str, kind: FinishReason, position: int, llama_engine_dir: Path, llama: PreTrainedModel
 ) -> None:
     """The target accepts all of a draft of 5 and adds a token; the request ends with each of these 6 tokens.
 
     As in plain generation, which takes a step for each token and cannot cut.
     """
     prompt, sampling = repetitive_prompt(2, 10), MODES[mode]
-    output = run(Engine.open(llama_uncompiled_dir), Request(0, tuple(prompt), 20, sampling=sampling)).output_tokens
+    output = run(Engine.open(llama_engine_dir), Request(0, tuple(prompt), 20, sampling=sampling)).output_tokens
     request = Request(0, tuple(prompt), sampling=sampling, keep_logits=True, **ending(kind, output, position))
 
-    plain = run(Engine.open(llama_uncompiled_dir), request)
+    plain = run(Engine.open(llama_engine_dir), request)
     assert (plain.output_tokens, plain.finish_reason) == (output[: position + 1], kind)
 
-    engine, sequence = Engine.open(llama_uncompiled_dir), Sequence.start(request)
+    engine, sequence = Engine.open(llama_engine_dir), Sequence.start(request)
     assert engine.admit(sequence)
     (draft,) = Oracle(output).propose([sequence], DRAFT_LEN)
     (verdict,) = engine.step([sequence], [draft])
@@ -245,26 +245,26 @@ def test_everything_ends_together_inside_an_accepted_run(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drafter", ["none", "ngram", "right", "often wrong"])
-def test_kept_logits_equal_hf(mode: str, drafter: str, llama_uncompiled_dir: Path, llama: PreTrainedModel) -> None:
+def test_kept_logits_equal_hf(mode: str, drafter: str, llama_engine_dir: Path, llama: PreTrainedModel) -> None:
     """The target's own, before penalties and cuts, whoever drafted; nothing of what was rejected."""
     for max_new_tokens in (1, 13, 24):
         request = Request(0, tuple(repetitive_prompt(2, 10)), max_new_tokens, sampling=MODES[mode], keep_logits=True)
-        plain = run(Engine.open(llama_uncompiled_dir), request)
+        plain = run(Engine.open(llama_engine_dir), request)
         drafters = {
             "none": None,
             "ngram": NgramLookup(2),
             "right": Oracle(plain.output_tokens),
             "often wrong": Oracle(plain.output_tokens, wrong_every=3),
         }
-        sequence = run(Engine.open(llama_uncompiled_dir), request, drafters[drafter])
+        sequence = run(Engine.open(llama_engine_dir), request, drafters[drafter])
         assert sequence.output_tokens == plain.output_tokens
         check_logits(llama, sequence)
     expected_steps = {"none": 24, "right": 4, "often wrong": 8}
     assert sequence.stats.num_steps == expected_steps.get(drafter, sequence.stats.num_steps)
 
 
-def test_logits_are_not_kept_unless_asked_for(llama_uncompiled_dir: Path) -> None:
-    engine, request = Engine.open(llama_uncompiled_dir), Request(0, tuple(repetitive_prompt(2, 10)), 6)
+def test_logits_are_not_kept_unless_asked_for(llama_engine_dir: Path) -> None:
+    engine, request = Engine.open(llama_engine_dir), Request(0, tuple(repetitive_prompt(2, 10)), 6)
     assert run(engine, request).logits == []
     sequence = Sequence.start(request)
     assert engine.admit(sequence)

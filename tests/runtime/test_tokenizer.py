@@ -130,15 +130,15 @@ def test_damage_is_named(tmp_path: Path) -> None:
         find_saved_tokenizer(tmp_path)
 
 
-def test_an_engine_answers_without_transformers(llama_uncompiled_dir: Path) -> None:
+def test_an_engine_answers_without_transformers(llama_engine_dir: Path) -> None:
     """`none` runs transformers' model: only its tokenizer is looked at."""
     code = (
         "import sys; from pathlib import Path; from runtime.text import find_tokenizer;"
-        f"tokenizer = find_tokenizer(Path({str(llama_uncompiled_dir)!r}), {{'model_type': 'llama'}});"
+        f"tokenizer = find_tokenizer(Path({str(llama_engine_dir)!r}), {{'model_type': 'llama'}});"
         "print(tokenizer('the dog')['input_ids'], 'transformers' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    expected = AutoTokenizer.from_pretrained(llama_uncompiled_dir)("the dog")["input_ids"]
+    expected = AutoTokenizer.from_pretrained(llama_engine_dir)("the dog")["input_ids"]
     assert out == f"{expected} False\n"
 
 

@@ -27,14 +27,14 @@ def chat_tokenizer_dir(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
-def make_served(llama_uncompiled_dir: Path, chat_tokenizer_dir: Path) -> Iterator[MakeServed]:
+def make_served(llama_engine_dir: Path, chat_tokenizer_dir: Path) -> Iterator[MakeServed]:
     """`make_served(drafter, **options)`: a server of fixture `llama`'s model behind a test client."""
     with ExitStack() as stack:
 
         def make(
             drafter: DrafterSettings | None = None, tokenizer_dir: Path | None = chat_tokenizer_dir, **options: Any
         ) -> Served:
-            served, app = stack.enter_context(opened(llama_uncompiled_dir, tokenizer_dir, drafter, **options))
+            served, app = stack.enter_context(opened(llama_engine_dir, tokenizer_dir, drafter, **options))
             return Served(stack.enter_context(TestClient(app, raise_server_exceptions=False)), served)
 
         yield make
@@ -47,12 +47,12 @@ def served(make_served: MakeServed) -> Served:
 
 
 @pytest.fixture
-def make_listening(llama_uncompiled_dir: Path, chat_tokenizer_dir: Path) -> Iterator[Callable[..., Listening]]:
+def make_listening(llama_engine_dir: Path, chat_tokenizer_dir: Path) -> Iterator[Callable[..., Listening]]:
     """`make_listening(drafter, **options)`: the same in a thread of uvicorn's, where clients can go away."""
     with ExitStack() as stack:
 
         def make(drafter: DrafterSettings | None = None, **options: Any) -> Listening:
-            served, app = stack.enter_context(opened(llama_uncompiled_dir, chat_tokenizer_dir, drafter, **options))
+            served, app = stack.enter_context(opened(llama_engine_dir, chat_tokenizer_dir, drafter, **options))
             bound = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             server = uvicorn.Server(
                 uvicorn.Config(app, http=BoundedProtocol, log_config=None, timeout_graceful_shutdown=1)

@@ -177,8 +177,8 @@ def process(engine_dir: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
         started.wait()
 
 
-def test_sigterm_refuses_what_is_new_and_finishes_what_runs(llama_uncompiled_dir: Path) -> None:
-    with process(llama_uncompiled_dir, "--ngram-config", "4,2") as (server, port):
+def test_sigterm_refuses_what_is_new_and_finishes_what_runs(llama_engine_dir: Path) -> None:
+    with process(llama_engine_dir, "--ngram-config", "4,2") as (server, port):
         running = send(port, LONG | {"n": 24})
         while json.loads(read_all(get(port, "/requests"))[1].split("\r\n\r\n")[1])["data"] == []:
             pass
@@ -193,8 +193,8 @@ def test_sigterm_refuses_what_is_new_and_finishes_what_runs(llama_uncompiled_dir
         assert server.stderr is not None and "Traceback" not in server.stderr.read()
 
 
-def test_what_is_unfinished_at_the_end_is_told_so(llama_uncompiled_dir: Path) -> None:
-    with process(llama_uncompiled_dir, "--ngram-config", "4,2", "--shutdown-timeout", "0.2") as (server, port):
+def test_what_is_unfinished_at_the_end_is_told_so(llama_engine_dir: Path) -> None:
+    with process(llama_engine_dir, "--ngram-config", "4,2", "--shutdown-timeout", "0.2") as (server, port):
         connections = [send(port, LONG | {"n": 30, "stream": stream}) for stream in (True, True, False, False)]
         wait(lambda: len(json.loads(read_all(get(port, "/requests"))[1].split("\r\n\r\n")[1])["data"]) == 120)
         server.send_signal(signal.SIGTERM)
@@ -212,8 +212,8 @@ def test_what_is_unfinished_at_the_end_is_told_so(llama_uncompiled_dir: Path) ->
         assert line == "WARNING: shutting down: 4 requests were not finished within 0.2 s"
 
 
-def test_a_client_that_reads_nothing_leaves_no_traceback_at_the_end(llama_uncompiled_dir: Path) -> None:
-    with process(llama_uncompiled_dir, "--shutdown-timeout", "0.2") as (server, port):
+def test_a_client_that_reads_nothing_leaves_no_traceback_at_the_end(llama_engine_dir: Path) -> None:
+    with process(llama_engine_dir, "--shutdown-timeout", "0.2") as (server, port):
         connection = send(port, LONG | {"n": 128, "stream": True, "logprobs": 20})
         wait(lambda: generated(read_all(get(port, "/metrics"))[1]) > 2000)
         server.send_signal(signal.SIGTERM)
@@ -234,9 +234,9 @@ def get(port: int, path: str) -> socket.socket:
     return connection
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_opened(llama_uncompiled_dir: Path) -> None:
+def test_a_port_that_is_taken_is_told_before_anything_is_opened(llama_engine_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        command = [sys.executable, "-m", "specdec_cli", "serve", "--engine-dir", str(llama_uncompiled_dir)]
+        command = [sys.executable, "-m", "specdec_cli", "serve", "--engine-dir", str(llama_engine_dir)]
         result = subprocess.run(
             [*command, "--port", str(taken.getsockname()[1])], capture_output=True, text=True, timeout=60
         )

@@ -40,8 +40,8 @@ class Watch:
 
 
 @pytest.fixture
-def engine(llama_uncompiled_dir: Path) -> Iterator[Engine]:
-    with Engine.open(llama_uncompiled_dir) as opened:
+def engine(llama_engine_dir: Path) -> Iterator[Engine]:
+    with Engine.open(llama_engine_dir) as opened:
         yield opened
 
 

@@ -409,11 +409,11 @@ def test_the_counts_of_the_stand_in_are_those_of_its_tokens() -> None:
 
 
 @pytest.fixture
-def real_server(llama_uncompiled_dir: Path) -> Iterator[SimpleNamespace]:
+def real_server(llama_engine_dir: Path) -> Iterator[SimpleNamespace]:
     """`specdec serve` itself, in a process of its own, with n-gram lookup."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]
-    command = [sys.executable, "-m", "specdec_cli", "serve", "--engine-dir", str(llama_uncompiled_dir)]
+    command = [sys.executable, "-m", "specdec_cli", "serve", "--engine-dir", str(llama_engine_dir)]
     process = subprocess.Popen([*command, "--ngram-config", "4,2", "--port", str(port)])
     deadline = time.monotonic() + 60
     while True:

@@ -95,12 +95,12 @@ def assert_needs_nothing_else(html: str) -> None:
 
 
 @pytest.fixture
-def reported(specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path) -> Callable[..., tuple[Document, Page]]:
+def reported(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path) -> Callable[..., tuple[Document, Page]]:
     """`reported("run", …)`: the document and the page of one and the same run."""
 
     def call(command: str, *arguments: object) -> tuple[Document, Page]:
         path = tmp_path / "report.html"
-        result = specdec(command, "--engine-dir", llama_uncompiled_dir, *arguments, "--json", "--report", path)
+        result = specdec(command, "--engine-dir", llama_engine_dir, *arguments, "--json", "--report", path)
         document, html = result.document, path.read_text(encoding="utf-8")
         assert_needs_nothing_else(html)
         return document, Page(html)
@@ -265,7 +265,7 @@ def test_report_that_cannot_be_written_is_found_before_the_run(run: Run, tmp_pat
 
 @pytest.mark.parametrize("command", ["run", "summarize"])
 def test_report_takes_the_place_of_nothing_else(
-    specdec: Specdec, llama_uncompiled_dir: Path, articles: Path, tmp_path: Path, command: str
+    specdec: Specdec, llama_engine_dir: Path, articles: Path, tmp_path: Path, command: str
 ) -> None:
     path = tmp_path / "x"
     arguments = {
@@ -282,7 +282,7 @@ def test_report_takes_the_place_of_nothing_else(
     source.write_bytes(articles.read_bytes())
     for given in arguments:
         given = [source if argument == "IN" else argument for argument in given]
-        result = specdec(command, "--engine-dir", llama_uncompiled_dir, *given)
+        result = specdec(command, "--engine-dir", llama_engine_dir, *given)
         assert (result.exit_code, result.stdout) == (2, ""), result
         words = ("two outputs have the same file", "would replace what is read", "`--report` writes HTML")
         assert any(word in result.stderr for word in words)
@@ -290,10 +290,10 @@ def test_report_takes_the_place_of_nothing_else(
 
 
 def test_report_may_be_in_the_new_output_directory(
-    specdec: Specdec, llama_uncompiled_dir: Path, articles: Path, tmp_path: Path
+    specdec: Specdec, llama_engine_dir: Path, articles: Path, tmp_path: Path
 ) -> None:
     output_dir = tmp_path / "out"
-    where = ["--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--output-dir", output_dir, "--output-len", 3]
+    where = ["--engine-dir", llama_engine_dir, "--dataset", articles, "--output-dir", output_dir, "--output-len", 3]
     result = specdec("summarize", "--test-engine", *where, "--report", output_dir / "report.html")
     assert result.exit_code == 0, result.stderr
     assert f"report written: {output_dir / 'report.html'}" in result.stdout
@@ -304,9 +304,9 @@ def test_report_may_be_in_the_new_output_directory(
 
 
 def test_report_is_written_though_a_check_fails(
-    specdec: Specdec, llama_uncompiled_dir: Path, articles: Path, tmp_path: Path
+    specdec: Specdec, llama_engine_dir: Path, articles: Path, tmp_path: Path
 ) -> None:
-    where = ["--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--output-len", 3, "--test-engine"]
+    where = ["--engine-dir", llama_engine_dir, "--dataset", articles, "--output-len", 3, "--test-engine"]
     check = ["--check-accuracy", "--rouge1-threshold", 99]
     result = specdec("summarize", *where, *check, "--report", tmp_path / "report.html")
     assert result.exit_code == 1 and "below the threshold" in result.stderr

@@ -113,11 +113,11 @@ def test_each_return_sequence_is_a_trace(run: Callable[..., Result], tmp_path: P
 
 
 def test_summarize_writes_the_engines_answers_with_their_categories(
-    specdec: Specdec, llama_uncompiled_dir: Path, articles: Path, tmp_path: Path
+    specdec: Specdec, llama_engine_dir: Path, articles: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "traces.jsonl"
     result = specdec(
-        "summarize", "--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--test-engine", "--output-len", 6,
+        "summarize", "--engine-dir", llama_engine_dir, "--dataset", articles, "--test-engine", "--output-len", 6,
         "--max-ite", 5, "--ngram-config", NGRAM, "--output-traces", path, "--json",
     )  # fmt: skip
     traces, requests = read_traces(path, None), result.document["requests"]

@@ -63,8 +63,8 @@ def tables_of(specdec: Specdec, monkeypatch: pytest.MonkeyPatch) -> Tables:
     return call
 
 
-def test_tables_of_run(tables_of: Tables, llama_uncompiled_dir: Path) -> None:
-    arguments = ["--engine-dir", llama_uncompiled_dir, "--ngram-config", NGRAM, "--num-return-sequences", 2]
+def test_tables_of_run(tables_of: Tables, llama_engine_dir: Path) -> None:
+    arguments = ["--engine-dir", llama_engine_dir, "--ngram-config", NGRAM, "--num-return-sequences", 2]
     tables = tables_of("run", *arguments, *each("--input-text", PROMPTS), "--max-output-len", 40, "--stats", "detailed")
     assert len(tables) == 4
     for table in tables:
@@ -72,9 +72,9 @@ def test_tables_of_run(tables_of: Tables, llama_uncompiled_dir: Path) -> None:
 
 
 def test_tables_of_summarize_and_compare(
-    tables_of: Tables, specdec: Specdec, llama_uncompiled_dir: Path, articles: Path, tmp_path: Path
+    tables_of: Tables, specdec: Specdec, llama_engine_dir: Path, articles: Path, tmp_path: Path
 ) -> None:
-    arguments = ["summarize", "--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--test-engine"]
+    arguments = ["summarize", "--engine-dir", llama_engine_dir, "--dataset", articles, "--test-engine"]
     drafting = ["--output-len", 12, "--ngram-config", NGRAM]
     tables = tables_of(*arguments, *drafting, "--stats", "detailed")
     assert len(tables) == 5
@@ -87,10 +87,8 @@ def test_tables_of_summarize_and_compare(
         assert_nothing_is_cut(table)
 
 
-def test_tables_of_tune_and_corpus(
-    tables_of: Tables, specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path
-) -> None:
-    engine, traces, corpus = llama_uncompiled_dir, tmp_path / "traces.jsonl", tmp_path / "a.corpus"
+def test_tables_of_tune_and_corpus(tables_of: Tables, specdec: Specdec, llama_engine_dir: Path, tmp_path: Path) -> None:
+    engine, traces, corpus = llama_engine_dir, tmp_path / "traces.jsonl", tmp_path / "a.corpus"
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "{text}", "category": "of {text[:9]}"}}\n' for text in PROMPTS))
     specdec("run", "--engine-dir", engine, "--input-file", prompts, "--max-output-len", 20, "--output-traces", traces)

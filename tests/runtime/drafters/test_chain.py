@@ -109,10 +109,10 @@ def test_empty_chain_is_refused() -> None:
 
 @pytest.mark.parametrize("loop", [orchestrator, leader], ids=["orchestrator", "leader"])
 def test_draft_model_drafts_where_the_lookup_has_nothing(
-    loop: Any, llama_uncompiled_dir: Path, llama: PreTrainedModel, make_engine: Any
+    loop: Any, llama_engine_dir: Path, llama: PreTrainedModel, make_engine: Any
 ) -> None:
     """It misses steps, catches up, and the output is Hugging Face's; both have a share in it."""
-    engine = Engine.open(llama_uncompiled_dir)
+    engine = Engine.open(llama_engine_dir)
     vocab_size = engine.config.vocab_size
     draft_engine = make_engine(make_model("llama", vocab_size=vocab_size, num_hidden_layers=1))
     asked: list[int] = []

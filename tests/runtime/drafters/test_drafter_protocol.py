@@ -109,9 +109,9 @@ def one_hot(token: int, size: int) -> Tensor:
     ],
 )
 def test_wrong_drafter_ends_the_loop_and_leaves_the_engine_usable(
-    make_draft: Any, message: str, llama_uncompiled_dir: Path, llama: PreTrainedModel
+    make_draft: Any, message: str, llama_engine_dir: Path, llama: PreTrainedModel
 ) -> None:
-    engine, prompt = Engine.open(llama_uncompiled_dir), [5, 6, 7]
+    engine, prompt = Engine.open(llama_engine_dir), [5, 6, 7]
     request = Request(4, tuple(prompt), 8, sampling=SamplingConfig(top_k=0))
     drafter = Constant(make_draft(engine.config.vocab_size))
     with pytest.raises(SpecDecError, match=message) as error:
@@ -126,12 +126,12 @@ def test_wrong_drafter_ends_the_loop_and_leaves_the_engine_usable(
     assert output == hf_greedy(llama, prompt, 8)
 
 
-def test_draft_longer_than_the_budget_is_cut(llama_uncompiled_dir: Path, llama: PreTrainedModel) -> None:
+def test_draft_longer_than_the_budget_is_cut(llama_engine_dir: Path, llama: PreTrainedModel) -> None:
     """A drafter is told the longest draft and not what every request has left; the loop knows."""
     right = hf_greedy(llama, [5, 6, 7], 4)
     for max_new_tokens in (1, 2, 3):
         request = Request(0, (5, 6, 7), max_new_tokens)
-        ((sequence, new_tokens),) = generate(Engine.open(llama_uncompiled_dir), [request], Constant(Draft(right)), 4)
+        ((sequence, new_tokens),) = generate(Engine.open(llama_engine_dir), [request], Constant(Draft(right)), 4)
         assert new_tokens == right[:max_new_tokens]
         assert sequence.stats.per_step_drafted == sequence.stats.per_step_accepted == [max_new_tokens - 1]
 

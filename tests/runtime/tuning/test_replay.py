@@ -36,9 +36,9 @@ LOOPS: dict[str, Any] = {"orchestrator": orchestrator, "leader": leader}
 
 
 @pytest.fixture
-def engine(llama_uncompiled_dir: Path) -> Engine:
+def engine(llama_engine_dir: Path) -> Engine:
     """The engine of fixture `llama`: max_batch_size 4, drafts of 10."""
-    return Engine.open(llama_uncompiled_dir)
+    return Engine.open(llama_engine_dir)
 
 
 def make_requests(num_requests: int) -> list[Request]:
