@@ -239,12 +239,12 @@ def test_tokenizer_dir_replaces_the_engines_tokenizer(
 
 
 def test_engine_without_tokenizer_takes_and_prints_ids(
-    specdec: Specdec, llama_engine_dir: Path, tmp_path: Path
+    specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path
 ) -> None:
     engine = tmp_path / "engine"
     engine.mkdir()
     for name in ("config.json", "rank0.safetensors"):
-        shutil.copyfile(llama_engine_dir / name, engine / name)
+        shutil.copyfile(llama_uncompiled_dir / name, engine / name)
     record_anew(engine)
     (tmp_path / "ids.csv").write_text("5,6,7\n")
     arguments = ["--engine-dir", engine, "--input-file", tmp_path / "ids.csv", "--max-output-len", 3]
