@@ -65,7 +65,7 @@ class Ward:
 
 @pytest.fixture
 def ward(
-    llama_engine_dir: Path,
+    llama_uncompiled_dir: Path,
     tmp_path: Path,
     make_draft_engine_dir: MakeDraftEngineDir,
     tokenizer: PreTrainedTokenizerFast,
@@ -74,7 +74,7 @@ def ward(
     specdec: Specdec,
 ) -> Iterator[Ward]:
     num_threads, affinity = torch.get_num_threads(), os.sched_getaffinity(0)
-    yield Ward(llama_engine_dir, tmp_path, make_draft_engine_dir, tokenizer, other_tokenizer, monkeypatch, specdec)
+    yield Ward(llama_uncompiled_dir, tmp_path, make_draft_engine_dir, tokenizer, other_tokenizer, monkeypatch, specdec)
     torch.set_num_threads(num_threads)
     os.sched_setaffinity(0, affinity)
 

@@ -10,7 +10,7 @@ import pytest
 from command_line import Specdec, assert_valid, edit_json, tree
 from shared import once
 from test_cli_errors import assert_one_clear_error
-from tiny import VOCAB_SIZE, make_model, repetitive_prompt
+from tiny import make_model, repetitive_prompt
 from transformers import PreTrainedTokenizerFast
 
 SPEC_BENCH = Path(__file__).parents[1] / "data" / "traces.jsonl"
@@ -360,8 +360,8 @@ MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] =
     ("tune --traces t.jsonl", 1, ("the file is empty: t.jsonl",), lambda d: (d / "t.jsonl").write_text("")),
     ("tune --traces t.jsonl --tokenizer-dir tok", 1, ("line 1 of t.jsonl has an id outside", "300: 300"),
      lambda d: (d / "t.jsonl").write_text('{"prompt_ids": [5], "output_ids": [300]}')),
-    (TUNE + "--traces t.jsonl", 1, (f"line 1 of t.jsonl has an id outside the vocabulary of {VOCAB_SIZE}: 40",),
-     lambda d: (d / "t.jsonl").write_text('{"prompt_ids": [5], "output_ids": [40]}')),
+    (TUNE + "--traces t.jsonl", 1, ("line 1 of t.jsonl has an id outside the vocabulary of 300: 400",),
+     lambda d: (d / "t.jsonl").write_text('{"prompt_ids": [5], "output_ids": [400]}')),
     ("tune --traces t.jsonl --self-draft-config 4", 2, ("no record tells what a model", "`--engine-dir`"), None),
     (TUNE + "--traces t.jsonl --self-draft-config 4", 1, ("no copy of its model", "--self-draft int4"), None),
     (TUNE + "--traces t.jsonl --drafters ngram,custom", 2, ("no drafter of your own: ngram,custom",), None),

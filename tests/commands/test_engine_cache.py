@@ -15,23 +15,36 @@ import pytest
 import torch
 from command_line import Result, Specdec, ids_of, tree
 from safetensors.torch import load_file, save_file
-from shared import once
-from tiny import hf_greedy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny import hf_greedy, make_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from runtime.config import BuildConfig
 from runtime.engine_cache import EngineSettings
 from runtime.models import resolve_model
 
 PROMPT = "The little dog had a red ball. The"
-RUN = ["--input-text", PROMPT, "--max-output-len", 12, "--end-id", 299]
+RUN = ["--input-text", PROMPT, "--max-output-len", 12, "--end-id", 299, "--max-seq-len", 128]
 Run = Callable[..., Result]
 
 
+def save_small_model(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> Path:
+    """One layer, because the compiler takes a quarter of a minute as it is."""
+    model = make_model(
+        "llama", vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
 @pytest.fixture(scope="module")
-def model_dir() -> Path:
-    """The model of which the documentation's walk makes the same engine: whoever comes first compiles it."""
-    return resolve_model("demo")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("small") / "model", tokenizer, 0)
 
 
 def engines(cache: Path) -> list[Path]:
@@ -50,18 +63,6 @@ def start(model_dir: Path, environment: dict[str, str]) -> subprocess.Popen[str]
     )
 
 
-@pytest.fixture
-def built(shared: Path, kernels: Path, run: Run) -> Path:
-    """A cache that holds the engine of `model_dir`."""
-
-    def make(cache: Path) -> None:
-        engine_dir = Path(run("--json").document["engine"]["engine_dir"])
-        shutil.copytree(engine_dir, cache / "engines" / engine_dir.name)
-        copy_kernels(cache)
-
-    return once(shared / "built", make)
-
-
 def copy_kernels(cache: Path) -> None:
     """The compiled kernels, so that they are not compiled again in another cache."""
     for path in Path(os.environ["SPECDEC_CACHE_DIR"]).glob("kernels-*.so"):
@@ -69,9 +70,8 @@ def copy_kernels(cache: Path) -> None:
 
 
 @pytest.fixture
-def cache(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of a cache that holds the engine of `model_dir`; the one in use."""
-    shutil.copytree(built, tmp_path / "cache")
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, which is the one in use."""
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -82,7 +82,7 @@ def run(specdec: Specdec, model_dir: Path) -> Run:
 
 
 @pytest.fixture
-def built_uncompiled(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def built_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is built from now on is built in earnest, but for the compiler, which is `none`."""
     build_config = EngineSettings.build_config
 
@@ -118,25 +118,39 @@ def test_killed_build_leaves_a_cache_that_two_processes_can_use(
     assert outputs[0] == outputs[1]
 
 
-def test_engine_is_built_once_and_serves_all_draft_lengths(run: Run, cache: Path, model_dir: Path) -> None:
+def test_engine_is_built_once_and_serves_all_draft_lengths(specdec: Specdec, kernels: Path) -> None:
+    """Compiled ahead of time: the one of the documentation's walk, of which whoever comes first makes it."""
+    model_dir = resolve_model("demo")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
     expected = hf_greedy(model, AutoTokenizer.from_pretrained(model_dir)(PROMPT)["input_ids"], 12, 299)
-    (engine,) = engines(cache)
+    arguments = [
+        "run",
+        "--model-dir",
+        "demo",
+        "--input-text",
+        PROMPT,
+        "--max-output-len",
+        12,
+        "--end-id",
+        299,
+        "--json",
+    ]
+    first = specdec(*arguments, "--spec-decode-algo", "NGRAM").document
+    assert ids_of(first) == [expected]
+    assert first["engine"]["build_config"]["compiler"] == "aot"
+    engine = Path(first["engine"]["engine_dir"])
     built = engine.stat().st_ino
-    first = run("--spec-decode-algo", "NGRAM", "--json")
-    assert ids_of(first.document) == [expected]
     for flags in ([], ["--spec-decode-algo", "NGRAM", "--spec-decode-max-draft-len", 10], ["--max-num-tokens", 4]):
-        again = run(*flags)
-        assert again.exit_code == 0
+        again = specdec(*arguments, *flags)
+        assert again.document["engine"]["engine_dir"] == str(engine)
         assert "compiling" not in again.stderr
-    assert engines(cache) == [engine] and engine.stat().st_ino == built
-    assert first.document["engine"]["engine_dir"] == str(engine)
-    assert first.document["engine"]["build_config"]["compiler"] == "aot"
+    assert engine.stat().st_ino == built
 
 
 @pytest.mark.usefixtures("cache", "built_uncompiled")
-def test_draft_model_is_built_too(run: Run) -> None:
-    flags = ["--spec-decode-algo", "DRAFT_TARGET", "--draft-model-dir", "demo-draft", "--check-lossless", "--json"]
+def test_draft_model_is_built_too(run: Run, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    draft_dir = save_small_model(tmp_path / "draft", tokenizer, 1)
+    flags = ["--spec-decode-algo", "DRAFT_TARGET", "--draft-model-dir", draft_dir, "--check-lossless", "--json"]
     document = run(*flags).document
     assert document["checks"]["lossless"]["passed"] and document["total"]["num_draft_tokens"] > 0
     assert Path(document["draft_engine"]["engine_dir"]).name.startswith("draft-")
@@ -170,21 +184,22 @@ def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir:
 
 
 @pytest.mark.parametrize(
-    "damage", ["config.json is missing", "rank0.pt2 is cut short", "rank0.safetensors is cut short"]
+    "damage", ["config.json is missing", "tokenizer.json is cut short", "rank0.safetensors is cut short"]
 )
 @pytest.mark.usefixtures("built_uncompiled")
 def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> None:
     """In the entry's place, and of nothing that was there."""
+    before = ids_of(run("--json").document)
     (engine,) = engines(cache)
+    whole = tree(engine)
     name, _, how = damage.partition(" ")
     if how == "is missing":
         (engine / name).unlink()
     else:
         os.truncate(engine / name, (engine / name).stat().st_size // 2)
     result = run("--json")
-    assert result.document["engine"]["engine_dir"] == str(engine)
-    assert result.document["engine"]["build_config"]["compiler"] == "none" and not (engine / "rank0.pt2").exists()
-    assert engines(cache) == [engine]
+    assert result.document["engine"]["engine_dir"] == str(engine) and ids_of(result.document) == before
+    assert engines(cache) == [engine] and tree(engine) == whole
     again = run()
     assert again.exit_code == 0 and "compiling" not in again.stderr
 

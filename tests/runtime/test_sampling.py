@@ -84,7 +84,7 @@ class CountedPenalty(LogitsProcessor):
 
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
-    return make_model("llama")
+    return make_model("llama", num_hidden_layers=1)
 
 
 # -- The distribution --

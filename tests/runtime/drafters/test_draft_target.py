@@ -59,7 +59,7 @@ def with_vocabulary(model: PreTrainedModel, vocab_size: int) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, PreTrainedModel]:
-    target = make_model("llama")
+    target = make_model("llama", num_hidden_layers=1)
     other = resembling(target, 0.01)
     return {
         "target": target,
