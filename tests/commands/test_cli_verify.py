@@ -26,11 +26,11 @@ Change = Callable[[Path], Any]
 @pytest.fixture
 def artefacts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama_dir: Path, llama_checkpoint_dir: Path,
-    llama_engine_dir: Path,
+    llama_uncompiled_dir: Path,
 ) -> Path:  # fmt: skip
     """The current directory: one of each, which a test may change."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(llama_engine_dir, "engine")
+    shutil.copytree(llama_uncompiled_dir, "engine")
     shutil.copytree(llama_checkpoint_dir, "checkpoint")
     shutil.copytree(llama_dir, "model")
     write_corpus(Path("corpus"), [[1, 2, 3, 4] * 99], vocab_size=300, tokenizer_digest="0" * 64, replace=False)

@@ -33,7 +33,7 @@ SAMPLED = SamplingConfig(temperature=0.7, top_k=0, top_p=0.95, random_seed=5)
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    return make_model("llama", num_hidden_layers=1)
+    return make_model("llama")
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ ON_LOOPS = pytest.mark.parametrize("loop", LOOPS)
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    return make_model("llama", num_hidden_layers=1)
+    return make_model("llama")
 
 
 @pytest.fixture(scope="module", params=["int4", "int8"])
