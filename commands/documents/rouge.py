@@ -1,12 +1,15 @@
 """ROUGE scores of generated text, computed where no hub can be reached.
 
-`evaluate.load("rouge")` downloads the metric's script, and `evaluate` alone takes 4 s to import, so this module does
-what the script does: scores of the `rouge_score` package (no stemmer, one reference per prediction), aggregated by
-bootstrap. The same texts always give the same numbers.
+`evaluate.load("rouge")` downloads the metric's script, so this module holds the metric itself: an
+`evaluate.Metric` over the `rouge_score` package with the settings of evaluate's own `metrics/rouge/rouge.py`
+(no stemmer, one reference per prediction, bootstrap aggregation). It keeps two invariants: the same texts
+always give the same numbers, and nothing is left on disk, so any number of processes may score at once.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from runtime.errors import SpecDecError
 
@@ -30,17 +33,34 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[str]) -> dict[
 
 @lru_cache  # resampling takes seconds, and systems that are lossless give the same texts
 def _scores(predictions: tuple[str, ...], references: tuple[str, ...]) -> dict[str, float]:
-    import numpy as np  # on demand, with what scores: `--help` must not wait
+    with TemporaryDirectory(prefix="specdec-rouge-") as directory:
+        # Metric makes its cache directory even when it keeps the samples in memory.
+        metric = _metric_class()(keep_in_memory=True, cache_dir=directory, seed=0)
+        fmeasures = metric.compute(predictions=list(predictions), references=list(references))
+    return {rouge_type: 100 * float(fmeasures[rouge_type]) for rouge_type in ROUGE_TYPES}
+
+
+def _metric_class() -> Any:
+    """The metric's class. Made on demand: its base takes seconds to import, and `--help` must not wait."""
+    import datasets
+    import evaluate
     from rouge_score import rouge_scorer, scoring
 
-    scorer = rouge_scorer.RougeScorer(ROUGE_TYPES, use_stemmer=False)
-    aggregator = scoring.BootstrapAggregator()
-    for prediction, reference in zip(predictions, references, strict=True):
-        aggregator.add_scores(scorer.score(reference, prediction))
-    state = np.random.get_state()
-    np.random.seed(0)
-    try:
-        aggregated = aggregator.aggregate()
-    finally:
-        np.random.set_state(state)
-    return {rouge_type: 100 * float(aggregated[rouge_type].mid.fmeasure) for rouge_type in ROUGE_TYPES}
+    class Rouge(evaluate.Metric):  # type: ignore[misc]  # evaluate ships no types
+        def _info(self) -> Any:
+            text = datasets.Value("string")
+            return evaluate.MetricInfo(
+                description="ROUGE F-measures, as evaluate's own metric computes them.",
+                citation="Lin 2004, ROUGE: A Package for Automatic Evaluation of Summaries",
+                inputs_description="One reference text for each prediction.",
+                features=datasets.Features({"predictions": text, "references": text}),
+            )
+
+        def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+            scorer = rouge_scorer.RougeScorer(ROUGE_TYPES, use_stemmer=False)
+            aggregator = scoring.BootstrapAggregator()
+            for prediction, reference in zip(predictions, references, strict=True):
+                aggregator.add_scores(scorer.score(reference, prediction))
+            return {key: score.mid.fmeasure for key, score in aggregator.aggregate().items()}
+
+    return Rouge
