@@ -10,7 +10,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <numeric>
 #include <vector>
 
 #include "products.h"
@@ -73,74 +72,123 @@ void with_kind(PackedWeight::Kind kind, const Call& call) {
   else call(std::integral_constant<PackedWeight::Kind, PackedWeight::kE4m3>());
 }
 
-// The weight as the products of floats read it: a piece of a panel is widened when it is needed, and used for all tokens.
+// A number is one that bfloat16 holds.
+template <PackedWeight::Kind kind>
+inline Lanes number(Words byte) {
+  if constexpr (kind == PackedWeight::kE4m3) {
+    // With the exponent that it has in a float. What is less than normal, 0 too, got a 1 before its fraction.
+    const Lanes size = (Lanes)(((byte & 0x7fu) << 20) + (120u << 23)), without = size * 2.0f - 0x1p-6f;
+    return (Lanes)((Words)(without < size ? without : size) | (byte & 0x80u) << 24);
+  } else {
+    constexpr int32_t half = kind == PackedWeight::kInt8 ? 128 : 8;
+    return __builtin_convertvector((Ints)byte - half, Lanes);
+  }
+}
+
+// Of 4 columns' numbers the first and the third as a pair of bfloat16, or the second and the fourth.
+template <PackedWeight::Kind kind>
+inline Words pairs_of(Words four, int second) {
+#if defined(__AVX512BW__) && !defined(NO512)
+  if constexpr (kind == PackedWeight::kE4m3) {
+    // As above in 16 bits; the 8 sizes that are less than normal are looked up.
+    const Words code = second ? (Words)_mm512_srli_epi16((__m512i)four, 8) : four;
+    const __m512i size = _mm512_add_epi16(_mm512_slli_epi16((__m512i)(code & 0x007f007fu), 4), _mm512_set1_epi16(120 << 7));
+    const __m512i least = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+    const __mmask32 is_least = _mm512_testn_epi16_mask((__m512i)code, _mm512_set1_epi16(0x78));
+    return (Words)_mm512_mask_permutexvar_epi16(size, is_least, (__m512i)code, least) | (code & 0x00800080u) << 8;
+  }
+#endif
+  const Words first = four >> 8 * second & 0xffu, third = four >> (8 * second + 16) & 0xffu;
+  return (Words)number<kind>(first) >> 16 | (Words)number<kind>(third);
+}
+
+// Tokens (M, groups, columns) as the products of floats read them: a group of a kernel has a multiple of 4 or, of tiles, of
+// 32 columns, and of each 4 the second and the third are exchanged. Behind a group's own there are zeros.
+template <typename T>
+struct GroupedTokens {
+  int64_t columns;
+  std::vector<T> numbers;
+  std::vector<float> totals;  // (M, groups): a group's numbers, added, where the weight has offsets
+
+  GroupedTokens(const T* tokens, int64_t M, int64_t multiple, const PackedWeight& weight)
+      : columns((weight.size + multiple - 1) / multiple * multiple), numbers(M * weight.groups * columns),
+        totals(weight.has_offsets ? M * weight.groups : 0) {
+    share_range(M * weight.groups, 256, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const T* from = tokens + i * weight.size;
+        T* to = numbers.data() + i * columns;
+        const int64_t whole = weight.size / 4 * 4;
+        for (int64_t k = 0; k < whole; k += 4)
+          to[k] = from[k], to[k + 1] = from[k + 2], to[k + 2] = from[k + 1], to[k + 3] = from[k + 3];
+        for (int64_t k = whole; k < weight.size; ++k) to[k % 4 == 0 ? k : k % 4 == 1 ? k + 1 : k - 1] = from[k];
+        if (!weight.has_offsets) continue;
+        for (int64_t k = 0; k < weight.size; ++k) totals[i] += static_cast<float>(from[k]);
+      }
+    });
+  }
+};
+
+// The weight as the products of floats read it: its numbers as bfloat16 in pairs, a piece of a panel when it is needed. A
+// group's sums are multiplied by its scales.
 struct WidenedWeight {
   const PackedWeight& packed;
+  int64_t columns;      // of a group, as the tokens have them
+  const float* totals;
 
-  // Whole groups, and whole tiles of 32 columns.
-  int64_t depth(int64_t) const {
-    const int64_t least = std::lcm(packed.size, int64_t{32});
-    return std::max<int64_t>(kMostColumns / least, 1) * least;
+  // Whole groups: for few tokens about those that a first-level cache has room for.
+  int64_t depth(int64_t most, int64_t num_tiles) const {
+    return std::max<int64_t>((num_tiles < kManyTiles ? kMostColumns : most) / columns, 1) * columns;
   }
 
   template <typename Product>
   static bool reads_in_place(int64_t) { return false; }
 
   template <typename Product, typename Use>
-  void with_piece(int64_t panel, int64_t k, int64_t depth, int64_t, const Use& use) const {
-    thread_local std::vector<float> floats;
-    floats.resize(depth * kPanel);
-    with_kind(packed.kind, [&](auto kind) { widen_groups<kind()>(panel, k, depth, floats.data()); });
-    if constexpr (std::is_same_v<typename Product::Piece, float>) {
-      use(static_cast<const float*>(floats.data()));
-    } else {
-      thread_local std::vector<at::BFloat16> pairs;
-      pairs.resize(depth * kPanel);
-      for (int64_t k = 0; k < depth; k += 2)
-        for (int64_t i = 0; i < kPanel; i += kLanes) make_pairs(&floats[k * kPanel + i], &pairs[k * kPanel + 2 * i]);
-      use(static_cast<const at::BFloat16*>(pairs.data()));
-    }
+  void with_piece(const Product& x, int64_t panel, int64_t k, int64_t depth, int64_t num_tiles, const Use& use) const {
+    struct alignas(64) Row { at::BFloat16 numbers[kPanel]; };
+    thread_local std::vector<Row> rows;
+    rows.resize(depth);
+    const int64_t first = k / columns, last = (k + depth) / columns;
+    for (int64_t g = first; g < last; ++g)
+      with_kind(packed.kind, [&](auto kind) { widen_group<kind()>(packed.group(panel, g), rows[(g - first) * columns].numbers); });
+    Product::with_piece(static_cast<const at::BFloat16*>(rows[0].numbers), depth, num_tiles, [&](auto piece) {
+      use([&](int64_t row, int64_t rows, float* sums, bool start, auto& state) {
+        alignas(64) float of_group[Product::kMostRows * kPanel];
+        if (start) std::fill_n(sums, rows * kPanel, 0.0f);
+        for (int64_t g = first; g < last; ++g) {
+          x.add(row, rows, g * columns, columns, piece + (g - first) * columns * kPanel, of_group, true, state);
+          add_group(panel, g, row, rows, of_group, sums);
+        }
+      });
+    });
   }
 
  private:
-  // Of the numbers of a column and the next.
-  static void make_pairs(const float* floats, at::BFloat16* to) {
-    at::BFloat16 first[kLanes], second[kLanes];
-    narrow(load(floats), first);
-    narrow(load(floats + kPanel), second);
-    const Words pairs = __builtin_convertvector(load<Halves>(first), Words) |
-                        __builtin_convertvector(load<Halves>(second), Words) << 16;
-    std::memcpy(to, &pairs, sizeof pairs);
-  }
-
   template <PackedWeight::Kind kind>
-  static Lanes number(Words byte) {
-    if constexpr (kind == PackedWeight::kE4m3) {  // its exponent and fraction have places in a half's
-      const Halves half = __builtin_convertvector((byte & 0x7fu) << 7 | (byte & 0x80u) << 8, Halves);
-      return widen(reinterpret_cast<const at::Half*>(&half)) * 256.f;
-    } else {
-      constexpr int32_t half = kind == PackedWeight::kInt8 ? 128 : 8;
-      return __builtin_convertvector((Ints)byte - half, Lanes);
+  void widen_group(const uint8_t* group, at::BFloat16* to) const {
+    for (int64_t k = 0; k < packed.padded; k += 4, to += 4 * kPanel) {
+      Words four[2];
+      load_numbers<kind>(group, k, four);
+      fetch_ahead(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
+      for (int i = 0; i < 2; ++i)
+        for (int second = 0; second < 2; ++second) {
+          const Words pairs = pairs_of<kind>(four[i], second);
+          std::memcpy(to + 2 * (second * kPanel + i * kLanes), &pairs, sizeof pairs);
+        }
     }
+    std::fill_n(to, (columns - packed.padded) * kPanel, at::BFloat16(0.0f));
   }
 
-  template <PackedWeight::Kind kind>
-  void widen_groups(int64_t panel, int64_t first, int64_t depth, float* to) const {
-    for (int64_t g = first / packed.size; g < (first + depth) / packed.size; ++g) {
-      const uint8_t* group = packed.group(panel, g);
-      Lanes scales[2], offsets[2];
-      packed.scales(group, scales);
-      packed.offsets(group, offsets);
-      fetch_ahead(group, packed.bytes);
-      for (int64_t k = 0; k < packed.size; k += 4) {
-        Words four[2];
-        load_numbers<kind>(group, k, four);
-        with_rows<4>(std::min<int64_t>(4, packed.size - k), [&](auto count) {
-          for (int j = 0; j < count(); ++j, to += kPanel)
-            for (int i = 0; i < 2; ++i)
-              store(to + i * kLanes, number<kind>(four[i] >> 8 * j & 0xffu) * scales[i] + offsets[i]);
-        });
+  void add_group(int64_t panel, int64_t g, int64_t row, int64_t rows, const float* of_group, float* sums) const {
+    Lanes scales[2], offsets[2];
+    packed.scales(packed.group(panel, g), scales);
+    packed.offsets(packed.group(panel, g), offsets);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int i = 0; i < 2; ++i, of_group += kLanes, sums += kLanes) {
+        Lanes sum = load(sums);
+        sum += load(of_group) * scales[i];
+        if (packed.has_offsets) sum += offsets[i] * totals[(row + r) * packed.groups + g];
+        store(sums, sum);
       }
-    }
   }
 };

@@ -115,16 +115,16 @@ struct EvenTiles {
 // Of many tokens a tile's numbers lie as they are read, column by column.
 template <typename T>
 struct InFloat32 : EvenTiles {
-  static constexpr bool kWidens = !std::is_same_v<T, float>, kReadsInPlace = false;
-  using Piece = float;  // of a panel that is widened from what it is stored as
+  static constexpr bool kReadsInPlace = false;
   std::unique_ptr<float[]> own;
   const float* x;
   int64_t K;
   bool by_columns;
 
   InFloat32(const T* tokens, int64_t M, int64_t K) : K(K), by_columns(num_tiles(M) >= kManyTiles) {
-    if constexpr (!kWidens) x = tokens;
-    if (!kWidens && !by_columns) return;
+    constexpr bool kIsWide = std::is_same_v<T, float>;
+    if constexpr (kIsWide) x = tokens;
+    if (kIsWide && !by_columns) return;
     own = std::make_unique_for_overwrite<float[]>(M * K);
     x = own.get();
     if (by_columns) {
@@ -142,9 +142,9 @@ struct InFloat32 : EvenTiles {
   // A piece of a panel stays in a cache: for many tiles in the first-level one.
   static int64_t depth(int64_t num_tiles) { return num_tiles >= kManyTiles ? 8192 / kPanel : 2048; }
 
-  template <typename Use>
-  static void with_piece(const T* panel, int64_t depth, int64_t num_tiles, const Use& use) {
-    if constexpr (kWidens) {
+  template <typename P, typename Use>
+  static void with_piece(const P* panel, int64_t depth, int64_t num_tiles, const Use& use) {
+    if constexpr (!std::is_same_v<P, float>) {
       if (num_tiles >= kManyTiles) {
         thread_local std::vector<float> copy;
         copy.resize(depth * kPanel);
@@ -186,7 +186,6 @@ struct InFloat32 : EvenTiles {
 
 #if defined(__AVX512BF16__)
 struct InPairs : EvenTiles {
-  using Piece = at::BFloat16;
   static constexpr bool kReadsInPlace = true;
   const at::BFloat16* x;
   int64_t K;
@@ -225,7 +224,6 @@ struct InPairs : EvenTiles {
 // pairs of columns of 16 outputs, which lie in the panel as the instruction wants them. Four hold the sums of 32 tokens
 // and a panel.
 struct InTiles {
-  using Piece = at::BFloat16;
   static constexpr int64_t kHeight = 16, kWidth = 32, kMostRows = 2 * kHeight;
   static constexpr bool kReadsInPlace = true;
   Lines<at::BFloat16> x;  // (blocks of 16 tokens, blocks of 32 columns, 16, 32)
@@ -346,20 +344,24 @@ struct Panels {
   const T* packed;  // (panels, K, kPanel)
   int64_t K;
 
-  static int64_t depth(int64_t most) { return most; }
+  static int64_t depth(int64_t most, int64_t) { return most; }
 
   // Whether a panel is not copied, and a piece of it is all of it.
   template <typename Product>
   static bool reads_in_place(int64_t K) { return Product::kReadsInPlace && K <= Product::depth(1); }
 
   template <typename Product, typename Use>
-  void with_piece(int64_t panel, int64_t k, int64_t depth, int64_t num_tiles, const Use& use) const {
-    Product::with_piece(packed + (panel * K + k) * kPanel, depth, num_tiles, use);
+  void with_piece(const Product& x, int64_t panel, int64_t k, int64_t depth, int64_t num_tiles, const Use& use) const {
+    Product::with_piece(packed + (panel * K + k) * kPanel, depth, num_tiles, [&](auto piece) {
+      use([&](int64_t row, int64_t rows, float* sums, bool start, auto& state) {
+        x.add(row, rows, k, depth, piece, sums, start, state);
+      });
+    });
   }
 };
 
-// out (M, N) = x (M, K) weight^T + bias, of a weight that has depth(): of how many columns a piece of a panel is, and
-// with_piece().
+// out (M, N) = x (M, K) weight^T + bias, of a weight that has depth(): of how many columns a piece of a panel is; and
+// with_piece(): calls use(add) with what adds a piece's products to the sums of tokens, which so many tiles will be.
 template <typename Product, typename T, typename Weight>
 void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int64_t M, int64_t K, int64_t N) {
   const Product x(tokens, M, K);
@@ -374,11 +376,11 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
     const int64_t begin = task / parts * together, end = std::min(begin + together, panels);
     const int64_t tile_begin = task % parts * tiles / parts, tile_end = (task % parts + 1) * tiles / parts;
     const int64_t from = Product::first_row(tile_begin, M), to = Product::first_row(tile_end, M);
-    const int64_t most = weight.depth(Product::depth(tile_end - tile_begin));
+    const int64_t num_tiles = tile_end - tile_begin, most = weight.depth(Product::depth(num_tiles), num_tiles);
     all_sums.resize(K > most ? to - from : 2 * Product::kMostRows);
     typename Product::State state;
     int64_t turn = 0;  // a tile's sums lie where those of the one before it, which may wait to be written, do not
-    const auto add_tile = [&](int64_t panel, int64_t tile, int64_t k, int64_t depth, auto piece) {
+    const auto add_tile = [&](int64_t panel, int64_t tile, int64_t k, int64_t depth, const auto& add) {
       const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
       const int64_t first = panel * kPanel, width = std::min(kPanel, N - first);
       float* sum = all_sums[K > most ? row - from : turn].sums;
@@ -387,7 +389,7 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
         widen(bias + first, initial, width);
         for (int64_t r = 0; r < rows; ++r) std::copy_n(initial, kPanel, sum + r * kPanel);
       }
-      x.add(row, rows, k, depth, piece, sum, k == 0 && !bias, state);
+      add(row, rows, sum, k == 0 && !bias, state);
       if (k + depth < K) return;
       state.write(Outputs<T>{sum, rows, width, out + row * N + first, N});
       turn = Product::kMostRows - turn;
@@ -395,8 +397,8 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
     const auto add_tiles = [&](int64_t panel, int64_t first_tile, int64_t last_tile) {
       for (int64_t k = 0; k < K; k += most) {
         const int64_t depth = std::min(most, K - k);
-        weight.template with_piece<Product>(panel, k, depth, tile_end - tile_begin, [&](auto piece) {
-          for (int64_t tile = first_tile; tile < last_tile; ++tile) add_tile(panel, tile, k, depth, piece);
+        weight.with_piece(x, panel, k, depth, num_tiles, [&](const auto& add) {
+          for (int64_t tile = first_tile; tile < last_tile; ++tile) add_tile(panel, tile, k, depth, add);
         });
       }
     };

@@ -80,10 +80,13 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
       else
         multiply_integers<digits(), PackedWeight::kInt4>(tokens, weight, start, to, M, num_outputs);
     };
-    if (token_bits == 0 || weight.kind == PackedWeight::kE4m3)
-      multiply_in(K % 2 ? kFloat32 : arithmetic, tokens, WidenedWeight{weight}, start, to, M, K, num_outputs);
-    else
+    if (token_bits == 0 || weight.kind == PackedWeight::kE4m3) {
+      const GroupedTokens<T> grouped(tokens, M, arithmetic == kTiles ? 32 : 4, weight);
+      const WidenedWeight widened{weight, grouped.columns, grouped.totals.data()};
+      multiply_in(arithmetic, grouped.numbers.data(), widened, start, to, M, weight.groups * grouped.columns, num_outputs);
+    } else {
       with_rows<2>(token_bits / 8, multiply);
+    }
   });
   return out;
 }

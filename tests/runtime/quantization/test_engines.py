@@ -228,11 +228,13 @@ def random_weight(kind: str, extra: str, outputs: int, inputs: int, group_size: 
     generator = torch.Generator().manual_seed(outputs + inputs)
     scales = torch.rand(outputs, inputs // group_size, generator=generator) * 0.01
     if kind == "fp8":
-        return QuantizedWeight(torch.randn(outputs, inputs, generator=generator).to(torch.float8_e4m3fn), scales)
-    bits = KINDS[kind]
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
-    integers = torch.randint(low, high, (outputs, inputs), generator=generator, dtype=torch.int8)
-    weight = from_integers(integers, scales if extra == "zeros" else scales.half(), bits=bits)
+        numbers = torch.randn(outputs, inputs, generator=generator) / 8  # some of them less than normal
+        low, high, weight = -8, 8, QuantizedWeight(numbers.to(torch.float8_e4m3fn), scales)
+    else:
+        bits = KINDS[kind]
+        low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+        integers = torch.randint(low, high, (outputs, inputs), generator=generator, dtype=torch.int8)
+        weight = from_integers(integers, scales if extra == "zeros" else scales.half(), bits=bits)
     parts = {
         "zeros": torch.randint(low, high, scales.shape, generator=generator, dtype=torch.int16),
         "offsets": torch.randn(scales.shape, generator=generator),
@@ -253,7 +255,8 @@ WEIGHTS = [
     *((kind, "", 70, 768, size) for kind in KINDS for size in (64, 128, 768)),
     *((kind, "zeros", 32, 1000, 1000) for kind in KINDS),  # in groups of 125 columns
     ("int4", "", 5, 60, 6), ("int4", "offsets", 33, 192, 48), ("int8", "", 40, 288, 96),
-    ("fp8", "", 70, 768, 768), ("fp8", "", 70, 672, 32),
+    ("fp8", "", 70, 768, 768), ("fp8", "", 70, 672, 32), ("fp8", "", 40, 288, 96), ("fp8", "zeros", 33, 256, 128),
+    ("fp8", "", 33, 375, 375), ("fp8", "", 5, 60, 6), ("fp8", "", 7, 35, 7), ("fp8", "", 5, 64, 1),
 ]  # fmt: skip
 
 
@@ -285,6 +288,22 @@ def test_kernel_computes_the_product(
             assert torch.equal(rows, found[i : i + num_rows])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("inputs", [128, 125])
+def test_every_number_of_e4m3_is_multiplied_as_it_is(inputs: int, dtype: torch.dtype, kernels: Path) -> None:
+    """Tokens of a single 1 have a column of the weight for their result, exactly; zeros of either sign are the same."""
+    load_kernels(kernels)
+    codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
+    numbers = codes[(torch.arange(254)[:, None] + torch.arange(inputs)) % 254].view(torch.float8_e4m3fn)
+    weight = QuantizedWeight(numbers, torch.full((254, 1), -0.5))
+    expected = (numbers.to(dtype) * -0.5).T
+    for arithmetic in torch.ops.specdec.arithmetics() if dtype == torch.bfloat16 else [0]:
+        for num_rows in (inputs, 1):
+            rows = torch.eye(inputs, dtype=dtype).split(num_rows)
+            found = torch.cat([product(row, weight, None, arithmetic, bits=0) for row in rows])
+            assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("weight_sign", [-1, 1])
 @pytest.mark.parametrize("num_rows", [1, 20])
@@ -306,13 +325,14 @@ def test_what_is_no_number_stays_with_its_token(
 ) -> None:
     load_kernels(kernels)
     weight = random_weight(kind, "", 70, 128, 64)
-    x = torch.randn(num_rows, 128, generator=torch.Generator().manual_seed(2))
-    clean = product(x, weight, None, 0, bits=bits)
-    x[1, 77] = poison
-    found = product(x, weight, None, 0, bits=bits)
-    assert not found[1].isfinite().any()
-    others = [i for i in range(num_rows) if i != 1]
-    assert torch.equal(found[others], clean[others])
+    for arithmetic in torch.ops.specdec.arithmetics():
+        x = torch.randn(num_rows, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
+        clean = product(x, weight, None, arithmetic, bits=bits)
+        x[1, 77] = poison
+        found = product(x, weight, None, arithmetic, bits=bits)
+        assert not found[1].isfinite().any()
+        others = [i for i in range(num_rows) if i != 1]
+        assert torch.equal(found[others], clean[others])
 
 
 # How good it is

@@ -123,6 +123,28 @@ void check_rounded(at::ScalarType type, double tolerance, at::ScalarType kind, i
   }
 }
 
+// Every finite number of e4m3, by tokens of a single 1 each, in groups that are no multiple of 4.
+template <typename T>
+void check_numbers(at::ScalarType type) {
+  constexpr int64_t K = 42, N = 254, kGroups = 6;
+  at::Tensor x({K, K}, type), values({N, K}, at::kFloat8_e4m3fn), scales({N, kGroups}, at::kFloat);
+  for (int64_t k = 0; k < K; ++k) x.mutable_data_ptr<T>()[k * K + k] = static_cast<T>(1.0f);
+  std::fill_n(scales.mutable_data_ptr<float>(), N * kGroups, -0.5f);
+  for (int64_t i = 0; i < N * K; ++i) {
+    const int code = (i / K + i % K) % N;
+    values.mutable_data_ptr<uint8_t>()[i] = static_cast<uint8_t>(code < 127 ? code : code + 1);
+  }
+  const at::Tensor packed = pack_quantized(values, scales, std::nullopt, std::nullopt);
+  for (int64_t arithmetic : arithmetics()) {
+    const at::Tensor out = quantized_linear(x, packed, std::nullopt, N, arithmetic, 0);
+    bool right = true;
+    for (int64_t i = 0; i < N * K; ++i)
+      right &= float(out.const_data_ptr<T>()[i % K * N + i / K]) ==
+               -0.5f * float(values.const_data_ptr<c10::Float8_e4m3fn>()[i]);
+    check(right, "the numbers of e4m3", type, K, arithmetic);
+  }
+}
+
 // Queries of two heads for each key head, after `context` tokens, in blocks that lie in reverse order.
 template <typename T>
 void check_attention(at::ScalarType type, double tolerance, int64_t Q, int64_t context, int64_t D, int64_t block_size,
@@ -224,6 +246,7 @@ void check_all(at::ScalarType type, double tolerance) {
         for (bool with_zeros : {false, true}) check_rounded<T>(type, tolerance, kind, M, bits, with_zeros);
     check_rounded<T>(type, tolerance, at::kFloat8_e4m3fn, M, 0, false);
   }
+  check_numbers<T>(type);
   for (int64_t arithmetic : {kFloat32, kPairs, kTiles})
     for (int64_t window : {0, 37}) {
       check_attention<T>(type, tolerance, 1, 300, 32, 32, window, arithmetic);
