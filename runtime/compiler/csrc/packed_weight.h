@@ -39,6 +39,11 @@ struct PackedWeight {
   int32_t half() const { return kind == kInt8 ? 128 : kind == kInt4 ? 8 : 0; }
   const uint8_t* group(int64_t panel, int64_t g) const { return data + (panel * groups + g) * bytes; }
 
+  // Never where there are offsets.
+  bool has_same_scales(int64_t panel, int64_t g, int64_t other) const {
+    return !has_offsets && !std::memcmp(group(panel, g) + value_bytes(), group(panel, other) + value_bytes(), bytes - value_bytes());
+  }
+
   void scales(const uint8_t* group, Lanes (&to)[2]) const {
     const uint8_t* from = group + value_bytes();
     for (int i = 0; i < 2; ++i)
@@ -128,65 +133,82 @@ struct GroupedTokens {
   }
 };
 
-// The weight as the products of floats read it: its numbers as bfloat16 in pairs, a piece of a panel when it is needed. A
-// group's sums are multiplied by its scales.
-struct WidenedWeight {
+// A panel's numbers from a column of a group on, as bfloat16.
+template <PackedWeight::Kind kind>
+struct NarrowPanel {
   const PackedWeight& packed;
-  int64_t columns;      // of a group, as the tokens have them
+  const uint8_t* group;
+  int64_t columns, first;  // of a group, as the tokens have them
+
+  NarrowPanel from_column(int64_t k) const {
+    const int64_t place = first + k;
+    return {packed, group + place / columns * packed.bytes, columns, place % columns};
+  }
+
+  template <typename Use>
+  void for_pairs(int64_t depth, const Use& use) const {
+    const uint8_t* from = group;
+    for (int64_t k = 0, i = first; k < depth; from += packed.bytes, i = 0)
+      for (; i < columns && k < depth; i += 4, k += 4) {
+        Words four[2] = {};
+        if (i < packed.padded) load_numbers<kind>(from, i, four);
+        fetch_ahead(from + i * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
+        use(k, pairs_of<kind>(four[0], 0), pairs_of<kind>(four[1], 0));
+        use(k + 2, pairs_of<kind>(four[0], 1), pairs_of<kind>(four[1], 1));
+      }
+  }
+};
+
+// The weight as the products of floats read it: its numbers as they are, and sums are multiplied by the scales. Groups
+// that have the same scales, as those of an output's whole row, are one sum.
+struct WidenedWeight {
+  static constexpr int64_t kMostTogether = 2048;  // columns, which a second-level cache has room for
+  const PackedWeight& packed;
+  int64_t columns;
   const float* totals;
 
-  // Whole groups: for few tokens about those that a first-level cache has room for.
-  int64_t depth(int64_t most, int64_t num_tiles) const {
-    return std::max<int64_t>((num_tiles < kManyTiles ? kMostColumns : most) / columns, 1) * columns;
-  }
+  // The same for any number of tokens, as sums are.
+  int64_t depth(int64_t) const { return std::max<int64_t>(kMostTogether / columns, 1) * columns; }
 
   template <typename Product>
   static bool reads_in_place(int64_t) { return false; }
 
+  // For one tile numbers are widened where they are multiplied, for several they are stored.
   template <typename Product, typename Use>
   void with_piece(const Product& x, int64_t panel, int64_t k, int64_t depth, int64_t num_tiles, const Use& use) const {
-    struct alignas(64) Row { at::BFloat16 numbers[kPanel]; };
-    thread_local std::vector<Row> rows;
-    rows.resize(depth);
     const int64_t first = k / columns, last = (k + depth) / columns;
-    for (int64_t g = first; g < last; ++g)
-      with_kind(packed.kind, [&](auto kind) { widen_group<kind()>(packed.group(panel, g), rows[(g - first) * columns].numbers); });
-    Product::with_piece(static_cast<const at::BFloat16*>(rows[0].numbers), depth, num_tiles, [&](auto piece) {
+    const auto use_piece = [&](const auto& piece) {
       use([&](int64_t row, int64_t rows, float* sums, bool start, auto& state) {
-        alignas(64) float of_group[Product::kMostRows * kPanel];
+        alignas(64) float together[Product::kMostRows * kPanel];
         if (start) std::fill_n(sums, rows * kPanel, 0.0f);
-        for (int64_t g = first; g < last; ++g) {
-          x.add(row, rows, g * columns, columns, piece + (g - first) * columns * kPanel, of_group, true, state);
-          add_group(panel, g, row, rows, of_group, sums);
+        for (int64_t g = first, end; g < last; g = end) {
+          for (end = g + 1; end < last && packed.has_same_scales(panel, g, end); ++end) {}
+          const auto numbers = from_column(piece, (g - first) * columns);
+          x.add(row, rows, g * columns, (end - g) * columns, numbers, together, true, state);
+          add_scaled(panel, g, row, rows, together, sums);
         }
       });
+    };
+    with_kind(packed.kind, [&](auto kind) {
+      const NarrowPanel<kind()> narrow{packed, packed.group(panel, first), columns, 0};
+      if (num_tiles == 1) return use_piece(narrow);
+      struct alignas(64) Column { at::BFloat16 numbers[kPanel]; };
+      thread_local std::vector<Column> widened;
+      widened.resize(depth);
+      store_pairs(narrow, depth, widened[0].numbers);
+      use_piece(static_cast<const at::BFloat16*>(widened[0].numbers));
     });
   }
 
  private:
-  template <PackedWeight::Kind kind>
-  void widen_group(const uint8_t* group, at::BFloat16* to) const {
-    for (int64_t k = 0; k < packed.padded; k += 4, to += 4 * kPanel) {
-      Words four[2];
-      load_numbers<kind>(group, k, four);
-      fetch_ahead(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
-      for (int i = 0; i < 2; ++i)
-        for (int second = 0; second < 2; ++second) {
-          const Words pairs = pairs_of<kind>(four[i], second);
-          std::memcpy(to + 2 * (second * kPanel + i * kLanes), &pairs, sizeof pairs);
-        }
-    }
-    std::fill_n(to, (columns - packed.padded) * kPanel, at::BFloat16(0.0f));
-  }
-
-  void add_group(int64_t panel, int64_t g, int64_t row, int64_t rows, const float* of_group, float* sums) const {
+  void add_scaled(int64_t panel, int64_t g, int64_t row, int64_t rows, const float* from, float* sums) const {
     Lanes scales[2], offsets[2];
     packed.scales(packed.group(panel, g), scales);
     packed.offsets(packed.group(panel, g), offsets);
     for (int64_t r = 0; r < rows; ++r)
-      for (int i = 0; i < 2; ++i, of_group += kLanes, sums += kLanes) {
+      for (int i = 0; i < 2; ++i, from += kLanes, sums += kLanes) {
         Lanes sum = load(sums);
-        sum += load(of_group) * scales[i];
+        sum += load(from) * scales[i];
         if (packed.has_offsets) sum += offsets[i] * totals[(row + r) * packed.groups + g];
         store(sums, sum);
       }

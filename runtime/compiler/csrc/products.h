@@ -45,19 +45,45 @@ inline void fetch_ahead(const T* p, int64_t count) {
 template <typename T>
 constexpr int64_t kGroup = std::is_same_v<T, at::BFloat16> ? 2 : 1;
 
-// Calls use(k, left, right) for the columns of a panel, each as two registers of floats, in order.
+// What products read is a panel in memory, or a piece of one of another form, with from_column() and for_pairs().
+template <typename T>
+inline const T* from_column(const T* panel, int64_t k) { return panel + k * kPanel; }
+template <typename P>
+inline P from_column(const P& panel, int64_t k) { return panel.from_column(k); }
+
+// Calls use(k, left, right) for the pairs of a panel's columns, each as two registers, in order.
+template <typename Use>
+inline void for_pairs(const at::BFloat16* panel, int64_t depth, const Use& use) {
+  for (int64_t k = 0; k < depth; k += 2, panel += 2 * kPanel) {
+    fetch_ahead(panel, 2 * kPanel);
+    use(k, load<Words>(panel), load<Words>(panel + kPanel));
+  }
+}
 template <typename P, typename Use>
-inline void for_columns(const P* panel, int64_t depth, const Use& use) {
-  for (int64_t k = 0; k < depth; k += kGroup<P>, panel += kGroup<P> * kPanel) {
-    fetch_ahead(panel, kGroup<P> * kPanel);
-    if constexpr (kGroup<P> == 1) {
+inline void for_pairs(const P& panel, int64_t depth, const Use& use) { panel.for_pairs(depth, use); }
+
+// The same for columns, as floats.
+template <typename P, typename Use>
+inline void for_columns(P panel, int64_t depth, const Use& use) {
+  if constexpr (std::is_same_v<P, const float*> || std::is_same_v<P, const at::Half*>) {
+    for (int64_t k = 0; k < depth; ++k, panel += kPanel) {
+      fetch_ahead(panel, kPanel);
       use(k, widen(panel), widen(panel + kLanes));
-    } else {  // of a pair the first is the lower half of a word
-      const Words left = load<Words>(panel), right = load<Words>(panel + kPanel);
+    }
+  } else {
+    for_pairs(panel, depth, [&](int64_t k, Words left, Words right) {  // the first of a pair is the lower half of a word
       use(k, (Lanes)(left << 16), (Lanes)(right << 16));
       use(k + 1, (Lanes)(left & 0xffff0000u), (Lanes)(right & 0xffff0000u));
-    }
+    });
   }
+}
+
+template <typename P>
+inline void store_pairs(const P& panel, int64_t depth, at::BFloat16* to) {
+  for_pairs(panel, depth, [&](int64_t k, Words left, Words right) {
+    std::memcpy(to + k * kPanel, &left, sizeof left);
+    std::memcpy(to + (k + 1) * kPanel, &right, sizeof right);
+  });
 }
 
 template <int R>
@@ -115,16 +141,15 @@ struct EvenTiles {
 // Of many tokens a tile's numbers lie as they are read, column by column.
 template <typename T>
 struct InFloat32 : EvenTiles {
-  static constexpr bool kReadsInPlace = false;
+  static constexpr bool kWidens = !std::is_same_v<T, float>, kReadsInPlace = false;
   std::unique_ptr<float[]> own;
   const float* x;
   int64_t K;
   bool by_columns;
 
   InFloat32(const T* tokens, int64_t M, int64_t K) : K(K), by_columns(num_tiles(M) >= kManyTiles) {
-    constexpr bool kIsWide = std::is_same_v<T, float>;
-    if constexpr (kIsWide) x = tokens;
-    if (kIsWide && !by_columns) return;
+    if constexpr (!kWidens) x = tokens;
+    if (!kWidens && !by_columns) return;
     own = std::make_unique_for_overwrite<float[]>(M * K);
     x = own.get();
     if (by_columns) {
@@ -142,9 +167,9 @@ struct InFloat32 : EvenTiles {
   // A piece of a panel stays in a cache: for many tiles in the first-level one.
   static int64_t depth(int64_t num_tiles) { return num_tiles >= kManyTiles ? 8192 / kPanel : 2048; }
 
-  template <typename P, typename Use>
-  static void with_piece(const P* panel, int64_t depth, int64_t num_tiles, const Use& use) {
-    if constexpr (!std::is_same_v<P, float>) {
+  template <typename Use>
+  static void with_piece(const T* panel, int64_t depth, int64_t num_tiles, const Use& use) {
+    if constexpr (kWidens) {
       if (num_tiles >= kManyTiles) {
         thread_local std::vector<float> copy;
         copy.resize(depth * kPanel);
@@ -159,7 +184,7 @@ struct InFloat32 : EvenTiles {
   }
 
   template <typename P>
-  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P* panel, float* to, bool start, State&) const {
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start, State&) const {
     with_rows<kTileRows>(rows, [&](auto count) {
       constexpr int R = count();
       if (by_columns) add_rows<R>(x + row * K + k * R, 1, R, depth, panel, to, start);
@@ -170,7 +195,7 @@ struct InFloat32 : EvenTiles {
   // Of tokens whose numbers lie so far apart, those of a column and those of a row.
   template <int R, typename P>
   [[gnu::always_inline]] static void add_rows(const float* factors, int64_t to_row, int64_t to_column, int64_t depth,
-                                              const P* panel, float* to, bool start) {
+                                              const P& panel, float* to, bool start) {
     Lanes sums[R][2] = {};
     if (!start) load_sums(to, sums);
     for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
@@ -197,22 +222,21 @@ struct InPairs : EvenTiles {
   template <typename Use>
   static void with_piece(const at::BFloat16* panel, int64_t, int64_t, const Use& use) { use(panel); }
 
-  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to, bool start, State&) const {
+  template <typename P>
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start, State&) const {
     with_rows<kTileRows>(rows, [&](auto count) {
       constexpr int R = count();
       const int64_t stride = K;
-      const at::BFloat16 *factors = x + row * stride + k, *p = panel;
+      const at::BFloat16* factors = x + row * stride + k;
       Lanes sums[R][2] = {};
       if (!start) load_sums(to, sums);
-      for (int64_t k = 0; k < depth; k += 2, p += 2 * kPanel) {
-        fetch_ahead(p, 2 * kPanel);
-        const auto left = load<__m512bh>(p), right = load<__m512bh>(p + kPanel);
+      for_pairs(panel, depth, [&](int64_t k, Words left, Words right) {
         for (int r = 0; r < R; ++r) {
           const auto factor = (__m512bh)_mm512_set1_epi32(load<int32_t>(factors + r * stride + k));
-          sums[r][0] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][0], left, factor);
-          sums[r][1] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][1], right, factor);
+          sums[r][0] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][0], (__m512bh)left, factor);
+          sums[r][1] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][1], (__m512bh)right, factor);
         }
-      }
+      });
       store_sums(sums, to);
     });
   }
@@ -220,6 +244,30 @@ struct InPairs : EvenTiles {
 #endif
 
 #if defined(__AMX_BF16__)
+// As many of a panel's columns as tiles hold, in memory: where they lie, or where they are stored, in turn in one of two
+// places, and a step before tiles read them, which would have to wait for what was stored just now.
+template <typename P>
+struct TileColumns {
+  static constexpr int64_t kMost = 32;
+  P panel;
+  alignas(64) at::BFloat16 places[2][kMost * kPanel];
+
+  explicit TileColumns(const P& panel) : panel(panel) {}
+  void prepare(int64_t k, int64_t width) {
+    store_pairs(from_column(panel, k), width, places[k / kMost % 2]);
+    asm volatile("" : : : "memory");
+  }
+  const at::BFloat16* at(int64_t k) const { return places[k / kMost % 2]; }
+};
+template <>
+struct TileColumns<const at::BFloat16*> {
+  const at::BFloat16* panel;
+
+  explicit TileColumns(const at::BFloat16* panel) : panel(panel) {}
+  void prepare(int64_t, int64_t) {}
+  const at::BFloat16* at(int64_t k) const { return panel + k * kPanel; }
+};
+
 // A tile register holds 16 rows of 64 bytes: sums of 16 tokens and 16 outputs, or 32 numbers of each of 16 tokens, or 16
 // pairs of columns of 16 outputs, which lie in the panel as the instruction wants them. Four hold the sums of 32 tokens
 // and a panel.
@@ -288,19 +336,21 @@ struct InTiles {
     Outputs<at::BFloat16> waiting_ = {};
   };
 
-  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const at::BFloat16* panel, float* to, bool start,
-           State& state) const {
+  template <typename P>
+  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start, State& state) const {
     const int64_t whole = depth / kWidth * kWidth, rest = depth - whole;
-    const auto add = rows > kHeight ? add_blocks<2> : add_blocks<1>;
+    const auto add = rows > kHeight ? add_blocks<2, P> : add_blocks<1, P>;
     const int64_t stride = num_blocks * kHeight * kWidth;
     if (whole) add(at(row, k), stride, rows, whole, kWidth, panel, to, start, state);
-    if (rest) add(at(row, k + whole), stride, rows, rest, rest, panel + whole * kPanel, to, start && !whole, state);
+    if (rest) add(at(row, k + whole), stride, rows, rest, rest, from_column(panel, whole), to, start && !whole, state);
   }
 
   // With tokens in one block of 16, or in two; `width` columns at a time.
-  template <int B>
+  template <int B, typename P>
   static void add_blocks(const at::BFloat16* tokens, int64_t stride, int64_t rows, int64_t depth, int64_t width,
-                         const at::BFloat16* panel, float* to, bool start, State& state) {
+                         const P& panel, float* to, bool start, State& state) {
+    TileColumns<P> columns(panel);
+    columns.prepare(0, width);
     state.template use<B>(rows, width);
     constexpr int64_t kRowBytes = kPanel * sizeof(float);
     float* below = to + kHeight * kPanel;
@@ -315,12 +365,14 @@ struct InTiles {
       if constexpr (B == 2) _tile_loadd(2, below, kRowBytes);
       if constexpr (B == 2) _tile_loadd(3, below + kLanes, kRowBytes);
     }
-    for (int64_t k = 0; k < depth; k += width, panel += width * kPanel, tokens += kHeight * kWidth) {
-      if constexpr (B == 1) fetch_ahead(panel, width * kPanel);
+    for (int64_t k = 0; k < depth; k += width, tokens += kHeight * kWidth) {
+      const at::BFloat16* numbers = columns.at(k);
+      if constexpr (B == 1 && std::is_pointer_v<P>) fetch_ahead(numbers, width * kPanel);
+      if (k + width < depth) columns.prepare(k + width, width);
       _tile_loadd(4, tokens, 64);
-      _tile_loadd(6, panel, 4 * kPanel);
+      _tile_loadd(6, numbers, 4 * kPanel);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, panel + kPanel, 4 * kPanel);
+      _tile_loadd(7, numbers + kPanel, 4 * kPanel);
       _tile_dpbf16ps(1, 4, 7);
       if constexpr (B == 2) {
         _tile_loadd(5, tokens + stride, 64);
@@ -344,7 +396,7 @@ struct Panels {
   const T* packed;  // (panels, K, kPanel)
   int64_t K;
 
-  static int64_t depth(int64_t most, int64_t) { return most; }
+  static int64_t depth(int64_t most) { return most; }
 
   // Whether a panel is not copied, and a piece of it is all of it.
   template <typename Product>
@@ -376,7 +428,7 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
     const int64_t begin = task / parts * together, end = std::min(begin + together, panels);
     const int64_t tile_begin = task % parts * tiles / parts, tile_end = (task % parts + 1) * tiles / parts;
     const int64_t from = Product::first_row(tile_begin, M), to = Product::first_row(tile_end, M);
-    const int64_t num_tiles = tile_end - tile_begin, most = weight.depth(Product::depth(num_tiles), num_tiles);
+    const int64_t num_tiles = tile_end - tile_begin, most = weight.depth(Product::depth(num_tiles));
     all_sums.resize(K > most ? to - from : 2 * Product::kMostRows);
     typename Product::State state;
     int64_t turn = 0;  // a tile's sums lie where those of the one before it, which may wait to be written, do not
