@@ -39,9 +39,10 @@ struct PackedWeight {
   int32_t half() const { return kind == kInt8 ? 128 : kind == kInt4 ? 8 : 0; }
   const uint8_t* group(int64_t panel, int64_t g) const { return data + (panel * groups + g) * bytes; }
 
-  // Never where there are offsets.
-  bool has_same_scales(int64_t panel, int64_t g, int64_t other) const {
-    return !has_offsets && !std::memcmp(group(panel, g) + value_bytes(), group(panel, other) + value_bytes(), bytes - value_bytes());
+  // Whether two groups' sums may be added before they are multiplied by scales.
+  bool have_same_scales(int64_t panel, int64_t g, int64_t other) const {
+    const int64_t values = value_bytes();
+    return !has_offsets && !std::memcmp(group(panel, g) + values, group(panel, other) + values, bytes - values);
   }
 
   void scales(const uint8_t* group, Lanes (&to)[2]) const {
@@ -77,38 +78,39 @@ void with_kind(PackedWeight::Kind kind, const Call& call) {
   else call(std::integral_constant<PackedWeight::Kind, PackedWeight::kE4m3>());
 }
 
-// A number is one that bfloat16 holds.
+// A number as it is, which bfloat16 holds exactly.
 template <PackedWeight::Kind kind>
 inline Lanes number(Words byte) {
   if constexpr (kind == PackedWeight::kE4m3) {
-    // With the exponent that it has in a float. What is less than normal, 0 too, got a 1 before its fraction.
-    const Lanes size = (Lanes)(((byte & 0x7fu) << 20) + (120u << 23)), without = size * 2.0f - 0x1p-6f;
-    return (Lanes)((Words)(without < size ? without : size) | (byte & 0x80u) << 24);
+    // What is less than normal, 0 too, is taken for normal at first, and gets its leading 1 taken away: see lanes.h.
+    const Lanes size = (Lanes)(((byte & 0x7fu) << 20) + (120u << 23)), less = size * 2.0f - 0x1p-6f;
+    return (Lanes)((Words)(less < size ? less : size) | (byte & 0x80u) << 24);
   } else {
     constexpr int32_t half = kind == PackedWeight::kInt8 ? 128 : 8;
     return __builtin_convertvector((Ints)byte - half, Lanes);
   }
 }
 
-// Of 4 columns' numbers the first and the third as a pair of bfloat16, or the second and the fourth.
+// Of 4 columns' numbers two as a pair of bfloat16: the first and the third, or the second and the fourth.
 template <PackedWeight::Kind kind>
-inline Words pairs_of(Words four, int second) {
-#if defined(__AVX512BW__) && !defined(NO512)
-  if constexpr (kind == PackedWeight::kE4m3) {
-    // As above in 16 bits; the 8 sizes that are less than normal are looked up.
-    const Words code = second ? (Words)_mm512_srli_epi16((__m512i)four, 8) : four;
-    const __m512i size = _mm512_add_epi16(_mm512_slli_epi16((__m512i)(code & 0x007f007fu), 4), _mm512_set1_epi16(120 << 7));
+inline Words pairs_of(Words four, int first) {
+#if defined(__AVX512BW__)
+  if constexpr (kind == PackedWeight::kE4m3) {  // the 8 sizes that are less than normal are looked up
+    const __m512i code = first ? _mm512_srli_epi16((__m512i)four, 8) : (__m512i)four;
     const __m512i least = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
-    const __mmask32 is_least = _mm512_testn_epi16_mask((__m512i)code, _mm512_set1_epi16(0x78));
-    return (Words)_mm512_mask_permutexvar_epi16(size, is_least, (__m512i)code, least) | (code & 0x00800080u) << 8;
+    const __mmask32 is_least = _mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x78));
+    const __m512i fraction = _mm512_slli_epi16((__m512i)((Words)code & 0x007f007fu), 4);
+    const __m512i normal = _mm512_add_epi16(fraction, _mm512_set1_epi16(120 << 7));
+    const Words size = (Words)_mm512_mask_permutexvar_epi16(normal, is_least, code, least);
+    return size | ((Words)code & 0x00800080u) << 8;
   }
 #endif
-  const Words first = four >> 8 * second & 0xffu, third = four >> (8 * second + 16) & 0xffu;
-  return (Words)number<kind>(first) >> 16 | (Words)number<kind>(third);
+  const Words one = four >> 8 * first & 0xffu, other = four >> (8 * first + 16) & 0xffu;
+  return (Words)number<kind>(one) >> 16 | (Words)number<kind>(other);
 }
 
-// Tokens (M, groups, columns) as the products of floats read them: a group of a kernel has a multiple of 4 or, of tiles, of
-// 32 columns, and of each 4 the second and the third are exchanged. Behind a group's own there are zeros.
+// Tokens as the products of floats multiply them by such pairs, (M, groups, columns): of each 4 columns the second and the
+// third are exchanged. A group has a multiple of so many, with zeros behind its own.
 template <typename T>
 struct GroupedTokens {
   int64_t columns;
@@ -125,9 +127,8 @@ struct GroupedTokens {
         const int64_t whole = weight.size / 4 * 4;
         for (int64_t k = 0; k < whole; k += 4)
           to[k] = from[k], to[k + 1] = from[k + 2], to[k + 2] = from[k + 1], to[k + 3] = from[k + 3];
-        for (int64_t k = whole; k < weight.size; ++k) to[k % 4 == 0 ? k : k % 4 == 1 ? k + 1 : k - 1] = from[k];
-        if (!weight.has_offsets) continue;
-        for (int64_t k = 0; k < weight.size; ++k) totals[i] += static_cast<float>(from[k]);
+        for (int64_t k = whole; k < weight.size; ++k) to[k % 4 == 1 ? k + 1 : k % 4 == 2 ? k - 1 : k] = from[k];
+        for (int64_t k = 0; k < weight.size && weight.has_offsets; ++k) totals[i] += static_cast<float>(from[k]);
       }
     });
   }
@@ -159,21 +160,20 @@ struct NarrowPanel {
   }
 };
 
-// The weight as the products of floats read it: its numbers as they are, and sums are multiplied by the scales. Groups
-// that have the same scales, as those of an output's whole row, are one sum.
+// The weight as the products of floats read it: its numbers as they are, while sums are multiplied by the scales. Groups
+// that have the same ones, as all of an output may, are one sum.
 struct WidenedWeight {
-  static constexpr int64_t kMostTogether = 2048;  // columns, which a second-level cache has room for
+  static constexpr int64_t kTogether = 2048;  // columns that a second-level cache has room for
   const PackedWeight& packed;
   int64_t columns;
   const float* totals;
 
-  // The same for any number of tokens, as sums are.
-  int64_t depth(int64_t) const { return std::max<int64_t>(kMostTogether / columns, 1) * columns; }
+  // As large for any number of tokens, because sums end with a piece.
+  int64_t depth(int64_t) const { return std::max<int64_t>(kTogether / columns, 1) * columns; }
 
   template <typename Product>
   static bool reads_in_place(int64_t) { return false; }
 
-  // For one tile numbers are widened where they are multiplied, for several they are stored.
   template <typename Product, typename Use>
   void with_piece(const Product& x, int64_t panel, int64_t k, int64_t depth, int64_t num_tiles, const Use& use) const {
     const int64_t first = k / columns, last = (k + depth) / columns;
@@ -182,25 +182,26 @@ struct WidenedWeight {
         alignas(64) float together[Product::kMostRows * kPanel];
         if (start) std::fill_n(sums, rows * kPanel, 0.0f);
         for (int64_t g = first, end; g < last; g = end) {
-          for (end = g + 1; end < last && packed.has_same_scales(panel, g, end); ++end) {}
+          for (end = g + 1; end < last && packed.have_same_scales(panel, g, end); ++end) {}
           const auto numbers = from_column(piece, (g - first) * columns);
           x.add(row, rows, g * columns, (end - g) * columns, numbers, together, true, state);
           add_scaled(panel, g, row, rows, together, sums);
         }
       });
     };
-    with_kind(packed.kind, [&](auto kind) {
-      const NarrowPanel<kind()> narrow{packed, packed.group(panel, first), columns, 0};
-      if (num_tiles == 1) return use_piece(narrow);
-      struct alignas(64) Column { at::BFloat16 numbers[kPanel]; };
-      thread_local std::vector<Column> widened;
-      widened.resize(depth);
-      store_pairs(narrow, depth, widened[0].numbers);
-      use_piece(static_cast<const at::BFloat16*>(widened[0].numbers));
-    });
+    // For one tile e4m3 is widened where it is multiplied, while what comes next is read.
+    if (num_tiles == 1 && packed.kind == PackedWeight::kE4m3) return use_piece(narrow<PackedWeight::kE4m3>(panel, first));
+    struct alignas(64) Column { at::BFloat16 numbers[kPanel]; };
+    thread_local std::vector<Column> widened;
+    widened.resize(depth);
+    with_kind(packed.kind, [&](auto kind) { store_pairs(narrow<kind()>(panel, first), depth, widened[0].numbers); });
+    use_piece(static_cast<const at::BFloat16*>(widened[0].numbers));
   }
 
  private:
+  template <PackedWeight::Kind kind>
+  NarrowPanel<kind> narrow(int64_t panel, int64_t g) const { return {packed, packed.group(panel, g), columns, 0}; }
+
   void add_scaled(int64_t panel, int64_t g, int64_t row, int64_t rows, const float* from, float* sums) const {
     Lanes scales[2], offsets[2];
     packed.scales(packed.group(panel, g), scales);

@@ -81,7 +81,7 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
         multiply_integers<digits(), PackedWeight::kInt4>(tokens, weight, start, to, M, num_outputs);
     };
     if (token_bits == 0 || weight.kind == PackedWeight::kE4m3) {
-      const GroupedTokens<T> grouped(tokens, M, arithmetic == kTiles ? 32 : 4, weight);
+      const GroupedTokens<T> grouped(tokens, M, arithmetic == kTiles ? 32 : 4, weight);  // columns of a tile, of a word
       const WidenedWeight widened{weight, grouped.columns, grouped.totals.data()};
       multiply_in(arithmetic, grouped.numbers.data(), widened, start, to, M, weight.groups * grouped.columns, num_outputs);
     } else {
