@@ -103,7 +103,7 @@ class NgramLookup:
         return [self._lookup(sequence, max_draft_len) for sequence in sequences]
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        """What may follow these tokens after a sequence that was looked at just now. Nothing is learned of them."""
+        """What may follow these tokens after a sequence that was looked at before. Nothing is learned of them."""
         if (history := self._histories.get(sequence.request.id)) is None:
             return Draft([])
         tokens = [*sequence.tokens, *drafted]

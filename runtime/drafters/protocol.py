@@ -34,7 +34,8 @@ def check_request(drafter: Drafter | None, request: Request) -> None:
 def look_ahead(drafter: Drafter, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
     """What a drafter that has a method of this name would propose if these tokens came next; else an empty draft.
 
-    It was asked for the sequence just now, and must not learn from the tokens, which nobody has verified.
+    It was asked for the sequence before, though perhaps not since its last tokens came, and must not learn from what
+    was drafted, which nobody has verified.
     """
     ahead = getattr(drafter, "look_ahead", None)
     return Draft([]) if ahead is None else ahead(sequence, drafted, max_draft_len)

@@ -174,11 +174,11 @@ class SuffixLookup:
         return [self._look_up(sequence, max_draft_len) for sequence in sequences]
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        """What may follow these tokens after a sequence that was looked at just now. Nothing is learned of them."""
+        """What may follow these tokens after a sequence that was looked at before. Nothing is learned of them."""
         if (history := self._histories.get(sequence.request.id)) is None:
             return Draft([])
         state, n = history.automaton.match()
-        for token in drafted:
+        for token in [*sequence.tokens[history.num_indexed :], *drafted]:
             state, n = history.automaton.step(state, n, token)
         return self._follow(history, (state, n), n, drafted, max_draft_len)
 

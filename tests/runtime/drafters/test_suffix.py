@@ -11,7 +11,7 @@ from strength import examples
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.suffix import MAX_COUNTED, History, SuffixAutomaton, SuffixLookup
 from runtime.errors import UsageError
-from runtime.request import Request, Sequence
+from runtime.request import Draft, Request, Sequence
 
 PUBLIC_MARGIN = 2
 
@@ -130,6 +130,14 @@ def test_draft_equals_brute_force(
 
 def test_of_a_sequence_that_was_never_looked_at_nothing_is_known() -> None:
     assert SuffixLookup().look_ahead(start([1, 2, 1, 2]), [1], 4).tokens == []
+
+
+def test_tokens_that_came_since_it_was_asked_are_looked_at_too() -> None:
+    """Resting, an `AdaptiveDrafter` does not ask. 4 follows 1 2 3; what follows 3 most often is 5."""
+    drafter, sequence = SuffixLookup(), start([1, 2, 3, 4, 9, 3, 5, 8, 3, 5, 0, 1])
+    propose(drafter, sequence)
+    sequence.tokens.append(2)
+    assert drafter.look_ahead(sequence, [3], 1) == Draft([4], match_len=3)
 
 
 def test_longest_match_wins() -> None:
