@@ -112,6 +112,7 @@ class ChoosingChain:
     def forget(self, request_id: int) -> None:
         for outcomes in (*self._found, *self._drafted):
             outcomes.forget(request_id)
+        self._found_now.pop(request_id, None)  # of a step that failed
         for drafter in self._members:
             drafter.forget(request_id)
 

@@ -354,3 +354,19 @@ def test_drafts_end_where_the_copy_is_not_sure_enough(
         assert 1 < drafted / spec_steps < DRAFT_LEN - 1
     else:
         assert drafted < 0.3 * NUM_NEW_TOKENS * len(PROMPTS)
+
+
+def test_of_a_step_that_failed_nothing_is_kept(engine: Engine) -> None:
+    """Not of a request that was forgotten since: what was looked up for it would stay until the next step."""
+
+    class Failing(Guesser):
+        def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+            raise SpecDecError("no draft")
+
+    failing = Failing({}, 0, 0)
+    chain = choosing(NgramLookup(2), SelfDraft(engine, use_logits=False), 0.0, failing)
+    (request, *_) = make_requests()
+    with pytest.raises(SpecDecError, match="no draft"):
+        chain.propose([Sequence(request, list(request.prompt_tokens))], DRAFT_LEN)
+    chain.forget(request.id)
+    assert not chain._found_now
