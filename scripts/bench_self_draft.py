@@ -7,8 +7,8 @@ without a drafter.
 
     python scripts/bench_self_draft.py DEMO_ENGINE PRICES_ENGINE [--num-articles 40] [--output-len 64]
 
-Both engines are built with `--self-draft`, the first for drafts of 10 (`--max-draft-len 10`). Prints a Markdown table: times as fast as without a drafter, and tokens for
-each of the target's steps, by what is asked for.
+Both engines are built with `--self-draft`, the first for drafts of 10 (`--max-draft-len 10`). Prints a Markdown table:
+times as fast as without a drafter, and tokens for each of the target's steps, by what is asked for.
 """
 
 import argparse
