@@ -19,7 +19,7 @@ from torch import Tensor
 from runtime.errors import SpecDecError
 from runtime.params import GREEDY, SamplingConfig
 
-Purpose = Literal["target", "draft", "accept"]
+Purpose = Literal["target", "accept"]
 """What a uniform number is for in rejection sampling. Numbers of one position are independent between purposes."""
 
 Processor = Callable[..., Tensor]
@@ -209,6 +209,14 @@ class Sampler:
         rows = logits.float().numpy()
         largest = zip(rows, rows.argmax(axis=-1), strict=True)
         return (int(token) if math.isfinite(row[token]) else -1 for row, token in largest)
+
+    def draft_uniform(self, position: int, start: int) -> float:
+        """As `uniform`, to draw a draft's token by; another number in each draft, which begins at position `start`.
+
+        What was drafted before, and rejected, may decide whether and how much is drafted now (`runtime.drafters`): were
+        its numbers used again, drafts would not follow their distribution.
+        """
+        return (self._number(position, f"draft from {start}") >> 12) * 2.0**-52
 
     def uniform(self, position: int, purpose: Purpose) -> float:
         """In [0, 1), the same for the same arguments. 52 bits: times a sum of probabilities it stays below the sum."""

@@ -64,6 +64,7 @@ CHAIN = At("runtime/drafters/chain.py", f"{T}drafters/test_chain.py")
 CHOOSING = At("runtime/drafters/choosing.py", f"{T}drafters/test_choosing.py")
 CORPUS = At("runtime/drafters/corpus.py", f"{T}test_corpus.py -k draft")
 DRAFTING = At("runtime/drafting.py", f"{T}drafters/test_drafter_protocol.py")
+REDRAW = At("runtime/sampling.py", f"{T}test_rejection.py -k whether")
 DRAW = At("runtime/drafters/proposal.py", f"{T}test_rejection.py -k 'texts and similar'")
 ENGINE = At("runtime/engine.py", f"{T}test_engine.py -k 'not aot'")
 FOLLOW = At("runtime/drafters/draft_target.py", f"{T}drafters/test_draft_target.py")
@@ -155,7 +156,13 @@ TABLE = [
     ("best-stays-best", POOL, "if token == self.best and", "if self.best not in self.counts and"),
     ("corpus-drafts-end-id", CORPUS, "cut_at_end_id(draft, sequence.request.end_ids)", "draft"),
     ("draft-rollback-forgotten", FOLLOW, "num_computed, num_common,", "num_computed,"),
-    ("draft-and-recover-with-one-number", DRAW, '.tokens), "draft")', '.tokens), "target")'),
+    (
+        "draft-and-recover-with-one-number",
+        DRAW,
+        ".draft_uniform(position, position - len(self.tokens))",
+        '.uniform(position, "target")',
+    ),
+    ("rejected-numbers-drawn-again", REDRAW, 'f"draft from {start}"', '"draft"'),
     ("foreign-id-drafted", FOLLOW, "value=-torch.inf", "value=0.0"),
     ("follower-keeps-blocks", FOLLOW, "if follower is not None:", "if False:"),
     ("copy-computes-prompts", SELF_DRAFT, "sequence.num_computed == len(sequence.tokens) - 1", "True"),

@@ -44,7 +44,8 @@ class Proposal:
         follower = self.follower
         if self.use_logits and not follower.sampler.is_greedy:
             probs = follower.sampler.probs(follower.tokens, logits)
-            token = draw(probs, follower.sampler.uniform(len(follower.tokens), "draft"))
+            position = len(follower.tokens)
+            token = draw(probs, follower.sampler.draft_uniform(position, position - len(self.tokens)))
             self._add(token, probs)
             # It was drawn, so it stays: leaving an end id out would change the distribution of what is verified.
             self.has_ended = token in follower.request.end_ids

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.proposal import Proposal
 from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine
 from runtime.orchestrator import generate
@@ -184,6 +185,37 @@ def test_distance_to_the_targets_distribution_falls_as_one_over_the_root_of_n(ki
             distance = total_variation(counts / counts.sum(), probs)
             assert distance * math.sqrt(int(counts.sum())) < 2 * rooted
         assert distance < total_variation(draft_probs[position], probs) / 10
+
+
+def test_whether_is_drafted_may_depend_on_what_was_rejected() -> None:
+    """Drafts are of two tokens; after one whose first was rejected comes another where its second was a small number.
+
+    Were a position's draft drawn by the same number again, those that are sent would be small numbers only.
+    """
+    sent_after = []
+    for seed in range(3000):
+        params = SamplingConfig(top_k=0, random_seed=seed)
+        sequence = Sequence.start(Request(0, (1, 2), 9, sampling=params))
+        rejected = draw_draft(sequence)
+        verdict = verify(sequence, rejected, TARGET_LOGITS[[0, 0, 0]])
+        if verdict.num_accepted:
+            continue
+        sequence.tokens.append(verdict.next_token)
+        draft = draw_draft(sequence) if rejected.tokens[1] < VOCAB_SIZE // 2 else Draft([])
+        verdict = verify(sequence, draft, TARGET_LOGITS[[0, 0, 0]][: len(draft.tokens) + 1])
+        sent_after.append([*draft.tokens[: verdict.num_accepted], verdict.next_token])
+    assert len(sent_after) > 500
+    assert fit(counts_at(0, sent_after), distributions(TARGET_LOGITS, {})[0]).p_value > SMALLEST_P_VALUE
+
+
+def draw_draft(sequence: Sequence) -> Draft:
+    """Two tokens of one distribution."""
+    follower = Sequence(sequence.request, list(sequence.tokens))
+    follower.sampler = sequence.sampler
+    proposal = Proposal(follower, 2, use_logits=True)
+    while not proposal.is_done:
+        proposal.draft_token(DRAFT_LOGITS[0])
+    return proposal.draft()
 
 
 # -- The same of whole texts, from tiny engines, against Hugging Face's distributions --
