@@ -216,10 +216,13 @@ class Sampler:
         What was drafted before, and rejected, may decide whether and how much is drafted now (`runtime.drafters`): were
         its numbers used again, drafts would not follow their distribution.
         """
-        return (self._number(position, f"draft from {start}") >> 12) * 2.0**-52
+        return self._uniform(position, f"draft from {start}")
 
     def uniform(self, position: int, purpose: Purpose) -> float:
         """In [0, 1), the same for the same arguments. 52 bits: times a sum of probabilities it stays below the sum."""
+        return self._uniform(position, purpose)
+
+    def _uniform(self, position: int, purpose: str) -> float:
         return (self._number(position, purpose) >> 12) * 2.0**-52
 
     def _number(self, position: int, purpose: str) -> int:

@@ -5,8 +5,9 @@ length yielded more tokens per second so far than those of the others, and than 
 drafts, and a copy of the target's looks at what was looked up in one of its steps, before each of them: what it would
 have drafted itself it need not compute one by one.
 
-Which of the drafts is chosen before a model draws anything, by what was generated before. A drafter among the lookups
-that has drawn its tokens is not weighed but sent: how many there are may depend on what they are.
+Which of the drafts is chosen before a model draws anything, by what was generated and drafted before: in each step it
+draws by other numbers (`Sampler.draft_uniform`). A drafter among the lookups that has drawn its tokens is not weighed
+but sent: how many there are may depend on what they are.
 """
 
 import math
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from runtime.drafters.outcomes import SURE, Outcomes
-from runtime.drafters.protocol import Drafter, check_drafts, check_request, look_ahead
+from runtime.drafters.protocol import Drafter, Suggest, check_drafts, check_request, look_ahead
 from runtime.errors import UsageError
 from runtime.request import Draft, Request, Sequence
 
@@ -23,9 +24,9 @@ _CONTEXT_STEP = 64
 
 
 class LooksAtSuggestions(Protocol):
-    """A copy of the target's: see `runtime.drafters.self_draft`."""
+    """A copy of the target's (`runtime.drafters.self_draft`), which engines know and this does not."""
 
-    def ask(self, suggest: Callable[[Sequence, list[int]], list[int]]) -> None: ...
+    def ask(self, suggest: Suggest) -> None: ...
 
     @property
     def steps_per_token(self) -> float: ...

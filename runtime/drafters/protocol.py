@@ -1,11 +1,15 @@
 """What a loop asks of whatever proposes draft tokens, and the check that it got that."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Request, Sequence
+
+Suggest = Callable[[Sequence, list[int]], list[int]]
+"""(sequence, draft so far) -> tokens that may come next."""
 
 
 class Drafter(Protocol):

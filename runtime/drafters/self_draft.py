@@ -8,17 +8,14 @@ Nobody else sees the copy's K/V: it computes for followers of the sequences, and
 found again, ends at the sequence's own `num_computed`.
 """
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from runtime.drafters.proposal import Proposal
+from runtime.drafters.protocol import Suggest
 from runtime.drafters.sureness import Sureness
 from runtime.engine import Engine
 from runtime.request import Draft, Sequence
 
-Suggest = Callable[[Sequence, list[int]], list[int]]
-"""(sequence, draft so far) -> tokens that may come next."""
 _MEMORY = 0.98
 
 
