@@ -70,7 +70,7 @@ ENGINE = At("runtime/engine.py", f"{T}test_engine.py -k 'not aot'")
 FOLLOW = At("runtime/drafters/draft_target.py", f"{T}drafters/test_draft_target.py")
 LEADER = At("runtime/leader.py", f"{T}test_leader.py")
 LINEAR = At("runtime/compiler/csrc/linear.cpp", f"{KERNELS} -k linear")
-PRODUCTS = At("runtime/compiler/csrc/products.h", f"{KERNELS} -k linear")
+PRODUCTS = At("runtime/compiler/csrc/products.h", f"{KERNELS} -k 'linear or company'")
 LOOKUP = At("runtime/drafters/lookup.py", f"{T}drafters/test_ngram.py")
 SURENESS = At("runtime/drafters/sureness.py", f"{T}drafters/test_choosing.py -k sure")
 SUGGESTED = At("runtime/drafters/self_draft.py", f"{T}drafters/test_choosing.py -k suggestions")
@@ -196,6 +196,9 @@ TABLE = [
     ("keys-shared-by-threads", PAGED, "round_up(kSplit, chunk_of", "round_up(num_keys / threads + 1, chunk_of"),
     ("window-moves-chunks", PAGED, "in.window + 1) / chunk * chunk", "in.window + 1) / 16 * 16"),
     ("pieces-not-added", PRODUCTS, "if (!start) load_sums(to, sums);\n    for_columns", "for_columns"),
+    ("tiny-numbers-kept", PRODUCTS, "    const FlushDenormals as_tiles_do;\n", ""),
+    ("one-panel-twice", PRODUCTS, "{one, one + K * kPanel}", "{one, one}"),
+    ("panel-left-over", PRODUCTS, "share_tasks((panels + 1) / 2,", "share_tasks(panels / 2,"),
     ("waiting-outputs-lost", PRODUCTS, "write_some(waiting_.rows);\n      waiting_ = outputs;", "waiting_ = outputs;"),
     ("pairs-apart", LINEAR, "n % kPanel * group + k % group", "n % kPanel + k % group * kPanel"),
     ("last-of-equals", ARGMAX, "if (value > largest ||", "if (value >= largest ||"),

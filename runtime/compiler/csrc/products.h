@@ -33,12 +33,17 @@ Lines<T> make_lines(int64_t count) {
 
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kManyTiles = 3, kPanelsTogether = 4;
-constexpr int64_t kAhead = 5120;  // bytes of a panel that are asked for before they are needed
+
+// Bytes of a panel that are asked for before they are needed: no more than a page, or the processor's own look ahead does
+// not help. Of two panels read side by side less where a column is two lines (measured, as the other).
+constexpr int64_t kAhead = 3072;
+template <typename T>
+constexpr int64_t kAheadOfEach = kPanel * sizeof(T) > 64 ? 1024 : kAhead;
 
 template <typename T>
-inline void fetch_ahead(const T* p, int64_t count) {
+inline void fetch_ahead(const T* p, int64_t count, int64_t ahead = kAhead) {
   for (int64_t byte = 0; byte < count * int64_t{sizeof(T)}; byte += 64)
-    fetch_line(reinterpret_cast<const char*>(p) + kAhead + byte);
+    fetch_line(reinterpret_cast<const char*>(p) + ahead + byte);
 }
 
 // Of the bfloat16 weight's columns two make a pair, of other weights each stands by itself.
@@ -51,6 +56,18 @@ inline const T* from_column(const T* panel, int64_t k) { return panel + k * kPan
 template <typename P>
 inline P from_column(const P& panel, int64_t k) { return panel.from_column(k); }
 
+// Two panels that are read side by side: memory gives a thread more in two streams than in one. Of a pair, or of a column,
+// the second's registers follow the first's; its sums follow all rows' of the first.
+template <typename T>
+struct TwoPanels {
+  const T *first, *second;
+  TwoPanels from_column(int64_t k) const { return {first + k * kPanel, second + k * kPanel}; }
+};
+template <typename P>
+constexpr int kRegisters = 2;
+template <typename T>
+constexpr int kRegisters<TwoPanels<T>> = 4;
+
 // Calls use(k, left, right) for the pairs of a panel's columns, each as two registers, in order.
 template <typename Use>
 inline void for_pairs(const at::BFloat16* panel, int64_t depth, const Use& use) {
@@ -59,22 +76,42 @@ inline void for_pairs(const at::BFloat16* panel, int64_t depth, const Use& use) 
     use(k, load<Words>(panel), load<Words>(panel + kPanel));
   }
 }
+template <typename Use>
+inline void for_pairs(TwoPanels<at::BFloat16> panels, int64_t depth, const Use& use) {
+  auto [one, two] = panels;
+  for (int64_t k = 0; k < depth; k += 2, one += 2 * kPanel, two += 2 * kPanel) {
+    fetch_ahead(one, 2 * kPanel);
+    fetch_ahead(two, 2 * kPanel);
+    use(k, load<Words>(one), load<Words>(one + kPanel), load<Words>(two), load<Words>(two + kPanel));
+  }
+}
 template <typename P, typename Use>
 inline void for_pairs(const P& panel, int64_t depth, const Use& use) { panel.for_pairs(depth, use); }
 
 // The same for columns, as floats.
 template <typename P, typename Use>
-inline void for_columns(P panel, int64_t depth, const Use& use) {
-  if constexpr (std::is_same_v<P, const float*> || std::is_same_v<P, const at::Half*>) {
-    for (int64_t k = 0; k < depth; ++k, panel += kPanel) {
-      fetch_ahead(panel, kPanel);
-      use(k, widen(panel), widen(panel + kLanes));
-    }
-  } else {
-    for_pairs(panel, depth, [&](int64_t k, Words left, Words right) {  // the first of a pair is the lower half of a word
-      use(k, (Lanes)(left << 16), (Lanes)(right << 16));
-      use(k + 1, (Lanes)(left & 0xffff0000u), (Lanes)(right & 0xffff0000u));
-    });
+inline void for_columns(const P& panel, int64_t depth, const Use& use) {
+  for_pairs(panel, depth, [&](int64_t k, auto... words) {  // the first of a pair is the lower half of a word
+    use(k, (Lanes)(words << 16)...);
+    use(k + 1, (Lanes)(words & 0xffff0000u)...);
+  });
+}
+template <typename T, typename Use>
+  requires(kGroup<T> == 1)
+inline void for_columns(const T* panel, int64_t depth, const Use& use) {
+  for (int64_t k = 0; k < depth; ++k, panel += kPanel) {
+    fetch_ahead(panel, kPanel);
+    use(k, widen(panel), widen(panel + kLanes));
+  }
+}
+template <typename T, typename Use>
+  requires(kGroup<T> == 1)
+inline void for_columns(TwoPanels<T> panels, int64_t depth, const Use& use) {
+  auto [one, two] = panels;
+  for (int64_t k = 0; k < depth; ++k, one += kPanel, two += kPanel) {
+    fetch_ahead(one, kPanel, kAheadOfEach<T>);
+    fetch_ahead(two, kPanel, kAheadOfEach<T>);
+    use(k, widen(one), widen(one + kLanes), widen(two), widen(two + kLanes));
   }
 }
 
@@ -86,16 +123,17 @@ inline void store_pairs(const P& panel, int64_t depth, at::BFloat16* to) {
   });
 }
 
-template <int R>
-inline void load_sums(const float* from, Lanes (&sums)[R][2]) {
+// Of R rows and each panel that is read: (panels, R, kPanel).
+template <int R, int W>
+inline void load_sums(const float* from, Lanes (&sums)[R][W]) {
   for (int r = 0; r < R; ++r)
-    for (int half = 0; half < 2; ++half) sums[r][half] = load(from + r * kPanel + half * kLanes);
+    for (int w = 0; w < W; ++w) sums[r][w] = load(from + (w / 2 * R + r) * kPanel + w % 2 * kLanes);
 }
 
-template <int R>
-inline void store_sums(const Lanes (&sums)[R][2], float* to) {
+template <int R, int W>
+inline void store_sums(const Lanes (&sums)[R][W], float* to) {
   for (int r = 0; r < R; ++r)
-    for (int half = 0; half < 2; ++half) store(to + r * kPanel + half * kLanes, sums[r][half]);
+    for (int w = 0; w < W; ++w) store(to + (w / 2 * R + r) * kPanel + w % 2 * kLanes, sums[r][w]);
 }
 
 // A tile's sums (rows x kPanel), which become its outputs: `width` of them lie in a row of `out`.
@@ -196,13 +234,14 @@ struct InFloat32 : EvenTiles {
   template <int R, typename P>
   [[gnu::always_inline]] static void add_rows(const float* factors, int64_t to_row, int64_t to_column, int64_t depth,
                                               const P& panel, float* to, bool start) {
-    Lanes sums[R][2] = {};
+    constexpr int W = kRegisters<P>;
+    Lanes sums[R][W] = {};
     if (!start) load_sums(to, sums);
-    for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
+    for_columns(panel, depth, [&](int64_t k, auto... registers) {
+      const Lanes column[W] = {registers...};
       for (int r = 0; r < R; ++r) {
         const float factor = factors[r * to_row + k * to_column];
-        sums[r][0] += left * factor;
-        sums[r][1] += right * factor;
+        for (int w = 0; w < W; ++w) sums[r][w] += column[w] * factor;
       }
     });
     store_sums(sums, to);
@@ -225,16 +264,17 @@ struct InPairs : EvenTiles {
   template <typename P>
   void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start, State&) const {
     with_rows<kTileRows>(rows, [&](auto count) {
-      constexpr int R = count();
+      constexpr int R = count(), W = kRegisters<P>;
       const int64_t stride = K;
       const at::BFloat16* factors = x + row * stride + k;
-      Lanes sums[R][2] = {};
+      Lanes sums[R][W] = {};
       if (!start) load_sums(to, sums);
-      for_pairs(panel, depth, [&](int64_t k, Words left, Words right) {
+      for_pairs(panel, depth, [&](int64_t k, auto... words) {
+        const Words pairs[W] = {words...};
         for (int r = 0; r < R; ++r) {
           const auto factor = (__m512bh)_mm512_set1_epi32(load<int32_t>(factors + r * stride + k));
-          sums[r][0] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][0], (__m512bh)left, factor);
-          sums[r][1] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][1], (__m512bh)right, factor);
+          for (int w = 0; w < W; ++w)
+            sums[r][w] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][w], (__m512bh)pairs[w], factor);
         }
       });
       store_sums(sums, to);
@@ -275,9 +315,15 @@ struct InTiles {
   static constexpr int64_t kHeight = 16, kWidth = 32, kMostRows = 2 * kHeight;
   static constexpr bool kReadsInPlace = true;
   Lines<at::BFloat16> x;  // (blocks of 16 tokens, blocks of 32 columns, 16, 32)
+  Lines<float> few;  // (M, K), instead of these
   int64_t K, num_blocks;
 
   InTiles(const at::BFloat16* tokens, int64_t M, int64_t K) : K(K), num_blocks((K + kWidth - 1) / kWidth) {
+    if (M <= kFewRows) {
+      few = make_lines<float>(M * K);
+      widen(tokens, few.get(), M * K);
+      return;
+    }
     x = make_lines<at::BFloat16>((M + kHeight - 1) / kHeight * kHeight * num_blocks * kWidth);
     share_range(M, 64, [&](int64_t begin, int64_t end) {
       for (int64_t m = begin; m < end; ++m)
@@ -301,10 +347,8 @@ struct InTiles {
   static constexpr TileShapes shapes(int64_t rows, int64_t width) {
     const int64_t height[] = {std::min(rows, kHeight), rows - kHeight};
     TileShapes shapes;
-    for (int b = 0; b < B; ++b) {
-      shapes.set(2 * b, height[b], 64), shapes.set(2 * b + 1, height[b], 64);
-      shapes.set(4 + b, height[b], width * 2);
-    }
+    for (int b = 0; b < B; ++b) shapes.set(4 + b, height[b], width * 2);
+    for (int sum = 0; sum < 4; ++sum) shapes.set(sum, height[B == 2 ? sum / 2 : 0], 64);  // or of a second panel
     shapes.set(6, width / 2, 64), shapes.set(7, width / 2, 64);
     return shapes;
   }
@@ -338,11 +382,41 @@ struct InTiles {
 
   template <typename P>
   void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start, State& state) const {
+    if (few) return add_without_tiles(few.get() + row * K + k, rows, depth, panel, to, start);
     const int64_t whole = depth / kWidth * kWidth, rest = depth - whole;
-    const auto add = rows > kHeight ? add_blocks<2, P> : add_blocks<1, P>;
+    const auto add = [&] {
+      if constexpr (kRegisters<P> == 4) return add_two_panels;
+      else return rows > kHeight ? add_blocks<2, P> : add_blocks<1, P>;
+    }();
     const int64_t stride = num_blocks * kHeight * kWidth;
     if (whole) add(at(row, k), stride, rows, whole, kWidth, panel, to, start, state);
     if (rest) add(at(row, k + whole), stride, rows, rest, rest, from_column(panel, whole), to, start && !whole, state);
+  }
+
+  // The same bits: of 32 neighbouring products TDPBF16PS adds up the even ones and the odd ones apart, then both, then what
+  // was there (Intel 64 and IA-32 Architectures Software Developer's Manual). Registers are filled from memory faster than
+  // tiles, and for few tokens that is what is waited for.
+  template <typename P>
+  void add_without_tiles(const float* tokens, int64_t rows, int64_t depth, const P& panel, float* to, bool start) const {
+    const FlushDenormals as_tiles_do;
+    with_rows<kFewRows>(rows, [&](auto count) {
+      constexpr int R = count(), W = kRegisters<P>;
+      Lanes sums[R][W] = {};
+      if (!start) load_sums(to, sums);
+      for (int64_t first = 0; first < depth; first += kWidth) {
+        Lanes even[R][W] = {}, odd[R][W] = {};
+        for_pairs(from_column(panel, first), std::min(kWidth, depth - first), [&](int64_t k, auto... words) {
+          const Lanes left[W] = {(Lanes)(words << 16)...}, right[W] = {(Lanes)(words & 0xffff0000u)...};
+          for (int r = 0; r < R; ++r) {
+            const float* factors = tokens + r * K + first + k;
+            for (int w = 0; w < W; ++w) even[r][w] += left[w] * factors[0], odd[r][w] += right[w] * factors[1];
+          }
+        });
+        for (int r = 0; r < R; ++r)
+          for (int w = 0; w < W; ++w) sums[r][w] += even[r][w] + odd[r][w];
+      }
+      store_sums(sums, to);
+    });
   }
 
   // With tokens in one block of 16, or in two; `width` columns at a time.
@@ -386,6 +460,43 @@ struct InTiles {
     if constexpr (B == 2) _tile_stored(2, below, kRowBytes);
     if constexpr (B == 2) _tile_stored(3, below + kLanes, kRowBytes);
   }
+
+  // With tokens in one block of 16, and two panels.
+  static void add_two_panels(const at::BFloat16* tokens, int64_t, int64_t rows, int64_t depth, int64_t width,
+                             const TwoPanels<at::BFloat16>& panels, float* to, bool start, State& state) {
+    state.use<1>(rows, width);
+    constexpr int64_t kRowBytes = kPanel * sizeof(float);
+    float* second = to + rows * kPanel;
+    if (start) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(0, to, kRowBytes);
+      _tile_loadd(1, to + kLanes, kRowBytes);
+      _tile_loadd(2, second, kRowBytes);
+      _tile_loadd(3, second + kLanes, kRowBytes);
+    }
+    for (int64_t k = 0; k < depth; k += width, tokens += kHeight * kWidth) {
+      const auto [one, two] = panels.from_column(k);
+      _tile_loadd(4, tokens, 64);
+      fetch_ahead(one, width * kPanel);
+      _tile_loadd(6, one, 4 * kPanel);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, one + kPanel, 4 * kPanel);
+      _tile_dpbf16ps(1, 4, 7);
+      fetch_ahead(two, width * kPanel);
+      _tile_loadd(6, two, 4 * kPanel);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, two + kPanel, 4 * kPanel);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, to, kRowBytes);
+    _tile_stored(1, to + kLanes, kRowBytes);
+    _tile_stored(2, second, kRowBytes);
+    _tile_stored(3, second + kLanes, kRowBytes);
+  }
 };
 
 #endif
@@ -412,12 +523,44 @@ struct Panels {
   }
 };
 
-// out (M, N) = x (M, K) weight^T + bias, of a weight that has depth(): of how many columns a piece of a panel is; and
+// So many outputs' biases as what a tile's sums begin with.
+template <typename T>
+inline void start_sums(const T* bias, int64_t width, int64_t rows, float* sums) {
+  float initial[kPanel] = {};
+  widen(bias, initial, width);
+  for (int64_t r = 0; r < rows; ++r) std::copy_n(initial, kPanel, sums + r * kPanel);
+}
+
+// out (M, N) = x (M, K) weight^T + bias of few tokens, whose sums for two panels fit where a tile's do: a task is two panels.
+template <typename Product, typename T>
+void multiply_few(const T* tokens, const Panels<T>& weight, const T* bias, T* out, int64_t M, int64_t K, int64_t N) {
+  const Product x(tokens, M, K);
+  const int64_t panels = (N + kPanel - 1) / kPanel;
+  share_tasks((panels + 1) / 2, [&](int64_t task) {
+    alignas(64) float all_sums[Product::kMostRows * kPanel];
+    typename Product::State state;
+    const int64_t begin = 2 * task, end = std::min(begin + 2, panels);
+    const auto for_panels = [&](auto use) {  // with the first output, how many, and their sums
+      for (int64_t panel = begin; panel < end; ++panel)
+        use(panel * kPanel, std::min(kPanel, N - panel * kPanel), all_sums + (panel - begin) * M * kPanel);
+    };
+    if (bias) for_panels([&](int64_t first, int64_t width, float* sums) { start_sums(bias + first, width, M, sums); });
+    const T* one = weight.packed + begin * K * kPanel;
+    if (end == begin + 1) x.add(0, M, 0, K, one, all_sums, !bias, state);
+    else x.add(0, M, 0, K, TwoPanels<T>{one, one + K * kPanel}, all_sums, !bias, state);
+    for_panels([&](int64_t first, int64_t width, float* sums) { state.write(Outputs<T>{sums, M, width, out + first, N}); });
+  });
+}
+
+// The same of any number of tokens, and of a weight that has depth(): of how many columns a piece of a panel is; and
 // with_piece(): calls use(add) with what adds a piece's products to the sums of tokens, which so many tiles will be.
 template <typename Product, typename T, typename Weight>
 void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int64_t M, int64_t K, int64_t N) {
-  const Product x(tokens, M, K);
   const int64_t panels = (N + kPanel - 1) / kPanel, tiles = Product::num_tiles(M);
+  if constexpr (std::is_same_v<Weight, Panels<T>>)
+    if (2 * M <= Product::kMostRows && panels >= 4 * num_threads())
+      return multiply_few<Product>(tokens, weight, bias, out, M, K, N);
+  const Product x(tokens, M, K);
   // A task is a panel, or of many tokens some panels; or with many threads a part of the tokens of these.
   const bool few_pages = tiles >= kManyTiles && weight.template reads_in_place<Product>(K);
   const int64_t together = few_pages ? kPanelsTogether : 1, groups = (panels + together - 1) / together;
@@ -436,11 +579,7 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
       const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
       const int64_t first = panel * kPanel, width = std::min(kPanel, N - first);
       float* sum = all_sums[K > most ? row - from : turn].sums;
-      if (k == 0 && bias) {
-        float initial[kPanel] = {};
-        widen(bias + first, initial, width);
-        for (int64_t r = 0; r < rows; ++r) std::copy_n(initial, kPanel, sum + r * kPanel);
-      }
+      if (k == 0 && bias) start_sums(bias + first, width, rows, sum);
       add(row, rows, sum, k == 0 && !bias, state);
       if (k + depth < K) return;
       state.write(Outputs<T>{sum, rows, width, out + row * N + first, N});

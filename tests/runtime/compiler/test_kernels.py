@@ -165,6 +165,8 @@ def test_scores_far_apart_do_not_overflow() -> None:
 LINEAR_SHAPES = [  # tokens, inputs, outputs
     *((num_tokens, 64, 96) for num_tokens in range(1, 14)),
     (1, 768, 1280),
+    *((num_tokens, 66, 520) for num_tokens in (1, 3, 4, 5, 6, 16)),  # panels side by side, and one that is left over
+    (2, 4130, 290),
     (25, 34, 7),  # a panel that is not full, and tiles of unequal size
     (100, 130, 33),
     (40, 2, 1),
@@ -207,7 +209,7 @@ def test_linear_kernel_takes_rows_that_are_not_contiguous() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "arithmetic"), LINEAR_KINDS, ids=str)
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 96), (34, 7), (2100, 40)])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 96), (34, 7), (2100, 40), (98, 520)])
 def test_a_token_has_the_same_bits_in_any_company(
     num_inputs: int, num_outputs: int, dtype: torch.dtype, arithmetic: int, threads: int
 ) -> None:
@@ -220,6 +222,20 @@ def test_a_token_has_the_same_bits_in_any_company(
             tokens = slice(start, start + num_tokens)
             alone = torch.ops.specdec.linear(x[tokens], packed, None, num_outputs, arithmetic)
             assert torch.equal(alone, together[tokens]), (num_tokens, start)
+
+
+@pytest.mark.parametrize(("dtype", "arithmetic"), LINEAR_KINDS, ids=str)
+def test_a_token_of_tiny_numbers_has_the_same_bits_in_any_company(dtype: torch.dtype, arithmetic: int) -> None:
+    """Tiles take numbers less than normal for 0, in what they read and in every sum."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(20, 64, generator=generator) * 1e-20).to(dtype)
+    x[:, ::3] *= 1e-19  # less than normal themselves, in bfloat16
+    weight = (torch.randn(520, 64, generator=generator) * 3e-19).to(dtype)
+    weight[:, 1::3] = weight[:, 1::3] * 0 + 1
+    packed = torch.ops.specdec.pack_linear(weight)
+    together = torch.ops.specdec.linear(x, packed, None, 520, arithmetic)
+    alone = torch.cat([torch.ops.specdec.linear(token, packed, None, 520, arithmetic) for token in x.split(1)])
+    assert torch.equal(alone, together)
 
 
 @pytest.mark.parametrize("flushes", [False, True], ids=["as is", "flushing"])

@@ -238,6 +238,7 @@ void check_exp2() {
 template <typename T>
 void check_all(at::ScalarType type, double tolerance) {
   for (int64_t M : {1, 2, 5, 13, 40}) check_linear<T>(type, tolerance, M, 64, 40);
+  for (int64_t M : {1, 4, 6, 16}) check_linear<T>(type, tolerance, M, 66, 520);  // panels side by side, and one more
   check_linear<T>(type, tolerance, 25, 34, 7);
   check_linear<T>(type, tolerance, 3, 2100, 33);
   for (int64_t M : {1, 7, 40}) {
