@@ -106,8 +106,7 @@ struct Widened {
   }
 };
 
-// The bits of tiles without them: of 32 neighbouring products TDPBF16PS adds up the even ones and the odd ones apart, then
-// both, then what was there (Intel 64 and IA-32 Architectures Software Developer's Manual).
+// The bits of tiles without them.
 template <int R, int W, typename B>
 inline void accumulate_as_tiles(const Widened* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
   for (int64_t start = 0; start < depth; start += kTileDepth) {

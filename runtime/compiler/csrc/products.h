@@ -68,6 +68,10 @@ constexpr int kRegisters = 2;
 template <typename T>
 constexpr int kRegisters<TwoPanels<T>> = 4;
 
+// Tokens of a tile, whose sums fit the registers.
+template <typename P>
+constexpr int kMostTokens = 2 * kTileRows / kRegisters<P>;
+
 // Calls use(k, left, right) for the pairs of a panel's columns, each as two registers, in order.
 template <typename Use>
 inline void for_pairs(const at::BFloat16* panel, int64_t depth, const Use& use) {
@@ -223,7 +227,7 @@ struct InFloat32 : EvenTiles {
 
   template <typename P>
   void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start, State&) const {
-    with_rows<kTileRows>(rows, [&](auto count) {
+    with_rows<kMostTokens<P>>(rows, [&](auto count) {
       constexpr int R = count();
       if (by_columns) add_rows<R>(x + row * K + k * R, 1, R, depth, panel, to, start);
       else add_rows<R>(x + row * K + k, K, 1, depth, panel, to, start);
@@ -263,7 +267,7 @@ struct InPairs : EvenTiles {
 
   template <typename P>
   void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start, State&) const {
-    with_rows<kTileRows>(rows, [&](auto count) {
+    with_rows<kMostTokens<P>>(rows, [&](auto count) {
       constexpr int R = count(), W = kRegisters<P>;
       const int64_t stride = K;
       const at::BFloat16* factors = x + row * stride + k;
@@ -393,9 +397,8 @@ struct InTiles {
     if (rest) add(at(row, k + whole), stride, rows, rest, rest, from_column(panel, whole), to, start && !whole, state);
   }
 
-  // The same bits: of 32 neighbouring products TDPBF16PS adds up the even ones and the odd ones apart, then both, then what
-  // was there (Intel 64 and IA-32 Architectures Software Developer's Manual). Registers are filled from memory faster than
-  // tiles, and for few tokens that is what is waited for.
+  // The same bits, added up as tiles do (tiles.h). Registers are filled from memory faster than tiles, and for few tokens
+  // that is what is waited for.
   template <typename P>
   void add_without_tiles(const float* tokens, int64_t rows, int64_t depth, const P& panel, float* to, bool start) const {
     const FlushDenormals as_tiles_do;

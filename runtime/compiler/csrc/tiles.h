@@ -1,4 +1,6 @@
-// AMX: registers that are tiles of 16 rows of 64 bytes, and a product of two of them in one instruction.
+// AMX: registers that are tiles of 16 rows of 64 bytes, and a product of two of them in one instruction. Of 32 neighbouring
+// products of bfloat16 it (TDPBF16PS) adds up the even ones and the odd ones apart, then both, then what was there (Intel 64
+// and IA-32 Architectures Software Developer's Manual).
 
 #pragma once
 
