@@ -199,6 +199,8 @@ TABLE = [
     ("tiny-numbers-kept", PRODUCTS, "    const FlushDenormals as_tiles_do;\n", ""),
     ("one-panel-twice", PRODUCTS, "{one, one + K * kPanel}", "{one, one}"),
     ("panel-left-over", PRODUCTS, "share_tasks((panels + 1) / 2,", "share_tasks(panels / 2,"),
+    ("sums-of-panels-in-one-place", PRODUCTS, "(panel - begin) * block_rows + row - from", "row - from"),
+    ("later-tokens-lost", PRODUCTS, "block < tile_end; block = last", "block < tile_end; block = tile_end"),
     ("waiting-outputs-lost", PRODUCTS, "write_some(waiting_.rows);\n      waiting_ = outputs;", "waiting_ = outputs;"),
     ("pairs-apart", LINEAR, "n % kPanel * group + k % group", "n % kPanel + k % group * kPanel"),
     ("last-of-equals", ARGMAX, "if (value > largest ||", "if (value >= largest ||"),

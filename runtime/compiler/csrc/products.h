@@ -34,6 +34,9 @@ Lines<T> make_lines(int64_t count) {
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kManyTiles = 3, kPanelsTogether = 4;
 
+// Tokens whose numbers for a piece of a panel (8,192 / kPanel columns) stay in the second-level cache beside their sums.
+constexpr int64_t kRowsInCache = 24 * kPanel;
+
 // Bytes of a panel that are asked for before they are needed: no more than a page, or the processor's own look ahead does
 // not help. Of two panels read side by side less where a column is two lines (measured, as the other).
 constexpr int64_t kAhead = 3072;
@@ -173,6 +176,7 @@ struct EvenTiles {
   struct State {
     template <typename T>
     void write(const Outputs<T>& outputs) { outputs.write(outputs.rows); }
+    void finish() {}
   };
   static constexpr int64_t kMostRows = kTileRows;
   static int64_t num_tiles(int64_t M) { return (M + kTileRows - 1) / kTileRows; }
@@ -225,8 +229,10 @@ struct InFloat32 : EvenTiles {
     use(panel);
   }
 
+  // By itself, or not all sums get a register.
   template <typename P>
-  void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start, State&) const {
+  [[gnu::noinline]] void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start,
+                             State&) const {
     with_rows<kMostTokens<P>>(rows, [&](auto count) {
       constexpr int R = count();
       if (by_columns) add_rows<R>(x + row * K + k * R, 1, R, depth, panel, to, start);
@@ -377,7 +383,9 @@ struct InTiles {
       if (waiting_.rows) waiting_ = waiting_.write(std::min(most, waiting_.rows));
     }
 
-    ~State() { write_some(waiting_.rows); }
+    void finish() { write_some(waiting_.rows); }
+
+    ~State() { finish(); }
 
    private:
     TileRegisters registers_;
@@ -565,41 +573,45 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
       return multiply_few<Product>(tokens, weight, bias, out, M, K, N);
   const Product x(tokens, M, K);
   // A task is a panel, or of many tokens some panels; or with many threads a part of the tokens of these.
-  const bool few_pages = tiles >= kManyTiles && weight.template reads_in_place<Product>(K);
-  const int64_t together = few_pages ? kPanelsTogether : 1, groups = (panels + together - 1) / together;
-  const int64_t parts = std::clamp<int64_t>(4 * num_threads() / groups, 1, tiles);
+  const int64_t together = tiles >= kManyTiles ? kPanelsTogether : 1, groups = (panels + together - 1) / together;
+  const int64_t parts = std::clamp<int64_t>((4 * num_threads() + groups - 1) / groups, 1, tiles);
+  // So many tiles take a piece of each of these panels in turn: as many as stay in a cache; or where a panel is read as a
+  // whole one, whose outputs of all panels are then written together: rows lie in pages of their own, and to find a page
+  // takes longer than to write.
+  const int64_t most_tiles = weight.template reads_in_place<Product>(K) ? 1 : kRowsInCache / Product::kMostRows;
   share_tasks(groups * parts, [&](int64_t task) {
     struct alignas(64) Row { float sums[kPanel]; };
     thread_local std::vector<Row> all_sums;
     const int64_t begin = task / parts * together, end = std::min(begin + together, panels);
     const int64_t tile_begin = task % parts * tiles / parts, tile_end = (task % parts + 1) * tiles / parts;
-    const int64_t from = Product::first_row(tile_begin, M), to = Product::first_row(tile_end, M);
-    const int64_t num_tiles = tile_end - tile_begin, most = weight.depth(Product::depth(num_tiles));
-    all_sums.resize(K > most ? to - from : 2 * Product::kMostRows);
+    const int64_t block_tiles = std::min(tile_end - tile_begin, most_tiles);
+    const int64_t most = weight.depth(Product::depth(tile_end - tile_begin));
+    const int64_t block_rows = block_tiles * Product::kMostRows;
+    all_sums.resize(K > most ? together * block_rows : 2 * Product::kMostRows);
     typename Product::State state;
     int64_t turn = 0;  // a tile's sums lie where those of the one before it, which may wait to be written, do not
-    const auto add_tile = [&](int64_t panel, int64_t tile, int64_t k, int64_t depth, const auto& add) {
-      const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
-      const int64_t first = panel * kPanel, width = std::min(kPanel, N - first);
-      float* sum = all_sums[K > most ? row - from : turn].sums;
-      if (k == 0 && bias) start_sums(bias + first, width, rows, sum);
-      add(row, rows, sum, k == 0 && !bias, state);
-      if (k + depth < K) return;
-      state.write(Outputs<T>{sum, rows, width, out + row * N + first, N});
-      turn = Product::kMostRows - turn;
-    };
-    const auto add_tiles = [&](int64_t panel, int64_t first_tile, int64_t last_tile) {
+    for (int64_t block = tile_begin, last; block < tile_end; block = last) {
+      last = std::min(block + block_tiles, tile_end);
+      const int64_t from = Product::first_row(block, M);
       for (int64_t k = 0; k < K; k += most) {
         const int64_t depth = std::min(most, K - k);
-        weight.with_piece(x, panel, k, depth, num_tiles, [&](const auto& add) {
-          for (int64_t tile = first_tile; tile < last_tile; ++tile) add_tile(panel, tile, k, depth, add);
-        });
+        for (int64_t panel = begin; panel < end; ++panel) {
+          const int64_t first = panel * kPanel, width = std::min(kPanel, N - first);
+          weight.with_piece(x, panel, k, depth, last - block, [&](const auto& add) {
+            for (int64_t tile = block; tile < last; ++tile) {
+              const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
+              float* sum = all_sums[K > most ? (panel - begin) * block_rows + row - from : turn].sums;
+              if (k == 0 && bias) start_sums(bias + first, width, rows, sum);
+              add(row, rows, sum, k == 0 && !bias, state);
+              if (k + depth < K) continue;
+              state.write(Outputs<T>{sum, rows, width, out + row * N + first, N});
+              turn = Product::kMostRows - turn;
+            }
+          });
+        }
       }
-    };
-    if (together == 1) return add_tiles(begin, tile_begin, tile_end);
-    // A tile's outputs of all panels in turn: rows lie in pages of their own, and to find a page takes longer than to write.
-    for (int64_t tile = tile_begin; tile < tile_end; ++tile)
-      for (int64_t panel = begin; panel < end; ++panel) add_tiles(panel, tile, tile + 1);
+      if (K > most) state.finish();  // the next tokens' sums take their place
+    }
   });
 }
 

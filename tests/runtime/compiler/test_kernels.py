@@ -174,6 +174,7 @@ LINEAR_SHAPES = [  # tokens, inputs, outputs
     (3, 2048, 40),  # as deep as one piece
     (3, 4096, 40),
     (300, 4100, 40),
+    (1000, 4130, 200),  # several panels of more tokens than a cache holds, a piece of each in turn
 ]
 
 
@@ -222,6 +223,20 @@ def test_a_token_has_the_same_bits_in_any_company(
             tokens = slice(start, start + num_tokens)
             alone = torch.ops.specdec.linear(x[tokens], packed, None, num_outputs, arithmetic)
             assert torch.equal(alone, together[tokens]), (num_tokens, start)
+
+
+@pytest.mark.parametrize(("dtype", "arithmetic"), LINEAR_KINDS, ids=str)
+@pytest.mark.parametrize("num_inputs", [600, 4130])
+def test_a_token_has_the_same_bits_in_a_company_of_a_thousand(
+    num_inputs: int, dtype: torch.dtype, arithmetic: int, threads: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, num_inputs, generator=generator).to(dtype)
+    packed = torch.ops.specdec.pack_linear(torch.randn(200, num_inputs, generator=generator).to(dtype))
+    together = torch.ops.specdec.linear(x, packed, None, 200, arithmetic)
+    for start in range(0, 1000, 4):
+        alone = torch.ops.specdec.linear(x[start : start + 4], packed, None, 200, arithmetic)
+        assert torch.equal(alone, together[start : start + 4]), start
 
 
 @pytest.mark.parametrize(("dtype", "arithmetic"), LINEAR_KINDS, ids=str)
