@@ -168,7 +168,7 @@ struct Outputs {
 // Each of the three below holds the tokens in the form that it wants, and has
 // add(): sums (rows x kPanel) += x (rows x depth) panel (depth x kPanel), of the tokens from `row` on and the columns from
 // `k` on, or sums = where they `start`; State: what a thread keeps from one of these to the next, which writes the sums that
-// are finished; with_piece(): calls use(panel) with a piece of a panel in the form that it wants, which so many tiles will
+// are finished, all of them with finish(); with_piece(): calls use(panel) with a piece of a panel in the form that it wants, which so many tiles will
 // read; first_row(): where one of the tiles begins into which M rows are divided.
 
 // Tiles of about equal size: 13 rows are 6 and 7.
@@ -575,9 +575,9 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
   // A task is a panel, or of many tokens some panels; or with many threads a part of the tokens of these.
   const int64_t together = tiles >= kManyTiles ? kPanelsTogether : 1, groups = (panels + together - 1) / together;
   const int64_t parts = std::clamp<int64_t>((4 * num_threads() + groups - 1) / groups, 1, tiles);
-  // So many tiles take a piece of each of these panels in turn: as many as stay in a cache; or where a panel is read as a
-  // whole one, whose outputs of all panels are then written together: rows lie in pages of their own, and to find a page
-  // takes longer than to write.
+  // So many tiles take a piece of each of these panels in turn. Where panels come in pieces, as many as stay in a cache. Where
+  // they are read whole, one, whose outputs of all panels are then written together: rows lie in pages of their own, and to
+  // find a page takes longer than to write.
   const int64_t most_tiles = weight.template reads_in_place<Product>(K) ? 1 : kRowsInCache / Product::kMostRows;
   share_tasks(groups * parts, [&](int64_t task) {
     struct alignas(64) Row { float sums[kPanel]; };
