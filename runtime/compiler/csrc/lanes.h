@@ -144,6 +144,8 @@ inline void widen(const T* from, float* to, int64_t count) {
 
 // Into the second-level cache: the first has few places for requests, which are needed for what is read now.
 inline void fetch_line(const void* p) { __builtin_prefetch(p, 0, 2); }
+// Into the first-level cache.
+inline void fetch_soon(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // Calls use(std::integral_constant<int, rows>()), for 1 <= rows <= most.
 template <int most, typename Use>

@@ -35,7 +35,7 @@ constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kManyTiles = 3, kPanelsTogether = 4;
 
 // Tokens whose numbers for a piece of a panel (8,192 / kPanel columns) stay in the second-level cache beside their sums.
-constexpr int64_t kRowsInCache = 24 * kPanel;
+constexpr int64_t kRowsInCache = 15 * kPanel;
 
 // Bytes of a panel that are asked for before they are needed: no more than a page, or the processor's own look ahead does
 // not help. Of two panels read side by side less where a column is two lines (measured, as the other).
@@ -119,6 +119,19 @@ inline void for_columns(TwoPanels<T> panels, int64_t depth, const Use& use) {
     fetch_ahead(one, kPanel, kAheadOfEach<T>);
     fetch_ahead(two, kPanel, kAheadOfEach<T>);
     use(k, widen(one), widen(one + kLanes), widen(two), widen(two + kLanes));
+  }
+}
+
+// A piece of a panel in the first-level cache, widened. It was fetched already, and what comes is best taken in steps of
+// several columns; between two of them nothing may be exchanged, or not all sums get a register.
+struct CachedPiece { const float* columns; };
+template <typename Use>
+inline void for_columns(const CachedPiece& piece, int64_t depth, const Use& use) {
+  const float* columns = piece.columns;
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < depth; ++k, columns += kPanel) {
+    use(k, load(columns), load(columns + kLanes));
+    asm volatile("");
   }
 }
 
@@ -215,18 +228,15 @@ struct InFloat32 : EvenTiles {
 
   template <typename Use>
   static void with_piece(const T* panel, int64_t depth, int64_t num_tiles, const Use& use) {
-    if constexpr (kWidens) {
-      if (num_tiles >= kManyTiles) {
-        thread_local std::vector<float> copy;
-        copy.resize(depth * kPanel);
-        for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
-          store(copy.data() + k * kPanel, left);
-          store(copy.data() + k * kPanel + kLanes, right);
-        });
-        return use(static_cast<const float*>(copy.data()));
-      }
-    }
-    use(panel);
+    if (num_tiles < kManyTiles) return use(panel);
+    struct alignas(64) Column { float numbers[kPanel]; };
+    thread_local std::vector<Column> copy;
+    copy.resize(depth);
+    for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
+      store(copy[k].numbers, left);
+      store(copy[k].numbers + kLanes, right);
+    });
+    use(CachedPiece{copy[0].numbers});
   }
 
   // By itself, or not all sums get a register.
@@ -249,6 +259,7 @@ struct InFloat32 : EvenTiles {
     if (!start) load_sums(to, sums);
     for_columns(panel, depth, [&](int64_t k, auto... registers) {
       const Lanes column[W] = {registers...};
+      if (to_row == 1) fetch_soon(factors + k * to_column + 256);
       for (int r = 0; r < R; ++r) {
         const float factor = factors[r * to_row + k * to_column];
         for (int w = 0; w < W; ++w) sums[r][w] += column[w] * factor;
@@ -524,6 +535,13 @@ struct Panels {
   template <typename Product>
   static bool reads_in_place(int64_t K) { return Product::kReadsInPlace && K <= Product::depth(1); }
 
+  // Of the 8,192 numbers from a panel's column on, one of so many parts: memory gives a piece while others are multiplied.
+  void fetch(int64_t panel, int64_t k, int64_t part, int64_t parts) const {
+    constexpr int64_t kLine = 64 / sizeof(T), kLines = 8192 / kLine;
+    const T* from = packed + (panel * K + k) * kPanel;
+    for (int64_t line = part * kLines / parts; line < (part + 1) * kLines / parts; ++line) fetch_line(from + line * kLine);
+  }
+
   template <typename Product, typename Use>
   void with_piece(const Product& x, int64_t panel, int64_t k, int64_t depth, int64_t num_tiles, const Use& use) const {
     Product::with_piece(packed + (panel * K + k) * kPanel, depth, num_tiles, [&](auto piece) {
@@ -597,12 +615,15 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
         const int64_t depth = std::min(most, K - k);
         for (int64_t panel = begin; panel < end; ++panel) {
           const int64_t first = panel * kPanel, width = std::min(kPanel, N - first);
+          const int64_t next_panel = panel + 1 < end ? panel + 1 : begin;
+          const int64_t next_k = next_panel > begin ? k : k + depth < K ? k + depth : 0;
           weight.with_piece(x, panel, k, depth, last - block, [&](const auto& add) {
             for (int64_t tile = block; tile < last; ++tile) {
               const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
               float* sum = all_sums[K > most ? (panel - begin) * block_rows + row - from : turn].sums;
               if (k == 0 && bias) start_sums(bias + first, width, rows, sum);
               add(row, rows, sum, k == 0 && !bias, state);
+              if (together > 1) weight.fetch(next_panel, next_k, tile - block, last - block);
               if (k + depth < K) continue;
               state.write(Outputs<T>{sum, rows, width, out + row * N + first, N});
               turn = Product::kMostRows - turn;
