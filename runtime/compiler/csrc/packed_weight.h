@@ -174,8 +174,6 @@ struct WidenedWeight {
   template <typename Product>
   static bool reads_in_place(int64_t) { return false; }
 
-  void fetch(int64_t, int64_t, int64_t, int64_t) const {}
-
   template <typename Product, typename Use>
   void with_piece(const Product& x, int64_t panel, int64_t k, int64_t depth, int64_t num_tiles, const Use& use) const {
     const int64_t first = k / columns, last = (k + depth) / columns;

@@ -34,7 +34,9 @@ Lines<T> make_lines(int64_t count) {
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kManyTiles = 3, kPanelsTogether = 4;
 
-// Tokens whose numbers for a piece of a panel (8,192 / kPanel columns) stay in the second-level cache beside their sums.
+// Numbers of a panel that stay in the first-level cache as floats, and tokens whose numbers for such a piece stay in the
+// second-level one beside their sums.
+constexpr int64_t kPieceInCache = 8192;
 constexpr int64_t kRowsInCache = 15 * kPanel;
 
 // Bytes of a panel that are asked for before they are needed: no more than a page, or the processor's own look ahead does
@@ -181,8 +183,8 @@ struct Outputs {
 // Each of the three below holds the tokens in the form that it wants, and has
 // add(): sums (rows x kPanel) += x (rows x depth) panel (depth x kPanel), of the tokens from `row` on and the columns from
 // `k` on, or sums = where they `start`; State: what a thread keeps from one of these to the next, which writes the sums that
-// are finished, all of them with finish(); with_piece(): calls use(panel) with a piece of a panel in the form that it wants, which so many tiles will
-// read; first_row(): where one of the tiles begins into which M rows are divided.
+// are finished, all of them with finish(); with_piece(): calls use(panel) with a piece of a panel in the form that it wants,
+// which so many tiles will read; first_row(): where one of the tiles begins into which M rows are divided.
 
 // Tiles of about equal size: 13 rows are 6 and 7.
 struct EvenTiles {
@@ -224,7 +226,7 @@ struct InFloat32 : EvenTiles {
   }
 
   // A piece of a panel stays in a cache: for many tiles in the first-level one.
-  static int64_t depth(int64_t num_tiles) { return num_tiles >= kManyTiles ? 8192 / kPanel : 2048; }
+  static int64_t depth(int64_t num_tiles) { return num_tiles >= kManyTiles ? kPieceInCache / kPanel : 2048; }
 
   template <typename Use>
   static void with_piece(const T* panel, int64_t depth, int64_t num_tiles, const Use& use) {
@@ -259,7 +261,7 @@ struct InFloat32 : EvenTiles {
     if (!start) load_sums(to, sums);
     for_columns(panel, depth, [&](int64_t k, auto... registers) {
       const Lanes column[W] = {registers...};
-      if (to_row == 1) fetch_soon(factors + k * to_column + 256);
+      if (to_row == 1) fetch_soon(factors + k * to_column + 256);  // in memory they follow one another
       for (int r = 0; r < R; ++r) {
         const float factor = factors[r * to_row + k * to_column];
         for (int w = 0; w < W; ++w) sums[r][w] += column[w] * factor;
@@ -535,9 +537,9 @@ struct Panels {
   template <typename Product>
   static bool reads_in_place(int64_t K) { return Product::kReadsInPlace && K <= Product::depth(1); }
 
-  // Of the 8,192 numbers from a panel's column on, one of so many parts: memory gives a piece while others are multiplied.
-  void fetch(int64_t panel, int64_t k, int64_t part, int64_t parts) const {
-    constexpr int64_t kLine = 64 / sizeof(T), kLines = 8192 / kLine;
+  // One of so many parts of the piece from a panel's column on: memory gives it while another is multiplied.
+  void fetch_piece(int64_t panel, int64_t k, int64_t part, int64_t parts) const {
+    constexpr int64_t kLine = 64 / sizeof(T), kLines = kPieceInCache / kLine;
     const T* from = packed + (panel * K + k) * kPanel;
     for (int64_t line = part * kLines / parts; line < (part + 1) * kLines / parts; ++line) fetch_line(from + line * kLine);
   }
@@ -623,7 +625,8 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
               float* sum = all_sums[K > most ? (panel - begin) * block_rows + row - from : turn].sums;
               if (k == 0 && bias) start_sums(bias + first, width, rows, sum);
               add(row, rows, sum, k == 0 && !bias, state);
-              if (together > 1) weight.fetch(next_panel, next_k, tile - block, last - block);
+              if constexpr (std::is_same_v<Weight, Panels<T>> && !Product::kReadsInPlace)
+                if (together > 1) weight.fetch_piece(next_panel, next_k, tile - block, last - block);
               if (k + depth < K) continue;
               state.write(Outputs<T>{sum, rows, width, out + row * N + first, N});
               turn = Product::kMostRows - turn;
