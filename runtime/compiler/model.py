@@ -37,6 +37,7 @@ from runtime.errors import SpecDecError
 from runtime.parallel.splitting import Splitting, split_model
 from runtime.pieces import Piece
 from runtime.quantization.weight import take_quantized
+from runtime.vector_math import choose_vector_math
 
 _CONVERT_AGAIN = "convert the model again"
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
@@ -254,6 +255,7 @@ def _model_of_weights(
     where: str,
 ) -> PreTrainedModel:
     """`load_model`, of tensors that have been read."""
+    choose_vector_math()
     own_class = model_class(config)
     quantized = take_quantized(state_dict)
     state_dict |= placeholders(quantized, dtype)

@@ -46,6 +46,7 @@ from runtime.config import (
 )
 from runtime.errors import SpecDecError
 from runtime.temporary import temporary_dir
+from runtime.vector_math import choose_vector_math
 
 _BUILD_AGAIN = "build it again"
 
@@ -102,6 +103,7 @@ def open_step(
     """The compiled step of an engine directory, ready to be called on `device`; one rank's where there are several."""
     if device.type == "cpu":
         keep_freed_memory()
+        choose_vector_math()
     weights = engine_dir / weights_files(mapping)[mapping.rank]
     with_kernels = uses_kernels(compiler, device.type)
     if with_kernels:
