@@ -10,6 +10,8 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -34,9 +36,21 @@ Lines<T> make_lines(int64_t count) {
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kManyTiles = 3, kPanelsTogether = 4;
 
-// Numbers of a panel that stay in the first-level cache as floats, and tokens whose numbers for such a piece stay in the
-// second-level one beside their sums.
-constexpr int64_t kPieceInCache = 8192;
+// Of a panel a piece stays in a cache, as floats, while many tokens are multiplied by it: a short one in the first-level
+// cache, where that has room for it beside the tokens, as one of 48 KB has. One of 32 KB has not: there a long piece stays
+// in the second-level cache, and a tile's sums are loaded less often. (Measured on both; the bits are the same.)
+constexpr int64_t kShortPiece = 8192, kLongPiece = 32768;
+inline bool has_room_for_pieces() {
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+  const int64_t bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+  return bytes <= 0 || bytes >= 48 << 10;  // some processors do not tell
+#else
+  return true;
+#endif
+}
+inline bool takes_short_pieces = has_room_for_pieces();
+
+// Tokens whose numbers for a short piece stay in the second-level cache beside their sums.
 constexpr int64_t kRowsInCache = 15 * kPanel;
 
 // Bytes of a panel that are asked for before they are needed: no more than a page, or the processor's own look ahead does
@@ -182,13 +196,20 @@ struct Outputs {
 
 // Each of the three below holds the tokens in the form that it wants, and has
 // add(): sums (rows x kPanel) += x (rows x depth) panel (depth x kPanel), of the tokens from `row` on and the columns from
-// `k` on, or sums = where they `start`; State: what a thread keeps from one of these to the next, which writes the sums that
-// are finished, all of them with finish(); with_piece(): calls use(panel) with a piece of a panel in the form that it wants,
-// which so many tiles will read; first_row(): where one of the tiles begins into which M rows are divided.
+// `k` on, or sums = where they `start`; State: what a thread keeps from one of these to the next, which is told where the
+// next sums will be written with prepare(), writes those that are finished, and all of them with finish(); with_piece():
+// calls use(panel) with a piece of a panel in the form that it wants, which so many tiles will read; first_row(): where one
+// of the tiles begins into which M rows are divided.
 
 // Tiles of about equal size: 13 rows are 6 and 7.
 struct EvenTiles {
   struct State {
+    // What is written is fetched before: while lines come one after the other, no later number can be stored.
+    template <typename T>
+    void prepare(const Outputs<T>& outputs) {
+      for (int64_t r = 0; r < outputs.rows; ++r)
+        for (int64_t n = 0; n < outputs.width; n += 64 / sizeof(T)) __builtin_prefetch(outputs.out + r * outputs.stride + n, 1);
+    }
     template <typename T>
     void write(const Outputs<T>& outputs) { outputs.write(outputs.rows); }
     void finish() {}
@@ -198,6 +219,14 @@ struct EvenTiles {
   static int64_t first_row(int64_t tile, int64_t M) { return tile * M / num_tiles(M); }
 };
 
+// Numbers from one row of M tokens to the next. Rows that lie a multiple of 4,096 bytes apart, as those of 2,048 columns do,
+// have the same few places in the first-level cache, mostly 8: more rows, of which a column is read, push each other out.
+// They are copied to lie a line further apart.
+template <typename E>
+int64_t stride_of_rows(int64_t M, int64_t K) {
+  return M > 8 && K * sizeof(E) % 4096 == 0 ? K + 64 / sizeof(E) : K;
+}
+
 // Numbers of 16 bits are widened: those of the tokens once, those of a panel as they are read, or for many tokens once.
 // Of many tokens a tile's numbers lie as they are read, column by column.
 template <typename T>
@@ -205,40 +234,49 @@ struct InFloat32 : EvenTiles {
   static constexpr bool kWidens = !std::is_same_v<T, float>, kReadsInPlace = false;
   std::unique_ptr<float[]> own;
   const float* x;
-  int64_t K;
+  int64_t K, stride;
   bool by_columns;
 
-  InFloat32(const T* tokens, int64_t M, int64_t K) : K(K), by_columns(num_tiles(M) >= kManyTiles) {
+  InFloat32(const T* tokens, int64_t M, int64_t K) : K(K), stride(K), by_columns(num_tiles(M) >= kManyTiles) {
+    if (!by_columns) stride = stride_of_rows<float>(M, K);
     if constexpr (!kWidens) x = tokens;
-    if (!kWidens && !by_columns) return;
-    own = std::make_unique_for_overwrite<float[]>(M * K);
+    if (!kWidens && !by_columns && stride == K) return;
+    own = std::make_unique_for_overwrite<float[]>(M * stride);
     x = own.get();
-    if (by_columns) {
-      share_tasks(num_tiles(M), [&](int64_t tile) {
-        const int64_t row = first_row(tile, M), rows = first_row(tile + 1, M) - row;
-        float* to = own.get() + row * K;
-        for (int64_t k = 0; k < K; ++k)
-          for (int64_t r = 0; r < rows; ++r) *to++ = static_cast<float>(tokens[(row + r) * K + k]);
-      });
-    } else {
-      widen(tokens, own.get(), M * K);
+    if (by_columns) share_tasks(num_tiles(M), [&](int64_t tile) { lay_out(tokens, first_row(tile, M), first_row(tile + 1, M)); });
+    else for (int64_t m = 0; m < M; ++m) widen(tokens + m * K, own.get() + m * stride, K);
+  }
+
+  // A tile's tokens column by column; a line of each at a time, for their rows may share places of the cache.
+  void lay_out(const T* tokens, int64_t row, int64_t end) {
+    constexpr int64_t kLine = 16;
+    float lines[kTileRows][kLine], *to = own.get() + row * K;
+    for (int64_t k = 0; k < K; k += kLine) {
+      const int64_t count = std::min(kLine, K - k);
+      for (int64_t m = row; m < end; ++m) widen(tokens + m * K + k, lines[m - row], count);
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t r = 0; r < end - row; ++r) *to++ = lines[r][i];
     }
   }
 
-  // A piece of a panel stays in a cache: for many tiles in the first-level one.
-  static int64_t depth(int64_t num_tiles) { return num_tiles >= kManyTiles ? kPieceInCache / kPanel : 2048; }
+  static bool copies_pieces() { return kWidens || takes_short_pieces; }
+
+  static int64_t depth(int64_t num_tiles) {
+    return num_tiles < kManyTiles ? 2048 : (takes_short_pieces ? kShortPiece : kLongPiece) / kPanel;
+  }
 
   template <typename Use>
   static void with_piece(const T* panel, int64_t depth, int64_t num_tiles, const Use& use) {
-    if (num_tiles < kManyTiles) return use(panel);
-    struct alignas(64) Column { float numbers[kPanel]; };
-    thread_local std::vector<Column> copy;
-    copy.resize(depth);
+    if (num_tiles < kManyTiles || !copies_pieces()) return use(panel);
+    struct alignas(64) Line { float numbers[16]; };
+    thread_local std::vector<Line> lines;
+    lines.resize((depth * kPanel + 15) / 16);
+    float* copy = lines.data()->numbers;
     for_columns(panel, depth, [&](int64_t k, Lanes left, Lanes right) {
-      store(copy[k].numbers, left);
-      store(copy[k].numbers + kLanes, right);
+      store(copy + k * kPanel, left);
+      store(copy + k * kPanel + kLanes, right);
     });
-    use(CachedPiece{copy[0].numbers});
+    use(CachedPiece{copy});
   }
 
   // By itself, or not all sums get a register.
@@ -248,7 +286,7 @@ struct InFloat32 : EvenTiles {
     with_rows<kMostTokens<P>>(rows, [&](auto count) {
       constexpr int R = count();
       if (by_columns) add_rows<R>(x + row * K + k * R, 1, R, depth, panel, to, start);
-      else add_rows<R>(x + row * K + k, K, 1, depth, panel, to, start);
+      else add_rows<R>(x + row * stride + k, stride, 1, depth, panel, to, start);
     });
   }
 
@@ -274,10 +312,18 @@ struct InFloat32 : EvenTiles {
 #if defined(__AVX512BF16__)
 struct InPairs : EvenTiles {
   static constexpr bool kReadsInPlace = true;
+  std::unique_ptr<at::BFloat16[]> own;
   const at::BFloat16* x;
-  int64_t K;
+  int64_t stride;
 
-  InPairs(const at::BFloat16* x, int64_t, int64_t K) : x(x), K(K) {}
+  InPairs(const at::BFloat16* tokens, int64_t M, int64_t K) : x(tokens), stride(stride_of_rows<at::BFloat16>(M, K)) {
+    if (stride == K) return;
+    own = std::make_unique_for_overwrite<at::BFloat16[]>(M * stride);
+    x = own.get();
+    share_range(M, 64, [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; ++m) std::copy_n(tokens + m * K, K, own.get() + m * stride);
+    });
+  }
 
   static int64_t depth(int64_t) { return 2048; }
 
@@ -288,14 +334,14 @@ struct InPairs : EvenTiles {
   void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start, State&) const {
     with_rows<kMostTokens<P>>(rows, [&](auto count) {
       constexpr int R = count(), W = kRegisters<P>;
-      const int64_t stride = K;
-      const at::BFloat16* factors = x + row * stride + k;
+      const int64_t to_row = stride;
+      const at::BFloat16* factors = x + row * to_row + k;
       Lanes sums[R][W] = {};
       if (!start) load_sums(to, sums);
       for_pairs(panel, depth, [&](int64_t k, auto... words) {
         const Words pairs[W] = {words...};
         for (int r = 0; r < R; ++r) {
-          const auto factor = (__m512bh)_mm512_set1_epi32(load<int32_t>(factors + r * stride + k));
+          const auto factor = (__m512bh)_mm512_set1_epi32(load<int32_t>(factors + r * to_row + k));
           for (int w = 0; w < W; ++w)
             sums[r][w] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][w], (__m512bh)pairs[w], factor);
         }
@@ -386,6 +432,7 @@ struct InTiles {
       else registers_.use(shapes<B>(rows, width));
     }
 
+    void prepare(const Outputs<at::BFloat16>&) {}
     // To write takes other parts of the processor than to multiply: a tile's outputs are written little by little while the
     // next is computed.
     void write(const Outputs<at::BFloat16>& outputs) {
@@ -539,7 +586,7 @@ struct Panels {
 
   // One of so many parts of the piece from a panel's column on: memory gives it while another is multiplied.
   void fetch_piece(int64_t panel, int64_t k, int64_t part, int64_t parts) const {
-    constexpr int64_t kLine = 64 / sizeof(T), kLines = kPieceInCache / kLine;
+    constexpr int64_t kLine = 64 / sizeof(T), kLines = kShortPiece / kLine;
     const T* from = packed + (panel * K + k) * kPanel;
     for (int64_t line = part * kLines / parts; line < (part + 1) * kLines / parts; ++line) fetch_line(from + line * kLine);
   }
@@ -624,11 +671,14 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
               const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
               float* sum = all_sums[K > most ? (panel - begin) * block_rows + row - from : turn].sums;
               if (k == 0 && bias) start_sums(bias + first, width, rows, sum);
+              const Outputs<T> outputs{sum, rows, width, out + row * N + first, N};
+              const bool is_last = k + depth == K;
+              if (is_last && together > 1) state.prepare(outputs);
               add(row, rows, sum, k == 0 && !bias, state);
               if constexpr (std::is_same_v<Weight, Panels<T>> && !Product::kReadsInPlace)
-                if (together > 1) weight.fetch_piece(next_panel, next_k, tile - block, last - block);
-              if (k + depth < K) continue;
-              state.write(Outputs<T>{sum, rows, width, out + row * N + first, N});
+                if (together > 1 && Product::copies_pieces()) weight.fetch_piece(next_panel, next_k, tile - block, last - block);
+              if (!is_last) continue;
+              state.write(outputs);
               turn = Product::kMostRows - turn;
             }
           });

@@ -210,7 +210,7 @@ def test_linear_kernel_takes_rows_that_are_not_contiguous() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "arithmetic"), LINEAR_KINDS, ids=str)
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 96), (34, 7), (2100, 40), (98, 520)])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 96), (34, 7), (2048, 40), (2100, 40), (98, 520)])
 def test_a_token_has_the_same_bits_in_any_company(
     num_inputs: int, num_outputs: int, dtype: torch.dtype, arithmetic: int, threads: int
 ) -> None:

@@ -238,6 +238,12 @@ void check_exp2() {
 template <typename T>
 void check_all(at::ScalarType type, double tolerance) {
   for (int64_t M : {1, 2, 5, 13, 40}) check_linear<T>(type, tolerance, M, 64, 40);
+  for (bool short_pieces : {false, true}) {  // of panels for many tokens, more than one to each thread
+    takes_short_pieces = short_pieces;
+    check_linear<T>(type, tolerance, 160, 64, 40);
+  }
+  takes_short_pieces = has_room_for_pieces();
+  check_linear<T>(type, tolerance, 11, 2048, 33);  // rows that share places of a cache
   for (int64_t M : {1, 4, 6, 16}) check_linear<T>(type, tolerance, M, 66, 520);  // panels side by side, and one more
   check_linear<T>(type, tolerance, 25, 34, 7);
   check_linear<T>(type, tolerance, 3, 2100, 33);
