@@ -27,21 +27,20 @@ struct Piece {
   }
 };
 
-// sum (R x W*kLanes) += column k of A (R x depth) times row k of B (depth x W*kLanes), A and B row-major.
+// sum (R x W*kLanes) += column k of A (R x depth) times row k of B (depth x W*kLanes), A and B row-major. One loop over all
+// sums, or they would go through memory (products.h).
 template <int R, int W, typename A, typename B>
-inline void add_outer(const A* a, int64_t lda, const Piece<B>& b, int64_t k, Lanes (&sum)[R][W]) {
+[[gnu::always_inline]] inline void add_outer(const A* a, int64_t lda, const Piece<B>& b, int64_t k, Lanes (&sum)[R][W]) {
   b.template fetch<W>(k);
   Lanes row[W];
   for (int w = 0; w < W; ++w) row[w] = widen(b.row(k) + w * kLanes);
-  for (int r = 0; r < R; ++r) {
-    const float factor = a[r * lda + k];
-    for (int w = 0; w < W; ++w) sum[r][w] += row[w] * factor;
-  }
+#pragma GCC unroll 64
+  for (int i = 0; i < R * W; ++i) sum[i / W][i % W] += row[i % W] * a[i / W * lda + k];
 }
 
 // sum += A B.
 template <int R, int W, typename B>
-inline void accumulate(const float* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
+[[gnu::always_inline]] inline void accumulate(const float* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
   for (int64_t k = 0; k < depth; ++k) add_outer(a, lda, b, k, sum);
 }
 
@@ -69,16 +68,15 @@ inline void interleave(const at::BFloat16* p, int64_t ldb, __m512bh* pairs) {
 // One instruction multiplies two rows of B by a pair of A's: the rows are interleaved as they are read. An odd one out is
 // its own partner, for which A has a 0: what lies behind it may be anything.
 template <int R, int W>
-inline void accumulate(const at::BFloat16* a, int64_t lda, const Piece<at::BFloat16>& b, int64_t depth,
-                       Lanes (&sum)[R][W]) {
-  const auto add_pair = [&](int64_t k, int64_t to_partner) {
+[[gnu::always_inline]] inline void accumulate(const at::BFloat16* a, int64_t lda, const Piece<at::BFloat16>& b, int64_t depth,
+                                              Lanes (&sum)[R][W]) {
+  const auto add_pair = [&](int64_t k, int64_t to_partner) __attribute__((always_inline)) {
     __m512bh rows[W];
     for (int w = 0; w < W; w += 2) interleave<W - 1>(b.row(k) + w * kLanes, to_partner, rows + w);
-    for (int r = 0; r < R; ++r) {
-      int32_t pair;
-      std::memcpy(&pair, a + r * lda + k, sizeof pair);
-      const auto factors = (__m512bh)_mm512_set1_epi32(pair);
-      for (int w = 0; w < W; ++w) sum[r][w] = (Lanes)_mm512_dpbf16_ps((__m512)sum[r][w], rows[w], factors);
+#pragma GCC unroll 64
+    for (int i = 0; i < R * W; ++i) {
+      const auto factors = (__m512bh)_mm512_set1_epi32(load<int32_t>(a + i / W * lda + k));
+      sum[i / W][i % W] = (Lanes)_mm512_dpbf16_ps((__m512)sum[i / W][i % W], rows[i % W], factors);
     }
   };
   for (int64_t k = 0; k + 1 < depth; k += 2) {
@@ -123,14 +121,14 @@ inline void accumulate_as_tiles(const Widened* a, int64_t lda, const Piece<B>& b
 
 // C (R x W*kLanes) = A (R x depth) B (depth x W*kLanes), or C += where `adds`; all row-major.
 template <Arithmetic arithmetic, bool adds, int R, int W, typename A, typename B>
-inline void multiply(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth) {
+[[gnu::always_inline]] inline void multiply(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth) {
   Lanes sum[R][W];
-  for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) sum[r][w] = adds ? load(c + r * ldc + w * kLanes) : Lanes{};
+#pragma GCC unroll 64
+  for (int i = 0; i < R * W; ++i) sum[i / W][i % W] = adds ? load(c + i / W * ldc + i % W * kLanes) : Lanes{};
   if constexpr (arithmetic == kTiles) accumulate_as_tiles(a, lda, b, depth, sum);
   else accumulate(a, lda, b, depth, sum);
-  for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) store(c + r * ldc + w * kLanes, sum[r][w]);
+#pragma GCC unroll 64
+  for (int i = 0; i < R * W; ++i) store(c + i / W * ldc + i % W * kLanes, sum[i / W][i % W]);
 }
 
 // The same for a width that is any multiple of kLanes.

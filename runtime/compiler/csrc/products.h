@@ -159,17 +159,24 @@ inline void store_pairs(const P& panel, int64_t depth, at::BFloat16* to) {
   });
 }
 
-// Of R rows and each panel that is read: (panels, R, kPanel).
+// Of R rows and each panel that is read: (panels, R, kPanel). One loop over all sums, which is unrolled before the compiler
+// looks what can stay in registers; of two loops the outer is unrolled later, and all sums would go through memory.
 template <int R, int W>
 inline void load_sums(const float* from, Lanes (&sums)[R][W]) {
-  for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) sums[r][w] = load(from + (w / 2 * R + r) * kPanel + w % 2 * kLanes);
+#pragma GCC unroll 64
+  for (int i = 0; i < R * W; ++i) {
+    const int r = i / W, w = i % W;
+    sums[r][w] = load(from + (w / 2 * R + r) * kPanel + w % 2 * kLanes);
+  }
 }
 
 template <int R, int W>
 inline void store_sums(const Lanes (&sums)[R][W], float* to) {
-  for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) store(to + (w / 2 * R + r) * kPanel + w % 2 * kLanes, sums[r][w]);
+#pragma GCC unroll 64
+  for (int i = 0; i < R * W; ++i) {
+    const int r = i / W, w = i % W;
+    store(to + (w / 2 * R + r) * kPanel + w % 2 * kLanes, sums[r][w]);
+  }
 }
 
 // A tile's sums (rows x kPanel), which become its outputs: `width` of them lie in a row of `out`.
@@ -300,10 +307,8 @@ struct InFloat32 : EvenTiles {
     for_columns(panel, depth, [&](int64_t k, auto... registers) {
       const Lanes column[W] = {registers...};
       if (to_row == 1) fetch_soon(factors + k * to_column + 256);  // in memory they follow one another
-      for (int r = 0; r < R; ++r) {
-        const float factor = factors[r * to_row + k * to_column];
-        for (int w = 0; w < W; ++w) sums[r][w] += column[w] * factor;
-      }
+#pragma GCC unroll 64
+      for (int i = 0; i < R * W; ++i) sums[i / W][i % W] += column[i % W] * factors[i / W * to_row + k * to_column];
     });
     store_sums(sums, to);
   }
@@ -340,10 +345,10 @@ struct InPairs : EvenTiles {
       if (!start) load_sums(to, sums);
       for_pairs(panel, depth, [&](int64_t k, auto... words) {
         const Words pairs[W] = {words...};
-        for (int r = 0; r < R; ++r) {
-          const auto factor = (__m512bh)_mm512_set1_epi32(load<int32_t>(factors + r * to_row + k));
-          for (int w = 0; w < W; ++w)
-            sums[r][w] = (Lanes)_mm512_dpbf16_ps((__m512)sums[r][w], (__m512bh)pairs[w], factor);
+#pragma GCC unroll 64
+        for (int i = 0; i < R * W; ++i) {
+          const auto factor = (__m512bh)_mm512_set1_epi32(load<int32_t>(factors + i / W * to_row + k));
+          sums[i / W][i % W] = (Lanes)_mm512_dpbf16_ps((__m512)sums[i / W][i % W], (__m512bh)pairs[i % W], factor);
         }
       });
       store_sums(sums, to);
@@ -585,10 +590,11 @@ struct Panels {
   static bool reads_in_place(int64_t K) { return Product::kReadsInPlace && K <= Product::depth(1); }
 
   // One of so many parts of the piece from a panel's column on: memory gives it while another is multiplied.
-  void fetch_piece(int64_t panel, int64_t k, int64_t part, int64_t parts) const {
-    constexpr int64_t kLine = 64 / sizeof(T), kLines = kShortPiece / kLine;
+  void fetch_piece(int64_t panel, int64_t k, int64_t depth, int64_t part, int64_t parts) const {
+    constexpr int64_t kLine = 64 / sizeof(T);
     const T* from = packed + (panel * K + k) * kPanel;
-    for (int64_t line = part * kLines / parts; line < (part + 1) * kLines / parts; ++line) fetch_line(from + line * kLine);
+    const int64_t lines = std::min(depth, K - k) * kPanel / kLine;
+    for (int64_t line = part * lines / parts; line < (part + 1) * lines / parts; ++line) fetch_line(from + line * kLine);
   }
 
   template <typename Product, typename Use>
@@ -676,7 +682,7 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
               if (is_last && together > 1) state.prepare(outputs);
               add(row, rows, sum, k == 0 && !bias, state);
               if constexpr (std::is_same_v<Weight, Panels<T>> && !Product::kReadsInPlace)
-                if (together > 1 && Product::copies_pieces()) weight.fetch_piece(next_panel, next_k, tile - block, last - block);
+                if (together > 1) weight.fetch_piece(next_panel, next_k, most, tile - block, last - block);
               if (!is_last) continue;
               state.write(outputs);
               turn = Product::kMostRows - turn;
