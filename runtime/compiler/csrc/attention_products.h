@@ -35,7 +35,7 @@ template <int R, int W, typename A, typename B>
   Lanes row[W];
   for (int w = 0; w < W; ++w) row[w] = widen(b.row(k) + w * kLanes);
 #pragma GCC unroll 64
-  for (int i = 0; i < R * W; ++i) sum[i / W][i % W] += row[i % W] * a[i / W * lda + k];
+  for (int i = 0; i < R * W; ++i) sum[i / W][i % W] += row[i % W] * static_cast<float>(a[i / W * lda + k]);
 }
 
 // sum += A B.

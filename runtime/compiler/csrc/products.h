@@ -138,7 +138,7 @@ inline void for_columns(TwoPanels<T> panels, int64_t depth, const Use& use) {
   }
 }
 
-// A piece of a panel in the first-level cache, widened. It was fetched already, and what comes is best taken in steps of
+// A piece of a panel in a cache, widened. It was fetched already, and what comes is best taken in steps of
 // several columns; between two of them nothing may be exchanged, or not all sums get a register.
 struct CachedPiece { const float* columns; };
 template <typename Use>
@@ -231,7 +231,7 @@ struct EvenTiles {
 // They are copied to lie a line further apart.
 template <typename E>
 int64_t stride_of_rows(int64_t M, int64_t K) {
-  return M > 8 && K * sizeof(E) % 4096 == 0 ? K + 64 / sizeof(E) : K;
+  return std::min(M, kTileRows) > 8 && K * sizeof(E) % 4096 == 0 ? K + 64 / sizeof(E) : K;
 }
 
 // Numbers of 16 bits are widened: those of the tokens once, those of a panel as they are read, or for many tokens once.
@@ -589,11 +589,12 @@ struct Panels {
   template <typename Product>
   static bool reads_in_place(int64_t K) { return Product::kReadsInPlace && K <= Product::depth(1); }
 
-  // One of so many parts of the piece from a panel's column on: memory gives it while another is multiplied.
+  // One of so many parts of the piece from a panel's column on: memory gives it while another is multiplied. For few parts
+  // not all of it, because what is asked for at once is waited for.
   void fetch_piece(int64_t panel, int64_t k, int64_t depth, int64_t part, int64_t parts) const {
     constexpr int64_t kLine = 64 / sizeof(T);
     const T* from = packed + (panel * K + k) * kPanel;
-    const int64_t lines = std::min(depth, K - k) * kPanel / kLine;
+    const int64_t lines = std::min(std::min(depth, K - k) * kPanel, parts * kShortPiece) / kLine;
     for (int64_t line = part * lines / parts; line < (part + 1) * lines / parts; ++line) fetch_line(from + line * kLine);
   }
 
@@ -648,9 +649,9 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
   // A task is a panel, or of many tokens some panels; or with many threads a part of the tokens of these.
   const int64_t together = tiles >= kManyTiles ? kPanelsTogether : 1, groups = (panels + together - 1) / together;
   const int64_t parts = std::clamp<int64_t>((4 * num_threads() + groups - 1) / groups, 1, tiles);
-  // So many tiles take a piece of each of these panels in turn. Where panels come in pieces, as many as stay in a cache. Where
-  // they are read whole, one, whose outputs of all panels are then written together: rows lie in pages of their own, and to
-  // find a page takes longer than to write.
+  // So many tiles take a piece of each of these panels in turn. Where panels come in short pieces, as many as stay in a cache
+  // (with long ones fewer are no faster). Where they are read whole, one, whose outputs of all panels are then written
+  // together: rows lie in pages of their own, and to find a page takes longer than to write.
   const int64_t most_tiles = weight.template reads_in_place<Product>(K) ? 1 : kRowsInCache / Product::kMostRows;
   share_tasks(groups * parts, [&](int64_t task) {
     struct alignas(64) Row { float sums[kPanel]; };
@@ -672,6 +673,7 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
           const int64_t first = panel * kPanel, width = std::min(kPanel, N - first);
           const int64_t next_panel = panel + 1 < end ? panel + 1 : begin;
           const int64_t next_k = next_panel > begin ? k : k + depth < K ? k + depth : 0;
+          const bool goes_on = next_panel > begin || next_k > 0 || last < tile_end;
           weight.with_piece(x, panel, k, depth, last - block, [&](const auto& add) {
             for (int64_t tile = block; tile < last; ++tile) {
               const int64_t row = Product::first_row(tile, M), rows = Product::first_row(tile + 1, M) - row;
@@ -682,7 +684,7 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
               if (is_last && together > 1) state.prepare(outputs);
               add(row, rows, sum, k == 0 && !bias, state);
               if constexpr (std::is_same_v<Weight, Panels<T>> && !Product::kReadsInPlace)
-                if (together > 1) weight.fetch_piece(next_panel, next_k, most, tile - block, last - block);
+                if (together > 1 && goes_on) weight.fetch_piece(next_panel, next_k, most, tile - block, last - block);
               if (!is_last) continue;
               state.write(outputs);
               turn = Product::kMostRows - turn;

@@ -241,6 +241,7 @@ void check_all(at::ScalarType type, double tolerance) {
   for (bool short_pieces : {false, true}) {  // of panels for many tokens, more than one to each thread
     takes_short_pieces = short_pieces;
     check_linear<T>(type, tolerance, 160, 64, 40);
+    check_linear<T>(type, tolerance, 160, 4200, 9);  // several pieces of either kind
   }
   takes_short_pieces = has_room_for_pieces();
   check_linear<T>(type, tolerance, 11, 2048, 33);  // rows that share places of a cache
