@@ -1,7 +1,8 @@
 """Every kernel for the CPU beside torch's own, for several sets of instructions.
 
 Ours are compiled for each set, and torch is held to the same one: in a process of its own, by ATEN_CPU_CAPABILITY,
-ONEDNN_MAX_CPU_ISA and MKL_ENABLE_INSTRUCTIONS. In it turns of the two alternate, and the ratio of their times is the
+ONEDNN_MAX_CPU_ISA and MKL_ENABLE_INSTRUCTIONS, which MKL does not heed on other processors than Intel's: there
+MKL_CBWR keeps it from AVX. In it turns of the two alternate, and the ratio of their times is the
 median over the pairs, because absolute times on shared machines mean little. A linear layer beside torch's as it is
 and with its weight packed, the faster of the two; attention beside `scaled_dot_product_attention` of keys and values
 that lie in one piece, each KV head's queries as rows of one product.
@@ -51,7 +52,10 @@ def torch_held_to(march: str) -> dict[str, str]:
     if names is None:
         return dict(os.environ)
     variables = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-    return os.environ | dict(zip(variables, names, strict=True))
+    held = dict(zip(variables, names, strict=True))
+    if march == "x86-64" and "GenuineIntel" not in Path("/proc/cpuinfo").read_text():
+        held["MKL_CBWR"] = "COMPATIBLE"
+    return os.environ | held
 
 
 def alternate(ours: Call, theirs: list[Call], seconds: float) -> tuple[float, float]:
