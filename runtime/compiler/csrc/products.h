@@ -37,8 +37,9 @@ constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kManyTiles = 3, kPanelsTogether = 4;
 
 // Of a panel a piece stays in a cache, as floats, while many tokens are multiplied by it: a short one in the first-level
-// cache, where that has room for it beside the tokens, as one of 48 KB has. One of 32 KB has not: there a long piece stays
-// in the second-level cache, and a tile's sums are loaded less often. (Measured on both; the bits are the same.)
+// cache, where that has room for it beside the tokens, as one of 48 KB has (measured beside panels that are read where they
+// lie). One of 32 KB has not: there a long piece stays in the second-level cache, and a tile's sums are loaded less often
+// (measured beside short ones). The bits are the same.
 constexpr int64_t kShortPiece = 8192, kLongPiece = 32768;
 inline bool has_room_for_pieces() {
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
@@ -138,8 +139,8 @@ inline void for_columns(TwoPanels<T> panels, int64_t depth, const Use& use) {
   }
 }
 
-// A piece of a panel in a cache, widened. It was fetched already, and what comes is best taken in steps of
-// several columns; between two of them nothing may be exchanged, or not all sums get a register.
+// A piece of a panel in a cache, widened. It was fetched already, and what comes is best taken in steps of several columns;
+// between two of them nothing may be exchanged, or not all sums get a register.
 struct CachedPiece { const float* columns; };
 template <typename Use>
 inline void for_columns(const CachedPiece& piece, int64_t depth, const Use& use) {
@@ -585,7 +586,7 @@ struct Panels {
 
   static int64_t depth(int64_t most) { return most; }
 
-  // Whether a panel is not copied, and a piece of it is all of it.
+  // Whether a panel is never copied, and a piece of it is all of it.
   template <typename Product>
   static bool reads_in_place(int64_t K) { return Product::kReadsInPlace && K <= Product::depth(1); }
 
