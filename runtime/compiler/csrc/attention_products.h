@@ -30,7 +30,7 @@ struct Piece {
 // sum (R x W*kLanes) += column k of A (R x depth) times row k of B (depth x W*kLanes), A and B row-major. One loop over all
 // sums, or they would go through memory (products.h).
 template <int R, int W, typename A, typename B>
-[[gnu::always_inline]] inline void add_outer(const A* a, int64_t lda, const Piece<B>& b, int64_t k, Lanes (&sum)[R][W]) {
+inline void add_outer(const A* a, int64_t lda, const Piece<B>& b, int64_t k, Lanes (&sum)[R][W]) {
   b.template fetch<W>(k);
   Lanes row[W];
   for (int w = 0; w < W; ++w) row[w] = widen(b.row(k) + w * kLanes);
@@ -40,7 +40,7 @@ template <int R, int W, typename A, typename B>
 
 // sum += A B.
 template <int R, int W, typename B>
-[[gnu::always_inline]] inline void accumulate(const float* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
+inline void accumulate(const float* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
   for (int64_t k = 0; k < depth; ++k) add_outer(a, lda, b, k, sum);
 }
 
@@ -68,9 +68,9 @@ inline void interleave(const at::BFloat16* p, int64_t ldb, __m512bh* pairs) {
 // One instruction multiplies two rows of B by a pair of A's: the rows are interleaved as they are read. An odd one out is
 // its own partner, for which A has a 0: what lies behind it may be anything.
 template <int R, int W>
-[[gnu::always_inline]] inline void accumulate(const at::BFloat16* a, int64_t lda, const Piece<at::BFloat16>& b, int64_t depth,
-                                              Lanes (&sum)[R][W]) {
-  const auto add_pair = [&](int64_t k, int64_t to_partner) __attribute__((always_inline)) {
+inline void accumulate(const at::BFloat16* a, int64_t lda, const Piece<at::BFloat16>& b, int64_t depth,
+                       Lanes (&sum)[R][W]) {
+  const auto add_pair = [&](int64_t k, int64_t to_partner) {
     __m512bh rows[W];
     for (int w = 0; w < W; w += 2) interleave<W - 1>(b.row(k) + w * kLanes, to_partner, rows + w);
 #pragma GCC unroll 64
@@ -119,7 +119,8 @@ inline void accumulate_as_tiles(const Widened* a, int64_t lda, const Piece<B>& b
 }
 #endif
 
-// C (R x W*kLanes) = A (R x depth) B (depth x W*kLanes), or C += where `adds`; all row-major.
+// C (R x W*kLanes) = A (R x depth) B (depth x W*kLanes), or C += where `adds`; all row-major. A part of its caller: where a
+// chunk's rows lie is a constant there, and rows' addresses need no registers.
 template <Arithmetic arithmetic, bool adds, int R, int W, typename A, typename B>
 [[gnu::always_inline]] inline void multiply(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth) {
   Lanes sum[R][W];
