@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from runtime.bundle import weights_files
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.checksums import CONFIG, config_digest
-from runtime.compiler.model import load_whole_model, split_config
+from runtime.compiler.model import MAKING_A_MODEL, load_whole_model, split_config
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config
 from runtime.compiler.reference import ROUNDED, Rounded, RoundKV
 from runtime.config import CheckpointConfig, EngineConfig, Quality, as_json
@@ -78,9 +78,14 @@ def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
     rounded = load_whole_model(pretrained, ranks, torch.float32, attention, checkpoint.quantization, splitting)
     rounding = {} if algorithm is None else {"round_kv": Rounded(kv_dtype(checkpoint.dtype, algorithm))}
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    unrounded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        unrounded_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
-    )
+    with MAKING_A_MODEL:
+        unrounded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            unrounded_dir,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+        )
     window = min(_WINDOW, num_positions(pretrained) or _WINDOW)
     divergence, num_same = 0.0, 0
     pairs = zip(_log_probs(rounded, tokens, window, **rounding), _log_probs(unrounded, tokens, window), strict=True)

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from runtime.compiler.identity import differences
+from runtime.compiler.model import MAKING_A_MODEL
 from runtime.errors import SpecDecError
 from runtime.generation import Work, total_record
 from runtime.llm import LLM
@@ -197,9 +198,10 @@ class HuggingFace:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         dtype = getattr(torch, engine.config.dtype)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=dtype, local_files_only=True, trust_remote_code=False
-            )
+            with MAKING_A_MODEL:
+                model = AutoModelForCausalLM.from_pretrained(
+                    model_dir, dtype=dtype, local_files_only=True, trust_remote_code=False
+                )
         except Exception as error:  # transformers raises many kinds; the user needs the directory
             raise SpecDecError(f"transformers cannot load: {model_dir}", hint=_why_not(error)) from error
         if model.config.vocab_size != engine.config.vocab_size:

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import TARGET, VOCAB_SIZE
 from oracle import CheckedEngine, ExactModel, one_by_one
+from shared import MakeEngineDir
+from tiny import make_model
+from transformers import PreTrainedModel
 
 from runtime import leader, orchestrator
 from runtime.config import BuildConfig
@@ -125,3 +129,27 @@ def test_engines_of_one_directory_in_threads_have_the_outputs_of_one(llama_uncom
     for thread in threads:
         thread.join()
     assert found == dict.fromkeys(range(4), alone)
+
+
+def test_models_opened_in_threads_are_whole(make_engine_dir: MakeEngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers leaves all of its models without tied weights when two are made at once."""
+    tie_weights = PreTrainedModel.tie_weights
+    monkeypatch.setattr(PreTrainedModel, "tie_weights", tie_weights)  # whatever comes of it, other tests have it
+    engine_dir = make_engine_dir(make_model("llama", tie_word_embeddings=True))
+    failures: list[SpecDecError] = []
+
+    def open_some() -> None:
+        for _ in range(5):
+            try:
+                Engine.open(engine_dir).close()
+            except SpecDecError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=open_some) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert PreTrainedModel.tie_weights is tie_weights
+    assert torch.get_default_dtype() == torch.float32
