@@ -55,10 +55,10 @@ inline bool takes_short_pieces = has_room_for_pieces();
 constexpr int64_t kRowsInCache = 15 * kPanel;
 
 // Bytes of a panel that are asked for before they are needed: no more than a page, or the processor's own look ahead does
-// not help. Of two panels read side by side less where a column is two lines (measured, as the other).
-constexpr int64_t kAhead = 3072;
+// not help. Of panels read side by side less where a column is two lines, or where there are four (measured, as the other).
+constexpr int64_t kAhead = 3072, kAheadOfFour = 1024;
 template <typename T>
-constexpr int64_t kAheadOfEach = kPanel * sizeof(T) > 64 ? 1024 : kAhead;
+constexpr int64_t kAheadOfTwo = kPanel * sizeof(T) > 64 ? 1024 : kAhead;
 
 template <typename T>
 inline void fetch_ahead(const T* p, int64_t count, int64_t ahead = kAhead) {
@@ -83,10 +83,18 @@ struct TwoPanels {
   const T *first, *second;
   TwoPanels from_column(int64_t k) const { return {first + k * kPanel, second + k * kPanel}; }
 };
+// Four, for one token of float16: while it widens, the processor looks less far ahead than where it has products of what it
+// reads.
+template <typename T>
+struct FourPanels {
+  const T *first, *second, *third, *fourth;
+};
 template <typename P>
 constexpr int kRegisters = 2;
 template <typename T>
 constexpr int kRegisters<TwoPanels<T>> = 4;
+template <typename T>
+constexpr int kRegisters<FourPanels<T>> = 8;
 
 // Tokens of a tile, whose sums fit the registers.
 template <typename P>
@@ -133,9 +141,19 @@ template <typename T, typename Use>
 inline void for_columns(TwoPanels<T> panels, int64_t depth, const Use& use) {
   auto [one, two] = panels;
   for (int64_t k = 0; k < depth; ++k, one += kPanel, two += kPanel) {
-    fetch_ahead(one, kPanel, kAheadOfEach<T>);
-    fetch_ahead(two, kPanel, kAheadOfEach<T>);
+    fetch_ahead(one, kPanel, kAheadOfTwo<T>);
+    fetch_ahead(two, kPanel, kAheadOfTwo<T>);
     use(k, widen(one), widen(one + kLanes), widen(two), widen(two + kLanes));
+  }
+}
+
+template <typename T, typename Use>
+inline void for_columns(FourPanels<T> panels, int64_t depth, const Use& use) {
+  auto [one, two, three, four] = panels;
+  for (int64_t k = 0; k < depth; ++k, one += kPanel, two += kPanel, three += kPanel, four += kPanel) {
+    for (const T* panel : {one, two, three, four}) fetch_ahead(panel, kPanel, kAheadOfFour);
+    use(k, widen(one), widen(one + kLanes), widen(two), widen(two + kLanes), widen(three), widen(three + kLanes), widen(four),
+        widen(four + kLanes));
   }
 }
 
@@ -617,24 +635,28 @@ inline void start_sums(const T* bias, int64_t width, int64_t rows, float* sums) 
   for (int64_t r = 0; r < rows; ++r) std::copy_n(initial, kPanel, sums + r * kPanel);
 }
 
-// out (M, N) = x (M, K) weight^T + bias of few tokens, whose sums for two panels fit where a tile's do: a task is two panels.
-template <typename Product, typename T>
+// out (M, N) = x (M, K) weight^T + bias of few tokens, whose sums for so many panels fit where a tile's do: these are a task.
+template <typename Product, int together, typename T>
 void multiply_few(const T* tokens, const Panels<T>& weight, const T* bias, T* out, int64_t M, int64_t K, int64_t N) {
   const Product x(tokens, M, K);
   const int64_t panels = (N + kPanel - 1) / kPanel;
-  share_tasks((panels + 1) / 2, [&](int64_t task) {
+  share_tasks((panels + together - 1) / together, [&](int64_t task) {
     alignas(64) float all_sums[Product::kMostRows * kPanel];
     typename Product::State state;
-    const int64_t begin = 2 * task, end = std::min(begin + 2, panels);
-    const auto for_panels = [&](auto use) {  // with the first output, how many, and their sums
-      for (int64_t panel = begin; panel < end; ++panel)
-        use(panel * kPanel, std::min(kPanel, N - panel * kPanel), all_sums + (panel - begin) * M * kPanel);
+    const int64_t begin = together * task, end = std::min(begin + together, panels);
+    const auto for_panels = [&](auto use) {  // with its number and its sums
+      for (int64_t panel = begin; panel < end; ++panel) use(panel, all_sums + (panel - begin) * M * kPanel);
     };
-    if (bias) for_panels([&](int64_t first, int64_t width, float* sums) { start_sums(bias + first, width, M, sums); });
-    const T* one = weight.packed + begin * K * kPanel;
-    if (end == begin + 1) x.add(0, M, 0, K, one, all_sums, !bias, state);
-    else x.add(0, M, 0, K, TwoPanels<T>{one, one + K * kPanel}, all_sums, !bias, state);
-    for_panels([&](int64_t first, int64_t width, float* sums) { state.write(Outputs<T>{sums, M, width, out + first, N}); });
+    const auto width = [&](int64_t panel) { return std::min(kPanel, N - panel * kPanel); };
+    const auto at = [&](int64_t panel) { return weight.packed + panel * K * kPanel; };
+    const auto add = [&](const auto& panel, float* sums) { x.add(0, M, 0, K, panel, sums, !bias, state); };
+    if (bias) for_panels([&](int64_t panel, float* sums) { start_sums(bias + panel * kPanel, width(panel), M, sums); });
+    if (end < begin + together) for_panels([&](int64_t panel, float* sums) { add(at(panel), sums); });
+    else if constexpr (together == 2) add(TwoPanels<T>{at(begin), at(begin + 1)}, all_sums);
+    else add(FourPanels<T>{at(begin), at(begin + 1), at(begin + 2), at(begin + 3)}, all_sums);
+    for_panels([&](int64_t panel, float* sums) {
+      state.write(Outputs<T>{sums, M, width(panel), out + panel * kPanel, N});
+    });
   });
 }
 
@@ -644,8 +666,11 @@ template <typename Product, typename T, typename Weight>
 void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int64_t M, int64_t K, int64_t N) {
   const int64_t panels = (N + kPanel - 1) / kPanel, tiles = Product::num_tiles(M);
   if constexpr (std::is_same_v<Weight, Panels<T>>)
-    if (2 * M <= Product::kMostRows && panels >= 4 * num_threads())
-      return multiply_few<Product>(tokens, weight, bias, out, M, K, N);
+    if (2 * M <= Product::kMostRows && panels >= 4 * num_threads()) {
+      if constexpr (std::is_same_v<T, at::Half>)
+        if (M == 1) return multiply_few<Product, 4>(tokens, weight, bias, out, M, K, N);
+      return multiply_few<Product, 2>(tokens, weight, bias, out, M, K, N);
+    }
   const Product x(tokens, M, K);
   // A task is a panel, or of many tokens some panels; or with many threads a part of the tokens of these.
   const int64_t together = tiles >= kManyTiles ? kPanelsTogether : 1, groups = (panels + together - 1) / together;
