@@ -11,7 +11,7 @@ from commands.options.expand import expand_groups
 from commands.output import Output, check_new_directory, megabytes
 from commands.tables.precision import described, described_quality
 from runtime.checkpoint_dir import check_self_draft, open_checkpoint
-from runtime.config import EngineConfig, SelfDraft, as_json
+from runtime.config import EngineConfig, LogitsCheck, SelfDraft, as_json
 from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
 
 
@@ -120,13 +120,17 @@ def _summary(config: EngineConfig, output_dir: Path, size: int, elapsed: float, 
     if build.self_draft is not None:
         table.add_row("copy that drafts", _described_copy(build.self_draft))
     table.add_row("K/V cache", _kv_cache(config))
-    table.add_row(
-        "logits check",
-        f"{check.relative_difference:.1e} from transformers' eager attention, relative (allowed {check.tolerance:g})",
-    )
+    table.add_row("logits check", _described_check(check))
     table.add_row("size", megabytes(size))
     table.add_row("time", f"{elapsed:.1f} s (" + ", ".join(f"{name} {s:.1f} s" for name, s in phases.items()) + ")")
     return table
+
+
+def _described_check(check: LogitsCheck) -> str:
+    said = f"{check.relative_difference:.1e} from transformers' eager attention, relative (allowed {check.tolerance:g})"
+    if check.from_float32 is None or check.transformers_from_float32 is None:
+        return said
+    return f"{said}; {check.from_float32:.1e} from float32, transformers' {check.transformers_from_float32:.1e}"
 
 
 def _described_copy(self_draft: SelfDraft) -> str:

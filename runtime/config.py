@@ -198,6 +198,9 @@ class LogitsCheck:
     max_abs_difference: Measure
     relative_difference: Measure
     tolerance: Measure
+    from_float32: Measure | None = None
+    """The engine's relative difference from the same weights in float32: measured where 16 bits exceed `tolerance`."""
+    transformers_from_float32: Measure | None = None
 
 
 @dataclass(frozen=True)

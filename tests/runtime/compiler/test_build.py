@@ -167,6 +167,51 @@ def test_wrong_scaling_fails_the_build(tmp_path: Path) -> None:
     check_refused(make_checkpoint(make_model("llama"), tmp_path), tmp_path)
 
 
+def make_steep_checkpoint(work_dir: Path, deviation: float, family: str = "llama") -> Path:
+    """Of large weights, whose logits transformers' own bfloat16 rounds to something else than float32's."""
+    model = make_model(
+        family,
+        hidden_size=256,
+        intermediate_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+    return make_checkpoint(model, work_dir, "bfloat16")
+
+
+@pytest.mark.parametrize("deviation", [0.2, 0.3])
+def test_right_step_is_not_refused_for_what_transformers_rounds(deviation: float, tmp_path: Path) -> None:
+    check = build(make_steep_checkpoint(tmp_path, deviation), tmp_path / "engine").logits_check
+    assert check.relative_difference > check.tolerance == 5e-2
+    assert check.from_float32 is not None and check.transformers_from_float32 is not None
+    assert check.tolerance < check.from_float32 < 1.5 * check.transformers_from_float32
+    assert read_engine_config(tmp_path / "engine").logits_check == check
+
+
+@pytest.mark.parametrize(
+    ("family", "broken"),
+    [
+        ("llama", sees_one_key_too_many),
+        ("mistral-sliding", forgets_the_window),
+        ("mistral-sliding", has_a_window_one_too_short),
+    ],
+)
+def test_wrong_step_is_refused_by_float32_too(
+    family: str, broken: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkpoint_dir = make_steep_checkpoint(tmp_path, 0.2, family)
+    monkeypatch.setattr(PagedInputs, "mask", functools.partialmethod(functools.partial(broken, PagedInputs.mask)))
+    with pytest.raises(SpecDecError, match=r"more than 0.05 of .*; from float32 of the same weights they differ by \d"):
+        build(checkpoint_dir, tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+
+
 def check_refused(checkpoint_dir: Path, tmp_path: Path) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(
