@@ -70,7 +70,8 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
     """Parse and check an engine directory; SpecDecError names what is missing or wrong."""
     recover_directory(engine_dir)
     if not engine_dir.is_dir():
-        raise SpecDecError(f"engine directory does not exist: {engine_dir}", hint="build it", fact="no_engine")
+        problem = "is not a directory" if engine_dir.exists() else "does not exist"
+        raise SpecDecError(f"engine directory {problem}: {engine_dir}", hint="build it", fact="no_engine")
     data, text = read_json_and_text(engine_dir / CONFIG)
     config = parse_engine_config(data, engine_dir)
     check_config(engine_dir / CONFIG, text, ENGINE)

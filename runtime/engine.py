@@ -24,6 +24,7 @@ from runtime.errors import SpecDecError, UsageError
 from runtime.free_memory import free_memory
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
+from runtime.making import MAKING
 from runtime.parallel.devices import check_device_ids
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.request import Draft, Request, Sequence, Verdict
@@ -109,7 +110,7 @@ class Engine:
             check_environment(config, engine_dir, torch.device("cpu"))
         device = _first_device(config.environment.device, device_ids)
         check_environment(config, engine_dir, device)
-        with unchanged_while_opened(bundle):
+        with MAKING, unchanged_while_opened(bundle):
             check_step_files(bundle)
             check_shape(config, engine_dir)
             step = open_ranks(RankedModel.of(config, engine_dir), device, device_ids)

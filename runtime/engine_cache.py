@@ -23,6 +23,7 @@ from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
 from runtime.gguf import is_gguf
+from runtime.making import MAKING
 from runtime.models import MODEL_FILES, resolve_model
 from runtime.temporary import own_temporary_files, temporary_dir
 
@@ -116,7 +117,7 @@ def _entry(name: Path, identity: str, make: Callable[[Path], object]) -> Iterato
         if _is_engine(entry):
             remove_left_over(entry)
         else:
-            with locked_entry(entry, _say_that_it_waits):
+            with MAKING, locked_entry(entry, _say_that_it_waits):
                 if not _is_engine(entry):  # or somebody has built it in the meantime
                     shutil.rmtree(entry, ignore_errors=True)
                     make(entry)

@@ -34,6 +34,7 @@ from runtime.drafters.settings import (
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.making import MAKING
 from runtime.parallel.devices import check_device_ids
 from runtime.params import SamplingParams
 from runtime.request import FinishReason, Request, Sequence, TokenLogprobs
@@ -111,7 +112,7 @@ class LLM:
         self.kv_cache = kv_cache or KVCacheConfig()
         self._engine_options = engine
         self._sessions: dict[tuple[DrafterSettings | None, DraftLenMode], Session] = {}
-        with ExitStack() as stack:
+        with MAKING, ExitStack() as stack:
             self._stack = stack
             self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model))
             config = self.bundle.config

@@ -47,6 +47,7 @@ from runtime.config import (
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
+from runtime.making import MAKING
 from runtime.parallel.at_once import do_at_once
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.parallel.splitting import Splitting
@@ -115,7 +116,7 @@ def build_engine(
     model = weights.whole_model()
     rounded = None if build.self_draft is None else round_layers(model, pretrained, build.self_draft)
     Step(model).to(device)
-    with own_temporary_files(), new_directory(output_dir, replace=replace) as directory, ExitStack() as stack:
+    with MAKING, own_temporary_files(), new_directory(output_dir, replace=replace) as directory, ExitStack() as stack:
         phase("compiling the step")
         compiled = _compile_all(weights, model, shape, directory, effort.num_workers)
         shape = dataclasses.replace(shape, build_config=compiled.build)

@@ -54,6 +54,11 @@ def check_logits(step: StepFunction, model: PreTrainedModel, shape: StepShape, t
         sequences = list(zip(rows_tokens, lengths, kv, strict=True))
         with _reference_attention(model, shape), without_kernels(model):
             theirs = _reference_logits(model, sequences)
+            if not theirs.isfinite().all():
+                raise SpecDecError(
+                    f"the model's logits are NaN or infinite in {shape.dtype}, by transformers too",
+                    hint="convert it to another dtype, or correct its weights",
+                )
             check = _compare(torch.cat(ours), theirs, tolerance)
             if check.relative_difference <= tolerance:
                 return check

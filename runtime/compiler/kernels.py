@@ -30,7 +30,7 @@ _X86 = "abm adx amx avx bmi f16c fma gfni movbe popcnt sse ssse vaes vpclmulqdq"
 _ARM = "asimd atomics bf16 crc32 fp i8mm sme sve"
 _MOST_COLUMNS = 128
 _MARK = "specdec-kernels-of:"  # in the library, before the digest of its sources
-_INSTRUCTIONS = tuple(f"{_X86} {_ARM}".split())
+_INSTRUCTIONS = tuple((_ARM if platform.machine() in ("aarch64", "arm64") else _X86).split())
 
 
 def compile_kernels(path: Path, march: str = "native") -> None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
-from threading import RLock
 
 import torch
 from safetensors import SafetensorError
@@ -35,14 +34,12 @@ from runtime.compiler.split import compute_together, place_pieces, placeholders_
 from runtime.compiler.weights import read_weights
 from runtime.config import LayerShape, Quantization
 from runtime.errors import SpecDecError
+from runtime.making import MAKING
 from runtime.parallel.splitting import Splitting, split_model
 from runtime.pieces import Piece
 from runtime.quantization.weight import take_quantized
 from runtime.vector_math import choose_vector_math
 
-# While transformers makes a model, parts of it and of torch are others for all threads: nothing is tied, numbers have
-# the model's dtype. Two at once would take each other's for the ones to put back.
-MAKING_A_MODEL = RLock()
 _CONVERT_AGAIN = "convert the model again"
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 # What Python and torch say of code, which says nothing of a config.
@@ -70,7 +67,7 @@ def linear_layers(config: PreTrainedConfig) -> tuple[list[str], str | None]:
 
 
 def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
-    with MAKING_A_MODEL, torch.device("meta"):
+    with MAKING, torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             copy.deepcopy(config), trust_remote_code=False
         )
@@ -100,7 +97,7 @@ def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
     """How the config's model is split over so many ranks; None for one. SpecDecError where it is not."""
     if tp_size == 1:
         return None
-    with MAKING_A_MODEL, torch.device("meta"):
+    with MAKING, torch.device("meta"):
         model = _model_without_weights(config)
     splitting = split_model(model, probe_config(config), tp_size)
     probe_config(config, splitting)
@@ -113,7 +110,7 @@ def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -
     Of a model that is split it is a rank's.
     """
     recorded: dict[int, LayerShape] = {}
-    with MAKING_A_MODEL, torch.device("meta"), torch.no_grad(), _distributions_unchecked():
+    with MAKING, torch.device("meta"), torch.no_grad(), _distributions_unchecked():
         model = _model_without_weights(config)
         if splitting is not None:
             place_pieces(model, splitting)
@@ -266,7 +263,7 @@ def _model_of_weights(
     pieces = (
         placeholders_of_pieces(state_dict, splitting, parameter_shapes(config), dtype) if splitting is not None else {}
     )
-    with MAKING_A_MODEL, _quiet_transformers():
+    with MAKING, _quiet_transformers():
         model, report = own_class.from_pretrained(
             None,
             config=config,

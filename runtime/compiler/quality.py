@@ -14,13 +14,14 @@ from transformers.utils import logging as transformers_logging
 from runtime.bundle import weights_files
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.checksums import CONFIG, config_digest
-from runtime.compiler.model import MAKING_A_MODEL, load_whole_model, split_config
+from runtime.compiler.model import load_whole_model, split_config
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config
 from runtime.compiler.reference import ROUNDED, Rounded, RoundKV
 from runtime.config import CheckpointConfig, EngineConfig, Quality, as_json
 from runtime.errors import SpecDecError
 from runtime.files import write_json
 from runtime.kv_cache import kv_dtype
+from runtime.making import MAKING
 from runtime.models import read_model_config, resolve_model
 from runtime.reading import read_utf8
 from runtime.text import encode_text, load_tokenizer
@@ -78,7 +79,7 @@ def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
     rounded = load_whole_model(pretrained, ranks, torch.float32, attention, checkpoint.quantization, splitting)
     rounding = {} if algorithm is None else {"round_kv": Rounded(kv_dtype(checkpoint.dtype, algorithm))}
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    with MAKING_A_MODEL:
+    with MAKING:
         unrounded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             unrounded_dir,
             dtype=torch.float32,

@@ -23,10 +23,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from runtime.compiler.identity import differences
-from runtime.compiler.model import MAKING_A_MODEL
 from runtime.errors import SpecDecError
 from runtime.generation import Work, total_record
 from runtime.llm import LLM
+from runtime.making import MAKING
 from runtime.request import Request, Sequence
 from runtime.sampling import Processor, penalties, warpers
 from runtime.session import Session
@@ -198,7 +198,7 @@ class HuggingFace:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         dtype = getattr(torch, engine.config.dtype)
         try:
-            with MAKING_A_MODEL:
+            with MAKING:
                 model = AutoModelForCausalLM.from_pretrained(
                     model_dir, dtype=dtype, local_files_only=True, trust_remote_code=False
                 )

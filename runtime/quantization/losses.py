@@ -27,7 +27,8 @@ class Losses:
             num_bad = int((~saved.isfinite()).sum())
             if num_bad:
                 raise SpecDecError(
-                    f"{num_bad / saved.numel():.2%} of `{entry.source_name}` are NaN or infinite: {entry.file}",
+                    f"{num_bad:,} of {saved.numel():,} numbers of `{entry.source_name}` are NaN or infinite: "
+                    f"{entry.file}",
                     hint="the model is damaged; download it again, or train it again",
                 )
             self._infinite[entry.name] = int((~written.isfinite()).sum())

@@ -1,5 +1,8 @@
 """Several engines, threads and runs in one process: the same outputs, and an error where two cannot share."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +14,7 @@ from cases import TARGET, VOCAB_SIZE
 from oracle import CheckedEngine, ExactModel, one_by_one
 from shared import MakeEngineDir
 from tiny import make_model
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from runtime import leader, orchestrator
 from runtime.config import BuildConfig
@@ -23,6 +26,7 @@ from runtime.errors import SpecDecError
 from runtime.params import SamplingConfig
 from runtime.request import Request
 
+ROOT = Path(__file__).parents[2]
 LOOPS: list[Any] = [orchestrator, leader]
 
 
@@ -129,6 +133,36 @@ def test_engines_of_one_directory_in_threads_have_the_outputs_of_one(llama_uncom
     for thread in threads:
         thread.join()
     assert found == dict.fromkeys(range(4), alone)
+
+
+@pytest.mark.slow
+def test_engines_built_by_threads_at_once_are_those_of_one(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Compiled, in a process that has imported nothing yet, while others open what is there."""
+    for name, num_layers in (("one", 1), ("two", 2)):
+        model = make_model("llama", vocab_size=len(tokenizer), num_hidden_layers=num_layers)
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    program = f"""
+import threading
+from runtime.llm import LLM
+failures, found = [], {{}}
+barrier = threading.Barrier(4)
+def answer(number, name):
+    barrier.wait()
+    try:
+        with LLM(name, max_seq_len=64) as llm:
+            found[number] = (llm.bundle.config.build_config.compiler, llm.bundle.config.batch_invariant)
+    except BaseException as error:
+        failures.append(repr(error))
+names = [{str(tmp_path / "one")!r}, {str(tmp_path / "two")!r}] * 2
+threads = [threading.Thread(target=answer, args=one) for one in enumerate(names)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert not failures, failures
+assert found == dict.fromkeys(range(4), ("aot", True)), found
+"""
+    environment = os.environ | {"SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, cwd=ROOT)
 
 
 def test_models_opened_in_threads_are_whole(make_engine_dir: MakeEngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
