@@ -688,7 +688,7 @@ PLACES = [
     case("run --model-dir model/config.json --input-text a", 1, "is a file, not a directory: model/config.json"),
     case("run --model-dir nothere --input-text a", 1, "no directory of this name, and the hub cannot be reached"),
     case("run --model-dir nothing --input-text a", 1, "file is missing: nothing/config.json"),
-    case("run --engine-dir notes.txt --input-text a", 1, "engine directory does not exist: notes.txt"),
+    case("run --engine-dir notes.txt --input-text a", 1, "engine directory is not a directory: notes.txt"),
     case(MODEL + "--spec-decode-algo DRAFT_TARGET --draft-model-dir ./none", 1, "draft engine: model directory does"),
     case(RUN + "--tokenizer-dir notes.txt", 1, "tokenizer directory does not exist: notes.txt"),
     case(RUN + "--profile none", 1, "(No such file or directory): none"),

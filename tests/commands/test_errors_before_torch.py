@@ -39,7 +39,7 @@ CREATE = "corpus create --output out.corpus --tokenizer-dir model --text notes.t
 CASES = {
     "run --engine-dir none --input-text a": "engine directory does not exist: none",
     "run --engine-dir model --input-text a": "not an engine directory: model",
-    "run --engine-dir notes.txt --input-text a": "engine directory does not exist: notes.txt",
+    "run --engine-dir notes.txt --input-text a": "engine directory is not a directory: notes.txt",
     "run --model-dir ./none --input-text a": "model directory does not exist: ./none",
     "run --model-dir notes.txt --input-text a": "model is a file, not a directory: notes.txt",
     "run --model-dir empty --input-text a": "file is missing: empty/config.json",
