@@ -28,9 +28,9 @@ _MORE_ROUNDING, _MOST_ROUNDING = 1.5, 0.3
 def check_logits(step: StepFunction, model: PreTrainedModel, shape: StepShape, tolerance: float) -> LogitsCheck:
     """Compare a ragged batch's context step and draft-length step with eager attention over the whole sequences.
 
-    Where a dtype of 16 bits differs by more than `tolerance`, float32 of the same weights decides: what transformers
-    rounds may be as much, or the engine's. Raises SpecDecError if the largest relative difference of a row of logits
-    exceeds `tolerance`, and from float32 what is left of transformers' too.
+    Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`. Of 16 bits, where
+    transformers rounds too, float32 of the same weights decides then: the engine must not be much farther from it than
+    transformers is.
     """
     build = shape.build_config
     num_context = _check_context_len(shape)
@@ -71,8 +71,8 @@ def check_logits(step: StepFunction, model: PreTrainedModel, shape: StepShape, t
                 both = [_compare(logits, exact, tolerance).relative_difference for logits in (torch.cat(ours), theirs)]
                 if both[0] <= max(tolerance, min(_MORE_ROUNDING * both[1], _MOST_ROUNDING)):
                     return dataclasses.replace(check, from_float32=both[0], transformers_from_float32=both[1])
-                said += "; from float32 of the same weights they differ by {:.2e}, transformers' by {:.2e}".format(
-                    *both
+                said += (
+                    f"; from float32 of the same weights they differ by {both[0]:.2e}, transformers' by {both[1]:.2e}"
                 )
     raise SpecDecError(said, hint="the model is not computed correctly and no engine was written; please report it")
 
