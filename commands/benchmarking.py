@@ -61,5 +61,8 @@ def _check(result: LoadResult, output: Output) -> None:
         raise SpecDecError(f"every request failed, the first with: {errors[0]}", hint="see what the server prints")
     if errors:
         output.warning(f"{len(errors)} of {len(result.answers)} requests failed, the first with: {errors[0]}")
-    if any(answer.error is None and answer.num_output_tokens is None for answer in result.answers):
+    good = [answer for answer in result.answers if answer.error is None]
+    if any(answer.num_output_tokens is None for answer in good):
         output.warning("the server sends no usage: chunks are counted as tokens, and prompts as none")
+    elif any(answer.num_prompt_tokens is None for answer in good):
+        output.warning("the server does not count the tokens of prompts: they are counted as none")

@@ -6,7 +6,7 @@ ServerError, which says what came.
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -35,7 +35,7 @@ class ServerError(Exception):
 
 @dataclass
 class Answer:
-    """What came of one request. `piece_times` are those of the chunks that carried text."""
+    """What came of one request. `piece_times` are those of the chunks that carried text, and `end_s` is the last."""
 
     arrival_s: float
     start_s: float = 0.0
@@ -76,7 +76,10 @@ class Answer:
 class Client:
     """A server's address, and what every request to it has in common."""
 
-    def __init__(self, base_url: str, api_key: str | None, timeout_s: float) -> None:
+    def __init__(
+        self, base_url: str, api_key: str | None, timeout_s: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._clock = clock
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx2.Timeout(timeout_s, connect=min(timeout_s, 30.0), pool=None)
@@ -126,12 +129,13 @@ class Client:
 
     async def ask(self, endpoint: Endpoint, body: Mapping[str, Any], answer: Answer) -> None:
         """Fill in `answer`, or the error that came in its place."""
-        answer.start_s = answer.end_s = time.perf_counter()
+        answer.start_s = answer.end_s = self._clock()
         try:
             async with aclosing(await self._send("POST", self.base_url + PATHS[endpoint], body)) as response:
                 if (status := response.status_code) != 200:
                     raise ServerError(_error_text(status, await _beginning(response)), status)
-                await _read_stream(response, answer, _MAX_BYTES + _num_tokens_asked(body) * _MAX_TOKEN_BYTES)
+                max_bytes = _MAX_BYTES + _num_tokens_asked(body) * _MAX_TOKEN_BYTES
+                await _read_stream(response, answer, max_bytes, self._clock)
         except httpx2.HTTPError as error:
             raise ServerError(_reason(error)) from None
 
@@ -171,10 +175,10 @@ def _num_tokens_asked(body: Mapping[str, Any]) -> int:
     return max(most, 0) * (n if type(n) is int and n > 0 else 1)
 
 
-async def _read_stream(response: httpx2.Response, answer: Answer, max_bytes: int) -> None:
+async def _read_stream(response: httpx2.Response, answer: Answer, max_bytes: int, clock: Callable[[], float]) -> None:
     is_done = False
     async for event in httpx2.EventSource(response):
-        now = time.perf_counter()
+        now = clock()
         if response.num_bytes_downloaded > max_bytes:
             raise ServerError(f"the stream is longer than {max_bytes} bytes")
         if event.data == "[DONE]":
@@ -200,24 +204,42 @@ def _parse(data: str) -> dict[str, Any]:
 
 
 def _take_chunk(chunk: dict[str, Any], answer: Answer, now: float) -> None:
-    """A chat's first chunk names the role and carries no text: it is no token, and sets no time."""
-    choices, usage = chunk.get("choices"), chunk.get("usage")
+    """A chat's first chunk names the role and carries no text: it is no token, and sets no time.
+
+    Nor does a last one that only says why the answer ended: servers send it when they have cleaned up.
+    """
+    choices = chunk.get("choices")
     if choices is not None and not (isinstance(choices, list) and all(isinstance(c, dict) for c in choices)):
         raise ServerError(f"the stream holds choices that are no list of objects: {shown(choices)}")
     for choice in choices or []:
-        text, is_last = _text_of(choice), choice.get("finish_reason") is not None
+        text, reason = _text_of(choice), choice.get("finish_reason")  # text-generation-inference has "" for none
         # An end id is a token without text: where nothing else was generated it is the first one.
-        if text or (is_last and not answer.piece_times):
+        if text or (reason and not answer.piece_times):
             answer.piece_times.append(now)
-        if text or is_last:
             answer.end_s = now
             answer.text += text
-        if is_last:
-            answer.finish_reason = str(choice["finish_reason"])
-    if isinstance(usage, dict):
-        answer.num_output_tokens = _count(usage, "completion_tokens")
-        answer.num_prompt_tokens = _count(usage, "prompt_tokens")
+        if reason:
+            answer.finish_reason = str(reason)
+    _take_counts(chunk, answer)
     answer.speculation = counts_of_response(chunk) or answer.speculation
+
+
+def _take_counts(chunk: dict[str, Any], answer: Answer) -> None:
+    """The tokens until now, of which the last told are the whole.
+
+    OpenAI has `usage` in a chunk of its own without choices, and null in all others. vLLM and SGLang have it in every
+    chunk under `continuous_usage_stats`, others in the chunk with the reason for the end. llama.cpp's `timings` tell it
+    where there is no usage; what its cache had is not among the prompt's `prompt_n` there.
+    """
+    usage, timings = chunk.get("usage"), chunk.get("timings")
+    num_output = num_prompt = None
+    if isinstance(usage, dict):
+        num_output, num_prompt = _count(usage, "completion_tokens"), _count(usage, "prompt_tokens")
+    elif isinstance(timings, dict):
+        num_output, num_computed = _count(timings, "predicted_n"), _count(timings, "prompt_n")
+        num_prompt = None if num_computed is None else num_computed + (_count(timings, "cache_n") or 0)
+    answer.num_output_tokens = answer.num_output_tokens if num_output is None else num_output
+    answer.num_prompt_tokens = answer.num_prompt_tokens if num_prompt is None else num_prompt
 
 
 def _text_of(choice: dict[str, Any]) -> str:
@@ -231,10 +253,11 @@ def _text_of(choice: dict[str, Any]) -> str:
     return "".join(part for part in parts if part)
 
 
-def _count(usage: dict[str, Any], name: str) -> int:
-    value = usage.get(name)
-    if type(value) is not int or value < 0:
-        raise ServerError(f"the server's usage has no count `{name}`: {shown(usage)}")
+def _count(counts: dict[str, Any], name: str) -> int | None:
+    """None where it is null or not there; ServerError for what is no count."""
+    value = counts.get(name)
+    if value is not None and (type(value) is not int or value < 0):
+        raise ServerError(f"the server's usage has no count `{name}`: {shown(counts)}")
     return value
 
 

@@ -470,6 +470,17 @@ def test_a_server_without_usage_has_its_chunks_counted(bench: Bench) -> None:
     assert result.document["output_lens"] == [2] * 4 and "sends no usage" in result.stderr
 
 
+def test_prompts_that_the_server_does_not_count_are_told_of(bench: Bench) -> None:
+    pieces = [
+        (0.0, event(chunk(" a", "length") | {"usage": {"prompt_tokens": None, "completion_tokens": 3}})),
+        (0.0, DONE),
+    ]
+    with running(script(lambda asked: Reply(pieces))) as server:
+        result = bench(server, "--json")
+    assert result.document["output_lens"] == [3] * 4 and result.document["total_input_tokens"] == 0
+    assert "does not count the tokens of prompts" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
