@@ -61,7 +61,7 @@ def read_bundle(engine_dir: Path) -> Bundle:
 def is_engine_dir(directory: Path) -> bool:
     """Whether the directory says that it is an engine's, whatever else may be wrong with it."""
     try:
-        return "build_config" in read_json(directory / CONFIG)
+        return directory.is_dir() and "build_config" in read_json(directory / CONFIG)
     except SpecDecError:
         return False
 

@@ -6,6 +6,7 @@ from typing import Any, NoReturn, TypedDict
 
 from runtime.errors import SpecDecError
 from runtime.files import read_json
+from runtime.gguf import CHAT_TEMPLATE, is_gguf, read_gguf
 
 
 class Message(TypedDict):
@@ -58,7 +59,9 @@ class ChatTemplate:
 
 
 def has_chat_template(tokenizer_dir: Path) -> bool:
-    """Whether the tokenizer's files hold one, as transformers finds it; looked up without transformers."""
+    """Whether a GGUF file or a directory holds one, as transformers finds it; looked up without transformers."""
+    if is_gguf(tokenizer_dir):
+        return CHAT_TEMPLATE in read_gguf(tokenizer_dir).metadata
     if any((tokenizer_dir / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     config = tokenizer_dir / "tokenizer_config.json"

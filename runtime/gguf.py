@@ -19,6 +19,7 @@ _ORIGINAL = "give the model that it was made of, config.json and safetensors"
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
+CHAT_TEMPLATE = "tokenizer.chat_template"
 _MAX_ENTRIES = 2**20  # of metadata and of tensors each
 _MAX_ITEMS = 2**24  # of an array: a vocabulary has fewer
 

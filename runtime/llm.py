@@ -334,7 +334,8 @@ class LLM:
     def _find_engine(self, model: str | Path, *, to_draft: bool = False) -> Path:
         """The engine's directory of a model, or the directory itself where it is one. A `Path` is no hub id."""
         path = Path(model).expanduser()
-        if is_engine_dir(path) or (isinstance(model, Path) and not path.is_dir()):
+        is_model = path.is_dir() or path.suffix.lower() == ".gguf"
+        if is_engine_dir(path) or (isinstance(model, Path) and not is_model):
             return path
         options: dict[str, Any] = dict(self._engine_options)
         use_cache = options.pop("use_cache", True)

@@ -16,7 +16,8 @@ MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 
 
 def resolve_model(name: str) -> Path:
-    """The directory of a Hugging Face model, or a GGUF file. A shipped name wins; `./demo` is a directory of that name.
+    """The directory of a Hugging Face model, or a GGUF file, which a directory may hold. A shipped name wins; `./demo`
+    is a directory of that name.
 
     Raises SpecDecError if there is no such directory, or the hub does not have or give it.
     """
@@ -27,7 +28,7 @@ def resolve_model(name: str) -> Path:
         return directory
     path = Path(name).expanduser()
     if path.is_dir():
-        return path
+        return _gguf_within(path) or path
     if is_gguf(path):
         return path
     if path.suffix.lower() == ".gguf":
@@ -41,17 +42,23 @@ def resolve_model(name: str) -> Path:
     return _download(name)
 
 
+def _gguf_within(directory: Path) -> Path | None:
+    """The GGUF file of a directory without weights of another kind; SpecDecError if there are several."""
+    found = sorted(path for path in directory.iterdir() if is_gguf(path))
+    if not found or any(path.suffix == ".safetensors" for path in directory.iterdir()):
+        return None
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise SpecDecError(f"the directory holds several GGUF files: {names}", hint=f"name one: {found[0]}")
+    return found[0]
+
+
 def read_model_config(model_dir: Path) -> dict[str, Any]:
     """`config.json` of a Hugging Face model; SpecDecError for a directory that holds none, or something else."""
     if is_gguf(model_dir):
         return config_of(model_dir)
     if not model_dir.is_dir():
         raise SpecDecError(f"model directory does not exist: {model_dir}", hint="check the path")
-    gguf = sorted(model_dir.glob("*.gguf"))
-    if gguf and not (model_dir / "config.json").exists():
-        raise SpecDecError(
-            f"the directory holds GGUF files and no config.json: {model_dir}", hint=f"name one: {gguf[0]}"
-        )
     config = read_json(model_dir / "config.json")
     if "format_version" in config:
         raise SpecDecError(

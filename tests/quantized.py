@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 from tiny import VOCAB_SIZE, make_model
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 Meant = dict[str, Tensor]
@@ -192,6 +192,9 @@ _RANDOM_ONLY = {Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,)}
 """Those that the package does not make: where in a block its float16 numbers are, which random bits might make NaN."""
 
 
+GGUF_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
+
+
 def save_gguf(
     path: Path,
     kind: Q,
@@ -202,9 +205,8 @@ def save_gguf(
 ) -> Meant:
     """A model whose layers are of one type, and its embeddings of Q8_0; what the package makes of them."""
     family = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}[architecture]
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
     biases = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
-    model, rng = make_model(family, vocab_size=vocab_size, **sizes, **biases), np.random.default_rng(3)
+    model, rng = make_model(family, vocab_size=vocab_size, **GGUF_SIZES, **biases), np.random.default_rng(3)
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -236,6 +238,21 @@ def save_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return meant
+
+
+def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast, template: str | None = None) -> None:
+    """A byte-level tokenizer as llama.cpp's conversion writes it."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([token for token, _ in vocabulary])
+    writer.add_token_types([3 if token in tokenizer.all_special_tokens else 1 for token, _ in vocabulary])
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    if template is not None:
+        writer.add_chat_template(template)
 
 
 def _stored(weight: np.ndarray, kind: Q, rng: np.random.Generator) -> np.ndarray:

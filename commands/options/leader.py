@@ -95,7 +95,8 @@ class LeaderOptions:
     model_dir: Annotated[
         str | None,
         typer.Option(
-            help="Model directory, hub id, or shipped name (`demo`); its engine is built once and kept in the cache.",
+            help="Model directory, GGUF file, hub id, or shipped name (`demo`); its engine is built once and kept in "
+            "the cache.",
             rich_help_panel=LEADER,
             show_default=False,
         ),

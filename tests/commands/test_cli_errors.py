@@ -155,6 +155,11 @@ def gguf_only(directory: Path) -> None:
     (directory / "gguf" / "m.gguf").write_text("GGUF")
 
 
+def two_ggufs(directory: Path) -> None:
+    gguf_only(directory)
+    (directory / "gguf" / "n.gguf").write_text("GGUF")
+
+
 def none_of(value: object) -> None:
     """For a lambda that has nothing to return."""
 
@@ -662,7 +667,9 @@ PLACES = [
     case(CONVERT.replace(" out ", " articles.jsonl/x "), 1, "(Not a directory): articles.jsonl/x"),
     case(CONVERT.replace(" model", " x.gguf"), 1, "GGUF file does not exist: x.gguf", "check the path"),
     case(CONVERT.replace(" model", " nothing"), 1, "file is missing: nothing/config.json"),
-    case(CONVERT.replace(" model", " gguf"), 1, "holds GGUF files and no config.json: gguf", damage=gguf_only),
+    case(CONVERT.replace(" model", " gguf"), 1, "`gguf/m.gguf` is damaged: it ends within", damage=gguf_only),
+    case(CONVERT.replace(" model", " gguf"), 1, "several GGUF files: m.gguf, n.gguf", "gguf/m.gguf", damage=two_ggufs),
+    case("chat --model-dir gguf", 1, "several GGUF files: m.gguf, n.gguf", damage=two_ggufs),
     case(CONVERT.replace(" model", " gguf/m.gguf"), 1, "`gguf/m.gguf` is damaged: it ends within", damage=gguf_only),
     case(SUMMARIZE + "--test-hf --hf-model-dir gguf/m.gguf", 1, "is not run of a GGUF file", damage=gguf_only),
     case(CONVERT + "--weight-only-precision int8", 2, "needs `--use-weight-only`", "`--qformat int8`"),

@@ -18,7 +18,7 @@ from runtime.artefacts import check_directory
 from runtime.checkpoint import convert
 from runtime.config import Precision
 from runtime.errors import SpecDecError
-from runtime.models import read_model_config, resolve_model
+from runtime.models import resolve_model
 
 Q_PROJ, DOWN_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
@@ -293,11 +293,16 @@ def test_damaged_gguf_is_one_error(
 def test_gguf_is_found_by_its_name_only_where_it_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(SpecDecError, match="GGUF file does not exist: .*none.gguf"):
         resolve_model(str(tmp_path / "none.gguf"))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "q4.gguf").write_bytes(b"GGUF")
-    with pytest.raises(SpecDecError, match="holds GGUF files and no config.json") as error:
-        read_model_config(tmp_path / "model")
-    assert error.value.hint == f"name one: {tmp_path / 'model' / 'q4.gguf'}"
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "q4.gguf").write_bytes(b"GGUF")
+    assert resolve_model(str(directory)) == directory / "q4.gguf"
+    (directory / "q8.GGUF").write_bytes(b"GGUF")
+    with pytest.raises(SpecDecError, match="holds several GGUF files: q4.gguf, q8.GGUF") as error:
+        resolve_model(str(directory))
+    assert error.value.hint == f"name one: {directory / 'q4.gguf'}"
+    (directory / "model.safetensors").write_bytes(b"")
+    assert resolve_model(str(directory)) == directory
 
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized import Meant, Q, save_awq, save_compressed, save_fp8, save_gguf, save_gptq
+from quantized import Meant, Q, save_awq, save_compressed, save_fp8, save_gguf, save_gptq, write_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -184,18 +184,7 @@ def test_rotary_factors_of_gguf_are_those_of_llama_3(factor: float, theta: float
 
 def test_gguf_brings_its_tokenizer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Byte-level BPE, as Llama 3's and Qwen's: texts become the same tokens as by the tokenizer that was written."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-
-    def write(writer: Any) -> None:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_token_list([token for token, _ in vocabulary])
-        writer.add_token_types([3 if token in tokenizer.all_special_tokens else 1 for token, _ in vocabulary])
-        writer.add_token_merges([" ".join(merge) for merge in merges])
-        writer.add_bos_token_id(tokenizer.bos_token_id)
-        writer.add_eos_token_id(tokenizer.eos_token_id)
-        writer.add_chat_template("{{ messages[0].content }}")
-
+    write = partial(write_tokenizer, tokenizer=tokenizer, template="{{ messages[0].content }}")
     save_gguf(tmp_path / "model.gguf", Q.Q8_0, vocab_size=len(tokenizer), edit=write)
     config = run_convert(tmp_path / "model.gguf", tmp_path / "out")
     found = load_tokenizer(tmp_path / "out", config.pretrained_config)
