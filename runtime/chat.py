@@ -59,10 +59,13 @@ class ChatTemplate:
 
 
 def has_chat_template(tokenizer_dir: Path) -> bool:
-    """Whether a GGUF file or a directory holds one, as transformers finds it; looked up without transformers."""
+    """Whether a GGUF file or a directory holds one, as transformers finds it; looked up without transformers.
+
+    `chat_template.json` is that of a processor of images and sounds, which no tokenizer reads.
+    """
     if is_gguf(tokenizer_dir):
         return CHAT_TEMPLATE in read_gguf(tokenizer_dir).metadata
-    if any((tokenizer_dir / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+    if (tokenizer_dir / "chat_template.jinja").exists():
         return True
     config = tokenizer_dir / "tokenizer_config.json"
     return config.is_file() and read_json(config).get("chat_template") is not None

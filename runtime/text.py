@@ -14,11 +14,13 @@ from runtime.checksums import CONFIG
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.files import read_json
 from runtime.generation_config import as_end_ids, read_end_ids
+from runtime.quiet import quiet_transformers
 from runtime.request import Request, Sequence
 from runtime.tokenizer import Tokenizer, find_saved_tokenizer, save_tokenizer
 
 _REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
 _CONTEXT = 16  # tokens of a prompt that its output is read after
+_MISTRALS = {"mistral", "mistral3", "ministral", "pixtral", "voxtral"}
 _NUM_UNSETTLED = 32  # tokens at the end of an output that are decoded again as it grows
 
 
@@ -40,9 +42,10 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
         )
     try:
         config = None if pretrained_config is None else _config_for_tokenizer(directory, pretrained_config)
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, config=config, truncation_side="left", local_files_only=True, trust_remote_code=False
-        )
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, config=config, truncation_side="left", local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # transformers raises many kinds; each means: no usable tokenizer here
         if "trust_remote_code" in str(error):
             raise SpecDecError(
@@ -57,24 +60,43 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
             fact="bad_tokenizer",
             reason=reason,
         ) from error
+    if pretrained_config is not None and pretrained_config["model_type"] in _MISTRALS:
+        _warn_of_first_pattern(tokenizer, directory)
     return cast(Tokenizer, tokenizer)
 
 
-def _config_for_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Any:
-    """The configuration by which transformers chooses a class for the tokenizer.
+def _warn_of_first_pattern(tokenizer: Any, directory: Path) -> None:
+    """A warning where words are split by the pattern that Mistral's first files had, as transformers gives it. In a
+    directory of ours it would take every model for one of Mistral's."""
+    if getattr(getattr(tokenizer, "backend_tokenizer", None), "fix_mistral_regex", None) is False:
+        warnings.warn(
+            f"the tokenizer splits texts by a pattern that Mistral has corrected since: {directory}; "
+            "`fix_mistral_regex` in its tokenizer_config.json, set to true, corrects it",
+            SpecDecWarning,
+            stacklevel=3,
+        )
 
-    Where the tokenizer's own files name one, the model's type is all that is looked at besides. Its class of
-    configurations would import model code: a third of the time that opening an engine takes.
+
+def _config_for_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Any:
+    """The configuration by which transformers chooses a class for the tokenizer: the model's type, and the classes that
+    the model's configuration names.
+
+    Nothing else of the model's is in it, which need not be valid to read a text. Where the tokenizer's own files name a
+    class, the model's class of configurations is not needed: it would import model code, a third of the time that
+    opening an engine takes.
     """
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     own = directory / "tokenizer_config.json"
     named = read_json(own) if own.is_file() else {}
-    if named.get("tokenizer_class") is None or "auto_map" in named:
-        return CONFIG_MAPPING[pretrained_config["model_type"]].from_dict(pretrained_config)
-    config = PreTrainedConfig.from_dict(pretrained_config)
+    is_named = named.get("tokenizer_class") is not None and "auto_map" not in named
+    kind = PreTrainedConfig if is_named else CONFIG_MAPPING[pretrained_config["model_type"]]
+    config = kind.__new__(kind)  # without values, which would be checked
     config.model_type = pretrained_config["model_type"]  # type: ignore[misc]
+    for name in ("tokenizer_class", "model_name"):
+        if isinstance(value := pretrained_config.get(name), str):
+            setattr(config, name, value)
     return config
 
 

@@ -24,7 +24,6 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
-from transformers.utils import logging as transformers_logging
 
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs
 from runtime.compiler.fusing import fuse
@@ -38,6 +37,7 @@ from runtime.making import MAKING
 from runtime.parallel.splitting import Splitting, split_model
 from runtime.pieces import Piece
 from runtime.quantization.weight import take_quantized
+from runtime.quiet import quiet_transformers
 from runtime.vector_math import choose_vector_math
 
 _CONVERT_AGAIN = "convert the model again"
@@ -263,7 +263,7 @@ def _model_of_weights(
     pieces = (
         placeholders_of_pieces(state_dict, splitting, parameter_shapes(config), dtype) if splitting is not None else {}
     )
-    with MAKING, _quiet_transformers():
+    with MAKING, quiet_transformers():
         model, report = own_class.from_pretrained(
             None,
             config=config,
@@ -296,18 +296,6 @@ def _model_of_weights(
         compute_together(model, splitting, shares_memory=attention == KERNEL)
     loaded: PreTrainedModel = model.eval()
     return loaded
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Without its progress and its tables: what they say is raised."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
 
 
 def _declare_no_padding(model: PreTrainedModel) -> None:

@@ -1,6 +1,8 @@
 """A saved tokenizer against transformers' own: tokens, texts and what is special, whatever kind it is."""
 
 import json
+import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -14,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
-from runtime.errors import SpecDecError
-from runtime.text import bad_word_tokens, encode, find_tokenizer
+from runtime.errors import SpecDecError, SpecDecWarning
+from runtime.text import bad_word_tokens, encode, find_tokenizer, load_tokenizer
 from runtime.tokenizer import SAVED, SavedTokenizer, find_saved_tokenizer, save_tokenizer
 
 STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
@@ -151,3 +153,68 @@ def test_a_tokenizer_that_names_its_class_is_opened_without_model_code(llama_dir
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out == f"{type(AutoTokenizer.from_pretrained(llama_dir)).__name__} False\n"
+
+
+PUBLISHED_ROPES: dict[str, dict[str, Any]] = {
+    "llama3": {
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+    "longrope": {
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    },
+    "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "nonsense": {"rope_scaling": "none", "num_attention_heads": -1, "torch_dtype": "float12"},
+}
+
+
+@pytest.mark.parametrize("names_class", [True, False], ids=["class", "no-class"])
+@pytest.mark.parametrize("rope", PUBLISHED_ROPES)
+def test_a_tokenizer_is_read_whatever_the_models_config_says(rope: str, names_class: bool, tmp_path: Path) -> None:
+    byte_level().save_pretrained(tmp_path)
+    expected = AutoTokenizer.from_pretrained(tmp_path)
+    if not names_class:
+        settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        del settings["tokenizer_class"]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    kind = "phi3" if rope == "longrope" else "llama"
+    found = load_tokenizer(tmp_path, {"model_type": kind, "vocab_size": 512} | PUBLISHED_ROPES[rope])
+    assert found("the dog")["input_ids"] == expected("the dog")["input_ids"] != []
+
+
+REAL_DIR = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()
+LLAMA3_DIR = REAL_DIR / "tokenizer-llama3_1"
+
+
+@pytest.mark.skipif(not LLAMA3_DIR.is_dir(), reason=f"the tokenizer of Llama 3.1 is absent: {LLAMA3_DIR}")
+def test_a_real_tokenizer_beside_an_engines_config_is_opened_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    """transformers takes a config.json without a model type for one of Mistral's, and warns of its pattern."""
+    shutil.copytree(LLAMA3_DIR, tmp_path / "engine")
+    (tmp_path / "engine" / "config.json").write_text('{"format_version": 8}')
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        found = load_tokenizer(tmp_path / "engine", {"model_type": "llama"} | PUBLISHED_ROPES["llama3"])
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert found("Hello world")["input_ids"] == [128000, 9906, 1917]
+    assert caplog.records == [] and len(recwarn) == 0
+
+
+@pytest.mark.skipif(not LLAMA3_DIR.is_dir(), reason=f"the tokenizer of Llama 3.1 is absent: {LLAMA3_DIR}")
+def test_mistrals_first_pattern_is_told_of(tmp_path: Path) -> None:
+    shutil.copytree(LLAMA3_DIR, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "mistral", "transformers_version": "4.50.0"}')
+    with pytest.warns(SpecDecWarning, match=f"a pattern that Mistral has corrected since: {tmp_path / 'model'}"):
+        load_tokenizer(tmp_path / "model", {"model_type": "mistral"})
