@@ -1,7 +1,11 @@
-"""One thread of a process at a time makes a model, or builds or opens an engine."""
+"""One thread of a process at a time makes a model, or builds or opens an engine, whoever asks for it."""
 
+import functools
 import os
+import time
+from collections.abc import Callable
 from threading import RLock
+from typing import Any
 
 # While transformers makes a model and torch compiles one, parts of both are others for all threads, and modules are
 # found half imported. Two threads would take each other's parts for those to put back. Whoever also locks a file locks
@@ -9,3 +13,34 @@ from threading import RLock
 MAKING = RLock()
 if hasattr(os, "register_at_fork"):  # a child has no thread that could end what another was making
     os.register_at_fork(after_in_child=MAKING._at_fork_reinit)  # type: ignore[attr-defined]
+
+_MAKERS = ("from_pretrained", "_from_config")
+_LONGEST_WAIT_S = 60.0
+
+
+def lock_transformers() -> None:
+    """Have transformers take MAKING where it makes models, so that threads of users' own that load some need not.
+
+    For the time of a `from_pretrained` it replaces a method of all of its models and torch's default dtype. One that
+    overlaps with ours would put back what it found: every model with tied embeddings would be incomplete from then on.
+    One that has begun already is waited for.
+    """
+    from transformers import PreTrainedModel
+
+    with MAKING:
+        if hasattr(PreTrainedModel.from_pretrained, "__wrapped__"):
+            return
+        end_s = time.monotonic() + _LONGEST_WAIT_S
+        while PreTrainedModel.tie_weights.__name__ != "tie_weights" and time.monotonic() < end_s:
+            time.sleep(0.01)
+        for name in _MAKERS:
+            setattr(PreTrainedModel, name, classmethod(_locked(getattr(PreTrainedModel, name).__func__)))
+
+
+def _locked(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def locked(*arguments: Any, **options: Any) -> Any:
+        with MAKING:
+            return make(*arguments, **options)
+
+    return locked

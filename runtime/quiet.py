@@ -9,10 +9,12 @@ def quiet_transformers() -> Iterator[None]:
     """Without its progress, its tables and its advice to who publishes a model."""
     from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

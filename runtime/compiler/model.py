@@ -33,7 +33,7 @@ from runtime.compiler.split import compute_together, place_pieces, placeholders_
 from runtime.compiler.weights import read_weights
 from runtime.config import LayerShape, Quantization
 from runtime.errors import SpecDecError
-from runtime.making import MAKING
+from runtime.making import MAKING, lock_transformers
 from runtime.parallel.splitting import Splitting, split_model
 from runtime.pieces import Piece
 from runtime.quantization.weight import take_quantized
@@ -46,6 +46,8 @@ _ROUTERS = {"gate", "router", "shared_expert_gate"}
 _OF_CODE = re.compile(
     r"\w(Error|Exception)\b|has no attribute|unexpected keyword|meta tensor|NoneType|unsupported operand"
 )
+
+lock_transformers()
 
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:

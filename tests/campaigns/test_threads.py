@@ -14,7 +14,7 @@ from cases import TARGET, VOCAB_SIZE
 from oracle import CheckedEngine, ExactModel, one_by_one
 from shared import MakeEngineDir
 from tiny import make_model
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from runtime import leader, orchestrator
 from runtime.config import BuildConfig
@@ -187,3 +187,42 @@ def test_models_opened_in_threads_are_whole(make_engine_dir: MakeEngineDir, monk
     assert not failures
     assert PreTrainedModel.tie_weights is tie_weights
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_users_thread_loads_models_beside_ours(
+    make_engine_dir: MakeEngineDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a lock of theirs. The user's construction ends in ours, as far as they are let: what each put back then
+    would be the other's, and every model with tied embeddings incomplete from then on."""
+    tied = make_model("llama", tie_word_embeddings=True)
+    engine_dir = make_engine_dir(tied, compiler="none")
+    tied.save_pretrained(tmp_path)
+    tie_weights, construct = PreTrainedModel.tie_weights, LlamaForCausalLM.__init__
+    monkeypatch.setattr(PreTrainedModel, "tie_weights", tie_weights)  # whatever comes of it, other tests have it
+    users_is_in, ours_is_in, users_is_out = threading.Event(), threading.Event(), threading.Event()
+
+    def constructed(self: LlamaForCausalLM, *arguments: Any, **options: Any) -> None:
+        construct(self, *arguments, **options)
+        if threading.current_thread() is users:
+            users_is_in.set()
+            ours_is_in.wait(1)  # in vain, if one is made after the other
+        else:
+            ours_is_in.set()
+            users_is_out.wait(1)
+
+    loaded: list[Any] = []
+
+    def load() -> None:
+        loaded.append(LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+        users_is_out.set()
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", constructed)
+    users = threading.Thread(target=load)
+    users.start()
+    assert users_is_in.wait(60)
+    Engine.open(engine_dir).close()
+    users.join()
+    assert PreTrainedModel.tie_weights is tie_weights and torch.get_default_dtype() is torch.float32
+    (model,) = loaded
+    assert model.lm_head.weight is model.model.embed_tokens.weight and model.dtype is torch.bfloat16
+    assert LlamaForCausalLM.from_pretrained(tmp_path).lm_head.weight.isfinite().all()
