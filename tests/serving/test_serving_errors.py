@@ -153,8 +153,51 @@ def test_deep_and_long_bodies_are_refused(served: Served) -> None:
     check_error(served.client.post(COMPLETIONS, content=b'{"seed": ' + b"9" * 10_000 + b"}"), 400)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("allowed_token_ids", [5, 6]),
+        ("typical_p", 0.9),
+        ("xtc_probability", 0.5),
+        ("stop_sequences", ["a"]),
+        ("max_new_tokens", 5),
+        ("reasoning_effort", "low"),
+        ("min_new_tokens", 5),
+        ("repeat_penalty", 1.1),
+        ("n_predict", 5),
+        ("grammar", 'root ::= "a"'),
+        ("regex", "a+"),
+        ("do_sample", False),
+        ("watermark", True),
+        ("mirostat", 2),
+        ("parameters", {"max_new_tokens": 5}),
+    ],
+)
+def test_what_changes_an_answer_elsewhere_is_refused_by_name(served: Served, field: str, value: Any) -> None:
+    for path, asked in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES})):
+        assert field in check_error(served.post(path, **asked, **{field: value}), 400, field)["message"]
+
+
+def test_tokens_at_the_start_of_a_text_are_as_each_route_has_them() -> None:
+    for model, asked, refused in (
+        (CompletionRequest, {"prompt": PROMPT}, False),
+        (ChatRequest, {"messages": MESSAGES}, True),
+    ):
+        validate_body(asked | {"add_special_tokens": not refused}, model)
+        with pytest.raises(HTTPError, match="add_special_tokens"):
+            validate_body(asked | {"add_special_tokens": refused}, model)
+
+
 def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
     nothing = {"tools": [], "tool_choice": "none", "suffix": None, "best_of": 1, "response_format": {"type": "text"}}
+    nothing |= {
+        "typical_p": 1.0,
+        "xtc_probability": 0,
+        "repeat_penalty": 1,
+        "grammar": "",
+        "n_predict": -1,
+        "mirostat": 0,
+    }
     clients = {"user": "me", "logit_bias": None, "stop": None, "logprobs": None, "stream_options": None, "n": None}
     assert served.post(COMPLETIONS, prompt=PROMPT, **nothing, **clients).status_code == 200
 
