@@ -1,6 +1,7 @@
 """`specdec chat`: a conversation in the terminal."""
 
 import sys
+from dataclasses import replace
 
 import typer
 
@@ -26,7 +27,8 @@ def chat(
     """Talk with a model that was trained for conversations, and watch it speculate.
 
     `/stats` has the last answer's numbers, `/reset` forgets the conversation, `/quit` leaves; Ctrl-C ends an answer.
-    What was said before is found in the K/V cache.
+    What was said before is found in the K/V cache. Without flags of sampling answers are sampled as the model's
+    generation_config.json says, and are greedy where it says nothing.
     """
     drafting.check_profile(leader.drafting_flags, leader.model_dir)
     leader.check(chat.engine_dir, drafting)
@@ -40,7 +42,7 @@ def chat(
     check_models(chat.engine, leader.model_dir, chat.tokenizer_dir, chosen.named.drafter)
     check_chat_template(leader.model_dir, chat.tokenizer_dir)
 
-    from commands.conversing import HELP, Conversation, lines_of_user
+    from commands.conversing import HELP, Conversation, lines_of_user, values_line
     from commands.sessions import SessionOptions, open_setup_of_models
     from runtime.engine import DEFAULT_MAX_NUM_TOKENS
 
@@ -51,6 +53,10 @@ def chat(
         chat.engine, chat.tokenizer_dir, chosen, params, cache, leader.mode or "leader", num_tokens
     )
     with open_setup_of_models(leader.models(), options, output) as setup:
+        own = setup.llm.model_defaults.sampling
+        setup = replace(setup, params=generation.for_chat(own).params(None))
+        if setup.params != params:
+            output.result(f"sampled as the model's generation_config.json says: {values_line(own)}")
         conversation = Conversation(setup, output, chat.system, chat.show_tokens)
         setup.llm.chat_template  # noqa: B018  # that there is one is found before the first line
         output.result(HELP)

@@ -1,7 +1,7 @@
 """What `chat` does with a session: reads what the user says, streams the answers, remembers both."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -158,3 +158,8 @@ def lines_of_user() -> Iterator[str]:
             warn("Ctrl-D or /quit leaves")
         except EOFError:
             return
+
+
+def values_line(values: Mapping[str, float]) -> str:
+    """Names and values in words: `temperature 0.6, top_p 0.9`."""
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())

@@ -82,7 +82,7 @@ def _own_requests(llm: LLM, params: SamplingParams, drafting: Drafting) -> list[
             bundles.append(read_bundle(Path(one.model)))
     builds = [bundle.config.build_config for bundle in bundles]
     room = min(*(build.max_request_len for build in builds), llm.engine.num_cache_tokens - builds[0].max_draft_len)
-    max_tokens = min(params.max_tokens, max(room // 2, 1))
+    max_tokens = min(params.max_tokens or room, max(room // 2, 1))
     num_tokens = max(min(room - max_tokens, *(build.max_input_len for build in builds)), 1)
     samples = load_samples(
         DEMO, eval_task="summarize", dataset_dir=None, max_samples=_NUM_PROMPTS, seed=0, needs_reference=False

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,4 +79,4 @@ def lossless_check(
 ) -> dict[str, Any]:
     """The outputs compared with those without a drafter, for the document's `checks`."""
     with output.progress("lossless check", NUM_PREFIXES) as advance:
-        return check_outputs(session, sequences, without_drafter, advance)
+        return asdict(check_outputs(session, sequences, without_drafter, advance))

@@ -29,8 +29,8 @@ from runtime.compiler.pretrained import parse_language_model, parse_pretrained_c
 from runtime.config import CheckpointConfig, Dtype, Mapping, Precision, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_is_not_input, new_directory, read_json, write_json
-from runtime.generation_config import check_generation_config
-from runtime.gguf import is_gguf
+from runtime.generation_config import GENERATION_CONFIG, check_generation_config
+from runtime.gguf import generation_config_of, is_gguf
 from runtime.models import read_model_config
 from runtime.parallel.splitting import Splitting
 from runtime.pieces import Piece, Progress, write_pieces, write_shares
@@ -176,7 +176,11 @@ def _refuse_rounding_again(source: Source, precision: Precision) -> None:
 def _keep_tokenizer(model_dir: Path, directory: Path) -> None:
     if not is_gguf(model_dir):
         copy_side_files(model_dir, directory)
-    elif not save_gguf_tokenizer(model_dir, directory):
+        return
+    if sampling := generation_config_of(model_dir):
+        write_json(directory / GENERATION_CONFIG, sampling)
+        check_generation_config(directory)
+    if not save_gguf_tokenizer(model_dir, directory):
         warnings.warn(f"the file has no tokenizer that can be read: {model_dir}", SpecDecWarning, stacklevel=3)
 
 

@@ -290,3 +290,20 @@ def rows_of(tensor: GGUFTensor, config: dict[str, Any]) -> tuple[int, ...] | Non
     heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
     half = tensor.shape[0] // heads // 2
     return tuple((head * half + i) * 2 + side for head in range(heads) for side in range(2) for i in range(half))
+
+
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def generation_config_of(path: Path) -> dict[str, Any]:
+    """What llama.cpp's converter kept of the model's generation_config.json (`general.sampling.*`), by its names."""
+    metadata = read_gguf(path).metadata
+    found = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    # Numbers of 32 bits, by the digits that were written.
+    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items() if v is not None}

@@ -8,13 +8,14 @@ learned.
 import dataclasses
 import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
+
+import torch
 
 from runtime.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.chat import ChatTemplate, Message
@@ -34,12 +35,13 @@ from runtime.drafters.settings import (
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.generation_config import ModelDefaults, read_model_defaults
 from runtime.making import MAKING
+from runtime.outputs import Output, Piece
 from runtime.parallel.devices import check_device_ids
-from runtime.params import SamplingParams
-from runtime.request import FinishReason, Request, Sequence, TokenLogprobs
+from runtime.params import GREEDY, SamplingParams
+from runtime.request import Request, Sequence
 from runtime.session import Mode, Session
-from runtime.stats import RequestStats
 from runtime.text import (
     StopWords,
     TextStream,
@@ -52,6 +54,9 @@ from runtime.text import (
     tokenizer_of_engine,
     word_tokens,
 )
+
+if TYPE_CHECKING:
+    from runtime.evaluation.lossless import LosslessCheck
 
 Prompt = str | Seq[int]
 """A text, or the ids of its tokens."""
@@ -71,22 +76,11 @@ class EngineOptions(TypedDict, total=False):
     use_cache: bool
 
 
-@dataclass(frozen=True)
-class Output:
-    """What came of a prompt."""
+class _Asked(NamedTuple):
+    """What a request is of."""
 
-    index: int
-    """Among the `n` outputs of its prompt."""
-    prompt: str | None
-    """None where it was given as token ids."""
-    prompt_token_ids: list[int]
-    text: str | None
-    """Without end ids and what follows a stop word; None without a tokenizer."""
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    stats: RequestStats
-    logprobs: list[TokenLogprobs] | None
-    """For each token, where `SamplingParams.logprobs` asks for them."""
+    prompt_index: int
+    prompt: Prompt
 
 
 class LLM:
@@ -111,6 +105,7 @@ class LLM:
         self.mode = mode
         self.kv_cache = kv_cache or KVCacheConfig()
         self._engine_options = engine
+        self._has_told_penalties = False
         self._sessions: dict[tuple[DrafterSettings | None, DraftLenMode], Session] = {}
         with MAKING, ExitStack() as stack:
             self._stack = stack
@@ -125,6 +120,7 @@ class LLM:
                 self.tokenizer = load_tokenizer(self.tokenizer_dir, config.pretrained_config)
             end_ids = find_end_ids(self.bundle.directory, config.pretrained_config, self.tokenizer)
             self.end_ids = _within_vocabulary(end_ids, config.vocab_size)
+            _tell_what_is_not_done(self.model_defaults)
             engine_of_bundle = Engine.of_bundle(self.bundle, self.device_ids, self.kv_cache, max_num_tokens)
             self.engine = stack.enter_context(engine_of_bundle)
             self._stack = stack.pop_all()
@@ -152,22 +148,24 @@ class LLM:
         session = self.session(drafter, draft_len_mode)
         asked, requests = self._requests(prompts, sampling_params)
         generation = session.run(requests)
-        return [self.output(s, asked[s.request.id]) for s in generation.sequences]
+        return [self.output(s, asked[s.request.id].prompt) for s in generation.sequences]
 
     def stream(
         self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         drafter: AnyDrafter | None = None,
         draft_len_mode: DraftLenMode = "fixed",
-    ) -> Iterator[str]:
-        """The output of one prompt piece by piece, as it comes; never half a character or half a stop word."""
+    ) -> Generator[Piece]:
+        """The outputs step by step, as they come: a piece for each step of each output.
+
+        To leave early, close it, or let go of it.
+        """
         session = self.session(drafter, draft_len_mode)
-        _, requests = self._requests(prompt, sampling_params)
-        if len(requests) != 1:
-            raise UsageError(f"one output is streamed: n {len(requests)}", hint="leave `n` at 1")
-        return self._pieces(session, requests)
+        asked, requests = self._requests(prompts, sampling_params)
+        session.check_requests(requests)
+        return self._pieces(session, requests, asked)
 
     def chat(
         self,
@@ -177,9 +175,24 @@ class LLM:
         drafter: AnyDrafter | None = None,
         draft_len_mode: DraftLenMode = "fixed",
     ) -> list[Output]:
-        """What the assistant says next, by the tokenizer's chat template; SpecDecError if it has none."""
-        prompt = self.chat_template.encode(messages)
-        return self.generate(prompt, sampling_params, drafter=drafter, draft_len_mode=draft_len_mode)
+        """What the assistant says next, by the tokenizer's chat template; SpecDecError if it has none.
+
+        Without parameters it is sampled as the model's generation_config.json says (`chat_params`).
+        """
+        prompt, params = self.chat_template.encode(messages), sampling_params or self.chat_params()
+        return self.generate(prompt, params, drafter=drafter, draft_len_mode=draft_len_mode)
+
+    def stream_chat(
+        self,
+        messages: Seq[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        drafter: AnyDrafter | None = None,
+        draft_len_mode: DraftLenMode = "fixed",
+    ) -> Generator[Piece]:
+        """`chat`, step by step."""
+        prompt, params = self.chat_template.encode(messages), sampling_params or self.chat_params()
+        return self.stream(prompt, params, drafter=drafter, draft_len_mode=draft_len_mode)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -193,10 +206,11 @@ class LLM:
         *,
         drafter: AnyDrafter,
         draft_len_mode: DraftLenMode = "fixed",
-    ) -> dict[str, Any]:
+    ) -> "LosslessCheck":
         """Generate with the drafter and without, and compare: `passed`, and what differs or how much was looked at.
 
-        `passed` is None for too little to tell.
+        A `TokenCheck`, or a `DistributionCheck` for a drafter whose samples follow the target's distribution without
+        being the tokens it draws by itself.
         """
         from runtime.evaluation.lossless import check_outputs
 
@@ -234,17 +248,48 @@ class LLM:
         opened = stack.enter_context(open_drafter(settings, opening))
         return Session(self.engine, self.mode, settings, opened, draft_len_mode)
 
+    @cached_property
+    def model_defaults(self) -> ModelDefaults:
+        """What the model's generation_config.json says of how tokens are chosen."""
+        return read_model_defaults(self.bundle.directory)
+
+    def chat_params(self) -> SamplingParams:
+        """The model's own sampling, greedy where it names none, and as many tokens as there is room for."""
+        values: dict[str, Any] = self.model_defaults.sampling or {"temperature": 0.0}
+        return SamplingParams(max_tokens=None, **values)
+
     def request_of(self, params: SamplingParams) -> Request:
-        """A request without a prompt, which others are made of: words are looked up once."""
+        """A request without a prompt, which others are made of: words are looked up once.
+
+        Penalties that are left to the model are its own.
+        """
+        room = self.bundle.config.build_config.max_request_len - 1
         return Request(
             0,
             (),
-            params.max_tokens,
+            room if params.max_tokens is None else params.max_tokens,
             self._end_ids_of(params),
             self.stop_words(params),
-            sampling=params.config(self._bad_words(params)),
+            sampling=self._with_own_penalties(params).config(self._bad_words(params)),
+            keep_logits=params.return_generation_logits,
             num_logprobs=params.logprobs,
         )
+
+    def _with_own_penalties(self, params: SamplingParams) -> SamplingParams:
+        """With the model's penalties where none are given; the first time that they change an output they are told."""
+        own = {name: value for name, value in self.model_defaults.penalties.items() if getattr(params, name) is None}
+        told = {name: value for name, value in own.items() if value != getattr(GREEDY, name)}
+        if told and not self._has_told_penalties:
+            self._has_told_penalties = True
+            values = ", ".join(f"{name} {value:g}" for name, value in told.items())
+            warnings.warn(
+                f"applied, as the model's generation_config.json asks for it: {values}; "
+                f"{' and '.join(f'{name} {getattr(GREEDY, name):g}' for name in told)} would be off",
+                SpecDecWarning,
+                stacklevel=4,
+            )
+        own_values: dict[str, Any] = own
+        return dataclasses.replace(params, **own_values)
 
     def stop_words(self, params: SamplingParams) -> StopWords | None:
         """What ends an output by its text; SpecDecError without a tokenizer, or for a word it makes nothing of."""
@@ -274,37 +319,47 @@ class LLM:
             sequence.finish_reason,
             sequence.stats,
             None if request.num_logprobs is None else sequence.logprobs,
+            torch.stack(sequence.logits) if request.keep_logits else None,
         )
 
     def _requests(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
-    ) -> tuple[list[Prompt], list[Request]]:
-        """The requests, `n` of each prompt, and the prompt of each."""
+    ) -> tuple[list[_Asked], list[Request]]:
+        """The requests, `n` of each prompt, and what each is of."""
         given = _as_list(prompts)
         params = _one_for_each(sampling_params, len(given))
-        asked: list[Prompt] = []
+        asked: list[_Asked] = []
         requests: list[Request] = []
-        for prompt, one in zip(given, params, strict=True):
+        for prompt_index, (prompt, one) in enumerate(zip(given, params, strict=True)):
             if one.seed is None:
                 one = dataclasses.replace(one, seed=secrets.randbits(63))
-            template, tokens = self.request_of(one), self.encode(prompt)[0]
+            template, tokens = self.request_of(one), self.encode(prompt, one.truncate_prompt_tokens)[0]
+            if one.max_tokens is None:
+                room = self.bundle.config.build_config.max_request_len - len(tokens)
+                template = dataclasses.replace(template, max_new_tokens=max(room, 1))
             for index in range(one.n):
                 requests.append(template.with_prompt(len(requests), tokens, index))
-                asked.append(prompt)
+                asked.append(_Asked(prompt_index, prompt))
         return asked, requests
 
-    def _pieces(self, session: Session, requests: list[Request]) -> Iterator[str]:
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise SpecDecError(
-                "streaming needs a tokenizer, and the engine has none", hint="name one", fact="no_tokenizer"
-            )
-        text = TextStream(tokenizer, stop_words_of(requests[0]), requests[0].prompt_tokens)
+    def _pieces(self, session: Session, requests: list[Request], asked: list[_Asked]) -> Generator[Piece]:
+        texts: dict[int, TextStream] = {}
+        if self.tokenizer is not None:
+            for r in requests:
+                texts[r.id] = TextStream(self.tokenizer, stop_words_of(r), r.prompt_tokens)
         with closing(session.steps(requests)) as steps:
-            for sequence, _ in steps:
-                piece = text.next_piece(sequence.output_tokens, finished=sequence.finish_reason is not None)
-                if piece:
-                    yield piece
+            for sequence, new_tokens in steps:
+                request, finished = sequence.request, sequence.finish_reason is not None
+                text = texts[request.id].next_piece(sequence.output_tokens, finished=finished) if texts else ""
+                yield Piece(
+                    text,
+                    new_tokens,
+                    sequence.finish_reason,
+                    sequence.stats.copy(),
+                    sequence.logprobs[-len(new_tokens) :] if request.num_logprobs is not None else None,
+                    asked[request.id].prompt_index,
+                    request.return_index,
+                )
 
     def _end_ids_of(self, params: SamplingParams) -> frozenset[int]:
         own = frozenset(params.stop_token_ids or ())
@@ -355,6 +410,13 @@ def _within_vocabulary(end_ids: frozenset[int], vocab_size: int) -> frozenset[in
         message = f"the model's end id is outside its vocabulary of {vocab_size}, and ends nothing: {foreign[0]}"
         warnings.warn(message, SpecDecWarning, stacklevel=3)
     return end_ids - set(foreign)
+
+
+def _tell_what_is_not_done(defaults: ModelDefaults) -> None:
+    if defaults.not_done:
+        names = ", ".join(defaults.not_done)
+        message = f"the model's generation_config.json asks for what specdec does not do, and it is left out: {names}"
+        warnings.warn(message, SpecDecWarning, stacklevel=3)
 
 
 def _check_tp_size(wanted: int | None, found: int) -> None:

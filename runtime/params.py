@@ -74,8 +74,9 @@ class SamplingParams:
     """How to answer a prompt; names and defaults are vLLM's where it has them.
 
     Temperature 0 is greedy; top_k 0 and top_p 1.0 leave the whole vocabulary. Without a `seed` every call draws
-    one. Penalties and `no_repeat_ngram_size` see the prompt too. `stop` is text that ends an output and is not part of
-    it. `logprobs` asks for the log-probabilities of that many best tokens and of the chosen one, by the model's own
+    one. Penalties and `no_repeat_ngram_size` see the prompt too; a `repetition_penalty` or `no_repeat_ngram_size` of
+    None is the model's own (`runtime.generation_config`). `stop` is text that ends an output and is not part of it.
+    `logprobs` asks for the log-probabilities of that many best tokens and of the chosen one, by the model's own
     logits, before any penalty or cut. UsageError if a value is out of range.
     """
 
@@ -84,26 +85,31 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int = 0
+    no_repeat_ngram_size: int | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     ignore_eos: bool = False
     """Whether the model's own end ids are tokens like any other; `stop_token_ids` end an output in either case."""
-    max_tokens: int = 16
+    max_tokens: int | None = 16
+    """None: as many as there is room for."""
+    truncate_prompt_tokens: int | None = None
+    """Keep so many last tokens of a prompt; None: all."""
     logprobs: int | None = None
     penalize_prompt: bool = True
     """Whether presence and frequency penalties count the prompt's tokens too; if not they may be negative."""
     logit_bias: Mapping[int, float] | None = None
     """Token id -> what is added to its logit."""
+    return_generation_logits: bool = False
 
     def __post_init__(self) -> None:
-        bounds = (("n", self.n, 1), ("max_tokens", self.max_tokens, 1), ("logprobs", self.logprobs, 0))
-        for name, value, least in bounds:
+        bounds = {"n": 1, "max_tokens": 1, "truncate_prompt_tokens": 1, "logprobs": 0}
+        for name, least in bounds.items():
+            value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"{name} must be at least {least}: {value}", hint="raise it")
         for name, words in (("stop", self.stop_words), ("bad_words", tuple(self.bad_words or ()))):
@@ -118,16 +124,16 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def config(self, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingConfig:
-        """The same for an engine; `bad_words` as tokens. Without a seed it is 0."""
+        """The same for an engine; `bad_words` as tokens. Without a seed it is 0, and what is left to a model is off."""
         return SamplingConfig(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            no_repeat_ngram_size=self.no_repeat_ngram_size,
+            no_repeat_ngram_size=self.no_repeat_ngram_size or 0,
             bad_words=bad_words,
             random_seed=self.seed or 0,
             penalize_prompt=self.penalize_prompt,

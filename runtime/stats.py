@@ -3,6 +3,7 @@
 The keys are those of vLLM's per-request speculative decoding record, so that tools which read it read ours.
 """
 
+import copy
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -67,6 +68,14 @@ class RequestStats:
             _add_at(self.drafted_per_position, i)
         for i in range(num_accepted):
             _add_at(self.accepted_per_position, i)
+
+    def copy(self) -> "RequestStats":
+        """As they are now, whatever is counted afterwards."""
+        copied = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                setattr(copied, name, list(value))
+        return copied
 
     def finish(self) -> None:
         self.end_s = time.perf_counter()

@@ -24,7 +24,6 @@ from commands.serving.schema import ChatRequest, CompletionRequest, Generation
 from commands.serving.served import ServedModel, check_can_serve, prepare_chat
 from runtime.cache import digest
 from runtime.errors import SpecDecError
-from runtime.generation_config import read_sampling_defaults
 from runtime.llm import LLM
 from runtime.serving.answer import Answer, Asked
 from runtime.serving.loop import ServingLoop, StepFailed
@@ -79,7 +78,7 @@ class BatchModel:
     def __init__(self, llm: LLM, session: Session, names: tuple[str, ...], defaults: BatchDefaults) -> None:
         check_can_serve(llm)
         loop = ServingLoop(session, _MAX_QUEUE_LEN, _tell)
-        values = read_sampling_defaults(llm.bundle.directory) | defaults.sampling
+        values = llm.model_defaults.sampling | defaults.sampling
         self._served = ServedModel(llm, loop, names, 0, prepare_chat(llm), values)
         self._texts, self._defaults = TokenTexts(self._served), defaults
         loop.start()

@@ -1,8 +1,9 @@
 """The groups of options that only `run` has."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -79,6 +80,10 @@ class RunGeneration:
         int,
         typer.Option(min=1, max=MAX_NUM_RETURN_SEQUENCES, help="Outputs for each prompt.", rich_help_panel=SAMPLING),
     ] = 1
+
+    def for_chat(self, defaults: Mapping[str, Any]) -> "RunGeneration":
+        """With the model's own sampling where none is given."""
+        return replace(self, common=replace(self.common, sampling=self.common.sampling.for_chat(defaults)))
 
     def params(self, logprobs: int | None) -> SamplingParams:
         """How to answer every prompt."""

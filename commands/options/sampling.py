@@ -1,6 +1,7 @@
 """The flags of sampling."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -16,14 +17,16 @@ class SamplingOptions:
 
     temperature: Annotated[
         float | None,
-        typer.Option(help="Divides the logits; 0 is greedy.", rich_help_panel=SAMPLING, show_default="1.0"),
+        typer.Option(
+            help="Divides the logits; 0 is greedy.", rich_help_panel=SAMPLING, show_default="1.0; a chat's: the model's"
+        ),
     ] = None
     top_k: Annotated[
         int | None,
         typer.Option(
             help="Sample among this many best tokens; 1 is greedy, 0 leaves all.",
             rich_help_panel=SAMPLING,
-            show_default="1; 0 with --temperature, --top-p or --min-p",
+            show_default="1; 0 with --temperature, --top-p or --min-p; a chat's: the model's",
         ),
     ] = None
     top_p: Annotated[
@@ -31,7 +34,7 @@ class SamplingOptions:
         typer.Option(
             help="Sample among the best tokens of this total probability; 0.0 is off.",
             rich_help_panel=SAMPLING,
-            show_default="0.0",
+            show_default="0.0; a chat's: the model's",
         ),
     ] = None
     min_p: Annotated[
@@ -39,16 +42,17 @@ class SamplingOptions:
         typer.Option(
             help="Leave out tokens below this share of the best one's probability; 0.0 is off.",
             rich_help_panel=SAMPLING,
-            show_default="0.0",
+            show_default="0.0; a chat's: the model's",
         ),
     ] = None
     repetition_penalty: Annotated[
-        float,
+        float | None,
         typer.Option(
             help="Divides positive scores of tokens that occurred, and multiplies negative ones; 1.0 is off.",
             rich_help_panel=SAMPLING,
+            show_default="the model's, or 1.0",
         ),
-    ] = 1.0
+    ] = None
     presence_penalty: Annotated[
         float, typer.Option(help="Taken off the score of tokens that occurred.", rich_help_panel=SAMPLING)
     ] = 0.0
@@ -58,9 +62,9 @@ class SamplingOptions:
     no_repeat_ngram_size: Annotated[
         int | None,
         typer.Option(
-            help="No n-gram of this size comes twice, the prompt included.",
+            help="No n-gram of this size comes twice, the prompt included; 0 is off.",
             rich_help_panel=SAMPLING,
-            show_default="off",
+            show_default="the model's, or 0",
         ),
     ] = None
     bad_words: Annotated[
@@ -71,6 +75,13 @@ class SamplingOptions:
             show_default="none",
         ),
     ] = None
+
+    def for_chat(self, defaults: Mapping[str, Any]) -> "SamplingOptions":
+        """With the model's own values where none are given, unless greedy was asked for, or the model is greedy."""
+        given = {name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(self, name) is not None}
+        if self.temperature == 0 or self.top_k == 1 or (given and defaults.get("temperature") == 0):
+            return self
+        return replace(self, **{name: value for name, value in defaults.items() if name not in given})
 
     def params(self, **others: Any) -> SamplingParams:
         """The parameters as given, and `others`, which are the command's. UsageError for one that is out of range.
@@ -92,7 +103,7 @@ class SamplingOptions:
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            no_repeat_ngram_size=self.no_repeat_ngram_size or 0,
+            no_repeat_ngram_size=self.no_repeat_ngram_size,
             bad_words=self.bad_words,
             **others,
         )

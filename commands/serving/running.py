@@ -17,7 +17,6 @@ from commands.serving.group import Clock
 from commands.serving.guard import Guard
 from commands.serving.served import ServedModel, check_can_serve, prepare_chat
 from commands.serving.server import Address, errors_logged, serve
-from runtime.generation_config import read_sampling_defaults
 from runtime.llm import LLM
 from runtime.serving.loop import ServingLoop
 from runtime.session import Session
@@ -61,8 +60,7 @@ def open_served(llm: LLM, session: Session, clock: Clock, names: tuple[str, ...]
     check_can_serve(llm)
     has_chat_template = prepare_chat(llm)
     loop = ServingLoop(session, max_queue_len, clock)
-    defaults = read_sampling_defaults(llm.bundle.directory)
-    return ServedModel(llm, loop, names, int(time.time()), has_chat_template, defaults)
+    return ServedModel(llm, loop, names, int(time.time()), has_chat_template, llm.model_defaults.sampling)
 
 
 def guarded_app(served: ServedModel, clock: Clock, options: ServerOptions, *, is_of_this_machine: bool = False) -> Any:

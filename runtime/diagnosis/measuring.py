@@ -41,7 +41,7 @@ from runtime.drafters.settings import (
 )
 from runtime.engine import Engine
 from runtime.errors import draft_engine_errors
-from runtime.evaluation.lossless import check_outputs
+from runtime.evaluation.lossless import TokenCheck, check_outputs
 from runtime.generation import Generation
 from runtime.llm import LLM
 from runtime.request import Draft, Request, Sequence
@@ -187,7 +187,8 @@ def _compare(session: Session, before: Generation, drafted: Generation, after: G
     pairs = zip(before.sequences, after.sequences, strict=True)
     num_unrepeatable = sum(a.output_tokens != b.output_tokens for a, b in pairs)
     check = check_outputs(session, drafted.sequences, before.sequences, lambda: None)
-    num_changed = 0 if check["passed"] else num_requests - check["num_identical"]
+    assert isinstance(check, TokenCheck), "greedy outputs"
+    num_changed = 0 if check.passed else num_requests - check.num_identical
     return Outputs(num_requests, num_changed, num_unrepeatable)
 
 

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,16 +44,59 @@ class Difference:
     is_near_tie: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenCheck:
+    """Outputs with a drafter beside those without, token by token."""
+
+    rule: Literal["tokens"] = "tokens"
+    num_samples: int
+    num_identical: int
+    num_near_ties: int
+    num_different: int
+    """Neither identical nor a near tie."""
+    dtype: str
+    batch_invariant: bool
+    """Whether the engine's logits are the same bits in any step."""
+    differences: tuple[Difference, ...]
+    passed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributionCheck:
+    """Speculated tokens against the target's distribution, by chi-squared."""
+
+    rule: Literal["distribution"] = "distribution"
+    num_prefixes: int
+    num_draws: int
+    num_distributions: int
+    num_tokens: int
+    chi_squared: float | None
+    """None: infinite, for a token that the target would never choose."""
+    degrees_of_freedom: int
+    p_value: float
+    threshold: float
+    power: float
+    detectable_total_variation: float | None
+    """The smallest fault that would have been found with probability `power`; None: none."""
+    required_total_variation: float
+    passed: bool | None
+    """None: there was too little to tell."""
+
+
+LosslessCheck = TokenCheck | DistributionCheck
+"""By the rule that fits; `rule` says which."""
+
+
 def check_outputs(
     session: Session, sequences: Seq[Sequence], without_drafter: Seq[Sequence], advance: Callable[[], None]
-) -> dict[str, Any]:
+) -> LosslessCheck:
     """The `lossless` check by the rule that fits; `advance` is called up to NUM_PREFIXES times."""
     if session.draws_by_probs(sequences):
         return check_distribution(session, sequences, advance)
     return compare_tokens(session, sequences, without_drafter)
 
 
-def compare_tokens(session: Session, sequences: Seq[Sequence], without_drafter: Seq[Sequence]) -> dict[str, Any]:
+def compare_tokens(session: Session, sequences: Seq[Sequence], without_drafter: Seq[Sequence]) -> TokenCheck:
     """The `lossless` check by tokens. A near tie, where rounding decides, fails in float32, and with an engine whose
     logits are the same bits in any step."""
     differences = [
@@ -64,17 +107,16 @@ def compare_tokens(session: Session, sequences: Seq[Sequence], without_drafter: 
     config = session.engine.config
     near_ties_pass = config.dtype != "float32" and not config.batch_invariant
     num_near_ties = sum(d.is_near_tie for d in differences)
-    return {
-        "rule": "tokens",
-        "num_samples": len(sequences),
-        "num_identical": len(sequences) - len(differences),
-        "num_near_ties": num_near_ties,
-        "num_different": len(differences) - num_near_ties,
-        "dtype": config.dtype,
-        "batch_invariant": config.batch_invariant,
-        "differences": [asdict(d) for d in differences],
-        "passed": not differences or (near_ties_pass and num_near_ties == len(differences)),
-    }
+    return TokenCheck(
+        num_samples=len(sequences),
+        num_identical=len(sequences) - len(differences),
+        num_near_ties=num_near_ties,
+        num_different=len(differences) - num_near_ties,
+        dtype=config.dtype,
+        batch_invariant=config.batch_invariant,
+        differences=tuple(differences),
+        passed=not differences or (near_ties_pass and num_near_ties == len(differences)),
+    )
 
 
 def _first_difference(engine: Engine, a: Sequence, b: Sequence) -> Difference:
@@ -129,7 +171,7 @@ def next_logits(engine: Engine, request: Request, prefix: list[int]) -> Tensor:
         engine.release(sequence)
 
 
-def check_distribution(session: Session, sequences: Seq[Sequence], advance: Callable[[], None]) -> dict[str, Any]:
+def check_distribution(session: Session, sequences: Seq[Sequence], advance: Callable[[], None]) -> DistributionCheck:
     """The `lossless` check by distribution: chi-squared over speculated tokens after prefixes of these outputs.
 
     Every draw is one step from a prefix, with its own random numbers. The tokens of a step with a draft are counted by
@@ -158,21 +200,20 @@ def check_distribution(session: Session, sequences: Seq[Sequence], advance: Call
             num_counted += counter.total()
     p_value = p_value_of(chi_squared, degrees_of_freedom)
     detectable = _detectable(num_counted, degrees_of_freedom)
-    return {
-        "rule": "distribution",
-        "num_prefixes": len(prefixes),
-        "num_draws": len(prefixes) * num_draws,
-        "num_distributions": num_distributions,
-        "num_tokens": num_counted,
-        "chi_squared": chi_squared if math.isfinite(chi_squared) else None,
-        "degrees_of_freedom": degrees_of_freedom,
-        "p_value": p_value,
-        "threshold": P_VALUE_THRESHOLD,
-        "power": POWER,
-        "detectable_total_variation": detectable,
-        "required_total_variation": REQUIRED_TOTAL_VARIATION,
-        "passed": _verdict(p_value, detectable, num_distributions),
-    }
+    return DistributionCheck(
+        num_prefixes=len(prefixes),
+        num_draws=len(prefixes) * num_draws,
+        num_distributions=num_distributions,
+        num_tokens=num_counted,
+        chi_squared=chi_squared if math.isfinite(chi_squared) else None,
+        degrees_of_freedom=degrees_of_freedom,
+        p_value=p_value,
+        threshold=P_VALUE_THRESHOLD,
+        power=POWER,
+        detectable_total_variation=detectable,
+        required_total_variation=REQUIRED_TOTAL_VARIATION,
+        passed=_verdict(p_value, detectable, num_distributions),
+    )
 
 
 def _verdict(p_value: float, detectable: float | None, num_distributions: int) -> bool | None:

@@ -155,9 +155,9 @@ def _parse_one(record: Any, where: str) -> OneDrafter:
         raise SpecDecError(f"`{where}` has numbers that no drafter can have: {settings}") from error
 
 
-def profile_for(path: Path, bundle: Bundle) -> Profile:
+def profile_for(path: str | Path, bundle: Bundle) -> Profile:
     """The profile, if it is of this engine; SpecDecError otherwise."""
-    profile = read_profile(path)
+    profile = read_profile(Path(path))
     if profile.engine.digest != engine_digest(bundle.config):
         raise SpecDecError(
             f"the profile is of another engine, {profile.engine.engine_dir}, and not of {bundle.directory}: {path}",

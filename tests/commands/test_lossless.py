@@ -26,6 +26,7 @@ from runtime.evaluation.lossless import (
     P_VALUE_THRESHOLD,
     POWER,
     REQUIRED_TOTAL_VARIATION,
+    TokenCheck,
     _is_chosen_within,
     _num_draws_per_prefix,
     _unit_in_the_last_place,
@@ -105,21 +106,21 @@ def test_near_tie_is_counted_apart_and_fails_where_bits_are_promised(
         first, second = generated(session, 2)
         token = second.output_tokens[3]
         check = compare_tokens(session, [first, with_token(second, 3, twin(token))], [first, second])
-    (difference,) = check.pop("differences")
-    assert check == {
-        "rule": "tokens",
-        "num_samples": 2,
-        "num_identical": 1,
-        "num_near_ties": 1,
-        "num_different": 0,
-        "dtype": dtype,
-        "batch_invariant": batch_invariant,
-        "passed": dtype != "float32" and not batch_invariant,
-    }
-    assert difference["is_near_tie"]
-    assert (difference["request"], difference["position"]) == (1, 3)
-    assert (difference["token"], difference["token_without_drafter"]) == (twin(token), token)
-    assert 0 <= difference["logit_margin"] <= difference["rounding"]
+    (difference,) = check.differences
+    assert check == TokenCheck(
+        num_samples=2,
+        num_identical=1,
+        num_near_ties=1,
+        num_different=0,
+        dtype=dtype,
+        batch_invariant=batch_invariant,
+        differences=(difference,),
+        passed=dtype != "float32" and not batch_invariant,
+    )
+    assert difference.is_near_tie
+    assert (difference.request, difference.position) == (1, 3)
+    assert (difference.token, difference.token_without_drafter) == (twin(token), token)
+    assert 0 <= difference.logit_margin <= difference.rounding
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -129,11 +130,11 @@ def test_difference_beyond_rounding_fails_in_every_dtype(dtype: str, twin_engine
         logits, token = logits_at(session, sequence, 5), sequence.output_tokens[5]
         worst = int(logits.argmin())
         check = compare_tokens(session, [with_token(sequence, 5, worst)], [sequence])
-    assert (check["num_near_ties"], check["num_different"], check["passed"]) == (0, 1, False)
-    (difference,) = check["differences"]
-    assert (difference["position"], difference["token"], difference["token_without_drafter"]) == (5, worst, token)
-    assert difference["logit_margin"] == pytest.approx(float(logits[token] - logits[worst]))
-    assert not difference["is_near_tie"]
+    assert (check.num_near_ties, check.num_different, check.passed) == (0, 1, False)
+    (difference,) = check.differences
+    assert (difference.position, difference.token, difference.token_without_drafter) == (5, worst, token)
+    assert difference.logit_margin == pytest.approx(float(logits[token] - logits[worst]))
+    assert not difference.is_near_tie
 
 
 @pytest.mark.parametrize("dtype", OF_16_BITS)
@@ -143,8 +144,8 @@ def test_one_difference_among_near_ties_fails(dtype: str, twin_engine_dirs: dict
         near = with_token(first, 2, twin(first.output_tokens[2]))
         far = with_token(second, 2, worst_at(session, second, 2))
         check = compare_tokens(session, [near, far], [first, second])
-    assert (check["num_identical"], check["num_near_ties"], check["num_different"]) == (0, 1, 1)
-    assert not check["passed"]
+    assert (check.num_identical, check.num_near_ties, check.num_different) == (0, 1, 1)
+    assert not check.passed
 
 
 @pytest.mark.parametrize("dtype", OF_16_BITS)
@@ -155,8 +156,8 @@ def test_only_the_first_difference_of_an_output_is_looked_at(dtype: str, twin_en
         near = with_token(sequence, 2, twin(sequence.output_tokens[2]))
         far = with_token(near, 3, worst_at(session, near, 3))
         check = compare_tokens(session, [far], [sequence])
-    assert [difference["position"] for difference in check["differences"]] == [2]
-    assert check["passed"]
+    assert [difference.position for difference in check.differences] == [2]
+    assert check.passed
 
 
 @pytest.mark.parametrize("dtype", OF_16_BITS)
@@ -168,11 +169,11 @@ def test_output_of_another_length_differs_where_one_has_ended(
         (sequence,) = generated(session)
         pair = (cut(sequence, 4), sequence) if is_shorter else (sequence, cut(sequence, 4))
         check = compare_tokens(session, [pair[0]], [pair[1]])
-    (difference,) = check["differences"]
+    (difference,) = check.differences
     tokens = (None, sequence.output_tokens[4])
-    assert (difference["token"], difference["token_without_drafter"]) == (tokens if is_shorter else tokens[::-1])
-    assert (difference["position"], difference["logit_margin"], difference["is_near_tie"]) == (4, None, False)
-    assert not check["passed"]
+    assert (difference.token, difference.token_without_drafter) == (tokens if is_shorter else tokens[::-1])
+    assert (difference.position, difference.logit_margin, difference.is_near_tie) == (4, None, False)
+    assert not check.passed
 
 
 @pytest.mark.parametrize("dtype", OF_16_BITS)
@@ -183,8 +184,8 @@ def test_token_that_cannot_be_chosen_is_no_near_tie(dtype: str, twin_engine_dirs
     with session_of(twin_engine_dirs[dtype]) as session:
         (sequence,) = generated(session, sampling=SamplingConfig(bad_words=((banned,),)))
         check = compare_tokens(session, [with_token(sequence, 1, banned)], [sequence])
-    (difference,) = check["differences"]
-    assert (difference["logit_margin"], difference["is_near_tie"], check["passed"]) == (None, False, False)
+    (difference,) = check.differences
+    assert (difference.logit_margin, difference.is_near_tie, check.passed) == (None, False, False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,9 +196,9 @@ def test_near_tie_is_a_margin_within_rounding(dtype: str, twin_engine_dirs: dict
         margins = logits_at(session, sequence, 0).max() - logits_at(session, sequence, 0)
         best = sequence.output_tokens[0]
         others = [with_token(sequence, 0, token) for token in range(300) if token != best]
-        differences = compare_tokens(session, others, [sequence] * 299)["differences"]
-    near = {difference["token"] for difference in differences if difference["is_near_tie"]}
-    rounding = differences[0]["rounding"]
+        differences = compare_tokens(session, others, [sequence] * 299).differences
+    near = {difference.token for difference in differences if difference.is_near_tie}
+    rounding = differences[0].rounding
     assert {token for token in range(300) if token != best and margins[token] <= rounding} <= near
     assert near <= {token for token in range(300) if margins[token] <= 4 * rounding}
     assert twin(best) in near and len(near) < 50
@@ -247,7 +248,7 @@ def test_samples_nearer_than_rounding_are_near_ties(
         check = replace(config.logits_check, max_abs_difference=measured)
         session.engine.config = replace(config, logits_check=check)
         result = compare_tokens(session, [with_token(sequence, 2, worst_at(session, sequence, 2))], [sequence])
-    assert (result["num_near_ties"], result["passed"]) == (int(is_near_tie), is_near_tie)
+    assert (result.num_near_ties, result.passed) == (int(is_near_tie), is_near_tie)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -255,7 +256,7 @@ def test_samples_that_differ_beyond_rounding_fail(dtype: str, twin_engine_dirs: 
     with session_of(twin_engine_dirs[dtype]) as session:
         (sequence,) = generated(session, sampling=SamplingConfig(top_k=0))
         check = compare_tokens(session, [with_token(sequence, 2, worst_at(session, sequence, 2))], [sequence])
-    assert (check["num_near_ties"], check["num_different"], check["passed"]) == (0, 1, False)
+    assert (check.num_near_ties, check.num_different, check.passed) == (0, 1, False)
 
 
 @pytest.mark.parametrize(

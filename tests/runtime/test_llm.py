@@ -1,5 +1,6 @@
 """The Python API: what users import answers as Hugging Face does, with any drafter, and its errors say what to do."""
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from shared import record_anew
 from tiny import eager_logits, hf_greedy, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import specdec_cli
 from runtime.engine_cache import build_code
+from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
 from specdec_cli import (
     LLM,
     ChainDrafter,
@@ -26,7 +29,9 @@ from specdec_cli import (
     SpecDecError,
     SpecDecWarning,
     SuffixDrafter,
+    TokenCheck,
     UsageError,
+    profile_for,
 )
 
 PROMPT = "The little dog had a red ball. The"
@@ -104,7 +109,9 @@ def test_sampling_with_a_seed_is_the_same_with_any_drafter(llm: LLM) -> None:
     assert [o.token_ids for o in plain] == [o.token_ids for o in drafted]
     assert [o.index for o in plain] == [0, 1]
     assert plain[0].token_ids != plain[1].token_ids
-    assert llm.check_lossless(PROMPTS, params, drafter=NgramDrafter())["passed"]
+    check = llm.check_lossless(PROMPTS, params, drafter=NgramDrafter())
+    assert isinstance(check, TokenCheck) and check.passed
+    assert (check.num_samples, check.num_identical, check.differences) == (6, 6, ())
 
 
 def test_without_a_seed_every_call_draws_anew(llm: LLM) -> None:
@@ -131,12 +138,77 @@ def test_logprobs_are_the_models_own(llm: LLM, llama: PreTrainedModel, drafter: 
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, [5, 6, 7, 5, 6]], ids=["text", "ids"])
-def test_pieces_of_a_stream_make_the_text(llm: LLM, prompt: Any) -> None:
-    (output,) = llm.generate(prompt, GREEDY)
-    pieces = list(llm.stream(prompt, GREEDY, drafter=NgramDrafter()))
-    assert "".join(pieces) == output.text
-    assert len(pieces) > 1
+def test_pieces_of_a_stream_make_the_output(llm: LLM, prompt: Any) -> None:
+    params = dataclasses.replace(GREEDY, logprobs=1)
+    (output,) = llm.generate(prompt, params)
+    pieces = list(llm.stream(prompt, params, drafter=NgramDrafter()))
+    assert "".join(piece.text for piece in pieces) == output.text
+    assert [token for piece in pieces for token in piece.token_ids] == output.token_ids
+    assert [one.token for piece in pieces for one in piece.logprobs or ()] == output.token_ids
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert [piece.stats.num_steps for piece in pieces] == list(range(1, len(pieces) + 1)), "of the request so far"
+    assert pieces[-1].stats.num_generated_tokens == 24 and pieces[-1].stats.tpot_s is not None
     assert output.prompt_token_ids == (prompt if isinstance(prompt, list) else llm.encode(prompt)[0])
+
+
+def test_printed_a_piece_is_its_text(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    for piece in llm.stream(PROMPT, GREEDY):
+        print(piece, end="")
+    assert capsys.readouterr().out == llm.generate(PROMPT, GREEDY)[0].text
+
+
+def test_several_outputs_stream_side_by_side(llm: LLM) -> None:
+    params = SamplingParams(seed=3, n=2, max_tokens=6, ignore_eos=True)
+    expected = {(i, o.index): o for i, p in enumerate(PROMPTS) for o in llm.generate(p, params)}
+    found: dict[tuple[int, int], str] = dict.fromkeys(expected, "")
+    for piece in llm.stream(PROMPTS, params):
+        found[piece.prompt_index, piece.index] += piece.text
+    assert found == {key: output.text for key, output in expected.items()}
+
+
+def test_without_a_tokenizer_pieces_have_ids(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama_uncompiled_dir, tmp_path / "engine", ignore=shutil.ignore_patterns("*token*", "vocab*"))
+    record_anew(tmp_path / "engine")
+    with LLM(tmp_path / "engine") as bare:
+        assert bare.tokenizer is None
+        pieces = list(bare.stream([5, 6, 7], GREEDY))
+        (output,) = bare.generate([5, 6, 7], GREEDY)
+    assert [token for piece in pieces for token in piece.token_ids] == output.token_ids and output.text is None
+    assert {piece.text for piece in pieces} == {""}
+
+
+def test_prompts_are_cut_to_their_last_tokens(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPT, dataclasses.replace(GREEDY, truncate_prompt_tokens=4))
+    assert output.prompt_token_ids == llm.encode(PROMPT)[0][-4:]
+    assert output.token_ids == llm.generate(output.prompt_token_ids, GREEDY)[0].token_ids
+
+
+def test_logits_are_the_models_own(llm: LLM, llama: PreTrainedModel) -> None:
+    params = dataclasses.replace(GREEDY, repetition_penalty=1.3, return_generation_logits=True)
+    (output,) = llm.generate(PROMPT, params, drafter=NgramDrafter())
+    tokens = [*output.prompt_token_ids, *output.token_ids]
+    reference = eager_logits(llama, tokens).float()[len(output.prompt_token_ids) - 1 : -1]
+    assert output.generation_logits is not None
+    torch.testing.assert_close(output.generation_logits, reference, atol=1e-4, rtol=0)
+    assert llm.generate(PROMPT, GREEDY)[0].generation_logits is None
+
+
+def test_without_a_number_of_tokens_there_are_as_many_as_fit(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPT, dataclasses.replace(GREEDY, max_tokens=None))
+    room = llm.bundle.config.build_config.max_request_len
+    assert len(output.prompt_token_ids) + len(output.token_ids) == room
+    with pytest.raises(SpecDecError, match="exceed the engine's|tokens"):
+        llm.generate([5] * room, dataclasses.replace(GREEDY, max_tokens=None))
+
+
+def test_a_profile_of_the_engine_says_how_to_draft(llm: LLM, expected: list[list[int]], tmp_path: Path) -> None:
+    engine = ProfileEngine(str(llm.bundle.directory), engine_digest(llm.bundle.config))
+    figures = Figures(1, 1, 1.0, None, None, None, 1.0, 1.0)
+    write_profile(tmp_path / "profile.json", Profile(engine, SuffixDrafter(6), "auto", figures))
+    profile = profile_for(tmp_path / "profile.json", llm.bundle)
+    assert (profile.drafter, profile.draft_len_mode) == (SuffixDrafter(6), "auto")
+    outputs = llm.generate(PROMPTS, GREEDY, drafter=profile.drafter, draft_len_mode=profile.draft_len_mode)
+    assert [output.token_ids for output in outputs] == expected
 
 
 def test_stream_that_is_left_frees_the_engine(llm: LLM, expected: list[list[int]]) -> None:
@@ -181,7 +253,9 @@ def test_shared_pool_remembers_from_call_to_call(llm: LLM) -> None:
         (lambda llm: llm.generate(PROMPT, drafter=NgramDrafter(max_draft_len=11)), "drafts of at most 10 tokens"),
         (lambda llm: llm.generate(PROMPT, drafter=object()), "this is no drafter"),
         (lambda llm: llm.generate(PROMPT, drafter=DraftTargetDrafter(Path("nowhere"))), "does not exist: nowhere"),
-        (lambda llm: llm.stream(PROMPT, SamplingParams(n=2)), "one output is streamed: n 2"),
+        (lambda llm: llm.stream([5, 300_000]), "outside the vocabulary of 300: 300000"),
+        (lambda llm: profile_for("nowhere.json", llm.bundle), "nowhere.json"),
+        (lambda llm: llm.chat([{"role": "user", "content": "a"}]), "the tokenizer has no chat template"),
     ],
 )
 def test_what_cannot_be_is_an_error_with_a_hint(llm: LLM, call: Any, message: str) -> None:
@@ -192,7 +266,17 @@ def test_what_cannot_be_is_an_error_with_a_hint(llm: LLM, call: Any, message: st
 
 
 @pytest.mark.parametrize(
-    "values", [{"n": 0}, {"max_tokens": 0}, {"logprobs": -1}, {"temperature": -1.0}, {"top_p": 1.5}, {"stop": [""]}]
+    "values",
+    [
+        {"n": 0},
+        {"max_tokens": 0},
+        {"truncate_prompt_tokens": 0},
+        {"repetition_penalty": float("nan")},
+        {"logprobs": -1},
+        {"temperature": -1.0},
+        {"top_p": 1.5},
+        {"stop": [""]},
+    ],
 )
 def test_parameters_out_of_range_are_refused_when_they_are_made(values: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as raised:
@@ -232,7 +316,9 @@ def answer(prompts: list[str]) -> list[str]:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=64), drafter=chain)
         rates: list[float | None] = [output.stats.draft_acceptance_rate for output in outputs]
         for piece in llm.stream(prompts[0], drafter=lambda tokens, most: tokens[-most:]):
-            print(piece.upper(), rates)
+            print(piece.text.upper(), piece.stats.tpot_s, piece.finish_reason, rates)
+        check = llm.check_lossless(prompts, drafter=NgramDrafter())
+        print(check.passed, check.differences if check.rule == "tokens" else check.p_value)
         return [output.text or "" for output in outputs]
 
 

@@ -1,0 +1,51 @@
+"""What a Python user gets: whole outputs, and pieces of outputs as they come."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from runtime.request import FinishReason, TokenLogprobs
+from runtime.stats import RequestStats
+
+
+@dataclass(frozen=True)
+class Output:
+    """What came of a prompt."""
+
+    index: int
+    """Among the `n` outputs of its prompt."""
+    prompt: str | None
+    """None where it was given as token ids."""
+    prompt_token_ids: list[int]
+    text: str | None
+    """Without end ids and what follows a stop word; None without a tokenizer."""
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stats: RequestStats
+    logprobs: list[TokenLogprobs] | None
+    """For each token, where `SamplingParams.logprobs` asks for them."""
+    generation_logits: Tensor | None = None
+    """(num_tokens, vocab) float32, where `SamplingParams.return_generation_logits` asks for them."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step adds to an output. Printed, it is its text."""
+
+    text: str
+    """Empty where the step's tokens end inside a character or may begin a stop word, and without a tokenizer."""
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    """None but in the last piece of an output."""
+    stats: RequestStats
+    """Of the request up to here."""
+    logprobs: Seq[TokenLogprobs] | None
+    """For each of these tokens, where `SamplingParams.logprobs` asks for them."""
+    prompt_index: int = 0
+    """Which of the prompts it is of."""
+    index: int = 0
+    """Which of the prompt's `n` outputs."""
+
+    def __str__(self) -> str:
+        return self.text
