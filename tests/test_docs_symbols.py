@@ -1,0 +1,158 @@
+"""What README.md and docs/ name in backticks as code is there: Python's names, keys of JSON, flags of C++, and modules.
+
+A span looks like code where it is one name, or where a name in it has an underscore or a capital inside. Such a name
+must be an identifier of the project's own: defined, passed, read or asked for somewhere. Words of sentences do not
+count, and neither does the changelog, which speaks of what was.
+"""
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import update_docs
+
+import specdec_cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = {name: text for name, text in update_docs.read_pages().items() if name != "docs/changelog.md"}
+DIRECTORIES = ("runtime", "commands", "specdec_cli", "scripts", "tests", "examples")
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_KEY = re.compile(r"[A-Za-z_][\w.:-]*")
+OTHERS = {
+    "PrefixCacheAffinityRouter": "Ray's",
+    "SECURITY": "a file",
+    "fp8_kv_cache": "TensorRT-LLM's", "int8_kv_cache": "TensorRT-LLM's", "int4_awq": "TensorRT-LLM's",
+    "int8_sq": "TensorRT-LLM's", "w4a8_awq": "TensorRT-LLM's", "tensorrt_llm_bls": "TensorRT-LLM's",
+    "use_draft_logits": "TensorRT-LLM's",
+    "rankN": "stands for rank0, rank1 and so on",
+    "tokenizer_backend": "lm-evaluation-harness's", "add_bos_token": "lm-evaluation-harness's",
+    "python3": "a command",
+    "modules_to_not_convert": "transformers' quantization_config",
+    "vdpbf16ps": "an instruction",
+}  # fmt: skip
+"""Names in the documentation that are not the project's, and whose they are."""
+
+
+@cache
+def own_names() -> frozenset[str]:
+    """Identifiers of the Python files, strings that are nothing but a key, and words of the other files."""
+    names: set[str] = set()
+    for path in sources(".py"):
+        names.add(path.stem)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names.update(names_of(node))
+    for suffix in (".json", ".cpp", ".h", ".toml", ".yml", ".pbtxt", ".html"):
+        for path in sources(suffix):
+            names.update(_IDENTIFIER.findall(path.read_text(encoding="utf-8")))
+    for text in PAGES.values():  # what examples define, which `test_python_runs` runs
+        names.update(Path(name).stem for name in re.findall(r"<!-- file: ([\w.]+) -->", text))
+    names |= {
+        f"{name}_total" for name in names if name.startswith(("spec_decode_", "request_", "prompt_", "generation_"))
+    }
+    return frozenset(names | {path.name for directory in DIRECTORIES for path in (ROOT / directory).rglob("*/")})
+
+
+def sources(suffix: str) -> Iterator[Path]:
+    """Of the project, but for this file, which names what is not there."""
+    for directory in DIRECTORIES:
+        yield from (path for path in (ROOT / directory).rglob(f"*{suffix}") if path != Path(__file__))
+    yield from ROOT.glob(f"*{suffix}")
+
+
+def names_of(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AsyncFunctionDef(name=name):
+            yield name
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+            yield name
+        case ast.alias(name=name):
+            yield from name.split(".")
+        case ast.Constant(value=str(text)) if _KEY.fullmatch(text):
+            yield from _IDENTIFIER.findall(text)
+
+
+def spans(text: str) -> list[str]:
+    """What stands between backticks in the prose."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def code_names(span: str) -> Iterator[str]:
+    """`a.b_c` has b_c and, as it is names alone, a; in `--flag some_value` it is some_value."""
+    is_name = re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", span) is not None
+    for word in re.findall(r"(?<![\w\-/$])[A-Za-z_]\w*", span):
+        if is_name or "_" in word.strip("_") or re.search(r"[a-z][A-Z]", word):
+            yield word
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_of_code_are_the_projects_own(page: str) -> None:
+    named = {word for span in spans(PAGES[page]) for word in code_names(span)}
+    assert named - own_names() - OTHERS.keys() == set()
+
+
+def test_exceptions_are_needed() -> None:
+    named = {word for text in PAGES.values() for span in spans(text) for word in code_names(span)}
+    assert OTHERS.keys() - named == set(), "no page names it"
+    assert OTHERS.keys() & own_names() == set(), "it is the project's own"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_and_what_is_in_them_can_be_imported(page: str) -> None:
+    for span in spans(PAGES[page]):
+        if re.fullmatch(r"(runtime|commands|specdec_cli)(\.\w+)+", span):
+            resolve(span)
+
+
+def resolve(dotted: str) -> object:
+    """A module, or what is in one."""
+    module, _, name = dotted.rpartition(".")
+    try:
+        return importlib.import_module(dotted)
+    except ModuleNotFoundError:
+        return getattr(importlib.import_module(module) if "." in module or module in DIRECTORIES else module, name)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_members_of_public_classes_are_theirs(page: str) -> None:
+    """`LLM.stream`, `llm.stream(…)`, `Draft.probs`."""
+    for span in spans(PAGES[page]):
+        for owner, member in re.findall(r"(?<![\w./])(\w+)\.([a-z_]\w*)(?![\w/]|\.\w)", span):
+            owner = "LLM" if owner == "llm" else owner
+            if owner in specdec_cli.__all__:
+                found = getattr(specdec_cli, owner)
+                fields = getattr(found, "__dataclass_fields__", {})
+                assert hasattr(found, member) or member in fields or member in found.__init__.__code__.co_names, span
+
+
+@pytest.mark.parametrize("name", specdec_cli.__all__)
+def test_every_public_name_has_an_example_that_is_run(name: str) -> None:
+    """`test_python_runs` runs the blocks."""
+    page = PAGES["docs/python.md"]
+    examples = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    imported = {
+        alias.name
+        for example in examples
+        for node in ast.walk(ast.parse(example))
+        if isinstance(node, ast.ImportFrom) and node.module == "specdec_cli"
+        for alias in node.names
+    }
+    used = {
+        node.id
+        for example in examples
+        for node in ast.walk(ast.parse(example))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    assert name in imported & used, "docs/python.md has no example that imports and uses it"
+    assert f"`{name}`" in page or f"`{name}(" in page, "and no sentence on it"
+
+
+@pytest.mark.parametrize("span", ["use_linear_kernels_of_old", "runtime.nothing", "Draft.no_such", "noSuchThing"])
+def test_what_is_not_there_is_noticed(span: str) -> None:
+    unknown = set(code_names(span)) - own_names()
+    with pytest.raises((AssertionError, AttributeError, ModuleNotFoundError)):
+        assert unknown == set()
+        resolve(span)
