@@ -205,7 +205,8 @@ def probe_attention(
     shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
     layer = _layer_index(module)
     if attention_mask is not None and attention_mask.device.type == "cpu":  # of `probe_mask`
-        _refuse_other_window(layer, int(attention_mask), sliding_window)
+        positions = getattr(module.config, "max_position_embeddings", None) or _FAR
+        _refuse_other_window(layer, int(attention_mask), sliding_window or 0, positions)
     if layer in paged:
         raise SpecDecError(
             f"a layer computes attention twice, which its K/V cache cannot serve: layer {layer}", hint=SEE_MODELS
@@ -224,15 +225,18 @@ def refuse_own_attention(name: str) -> NoReturn:
     )
 
 
-def _refuse_other_window(layer: int, num_visible: int, sliding_window: int | None) -> None:
+def _refuse_other_window(layer: int, num_visible: int, window: int, positions: int) -> None:
+    """SpecDecError where the mask has another window than attention is told of; 0 is none. One that is no shorter than
+    the model's `positions` hides nothing."""
     if num_visible == -1:
         raise SpecDecError(
             f"attention that sees neither all keys nor a window is not supported: layer {layer}", hint=SEE_MODELS
         )
-    if num_visible != (sliding_window or 0):
+    sees, asks = (0 if one >= positions else one for one in (num_visible, window))
+    if sees != asks:
         raise SpecDecError(
             f"the model's mask has a window that its attention is not told of: layer {layer} sees "
-            f"{num_visible or 'all'} keys, and its attention asks for {sliding_window or 'all'}",
+            f"{sees or 'all'} keys, and its attention asks for {asks or 'all'}",
             hint=SEE_MODELS,
         )
 

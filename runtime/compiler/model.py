@@ -5,12 +5,14 @@ gives the compiled function its signature.
 """
 
 import copy
+import math
 import re
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -141,10 +143,11 @@ def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -
 
 def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerShape]) -> None:
     """SpecDecError where transformers' own cache drops keys that attention would see: its outputs then depend on which
-    tokens were computed in one step (Moshi)."""
+    tokens were computed in one step (Moshi). One that keeps as many as the model has positions drops none."""
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
     for i, layer in enumerate(DynamicCache(config=config).layers):
         kept = getattr(layer, "sliding_window", None)
-        if i in layers and kept not in (None, layers[i].sliding_window):
+        if i in layers and kept not in (None, layers[i].sliding_window) and kept < positions:
             raise SpecDecError(
                 f"transformers keeps {kept} keys of layer {i}, and its attention asks for "
                 f"{layers[i].sliding_window or 'all'}: {config.model_type}",
@@ -205,6 +208,16 @@ def _fix_rotary_factors(model: PreTrainedModel) -> None:
             module.rope_type = "fixed"  # type: ignore[assignment]  # what transformers puts on rotary modules
         elif isinstance(kind, dict):
             module.rope_type = dict.fromkeys(kind, "fixed")  # type: ignore[assignment]
+        _fix_rotary_scale(module)
+
+
+def _fix_rotary_scale(module: Any) -> None:
+    """The same where a model makes its factors anew in each step, and chooses their scale so (PhiMoE)."""
+    ropes = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    if hasattr(module, "rope_init_fn") and "short_mscale" in ropes:
+        module.config = copy.deepcopy(module.config)
+        module.config.rope_parameters["rope_type"] = "default"  # it takes the scale that comes with the factors
+        module.rope_init_fn = lambda config: (module.inv_freq, ropes["short_mscale"])
 
 
 def load_model(

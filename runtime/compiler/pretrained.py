@@ -80,7 +80,7 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
         raise SpecDecError(f"soft-capped attention is not supported: {kind}", hint=SEE_MODELS)
     if getattr(config, "attention_chunk_size", None) is not None:
         raise SpecDecError(f"chunked attention is not supported: {kind}", hint=SEE_MODELS)
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
         raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_MODELS)
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES)
     if foreign:

@@ -51,8 +51,11 @@ class Scheme:
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the model that the rounded one stands for."""
+    """The config of the model that the rounded one stands for. A dtype of 8 bits is its weights', not the model's."""
     plain = {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
+    for key in ("dtype", "torch_dtype"):
+        if str(plain.get(key)).startswith("float8"):
+            del plain[key]
     if isinstance(plain.get("text_config"), dict):
         plain["text_config"] = without_quantization(plain["text_config"])
     return plain

@@ -1,0 +1,100 @@
+"""Configs of checkpoints as published: each runs as Hugging Face does, or is refused in a sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published import PUBLISHED, RUN, load_hugging_face, seed_of, shrunk, thresholds, write_model
+from tiny import build_tiny, hf_greedy, repetitive_prompt
+
+from runtime.checkpoint import convert
+from runtime.drafters.ngram import NgramLookup
+from runtime.engine import Engine
+from runtime.errors import SpecDecError
+from runtime.orchestrator import generate
+from runtime.request import Request
+
+NUM_NEW_TOKENS = 24
+LIMIT, PROMPT_LEN = 24, 90
+MAX_PROMPT_LEN = 8300
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_each_is_taken_or_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
+    published = PUBLISHED[name]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shrunk(published.config)))
+    with pytest.raises(SpecDecError) as error:
+        convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+    # What is taken lacks nothing but the weights.
+    assert error.value.message.startswith(published.refused or "file is missing: ")
+    assert "\n" not in f"{error.value.message}{error.value.hint}"
+
+
+def check_equal(config: dict[str, Any], prompt: list[int], name: str, work_dir: Path) -> None:
+    """Greedy tokens of the built engine, with drafts, are Hugging Face's."""
+    expected = write_model(config, work_dir / "model", seed_of(name), prompt=prompt, num_new_tokens=NUM_NEW_TOKENS)
+    lengths = {"max_input_len": len(prompt), "max_seq_len": len(prompt) + NUM_NEW_TOKENS + 10}
+    engine_dir = build_tiny(work_dir / "model", work_dir / "built", dtype="float32", **lengths)
+    request = Request(0, tuple(prompt), NUM_NEW_TOKENS)
+    with Engine.open(engine_dir) as engine:
+        (answer,) = (s.output_tokens for s, _ in generate(engine, [request], NgramLookup(2), 10) if s.finish_reason)
+    assert answer == expected
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", RUN)
+def test_greedy_tokens_are_hugging_faces(name: str, tmp_path: Path) -> None:
+    """Past every window, and past the positions that a rope was scaled from; of `longrope` up to them."""
+    config = PUBLISHED[name].config
+    limit = PROMPT_LEN + NUM_NEW_TOKENS + 20 if "longrope" in json.dumps(config) else LIMIT
+    check_equal(shrunk(config, limit=limit), repetitive_prompt(1, PROMPT_LEN, 400), name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RUN if thresholds(PUBLISHED[name].config)])
+def test_prompts_past_published_thresholds_have_hugging_faces_tokens(name: str, tmp_path: Path) -> None:
+    """The thresholds as they are: windows of 512 to 4,096, ropes scaled from 4,096 or 8,192 positions."""
+    past = [threshold for threshold in thresholds(PUBLISHED[name].config) if threshold < MAX_PROMPT_LEN]
+    prompt = repetitive_prompt(1, max(past) + 60, 400)
+    check_equal(shrunk(PUBLISHED[name].config), prompt, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gemma-4-26B-A4B", "gemma-4-31B"])
+def test_gemma_4_may_see_images_at_once(name: str, tmp_path: Path) -> None:
+    """Its later config.json says so of images alone, and that keys are values in full layers, which are wider."""
+    config = shrunk(PUBLISHED[name].config, limit=LIMIT, vocab_size=512)
+    text = {"use_bidirectional_attention": "vision", "attention_k_eq_v": True, "global_head_dim": 32}
+    config["text_config"] |= text | {"num_global_key_value_heads": 1}
+    check_equal(config, repetitive_prompt(1, PROMPT_LEN, 400), name, tmp_path)
+
+
+def test_positions_past_longropes_are_refused_by_number(tmp_path: Path) -> None:
+    """Hugging Face changes all factors there, those of keys computed before included."""
+    config = shrunk(PUBLISHED["Phi-3.5-MoE-instruct"].config)
+    prompt = repetitive_prompt(1, 20, 400)
+    write_model(config, tmp_path / "model", 0, prompt=prompt, num_new_tokens=NUM_NEW_TOKENS)
+    with pytest.raises(SpecDecError, match="exceeds the 4096 positions before its longrope factors change: 4097"):
+        build_tiny(tmp_path / "model", tmp_path / "built", max_input_len=9, max_seq_len=4107)
+
+
+def test_a_window_within_the_positions_that_attention_is_not_told_of_is_refused(tmp_path: Path) -> None:
+    """Phi-MoE tells its mask of it alone."""
+    config = shrunk(PUBLISHED["Phi-3.5-MoE-instruct"].config) | {"sliding_window": 100}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SpecDecError, match="layer 0 sees 100 keys, and its attention asks for all"):
+        convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+
+
+def test_the_sample_differs_from_transformers_defaults(tmp_path: Path) -> None:
+    """Hugging Face's model of a published config is not that of the class's own rope: the tests above could tell."""
+    config = shrunk(PUBLISHED["Llama-3.2-1B-Instruct"].config, limit=LIMIT, vocab_size=512)
+    prompt = repetitive_prompt(1, PROMPT_LEN, 400)
+    expected = write_model(config, tmp_path / "model", 0, prompt=prompt, num_new_tokens=NUM_NEW_TOKENS)
+    del config["rope_scaling"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert hf_greedy(load_hugging_face(tmp_path / "model"), prompt, NUM_NEW_TOKENS) != expected
+    assert torch.get_default_dtype() == torch.float32
