@@ -29,7 +29,7 @@ from runtime.parallel.devices import check_device_ids
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.request import Draft, Request, Sequence, Verdict
 from runtime.sampling import NoChoice
-from runtime.verify import verify
+from runtime.verify import verify_all
 
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
 DEFAULT_MAX_NUM_TOKENS = 512
@@ -220,17 +220,14 @@ class Engine:
         sequence's, which cannot go on; the others can.
         """
         all_logits = self.forward(sequences, drafts)
-        return [self._verdict(*of_one) for of_one in zip(sequences, drafts, all_logits, strict=True)]
-
-    def _verdict(self, sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict | NoChoice:
-        try:
-            verdict = verify(sequence, draft, logits)
-        except NoChoice as error:
-            return error
-        if sequence.request.wants_logits:
-            verdict = dataclasses.replace(verdict, logits=logits[: verdict.num_accepted + 1])
-        sequence.num_computed = len(sequence.tokens) + verdict.num_accepted
-        return verdict
+        verdicts = verify_all(sequences, drafts, all_logits)
+        for i, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
+            if isinstance(verdict, NoChoice):
+                continue
+            if sequence.request.wants_logits:
+                verdicts[i] = dataclasses.replace(verdict, logits=all_logits[i][: verdict.num_accepted + 1])
+            sequence.num_computed = len(sequence.tokens) + verdict.num_accepted
+        return verdicts
 
     def forward(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
         """Compute what admitted sequences have not computed yet, and their drafts.

@@ -3,20 +3,30 @@
 A draw is a function of (random_seed, prompt, return_index, position) and of nothing else. So the same request gets the
 same text with any drafter or none, in any batch, with K/V found or computed again. A token is chosen as the argmax of
 scores and Gumbel noise, which makes it a sample; a draft model that uses the same noise chooses the same token almost
-as often as their distributions allow (Daliri et al., arXiv 2408.07978).
+as often as their distributions allow (Daliri et al., arXiv 2408.07978). Noise is a function of the position and of the
+token, so that none is needed for what penalties, bans and cuts have left out.
+
+On a CPU the kernels choose (`csrc/sampling.cpp`), at all positions of a step side by side; elsewhere transformers' own
+processors do, one position after the other.
 """
 
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.errors import SpecDecError
+from runtime.noise import gumbel
+from runtime.occurrences import NO_ENTRIES, Adjustments, Occurrences
 from runtime.params import GREEDY, SamplingConfig
 
 Purpose = Literal["target", "accept"]
@@ -24,6 +34,11 @@ Purpose = Literal["target", "accept"]
 
 Processor = Callable[..., Tensor]
 """As transformers' LogitsProcessor: (1, n) int64 prefix, (1, vocab) scores -> (1, vocab) scores."""
+
+
+_NOTHING = Adjustments(NO_ENTRIES, NO_ENTRIES, [])
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NO_NUMBERS = -1  # in place of a token; every other negative one says that no token is left
 
 
 class NoChoice(SpecDecError):
@@ -49,6 +64,11 @@ def no_numbers(position: int) -> NoChoice:
         "the model's logits are NaN or infinite",
         hint="its weights or this text make numbers too large for its dtype: try another dtype or another text",
     )
+
+
+def _no_choice(code: int, position: int) -> NoChoice:
+    """Of what the kernels say in place of a token."""
+    return no_numbers(position) if code == _NO_NUMBERS else no_token_left(position)
 
 
 class OccurrencePenalty:
@@ -78,13 +98,34 @@ class LogitBias:
         return scores.index_add(1, self.tokens.to(scores.device), biases[None])
 
 
+class TopP:
+    """transformers' `TopPLogitsWarper`, whose sort leaves open which of equal scores comes first; here the first does.
+
+    So of equal ones at the cut the last are kept.
+    """
+
+    def __init__(self, top_p: float) -> None:
+        self.top_p = top_p
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ascending, tokens = torch.sort(scores, dim=-1, stable=True)
+        is_cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
+        is_cut[:, -1] = False
+        return scores.masked_fill(is_cut.scatter(1, tokens, is_cut), -math.inf)
+
+
+def has_penalties(params: SamplingConfig) -> bool:
+    """Whether there are biases, penalties or bans."""
+    neutral = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words")
+    return any(getattr(params, name) != getattr(GREEDY, name) for name in (*neutral, "logit_bias"))
+
+
 def penalties(params: SamplingConfig, num_prompt_tokens: int = 0) -> list[Processor]:
     """Biases, and what depends on the tokens before, in the order of transformers' `generate`.
 
     It has no occurrence penalty.
     """
-    neutral = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words")
-    if all(getattr(params, name) == getattr(GREEDY, name) for name in (*neutral, "logit_bias")):
+    if not has_penalties(params):
         return []  # before transformers is imported, which plain requests do not need
     from transformers.generation.logits_process import (
         NoBadWordsLogitsProcessor,
@@ -113,7 +154,6 @@ def warpers(params: SamplingConfig) -> list[Processor]:
         MinPLogitsWarper,
         TemperatureLogitsWarper,
         TopKLogitsWarper,
-        TopPLogitsWarper,
     )
 
     processors: list[Processor] = []
@@ -122,7 +162,7 @@ def warpers(params: SamplingConfig) -> list[Processor]:
     if params.top_k:
         processors.append(TopKLogitsWarper(params.top_k))
     if 0.0 < params.top_p < 1.0:
-        processors.append(TopPLogitsWarper(params.top_p))
+        processors.append(TopP(params.top_p))
     if params.min_p:
         processors.append(MinPLogitsWarper(params.min_p))
     return processors
@@ -133,22 +173,50 @@ class Sampler:
 
     def __init__(self, params: SamplingConfig, prompt_tokens: Seq[int], return_index: int = 0) -> None:
         self.is_greedy = params.is_greedy
-        self._penalties, self._warpers = penalties(params, len(prompt_tokens)), warpers(params)
+        self._params, self._num_prompt_tokens = params, len(prompt_tokens)
         identity = repr((params.random_seed, return_index, tuple(prompt_tokens)))
         self._key = hashlib.blake2b(identity.encode(), digest_size=16).digest()
-        # An engine of this process has loaded it. Found once: finding it takes twice as long as what it does.
-        self._argmax_kernel = torch.ops.specdec.argmax.default if hasattr(torch.ops.specdec, "argmax") else None
+        self.rules = (
+            *(float(params.is_greedy), params.temperature, params.top_k, params.top_p, params.min_p),
+            *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+        )
+        """As the kernels' `Rules`."""
 
-    @property
-    def is_argmax(self) -> bool:
-        """Whether a choice is the argmax of the logits, whatever came before."""
-        return self.is_greedy and not self._penalties
+    @cached_property
+    def _penalties(self) -> list[Processor]:
+        return penalties(self._params, self._num_prompt_tokens)
+
+    @cached_property
+    def _warpers(self) -> list[Processor]:
+        return warpers(self._params)
+
+    @cached_property
+    def _occurrences(self) -> Occurrences | None:
+        """None where a choice depends on nothing but the logits."""
+        return Occurrences(self._params, self._num_prompt_tokens) if has_penalties(self._params) else None
+
+    def adjustments(self, prefix: list[int], draft_tokens: Seq[int]) -> Iterable[Adjustments]:
+        """Of the scores after `prefix`, and after each of the tokens of a draft that follows it."""
+        if self._occurrences is None:
+            return itertools.repeat(_NOTHING, len(draft_tokens) + 1)
+        return self._occurrences.at(prefix, draft_tokens)
+
+    def noise_key(self, position: int) -> int:
+        """64 bits of a position, by which its noise is made; the noise is nobody's where the best token is taken."""
+        return 0 if self.is_greedy else self._number(position, "noise")
 
     def scores(self, prefix: list[int], logits: Tensor) -> Tensor:
         """(vocab,) float32 after penalties, bans and cuts; -inf for what cannot be chosen. `logits` is (vocab,).
 
         NoChoice if nothing can. Of logits -inf is one that is never chosen.
         """
+        if _have_kernels(logits):
+            kept: tuple[Tensor, Tensor] = torch.ops.specdec.scores(
+                *kernel_arguments([Positions(self, prefix, [], logits[None])])
+            )
+            if (code := int(kept[1])) < 0:
+                raise _no_choice(code, len(prefix))
+            return kept[0][0]
         scores = logits[None].float()
         if not math.isfinite(scores.max()):
             raise no_numbers(len(prefix))
@@ -165,50 +233,53 @@ class Sampler:
         scores = self.scores(prefix, logits)
         if self.is_greedy:
             return torch.nn.functional.one_hot(scores.argmax(), len(scores)).double()
-        return torch.softmax(scores.double(), dim=-1)
+        left = scores.isfinite().nonzero()[:, 0]
+        probs = torch.zeros(len(scores), dtype=torch.float64, device=scores.device)
+        probs[left] = torch.softmax(scores[left].double(), dim=-1)
+        return probs
 
     def choose(self, prefix: list[int], logits: Tensor) -> int:
         """The request's own token after `prefix`: the argmax, or a sample that depends on nothing but the position."""
-        return int(self.ranking(prefix, logits).argmax())
+        return next(iter(choose_all([Positions(self, prefix, [], logits[None])])[0]))
 
     def ranking(self, prefix: list[int], logits: Tensor) -> Tensor:
         """(vocab,) what `choose` takes the largest of: scores, with the position's noise unless greedy."""
         scores = self.scores(prefix, logits)
         if self.is_greedy:
             return scores
-        # torch's generator takes 32 bits of a seed: two of 100,000 positions would have the same noise.
-        generator = np.random.Generator(np.random.Philox(key=self._number(len(prefix), "noise")))
-        exponential = generator.standard_exponential(len(scores))
-        noise = -np.log(np.maximum(exponential, np.finfo(np.float64).tiny))
-        return scores.double() + torch.from_numpy(noise).to(scores.device)
+        left = scores.isfinite().nonzero()[:, 0]
+        noise = gumbel(self.noise_key(len(prefix)), left.cpu().numpy().astype(np.uint32))
+        ranking = scores.double() - scores.max()
+        ranking[left] += torch.from_numpy(noise).to(scores.device)
+        return ranking
 
-    def choices(self, prefix: list[int], logits: Tensor) -> Iterable[int]:
-        """The request's own tokens row by row of (n, vocab) logits, each after the prefix and those before it."""
-        if self.is_argmax:
-            for row, token in enumerate(self._argmaxes(logits)):
-                if token < 0:
-                    raise no_numbers(len(prefix) + row)
-                yield token
+    def choices(self, prefix: list[int], draft_tokens: Seq[int], logits: Tensor) -> Iterator[int]:
+        """The request's own tokens after `prefix` and each token of a draft; `logits` is (draft_len + 1, vocab).
+
+        One after the other, as they are asked for, without the kernels.
+        """
+        if self.is_greedy and not has_penalties(self._params):
+            yield from self._argmaxes(prefix, logits)
             return
         prefix = list(prefix)
-        for row in logits:
-            token = self.choose(prefix, row)
+        for row, next_token in zip(logits, [*draft_tokens, None], strict=True):
+            yield int(self.ranking(prefix, row).argmax())
+            prefix += [] if next_token is None else [next_token]
+
+    def _argmaxes(self, prefix: list[int], logits: Tensor) -> Iterator[int]:
+        """On a CPU by NumPy: torch looks at one number after the other."""
+        if logits.device.type == "cpu":
+            rows = logits.float().numpy()
+            tokens = rows.argmax(axis=-1).tolist()
+            is_number = [math.isfinite(row[token]) for row, token in zip(rows, tokens, strict=True)]
+        else:
+            chosen = logits.argmax(dim=-1)
+            is_number = logits.gather(-1, chosen[:, None])[:, 0].isfinite().tolist()
+            tokens = chosen.tolist()
+        for row, token in enumerate(tokens):
+            if not is_number[row]:
+                raise no_numbers(len(prefix) + row)
             yield token
-            prefix.append(token)
-
-    def _argmaxes(self, logits: Tensor) -> Iterable[int]:
-        """Row by row, -1 where the largest is not finite.
-
-        On a CPU by the kernel or by NumPy: torch looks at one number after the other.
-        """
-        if logits.device.type != "cpu":
-            tokens = logits.argmax(dim=-1)
-            return tokens.where(logits.gather(-1, tokens[:, None])[:, 0].isfinite(), -1).tolist()
-        if self._argmax_kernel is not None:
-            return self._argmax_kernel(logits).tolist()  # type: ignore[no-any-return]
-        rows = logits.float().numpy()
-        largest = zip(rows, rows.argmax(axis=-1), strict=True)
-        return (int(token) if math.isfinite(row[token]) else -1 for row, token in largest)
 
     def draft_uniform(self, position: int, start: int) -> float:
         """As `uniform`, to draw a draft's token by; another number in each draft, which begins at position `start`.
@@ -229,6 +300,67 @@ class Sampler:
         """64 bits."""
         digest = hashlib.blake2b(f"{position} {purpose}".encode(), key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little")
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Positions of one request at which it is to choose: after a prefix, and after each token of a draft."""
+
+    sampler: Sampler
+    prefix: list[int]
+    draft_tokens: Seq[int]
+    logits: Tensor
+    """(draft_len + 1, vocab)"""
+
+
+def choose_all(asked: Seq[Positions]) -> list[Iterator[int]]:
+    """What each request chooses at its positions. NoChoice comes when the first is asked for that has none."""
+    if not all(_have_kernels(positions.logits) for positions in asked):
+        return [one.sampler.choices(one.prefix, one.draft_tokens, one.logits) for one in asked]
+    tokens = iter(torch.ops.specdec.choose(*kernel_arguments(asked)).tolist() if asked else ())
+    chosen = [list(itertools.islice(tokens, len(one.logits))) for one in asked]
+    return [_checked(of_one, len(one.prefix)) for of_one, one in zip(chosen, asked, strict=True)]
+
+
+def _checked(tokens: list[int], first_position: int) -> Iterator[int]:
+    for position, token in enumerate(tokens, start=first_position):
+        if token < 0:
+            raise _no_choice(token, position)
+        yield token
+
+
+def _have_kernels(logits: Tensor) -> bool:
+    """Whether an engine of this process has loaded kernels that can take the logits."""
+    is_taken = logits.device.type == "cpu" and logits.dtype in _DTYPES and logits.stride(-1) == 1
+    return is_taken and hasattr(torch.ops.specdec, "choose")
+
+
+def kernel_arguments(asked: Seq[Positions]) -> tuple[list[Tensor], *tuple[Tensor, ...]]:
+    """What the kernels are called with."""
+    keys, bounds, bans = list[int](), list[tuple[int, ...]](), list[int]()
+    entries, num_entries = list[NDArray[np.int32]](), 0
+    for one in asked:
+        own_start = num_entries
+        for row, adjustments in enumerate(one.sampler.adjustments(one.prefix, one.draft_tokens)):
+            if row == 0:
+                entries.append(adjustments.entries)
+                num_entries += len(adjustments.entries)
+            own = own_start, own_start + len(adjustments.entries)
+            later = num_entries, num_entries + len(adjustments.later)
+            bounds.append((*own, *later, len(bans), len(bans) + len(adjustments.bans)))
+            entries.append(adjustments.later)
+            num_entries += len(adjustments.later)
+            bans += adjustments.bans
+            keys.append(one.sampler.noise_key(len(one.prefix) + row))
+    rules = [one.sampler.rules for one in asked for _ in range(len(one.draft_tokens) + 1)]
+    arrays = (
+        np.array(rules, np.float64),
+        np.array(keys, np.uint64).view(np.int64),
+        np.concatenate(entries),
+        np.array(bans, np.int32),
+        np.array(bounds, np.int64),
+    )
+    return [one.logits for one in asked], *map(torch.from_numpy, arrays)
 
 
 def draw(weights: Tensor, uniform: float) -> int:

@@ -12,21 +12,44 @@ from torch import Tensor
 
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Sequence, Verdict
-from runtime.sampling import NoChoice, Sampler, draw
+from runtime.sampling import NoChoice, Positions, Sampler, choose_all, draw
+
+
+def verify_all(sequences: Seq[Sequence], drafts: Seq[Draft], all_logits: Seq[Tensor]) -> list[Verdict | NoChoice]:
+    """The verdict on a draft of each sequence; row i of its logits, (draft_len + 1, vocab), is after i draft tokens.
+
+    NoChoice where the sequence cannot go on. What is compared by tokens is chosen for all at once.
+    """
+    by_tokens = [i for i, draft in enumerate(drafts) if not _is_by_probs(sequences[i], draft)]
+    asked = [Positions(sequences[i].sampler, sequences[i].tokens, drafts[i].tokens, all_logits[i]) for i in by_tokens]
+    chosen = dict(zip(by_tokens, choose_all(asked), strict=True))
+    return [
+        _verdict(*of_one, chosen.get(i)) for i, of_one in enumerate(zip(sequences, drafts, all_logits, strict=True))
+    ]
 
 
 def verify(sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
-    """The verdict on a draft of `sequence`. Row i of `logits`, (draft_len + 1, vocab), is after i draft tokens."""
-    sampler = sequence.sampler
+    """`verify_all` of one; NoChoice is raised."""
+    (verdict,) = verify_all([sequence], [draft], [logits])
+    if isinstance(verdict, NoChoice):
+        raise verdict
+    return verdict
+
+
+def _is_by_probs(sequence: Sequence, draft: Draft) -> bool:
+    return draft.probs is not None and bool(draft.tokens) and not sequence.sampler.is_greedy
+
+
+def _verdict(sequence: Sequence, draft: Draft, logits: Tensor, chosen: Iterable[int] | None) -> Verdict | NoChoice:
     try:
-        if draft.probs is not None and draft.tokens and not sampler.is_greedy:
-            return _verify_probs(sampler, sequence.tokens, draft, logits)
-        return verify_tokens(draft.tokens, sampler.choices(sequence.tokens, logits))
+        if chosen is None:
+            return _verify_probs(sequence.sampler, sequence.tokens, draft, logits)
+        return verify_tokens(draft.tokens, chosen)
     except NoChoice as error:
         num_kept = error.position - len(sequence.tokens)
         if num_kept == 0:
-            raise
-        # The output may end before that position; if it does not, the next step raises.
+            return error
+        # The output may end before that position; if it does not, the next step has none.
         return Verdict(num_kept - 1, draft.tokens[num_kept - 1])
 
 

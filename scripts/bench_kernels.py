@@ -32,6 +32,8 @@ from torch.nn import functional as F
 from runtime.compiler.arithmetic import fastest_arithmetic
 from runtime.compiler.kernels import compile_kernels, instructions, load_kernels
 from runtime.config import ARITHMETICS
+from runtime.params import GREEDY
+from runtime.sampling import Positions, Sampler, kernel_arguments
 
 FLOOR = 0.9
 TURN, PAUSE = 0.02, 0.03  # seconds of calls, and of rest before them
@@ -138,7 +140,8 @@ def attention_calls(
 
 def argmax_calls(rows: int, dtype: torch.dtype, sizes: argparse.Namespace) -> tuple[Call, list[Call]]:
     logits = torch.randn(rows, sizes.vocab_size).to(dtype)
-    return lambda: torch.ops.specdec.argmax(logits), [lambda: logits.argmax(-1)]
+    arguments = kernel_arguments([Positions(Sampler(GREEDY, ()), [], [0] * (rows - 1), logits)])
+    return lambda: torch.ops.specdec.choose(*arguments), [lambda: logits.argmax(-1)]
 
 
 def measure(march: str, sizes: argparse.Namespace) -> Iterator[dict[str, Any]]:

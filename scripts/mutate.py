@@ -55,7 +55,11 @@ T = "tests/runtime/"
 KERNELS = f"{T}compiler/test_kernels.py"
 DISTRIBUTION = f"{T}test_verify.py {T}test_rejection.py -k 'not texts'"
 ADAPTIVE = At("runtime/drafters/adaptive.py", f"{T}drafters/test_adaptive.py")
-ARGMAX = At("runtime/compiler/csrc/argmax.cpp", f"{KERNELS} -k argmax")
+ARGMAX = At("runtime/compiler/csrc/sampling.cpp", f"{KERNELS} -k argmax")
+CHOICES = f"{T}test_choosing.py"
+CUTS = At("runtime/compiler/csrc/cuts.h", CHOICES)
+DRAWS = At("runtime/compiler/csrc/sampling.cpp", CHOICES)
+OCCURRENCES = At("runtime/occurrences.py", CHOICES)
 ATTENTION = At("runtime/compiler/attention.py", f"{T}test_families.py -k 'test_greedy and (llama or sliding)'")
 BATCH = At("runtime/batch.py", f"{T}test_batch.py -k 'not compute_what_each'")
 BLOCKS = At("runtime/kv_cache.py", f"{T}test_kv_cache.py")
@@ -106,12 +110,19 @@ TABLE = [
     ("prefix-without-draft", VERIFY, "prefix.append(token)", "pass"),
     ("bonus-row-early", VERIFY, "logits[len(draft.tokens)])", "logits[len(draft.tokens) - 1])"),
     ("kept-one-too-many", VERIFY, "Verdict(num_kept - 1, draft", "Verdict(num_kept, draft"),
-    ("noise-ignores-position", SAMPLING, 'self._number(len(prefix), "noise")', 'self._number(0, "noise")'),
-    ("noise-turned", NOISE, "scores.double() + torch", "scores.double() - torch"),
+    ("noise-ignores-position", SAMPLING, 'self._number(position, "noise")', 'self._number(0, "noise")'),
+    ("noise-turned", NOISE, "ranking[left] += torch", "ranking[left] -= torch"),
     ("return-index-ignored", SAMPLING, "(params.random_seed, return_index, tuple", "(params.random_seed, tuple"),
     ("penalty-below-one-skipped", SAMPLING, "params.repetition_penalty != 1.0", "params.repetition_penalty > 1.0"),
-    ("penalties-ignore-draft", SAMPLING, "prefix.append(token)", "pass"),
-    ("greedy-skips-penalties", SAMPLING, "return self.is_greedy and not self._penalties", "return self.is_greedy"),
+    ("penalties-ignore-draft", OCCURRENCES, "            self._append(token)\n            slots", "            slots"),
+    ("drafts-stay", OCCURRENCES, "for _ in draft_tokens:\n            self._drop()", "pass"),
+    ("prompt-penalised", OCCURRENCES, "len(self._tokens) >= self._start", "1"),
+    ("first-of-equals-kept", CUTS, "(share * sum - boundary.above)", "(sum - boundary.above)"),
+    ("negligible-too-early", CUTS, "(1 - share) * sum /", "10 * sum /"),
+    ("boundary-not-reached", CUTS, ">= wanted) smallest", "> wanted) smallest"),
+    ("winner-passed-over", DRAWS, ">= static_cast<float>(best.score))", "- 1 >= static_cast<float>(best.score))"),
+    ("equal-cut-ones-drawn", DRAWS, "i + lane < cut.first_equal", "false"),
+    ("greedy-skips-penalties", SAMPLING, "if self.is_greedy and not has_penalties(self._params)", "if self.is_greedy"),
     ("budget-before-stop-word", REQUEST, "stop_check is not None and", "stop_check and self.num_remaining and"),
     ("run-goes-on-after-end", REQUEST, "                break", "                continue"),
     ("num-computed-uncut", REQUEST, "self.num_computed = min(self.num_computed, len(self.tokens))", "pass"),
@@ -207,7 +218,7 @@ TABLE = [
     ("last-of-equals", ARGMAX, "if (value > largest ||", "if (value >= largest ||"),
     ("nan-overlooked", ARGMAX, "!(widen(row + i) <= bound)", "widen(row + i) > bound"),
     ("rest-overlooked", ARGMAX, "  look(i, size);\n", ""),
-    ("infinite-chosen", ARGMAX, "std::isfinite(largest) ? best : -1", "best"),
+    ("infinite-chosen", ARGMAX, "std::isfinite(largest) ? best : kNoNumbers", "best"),
     (
         "poison-written",
         STORED,

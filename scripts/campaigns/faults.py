@@ -130,7 +130,12 @@ FAULTS = [
     Fault("residual-exchanged", "verify:_verify_probs", "target_probs - draft_probs", "draft_probs - target_probs"),
     Fault("rejection-blind-to-draft", "verify:_verify_probs", "prefix.append(token)", "pass"),
     Fault("bonus-row-early", "verify:_verify_probs", "logits[len(draft.tokens)])", "logits[len(draft.tokens) - 1])"),
-    Fault("penalties-ignore-draft", "sampling:Sampler.choices", "prefix.append(token)", "pass"),
+    Fault(
+        "penalties-ignore-draft",
+        "sampling:Sampler.choices",
+        "prefix += [] if next_token is None else [next_token]",
+        "pass",
+    ),
     Fault("sent-past-budget", "drafting:propose", "draft.cut(engine.max_draft_len_of(s))", "draft"),
     Fault("orchestrator-keeps-blocks", "orchestrator:_generate_group", "engine.release(sequence)", "pass"),
     Fault("orchestrator-never-lets-go", "orchestrator:generate", "let_go(engine, drafter, group)", "pass"),

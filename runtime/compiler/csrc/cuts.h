@@ -1,0 +1,356 @@
+// What a request leaves of a position's logits: scores after biases, penalties, bans and temperature, and which of them
+// top-k, top-p and min-p keep. Nothing is sorted: the score at a cut is found by halving the range that it can be in, and
+// passes over what is in the range, which is soon short.
+//
+// Scores are taken in pieces, which threads share. What is added up is added up piece by piece, so that it does not depend
+// on how many threads there are, or on what else they do.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "lanes.h"
+#include "softmax.h"
+#include "tasks.h"
+
+namespace {
+
+constexpr float kLargestFloat = std::numeric_limits<float>::max();
+constexpr int64_t kPiece = 16384;
+typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+
+inline bool is_any(Ints mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+  int32_t any = 0;
+  for (int lane = 0; lane < kLanes; ++lane) any |= mask[lane];
+  return any != 0;
+#endif
+}
+inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
+inline Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
+inline float smallest_of(Lanes v) { return -largest_of(-v); }
+inline int64_t registers(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+// e to the power of x, to 3 units in the last place; 0 below -87. x is at most 0.
+inline Lanes exp_lanes(Lanes x) {
+  const Lanes shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f;
+  const Lanes rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  const Lanes power = exp2_lanes(rest * 1.44269504f) * (Lanes)(((Words)shifted << 23) + 0x3f800000u);
+  return x > -87.0f ? power : Lanes{};
+}
+
+// How a request chooses (`runtime.params.SamplingConfig`).
+struct Rules {
+  double is_greedy, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
+};
+
+// A token whose score does not depend on its logit alone: its bias, whether it occurs before, and how often for penalties.
+struct Entry {
+  int32_t token;
+  float bias;
+  int32_t occurs, count;
+};
+
+template <typename T>
+struct Range {
+  const T *first, *last;
+  const T* begin() const { return first; }
+  const T* end() const { return last; }
+  bool empty() const { return first == last; }
+};
+
+// As transformers computes it: each product is rounded before it is used.
+inline float penalized(float score, const Entry& entry, const Rules& rules) {
+  const auto repetition = static_cast<float>(rules.repetition_penalty);
+  const double frequency = static_cast<float>(rules.frequency_penalty);
+  score += entry.bias;
+  if (entry.occurs) score = score < 0 ? score * repetition : score / repetition;
+  if (entry.count) score -= static_cast<float>(rules.presence_penalty);
+  return score - static_cast<float>(frequency * entry.count);
+}
+
+// Whether there is a score that is no number or infinite, and between which the others are, of those that are not -inf.
+struct Extent {
+  bool is_wrong = false;
+  float smallest = kLargestFloat, largest = kNever;
+
+  void add(const Extent& other) {
+    is_wrong |= other.is_wrong;
+    smallest = std::min(smallest, other.smallest), largest = std::max(largest, other.largest);
+  }
+};
+
+// The scores of a position: -inf where a token cannot be chosen, and beyond the last one up to a whole register.
+struct Scores {
+  float* scores;
+  int64_t size;
+  Extent extent;
+
+  int64_t num_pieces() const { return (size + kPiece - 1) / kPiece; }
+
+  // Calls work(begin, end), which returns the extent of what it computed, for each piece.
+  template <typename Work>
+  void compute(const Work& work) {
+    std::vector<Extent> extents(num_pieces());
+    share_tasks(num_pieces(), [&](int64_t i) { extents[i] = work(i * kPiece, std::min((i + 1) * kPiece, size)); });
+    extent = {};
+    for (const Extent& one : extents) extent.add(one);
+  }
+};
+
+struct Extremes {
+  Lanes low = Lanes{} + kLargestFloat, high = Lanes{} + kNever;
+  Ints is_wrong{};
+
+  void look_at(Lanes v) {
+    high = larger(v, high);
+    low = v >= -kLargestFloat ? smaller(v, low) : low;
+  }
+  Extent extent() const { return {is_any(is_wrong), smallest_of(low), largest_of(high)}; }
+};
+
+template <typename T>
+void scale(const T* logits, float temperature, Scores& to) {
+  to.compute([&](int64_t begin, int64_t end) {
+    Extremes found;
+    int64_t i = begin;
+    const auto take = [&](Lanes logit) {
+      const Lanes v = logit / temperature;
+      store(to.scores + i, v);
+      found.is_wrong |= !(logit <= kLargestFloat);
+      found.look_at(v);
+    };
+    for (; i + kLanes <= end; i += kLanes) take(widen(logits + i));
+    if (i < end) {
+      Lanes rest = Lanes{} + kNever;
+      for (int64_t k = i; k < end; ++k) rest[k - i] = static_cast<float>(logits[k]);
+      take(rest);
+    }
+    return found.extent();
+  });
+}
+
+template <typename T>
+void penalize(const T* logits, const Rules& rules, Range<Entry> entries, Range<Entry> later, Range<int32_t> bans,
+              float temperature, Scores& to) {
+  if (entries.empty() && later.empty() && bans.empty()) return;
+  for (const auto& some : {entries, later})  // of a token that is in both, the later one counts
+    for (const Entry& entry : some)
+      if (entry.token < to.size)  // a draft model may have fewer tokens than the text before
+        to.scores[entry.token] = penalized(static_cast<float>(logits[entry.token]), entry, rules) / temperature;
+  for (const int32_t token : bans)
+    if (token < to.size) to.scores[token] = kNever;
+  to.compute([&](int64_t begin, int64_t end) {
+    Extremes found;
+    for (int64_t i = begin; i < end; i += kLanes) found.look_at(load(to.scores + i));
+    return found.extent();
+  });
+}
+
+// Memory for one position, kept by the thread that asks for it.
+struct Room {
+  std::vector<float> scores, candidates, weights;
+
+  void make(int64_t size) {
+    for (auto* some : {&scores, &candidates, &weights})
+      if (some->size() < static_cast<size_t>(size + kLanes)) some->resize(size + kLanes);
+  }
+};
+
+// Scores that a cut is looked for among: in each piece so many, up to a whole number of registers, of which the last may
+// be filled up with -inf. They have weights, or each counts 1.
+class Candidates {
+ public:
+  Candidates(const Scores& scores, Room& room) : scores_(scores.scores), room_(room), sizes_(scores.num_pieces()) {
+    for (int64_t i = 0; i < scores.num_pieces(); ++i) sizes_[i] = registers(std::min(scores.size - i * kPiece, kPiece));
+    count();
+  }
+
+  int64_t size() const { return size_; }
+
+  // Weighs them by the largest score, whose weight is 1; returns the sum.
+  double weigh(float largest) {
+    weights_ = room_.weights.data();
+    return sum([&](int64_t i) {
+      Doubles sum{};
+      for_each(i, [&](int64_t k) {
+        const Lanes weight = exp_lanes(load(scores_ + k) - largest);
+        store(room_.weights.data() + k, weight);
+        sum += __builtin_convertvector(weight, Doubles);
+      });
+      return total(sum);
+    });
+  }
+
+  // The largest score that, with all above it, weighs at least what is wanted, and what those above it weigh. No candidate
+  // is larger than `largest`; those smaller than `smallest` are not needed for it.
+  struct Boundary {
+    float score;
+    double above;
+  };
+  Boundary find(double wanted, float smallest, float largest) {
+    double above = 0;
+    int64_t num_left = size_;  // at most
+    while (smallest < largest) {
+      float mid = smallest / 2 + largest / 2;
+      if (!(mid > smallest && mid <= largest)) mid = largest;
+      const Parts parts = weights_ ? part<true>(smallest, mid, largest) : part<false>(smallest, mid, largest);
+      if (above + parts.upper_weight >= wanted) smallest = parts.smallest_upper, num_left = parts.num_upper;
+      else above += parts.upper_weight, largest = parts.largest_lower, num_left -= parts.num_upper;
+      if (num_left * 3 < size_ && size_ > 8 * kLanes) keep(smallest, largest);
+    }
+    return {smallest, above};
+  }
+
+  // Leaves those of first <= score <= last.
+  void keep(float first, float last) {
+    share([&](int64_t i) { sizes_[i] = keep_of_piece(i, first, last); });
+    scores_ = room_.candidates.data();
+    count();
+  }
+
+ private:
+  // Those of first <= score <= last, parted at `mid`.
+  struct Parts {
+    double upper_weight = 0;
+    int64_t num_upper = 0;
+    float smallest_upper, largest_lower;
+  };
+
+  template <bool has_weights>
+  Parts part(float first, float mid, float last) const {
+    std::vector<Parts> parts(sizes_.size());
+    share([&](int64_t i) {
+      Doubles weight{};
+      Ints count{};
+      Lanes smallest_upper = Lanes{} + last, largest_lower = Lanes{} + first;
+      for_each(i, [&](int64_t k) {
+        const Lanes v = load(scores_ + k);
+        const Ints is_upper = (v >= mid) & (v <= last), is_lower = (v < mid) & (v > first);
+        count -= is_upper;
+        smallest_upper = is_upper ? smaller(v, smallest_upper) : smallest_upper;
+        largest_lower = is_lower ? larger(v, largest_lower) : largest_lower;
+        if constexpr (has_weights)
+          weight += __builtin_convertvector(is_upper ? load(weights_ + k) : Lanes{}, Doubles);
+      });
+      int64_t num_upper = 0;
+      for (int lane = 0; lane < kLanes; ++lane) num_upper += count[lane];
+      parts[i] = {has_weights ? total(weight) : static_cast<double>(num_upper), num_upper, smallest_of(smallest_upper),
+                  largest_of(largest_lower)};
+    });
+    Parts all{0, 0, last, first};
+    for (const Parts& one : parts) {
+      all.upper_weight += one.upper_weight, all.num_upper += one.num_upper;
+      all.smallest_upper = std::min(all.smallest_upper, one.smallest_upper);
+      all.largest_lower = std::max(all.largest_lower, one.largest_lower);
+    }
+    return all;
+  }
+
+  int64_t keep_of_piece(int64_t piece, float first, float last) {
+    float* to = room_.candidates.data() + piece * kPiece;
+    float* to_weights = room_.weights.data() + piece * kPiece;
+    int64_t kept = 0;
+    for_each(piece, [&](int64_t k) {
+      const Lanes v = load(scores_ + k), weights = weights_ ? load(weights_ + k) : Lanes{};
+      const Ints is_kept = (v >= first) & (v <= last);
+      if (!is_any(is_kept)) return;
+#if defined(__AVX512F__)
+      const __mmask16 mask = _mm512_test_epi32_mask((__m512i)is_kept, (__m512i)is_kept);
+      store(to + kept, (Lanes)_mm512_maskz_compress_ps(mask, (__m512)v));
+      if (weights_) store(to_weights + kept, (Lanes)_mm512_maskz_compress_ps(mask, (__m512)weights));
+      kept += __builtin_popcount(mask);
+#else
+      for (int lane = 0; lane < kLanes; ++lane) {
+        to[kept] = v[lane];
+        if (weights_) to_weights[kept] = weights[lane];
+        kept += is_kept[lane] & 1;
+      }
+#endif
+    });
+    std::fill(to + kept, to + registers(kept), kNever);
+    if (weights_) std::fill(to_weights + kept, to_weights + registers(kept), 0.0f);
+    return registers(kept);
+  }
+
+  template <typename Use>
+  void for_each(int64_t piece, const Use& use) const {
+    for (int64_t k = piece * kPiece, end = k + sizes_[piece]; k < end; k += kLanes) use(k);
+  }
+  template <typename Work>
+  void share(const Work& work) const {
+    if (size_ > kPiece) return share_tasks(sizes_.size(), work);
+    for (size_t i = 0; i < sizes_.size(); ++i) work(i);
+  }
+  template <typename Work>
+  double sum(const Work& work) const {
+    std::vector<double> sums(sizes_.size());
+    share([&](int64_t i) { sums[i] = work(i); });
+    double all = 0;
+    for (const double one : sums) all += one;
+    return all;
+  }
+  static double total(Doubles v) {
+    double sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += v[lane];
+    return sum;
+  }
+  void count() {
+    size_ = 0;
+    for (const int64_t one : sizes_) size_ += one;
+  }
+
+  const float *scores_, *weights_ = nullptr;
+  Room& room_;
+  std::vector<int64_t> sizes_;
+  int64_t size_;
+};
+
+// Which scores are left: those above `least`, and of those equal to it the ones from `first_equal` on.
+struct Cut {
+  float least;
+  int64_t first_equal;
+};
+
+// top-p keeps the fewest of the largest that have the share together; of equal ones at its end the last, as if scores were
+// sorted by a stable sort, the smallest first.
+inline Cut cut_by_share(const Scores& scores, float least, double share, Room& room) {
+  const float largest = scores.extent.largest;
+  Candidates candidates(scores, room);
+  if (least > -kLargestFloat) candidates.keep(least, largest);
+  const double sum = candidates.weigh(largest);
+  // All that weigh less have less than what is cut, together.
+  const double negligible = largest + std::log((1 - share) * sum / static_cast<double>(scores.size)) - 1e-3;
+  const float floor = std::max({least, scores.extent.smallest, static_cast<float>(negligible)});
+  const auto boundary = candidates.find(share * sum, floor, largest);
+  const double weight = exp_lanes(Lanes{} + (boundary.score - largest))[0];
+  const double num_kept = std::max(std::ceil((share * sum - boundary.above) / weight), 1.0);
+  int64_t first_equal = scores.size;
+  for (double found = 0; first_equal > 0 && found < num_kept;) found += scores.scores[--first_equal] == boundary.score;
+  return {boundary.score, first_equal};
+}
+
+inline Cut find_cut(const Scores& scores, const Rules& rules, Room& room) {
+  Cut cut{-kLargestFloat, 0};
+  const auto [is_wrong, smallest, largest] = scores.extent;
+  if (rules.top_k > 0 && rules.top_k < scores.size)
+    cut.least = Candidates(scores, room).find(rules.top_k, smallest, largest).score;
+  if (rules.top_p > 0 && rules.top_p < 1) cut = cut_by_share(scores, cut.least, rules.top_p, room);
+  if (rules.min_p > 0) {
+    const double least = largest + std::log(rules.min_p);
+    auto rounded = static_cast<float>(least);
+    if (rounded < least) rounded = std::nextafter(rounded, kLargestFloat);
+    if (rounded > cut.least) cut = {std::min(rounded, largest), 0};
+  }
+  return cut;
+}
+
+}  // namespace

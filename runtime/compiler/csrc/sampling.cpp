@@ -1,0 +1,206 @@
+// The tokens that requests choose at positions: a row of logits each, side by side. Greedy: the index of the largest score,
+// the first of equal ones. Sampled: of what the cuts leave, the largest score and noise together.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "cuts.h"
+#include "lanes.h"
+#include "noise.h"
+#include "tasks.h"
+
+namespace {
+
+constexpr int64_t kNoNumbers = -1, kNoTokenLeft = -2;  // in place of a token; `runtime.sampling` knows them
+
+// Looks at four registers of numbers at a time; only where one is larger than all before, at each of them.
+template <typename T>
+int64_t argmax(const T* row, int64_t size) {
+  constexpr int64_t kWide = 4 * kLanes;
+  float largest = kNever;
+  int64_t best = 0, i = 0;
+  // NaN is larger than any number: a model gone wrong is not to look right.
+  const auto look = [&](int64_t begin, int64_t end) {
+    for (int64_t j = begin; j < end && !std::isnan(largest); ++j) {
+      const float value = static_cast<float>(row[j]);
+      if (value > largest || std::isnan(value)) largest = value, best = j;
+    }
+  };
+  for (; i + kWide <= size && !std::isnan(largest); i += kWide) {
+    const Lanes bound = Lanes{} + largest;
+    auto is_higher = !(widen(row + i) <= bound);
+    for (int64_t j = kLanes; j < kWide; j += kLanes) is_higher |= !(widen(row + i + j) <= bound);
+    int32_t any = 0;
+    for (int lane = 0; lane < kLanes; ++lane) any |= is_higher[lane];
+    if (any) look(i, i + kWide);
+  }
+  look(i, size);
+  return std::isfinite(largest) ? best : kNoNumbers;
+}
+
+// A token, and its score and noise beyond the largest score.
+struct Best {
+  double score = kLeastNoise;
+  int64_t token = -1;
+};
+
+// What noise can be at most is known by fewer operations than what it is; a token that cannot win by that is passed over.
+Best draw(const Scores& scores, const Cut& cut, const Noise& noise, int64_t begin, int64_t end) {
+  Best best;
+  Words tokens;
+  for (int lane = 0; lane < kLanes; ++lane) tokens[lane] = static_cast<uint32_t>(begin + lane);
+  for (int64_t i = begin; i < end; i += kLanes, tokens += kLanes) {
+    const Lanes v = load(scores.scores + i);
+    const Ints is_left = v >= cut.least;
+    if (!is_any(is_left)) continue;
+    const Ints may_win = is_left & ((v - scores.extent.largest) + noise.at_most(tokens) >= static_cast<float>(best.score));
+    if (!is_any(may_win)) continue;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      if (!may_win[lane] || (v[lane] == cut.least && i + lane < cut.first_equal)) continue;
+      const double beyond = static_cast<double>(v[lane]) - scores.extent.largest;
+      const double score = beyond + noise.of(static_cast<uint32_t>(i + lane));
+      if (score > best.score) best = {score, i + lane};
+    }
+  }
+  return best;
+}
+
+int64_t draw(const Scores& scores, const Cut& cut, uint64_t key) {
+  const Noise noise(key);
+  std::vector<Best> of_pieces(scores.num_pieces());
+  share_tasks(scores.num_pieces(), [&](int64_t i) {
+    of_pieces[i] = draw(scores, cut, noise, i * kPiece, std::min((i + 1) * kPiece, scores.size));
+  });
+  Best best;
+  for (const Best& one : of_pieces)
+    if (one.score > best.score) best = one;
+  return best.token;
+}
+
+// A row of logits and what its request says of it.
+struct Position {
+  const void* logits;
+  at::ScalarType dtype;
+  int64_t size;
+  Rules rules;
+  Range<Entry> entries, later;
+  Range<int32_t> bans;
+  uint64_t key;
+
+  bool is_plain() const { return rules.is_greedy && entries.empty() && later.empty() && bans.empty(); }
+};
+
+template <typename Use>
+auto with_numbers(const void* logits, at::ScalarType dtype, const Use& use) {
+  if (dtype == at::kFloat) return use(static_cast<const float*>(logits));
+  if (dtype == at::kBFloat16) return use(static_cast<const at::BFloat16*>(logits));
+  return use(static_cast<const at::Half*>(logits));
+}
+
+// Scores into `scores`; a token's place is 0, or why there is none.
+int64_t find_scores(const Position& position, Scores& scores) {
+  return with_numbers(position.logits, position.dtype, [&](const auto* logits) -> int64_t {
+    const auto temperature = static_cast<float>(position.rules.is_greedy ? 1.0 : position.rules.temperature);
+    scale(logits, temperature, scores);
+    if (scores.extent.is_wrong || scores.extent.largest == kNever) return kNoNumbers;
+    penalize(logits, position.rules, position.entries, position.later, position.bans, temperature, scores);
+    return std::isfinite(scores.extent.largest) ? 0 : kNoTokenLeft;
+  });
+}
+
+int64_t choose(const Position& position, Room& room) {
+  if (position.is_plain())
+    return with_numbers(position.logits, position.dtype,
+                        [&](const auto* logits) { return argmax(logits, position.size); });
+  room.make(position.size);
+  Scores scores{room.scores.data(), position.size, {}};
+  if (const int64_t why = find_scores(position, scores)) return why;
+  if (position.rules.is_greedy) return argmax(scores.scores, scores.size);
+  return draw(scores, find_cut(scores, position.rules, room), position.key);
+}
+
+// As `choose_rows` takes them.
+std::vector<Position> positions_of(const at::TensorList rows, const at::Tensor& rules, const at::Tensor& keys,
+                                   const at::Tensor& entries, const at::Tensor& bans, const at::Tensor& bounds) {
+  std::vector<Position> positions;
+  const auto* bound = bounds.const_data_ptr<int64_t>();
+  const auto* rule = reinterpret_cast<const Rules*>(rules.const_data_ptr<double>());
+  const auto* key = reinterpret_cast<const uint64_t*>(keys.const_data_ptr<int64_t>());
+  const auto* entry = reinterpret_cast<const Entry*>(entries.const_data_ptr<int32_t>());
+  const auto* ban = bans.const_data_ptr<int32_t>();
+  for (const at::Tensor& some : rows) {
+    const auto dtype = some.scalar_type();
+    TORCH_CHECK(some.dim() == 2 && some.size(1) > 0 && some.stride(1) == 1, "rows must be contiguous");
+    TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "logits must be floats");
+    TORCH_CHECK(bound + 6 * some.size(0) <= bounds.const_data_ptr<int64_t>() + bounds.numel(), "rows without bounds");
+    for (int64_t row = 0; row < some.size(0); ++row, bound += 6) {
+      const auto* logits = static_cast<const char*>(some.const_data_ptr()) + row * some.stride(0) * some.element_size();
+      positions.push_back({logits, dtype, some.size(1), *rule++, {entry + bound[0], entry + bound[1]},
+                           {entry + bound[2], entry + bound[3]}, {ban + bound[4], ban + bound[5]}, *key++});
+    }
+  }
+  TORCH_CHECK(static_cast<int64_t>(positions.size()) == rules.size(0) && rules.size(1) == 8 && bounds.size(1) == 6 &&
+                  keys.size(0) == rules.size(0) && bounds.size(0) == rules.size(0),
+              "each row has its rules, key and bounds");
+  return positions;
+}
+
+thread_local Room own_room;
+
+// Rows are shared among the threads, or the pieces of each, where there are fewer rows than threads.
+template <typename Work>
+void for_rows(int64_t num_rows, const Work& work) {
+  if (num_rows >= num_threads()) return share_tasks(num_rows, [&](int64_t i) { work(i, own_room); });
+  for (int64_t i = 0; i < num_rows; ++i) work(i, own_room);
+}
+
+at::Tensor choose_rows(at::TensorList rows, const at::Tensor& rules, const at::Tensor& keys, const at::Tensor& entries,
+                       const at::Tensor& bans, const at::Tensor& bounds) {
+  const auto positions = positions_of(rows, rules, keys, entries, bans, bounds);
+  at::Tensor tokens = at::empty({static_cast<int64_t>(positions.size())}, keys.options());
+  auto* token = tokens.mutable_data_ptr<int64_t>();
+  for_rows(tokens.size(0), [&](int64_t i, Room& room) { token[i] = choose(positions[i], room); });
+  return tokens;
+}
+
+// (n, vocab) float32 scores that are left, and -inf; and why there are none, or 0.
+std::tuple<at::Tensor, at::Tensor> scores_of_rows(at::TensorList rows, const at::Tensor& rules, const at::Tensor& keys,
+                                                  const at::Tensor& entries, const at::Tensor& bans,
+                                                  const at::Tensor& bounds) {
+  const auto positions = positions_of(rows, rules, keys, entries, bans, bounds);
+  const auto num_rows = static_cast<int64_t>(positions.size());
+  at::Tensor all = at::empty({num_rows, positions.at(0).size}, keys.options().dtype(at::kFloat));
+  at::Tensor why = at::empty({num_rows}, keys.options());
+  for_rows(num_rows, [&](int64_t i, Room& room) {
+    const int64_t size = positions[i].size;
+    room.make(size);
+    Scores scores{room.scores.data(), size, {}};
+    why.mutable_data_ptr<int64_t>()[i] = find_scores(positions[i], scores);
+    if (why.const_data_ptr<int64_t>()[i]) return;
+    const Cut cut = positions[i].rules.is_greedy ? Cut{-kLargestFloat, 0}
+                                                 : find_cut(scores, positions[i].rules, room);
+    float* to = all.mutable_data_ptr<float>() + i * size;
+    for (int64_t token = 0; token < size; ++token) {
+      const float score = scores.scores[token];
+      to[token] = score > cut.least || (score == cut.least && token >= cut.first_equal) ? score : kNever;
+    }
+  });
+  return {all, why};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(specdec, library) {
+  library.def("choose(Tensor[] rows, Tensor rules, Tensor keys, Tensor entries, Tensor bans, Tensor bounds) -> Tensor");
+  library.def("scores(Tensor[] rows, Tensor rules, Tensor keys, Tensor entries, Tensor bans, Tensor bounds)"
+              " -> (Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(specdec, CPU, library) {
+  library.impl("choose", choose_rows);
+  library.impl("scores", scores_of_rows);
+}
