@@ -50,6 +50,12 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         at_least_0 = (*_AT_LEAST_0, *_PENALTIES) if self.penalize_prompt else _AT_LEAST_0
+        for name in set(_PENALTIES) - set(at_least_0):
+            if not math.isfinite(getattr(self, name)):
+                raise UsageError(f"{name} must be a number: {getattr(self, name)}", hint="0 is no effect")
+        for token, bias in self.logit_bias:
+            if not bias < math.inf:
+                raise UsageError(f"the bias of token {token} must be a number: {bias}", hint="0 is no effect")
         ranges = [(name, 0 <= getattr(self, name) < math.inf, "at least 0") for name in at_least_0]
         ranges += [(name, 0 <= getattr(self, name) <= 1, "between 0 and 1") for name in _SHARES]
         ranges.append(("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0"))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.params import GREEDY, SamplingConfig
-from runtime.sampling import NoChoice, Sampler
+from runtime.sampling import NoChoice, Sampler, have_kernels
 from runtime.stats import RequestStats
 
 FinishReason = Literal["end_id", "stop", "length"]
@@ -74,10 +74,14 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenLogprobs]:
-    """Of each token by its row of (num_tokens, vocab) float32 logits, and of the `num_top` best."""
-    all_logprobs = torch.log_softmax(logits, dim=-1)
-    values, ids = all_logprobs.topk(min(num_top, all_logprobs.shape[-1]))
-    own = all_logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    """Of each token by its row of (num_tokens, vocab) logits, and of the `num_top` best."""
+    num_top, chosen = min(num_top, logits.shape[-1]), torch.tensor(tokens)
+    if have_kernels(logits):
+        own, ids, values = torch.ops.specdec.logprobs(logits, chosen, num_top)
+    else:
+        all_logprobs = torch.log_softmax(logits.to("cpu", torch.float32), dim=-1)
+        values, ids = all_logprobs.topk(num_top)
+        own = all_logprobs.gather(-1, chosen[:, None])[:, 0]
     return [
         TokenLogprobs(token, logprob, tuple(zip(top_ids, top_values, strict=True)))
         for token, logprob, top_ids, top_values in zip(tokens, own.tolist(), ids.tolist(), values.tolist(), strict=True)
@@ -191,16 +195,16 @@ class Sequence:
         new_tokens = self.tokens[start:]
         self.num_computed = min(self.num_computed, len(self.tokens))
         if verdict.logits is not None:
-            self._keep(verdict.logits[: len(new_tokens)].to("cpu", torch.float32, copy=True), new_tokens)
+            self._keep(verdict.logits[: len(new_tokens)], new_tokens)
         self.stats.record_step(len(draft.tokens), min(verdict.num_accepted, len(new_tokens)), len(new_tokens))
         if self.finish_reason is not None:
             self.stats.finish()
         return new_tokens
 
     def _keep(self, logits: Tensor, tokens: list[int]) -> None:
-        """What the request keeps of (num_tokens, vocab) float32 logits, row i those that token i was chosen by."""
+        """What the request keeps of (num_tokens, vocab) logits, row i those that token i was chosen by."""
         if self.request.keep_logits:
-            self.logits.extend(logits)
+            self.logits.extend(logits.to("cpu", torch.float32, copy=True))
         if self.request.num_logprobs is not None:
             self.logprobs += token_logprobs(logits, tokens, self.request.num_logprobs)
 
@@ -209,7 +213,6 @@ class Sequence:
         start = len(self.prompt_logprobs) + 1
         tokens = self.request.prompt_tokens[start : start + len(logits)]
         assert self.request.num_prompt_logprobs is not None
-        logits = logits.to("cpu", torch.float32)
         self.prompt_logprobs += token_logprobs(logits, tokens, self.request.num_prompt_logprobs)
 
     def _finish_reason(self) -> FinishReason | None:

@@ -210,7 +210,7 @@ class Sampler:
 
         NoChoice if nothing can. Of logits -inf is one that is never chosen.
         """
-        if _have_kernels(logits):
+        if have_kernels(logits):
             kept: tuple[Tensor, Tensor] = torch.ops.specdec.scores(
                 *kernel_arguments([Positions(self, prefix, [], logits[None])])
             )
@@ -315,7 +315,7 @@ class Positions:
 
 def choose_all(asked: Seq[Positions]) -> list[Iterator[int]]:
     """What each request chooses at its positions. NoChoice comes when the first is asked for that has none."""
-    if not all(_have_kernels(positions.logits) for positions in asked):
+    if not all(have_kernels(positions.logits) for positions in asked):
         return [one.sampler.choices(one.prefix, one.draft_tokens, one.logits) for one in asked]
     tokens = iter(torch.ops.specdec.choose(*kernel_arguments(asked)).tolist() if asked else ())
     chosen = [list(itertools.islice(tokens, len(one.logits))) for one in asked]
@@ -329,7 +329,7 @@ def _checked(tokens: list[int], first_position: int) -> Iterator[int]:
         yield token
 
 
-def _have_kernels(logits: Tensor) -> bool:
+def have_kernels(logits: Tensor) -> bool:
     """Whether an engine of this process has loaded kernels that can take the logits."""
     is_taken = logits.device.type == "cpu" and logits.dtype in _DTYPES and logits.stride(-1) == 1
     return is_taken and hasattr(torch.ops.specdec, "choose")

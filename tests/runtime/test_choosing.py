@@ -34,6 +34,7 @@ from runtime.compiler.kernels import load_kernels
 from runtime.evaluation.chi_squared import chi_squared_of, detectable_total_variation, p_value_of
 from runtime.noise import gumbel
 from runtime.params import GREEDY, SamplingConfig
+from runtime.request import token_logprobs
 from runtime.sampling import NoChoice, Positions, Sampler, choose_all
 
 ROUNDING = 1e-6
@@ -136,7 +137,7 @@ def test_of_equal_scores_at_the_cut_of_top_p_the_last_are_left(size: int) -> Non
 
 
 def test_without_kernels_too_the_last_of_equal_scores_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.sampling, "_have_kernels", lambda logits: False)
+    monkeypatch.setattr(runtime.sampling, "have_kernels", lambda logits: False)
     left = Sampler(config(top_p=0.301), (5,)).scores([5], torch.zeros(1000)).isfinite().nonzero()[:, 0]
     assert left.tolist() == list(range(1000 - len(left), 1000)) and abs(len(left) - 301) <= 1
 
@@ -239,7 +240,7 @@ def test_both_forms_choose_alike(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
         for cut in CUTS
     ]
     chosen = [list(tokens) for tokens in choose_all(asked)]
-    monkeypatch.setattr(runtime.sampling, "_have_kernels", lambda logits: False)
+    monkeypatch.setattr(runtime.sampling, "have_kernels", lambda logits: False)
     assert [list(tokens) for tokens in choose_all(asked)] == chosen
 
 
@@ -301,6 +302,33 @@ def test_noise_of_neighbouring_tokens_is_independent() -> None:
         counts = np.bincount(8 * cells[: -(1 << shift)] + cells[1 << shift :], minlength=64)
         expected = counts.sum() / 64
         assert p_value_of(float(((counts - expected) ** 2 / expected).sum()), 63) > 1e-4
+
+
+# -- Log-probabilities --
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_logprobs_are_those_of_torch(size: int, dtype: torch.dtype) -> None:
+    """Of the best, and of any token; float32 has 6 digits of numbers like these."""
+    rows = kinds_of_logits(size).to(dtype)
+    tokens, num_top = [(7 * i) % size for i in range(len(rows))], min(size, 20)
+    expected = rows.double().log_softmax(dim=-1)
+    for row, token, one in zip(expected, tokens, token_logprobs(rows, tokens, num_top), strict=True):
+        assert one.token == token and one.logprob == pytest.approx(float(row[token]), rel=1e-5, abs=1e-6)
+        values = torch.tensor([value for _, value in one.top], dtype=torch.float64)
+        torch.testing.assert_close(values, row.topk(num_top).values, rtol=1e-5, atol=1e-6)
+        best = [best for best, _ in one.top]
+        torch.testing.assert_close(values, row[best], rtol=1e-5, atol=1e-6)
+        assert len(set(best)) == num_top
+
+
+def test_logprobs_of_what_is_no_number_are_none() -> None:
+    rows = torch.zeros(2, 5)
+    rows[0, 3] = math.nan
+    wrong, right = token_logprobs(rows, [1, 1], 2)
+    assert math.isnan(wrong.logprob) and all(math.isnan(value) for _, value in wrong.top)
+    assert right.logprob == pytest.approx(-math.log(5)) and [token for token, _ in right.top] == [0, 1]
 
 
 # -- What cannot be chosen from --

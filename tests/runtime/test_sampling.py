@@ -475,6 +475,14 @@ def test_value_out_of_range_is_wrong_usage(name: str, value: float) -> None:
     assert error.value.hint
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_biases_and_penalties_that_may_be_negative_are_numbers(value: float) -> None:
+    for fields in ({"presence_penalty": value}, {"frequency_penalty": value}, {"logit_bias": ((3, value),)}):
+        with pytest.raises(UsageError, match=f"must be a number: {value}"):
+            SamplingConfig(penalize_prompt=False, **fields)
+    SamplingConfig(penalize_prompt=False, presence_penalty=-1.0, logit_bias=((3, -math.inf),))  # never chosen
+
+
 def test_bad_word_of_no_tokens_is_wrong_usage() -> None:
     with pytest.raises(UsageError, match=r"a bad word has no tokens: \(\)"):
         SamplingConfig(bad_words=((5,), ()))

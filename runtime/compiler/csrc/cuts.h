@@ -165,6 +165,26 @@ struct Room {
   }
 };
 
+// A sum of many floats at most 1: a few of them are added up in float32, and those sums in float64.
+class Sum {
+ public:
+  void add(Lanes v) {
+    few_ += v;
+    if (++number_ % 8 == 0) all_ += __builtin_convertvector(few_, Doubles), few_ = Lanes{};
+  }
+  double total() const {
+    const Doubles v = all_ + __builtin_convertvector(few_, Doubles);
+    double sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += v[lane];
+    return sum;
+  }
+
+ private:
+  Doubles all_{};
+  Lanes few_{};
+  uint32_t number_ = 0;
+};
+
 // Scores that a cut is looked for among: in each piece so many, up to a whole number of registers, of which the last may
 // be filled up with -inf. They have weights, or each counts 1.
 class Candidates {
@@ -180,13 +200,13 @@ class Candidates {
   double weigh(float largest) {
     weights_ = room_.weights.data();
     return sum([&](int64_t i) {
-      Doubles sum{};
+      Sum sum;
       for_each(i, [&](int64_t k) {
         const Lanes weight = exp_lanes(load(scores_ + k) - largest);
         store(room_.weights.data() + k, weight);
-        sum += __builtin_convertvector(weight, Doubles);
+        sum.add(weight);
       });
-      return total(sum);
+      return sum.total();
     });
   }
 
@@ -229,7 +249,7 @@ class Candidates {
   Parts part(float first, float mid, float last) const {
     std::vector<Parts> parts(sizes_.size());
     share([&](int64_t i) {
-      Doubles weight{};
+      Sum weight;
       Ints count{};
       Lanes smallest_upper = Lanes{} + last, largest_lower = Lanes{} + first;
       for_each(i, [&](int64_t k) {
@@ -238,12 +258,11 @@ class Candidates {
         count -= is_upper;
         smallest_upper = is_upper ? smaller(v, smallest_upper) : smallest_upper;
         largest_lower = is_lower ? larger(v, largest_lower) : largest_lower;
-        if constexpr (has_weights)
-          weight += __builtin_convertvector(is_upper ? load(weights_ + k) : Lanes{}, Doubles);
+        if constexpr (has_weights) weight.add(is_upper ? load(weights_ + k) : Lanes{});
       });
       int64_t num_upper = 0;
       for (int lane = 0; lane < kLanes; ++lane) num_upper += count[lane];
-      parts[i] = {has_weights ? total(weight) : static_cast<double>(num_upper), num_upper, smallest_of(smallest_upper),
+      parts[i] = {has_weights ? weight.total() : static_cast<double>(num_upper), num_upper, smallest_of(smallest_upper),
                   largest_of(largest_lower)};
     });
     Parts all{0, 0, last, first};
@@ -298,11 +317,6 @@ class Candidates {
     for (const double one : sums) all += one;
     return all;
   }
-  static double total(Doubles v) {
-    double sum = 0;
-    for (int lane = 0; lane < kLanes; ++lane) sum += v[lane];
-    return sum;
-  }
   void count() {
     size_ = 0;
     for (const int64_t one : sizes_) size_ += one;
@@ -320,6 +334,24 @@ struct Cut {
   int64_t first_equal;
 };
 
+// Where the `wanted`-th of those with this score is, counted from the end; 0 if there are fewer.
+inline int64_t place_from_end(const Scores& scores, float score, double wanted) {
+  double found = 0;
+  for (int64_t i = registers(scores.size) - kLanes; i >= 0; i -= kLanes) {
+    const Ints is_equal = load(scores.scores + i) == score;
+    if (!is_any(is_equal)) continue;
+    int64_t number = 0;
+    for (int lane = 0; lane < kLanes; ++lane) number -= is_equal[lane];
+    if (found + number < wanted) {
+      found += number;
+      continue;
+    }
+    for (int lane = kLanes - 1; lane >= 0; --lane)
+      if (is_equal[lane] && ++found >= wanted) return i + lane;
+  }
+  return 0;
+}
+
 // top-p keeps the fewest of the largest that have the share together; of equal ones at its end the last, as if scores were
 // sorted by a stable sort, the smallest first.
 inline Cut cut_by_share(const Scores& scores, float least, double share, Room& room) {
@@ -333,9 +365,7 @@ inline Cut cut_by_share(const Scores& scores, float least, double share, Room& r
   const auto boundary = candidates.find(share * sum, floor, largest);
   const double weight = exp_lanes(Lanes{} + (boundary.score - largest))[0];
   const double num_kept = std::max(std::ceil((share * sum - boundary.above) / weight), 1.0);
-  int64_t first_equal = scores.size;
-  for (double found = 0; first_equal > 0 && found < num_kept;) found += scores.scores[--first_equal] == boundary.score;
-  return {boundary.score, first_equal};
+  return {boundary.score, place_from_end(scores, boundary.score, num_kept)};
 }
 
 inline Cut find_cut(const Scores& scores, const Rules& rules, Room& room) {

@@ -193,14 +193,63 @@ std::tuple<at::Tensor, at::Tensor> scores_of_rows(at::TensorList rows, const at:
   return {all, why};
 }
 
+// The `num_best` best tokens of scores, the first of equal ones first, and after them some that are never chosen.
+std::vector<int64_t> find_best(const Scores& scores, int64_t num_best, Room& room) {
+  std::vector<int64_t> found;
+  const float least =
+      Candidates(scores, room).find(static_cast<double>(num_best), scores.extent.smallest, scores.extent.largest).score;
+  for (int64_t token = 0; token < scores.size; token += kLanes) {
+    if (!is_any(load(scores.scores + token) >= least)) continue;
+    for (int64_t i = token; i < std::min(token + kLanes, scores.size); ++i)
+      if (scores.scores[i] >= least) found.push_back(i);
+  }
+  std::stable_sort(found.begin(), found.end(), [&](int64_t a, int64_t b) { return scores.scores[a] > scores.scores[b]; });
+  for (int64_t i = 0; i < scores.size && static_cast<int64_t>(found.size()) < num_best; ++i)
+    if (scores.scores[i] == kNever) found.push_back(i);
+  found.resize(num_best);
+  return found;
+}
+
+// Log-probabilities of a token of each row, and (n, num_best) the best tokens and theirs; NaN where logits are wrong.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> logprobs_of_rows(const at::Tensor& rows, const at::Tensor& tokens,
+                                                                int64_t num_best) {
+  TORCH_CHECK(rows.dim() == 2 && rows.stride(1) == 1 && num_best <= rows.size(1), "rows must be contiguous");
+  TORCH_CHECK(tokens.numel() == rows.size(0), "each row has a token");
+  const int64_t size = rows.size(1);
+  at::Tensor own = at::empty({rows.size(0)}, rows.options().dtype(at::kFloat));
+  at::Tensor best = at::empty({rows.size(0), num_best}, tokens.options());
+  at::Tensor of_best = at::empty({rows.size(0), num_best}, own.options());
+  for_rows(rows.size(0), [&](int64_t row, Room& room) {
+    room.make(size);
+    Scores scores{room.scores.data(), size, {}};
+    const auto* logits = static_cast<const char*>(rows.const_data_ptr()) + row * rows.stride(0) * rows.element_size();
+    with_numbers(logits, rows.scalar_type(), [&](const auto* numbers) { scale(numbers, 1.0f, scores); });
+    const bool is_wrong = scores.extent.is_wrong || scores.extent.largest == kNever;
+    const double largest = is_wrong ? std::nan("") : scores.extent.largest;
+    const double log_sum = is_wrong ? 0 : std::log(Candidates(scores, room).weigh(scores.extent.largest));
+    const auto logprob = [&](int64_t token) { return static_cast<float>(scores.scores[token] - largest - log_sum); };
+    own.mutable_data_ptr<float>()[row] = logprob(tokens.const_data_ptr<int64_t>()[row]);
+    if (num_best == 0) return;
+    std::vector<int64_t> found(num_best);
+    if (!is_wrong) found = find_best(scores, num_best, room);
+    for (int64_t i = 0; i < num_best; ++i) {
+      best.mutable_data_ptr<int64_t>()[row * num_best + i] = found[i];
+      of_best.mutable_data_ptr<float>()[row * num_best + i] = logprob(found[i]);
+    }
+  });
+  return {own, best, of_best};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def("choose(Tensor[] rows, Tensor rules, Tensor keys, Tensor entries, Tensor bans, Tensor bounds) -> Tensor");
   library.def("scores(Tensor[] rows, Tensor rules, Tensor keys, Tensor entries, Tensor bans, Tensor bounds)"
               " -> (Tensor, Tensor)");
+  library.def("logprobs(Tensor rows, Tensor tokens, int num_best) -> (Tensor, Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(specdec, CPU, library) {
   library.impl("choose", choose_rows);
   library.impl("scores", scores_of_rows);
+  library.impl("logprobs", logprobs_of_rows);
 }
