@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from shared import record_anew
 from tiny import hf_greedy
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from runtime.checkpoint import convert
+from runtime.engine_cache import EngineSettings
 from runtime.generation_config import read_model_defaults
 from specdec_cli import LLM, NgramDrafter, SamplingParams, SpecDecError, SpecDecWarning
 
@@ -142,7 +143,19 @@ def test_chat_is_sampled_as_the_model_says(specdec: Specdec, chatty_dir: Path, m
         assert "".join(map(str, llm.stream_chat(MESSAGES, SamplingParams(seed=0, max_tokens=8)))) != ""
 
 
-def test_a_gguf_file_says_it_by_llama_cpps_keys(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.fixture
+def model_dir(llama_dir: Path, tmp_path: Path) -> Path:
+    """A directory as a hub has it."""
+    shutil.copytree(llama_dir, tmp_path / "model")
+    edit_json(tmp_path / "model" / "generation_config.json", **SAMPLED, repetition_penalty=1.3)
+    edit_json(tmp_path / "model" / "tokenizer_config.json", chat_template=TEMPLATE)
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def gguf_file(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+    """The same by the keys that llama.cpp's converter writes."""
+
     def edit(writer: Any) -> None:
         write_tokenizer(writer, tokenizer, TEMPLATE)
         writer.add_float32("general.sampling.temp", 0.6)
@@ -152,10 +165,21 @@ def test_a_gguf_file_says_it_by_llama_cpps_keys(tmp_path: Path, tokenizer: PreTr
         writer.add_float32("general.sampling.penalty_repeat", 1.3)
 
     save_gguf(tmp_path / "model.gguf", Q.F32, vocab_size=len(tokenizer), edit=edit)
-    convert(tmp_path / "model.gguf", tmp_path / "ckpt", "float32", replace=False, progress=lambda *_: None)
-    defaults = read_model_defaults(tmp_path / "ckpt")
-    assert defaults.sampling == {name: value for name, value in SAMPLED.items() if name != "do_sample"}
-    assert defaults.penalties == {"repetition_penalty": 1.3}
+    return tmp_path / "model.gguf"
+
+
+@pytest.mark.parametrize("kind", ["model_dir", "gguf_file"])
+def test_directories_and_files_say_it_alike(
+    kind: str, specdec: Specdec, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = EngineSettings.build_config
+    monkeypatch.setattr(EngineSettings, "build_config", lambda *given: replace(compiled(*given), compiler="none"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT + "\n"))
+    sizes = ["--max-seq-len", 96, "--max-output-len", 4]
+    result = specdec("chat", "--model-dir", request.getfixturevalue(kind), *sizes)
+    assert result.exit_code == 0, result.stderr
+    assert "sampled as the model's generation_config.json says: temperature 0.6, top_p 0.9, top_k 20" in result.stdout
+    assert "applied, as the model's generation_config.json asks for it: repetition_penalty 1.3;" in result.stderr
 
 
 @pytest.mark.parametrize(
