@@ -506,6 +506,21 @@ def plan_workers(settings: dict[str, Any], pythons: dict[str, Path], work_dir: P
     return [Worker(*plan) for plan in planned]
 
 
+def drafting_of(settings: dict[str, Any]) -> dict[str, tuple[str, list[Any] | None, str]]:
+    """Mode, drafter and draft lengths of each of specdec's variants."""
+    ngram = ["ngram", settings["ngram_draft_len"], settings["ngram_size"]]
+    variants: dict[str, tuple[str, list[Any] | None, str]] = {
+        "none-v1": ("orchestrator", None, "fixed"),
+        "none-v2": ("leader", None, "fixed"),
+        "ngram-v1": ("orchestrator", ngram, "fixed"),
+        "ngram-v2": ("leader", ngram, "fixed"),
+    }
+    if settings["draft_engine_dir"]:
+        drafter = ["draft-target", settings["draft_engine_dir"], settings["draft_model_draft_len"]]
+        variants["draft-target"] = ("orchestrator", drafter, "fixed")
+    return variants
+
+
 def prepare(name: str, format_name: str, work_dir: Path, max_request_tokens: int, num_threads: int) -> dict[str, Any]:
     """What workers are told of a model in a format, which is made unless it is there."""
     model, dtype = MODELS[name], FORMATS[format_name].dtype
@@ -513,7 +528,7 @@ def prepare(name: str, format_name: str, work_dir: Path, max_request_tokens: int
     engine_dir = make_engine(f"{name}-{format_name}", model, NGRAM_DRAFT_LEN, model_dir, work_dir)
     draft_dir = make_model("demo-draft", dtype, work_dir) if name == "demo" else None
     draft_engine_dir = make_engine(f"demo-draft-{format_name}", model, 0, draft_dir, work_dir) if draft_dir else None
-    return {
+    settings = {
         "model_dir": str(model_dir),
         "engine_dir": str(engine_dir),
         "draft_model_dir": draft_dir and str(draft_dir),
@@ -529,6 +544,7 @@ def prepare(name: str, format_name: str, work_dir: Path, max_request_tokens: int
         "ngram_draft_len": NGRAM_DRAFT_LEN,
         "draft_model_draft_len": DRAFT_MODEL_DRAFT_LEN,
     }
+    return settings | {"drafting": drafting_of(settings)}
 
 
 def bench(
@@ -574,9 +590,8 @@ def bench(
     return result
 
 
-def find_package(name: str, python: Path) -> tuple[str | None, str]:
+def find_package(package: Package, python: Path) -> tuple[str | None, str]:
     """The version of a peer's package in that Python, or None and why not."""
-    package = PACKAGES[name]
     try:
         done = subprocess.run([python, "-c", package.probe], capture_output=True, text=True)
     except OSError as error:
@@ -670,7 +685,7 @@ def find_peers(arguments: argparse.Namespace) -> tuple[dict[str, Path], dict[str
     # Not resolved: a virtual environment's python is a link.
     for name, python in (("openvino", arguments.openvino_python), ("llama.cpp", arguments.llamacpp_python)):
         if name in arguments.peers:
-            found, reason = find_package(name, python.absolute())
+            found, reason = find_package(PACKAGES[name], python.absolute())
             if found:
                 pythons[name], versions[name] = python.absolute(), found
             else:

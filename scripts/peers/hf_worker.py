@@ -3,11 +3,13 @@
 Denormals are flushed to zero as in the other systems: random weights produce them, and they are computed slowly.
 """
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
-from peers.worker import Variant, serve
-from transformers import AutoModelForCausalLM
+from peers.worker import Job, Variant, serve
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
@@ -28,11 +30,13 @@ class StepStreamer(BaseStreamer):
         pass
 
 
-def load_model(model_dir: str, dtype: str) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
-    model.generation_config.eos_token_id = None  # every output has its full length
-    model.generation_config.pad_token_id = 0
-    return model.eval()
+def load_model(model: str, dtype: str) -> Any:
+    """Of a directory, or a GGUF file, whose weights are then of the dtype."""
+    path = Path(model)
+    source, file = (path.parent, path.name) if path.is_file() else (path, None)
+    loaded = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), gguf_file=file)
+    loaded.generation_config = GenerationConfig(pad_token_id=0)  # jobs say how tokens are chosen, and what ends them
+    return loaded.eval()
 
 
 def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
@@ -56,17 +60,20 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
         options["draft-target"] = {"assistant_model": draft_model}
 
     def variant(own_options: dict[str, Any]) -> Variant:
-        def generate(prompt: list[int], max_new_tokens: int, arrived: Any) -> list[int]:
-            ids = torch.tensor([prompt])
+        def generate(job: Job, arrived: Any) -> list[int]:
+            ids = torch.tensor([job.prompt])
+            torch.manual_seed(job.seed)
             output = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=job.max_new_tokens,
+                eos_token_id=list(job.end_ids) or None,
                 streamer=StepStreamer(arrived),
+                do_sample=job.sampling is not None,
+                **(asdict(job.sampling) if job.sampling else {}),
                 **own_options,
             )
-            return list(output[0, len(prompt) :].tolist())
+            return list(output[0, len(job.prompt) :].tolist())
 
         return generate
 

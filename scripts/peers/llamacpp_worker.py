@@ -4,7 +4,7 @@ The loop is here, because the binding's own computes the logits of all prompt to
 what is measured is llama.cpp. The binding has no draft model. Weights and K/V cache have the given dtype; beside
 rounded weights it is float16. Denormals are flushed to zero as in the other systems. Flash attention, on by default,
 is off: without it a step of the 101 M model took 0.6 of the time in float32 and 0.9 in bfloat16, and a prompt of 900
-tokens 1.3 and 0.8. Rounded weights stay as they lie in the file: 0.3.36 lays them out for AMX where it was built for
+tokens 1.3 and 0.8. Where the processor has AMX rounded weights stay as they lie in the file: 0.3.36 lays them out for
 it, and its products of those crash. What a library can do was settled when it was built: the note has its instruction
 sets.
 """
@@ -12,12 +12,13 @@ sets.
 import ctypes
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-from peers.worker import Variant, serve
+from peers.worker import Job, Variant, serve
 
 CACHE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}  # ggml.h, enum ggml_type
 FLUSH_DENORMALS = 0x8040  # of MXCSR: flush to zero, denormals are zero
@@ -28,6 +29,10 @@ ERROR = 4  # ggml.h, enum ggml_log_level
 def log_errors(level: int, text: bytes, _: Any) -> None:
     if level == ERROR:
         sys.stderr.write(text.decode(errors="replace"))
+
+
+def has_amx() -> bool:
+    return "amx_tile" in Path("/proc/cpuinfo").read_text()
 
 
 def flush_denormals() -> None:
@@ -41,13 +46,13 @@ def flush_denormals() -> None:
 
 
 class Model:
-    """One sequence: tokens in, greedy tokens out."""
+    """One sequence: tokens in, chosen tokens out."""
 
     def __init__(self, settings: dict[str, Any], dtype: str) -> None:
         """With a K/V cache of that dtype."""
         file, num_threads, max_tokens = (settings[f] for f in ("gguf_file", "num_threads", "max_request_tokens"))
         loading = llama_cpp.llama_model_default_params()
-        loading.use_extra_bufts = not settings["is_rounded"]
+        loading.use_extra_bufts = not (settings["is_rounded"] and has_amx())
         self._model = llama_cpp.llama_model_load_from_file(file.encode(), loading)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {file}")
@@ -60,6 +65,7 @@ class Model:
         if not self._context:
             raise RuntimeError(f"llama.cpp makes no context of {max_tokens} tokens for {file}")
         self._memory = llama_cpp.llama_get_memory(self._context)
+        self._sampler: Any = None
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(max_tokens, 0, 1)
         self._tokens, self._positions, num_sequences, self._has_logits = (
@@ -74,14 +80,33 @@ class Model:
         """Drop the K/V from that position on."""
         llama_cpp.llama_memory_seq_rm(self._memory, 0, position, -1)
 
+    def choose_by(self, job: Job) -> None:
+        """Its samplers for the sampling that the job asks for, in the order of its own programs; none for greedy."""
+        if self._sampler:
+            llama_cpp.llama_sampler_free(self._sampler)
+        self._sampler = job.sampling and llama_cpp.llama_sampler_chain_init(
+            llama_cpp.llama_sampler_chain_default_params()
+        )
+        if job.sampling:
+            for sampler in (
+                llama_cpp.llama_sampler_init_top_k(job.sampling.top_k),
+                llama_cpp.llama_sampler_init_top_p(job.sampling.top_p, 1),
+                llama_cpp.llama_sampler_init_temp(job.sampling.temperature),
+                llama_cpp.llama_sampler_init_dist(job.seed),
+            ):
+                llama_cpp.llama_sampler_chain_add(self._sampler, sampler)
+
     def step(self, tokens: list[int], position: int, num_logits: int) -> list[int]:
-        """Compute the tokens at their positions; the greedy choices after the last `num_logits` of them."""
+        """Compute the tokens at their positions; the choices after the last `num_logits` of them."""
         n = self._batch.n_tokens = len(tokens)
         self._tokens[:n] = tokens
         self._positions[:n] = np.arange(position, position + n)
         self._has_logits[:n] = np.arange(n) >= n - num_logits
         if llama_cpp.llama_decode(self._context, self._batch) != 0:
             raise RuntimeError(f"llama_decode failed for {n} tokens at position {position}")
+        if self._sampler:
+            rows = range(n - num_logits, n)
+            return [llama_cpp.llama_sampler_sample(self._sampler, self._context, row) for row in rows]
         first = llama_cpp.llama_get_logits_ith(self._context, n - num_logits)
         logits = np.ctypeslib.as_array(first, (num_logits, self._vocab_size))  # rows with logits lie together
         return [int(token) for token in logits.argmax(1)]
@@ -99,12 +124,14 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
         return ids[:0]
 
     def variant(propose: Any) -> Variant:
-        def generate(prompt: list[int], max_new_tokens: int, arrived: Any) -> list[int]:
+        def generate(job: Job, arrived: Any) -> list[int]:
+            prompt = job.prompt
             model.forget(0)
+            model.choose_by(job)
             tokens = prompt + model.step(prompt, 0, 1)
             arrived()
-            end = len(prompt) + max_new_tokens
-            while len(tokens) < end:
+            end = len(prompt) + job.max_new_tokens
+            while len(tokens) < end and tokens[-1] not in job.end_ids:
                 # The last token has no K/V yet. A step yields one token more than it has drafts.
                 drafts = propose(np.array(tokens, np.intc))[: end - len(tokens) - 1].tolist()
                 choices = model.step([tokens[-1], *drafts], len(tokens) - 1, len(drafts) + 1)
@@ -114,7 +141,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
                 if num_accepted < len(drafts):
                     model.forget(len(tokens) - 1)
                 arrived()
-            return tokens[len(prompt) :]
+            return tokens[len(prompt) : end]
 
         return generate
 

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai
-from peers.worker import Variant, serve
+from peers.worker import Job, Variant, serve
+
+NO_TOP_K = 2**31 - 1
 
 
 class StepStreamer(openvino_genai.StreamerBase):
@@ -48,16 +50,20 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
     scheduler.max_num_batched_tokens = 1 << 16  # a prompt is computed at once, as by default
     properties["scheduler_config"] = scheduler
     config = openvino_genai.GenerationConfig()
-    config.ignore_eos = True
     if settings["variant"] == "ngram":
         properties["prompt_lookup"] = True
         config.num_assistant_tokens = settings["ngram_draft_len"]
         config.max_ngram_size = settings["ngram_size"]
     pipeline = openvino_genai.LLMPipeline(settings["openvino_dir"], "CPU", **properties)
 
-    def generate(prompt: list[int], max_new_tokens: int, arrived: Any) -> list[int]:
-        config.max_new_tokens = max_new_tokens
-        ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
+    def generate(job: Job, arrived: Any) -> list[int]:
+        config.max_new_tokens, config.rng_seed = job.max_new_tokens, job.seed
+        config.ignore_eos, config.stop_token_ids = not job.end_ids, set(job.end_ids)
+        config.do_sample = job.sampling is not None
+        if job.sampling:
+            config.temperature, config.top_p = job.sampling.temperature, job.sampling.top_p
+            config.top_k = job.sampling.top_k or NO_TOP_K
+        ids = openvino.Tensor(np.array([job.prompt], dtype=np.int64))
         return list(pipeline.generate(ids, config, StepStreamer(arrived)).tokens[0])
 
     return {settings["variant"]: generate}, f"{note}, prefix caching off"

@@ -1,0 +1,108 @@
+"""bench_real.py: its tables are sums over what was measured, and what was measured is kept."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bench_real
+import pytest
+from peers import real_report
+from test_real_model import smollm2  # noqa: F401  # a fixture
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_real.py"
+
+
+def record(kind: str, tpot_s: float, num_tokens: int, **given: Any) -> dict[str, Any]:
+    common = {"model": "smollm2", "prompt": 0, "system": "specdec", "variant": "no drafter", "mode": "greedy"}
+    measured = {"ttft_s": 0.1, "num_steps": num_tokens, "num_prompt_tokens": 40, "peak_memory_bytes": 5e8}
+    return {"kind": kind, **common, "tpot_s": tpot_s, "num_output_tokens": num_tokens, **measured, **given}
+
+
+def document(records: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "date": "2026-01-01",
+        "machine": {"cpu": "a processor", "num_cores": 2},
+        "versions": {"specdec-cli": "1", "llama.cpp": "2"},
+        "output_len": 64,
+        "num_threads": 2,
+        "seconds_to_first_token": {"smollm2": {"specdec": 1.25, "specdec, first": 60.0}},
+        "records": records,
+    }
+
+
+def row(table: str, start: str, last: bool = False) -> list[str]:
+    found = [line for line in table.splitlines() if line.startswith(f"| {start}")]
+    return [cell.strip() for cell in found[-1 if last else 0].strip("|").split("|")]
+
+
+def test_time_per_token_is_all_time_by_all_tokens() -> None:
+    """9 tokens of 10 ms and 1 of 90 ms are 18 ms each; an output of one token has none after the first."""
+    records = [record("chat", 0.010, 10), record("chat", 0.090, 2, prompt=1), record("chat", 5.0, 1, prompt=2)]
+    assert real_report.tpot_ms(records) == pytest.approx(18.0)
+
+
+def test_ratios_are_of_the_same_prompts_and_the_mean_of_kinds() -> None:
+    records = []
+    for mode, ours, theirs, drafted in (("greedy", 0.010, 0.020, 0.005), ("sampled", 0.012, 0.018, 0.010)):
+        for kind, factor in (("chat", 1), ("rag", 3)):
+            records += [
+                record(kind, ours * factor, 10, mode=mode),
+                record(kind, drafted * factor, 10, mode=mode, variant="suffix, automatic", num_steps=5),
+                record(
+                    kind, theirs * factor * (2 if kind == "rag" else 1), 10, mode=mode, system="llama.cpp", variant=""
+                ),
+            ]
+    table = real_report.tables(document(records), {"smollm2": "SmolLM2", "gemma3": "Gemma"})
+    assert list(table) == ["summary", "smollm2"]
+    assert row(table["summary"], "llama.cpp")[1:3] == ["70.00 / 63.00", "3.50 / 2.62"]
+    times = row(table["smollm2"], "specdec, no drafter")
+    assert times[1:] == ["10.00 / 12.00", "30.00 / 36.00", "20.00 / 24.00", "1.00 / 1.00", "100 ms", "1.2 s", "500 MB"]
+    assert row(table["smollm2"], "specdec, suffix")[4] == "2.00 / 2.00"
+    assert row(table["smollm2"], "llama.cpp", last=True)[1:] == ["2.00 / 1.50", "4.00 / 3.00", "3.50 / 2.62"]
+    assert row(table["smollm2"], "specdec, suffix", last=True)[1:] == ["2.00 / 1.20", "2.00 / 1.20", "2.00 / 1.20"]
+    assert "first token after 60 s" in table["smollm2"]
+
+
+def test_tables_go_between_their_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- real models: one -->\nold\n<!-- end real models -->\nb\n")
+    real_report.put(page, "one", "new")
+    real_report.put(page, "two", "not here")
+    assert page.read_text() == "a\n<!-- real models: one -->\nnew\n<!-- end real models -->\nb\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [("--models gpt", "gpt"), ("--kinds poetry", "poetry"), ("--systems vllm", "vllm")]
+)
+def test_what_it_does_not_know_is_wrong_usage(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_real.py", "--json", "x.json", *arguments.split()])
+    with pytest.raises(SystemExit) as exit_status:
+        bench_real.parse_arguments()
+    assert exit_status.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_was_measured_is_not_measured_again(smollm2: Path, tmp_path: Path) -> None:  # noqa: F811
+    questions = tmp_path / "question.jsonl"
+    categories = [category for categories in bench_real.KINDS.values() for category in categories]
+    questions.write_text("".join(json.dumps({"category": c, "turns": [f"What is {c}?"]}) + "\n" for c in categories))
+    own = "--models smollm2 --systems specdec --kinds chat,rag --prompts 1 --output-len 4"
+    files = ["--json", tmp_path / "real.json", "--work-dir", tmp_path / "work", "--spec-bench", tmp_path]
+    command = [sys.executable, SCRIPT, *own.split(), *files]
+    first = subprocess.run(command, capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    measured = json.loads((tmp_path / "real.json").read_text())
+    assert {(r["kind"], r["variant"], r["mode"]) for r in measured["records"]} == {
+        (kind, variant, mode)
+        for kind in ("chat", "rag")
+        for variant in bench_real.DRAFTING["specdec"]
+        for mode in real_report.MODES
+    }
+    assert all(1 <= r["num_output_tokens"] <= 4 and r["ttft_s"] > 0 for r in measured["records"])
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.stdout == first.stdout
+    assert json.loads((tmp_path / "real.json").read_text())["records"] == measured["records"]
