@@ -30,12 +30,14 @@ from runtime.config import CheckpointConfig, Dtype, Mapping, Precision, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_is_not_input, new_directory, read_json, write_json
 from runtime.generation_config import GENERATION_CONFIG, check_generation_config
-from runtime.gguf import generation_config_of, is_gguf
+from runtime.gguf import is_gguf
+from runtime.gguf_config import generation_config_of
+from runtime.gguf_tokenizer import has_tokenizer, make_gguf_tokenizer
 from runtime.models import read_model_config
 from runtime.parallel.splitting import Splitting
 from runtime.pieces import Piece, Progress, write_pieces, write_shares
 from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
-from runtime.quantization.gguf import read_gguf_tensors, save_gguf_tokenizer
+from runtime.quantization.gguf import read_gguf_tensors
 from runtime.quantization.losses import Losses
 from runtime.quantization.planning import RoundedLayer, Source, plan_pieces
 from runtime.source import SourceTensor, read_tensors
@@ -180,8 +182,13 @@ def _keep_tokenizer(model_dir: Path, directory: Path) -> None:
     if sampling := generation_config_of(model_dir):
         write_json(directory / GENERATION_CONFIG, sampling)
         check_generation_config(directory)
-    if not save_gguf_tokenizer(model_dir, directory):
-        warnings.warn(f"the file has no tokenizer that can be read: {model_dir}", SpecDecWarning, stacklevel=3)
+    if not has_tokenizer(model_dir):
+        warnings.warn(f"the file has no tokenizer: {model_dir}", SpecDecWarning, stacklevel=3)
+        return
+    try:
+        make_gguf_tokenizer(model_dir).save_pretrained(directory)
+    except SpecDecError as error:  # there are prompts that need none
+        warnings.warn(f"{error}; {error.hint}", SpecDecWarning, stacklevel=3)
 
 
 def copy_side_files(source: Path, destination: Path) -> None:

@@ -4,7 +4,6 @@ A file is a header (counts, metadata, a table of tensors) and then the tensors, 
 Sizes are checked against the file's before anything is allocated or read.
 """
 
-import math
 import struct
 from dataclasses import dataclass
 from functools import cache
@@ -15,11 +14,12 @@ from typing import Any, BinaryIO
 from runtime.errors import SpecDecError
 from runtime.files import Stamp, stamp_of
 
-_ORIGINAL = "give the model that it was made of, config.json and safetensors"
+ORIGINAL = "give the model that it was made of, config.json and safetensors"
+"""A hint."""
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
-CHAT_TEMPLATE = "tokenizer.chat_template"
+TOKENIZER, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 _MAX_ENTRIES = 2**20  # of metadata and of tensors each
 _MAX_ITEMS = 2**24  # of an array: a vocabulary has fewer
 
@@ -36,11 +36,12 @@ class BlockType:
 TYPES = {
     0: BlockType("F32", 1, 4), 1: BlockType("F16", 1, 2), 30: BlockType("BF16", 1, 2), 8: BlockType("Q8_0", 32, 34),
     2: BlockType("Q4_0", 32, 18), 3: BlockType("Q4_1", 32, 20), 6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
     12: BlockType("Q4_K", 256, 144), 13: BlockType("Q5_K", 256, 176), 14: BlockType("Q6_K", 256, 210),
 }  # fmt: skip
 """By their numbers in files."""
 _NOT_READ = {
-    7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 
@@ -172,138 +173,3 @@ class _Reader:
             self.fail(f"`{name}` has {num_dims} dimensions")
         shape = tuple(reversed([self.count(2**40) for _ in range(num_dims)]))
         return name, shape, self.number("I"), self.number("Q")
-
-
-# The model's config
-
-
-def config_of(path: Path) -> dict[str, Any]:
-    """The Hugging Face config that the metadata stands for; SpecDecError for other families."""
-    header = read_gguf(path)
-    if header.architecture not in _MODEL_TYPES:
-        read = ", ".join(f"`{name}`" for name in _MODEL_TYPES)
-        raise SpecDecError(
-            f"GGUF models of this family are not read, `{header.architecture}`: {path}", hint=f"{read} are"
-        )
-    metadata, tensors = header.metadata, header.tensors
-
-    def get(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{header.architecture}.{key}", default)
-        if value is None:
-            raise SpecDecError(
-                f"`{path}` lacks a value of its model: {header.architecture}.{key}", hint="download it again"
-            )
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise SpecDecError(
-                f"`{path}` has a value that is no number: {header.architecture}.{key}", hint="download it again"
-            )
-        return value
-
-    if metadata.get(f"{header.architecture}.rope.scaling.type") not in (None, "none"):
-        raise SpecDecError(f"GGUF models with scaled rotary positions are not read: {path}", hint=_ORIGINAL)
-    heads, hidden = get("attention.head_count"), get("embedding_length")
-    if "token_embd.weight" not in tensors:
-        raise SpecDecError(f"`{path}` lacks the tensor: token_embd.weight", hint="it holds no language model")
-    config = {
-        "model_type": _MODEL_TYPES[header.architecture],
-        "hidden_size": hidden,
-        "intermediate_size": get("feed_forward_length"),
-        "num_hidden_layers": get("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
-        "head_dim": get("attention.key_length", hidden // max(heads, 1)),
-        "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope_of(tensors.get(ROPE_FACTORS), get("rope.freq_base", 10000.0), path),
-        "vocab_size": tensors["token_embd.weight"].shape[0],
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "hidden_act": "silu",
-    }
-    if header.architecture == "llama":
-        config |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
-    for key, name in _TOKENS.items():
-        if (token := metadata.get(f"tokenizer.ggml.{name}")) is not None:
-            config[key] = token
-    return config
-
-
-ROPE_FACTORS = "rope_freqs.weight"
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The same in all models that have factors (Llama 3.1 and later)."""
-
-
-def _rope_of(factors: GGUFTensor | None, theta: float, path: Path) -> dict[str, Any]:
-    """Rotary parameters; the file has the factors of Llama 3.1 and later number by number, and not what they are of."""
-    if factors is None:
-        return {"rope_type": "default", "rope_theta": theta}
-    if factors.type.name != "F32" or not factors.num_bytes:
-        raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=_ORIGINAL)
-    with path.open("rb") as file:
-        file.seek(factors.offset)
-        found = struct.unpack(f"<{prod(factors.shape)}f", file.read(factors.num_bytes))
-    wanted = [_llama3_factor(theta ** (i / len(found)) * 2 * math.pi, max(found)) for i in range(len(found))]
-    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, wanted, strict=True)):
-        raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=_ORIGINAL)
-    return {"rope_type": "llama3", "rope_theta": theta, "factor": max(found), **_LLAMA3}
-
-
-def _llama3_factor(wavelength: float, factor: float) -> float:
-    """How much longer a wavelength becomes: nothing if short, `factor` if long, and in between something between."""
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    turns = _LLAMA3["original_max_position_embeddings"] / wavelength
-    if turns > high or turns < low:
-        return 1.0 if turns > high else factor
-    share = (turns - low) / (high - low)
-    return 1 / ((1 - share) / factor + share)
-
-
-_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
-_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_OF_BLOCK = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-
-
-def name_of(tensor: GGUFTensor, path: Path) -> str:
-    """What Hugging Face's models call it."""
-    layer, _, part = tensor.name.rpartition(".")
-    if layer in _WHOLE:
-        return f"{_WHOLE[layer]}.{part}"
-    block, _, inner = layer.removeprefix("blk.").partition(".")
-    if layer.startswith("blk.") and block.isdigit() and inner in _OF_BLOCK:
-        return f"model.layers.{block}.{_OF_BLOCK[inner]}.{part}"
-    raise SpecDecError(f"`{path}` has a tensor that its model has not: {tensor.name}", hint=_ORIGINAL)
-
-
-def rows_of(tensor: GGUFTensor, config: dict[str, Any]) -> tuple[int, ...] | None:
-    """For queries and keys of Llama, whose rows llama.cpp reorders: from where each row comes. None: they stay.
-
-    Two heads of 4 rows: the halves (0, 1) and (2, 3) of the first lie as 0, 2, 1, 3: (0, 2, 1, 3, 4, ...).
-    """
-    kind = tensor.name.split(".")[-2]
-    if config["model_type"] != "llama" or kind not in ("attn_q", "attn_k"):
-        return None
-    heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
-    half = tensor.shape[0] // heads // 2
-    return tuple((head * half + i) * 2 + side for head in range(heads) for side in range(2) for i in range(half))
-
-
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
-
-
-def generation_config_of(path: Path) -> dict[str, Any]:
-    """What llama.cpp's converter kept of the model's generation_config.json (`general.sampling.*`), by its names."""
-    metadata = read_gguf(path).metadata
-    found = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
-    # Numbers of 32 bits, by the digits that were written.
-    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items() if v is not None}

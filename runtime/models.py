@@ -8,7 +8,8 @@ from typing import Any
 
 from runtime.errors import SpecDecError
 from runtime.files import read_json
-from runtime.gguf import config_of, is_gguf
+from runtime.gguf import is_gguf
+from runtime.gguf_config import config_of
 
 _SHIPPED = {"demo": "target", "demo-draft": "draft"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -39,6 +39,8 @@ class SourceTensor:
     """The file's when its header was read."""
     rows: tuple[int, ...] | None = None
     """From where in the file each row comes, where their order is another one there."""
+    shift: float = 0.0
+    """What is added to the numbers of the file."""
 
     @property
     def num_elements(self) -> int:
@@ -73,6 +75,8 @@ def _load(tensor: SourceTensor) -> Tensor:
             hint="start again when it is written",
         )
     values = values.view(tensor.dtype).view(tensor.shape)
+    if tensor.shift:
+        values = (values.float() + tensor.shift).to(tensor.dtype)
     return values if tensor.rows is None else values[list(tensor.rows)]
 
 

@@ -195,6 +195,19 @@ _RANDOM_ONLY = {Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,)}
 GGUF_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
 
 
+def gguf_model(architecture: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedModel:
+    """The model whose file `save_gguf` writes."""
+    if architecture == "llama":
+        return make_model("llama", vocab_size=vocab_size, attention_bias=False, mlp_bias=False, **GGUF_SIZES)
+    if architecture == "gemma3":  # layers of both kinds, and positions far apart
+        settings = GGUF_SIZES | {"num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 64}
+        layers = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        parameters = {"full_attention": rope, "sliding_attention": rope}
+        return make_model("gemma3", vocab_size=vocab_size, layer_types=layers, rope_parameters=parameters, **settings)
+    return make_model(architecture, vocab_size=vocab_size, **GGUF_SIZES)
+
+
 def save_gguf(
     path: Path,
     kind: Q,
@@ -204,9 +217,7 @@ def save_gguf(
     vocab_size: int = VOCAB_SIZE,
 ) -> Meant:
     """A model whose layers are of one type, and its embeddings of Q8_0; what the package makes of them."""
-    family = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}[architecture]
-    biases = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
-    model, rng = make_model(family, vocab_size=vocab_size, **GGUF_SIZES, **biases), np.random.default_rng(3)
+    model, rng = gguf_model(architecture, vocab_size), np.random.default_rng(3)
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -217,6 +228,8 @@ def save_gguf(
     writer.add_key_length(64)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
+    if architecture == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
     meant: Meant = {}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
@@ -224,13 +237,15 @@ def save_gguf(
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             weight = _as_llama_cpp_orders(weight, heads)
+        if is_shifted := architecture == "gemma3" and "norm" in name:
+            weight = weight + 1
         stored = kind if weight.ndim == 2 and "embed" not in name else Q.Q8_0 if weight.ndim == 2 else Q.F32
         data = _stored(weight, stored, rng)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=stored)
         values = gguf.dequantize(data, stored).reshape(weight.shape)
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             values = _in_halves(values, heads)
-        meant[name] = torch.from_numpy(values.copy())
+        meant[name] = torch.from_numpy(values - 1 if is_shifted else values.copy())
     if edit is not None:
         edit(writer)
     writer.write_header_to_file()

@@ -4,6 +4,7 @@ What a block is, is in `ggml-common.h` of llama.cpp; the `gguf` package reads th
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from runtime.errors import SpecDecError
 from runtime.files import Stamp, stamp_of
-from runtime.gguf import ROPE_FACTORS, BlockType, GGUFTensor, name_of, read_gguf, rows_of
+from runtime.gguf import ORIGINAL, BlockType, GGUFTensor, read_gguf
+from runtime.gguf_config import ROPE_FACTORS, name_of, rows_of, shift_of
 from runtime.quantization.planning import RoundedLayer
 from runtime.quantization.unpacking import signed
 from runtime.quantization.weight import QuantizedWeight, pack_int4
@@ -33,13 +35,14 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Rou
     for tensor in read_gguf(path).tensors.values():
         if tensor.name == ROPE_FACTORS:
             continue  # the config has them
-        source = _source(tensor, name_of(tensor, path), path, stamp, rows_of(tensor, config))
+        name, rows, shift = name_of(tensor, config, path), rows_of(tensor, config), shift_of(tensor, config)
+        source = replace(_source(tensor, path, stamp), name=name, rows=rows, shift=shift)
         if tensor.type.name in _FLOATS:
             floats.append(source)
         elif len(tensor.shape) != 2:
             raise SpecDecError(
                 f"`{tensor.name}` is in few bits ({tensor.type.name}) and not a matrix, {list(tensor.shape)}: {path}",
-                hint="give the model that it was made of, config.json and safetensors",
+                hint=ORIGINAL,
             )
         else:
             read = partial(_read, tensor.type)
@@ -47,12 +50,12 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Rou
     return layers, floats
 
 
-def _source(tensor: GGUFTensor, name: str, path: Path, stamp: Stamp, rows: tuple[int, ...] | None) -> SourceTensor:
-    if tensor.type.name in _FLOATS:
-        dtype = _FLOATS[tensor.type.name]
-        return SourceTensor(name, tensor.name, path, tensor.shape, dtype, tensor.offset, stamp, rows)
-    shape = (*tensor.shape[:-1], tensor.shape[-1] // tensor.type.num_numbers * tensor.type.num_bytes)
-    return SourceTensor(name, tensor.name, path, shape, torch.uint8, tensor.offset, stamp, rows)
+def _source(tensor: GGUFTensor, path: Path, stamp: Stamp) -> SourceTensor:
+    """As it lies in the file: numbers, or the bytes of blocks."""
+    shape, dtype = tensor.shape, _FLOATS.get(tensor.type.name)
+    if dtype is None:
+        shape = (*shape[:-1], shape[-1] // tensor.type.num_numbers * tensor.type.num_bytes)
+    return SourceTensor(tensor.name, tensor.name, path, shape, dtype or torch.uint8, tensor.offset, stamp)
 
 
 def _read(kind: BlockType, parts: dict[str, Tensor]) -> QuantizedWeight:
@@ -89,10 +92,19 @@ def _q4_1(blocks: Tensor) -> QuantizedWeight:
     return _few(_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2).float())
 
 
+def _of_5_bits(blocks: Tensor, start: int) -> Tensor:
+    """(rows, blocks, 32) counts from 0 to 31: four bytes from `start` with the highest bits, and then the others."""
+    high = blocks[..., start : start + 4, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1
+    return _nibbles(blocks[..., start + 4 :]) | high.flatten(-2) << 4
+
+
 def _q5_0(blocks: Tensor) -> QuantizedWeight:
-    high = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1
-    counts = _nibbles(blocks[..., 6:]) | high.flatten(-2) << 4
-    return QuantizedWeight((counts.to(torch.int8) - 16).flatten(1), _half(blocks, 0))
+    return QuantizedWeight((_of_5_bits(blocks, 2).to(torch.int8) - 16).flatten(1), _half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> QuantizedWeight:
+    counts = signed(_of_5_bits(blocks, 4).flatten(1), 8)
+    return QuantizedWeight(counts, _half(blocks, 0), offsets=_half(blocks, 2).float())
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,22 +149,6 @@ def _shifts(like: Tensor, *shifts: int) -> Tensor:
 
 
 _READERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
-    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q4_K": _q4_k, "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
 }  # fmt: skip
-
-
-def save_gguf_tokenizer(path: Path, directory: Path) -> bool:
-    """Write the tokenizer that the file describes, as transformers reads it; False where it describes none."""
-    from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
-
-    if "tokenizer.ggml.tokens" not in read_gguf(path).metadata:
-        return False
-    try:
-        architecture, tokenizer, settings = get_gguf_tokenizer(str(path))
-        backend, _ = convert_gguf_tokenizer(architecture, tokenizer)
-        made = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)  # type: ignore[no-untyped-call]
-        made.save_pretrained(directory)
-    except (KeyError, ValueError, IndexError, TypeError):
-        return False
-    return True

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Specdec, ids_of
-from quantized import GGUF_SIZES, Q, save_gguf, write_tokenizer
-from tiny import hf_greedy, make_model
+from quantized import Q, gguf_model, save_gguf, write_tokenizer
+from tiny import hf_greedy
 from transformers import PreTrainedTokenizerFast
 
 from runtime.config import BuildConfig
 from runtime.engine_cache import EngineSettings
-from specdec_cli import LLM, DraftTargetDrafter, SamplingParams
+from specdec_cli import LLM, DraftTargetDrafter, SamplingParams, SpecDecWarning
 
 PROMPT = "The little dog had a red ball. The"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %} The"
@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
     write = partial(write_tokenizer, tokenizer=tokenizer, template=TEMPLATE)
     meant = save_gguf(path, Q.F32, vocab_size=len(tokenizer), edit=write)
-    model = make_model("llama", vocab_size=len(tokenizer), attention_bias=False, mlp_bias=False, **GGUF_SIZES)
+    model = gguf_model("llama", len(tokenizer))
     model.load_state_dict(meant, strict=False)
     with torch.no_grad():
         return path, hf_greedy(model, tokenizer(PROMPT)["input_ids"], NUM_TOKENS, END_ID)
@@ -77,3 +77,15 @@ def test_python_takes_a_file(as_path: bool, made: tuple[Path, list[int]]) -> Non
         assert llm.generate(PROMPT, params)[0].token_ids == expected
         assert llm.generate(PROMPT, params, drafter=drafter)[0].token_ids == expected
         assert llm.chat_template.source == TEMPLATE
+
+
+def test_gemma_3_is_hugging_faces(tmp_path: Path) -> None:
+    """Past its window several times, in layers of both kinds; norms without the 1 that the file has in them."""
+    model = gguf_model("gemma3")
+    model.load_state_dict(save_gguf(tmp_path / "model.gguf", Q.F32, architecture="gemma3"), strict=False)
+    prompt = [1 + i * 7 % 30 for i in range(40)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with pytest.warns(SpecDecWarning, match="the file has no tokenizer"):
+        llm = LLM(tmp_path / "model.gguf", max_seq_len=96, dtype="float32")
+    with llm:
+        assert llm.generate(prompt, params)[0].token_ids == hf_greedy(model, prompt, 24, model.config.vocab_size - 1)

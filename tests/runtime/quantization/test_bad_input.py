@@ -265,8 +265,13 @@ GGUF_DAMAGES = [
     ),
     (
         "no layers",
+        lambda p: p.write_bytes(p.read_bytes().replace(b"llama.block_count", b"other.block_count")),
+        "lacks a value of its model: llama.block_count",
+    ),
+    (
+        "a foreign value",
         lambda p: p.write_bytes(p.read_bytes().replace(b"llama.block_count", b"llama.clock_count")),
-        "lacks a value",
+        "with this value are not read, `llama.clock_count` 1: ",
     ),
 ]
 
@@ -318,12 +323,12 @@ def test_gguf_that_lacks_a_weight_is_named(tmp_path: Path) -> None:
 
 def test_gguf_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    save_gguf(path, Q.F32, edit=lambda writer: writer.add_tensor("blk.0.odd.weight", _q5_1(), raw_dtype=Q.Q5_1))
-    refuse(path, tmp_path, "`blk.0.odd.weight` is of a type that is not read, Q5_1")
+    save_gguf(path, Q.F32, edit=lambda writer: writer.add_tensor("blk.0.odd.weight", _q2_k(), raw_dtype=Q.Q2_K))
+    refuse(path, tmp_path, "`blk.0.odd.weight` is of a type that is not read, Q2_K")
 
 
-def _q5_1() -> Any:
-    return np.zeros((4, 24), dtype=np.uint8)
+def _q2_k() -> Any:
+    return np.zeros((4, 84), dtype=np.uint8)
 
 
 # A byte that is flipped

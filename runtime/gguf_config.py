@@ -1,0 +1,274 @@
+"""What a GGUF file says of its model, in Hugging Face's words: the config, the names of weights, the order of rows.
+
+Every key of the model's is used, is known to change nothing at the value that it has, or is refused by name.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import SpecDecError
+from runtime.gguf import ORIGINAL, TOKENIZER, GGUFHeader, GGUFTensor, read_gguf
+
+_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+_USED = {
+    "context_length", "embedding_length", "feed_forward_length", "block_count", "vocab_size", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
+    "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
+}  # fmt: skip
+_USED_BY_GEMMA = {
+    "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping",
+}  # fmt: skip
+_NOTES = {"tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
+"""What llama.cpp keeps and computes nothing by, with the positions that are read here."""
+_NEUTRAL: Mapping[str, Any] = {
+    "attention.causal": True, "attention.clamp_kqv": 0, "attention.max_alibi_bias": 0, "attention.scale": 0,
+    "attention.sliding_window": 0, "attn_logit_softcapping": 0, "embedding_scale": 1, "expert_count": 0,
+    "expert_shared_count": 0, "expert_used_count": 0, "final_logit_softcapping": 0, "logit_scale": 1,
+    "pooling_type": 0, "residual_scale": 1, "rope.scaling.attn_factor": 1, "use_parallel_residual": False,
+}  # fmt: skip
+"""The values at which other keys change nothing."""
+USER_DEFINED = 4  # of `tokenizer.ggml.token_type`
+ENDS = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "</s>",
+    "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>",
+    "<｜end▁of▁sentence｜>",
+}  # fmt: skip
+"""Tokens by whose text llama.cpp knows that they end an answer. (Gemma's `</s>` is one of HTML, and ends none.)"""
+_TOKENS = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
+_GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10000.0
+_LAYERS_OF_GEMMA_27B = 62  # whose attention has a scale of its own
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The metadata of one model, each value checked where it is asked for."""
+
+    header: GGUFHeader
+    path: Path
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A number; SpecDecError for a key that is missing, where there is no default, or something else."""
+        name = f"{self.header.architecture}.{key}"
+        value = self.header.metadata.get(name, default)
+        if value is None:
+            raise SpecDecError(f"`{self.path}` lacks a value of its model: {name}", hint="download it again")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SpecDecError(f"`{self.path}` has a value that is no number: {name}", hint="download it again")
+        return value
+
+    def find(self, key: str) -> Any:
+        return self.header.metadata.get(f"{self.header.architecture}.{key}")
+
+    @cached_property
+    def head_dim(self) -> int:
+        """SpecDecError where keys, values and rotary positions are not all of that size."""
+        size: int = self.get("attention.key_length", self.get("embedding_length") // max(self._num_heads, 1))
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self.get(key, size) != size:
+                self.refuse(key)
+        return size
+
+    @property
+    def _num_heads(self) -> int:
+        return int(self.get("attention.head_count"))
+
+    def refuse(self, key: str) -> None:
+        name = f"{self.header.architecture}.{key}"
+        raise SpecDecError(
+            f"GGUF models with this value are not read, `{name}` {self.header.metadata[name]}: {self.path}",
+            hint=ORIGINAL,
+        )
+
+    def check_keys(self) -> None:
+        """SpecDecError for a key of the model's that is not known, or whose value would change what it computes."""
+        used = _USED | (_USED_BY_GEMMA if self.header.architecture == "gemma3" else set())
+        for name, value in self.header.metadata.items():
+            space, _, key = name.partition(".")
+            if space != self.header.architecture or key in used or key in _NOTES:
+                continue
+            if key not in _NEUTRAL or value != _NEUTRAL[key]:
+                self.refuse(key)
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """The Hugging Face config that the metadata stands for; SpecDecError for other families, or unknown keys."""
+    header = read_gguf(path)
+    if header.architecture not in _MODEL_TYPES:
+        read = ", ".join(f"`{name}`" for name in _MODEL_TYPES)
+        raise SpecDecError(
+            f"GGUF models of this family are not read, `{header.architecture}`: {path}", hint=f"{read} are"
+        )
+    model, tensors = _Model(header, path), header.tensors
+    model.check_keys()
+    if "token_embd.weight" not in tensors:
+        raise SpecDecError(f"`{path}` lacks the tensor: token_embd.weight", hint="it holds no language model")
+    config = {
+        "model_type": _MODEL_TYPES[header.architecture],
+        "hidden_size": model.get("embedding_length"),
+        "intermediate_size": model.get("feed_forward_length"),
+        "num_hidden_layers": model.get("block_count"),
+        "num_attention_heads": model.get("attention.head_count"),
+        "num_key_value_heads": model.get("attention.head_count_kv", model.get("attention.head_count")),
+        "head_dim": model.head_dim,
+        "max_position_embeddings": model.get("context_length"),
+        "rms_norm_eps": model.get("attention.layer_norm_rms_epsilon"),
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+    rope = _rope_of(model)
+    if header.architecture == "gemma3":
+        config |= _of_gemma(model, rope)
+    else:
+        config |= {"hidden_act": "silu", "rope_parameters": rope}
+    if header.architecture == "llama":
+        config |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    for key, name in _TOKENS.items():
+        if (token := header.metadata.get(f"{TOKENIZER}{name}")) is not None:
+            config[key] = token
+    if end_ids := end_ids_of(header.metadata):
+        config["eos_token_id"] = end_ids
+    return config
+
+
+def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
+    """The ids that end an answer: those that the file names, and those that llama.cpp knows by their text."""
+    named = [metadata.get(f"{TOKENIZER}{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, types = metadata.get(f"{TOKENIZER}tokens", []), metadata.get(f"{TOKENIZER}token_type", [])
+    known = [i for i, token in enumerate(tokens) if token in ENDS and types[i : i + 1] != [USER_DEFINED]]
+    return sorted({*known, *(i for i in named if i is not None)})
+
+
+def _of_gemma(model: _Model, rope: dict[str, Any]) -> dict[str, Any]:
+    """What Gemma 3 has besides: layers that see a window, each kind with positions of its own."""
+    num_layers, hidden = int(model.get("block_count")), model.get("embedding_length")
+    pattern = model.find("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        sliding = [bool(one) for one in pattern[:num_layers]]
+    else:
+        every = int(model.get("attention.sliding_window_pattern", _GEMMA_PATTERN))
+        sliding = [every > 0 and (i + 1) % every != 0 for i in range(num_layers)]
+    local = {"rope_type": "default", "rope_theta": model.get("rope.freq_base_swa", _GEMMA_LOCAL_THETA)}
+    is_27b = num_layers == _LAYERS_OF_GEMMA_27B
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "sliding_window": model.get("attention.sliding_window"),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        "query_pre_attn_scalar": hidden // model.get("attention.head_count") if is_27b else model.head_dim,
+        "final_logit_softcapping": model.get("final_logit_softcapping", 0) or None,
+        "attn_logit_softcapping": None,
+    }
+
+
+ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The same in all models that have factors (Llama 3.1 and later)."""
+
+
+def _rope_of(model: _Model) -> dict[str, Any]:
+    """Rotary parameters. As llama.cpp reads them a factor without a type is linear, and may have an older key."""
+    theta, kind = model.get("rope.freq_base", 10000.0), model.find("rope.scaling.type") or "linear"
+    factor = model.get("rope.scaling.factor", 0) or model.get("rope.scale_linear", 0) or 1
+    factors = model.header.tensors.get(ROPE_FACTORS)
+    if kind not in ("none", "linear"):
+        model.refuse("rope.scaling.type")
+    if factors is not None:
+        if kind == "linear" and factor != 1:
+            model.refuse("rope.scaling.factor" if model.find("rope.scaling.factor") else "rope.scale_linear")
+        return _llama3_rope(factors, theta, model.path)
+    if kind == "none" or factor == 1:
+        return {"rope_type": "default", "rope_theta": theta}
+    return {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
+
+
+def _llama3_rope(factors: GGUFTensor, theta: float, path: Path) -> dict[str, Any]:
+    """The file has the factors of Llama 3.1 and later number by number, and not what they are of."""
+    if factors.type.name != "F32" or not factors.num_bytes:
+        raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=ORIGINAL)
+    with path.open("rb") as file:
+        file.seek(factors.offset)
+        found = struct.unpack(f"<{prod(factors.shape)}f", file.read(factors.num_bytes))
+    wanted = [_llama3_factor(theta ** (i / len(found)) * 2 * math.pi, max(found)) for i in range(len(found))]
+    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, wanted, strict=True)):
+        raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=ORIGINAL)
+    return {"rope_type": "llama3", "rope_theta": theta, "factor": max(found), **_LLAMA3}
+
+
+def _llama3_factor(wavelength: float, factor: float) -> float:
+    """How much longer a wavelength becomes: nothing if short, `factor` if long, and in between something between."""
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    turns = _LLAMA3["original_max_position_embeddings"] / wavelength
+    if turns > high or turns < low:
+        return 1.0 if turns > high else factor
+    share = (turns - low) / (high - low)
+    return 1 / ((1 - share) / factor + share)
+
+
+_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OF_BLOCK = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_OF_GEMMA_BLOCK = _OF_BLOCK | {
+    "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+
+
+def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
+    """What Hugging Face's models call it."""
+    layer, _, part = tensor.name.rpartition(".")
+    if layer in _WHOLE:
+        return f"{_WHOLE[layer]}.{part}"
+    of_block = _OF_GEMMA_BLOCK if _is_gemma(config) else _OF_BLOCK
+    block, _, inner = layer.removeprefix("blk.").partition(".")
+    if layer.startswith("blk.") and block.isdigit() and inner in of_block:
+        return f"model.layers.{block}.{of_block[inner]}.{part}"
+    raise SpecDecError(f"`{path}` has a tensor that its model has not: {tensor.name}", hint=ORIGINAL)
+
+
+def rows_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """For queries and keys of Llama, whose rows llama.cpp reorders: from where each row comes. None: they stay.
+
+    Two heads of 4 rows: the halves (0, 1) and (2, 3) of the first lie as 0, 2, 1, 3: (0, 2, 1, 3, 4, ...).
+    """
+    kind = tensor.name.split(".")[-2]
+    if config["model_type"] != "llama" or kind not in ("attn_q", "attn_k"):
+        return None
+    heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
+    half = tensor.shape[0] // heads // 2
+    return tuple((head * half + i) * 2 + side for head in range(heads) for side in range(2) for i in range(half))
+
+
+def shift_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> float:
+    """What is added to a tensor's numbers: llama.cpp keeps the norms of Gemma with the 1 that its model adds."""
+    return -1.0 if _is_gemma(config) and tensor.name.endswith("norm.weight") else 0.0
+
+
+def _is_gemma(config: Mapping[str, Any]) -> bool:
+    return str(config["model_type"]).startswith("gemma")
+
+
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def generation_config_of(path: Path) -> dict[str, Any]:
+    """What llama.cpp's converter kept of the model's generation_config.json (`general.sampling.*`), by its names."""
+    metadata = read_gguf(path).metadata
+    found = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    # Numbers of 32 bits, by the digits that were written.
+    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items() if v is not None}

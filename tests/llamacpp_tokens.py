@@ -1,0 +1,115 @@
+"""Vocabularies in GGUF files, texts, and the tokens that llama.cpp makes of them (`data/llamacpp_tokens.json`).
+
+`scripts/llamacpp_tokens.py` made the data. The small vocabularies were learned from the texts without splitting them,
+so that hardly a split is without a trace in the tokens.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+DATA = Path(__file__).parent / "data" / "llamacpp_tokens.json"
+REAL = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()
+REAL_FILES = {"smollm2": "smollm2.gguf", "gemma3": "gemma-3-270m.gguf"}
+REAL_TOKENIZERS = {
+    "llama3_1": "llama-bpe", "qwen3": "qwen2", "deepseek_v3": "deepseek-v3", "gptoss": "gpt-4o", "llama2": None,
+}  # fmt: skip
+"""Published tokenizers, and what llama.cpp's conversion calls their pre-tokenizers; None: SentencePiece."""
+Edit = Callable[[gguf.GGUFWriter], None]
+
+
+@cache
+def data() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
+    return found
+
+
+def write_file(path: Path, num_tokens: int, edit: Edit) -> Path:
+    """A model of one layer, as llama.cpp wants one before it reads a vocabulary."""
+    writer, width = gguf.GGUFWriter(path, "llama"), 32
+    writer.add_block_count(1)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(width)
+    writer.add_head_count(1)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(width)
+    edit(writer)
+    writer.add_tensor("token_embd.weight", np.zeros((num_tokens, width), np.float32))
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+        writer.add_tensor(f"blk.0.{name}.weight", np.zeros((width, width), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_byte_level(path: Path, pre: str, edit: Edit = lambda writer: None) -> Path:
+    """The small vocabulary, split as the pre-tokenizer of that name splits."""
+    vocabulary = data()["byte_level"]
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(vocabulary["tokens"])
+        writer.add_token_types(vocabulary["types"])
+        writer.add_token_merges(vocabulary["merges"])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(1)
+        edit(writer)
+
+    return write_file(path, len(vocabulary["tokens"]), write)
+
+
+def write_sentencepiece(path: Path, *, add_space_prefix: bool | None) -> Path:
+    vocabulary = data()["sentencepiece"]
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(vocabulary["tokens"])
+        writer.add_token_types(vocabulary["types"])
+        writer.add_token_scores([-float(i) for i in range(len(vocabulary["tokens"]))])
+        if add_space_prefix is not None:
+            writer.add_add_space_prefix(add_space_prefix)
+
+    return write_file(path, len(vocabulary["tokens"]), write)
+
+
+def write_real(path: Path, name: str) -> Path:
+    """A published tokenizer as llama.cpp's conversion writes it, without `add_bos_token`, as early files are."""
+    state = json.loads((REAL / f"tokenizer-{name}" / "tokenizer.json").read_text(encoding="utf-8"))
+    ids = dict(state["model"]["vocab"]) | {token["content"]: token["id"] for token in state["added_tokens"]}
+    tokens = [f"[PAD{i}]" for i in range(max(ids.values()) + 1)]
+    types = [gguf.TokenType.UNUSED] * len(tokens)
+    for token, i in ids.items():
+        is_byte = REAL_TOKENIZERS[name] is None and token.startswith("<0x") and len(token) == 6
+        tokens[i], types[i] = token, gguf.TokenType.BYTE if is_byte else gguf.TokenType.NORMAL
+    for token in state["added_tokens"]:
+        types[token["id"]] = gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]]
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        pre = REAL_TOKENIZERS[name]
+        writer.add_tokenizer_model("llama" if pre is None else "gpt2")
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        if pre is None:
+            writer.add_token_scores([-float(i) for i in range(len(tokens))])
+        else:
+            writer.add_tokenizer_pre(pre)
+            writer.add_token_merges(merges)
+        bos = {"llama3_1": "<|begin_of_text|>", "deepseek_v3": "<｜begin▁of▁sentence｜>"}.get(name)
+        if bos is not None:
+            writer.add_bos_token_id(ids[bos])
+
+    return write_file(path, len(tokens), write)

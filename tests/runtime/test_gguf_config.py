@@ -1,0 +1,84 @@
+"""Every key of a GGUF file's model is used, changes nothing at its value, or is refused by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from llamacpp_tokens import write_file
+
+from runtime.errors import SpecDecError
+from runtime.gguf_config import config_of
+
+Edit = Callable[[gguf.GGUFWriter], None]
+
+
+def with_values(**values: Any) -> Edit:
+    """Keys of the model, `__` for a dot."""
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        for name, value in values.items():
+            key = f"llama.{name.replace('__', '.')}"
+            kind = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            kind[type(value)](key, value)
+
+    return write
+
+
+REFUSED: list[tuple[str, Edit]] = [
+    ("llama.attention.scale` 0.1", with_values(attention__scale=0.125)),
+    ("llama.logit_scale` 0.5", with_values(logit_scale=0.5)),
+    ("llama.residual_scale` 0.5", with_values(residual_scale=0.5)),
+    ("llama.embedding_scale` 12.0", with_values(embedding_scale=12.0)),
+    ("llama.final_logit_softcapping` 30.0", with_values(final_logit_softcapping=30.0)),
+    ("llama.attn_logit_softcapping` 50.0", with_values(attn_logit_softcapping=50.0)),
+    ("llama.attention.clamp_kqv` 8.0", with_values(attention__clamp_kqv=8.0)),
+    ("llama.attention.causal` False", with_values(attention__causal=False)),
+    ("llama.attention.sliding_window` 4096", with_values(attention__sliding_window=4096)),
+    ("llama.attention.value_length` 16", with_values(attention__value_length=16)),
+    ("llama.rope.dimension_count` 32", with_values(attention__key_length=64)),
+    ("llama.expert_count` 8", with_values(expert_count=8)),
+    ("llama.expert_used_count` 2", with_values(expert_used_count=2)),
+    ("llama.pooling_type` 3", with_values(pooling_type=3)),
+    ("llama.rope.scaling.type` yarn", with_values(rope__scaling__type="yarn", rope__scaling__factor=4.0)),
+    ("llama.rope.scaling.type` longrope", with_values(rope__scaling__type="longrope")),
+    ("llama.rope.scaling.attn_factor` 1.1875", with_values(rope__scaling__attn_factor=1.1875)),
+    ("llama.rope.scaling.yarn_beta_fast` 32.0", with_values(rope__scaling__yarn_beta_fast=32.0)),
+    ("llama.what_is_to_come` 1", with_values(what_is_to_come=1)),
+]
+
+
+@pytest.mark.parametrize(("message", "edit"), REFUSED, ids=[message for message, _ in REFUSED])
+def test_key_that_would_change_the_model_is_refused_by_name(message: str, edit: Edit, tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match=f"GGUF models with this value are not read, `{message}") as error:
+        config_of(write_file(tmp_path / "model.gguf", 4, edit))
+    assert "safetensors" in str(error.value.hint)
+
+
+def test_keys_that_change_nothing_are_passed(tmp_path: Path) -> None:
+    plain = config_of(write_file(tmp_path / "plain.gguf", 4, lambda writer: None))
+    edit = with_values(
+        attention__causal=True, expert_count=0, attention__scale=0.0, logit_scale=1.0, rope__scaling__finetuned=False,
+        rope__scaling__type="none", rope__scaling__factor=4.0, rope__scaling__original_context_length=2048,
+        tensor_data_layout="Meta AI original pth", attention__key_length=32, attention__value_length=32,
+    )  # fmt: skip
+    assert config_of(write_file(tmp_path / "model.gguf", 4, edit)) == plain
+    assert plain["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    other = write_file(tmp_path / "other.gguf", 4, lambda writer: writer.add_string("qwen2.what", "of another family"))
+    assert config_of(other) == plain
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        with_values(rope__scale_linear=4.0),
+        with_values(rope__scaling__factor=4.0),
+        with_values(rope__scaling__type="linear", rope__scaling__factor=4.0),
+    ],
+    ids=["the older key", "a factor without a type", "linear"],
+)
+def test_linear_scaling_is_read_however_it_is_said(edit: Edit, tmp_path: Path) -> None:
+    """As llama.cpp does (`load_hparams`): linear is the default, and `rope.scale_linear` what the factor was called."""
+    found = config_of(write_file(tmp_path / "model.gguf", 4, edit))["rope_parameters"]
+    assert found == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}

@@ -1,0 +1,131 @@
+"""The tokenizers of GGUF files give llama.cpp's tokens: by each pre-tokenizer, and with published vocabularies."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llamacpp_tokens import (
+    REAL,
+    REAL_FILES,
+    REAL_TOKENIZERS,
+    Edit,
+    data,
+    write_byte_level,
+    write_file,
+    write_real,
+    write_sentencepiece,
+)
+from tokenizers import pre_tokenizers
+
+from runtime.errors import SpecDecError
+from runtime.gguf_config import end_ids_of
+from runtime.gguf_tokenizer import PRE_TOKENIZERS, make_gguf_tokenizer
+
+SMALL = {"spaced": None, "unspaced": False}
+
+
+def of_llamacpp(name: str) -> list[list[int]]:
+    """The tokens of each text."""
+    if name in data()["real"]:
+        found: list[list[int]] = data()["real"][name]
+        return found
+    return [next(one["ids"] for one in answers if name in one["of"]) for answers in data()["ids"]]
+
+
+def assert_same_tokens(tokenizer: Any, name: str) -> None:
+    wrong = [
+        (text, expected, found)
+        for text, expected in zip(data()["texts"], of_llamacpp(name), strict=True)
+        if (found := tokenizer(text)["input_ids"]) != expected
+    ]
+    assert not wrong, (len(wrong), wrong[:2])
+
+
+@pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
+def test_pre_tokenizer_splits_as_llamacpp_does(name: str, tmp_path: Path) -> None:
+    assert_same_tokens(make_gguf_tokenizer(write_byte_level(tmp_path / "model.gguf", name)), name)
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_sentencepiece_merges_by_score_as_llamacpp_does(name: str, tmp_path: Path) -> None:
+    assert_same_tokens(
+        make_gguf_tokenizer(write_sentencepiece(tmp_path / "model.gguf", add_space_prefix=SMALL[name])), name
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("smollm2", "llama3_1", "llama2") else pytest.mark.slow)
+        for name in sorted(REAL_TOKENIZERS | REAL_FILES)
+    ],
+)
+def test_published_vocabulary_gives_llamacpps_tokens(name: str, tmp_path: Path) -> None:
+    path = REAL / REAL_FILES.get(name, f"tokenizer-{name}")
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    if name in REAL_TOKENIZERS:
+        path = write_real(tmp_path / "model.gguf", name)
+    assert_same_tokens(make_gguf_tokenizer(path), name)
+
+
+def test_llama_3_without_a_word_about_bos_begins_with_it() -> None:
+    """llama.cpp's tokens, which the test above compares with."""
+    assert data()["texts"][0] == "Hello world" and of_llamacpp("llama3_1")[0] == [128000, 9906, 1917]
+    assert all(ids[0] == 128000 for ids in of_llamacpp("llama3_1"))
+
+
+@pytest.mark.parametrize("pre", ["deepseek-coder", "deepseek-llm", "deepseek-r1-qwen", "deepseek-v3"])
+def test_bos_outside_the_byte_alphabet_keeps_its_id(pre: str, tmp_path: Path) -> None:
+    """As of DeepSeek's models: it is in front of every text, is found in texts, and the vocabulary grows by nothing."""
+    path = write_byte_level(tmp_path / "model.gguf", pre, lambda writer: writer.add_add_bos_token(True))
+    tokenizer, bos = make_gguf_tokenizer(path), data()["byte_level"]["tokens"][0]
+    assert tokenizer.bos_token == bos and not set(bos) <= set(pre_tokenizers.ByteLevel.alphabet())
+    assert tokenizer("one")["input_ids"] == [0, *tokenizer("one", add_special_tokens=False)["input_ids"]]
+    assert tokenizer(f"{bos}one", add_special_tokens=False)["input_ids"] == tokenizer("one")["input_ids"]
+    assert len(tokenizer) == len(data()["byte_level"]["tokens"])
+
+
+@pytest.mark.parametrize("name", ["smollm", "unspaced"])
+def test_tokens_become_the_texts_again(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    if name in SMALL:
+        tokenizer = make_gguf_tokenizer(write_sentencepiece(path, add_space_prefix=SMALL[name]))
+    else:
+        tokenizer = make_gguf_tokenizer(write_byte_level(path, name))
+    for text in data()["texts"]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not {"<｜", "<|", "<s>"} & {text[i : i + n] for i in range(len(text)) for n in (2, 3)}:
+            assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+REFUSED: list[tuple[str, Edit, str]] = [
+    ("smollm9", lambda w: None, "this pre-tokenizer of llama.cpp's is not known, `smollm9`"),
+    ("gpt-2", lambda w: w.add_array("tokenizer.ggml.suppress_tokens", [1, 2]), "`tokenizer.ggml.suppress_tokens`"),
+    (
+        "gpt-2",
+        lambda w: w.add_string("tokenizer.ggml.add_bos_token", "yes"),
+        "`tokenizer.ggml.add_bos_token` is neither",
+    ),
+]
+
+
+@pytest.mark.parametrize(("pre", "edit", "message"), REFUSED, ids=[case[2] for case in REFUSED])
+def test_what_is_not_known_is_refused_by_name(pre: str, edit: Edit, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match=message):
+        make_gguf_tokenizer(write_byte_level(tmp_path / "model.gguf", pre, edit))
+
+
+def test_other_kinds_of_tokenizers_are_refused_by_name(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "model.gguf", 4, lambda w: (w.add_tokenizer_model("t5"), w.add_token_list(["a"])))
+    with pytest.raises(SpecDecError, match="tokenizers of this kind are not read, `t5`"):
+        make_gguf_tokenizer(path)
+
+
+def test_ends_are_those_that_are_named_and_those_that_are_known_by_their_text() -> None:
+    tokens = ["a", "<|im_end|>", "b", "<|endoftext|>", "<end"]
+    assert end_ids_of({"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 3}) == [1, 3]
+    assert end_ids_of({"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eot_token_id": 4}) == [1, 3, 4]
+    types = {"tokenizer.ggml.token_type": [1, 4, 1, 3, 1]}  # as Gemma's file has a `</s>` of HTML
+    assert end_ids_of({"tokenizer.ggml.tokens": tokens} | types) == [3]
+    assert end_ids_of({}) == []
