@@ -144,7 +144,7 @@ def make_gguf_tokenizer(path: Path) -> Any:
         raise SpecDecError(f"`{path}` describes no tokenizer: {error}", hint=_OTHER) from None
 
 
-_OTHER = "name the tokenizer of the model that it was made of (`--tokenizer-dir`), or give token ids"
+_OTHER = "name the tokenizer of the model that it was made of, or give token ids"
 
 
 class _Said:
