@@ -88,7 +88,7 @@ def spans(text: str) -> list[str]:
 def code_names(span: str) -> Iterator[str]:
     """`a.b_c` has b_c and, as it is names alone, a; in `--flag some_value` it is some_value."""
     is_name = re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", span) is not None
-    for word in re.findall(r"(?<![\w\-/$])[A-Za-z_]\w*", span):
+    for word in re.findall(r"(?<![\w\-/$|])[A-Za-z_]\w*", span):  # `<|im_end|>` is a token
         if is_name or "_" in word.strip("_") or re.search(r"[a-z][A-Z]", word):
             yield word
 
@@ -102,7 +102,6 @@ def test_names_of_code_are_the_projects_own(page: str) -> None:
 def test_exceptions_are_needed() -> None:
     named = {word for text in PAGES.values() for span in spans(text) for word in code_names(span)}
     assert OTHERS.keys() - named == set(), "no page names it"
-    assert OTHERS.keys() & own_names() == set(), "it is the project's own"
 
 
 @pytest.mark.parametrize("page", PAGES)
