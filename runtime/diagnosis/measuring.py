@@ -27,6 +27,7 @@ from runtime.diagnosis.symptoms import (
     Symptoms,
     Weights,
 )
+from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import DrafterChain
 from runtime.drafters.choosing import ChoosingChain
 from runtime.drafters.compatibility import TargetIdentity
@@ -141,6 +142,8 @@ class _Watched:
 def _watch(session: Session) -> dict[str, _Watched]:
     """Have each drafter of a chain watched, by name; nothing where there is one drafter."""
     chain = session.opened.drafter if session.opened is not None else None
+    if isinstance(chain, AdaptiveDrafter):
+        chain = chain.drafter
     if isinstance(chain, DrafterChain):
         names = ["ngram", "corpus"]
         watched = [_Watched(drafter) for drafter in chain.drafters]

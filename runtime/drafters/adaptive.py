@@ -1,13 +1,15 @@
-"""How much of a draft to send: as many tokens as pay for themselves, none where none does.
+"""How much of each draft to send: as many tokens as pay for themselves, none where none does.
 
-A step with a longer draft takes longer, by what the engine's cost model says, and yields more, by how often such drafts
-were right so far. A token is worth sending while the tokens it promises cost less time than they do on average:
-with R tokens per second so far, the length is chosen that makes (expected tokens - R x seconds) largest
-(Dinkelbach 1967, of ratios; expected tokens by the survival of each position, not by one rate for all).
+A step with more draft tokens takes longer, by what the engine's cost model says, and yields more, by how often such
+drafts were right so far. A token is worth sending while the tokens it promises cost less time than they do on average:
+with R tokens per second so far, those are sent that make (expected tokens - R x seconds) largest (Dinkelbach 1967, of
+ratios; expected tokens by the survival of each position, not by one rate for all). Every row of a batch gets a length
+of its own (`runtime.drafters.allocation`).
 
 What a draft would have yielded is seen from what was generated, sent or not, because drafts never change that. So
 lookups learn from every proposal, and being off costs little but looking. A draft model is asked for no more than is
-sent, and while it does not pay only now and then.
+sent, and while it does not pay only now and then. It computes the tokens of all rows in the same steps, and is asked
+for one length for all of them, of which each row's part is sent.
 
 Tokens that were drawn from a distribution are all sent: how many there are may depend on what they are, and to leave
 some out for that would change what is generated. Who has drawn once is asked like a draft model from then on, for a
@@ -15,7 +17,11 @@ length that was chosen before anything is drawn.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import inf
 
+from runtime.drafters.allocation import allocate
 from runtime.drafters.outcomes import SURE, Outcomes
 from runtime.drafters.protocol import Drafter, check_request, look_ahead
 from runtime.request import Draft, Request, Sequence
@@ -28,8 +34,14 @@ DraftSeconds = Callable[[int, int], float]
 _PROBE_INTERVAL = 16
 """Steps without a draft of a draft model, before it is asked for a token to see whether it pays again."""
 _REST_AFTER, _LOOK_INTERVAL = 16, 4
-"""Steps without a draft after which a lookup looks at every fourth only: looking takes time too."""
+"""Steps that gained less than looking takes, after which a lookup looks at every fourth only."""
+_LOOK_S = 20e-6
+"""About what a lookup and counting its outcomes take for a sequence."""
 _RATE_MEMORY = 0.98
+_CAUTION = 0.5
+"""What a token of a lookup must promise beyond what its time is worth, in tokens that come without drafts in so much
+time. The likeliest of many are those that were overestimated, prices are of another hour, and a token that just pays
+gains nothing: so no batch on Spec-Bench loses more than a hundredth, and those that gain gain as much."""
 _CONTEXT_STEP = 64
 """Contexts are rounded, so that the cost model need not be asked anew at every step."""
 
@@ -44,10 +56,11 @@ class AdaptiveDrafter:
         self._is_asked_for_what_pays = draft_s is not None
         self._match_len = 0 if draft_s is None else SURE
         self._outcomes = Outcomes(are_cut=draft_s is not None)
-        self._num_tokens = self._seconds = 0.0
+        self._num_tokens = self._num_without = 0.0
+        """Tokens promised by the steps so far, and tokens that so much time gives without drafts; both fade."""
         self._num_off = 0
-        """Steps in a row for which nothing was sent of what was drafted."""
-        self._known_seconds: dict[tuple[int, int], list[float]] = {}
+        """Steps in a row that gained nothing to speak of by what was drafted."""
+        self._known_prices: dict[tuple[int, int, int], _Prices] = {}
 
     def check_request(self, request: Request) -> None:
         check_request(self.drafter, request)
@@ -55,10 +68,15 @@ class AdaptiveDrafter:
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         for sequence in sequences:
             self._outcomes.learn(sequence)
+        if not sequences:
+            return []
+        prices = self._prices_of(sequences, max_draft_len)
         if self._is_asked_for_what_pays:
-            return self._propose_what_pays(sequences, max_draft_len)
-        if self._num_off >= _REST_AFTER and self._num_off % _LOOK_INTERVAL:
+            return self._propose_what_pays(sequences, prices)
+        is_resting = self._num_off >= _REST_AFTER and self._num_off % _LOOK_INTERVAL > 0
+        if is_resting or self._nothing_pays(prices):
             self._num_off += 1
+            self._count(len(sequences), prices, 0.0)
             return [Draft([])] * len(sequences)
         drafts = self.drafter.propose(sequences, max_draft_len)
         if any(draft.probs is not None for draft in drafts):
@@ -66,23 +84,29 @@ class AdaptiveDrafter:
         self._remember(sequences, drafts)
         if self._is_asked_for_what_pays:
             return drafts
-        draft_len = self._best_len(sequences, [(draft.match_len, len(draft.tokens)) for draft in drafts])
-        if any(draft.tokens for draft in drafts):  # or there was nothing to send, which says nothing about what pays
-            self._num_off = 0 if draft_len else self._num_off + 1
-        return [draft.cut(draft_len) for draft in drafts]
+        survivals = [self._survivals(s, d) for s, d in zip(sequences, drafts, strict=True)]
+        choice = self._choose(survivals, prices)
+        if any(survivals):  # or there was nothing to send, which says nothing about what pays
+            self._num_off = 0 if choice.gain_s > _LOOK_S * len(sequences) else self._num_off + 1
+        return [draft.cut(length) for draft, length in zip(drafts, choice.lengths, strict=True)]
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
         return look_ahead(self.drafter, sequence, drafted, max_draft_len)
 
-    def _propose_what_pays(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+    def _propose_what_pays(self, sequences: list[Sequence], prices: "_Prices") -> list[Draft]:
         """Drafts that cost something are not asked for to be thrown away."""
-        draft_len = self._best_len(sequences, [(self._match_len, max_draft_len)] * len(sequences))
-        self._num_off = 0 if draft_len else self._num_off + 1
-        if draft_len == 0 and self._num_off % _PROBE_INTERVAL:
-            return [Draft([])] * len(sequences)
-        drafts = self.drafter.propose(sequences, max(draft_len, 1))
+        longest = [min(prices.max_draft_len, sequence.max_draft_len) for sequence in sequences]
+        expected = [self._outcomes.survivals(s, self._match_len, n) for s, n in zip(sequences, longest, strict=True)]
+        draft_len = self._best_len(expected, prices)
+        lengths = self._choose([row[:draft_len] for row in expected], prices, draft_len).lengths
+        self._num_off = 0 if any(lengths) else self._num_off + 1
+        if not any(lengths):
+            if self._num_off % _PROBE_INTERVAL:
+                return [Draft([])] * len(sequences)
+            lengths = [1] * len(sequences)
+        drafts = self.drafter.propose(sequences, max(lengths))
         self._remember(sequences, drafts)
-        return drafts
+        return [draft.cut(length) for draft, length in zip(drafts, lengths, strict=True)]
 
     def forget(self, request_id: int) -> None:
         self._outcomes.forget(request_id)
@@ -94,33 +118,89 @@ class AdaptiveDrafter:
             match_len = self._match_len if self._is_asked_for_what_pays else draft.match_len
             self._outcomes.remember(sequence, draft.tokens, match_len)
 
-    def _best_len(self, sequences: list[Sequence], drafts: list[tuple[int, int]]) -> int:
-        """The length to cut all drafts of a step to; `drafts`: match, draft length."""
-        if not sequences:
-            return 0
-        longest = max(draft_len for _, draft_len in drafts)
-        rows = [self._outcomes.expected_tokens(s, *draft) for s, draft in zip(sequences, drafts, strict=True)]
-        if len(rows) == 1:
-            tokens, num_drafted = rows[0], list(range(longest + 1))
-        else:
-            tokens = [sum(row[min(n, len(row) - 1)] for row in rows) for n in range(longest + 1)]
-            num_drafted = [sum(min(n, draft_len) for _, draft_len in drafts) for n in range(longest + 1)]
-        known = self._seconds_by_num_drafted(sequences, num_drafted[-1])
-        seconds = [known[n] for n in num_drafted]
-        rate = self._num_tokens / self._seconds if self._seconds else tokens[0] / seconds[0]
-        gains = [token - rate * second for token, second in zip(tokens, seconds, strict=True)]
-        best = gains.index(max(gains))
-        self._num_tokens = self._num_tokens * _RATE_MEMORY + tokens[best]
-        self._seconds = self._seconds * _RATE_MEMORY + seconds[best]
-        return best
+    def _survivals(self, sequence: Sequence, draft: Draft) -> list[float]:
+        if not draft.tokens:
+            return []
+        return self._outcomes.survivals(sequence, draft.match_len, len(draft.tokens))
 
-    def _seconds_by_num_drafted(self, sequences: list[Sequence], most: int) -> list[float]:
+    def _choose(self, survivals: list[list[float]], prices: "_Prices", draft_len: int = 0) -> "_Choice":
+        """What to send of drafts of such survivals, after `draft_len` steps of a draft model; and count it."""
+        seconds, rate = prices.of_drafts(sum(map(len, survivals))), self._rate(prices)
+        least = self._least_rate(prices)
+        lengths = allocate(survivals, [least * s for s in seconds])
+        num_accepted = sum(sum(row[:length]) for row, length in zip(survivals, lengths, strict=True))
+        cost_s = seconds[sum(lengths)] - seconds[0] + draft_len * prices.draft_token_s
+        self._count(prices.batch_size + num_accepted, prices, cost_s)
+        return _Choice(lengths, num_accepted / rate - cost_s)
+
+    def _count(self, num_tokens: float, prices: "_Prices", cost_s: float) -> None:
+        """A step that yields so many tokens, and takes so much longer than without drafts."""
+        self._num_tokens = self._num_tokens * _RATE_MEMORY + num_tokens
+        self._num_without = self._num_without * _RATE_MEMORY + prices.batch_size + cost_s * prices.rate_without
+
+    def _best_len(self, survivals: list[list[float]], prices: "_Prices") -> int:
+        """The length to ask a draft model for, whose steps are for all rows."""
+        seconds = prices.of_drafts(sum(map(len, survivals)))
+        rate, gains = self._rate(prices), [0.0]
+        for n in range(1, max(map(len, survivals)) + 1):
+            num_drafted = sum(min(n, len(row)) for row in survivals)
+            num_accepted = sum(sum(row[:n]) for row in survivals)
+            gains.append(num_accepted - rate * (seconds[num_drafted] - seconds[0] + n * prices.draft_token_s))
+        return gains.index(max(gains))
+
+    def _nothing_pays(self, prices: "_Prices") -> bool:
+        """Whether even a token that is sure to be accepted costs more than it is worth."""
+        return self._least_rate(prices) * prices.cheapest_s >= 1
+
+    def _least_rate(self, prices: "_Prices") -> float:
+        """Tokens per second that what is sent must yield."""
+        caution = 0.0 if self._is_asked_for_what_pays else _CAUTION
+        return self._rate(prices) + caution * prices.rate_without
+
+    def _rate(self, prices: "_Prices") -> float:
+        """Tokens per second so far, as many times those without drafts as it was; batch and context were others."""
+        return prices.rate_without * (self._num_tokens / self._num_without if self._num_without else 1.0)
+
+    def _prices_of(self, sequences: list[Sequence], max_draft_len: int) -> "_Prices":
+        mean_len = sum(len(sequence.tokens) for sequence in sequences) // len(sequences)
+        place = len(sequences), mean_len // _CONTEXT_STEP * _CONTEXT_STEP, max_draft_len
+        if place not in self._known_prices:
+            self._known_prices[place] = _Prices(*place, self._iteration_s, self._draft_s)
+        return self._known_prices[place]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Draft lengths, and the seconds that they promise to save."""
+
+    lengths: list[int]
+    gain_s: float
+
+
+class _Prices:
+    """What steps of a batch size cost, whose contexts have such a mean: each row's attention takes its own."""
+
+    def __init__(
+        self,
+        batch_size: int,
+        context_len: int,
+        max_draft_len: int,
+        iteration_s: IterationSeconds,
+        draft_s: DraftSeconds | None,
+    ) -> None:
+        self.batch_size, self.max_draft_len = batch_size, max_draft_len
+        self.draft_token_s = draft_s(batch_size, context_len) if draft_s else 0.0
+        self._iteration_s = partial(iteration_s, batch_size, context_len)
+        self._seconds = [self._iteration_s(0.0)]
+        self.rate_without = batch_size / self._seconds[0]
+        """Tokens per second without drafts."""
+        lengths = range(1, max_draft_len + 1)  # between them prices are on straight lines, so that no other is lower
+        alone_s = self._seconds[0]
+        self.cheapest_s = min(((self._iteration_s(n) - alone_s) / (n * batch_size) for n in lengths), default=inf)
+        """Seconds of a draft token, where it costs least."""
+
+    def of_drafts(self, most: int) -> list[float]:
         """Seconds of a step with 0, 1, ... draft tokens in all its rows together, at least as far as `most`."""
-        batch_size = len(sequences)
-        context_len = max(len(sequence.tokens) for sequence in sequences) // _CONTEXT_STEP * _CONTEXT_STEP
-        seconds = self._known_seconds.setdefault((batch_size, context_len), [])
-        drafting = self._draft_s(batch_size, context_len) if self._draft_s else 0.0
-        for n in range(len(seconds), most + 1):
-            draft_len = n / batch_size
-            seconds.append(self._iteration_s(batch_size, context_len, draft_len) + draft_len * drafting)
-        return seconds
+        for n in range(len(self._seconds), most + 1):
+            self._seconds.append(self._iteration_s(n / self.batch_size))
+        return self._seconds

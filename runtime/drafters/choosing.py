@@ -129,7 +129,7 @@ class ChoosingChain:
             check_drafts(drafts, len(sequences), max_draft_len, self._vocab_size)  # before a model reads them
             for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
                 outcomes.remember(sequence, draft.tokens, draft.match_len)
-                worth = outcomes.expected_tokens(sequence, draft.match_len, len(draft.tokens))[-1]
+                worth = outcomes.expected_tokens(sequence, draft.match_len, len(draft.tokens))
                 seconds = self._iteration_s(len(sequences), _context_len(sequence), len(draft.tokens))
                 found, before = _Found(draft, worth, worth / seconds), best[i]
                 best[i] = found if before is None or found.rank > before.rank else before
@@ -147,7 +147,7 @@ class ChoosingChain:
         for lookup, outcomes in zip(self.lookups, self._found, strict=True):
             draft = look_ahead(lookup, sequence, drafted, most)
             if draft.tokens:
-                worth = outcomes.expected_tokens(sequence, draft.match_len, len(draft.tokens))[-1]
+                worth = outcomes.expected_tokens(sequence, draft.match_len, len(draft.tokens))
                 return draft.tokens[: math.ceil(worth - 1)]
         return []
 
@@ -163,7 +163,7 @@ class ChoosingChain:
         """Tokens per second with its draft. Its own time is less where it need not compute them one by one."""
         model, context_len = self.models[number], _context_len(sequence)
         num_drafted = min(model.max_draft_len, max(sequence.max_draft_len, 1))
-        worth = self._drafted[number].expected_tokens(sequence, SURE, num_drafted)[-1]
+        worth = self._drafted[number].expected_tokens(sequence, SURE, num_drafted)
         num_steps = max(num_drafted * model.steps_per_token, 1.0)
         seconds = self._iteration_s(batch_size, context_len, num_drafted)
         return worth / (seconds + num_steps * model.step_s(batch_size, context_len))

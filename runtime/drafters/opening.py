@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import assert_never
@@ -27,6 +27,7 @@ from runtime.drafters.settings import (
     DrafterSettings,
     DraftTargetDrafter,
     LookupDrafter,
+    ModelDrafter,
     NgramDrafter,
     OneDrafter,
     OwnDrafter,
@@ -96,7 +97,7 @@ def open_drafter(settings: DrafterSettings, opening: Opening) -> Iterator[OpenDr
     """The drafter that the settings name, for as long as the block lasts."""
     with ExitStack() as stack:
         if isinstance(settings, ChainDrafter):
-            yield _chain([_open_one(one, opening, stack) for one in settings.drafters], settings, opening)
+            yield _open_chain(settings, opening, stack)
         else:
             yield _open_one(settings, opening, stack)
 
@@ -138,18 +139,25 @@ def _open_self_draft(settings: SelfDrafter, opening: Opening) -> OpenDrafter:
     return OpenDrafter(_adapted(drafter, opening.costs, copy_costs), settings.max_draft_len, self_draft=drafter)
 
 
-def _chain(opened: list[OpenDrafter], settings: ChainDrafter, opening: Opening) -> OpenDrafter:
-    """All of them, of which each sequence gets the draft that is worth most."""
+def _open_chain(settings: ChainDrafter, opening: Opening, stack: ExitStack) -> OpenDrafter:
+    """All of them, of which each sequence gets the draft that is worth most.
+
+    Where all are lookups their best drafts are cut to what pays, together; beside a model each cuts its own.
+    """
     config = opening.engine.config
     costs = CostModel(config.step_costs, config.host_s) if config.step_costs else None
+    has_model = any(isinstance(one, ModelDrafter) for one in settings.drafters)
+    opening_each = opening if has_model else replace(opening, costs=None)
+    opened = [_open_one(one, opening_each, stack) for one in settings.drafters]
     lookups: list[Drafter] = [
         ShortDrafter(one.drafter, one.max_draft_len) if one.max_draft_len else one.drafter
         for one in opened
         if not one.is_model
     ]
     models = [_drafting_model(one, config, has_costs=costs is not None) for one in opened if one.is_model]
+    chain = ChoosingChain(lookups, models, costs.iteration_s if costs else _always_the_same, config.vocab_size)
     return OpenDrafter(
-        ChoosingChain(lookups, models, costs.iteration_s if costs else _always_the_same, config.vocab_size),
+        chain if has_model else _adapted(chain, opening.costs),
         settings.max_draft_len,
         [pool for one in opened for pool in one.pools],
         next((one.draft_model for one in opened if one.draft_model), None),
