@@ -36,7 +36,7 @@ def diagnose(
     output: Output,
 ) -> None:
     """Measure, judge and show; SpecDecError (exit code 1) if there is a finding. Without prompts its own are asked."""
-    treatment = Treatment(drafting.named.drafter, drafting.draft_len_mode, _expected(drafting.profile))
+    treatment = Treatment(drafting.named.drafter, drafting.draft_len_mode or "fixed", _expected(drafting.profile))
     devices = drafting.named.device_ids
     with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode=options.mode, kv_cache=kv_cache, device_ids=devices) as llm:
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=options.max_output_len)

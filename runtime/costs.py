@@ -40,9 +40,25 @@ class CostModel:
         """
         key = (batch_size, context_len, num_tokens)
         if key not in self._known:
-            by_batch = {b: _in_grid(grid, context_len, num_tokens) for b, grid in self._grids.items()}
-            self._known[key] = _on_lines(by_batch, batch_size)
+            most = max(self._grids)
+            if batch_size > most and len(self._grids) > 1:
+                self._known[key] = self._beyond(most, batch_size, context_len, num_tokens)
+            else:
+                by_batch = {b: _in_grid(grid, context_len, num_tokens) for b, grid in self._grids.items()}
+                self._known[key] = _on_lines(by_batch, batch_size)
         return self._known[key]
+
+    def _beyond(self, most: int, batch_size: int, context_len: int, num_tokens: float) -> float:
+        """Of a batch larger than all that were measured, of which the largest has `most` rows.
+
+        As many tokens in `most` rows, and what each further row adds to a step of so many. Not the line through batches
+        of the same rows: from some number of tokens on other kernels compute a step, and its price jumps.
+        """
+        fewer = max(size for size in self._grids if size < most)
+        alone_s, together_s = (_in_grid(self._grids[size], context_len, most / size) for size in (most, fewer))
+        row_s = max(alone_s - together_s, 0.0) / (most - fewer)
+        seconds = _in_grid(self._grids[most], context_len, num_tokens * batch_size / most)
+        return seconds + (batch_size - most) * row_s
 
     def iteration_s(self, batch_size: int, context_len: int, draft_len: float) -> float:
         """A whole turn of a loop whose drafts have `draft_len` tokens, on average, without the drafting."""

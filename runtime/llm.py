@@ -31,6 +31,7 @@ from runtime.drafters.settings import (
     as_settings,
     check_draft_len_fits,
     check_has_copy,
+    default_draft_len_mode,
 )
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.engine_cache import EngineSettings, engine_of_model
@@ -106,7 +107,7 @@ class LLM:
         self.kv_cache = kv_cache or KVCacheConfig()
         self._engine_options = engine
         self._has_told_penalties = False
-        self._sessions: dict[tuple[DrafterSettings | None, DraftLenMode], Session] = {}
+        self._sessions: dict[tuple[DrafterSettings | None, DraftLenMode | None], Session] = {}
         with MAKING, ExitStack() as stack:
             self._stack = stack
             self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model))
@@ -142,7 +143,7 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         drafter: AnyDrafter | None = None,
-        draft_len_mode: DraftLenMode = "fixed",
+        draft_len_mode: DraftLenMode | None = None,
     ) -> list[Output]:
         """The outputs of the prompts in order, `n` of each. One prompt or several; parameters for all, or for each."""
         session = self.session(drafter, draft_len_mode)
@@ -156,7 +157,7 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         drafter: AnyDrafter | None = None,
-        draft_len_mode: DraftLenMode = "fixed",
+        draft_len_mode: DraftLenMode | None = None,
     ) -> Generator[Piece]:
         """The outputs step by step, as they come: a piece for each step of each output.
 
@@ -173,7 +174,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         drafter: AnyDrafter | None = None,
-        draft_len_mode: DraftLenMode = "fixed",
+        draft_len_mode: DraftLenMode | None = None,
     ) -> list[Output]:
         """What the assistant says next, by the tokenizer's chat template; SpecDecError if it has none.
 
@@ -188,7 +189,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         drafter: AnyDrafter | None = None,
-        draft_len_mode: DraftLenMode = "fixed",
+        draft_len_mode: DraftLenMode | None = None,
     ) -> Generator[Piece]:
         """`chat`, step by step."""
         prompt, params = self.chat_template.encode(messages), sampling_params or self.chat_params()
@@ -205,7 +206,7 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         drafter: AnyDrafter,
-        draft_len_mode: DraftLenMode = "fixed",
+        draft_len_mode: DraftLenMode | None = None,
     ) -> "LosslessCheck":
         """Generate with the drafter and without, and compare: `passed`, and what differs or how much was looked at.
 
@@ -220,14 +221,32 @@ class LLM:
         without = session.run_without_drafter(requests)
         return check_outputs(session, generation.sequences, without.sequences, lambda: None)
 
-    def session(self, drafter: AnyDrafter | None = None, draft_len_mode: DraftLenMode = "fixed") -> Session:
-        """The session that drafts in this way; SpecDecError if such a drafter does not fit the engine."""
+    def session(self, drafter: AnyDrafter | None = None, draft_len_mode: DraftLenMode | None = None) -> Session:
+        """The session that drafts in this way; SpecDecError if such a drafter does not fit the engine.
+
+        `draft_len_mode` None: `default_draft_len_mode`.
+        """
         self.engine.check_is_open()  # before a draft model is opened for it
         settings = None if drafter is None else as_settings(drafter)
         key = (settings, draft_len_mode)
         if key not in self._sessions:
-            self._sessions[key] = self.open_session(settings, draft_len_mode, self._stack)
+            self._sessions[key] = (
+                self._open_by_default(settings)
+                if draft_len_mode is None
+                else self.open_session(settings, draft_len_mode, self._stack)
+            )
         return self._sessions[key]
+
+    def _open_by_default(self, settings: DrafterSettings | None) -> Session:
+        """With drafts cut to what pays, where that is the default and it is known; whole ones elsewhere."""
+        mode = default_draft_len_mode(settings, is_leader=self.mode == "leader")
+        try:
+            return self.open_session(settings, mode, self._stack)
+        except SpecDecError as error:
+            if error.fact != "no_step_costs":
+                raise
+            warnings.warn(f"drafts are sent whole, as if they paid: {error.message}", SpecDecWarning, stacklevel=2)
+            return self.open_session(settings, "fixed", self._stack)
 
     def open_session(self, settings: DrafterSettings | None, draft_len_mode: DraftLenMode, stack: ExitStack) -> Session:
         """A session that has learned nothing yet; its drafter is closed by `stack`."""

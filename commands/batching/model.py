@@ -12,7 +12,14 @@ from commands.sessions import SessionOptions, open_setup
 from runtime.bundle import read_bundle
 from runtime.cache import digest, read_digest
 from runtime.checksums import NOT_RECORDED
-from runtime.drafters.settings import CustomDrafter, DrafterSettings, DraftTargetDrafter, each_drafter
+from runtime.drafters.settings import (
+    CustomDrafter,
+    DrafterSettings,
+    DraftLenMode,
+    default_draft_len_mode,
+    draws_by_probs,
+    each_drafter,
+)
 from runtime.errors import UsageError
 from runtime.tokenizer import TOKENIZER_FILES
 
@@ -38,12 +45,20 @@ class Job:
             finally:
                 model.close()
 
+    @property
+    def draft_len_mode(self) -> DraftLenMode:
+        """As it is asked for, or else what pays, where that is known."""
+        drafting = self.session.drafting
+        if drafting.draft_len_mode is None and read_bundle(self.session.engine_dir).config.step_costs:
+            return default_draft_len_mode(drafting.named.drafter, is_leader=True)
+        return drafting.draft_len_mode or "fixed"
+
     def digest(self) -> str:
         """Of all that results depend on. Drafts are not among it, but where they choose what is sampled."""
         drafter = self.session.drafting.named.drafter
         parts = [model_digest(self.session.engine_dir, self.session.tokenizer_dir), *self.names, repr(self.defaults)]
-        if _may_choose_samples(drafter):
-            parts += [repr(drafter), self.session.drafting.draft_len_mode]
+        if may_choose_samples(drafter):
+            parts += [repr(drafter), self.draft_len_mode]
         return digest(parts)
 
 
@@ -61,7 +76,7 @@ def model_digest(engine_dir: Path, tokenizer_dir: Path | None) -> str:
 def check_same_everywhere(drafting: Drafting) -> None:
     """UsageError for drafts that choose what is sampled, and are not the same whenever they are made."""
     drafter = drafting.named.drafter
-    if not _chooses_samples(drafter):
+    if not draws_by_probs(drafter):
         return
     shares = any(getattr(one, "pool", None) == "public" for one in each_drafter(drafter))
     for is_so, what in ((shares, "a public pool"), (drafting.draft_len_mode == "auto", "`--draft-len-mode auto`")):
@@ -76,10 +91,6 @@ def _counts(path: Path) -> bool:
     return path.is_file() and path.name != "config.json"  # which records when an engine was built, and where
 
 
-def _chooses_samples(drafter: DrafterSettings | None) -> bool:
-    return any(isinstance(one, DraftTargetDrafter) and one.use_logits for one in each_drafter(drafter))
-
-
-def _may_choose_samples(drafter: DrafterSettings | None) -> bool:
+def may_choose_samples(drafter: DrafterSettings | None) -> bool:
     """Nobody knows what users' own do."""
-    return _chooses_samples(drafter) or any(isinstance(one, CustomDrafter) for one in each_drafter(drafter))
+    return draws_by_probs(drafter) or any(isinstance(one, CustomDrafter) for one in each_drafter(drafter))

@@ -21,7 +21,7 @@ def batch_document(report: Report, files: BatchFiles, job: Job, cluster: Cluster
             "engine_dir": str(job.session.engine_dir),
             "model_names": list(job.names),
             "drafters": drafter_names(job.session.drafting.named.drafter),
-            "draft_len_mode": job.session.drafting.draft_len_mode,
+            "draft_len_mode": job.draft_len_mode,
             "defaults": dataclasses.asdict(job.defaults),
             "ray": cluster.ray,
         },

@@ -68,9 +68,9 @@ class DraftingOptions:
         typer.Option(
             metavar="[fixed|auto]",
             help="`auto` sends of each draft what pays: by what steps cost, measured by `build`, and by how often "
-            "drafts were right so far; nothing, where nothing pays.",
+            "drafts were right so far; nothing, where nothing pays. `fixed` sends all of it.",
             rich_help_panel=SPECULATION,
-            show_default="fixed",
+            show_default="auto in leader mode, fixed in orchestrator mode",
         ),
     ] = None
     profile: Annotated[
@@ -134,7 +134,8 @@ class Drafting:
     """How to draft: as the flags say, or the profile."""
 
     named: Named
-    draft_len_mode: DraftLenMode
+    draft_len_mode: DraftLenMode | None
+    """None: `default_draft_len_mode`."""
     profile: Path | None
     bundle: "Bundle | None" = None
     """The engine's, where the profile was held against it."""
@@ -145,7 +146,7 @@ def choose_drafting(options: DraftingOptions, named: Named, engine_dir: Path, *,
 
     SpecDecError for a profile that cannot be used, UsageError for what needs a drafter where there is none.
     """
-    drafting = Drafting(named, options.draft_len_mode or "fixed", options.profile)
+    drafting = Drafting(named, options.draft_len_mode, options.profile)
     if options.profile is not None:
         from runtime.bundle import read_bundle
         from runtime.tuning.profile import profile_for

@@ -37,7 +37,11 @@ _ALGORITHMS: dict[str, DrafterName] = {
     "DRAFT_TARGET": "draft-target",
     "SELF": "self",
 }
+_AUTO = "AUTO"
+"""All lookups together, and the models that are given."""
 _DEFAULT_DRAFT_LEN, _DEFAULT_NGRAM_SIZE = 4, 2
+_LONGEST_LOOKUP = 10
+"""Of lookups that send what pays, where no length is given."""
 _DEFAULT_MAX_BATCH_SIZE = 4
 
 
@@ -105,14 +109,20 @@ class LeaderOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="How to draft: NGRAM, SUFFIX, DRAFT_TARGET or SELF.",
+            help="How to draft: NGRAM, SUFFIX, DRAFT_TARGET or SELF, or AUTO: what pays, of both lookups.",
             rich_help_panel=LEADER,
             show_default="no drafter",
         ),
     ] = None
     spec_decode_max_draft_len: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_DRAFT_LEN, help="Tokens in a draft.", rich_help_panel=LEADER, show_default="4"),
+        typer.Option(
+            min=1,
+            max=MAX_DRAFT_LEN,
+            help="Tokens in a draft, at most.",
+            rich_help_panel=LEADER,
+            show_default="4; 10 of lookups, unless lengths are fixed",
+        ),
     ] = None
     max_matching_ngram_size: Annotated[
         int | None, typer.Option(min=1, help="Longest tail looked up.", rich_help_panel=LEADER, show_default="2")
@@ -244,6 +254,12 @@ class LeaderOptions:
                 drafter = replace(drafter, max_draft_len=self.spec_decode_max_draft_len)
             return drafter, devices
         max_draft_len = self.spec_decode_max_draft_len or _DEFAULT_DRAFT_LEN
+        if (
+            self.spec_decode_max_draft_len is None
+            and name in ("ngram", "suffix")
+            and drafting.draft_len_mode != "fixed"
+        ):
+            max_draft_len = _LONGEST_LOOKUP
         match name:
             case "ngram":
                 max_size = self.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE
@@ -282,7 +298,7 @@ class LeaderOptions:
         if configs:
             flag = FLAGS[next(iter(configs))]
             raise UsageError(f"`--spec-decode-algo` and `{flag}` cannot be given together", hint="choose one drafter")
-        return [_ALGORITHMS[algorithm]]
+        return self._all_names(drafting, ()) if algorithm == _AUTO else [_ALGORITHMS[algorithm]]
 
     def _all_names(self, drafting: DraftingOptions, configs: Collection[DrafterName]) -> list[DrafterName]:
         """The drafters that are given, or else the lookups; the draft model, and the copy, where there is one."""
@@ -301,9 +317,9 @@ class LeaderOptions:
             warn("`--max-matching-ngram-size` without `--spec-decode-algo`: NGRAM is assumed")
             return "NGRAM"
         algorithm = self.spec_decode_algo.upper().replace("-", "_")
-        if algorithm not in _ALGORITHMS:
+        if algorithm not in (*_ALGORITHMS, _AUTO):
             raise UsageError(
                 f"`--spec-decode-algo` names no algorithm of specdec's: {self.spec_decode_algo}",
-                hint=f"there are {', '.join(_ALGORITHMS)}; without the flag nothing is drafted",
+                hint=f"there are {', '.join((*_ALGORITHMS, _AUTO))}; without the flag nothing is drafted",
             )
         return algorithm

@@ -17,8 +17,10 @@ from runtime.stats import LoopTimes
 _CONTEXT_LENS = (64, 512, 2048)
 _CONTEXT_NUM_TOKENS = (64, 256, 512)
 """Pieces of prompts, beside the short rows of generation steps."""
-_BATCH_SIZES = (1, 2, 4, 8)
-"""Beyond them, and between, the cost model goes on in straight lines: memory and time for measuring stay bounded."""
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+_MAX_CONTEXT_TOKENS = 8 * 2048
+"""In all rows together. Beyond what is measured, and between, the cost model goes on in lines: memory and time for
+measuring stay bounded."""
 _MAX_PASSES, _MAX_S = 5, 15.0
 """A model that is too slow for that is measured in one pass, after one that warms up."""
 _NUM_HOST_STEPS = 24
@@ -27,9 +29,9 @@ _COPIED_BYTES, _NUM_COPIES = 64 << 20, 8
 
 def cache_for_measuring(build: BuildConfig) -> KVCacheConfig:
     """Room for what `measure_steps` does, and no more."""
-    num_tokens = min(_CONTEXT_LENS[-1] + _CONTEXT_NUM_TOKENS[-1], build.max_seq_len)
-    num_blocks = -(-num_tokens // build.tokens_per_block)
-    return KVCacheConfig(max_tokens=_batch_sizes(build)[-1] * num_blocks * build.tokens_per_block)
+    cells = [cell for cell in _cells(build) if _fits(build, *cell)]
+    num_blocks = max(size * _num_blocks(build, context_len + n) for size, context_len, n in cells)
+    return KVCacheConfig(max_tokens=num_blocks * build.tokens_per_block)
 
 
 def measure_steps(engine: Engine, *, with_prompts: bool = True) -> tuple[StepCost, ...]:
@@ -39,7 +41,8 @@ def measure_steps(engine: Engine, *, with_prompts: bool = True) -> tuple[StepCos
     """
     engine.occupy_cache()
     longest = _CONTEXT_NUM_TOKENS[-1] if with_prompts else engine.max_draft_len + 1
-    cells = [cell for cell in dict.fromkeys(_cells(engine)) if _fits(engine, *cell) and cell[2] <= longest]
+    build = engine.config.build_config
+    cells = [cell for cell in dict.fromkeys(_cells(build)) if _fits(build, *cell) and cell[2] <= longest]
     seconds: list[list[float]] = [[] for _ in cells]
     start = time.perf_counter()
     for i in range(_MAX_PASSES + 1):
@@ -82,15 +85,15 @@ def measure_host(engine: Engine) -> float:
     return times.host_time_s / times.num_iterations
 
 
-def _cells(engine: Engine) -> Iterator[tuple[int, int, int]]:
+def _cells(build: BuildConfig) -> Iterator[tuple[int, int, int]]:
     """(batch_size, context_len, num_tokens), some of them twice."""
-    build = engine.config.build_config
     longest = max(build.max_request_len - build.max_draft_len - 1, 0)
     context_lens = sorted({min(context_len, longest) for context_len in _CONTEXT_LENS})
     for batch_size in _batch_sizes(build):
         for context_len in context_lens:
-            for num_tokens in range(1, build.max_draft_len + 2):
-                yield batch_size, context_len, num_tokens
+            if batch_size * context_len <= _MAX_CONTEXT_TOKENS:
+                for num_tokens in range(1, build.max_draft_len + 2):
+                    yield batch_size, context_len, num_tokens
     for context_len in (0, context_lens[-1]):
         for num_tokens in (1, *_CONTEXT_NUM_TOKENS):
             yield 1, context_len, num_tokens
@@ -100,13 +103,16 @@ def _batch_sizes(build: BuildConfig) -> list[int]:
     return sorted({min(batch_size, build.max_batch_size) for batch_size in _BATCH_SIZES})
 
 
-def _fits(engine: Engine, batch_size: int, context_len: int, num_tokens: int) -> bool:
-    return context_len + num_tokens <= engine.config.build_config.max_request_len
+def _num_blocks(build: BuildConfig, num_tokens: int) -> int:
+    return -(-num_tokens // build.tokens_per_block)
+
+
+def _fits(build: BuildConfig, batch_size: int, context_len: int, num_tokens: int) -> bool:
+    return context_len + num_tokens <= build.max_request_len
 
 
 def _rows(engine: Engine, batch_size: int, context_len: int, num_tokens: int, num_logits: int) -> list[Row]:
     """Rows of sequences that own blocks of their own, as long as there are such."""
-    block_size = engine.config.build_config.tokens_per_block
-    num_blocks = -(-(context_len + num_tokens) // block_size)
+    num_blocks = _num_blocks(engine.config.build_config, context_len + num_tokens)
     starts = islice(count(1, num_blocks), batch_size)
     return [Row([0] * num_tokens, context_len, list(range(s, s + num_blocks)), num_logits) for s in starts]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 NgramRanking = Literal["oldest", "leftmost", "recent", "frequent"]
 PoolKind = Literal["private", "public"]
 DraftLenMode = Literal["fixed", "auto"]
-"""`auto` sends of each draft what pays, by what steps cost and by how often drafts were right so far."""
+"""`auto` sends of each draft what pays, by what steps cost and by how often drafts were right so far; `fixed` all."""
 DraftFunction = Callable[[list[int], int], list[int]]
 """(a sequence's tokens, the longest draft) -> draft tokens; the simplest drafter."""
 DrafterName = Literal["ngram", "suffix", "draft-target", "self", "custom"]
@@ -176,6 +176,20 @@ def drafter_name(drafter: OneDrafter) -> DrafterName:
 
 def drafter_names(settings: DrafterSettings | None) -> list[DrafterName]:
     return [drafter_name(drafter) for drafter in each_drafter(settings)]
+
+
+def draws_by_probs(settings: DrafterSettings | None) -> bool:
+    """Whether its drafts choose what is sampled, by rejection sampling. Nobody knows of users' own."""
+    return any(isinstance(one, ModelDrafter) and one.use_logits for one in each_drafter(settings))
+
+
+def default_draft_len_mode(settings: DrafterSettings | None, *, is_leader: bool) -> DraftLenMode:
+    """What pays in leader mode; all that is drafted in orchestrator mode, as TensorRT-LLM has it.
+
+    And where drafts choose what is sampled: a seed gives the same text then, whatever else was drafted before.
+    """
+    is_auto = settings is not None and is_leader and not draws_by_probs(settings)
+    return "auto" if is_auto else "fixed"
 
 
 def corpora_of(settings: DrafterSettings | None) -> list[Path]:
