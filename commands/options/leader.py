@@ -254,18 +254,14 @@ class LeaderOptions:
                 drafter = replace(drafter, max_draft_len=self.spec_decode_max_draft_len)
             return drafter, devices
         max_draft_len = self.spec_decode_max_draft_len or _DEFAULT_DRAFT_LEN
-        if (
-            self.spec_decode_max_draft_len is None
-            and name in ("ngram", "suffix")
-            and drafting.draft_len_mode != "fixed"
-        ):
-            max_draft_len = _LONGEST_LOOKUP
+        sends_what_pays = drafting.draft_len_mode != "fixed" and self.mode != "orchestrator"
+        longest_lookup = self.spec_decode_max_draft_len or (_LONGEST_LOOKUP if sends_what_pays else _DEFAULT_DRAFT_LEN)
         match name:
             case "ngram":
                 max_size = self.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE
-                return drafting.lookups.ngram_drafter(max_draft_len, max_size), None
+                return drafting.lookups.ngram_drafter(longest_lookup, max_size), None
             case "suffix":
-                return drafting.lookups.suffix_drafter(max_draft_len), None
+                return drafting.lookups.suffix_drafter(longest_lookup), None
             case "draft-target":
                 if draft_model is None:
                     raise UsageError(

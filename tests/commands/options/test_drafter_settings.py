@@ -282,12 +282,29 @@ def test_draft_model_alone_says_what_drafts(tmp_path: Path) -> None:
     assert leader().named(drafting(tmp_path)).drafter == leader("DRAFT_TARGET").named(drafting(tmp_path)).drafter
 
 
+def test_lookups_are_long_where_they_send_only_what_pays() -> None:
+    """A length that is given is the longest; TensorRT-LLM's 4 stays where all of a draft is sent."""
+    fixed = DraftingOptions(draft_len_mode="fixed")
+    assert leader("NGRAM").named(drafting()).drafter == NgramDrafter(10, 2)
+    assert leader("NGRAM", 3).named(drafting()).drafter == NgramDrafter(3, 2)
+    assert leader("NGRAM").named(fixed).drafter == NgramDrafter(4, 2)
+    assert replace(leader("NGRAM"), mode="orchestrator").named(drafting()).drafter == NgramDrafter(4, 2)
+    assert leader("SELF").named(drafting()).drafter == SelfDrafter(4)
+
+
+def test_auto_is_all_lookups_and_the_models_that_are_given() -> None:
+    lookups = [NgramDrafter(10, 2), SuffixDrafter(10)]
+    assert leader("AUTO").named(drafting()).drafter == ChainDrafter(lookups)
+    with_model = replace(leader("auto", 6), draft_model_dir="small").named(drafting())
+    assert with_model.drafter == ChainDrafter([NgramDrafter(6, 2), SuffixDrafter(6), DraftTargetDrafter("small", 6)])
+
+
 def test_suffix_matching_has_a_pool_too() -> None:
     expected = SuffixDrafter(8, "public")
     options = LookupOptions(ngram_pool="public")
     assert parse(suffix_config="[8,[0]]", ngram_options=options) == expected
     assert leader("suffix", 8).named(drafting(None, None, None, options)).drafter == expected
-    assert leader("SUFFIX").named(drafting(None, None)).drafter == SuffixDrafter(4)
+    assert leader("SUFFIX").named(drafting(None, None)).drafter == SuffixDrafter(10)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""Automatic draft lengths are every command's default but orchestrator mode's, and `--draft-len-mode fixed` says other.
+
+Prices that are so high that nothing can pay, written into an engine, tell the two apart: automatic lengths send
+nothing.
+"""
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import Specdec, edit_json
+from shared import record_anew
+
+from specdec_cli import (
+    LLM,
+    DraftTargetDrafter,
+    NgramDrafter,
+    SamplingParams,
+    SpecDecError,
+    SpecDecWarning,
+    SuffixDrafter,
+)
+
+PROMPT = "the ball the ball the ball the ball the"
+SUFFIX = ["--suffix-config", "4"]
+EDIT = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def with_costs(llama_uncompiled_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> EDIT:
+    """A copy of the engine with seconds of its steps by the tokens of a row; without any, if there are none."""
+
+    def copy(seconds: Callable[[int], float] | None) -> Path:
+        directory = tmp_path_factory.mktemp("priced") / "engine"
+        shutil.copytree(llama_uncompiled_dir, directory)
+        costs = json.loads((directory / "config.json").read_text())["step_costs"]
+        edited = [cost | {"seconds": seconds(cost["num_tokens"])} for cost in costs] if seconds else []
+        edit_json(directory / "config.json", step_costs=edited)
+        record_anew(directory)
+        return directory
+
+    return copy
+
+
+@pytest.fixture(scope="module")
+def dear_dir(with_costs: EDIT) -> Path:
+    """Every token of a row takes as long as a whole step: no draft can pay."""
+    return with_costs(lambda num_tokens: float(num_tokens))
+
+
+@pytest.fixture(scope="module")
+def unpriced_dir(with_costs: EDIT) -> Path:
+    return with_costs(None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        (["--ngram-config", "[4,2,[0]]"], "fixed"),
+        (["--mode", "leader", *SUFFIX], "auto"),
+        (["--spec-decode-algo", "SUFFIX"], "auto"),
+        (["--spec-decode-algo", "AUTO"], "auto"),
+        (["--spec-decode-algo", "NGRAM", "--draft-len-mode", "fixed"], "fixed"),
+        (["--spec-decode-algo", "NGRAM", "--mode", "orchestrator"], "fixed"),
+        (["--draft-len-mode", "auto", *SUFFIX], "auto"),
+    ],
+)
+def test_default_of_run(specdec: Specdec, dear_dir: Path, flags: list[str], mode: str) -> None:
+    asked = ["--max-output-len", 12, "--end-id", 299, "--input-text", PROMPT, "--json"]
+    document = specdec("run", "--engine-dir", dear_dir, *flags, *asked).document
+    assert document["settings"]["draft_len_mode"] == mode
+    assert (document["total"]["num_draft_tokens"] > 0) == (mode == "fixed")
+
+
+def test_without_a_drafter_nothing_is_automatic(specdec: Specdec, dear_dir: Path) -> None:
+    document = specdec("run", "--engine-dir", dear_dir, "--mode", "leader", "--input-text", PROMPT, "--json").document
+    assert (document["settings"]["drafters"], document["settings"]["draft_len_mode"]) == ([], "fixed")
+
+
+@pytest.mark.parametrize(("flags", "mode"), [([], "fixed"), (["--mode", "leader"], "auto")])
+def test_default_of_summarize(specdec: Specdec, dear_dir: Path, articles: Path, flags: list[str], mode: str) -> None:
+    asked = ["--test-engine", "--dataset", articles, "--max-ite", 2, "--output-len", 8, "--json"]
+    document = specdec("summarize", "--engine-dir", dear_dir, *SUFFIX, *flags, *asked).document
+    assert document["settings"]["draft_len_mode"] == mode
+
+
+@pytest.mark.parametrize(("flags", "mode"), [([], "auto"), (["--draft-len-mode", "fixed"], "fixed")])
+def test_default_of_batch(specdec: Specdec, dear_dir: Path, tmp_path: Path, flags: list[str], mode: str) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}) + "\n")
+    files = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl"]
+    document = specdec("batch", *files, "--engine-dir", dear_dir, *SUFFIX, *flags, "--json").document
+    assert document["settings"]["draft_len_mode"] == mode
+    assert (document["num_draft_tokens"] > 0) == (mode == "fixed")
+
+
+@pytest.mark.parametrize(("command", "module"), [("chat", "commands.chat"), ("serve", "commands.serve")])
+def test_default_of_chat_and_serve(
+    command: str, module: str, specdec: Specdec, dear_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they do with the session is nobody's matter here: they are given it and end."""
+    modes: list[str] = []
+    monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
+    monkeypatch.setattr(
+        "commands.serving.running.serve_setup", lambda setup, *others: modes.append(setup.session.draft_len_mode)
+    )
+    monkeypatch.setattr(
+        "commands.conversing.Conversation.__init__",
+        lambda self, setup, *others: modes.append(setup.session.draft_len_mode),
+    )
+    for flags in ([], ["--draft-len-mode", "fixed"]):
+        specdec(command, "--engine-dir", dear_dir, *SUFFIX, *flags)
+    assert modes == ["auto", "fixed"]
+
+
+def test_default_of_python(dear_dir: Path) -> None:
+    asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(dear_dir) as llm:
+        (automatic,) = llm.generate(PROMPT, asked, drafter=SuffixDrafter())
+        (fixed,) = llm.generate(PROMPT, asked, drafter=SuffixDrafter(), draft_len_mode="fixed")
+        assert automatic.token_ids == fixed.token_ids
+        assert automatic.stats.num_draft_tokens == 0 < fixed.stats.num_draft_tokens
+        assert llm.session(DraftTargetDrafter(dear_dir, use_logits=True)).draft_len_mode == "fixed"
+    with LLM(dear_dir, mode="orchestrator") as llm:
+        assert llm.session(NgramDrafter()).draft_len_mode == "fixed"
+
+
+def test_drafts_whose_price_is_not_known_are_sent_whole_and_it_is_said(unpriced_dir: Path) -> None:
+    with LLM(unpriced_dir) as llm:
+        with pytest.warns(SpecDecWarning, match="drafts are sent whole.* nothing is known of what the engine's steps"):
+            assert llm.session(NgramDrafter()).draft_len_mode == "fixed"
+        with pytest.raises(SpecDecError, match="nothing is known"):
+            llm.session(NgramDrafter(), "auto")
