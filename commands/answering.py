@@ -13,7 +13,7 @@ from commands.html.report import write_report
 from commands.inputs.prompts import Prompt, without_padding
 from commands.inputs.traces import write_traces
 from commands.options.run import RunInputs, RunResults
-from commands.output import Output, speedup_line
+from commands.output import Output, fixed_lost_line, speedup_line
 from commands.sessions import lossless_check, token_progress
 from commands.tables.lossless import exit_if_too_little_to_tell, fail_unless_lossless, lossless_lines
 from commands.tables.run import StreamPrinter, make_labels, show_outputs, show_stats
@@ -21,6 +21,7 @@ from runtime.evaluation.steps import all_pieces
 from runtime.generation import Generation, Interrupted, Unanswered
 from runtime.request import Request
 from runtime.text import stop_words_of
+from runtime.tuning.advice import fixed_lost
 
 _STREAMING_INTERVAL = 5  # TensorRT-LLM's
 
@@ -35,6 +36,10 @@ def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunR
         show_outputs(setup.llm, prompts, generation, labels, output, show_tokens=results.show_tokens)
     if generation.sequences:
         show_stats(generation, labels, setup.session.max_draft_len, results.stats, output)
+        if results.stats != "none" and output.human:
+            batch_size = setup.llm.bundle.config.build_config.max_batch_size
+            for line in fixed_lost_line(fixed_lost(setup.session, generation.sequences, batch_size)):
+                output.result(line)
         _write_files(prompts, generation, results, output)
     comparison = _compare(setup, requests, generation, results, output) if results.check_lossless else {}
     settings = {"max_input_length": inputs.max_input_length, "max_output_len": setup.params.max_tokens}

@@ -13,7 +13,7 @@ from commands.inputs.batches import by_category, encode_samples, make_batches
 from commands.inputs.dataset import Sample
 from commands.inputs.traces import write_traces
 from commands.options.summarize import EvaluationOptions, SummarizeInputs, SummarizeResults
-from commands.output import Output
+from commands.output import Output, fixed_lost_line
 from commands.sessions import lossless_check
 from commands.tables.lossless import exit_if_too_little_to_tell, fail_unless_lossless
 from commands.tables.summarize import show_summary
@@ -31,6 +31,7 @@ from runtime.evaluation.systems import (
     places_of,
 )
 from runtime.session import Session
+from runtime.tuning.advice import fixed_lost
 
 _NUM_SHOWN = 3  # of the differences between two models
 
@@ -80,6 +81,9 @@ def evaluate(
         categories = [sample.category for sample in samples]
         write_traces(results.output_traces, zip(runs[0].sequences, categories, strict=True))
     show_summary(document, samples, runs, results.stats, output)
+    if results.stats != "none" and options.test_engine and output.human:
+        for line in fixed_lost_line(fixed_lost(setup.session, runs[0].sequences, options.batch_size)):
+            output.result(line)
     output.document(document)
     if results.report is not None:
         pieces = all_pieces(setup.llm.tokenizer, runs[0].sequences)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,6 +24,9 @@ from commands.options.panels import OUTPUT
 from commands.tables.fitting import fitted
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import try_new_file
+
+if TYPE_CHECKING:
+    from runtime.tuning.advice import FixedLost
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,16 @@ def speedup_line(speedup: float) -> str:
     """The ratio of wall times, and in words where speculation does not pay."""
     verdict = "" if speedup >= 0.995 else " — slower than no drafter"
     return f"speedup over no drafter: {speedup:.2f}x{verdict}"
+
+
+def fixed_lost_line(lost: "FixedLost | None") -> list[str]:
+    """What a fixed draft length cost, where it lost, and automatic ones would have given; nothing where it did not."""
+    if lost is None:
+        return []
+    return [
+        f"drafts of a fixed length lost: by what steps cost they were {lost.fixed:.2f}x as fast as no drafter; "
+        f"`--draft-len-mode auto` would have been {lost.automatic:.2f}x"
+    ]
 
 
 def megabytes(num_bytes: int) -> str:

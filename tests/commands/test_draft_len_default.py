@@ -6,6 +6,7 @@ nothing.
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +114,32 @@ def test_default_of_chat_and_serve(
     for flags in ([], ["--draft-len-mode", "fixed"]):
         specdec(command, "--engine-dir", dear_dir, *SUFFIX, *flags)
     assert modes == ["auto", "fixed"]
+
+
+LOST = re.compile(
+    r"drafts of a fixed length lost: .* (0\.\d\d)x as fast as no drafter; `--draft-len-mode auto` .* 1\.00x"
+)
+
+
+@pytest.mark.parametrize("command", ["run", "summarize"])
+def test_a_fixed_length_that_lost_says_what_automatic_ones_would_have_given(
+    command: str, specdec: Specdec, dear_dir: Path, with_costs: EDIT, articles: Path
+) -> None:
+    """Where nothing pays they send nothing, which is as fast as no drafter; where tokens are free nothing is said."""
+    asked = {
+        "run": ["--max-output-len", 12, "--end-id", 299, "--input-text", PROMPT],
+        "summarize": ["--test-engine", "--dataset", articles, "--max-ite", 2, "--output-len", 12],
+    }[command]
+
+    def shown(engine_dir: Path, *flags: str) -> str:
+        result = specdec(command, "--engine-dir", engine_dir, *SUFFIX, *asked, *flags)
+        assert result.exit_code == 0, result.stderr
+        return " ".join(result.stdout.split())
+
+    lost = LOST.search(shown(dear_dir))
+    assert lost is not None and float(lost[1]) < 0.9
+    assert "fixed length" not in shown(with_costs(lambda num_tokens: 1.0))
+    assert "fixed length" not in shown(dear_dir, "--draft-len-mode", "auto")
 
 
 def test_default_of_python(dear_dir: Path) -> None:

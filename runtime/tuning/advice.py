@@ -1,0 +1,50 @@
+"""What automatic draft lengths would have given where those of a fixed length lost: of the same outputs, by replay."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from runtime.costs import CostModel
+from runtime.drafters.settings import LookupDrafter
+from runtime.request import Sequence
+from runtime.session import Session
+from runtime.tuning.candidates import Candidate
+from runtime.tuning.prediction import step_s
+from runtime.tuning.replay import Trace
+from runtime.tuning.search import Cost, Replayer
+
+_MAX_TOKENS = 10_000
+"""Of outputs, a share of more of them is replayed: a fraction of a second."""
+_LOSS = 0.995
+
+
+@dataclass(frozen=True)
+class FixedLost:
+    """How many times as fast as no drafter the two are, by what steps cost when the engine was built."""
+
+    fixed: float
+    automatic: float
+
+
+def fixed_lost(session: Session, sequences: Seq[Sequence], batch_size: int) -> FixedLost | None:
+    """Of finished requests that a lookup drafted for with a fixed length, `batch_size` at once.
+
+    None where that did not lose, where automatic lengths would have lost as much, or where nobody knows.
+    """
+    drafter, engine = session.settings, session.engine
+    is_known = isinstance(drafter, LookupDrafter) and session.draft_len_mode == "fixed" and engine.config.step_costs
+    if not is_known or not sequences:
+        return None
+    traces = [Trace(s.request.prompt_tokens, tuple(s.output_tokens)) for s in sequences]
+    request = sequences[0].request
+    cost = Cost(CostModel(engine.config.step_costs, engine.config.host_s), engine.max_num_tokens)
+    replayer = Replayer(traces, batch_size, cost, request.end_ids, request.max_new_tokens).thinned(_MAX_TOKENS)
+    candidates = Candidate(), Candidate(drafter), Candidate(drafter, "auto")
+    none, fixed, automatic = (_seconds(replayer, candidate) for candidate in candidates)
+    return FixedLost(none / fixed, none / automatic) if none / fixed < _LOSS and automatic < fixed else None
+
+
+def _seconds(replayer: Replayer, candidate: Candidate) -> float:
+    """Of the steps: looking up takes microseconds, and how many is the moment's."""
+    replayed, cost = replayer.replay(candidate).batches, replayer.cost
+    assert cost is not None
+    return sum(step_s(step, cost.costs, cost.max_num_tokens) for step in replayed.steps)
