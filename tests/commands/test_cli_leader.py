@@ -112,7 +112,7 @@ def test_trtllms_spellings_of_leader_mode(specdec: Specdec, llama_engine_dir: Pa
         "--disable_kv_cache_reuse", "--kv_cache_fraction", 0.5,
     )  # fmt: skip
     assert "NGRAM is assumed" in result.stderr
-    ours = leader(PROMPTS[:1], "--spec-decode-algo", "ngram", "--json").document
+    ours = leader(PROMPTS[:1], "--spec-decode-algo", "ngram", "--spec-decode-max-draft-len", 4, "--json").document
     assert ids_of(result.document) == ids_of(ours)
     assert result.document["settings"]["ngram_config"] == ours["settings"]["ngram_config"]
 
