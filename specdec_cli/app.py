@@ -65,7 +65,7 @@ _EXAMPLES = {
     ),
     serve: (
         "specdec serve --model-dir demo --spec-decode-algo NGRAM",
-        'specdec serve --engine-dir engine --ngram-config "[10,2,[0]]" --draft-len-mode auto --port 8000',
+        'specdec serve --engine-dir engine --ngram-config "[10,2,[0]]" --port 8000',
     ),
     batch: (
         "specdec batch -i requests.jsonl -o results.jsonl --model-dir demo --ngram-config 10,2",
