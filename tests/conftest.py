@@ -18,6 +18,7 @@ from zlib import crc32
 
 import pytest
 import torch
+from gate import Gate
 from hypothesis import settings
 from shared import MakeEngineDir, once, shared_dir, shared_engine
 from strength import register_profiles
@@ -80,6 +81,15 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache_of_its_own(shared: Path) -> None:
     """One for this test run: what is compiled for one test is found by the others."""
     os.environ["SPECDEC_CACHE_DIR"] = str(shared / "cache")
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """At which engines of this process stand still that have the drafter `gate:Waits`."""
+    made = Gate(tmp_path)
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    return made
 
 
 @pytest.fixture(autouse=True)

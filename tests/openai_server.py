@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from waiting import HANG_S
+
 Piece = tuple[float, bytes]
 """Seconds to wait, and what is sent then."""
 DONE = b"data: [DONE]\n\n"
@@ -155,10 +157,10 @@ def running(script: Script) -> Iterator[Server]:
     server, is_ready = Server(script), threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(is_ready)))
     thread.start()
-    assert is_ready.wait(10)
+    assert is_ready.wait(HANG_S)
     try:
         yield server
     finally:
         server.stop()
-        thread.join(10)
+        thread.join(HANG_S)
         assert not thread.is_alive()

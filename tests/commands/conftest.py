@@ -19,6 +19,7 @@ from shared import shared_engine
 from tiny import make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from waiting import HANG_S
 
 from specdec_cli.app import main
 
@@ -69,7 +70,7 @@ def specdec_process(process_environment: dict[str, str]) -> Specdec:
             env=process_environment | (environment or {}),
             capture_output=True,
             encoding="utf-8",
-            timeout=120,
+            timeout=5 * HANG_S,
         )
         return Result(done.returncode, done.stdout, done.stderr)
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from command_line import PROMPT, Specdec, tree
 from shared import once
 from tiny import make_model
 from transformers import PreTrainedTokenizerFast
+from waiting import HANG_S, wait_until
 
 # A file that may not grow beyond so many bytes fails like a full disk. Ignored, the signal becomes an OSError.
 # Each command is run in a process of its own, which has the modules that take seconds to import from its parent.
@@ -74,13 +74,10 @@ def interrupt(
         encoding="utf-8",
         start_new_session=True,
     )
-    deadline = time.monotonic() + 60
-    while process.poll() is None and not list(output_dir.parent.glob(f".{output_dir.name}.*.tmp")):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: process.poll() is not None or list(output_dir.parent.glob(f".{output_dir.name}.*.tmp")))
     assert process.poll() is None, "it was done before it could be interrupted"
     os.killpg(process.pid, signal_number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=HANG_S)
     return process.returncode, errors
 
 
@@ -183,7 +180,7 @@ def full_disks(
             env=process_environment,
             capture_output=True,
             encoding="utf-8",
-            timeout=300,
+            timeout=5 * HANG_S,
         )
         assert done.returncode == 0, done.stderr
         (directory / "results.json").write_text(done.stdout)

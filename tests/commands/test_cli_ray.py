@@ -16,6 +16,7 @@ import pytest
 from command_line import Result, Specdec, assert_valid, draft_model
 from shared import shared_engine
 from test_cli_batch import openai, requests, results, texts, write
+from waiting import HANG_S
 
 ray = pytest.importorskip("ray")
 
@@ -64,7 +65,7 @@ def run(directory: Path, engine_dir: Path, environment: dict[str, str], *others:
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         encoding="utf-8",
-        timeout=180,
+        timeout=5 * HANG_S,
     )
     return Result(done.returncode, done.stdout, done.stderr)
 

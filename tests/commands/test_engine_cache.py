@@ -17,6 +17,7 @@ from command_line import Result, Specdec, ids_of, tree
 from safetensors.torch import load_file, save_file
 from tiny import hf_greedy, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from waiting import HANG_S
 
 from runtime.config import BuildConfig
 from runtime.engine_cache import EngineSettings
@@ -108,7 +109,7 @@ def test_killed_build_leaves_a_cache_that_two_processes_can_use(
     killed.communicate()
     assert [path for path in engines(tmp_path) if path.name.startswith(".")], "it was killed too late"
     both = [start(model_dir, environment) for _ in range(2)]
-    results = [(*process.communicate(timeout=300), process.returncode) for process in both]
+    results = [(*process.communicate(timeout=5 * HANG_S), process.returncode) for process in both]
     assert [exit_code for *_, exit_code in results] == [0, 0], results
     (engine,) = engines(tmp_path)
     assert not [name for name in tree(engine) if name.endswith(".tmp")]

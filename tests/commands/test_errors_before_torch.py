@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 HEAVY = ("torch", "transformers", "datasets")
 MAIN = f"""
@@ -136,7 +137,7 @@ def outcomes(
             cwd=directory,
             capture_output=True,
             encoding="utf-8",
-            timeout=120,
+            timeout=5 * HANG_S,
         )
         assert done.returncode == 0, done.stderr
         found: list[Outcome] = json.loads(done.stdout)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tiny import hf_greedy, make_model, repetitive_prompt
+from waiting import HANG_S
 
 from runtime.errors import SpecDecError
 from specdec_cli.launched import is_spare
@@ -29,7 +30,7 @@ def test_the_command_is_run_once(split_engine_dir: Path, tmp_path: Path, process
         | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         encoding="utf-8",
-        timeout=180,
+        timeout=5 * HANG_S,
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from waiting import HANG_S
 
 pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
@@ -29,7 +30,7 @@ def test_two_replicas_answer(llama_uncompiled_dir: Path, monkeypatch: pytest.Mon
 
         serve.run(app, route_prefix="/")
         body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8}
-        with httpx2.Client(base_url="http://127.0.0.1:8000", timeout=60) as client:
+        with httpx2.Client(base_url="http://127.0.0.1:8000", timeout=HANG_S) as client:
             answers = [client.post("/v1/completions", json=body) for _ in range(8)]
             refused = client.post("/v1/completions", json=body | {"temperature": -1})
         (replicas,) = (one.deployments["Specdec"].replica_states for one in serve.status().applications.values())

@@ -13,13 +13,15 @@ from commands.options.serve import ServerOptions
 from commands.serving.group import Clock
 from commands.serving.running import guarded_app, open_served
 from commands.serving.served import ServedModel
-from runtime.drafters.settings import DrafterSettings
+from runtime.drafters.settings import CustomDrafter, DrafterSettings
 from runtime.llm import LLM
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+WAITS = CustomDrafter("gate", "Waits")
+"""For a server with the fixture `gate`."""
 PROMPT = "The little dog had a red ball. The"
 
 

@@ -8,14 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_models import PROMPT, Listening
+from gate import Gate
+from serving_models import PROMPT, WAITS, Listening
+from waiting import HANG_S, wait_until
 
 from commands.serving.connections import BoundedProtocol
 
@@ -24,7 +25,7 @@ LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True,
 
 def send(port: int, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
     """A connection on which the request was sent, and nothing was read."""
-    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=HANG_S)
     raw = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {len(raw)}\r\nConnection: close\r\n\r\n"
     connection.sendall(head.encode() + raw)
@@ -45,22 +46,19 @@ def texts(raw: str) -> str:
     return "".join(re.findall(r'"text":"((?:[^"\\]|\\.)*)"', raw))
 
 
-def wait(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_sequences(make_listening: Callable[..., Listening], stream: bool) -> None:
-    listening = make_listening()
+def test_a_client_that_goes_away_frees_its_sequences(
+    make_listening: Callable[..., Listening], gate: Gate, stream: bool
+) -> None:
+    listening = make_listening(WAITS)
     loop, engine = listening.model.loop, listening.model.llm.engine
     connection = send(listening.port, LONG | {"stream": stream, "n": 16})
-    wait(lambda: loop.totals.num_generated_tokens >= 4)
+    wait_until(lambda: gate.is_reached)
     connection.close()
-    wait(lambda: not loop.unfinished())
-    assert loop.totals.num_finished["abort"] > 0
+    wait_until(lambda: all(answer.is_cancelled for answer in loop.unfinished()))
+    gate.open()
+    wait_until(lambda: not loop.unfinished())
+    assert loop.totals.num_finished == {"abort": 16}
     assert loop.totals.num_generated_tokens < 16 * 120
     assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
 
@@ -70,12 +68,10 @@ def test_a_client_that_reads_slowly_holds_up_nobody(make_listening: Callable[...
     expected = texts(read_all(send(listening.port, LONG | {"stream": True}))[1])
     slow = send(listening.port, LONG | {"stream": True})
     first = slow.recv(1)
-    started = time.monotonic()
     for _ in range(3):
         status, _ = read_all(send(listening.port, LONG | {"max_tokens": 20}))
         assert status == 200
-    assert time.monotonic() - started < 20
-    wait(lambda: not listening.model.loop.unfinished())
+    wait_until(lambda: not listening.model.loop.unfinished())
     rest = first
     while chunk := slow.recv(4096):
         rest += chunk
@@ -107,13 +103,13 @@ def test_connections_beyond_the_bound_are_refused_politely(
 ) -> None:
     monkeypatch.setattr("commands.serving.connections.MAX_CONNECTIONS", 5)
     listening = make_listening()
-    held = [socket.create_connection(("127.0.0.1", listening.port), timeout=30) for _ in range(5)]
-    wait(lambda: read_all(get(listening.port, "/health"))[0] == 503)
+    held = [socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S) for _ in range(5)]
+    wait_until(lambda: read_all(get(listening.port, "/health"))[0] == 503)
     status, raw = read_all(get(listening.port, "/health"))
     assert status == 503 and "retry-after" in raw.lower() and '"too_many_connections"' in raw
     for connection in held:
         connection.close()
-    wait(lambda: read_all(get(listening.port, "/health"))[0] == 200)
+    wait_until(lambda: read_all(get(listening.port, "/health"))[0] == 200)
 
 
 def test_nobody_waits_for_those_refused_when_they_are_many(
@@ -123,17 +119,17 @@ def test_nobody_waits_for_those_refused_when_they_are_many(
     monkeypatch.setattr("commands.serving.connections._MAX_REFUSED", 2)
     monkeypatch.setattr("commands.serving.connections._REFUSED_S", 60)
     listening = make_listening()
-    opened = [socket.create_connection(("127.0.0.1", listening.port), timeout=30) for _ in range(15)]
+    opened = [socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S) for _ in range(15)]
     for refused in opened[7:]:
         status, raw = read_all(refused)
         assert status == 503 and '"too_many_connections"' in raw
-    wait(lambda: BoundedProtocol.num_refused == 2)
+    wait_until(lambda: BoundedProtocol.num_refused == 2)
     for waiting in opened[5:7]:
         waiting.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert waiting.recv(12) == b"HTTP/1.1 503"
     for connection in opened[:7]:
         connection.close()
-    wait(lambda: BoundedProtocol.num_refused == 0)
+    wait_until(lambda: BoundedProtocol.num_refused == 0)
 
 
 def test_a_connection_that_says_nothing_is_ended(
@@ -141,10 +137,19 @@ def test_a_connection_that_says_nothing_is_ended(
 ) -> None:
     monkeypatch.setattr("commands.serving.connections.FIRST_REQUEST_S", 0.2)
     listening = make_listening()
-    silent = socket.create_connection(("127.0.0.1", listening.port), timeout=30)
-    halting = socket.create_connection(("127.0.0.1", listening.port), timeout=30)
-    halting.sendall(b"GET /health HT")
-    assert silent.recv(10) == halting.recv(10) == b""
+    silent = socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S)
+    halting = socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S)
+    with suppress(ConnectionError):  # it may have been ended by now
+        halting.sendall(b"GET /health HT")
+    assert is_ended(silent) and is_ended(halting)
+
+
+def is_ended(connection: socket.socket) -> bool:
+    """Waits for it; also where something was sent that nobody had read."""
+    try:
+        return connection.recv(10) == b""
+    except ConnectionError:
+        return True
 
 
 def test_nothing_is_left_of_a_connection_that_ended(make_listening: Callable[..., Listening]) -> None:
@@ -156,14 +161,16 @@ def test_nothing_is_left_of_a_connection_that_ended(make_listening: Callable[...
         gc.collect()
         return not any(type(one) is BoundedProtocol for one in gc.get_objects())
 
-    wait(has_none, 5.0)
+    wait_until(has_none)
 
 
 @contextmanager
-def process(engine_dir: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """`specdec serve` of an engine, and the port that it listens at."""
+def process(engine_dir: Path, *arguments: str, gate: Gate | None = None) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """`specdec serve` of an engine, perhaps with a gate, and the port that it listens at."""
     command = [sys.executable, "-m", "specdec_cli", "serve", "--engine-dir", str(engine_dir), "--port", "0", *arguments]
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    command += ["--drafter", "gate:Waits"] if gate else []
+    environment = os.environ | (gate.environment if gate else {})
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert started.stderr is not None
         for line in started.stderr:
@@ -177,36 +184,35 @@ def process(engine_dir: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
         started.wait()
 
 
-def test_sigterm_refuses_what_is_new_and_finishes_what_runs(llama_engine_dir: Path) -> None:
-    with process(llama_engine_dir, "--ngram-config", "4,2") as (server, port):
+def test_sigterm_refuses_what_is_new_and_finishes_what_runs(llama_engine_dir: Path, gate: Gate) -> None:
+    with process(llama_engine_dir, gate=gate) as (server, port):
         running = send(port, LONG | {"n": 24})
-        while json.loads(read_all(get(port, "/requests"))[1].split("\r\n\r\n")[1])["data"] == []:
-            pass
+        wait_until(lambda: gate.is_reached)
         server.send_signal(signal.SIGTERM)
-        time.sleep(0.05)
+        wait_until(lambda: read_all(get(port, "/health"))[0] == 503)
         refused, raw = read_all(send(port, LONG))
         assert refused == 503 and "retry-after: 1" in raw.lower() and "shutting down" in raw
-        assert read_all(get(port, "/health"))[0] == 503
+        gate.open()
         status, raw = read_all(running)
         assert status == 200 and raw.count('"finish_reason":"length"') == 24
-        assert server.wait(20) == 0
+        assert server.wait(HANG_S) == 0
         assert server.stderr is not None and "Traceback" not in server.stderr.read()
 
 
-def test_what_is_unfinished_at_the_end_is_told_so(llama_engine_dir: Path) -> None:
-    with process(llama_engine_dir, "--ngram-config", "4,2", "--shutdown-timeout", "0.2") as (server, port):
+def test_what_is_unfinished_at_the_end_is_told_so(llama_engine_dir: Path, gate: Gate) -> None:
+    with process(llama_engine_dir, "--shutdown-timeout", "0.2", gate=gate) as (server, port):
         connections = [send(port, LONG | {"n": 30, "stream": stream}) for stream in (True, True, False, False)]
-        wait(lambda: len(json.loads(read_all(get(port, "/requests"))[1].split("\r\n\r\n")[1])["data"]) == 120)
+        wait_until(lambda: len(json.loads(read_all(get(port, "/requests"))[1].split("\r\n\r\n")[1])["data"]) == 120)
+        wait_until(lambda: gate.is_reached)
         server.send_signal(signal.SIGTERM)
-        signalled = time.monotonic()
-        answers = [read_all(connection) for connection in connections]
-        assert time.monotonic() - signalled < 1.5
+        answers = [read_all(connection) for connection in connections]  # while the engine stands still
+        gate.open()
         assert [status for status, _ in answers] == [200, 200, 503, 503]
         for _, raw in answers:
             assert raw.count('"code":"shutting_down"') == 1 and '"finish_reason":"abort"' not in raw
         assert all(raw.endswith("data: [DONE]\n\n\r\n0\r\n\r\n") for _, raw in answers[:2])
         assert all("retry-after: 1" in raw.lower() for _, raw in answers[2:])
-        assert server.wait(20) == 0
+        assert server.wait(HANG_S) == 0
         assert server.stderr is not None
         (line,) = server.stderr.read().splitlines()
         assert line == "WARNING: shutting down: 4 requests were not finished within 0.2 s"
@@ -215,9 +221,9 @@ def test_what_is_unfinished_at_the_end_is_told_so(llama_engine_dir: Path) -> Non
 def test_a_client_that_reads_nothing_leaves_no_traceback_at_the_end(llama_engine_dir: Path) -> None:
     with process(llama_engine_dir, "--shutdown-timeout", "0.2") as (server, port):
         connection = send(port, LONG | {"n": 128, "stream": True, "logprobs": 20})
-        wait(lambda: generated(read_all(get(port, "/metrics"))[1]) > 2000)
+        wait_until(lambda: generated(read_all(get(port, "/metrics"))[1]) > 2000)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(20) == 0
+        assert server.wait(HANG_S) == 0
         connection.close()
         assert server.stderr is not None and "Traceback" not in server.stderr.read()
 
@@ -229,7 +235,7 @@ def generated(metrics: str) -> float:
 
 
 def get(port: int, path: str) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=HANG_S)
     connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost:{port}\r\nConnection: close\r\n\r\n".encode())
     return connection
 
@@ -238,7 +244,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_opened(llama_engine_dir
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [sys.executable, "-m", "specdec_cli", "serve", "--engine-dir", str(llama_engine_dir)]
         result = subprocess.run(
-            [*command, "--port", str(taken.getsockname()[1])], capture_output=True, text=True, timeout=60
+            [*command, "--port", str(taken.getsockname()[1])], capture_output=True, text=True, timeout=HANG_S
         )
     assert result.returncode == 1
     assert re.fullmatch(r"error: cannot listen \(Address already in use\): 127\.0\.0\.1:\d+\nhint: .*\n", result.stderr)

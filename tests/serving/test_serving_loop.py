@@ -1,7 +1,6 @@
 """The loop behind a server: it answers as the Python API does, lets go at once, and no request ends it."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from tiny import hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
+from waiting import HANG_S, wait_until
 
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.opening import OpenDrafter
@@ -65,16 +65,9 @@ def requests(num: int, **settings: Any) -> list[Request]:
     ]
 
 
-def wait(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.002)
-
-
 def answered(loop: ServingLoop, asked: list[Asked]) -> list[Answer]:
     answers = loop.submit(asked)
-    wait(lambda: all(answer.progress.is_over for answer in answers))
+    wait_until(lambda: all(answer.progress.is_over for answer in answers))
     return answers
 
 
@@ -148,7 +141,7 @@ class Gate(Always):
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         self.has_come.set()
-        assert self.may_go.wait(20)
+        assert self.may_go.wait(HANG_S)
         return super().propose(sequences, max_draft_len)
 
 
@@ -156,12 +149,12 @@ def test_who_is_cancelled_is_gone_before_the_next_step(engine: Engine) -> None:
     gate = Gate()
     with running(engine, gate) as loop:
         answers = loop.submit([Asked(request) for request in requests(6)])
-        assert gate.has_come.wait(20)
+        assert gate.has_come.wait(HANG_S)
         loop.cancel(answers[1:])
         gate.may_go.set()
-        wait(lambda: len(loop.unfinished()) <= 1)
+        wait_until(lambda: len(loop.unfinished()) <= 1)
         assert all(answer.progress.num_tokens <= 1 for answer in answers[1:])
-        wait(lambda: answers[0].progress.is_over)
+        wait_until(lambda: answers[0].progress.is_over)
         assert answers[0].progress.num_tokens == NUM_NEW_TOKENS
         assert loop.totals.num_finished == {"abort": 5, "length": 1}
 
@@ -176,7 +169,7 @@ def test_all_or_none_are_taken_into_the_queue(engine: Engine) -> None:
         assert len(loop.unfinished()) == 5
         loop.submit(more[:1])
         gate.may_go.set()
-        wait(lambda: not loop.unfinished())
+        wait_until(lambda: not loop.unfinished())
         assert all(answer.progress.finish_reason for answer in first)
         assert len(answered(loop, more[1:])) == 1
 
@@ -227,7 +220,7 @@ def test_what_runs_is_finished_and_nothing_new_is_taken_at_the_end(engine: Engin
     gate = Gate()
     with running(engine, gate) as loop:
         answers = loop.submit([Asked(request) for request in requests(6)])
-        assert gate.has_come.wait(20)
+        assert gate.has_come.wait(HANG_S)
         loop.refuse_new()
         assert not loop.takes_requests
         with pytest.raises(Stopping):
@@ -241,7 +234,7 @@ def test_what_runs_too_long_is_let_go_at_the_end(engine: Engine) -> None:
     gate = Gate()
     with running(engine, gate) as loop:
         answers = loop.submit([Asked(request) for request in requests(2)])
-        assert gate.has_come.wait(20)
+        assert gate.has_come.wait(HANG_S)
         gate.may_go.set()
         loop.stop(0)
         assert not loop.unfinished()

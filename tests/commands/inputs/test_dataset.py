@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import HANG_S
 
 from commands.inputs import dataset
 from commands.inputs.dataset import Columns, EvalTask, Sample, load_samples, summarization_prompt
@@ -446,7 +447,7 @@ def test_loading_prints_nothing_and_leaves_no_file(tmp_path: Path) -> None:
         env=environment,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=5 * HANG_S,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     left = [path for parent in ("tmp", "home") for path in (tmp_path / parent).rglob("*") if path.is_file()]

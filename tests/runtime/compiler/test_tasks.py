@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from waiting import HANG_S
 
 from runtime.compiler.kernels import load_kernels
 
@@ -89,13 +90,15 @@ def work():
 def num_threads():
     return len(os.listdir("/proc/self/task"))
 """
-    result = subprocess.run([sys.executable, "-c", beginning + program], timeout=100, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", beginning + program], timeout=5 * HANG_S, capture_output=True, text=True
+    )
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout
 
 
 def test_helpers_are_made_once_and_end_with_their_caller(kernels: Path) -> None:
-    program = """
+    program = f"""
 counts = [num_threads()]
 def call():
     for _ in range(3):
@@ -104,7 +107,7 @@ def call():
 caller = threading.Thread(target=call)
 caller.start()
 caller.join()
-deadline = time.monotonic() + 30  # Python has joined a thread a moment before it ends
+deadline = time.monotonic() + {HANG_S}  # Python has joined a thread a moment before it ends
 while num_threads() > counts[0] and time.monotonic() < deadline:
     pass
 print(*[count - counts[0] for count in counts], num_threads() - counts[0])

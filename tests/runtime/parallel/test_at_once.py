@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from runtime.errors import SpecDecError
 from runtime.parallel.at_once import do_at_once
@@ -35,16 +35,13 @@ def test_none_outlives_who_asks(tmp_path: Path) -> None:
     script = tmp_path / "asks.py"
     script.write_text(
         "import time\nfrom runtime.parallel.at_once import do_at_once\n"
-        "if __name__ == '__main__':\n    do_at_once(time.sleep, [60, 60], 2)\n"
+        "if __name__ == '__main__':\n    do_at_once(time.sleep, [600, 600], 2)\n"
     )
     with subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": str(ROOT)}) as asking:
-        end = time.monotonic() + 20
-        while len(children := sleeping_children(asking.pid)) < 2 and time.monotonic() < end:
-            time.sleep(0.02)
+        wait_until(lambda: len(sleeping_children(asking.pid)) == 2)
+        children = sleeping_children(asking.pid)
         asking.send_signal(signal.SIGKILL)
-    while any(map(is_there, children)) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert len(children) == 2 and not any(map(is_there, children))
+    wait_until(lambda: not any(map(is_there, children)))
 
 
 def sleeping_children(pid: int) -> list[int]:

@@ -92,10 +92,11 @@ def test_public_text_comes_from_groups_before() -> None:
     assert sum_stats(together.stats).counts(4) == sum_stats(private.stats).counts(4)
 
 
-def test_no_drafter_steps_once_for_each_token() -> None:
+def test_no_drafter_steps_once_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: 5.0)  # nothing is done that would take time
     batches = replay_batches(TRACES, None, 0)
     assert [stats.num_steps for stats in batches.stats] == [len(trace.output_tokens) for trace in TRACES]
-    assert batches.draft_time_s < 0.1
+    assert batches.draft_time_s == 0
 
 
 @pytest.mark.parametrize("draft_len", [1, 2, 4])
