@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 
+from commands.documents.rouge import num_without_letters
 from commands.documents.settings import Setup
 from commands.documents.summarize import Evaluation, accuracy_check, summary_document, write_outputs
 from commands.html.report import write_report
@@ -64,6 +65,7 @@ def evaluate(
     prompts = encode_samples(samples, inputs.eval_task, setup.llm.tokenizer, fitting)
     if options.test_engine:
         _check_samples(setup, samples, prompts)
+    _warn_of_other_letters(samples, output)
     answers = _run_systems(setup, make_batches(samples, prompts, options.batch_size), systems, options, output)
     runs = answers.runs
     if answers.is_interrupted:
@@ -94,6 +96,14 @@ def evaluate(
     fail_unless_lossless(document["checks"])
     _fail_unless_accurate(document["checks"])
     exit_if_too_little_to_tell(document["checks"])
+
+
+def _warn_of_other_letters(samples: list[Sample], output: Output) -> None:
+    references = [sample.reference for sample in samples if sample.reference is not None]
+    if number := num_without_letters(references):
+        output.warning(
+            f"ROUGE knows no letters but a to z: its scores mean nothing for {number} of {len(references)} references"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Between text and tokens: the tokenizer, the ids that end an output, stop words, and text that arrives in pieces."""
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,12 +17,10 @@ from runtime.files import read_json
 from runtime.generation_config import as_end_ids, read_end_ids
 from runtime.quiet import quiet_transformers
 from runtime.request import Request, Sequence
+from runtime.token_text import Texts, texts_after, token_bytes
 from runtime.tokenizer import Tokenizer, find_saved_tokenizer, save_tokenizer
 
-_REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
-_CONTEXT = 16  # tokens of a prompt that its output is read after
 _MISTRALS = {"mistral", "mistral3", "ministral", "pixtral", "voxtral"}
-_NUM_UNSETTLED = 32  # tokens at the end of an output that are decoded again as it grows
 
 
 def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) -> Tokenizer:
@@ -210,12 +209,8 @@ def decode(tokenizer: Tokenizer, tokens: Seq[int], before: Seq[int] = ()) -> str
     It is what they add to the text of the tokens `before` them: by themselves SentencePiece's lose the space in front.
     A character that begins before belongs to them.
     """
-    context = list(before[-_CONTEXT:])
-    together = str(tokenizer.decode([*context, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    if not context:
-        return together
-    shown = str(tokenizer.decode(context, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    return together[len(shown if together.startswith(shown) else shown.rstrip(_REPLACEMENT)) :]
+    texts = texts_after(tokenizer, before)
+    return "".join(map(texts.add, tokens)) + texts.end()
 
 
 @dataclass(frozen=True)
@@ -228,32 +223,32 @@ class StopWords:
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
         """Whether the last token completed a stop word: it is in the text now and was not before."""
         start = self._window_start(tokens, num_prompt_tokens)
-        text = decode(self.tokenizer, tokens[start:], tokens[:start])
-        if not any(word in text for word in self.words):
-            return False
-        before = decode(self.tokenizer, tokens[start:-1], tokens[:start])
-        return not any(word in before for word in self.words)
+        texts = texts_after(self.tokenizer, tokens, start)
+        *earlier, last = map(texts.add, tokens[start:])
+        before = "".join(earlier)
+        return self._is_in(before + last) and not self._is_in(before)
 
     def cut(self, text: str) -> str:
         """The text before the first stop word."""
         return text[: min([i for word in self.words if (i := text.find(word)) >= 0], default=len(text))]
 
+    def _is_in(self, text: str) -> bool:
+        return any(word in text for word in self.words)
+
     def _window_start(self, tokens: list[int], num_prompt_tokens: int) -> int:
         """Where the last tokens begin that can hold a stop word and the character before it.
 
-        A token has at least one byte of text, unless it is special: those are not counted. Tokens that stand for a
-        byte each (Llama 2's fallback) make text only as a whole run, so no run is begun in the middle.
+        A token has at least one byte of text, unless it is special: those are not counted.
         """
         start, num_missing = len(tokens), self._longest_bytes + 4
         while start > num_prompt_tokens and num_missing:
             start -= 1
-            num_missing -= tokens[start] not in self._special_ids
-        while start > num_prompt_tokens and self._is_byte(tokens[start]):
-            start -= 1
+            num_missing -= self._has_text(tokens[start])
         return start
 
-    def _is_byte(self, token: int) -> bool:
-        return str(self.tokenizer.convert_ids_to_tokens(token)).startswith("<0x")
+    def _has_text(self, token: int) -> bool:
+        of_token = token_bytes(self.tokenizer)
+        return token not in self._special_ids if of_token is None else bool(of_token(token))
 
     @cached_property
     def _longest_bytes(self) -> int:
@@ -266,54 +261,67 @@ class StopWords:
 
 @dataclass
 class TextStream:
-    """Turns a growing output into text, piece by piece; never shows half a character or half a stop word.
-
-    Only the last tokens are decoded again, from a place where the text was found to be the same in two halves as whole.
-    """
+    """Turns a growing output into text, piece by piece; never shows half a character or half a stop word."""
 
     tokenizer: Tokenizer
     stop_words: StopWords | None = None
     before: Seq[int] = ()
     """The prompt's tokens."""
-    _shown: int = field(default=0, init=False)
-    _settled: str = field(default="", init=False)
-    _num_settled: int = field(default=0, init=False)
+    starts: list[int] = field(default_factory=list, init=False)
+    """For each token the characters that come before those it has a part in."""
+    _texts: Texts = field(init=False)
+    _num_decoded: int = field(default=0, init=False)
+    _num_shown: int = field(default=0, init=False)
+    _held_back: str = field(default="", init=False)
+    _is_whole: bool = field(default=False, init=False)
+    _is_cut: bool = field(default=False, init=False)
 
-    def next_piece(self, output_tokens: list[int], *, finished: bool) -> str:
-        if finished:
-            text = decode(self.tokenizer, output_tokens, self.before)
-        else:
-            self._settle(output_tokens)
-            text = self._settled + self._decode(output_tokens, self._num_settled, len(output_tokens))
-        if self.stop_words:
-            text = self.stop_words.cut(text)
-        if not finished:
-            text = text.rstrip(_REPLACEMENT)
-            text = text[: len(text) - self._held_back(text)]
-        piece = text[self._shown :]
-        self._shown = max(self._shown, len(text))
+    def __post_init__(self) -> None:
+        self._texts = texts_after(self.tokenizer, self.before)
+
+    @property
+    def num_begun(self) -> int:
+        """Tokens whose text has begun to be shown; in the end all but those that a stop word cut off."""
+        if self._is_whole and not self._is_cut:
+            return len(self.starts)
+        return bisect_left(self.starts, self._num_shown)
+
+    def next_piece(self, output_tokens: Seq[int], *, finished: bool) -> str:
+        for token in output_tokens[len(self.starts) :]:
+            self.starts.append(self._num_decoded)
+            self._take(self._texts.add(token))
+        if finished and not self._is_whole:
+            self._is_whole = True
+            self._take(self._texts.end())
+        piece = "" if self._is_cut else self._without_stop_word()
+        self._held_back = self._held_back[len(piece) :]
+        self._num_shown += len(piece)
         return piece
 
-    def _settle(self, tokens: list[int]) -> None:
-        """Keep the text of all but the last tokens, if it does not depend on them."""
-        middle = len(tokens) - _NUM_UNSETTLED
-        if middle - self._num_settled < _NUM_UNSETTLED:
-            return
-        first = self._decode(tokens, self._num_settled, middle)
-        last = self._decode(tokens, middle, len(tokens))
-        if not first.endswith(_REPLACEMENT) and first + last == self._decode(tokens, self._num_settled, len(tokens)):
-            self._settled += first
-            self._num_settled = middle
+    def _take(self, text: str) -> None:
+        self._num_decoded += len(text)
+        self._held_back += text
 
-    def _decode(self, tokens: list[int], start: int, end: int) -> str:
-        before = tokens[max(start - _CONTEXT, 0) : start]
-        missing = _CONTEXT - len(before)
-        return decode(self.tokenizer, tokens[start:end], [*self.before[-missing:], *before] if missing else before)
+    def _without_stop_word(self) -> str:
+        """What may be shown of the text: nothing that is, or may become, a stop word."""
+        text = self._held_back
+        if self.stop_words is None:
+            return text
+        cut = self.stop_words.cut(text)
+        self._is_cut = len(cut) < len(text)
+        return cut if self._is_whole or self._is_cut else text[: len(text) - self._num_of_stop_word(text)]
 
-    def _held_back(self, text: str) -> int:
+    def _num_of_stop_word(self, text: str) -> int:
         """Characters at the end that may be the start of a stop word."""
         words = self.stop_words.words if self.stop_words else ()
         return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+
+
+def token_starts(tokenizer: Tokenizer, tokens: Seq[int]) -> list[int]:
+    """For each token of a text the characters that come before those it has a part in."""
+    stream = TextStream(tokenizer)
+    stream.next_piece(tokens, finished=True)
+    return stream.starts
 
 
 def output_text(

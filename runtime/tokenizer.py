@@ -73,6 +73,10 @@ class SavedTokenizer:
         self._tokenizer.no_padding()
         self.eos_token_id = eos_token_id
 
+    @property
+    def backend_tokenizer(self) -> tokenizers.Tokenizer:
+        return self._tokenizer
+
     @cached_property
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
         return dict(self._tokenizer.get_added_tokens_decoder())

@@ -6,7 +6,8 @@
 always give the same numbers, and nothing is left on disk, so any number of processes may score at once.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +30,11 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[str]) -> dict[
     if not predictions:
         raise SpecDecError("no text to score with ROUGE", hint="generate at least one output")
     return dict(_scores(tuple(predictions), tuple(references)))
+
+
+def num_without_letters(references: Iterable[str]) -> int:
+    """How many have no letter a to z: `rouge_score` drops all others, and what it says of these means nothing."""
+    return sum(re.search("[a-z]", reference.lower()) is None for reference in references)
 
 
 @lru_cache  # resampling takes seconds, and systems that are lossless give the same texts

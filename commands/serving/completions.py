@@ -9,9 +9,8 @@ from commands.serving.pieces import Chunks, Piece, PieceStream
 from commands.serving.replies import TokenTexts, finish_reason, metrics, usage
 from commands.serving.schema import CompletionRequest
 from commands.serving.served import ServedModel
-from runtime.request import TokenLogprobs
 from runtime.serving.answer import Answer
-from runtime.text import decode
+from runtime.text import decode, token_starts
 
 
 class CompletionReply:
@@ -81,24 +80,20 @@ class CompletionReply:
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
         answer = self.answers[index]
-        text, shown = (piece.text, piece.logprobs) if self._shows_output else ("", [])
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+        choice: dict[str, Any] = {"index": index, "text": piece.text if self._shows_output else "", "logprobs": None}
         if self._body.logprobs is not None:
-            choice["logprobs"] = self._logprobs_of(shown, index)
+            shown = piece.logprobs if self._shows_output else []
+            offsets = [self._offsets[index] + start for start in piece.starts[: len(shown)]]
+            choice["logprobs"] = self._texts.completion_logprobs(shown, [one.token for one in shown], offsets)
         choice["finish_reason"] = finish_reason(answer) if piece.is_last else None
         if self._body.return_token_kinds:
             choice["tokens"] = piece.tokens
         return choice
 
-    def _logprobs_of(self, logprobs: list[TokenLogprobs], index: int) -> dict[str, Any]:
-        found = self._texts.completion_logprobs(logprobs, [one.token for one in logprobs], self._offsets[index])
-        self._offsets[index] += sum(self._texts.num_shown(one.token) for one in logprobs)
-        return found
-
     def _prompt_logprobs(self, answer: Answer) -> dict[str, Any]:
-        return self._texts.completion_logprobs(
-            [None, *answer.sequence.prompt_logprobs], answer.request.prompt_tokens, 0
-        )
+        tokens = answer.request.prompt_tokens
+        starts = token_starts(self._served.tokenizer, tokens)
+        return self._texts.completion_logprobs([None, *answer.sequence.prompt_logprobs], tokens, starts)
 
     def _echoed(self, answer: Answer) -> str:
         if not self._body.echo:

@@ -13,10 +13,14 @@ from runtime.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of an answer."""
+    """What is new of an answer. `logprobs` are of the tokens whose text begins in it, `starts` where they do.
+
+    `starts` counts characters of the answer. Of tokens that a stop word cut off nothing is told.
+    """
 
     text: str
     logprobs: list[TokenLogprobs]
+    starts: list[int]
     tokens: list[dict[str, str]]
     is_last: bool
 
@@ -39,6 +43,7 @@ class PieceStream:
     marks_tokens: bool = False
     _text: TextStream = field(init=False)
     _num_read: int = 0
+    _num_told: int = 0
     _is_over: bool = False
 
     def __post_init__(self) -> None:
@@ -53,11 +58,13 @@ class PieceStream:
         self._is_over = progress.is_over
         tokens = self.answer.output_tokens
         start, self._num_read = self._num_read, len(tokens)
-        logprobs = self.answer.sequence.logprobs[start : len(tokens)]
-        if self.marks_tokens:
-            marked = self._marked(tokens, start, progress.num_steps)
-            return Piece("".join(one["text"] for one in marked), logprobs, marked, self._is_over)
-        return Piece(self._text.next_piece(tokens, finished=self._is_over), logprobs, [], self._is_over)
+        marked = self._marked(tokens, start, progress.num_steps) if self.marks_tokens else []
+        # With marks all of it has been read, and nothing is left.
+        text = "".join(one["text"] for one in marked) + self._text.next_piece(tokens, finished=self._is_over)
+        first, self._num_told = self._num_told, self._text.num_begun
+        logprobs = self.answer.sequence.logprobs[first : self._num_told]
+        starts = self._text.starts[first : first + len(logprobs)]
+        return Piece(text, logprobs, starts, marked, self._is_over)
 
     def _marked(self, tokens: list[int], start: int, num_steps: int) -> list[dict[str, str]]:
         """A text and a kind for each new token; text that was held back comes with the token that let it go."""

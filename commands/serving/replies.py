@@ -10,6 +10,7 @@ from runtime.request import FinishReason, TokenLogprobs
 from runtime.serving.answer import Answer
 from runtime.stats import sum_stats
 from runtime.text import decode, encode_text
+from runtime.token_text import token_bytes
 
 _LEAST_LOGPROB = -9999.0  # of a token that is never chosen; JSON has no infinity
 _FINISH_REASONS: dict[FinishReason, str] = {"end_id": "stop", "stop": "stop", "length": "length"}
@@ -67,27 +68,22 @@ class TokenTexts:
         def shown(token: int) -> str:
             return decode(tokenizer, [token], before)
 
-        self._tokenizer, self._shown = tokenizer, shown
+        self._tokenizer, self._shown, self._bytes_of = tokenizer, shown, token_bytes(tokenizer)
 
     def text_of(self, token: int) -> str:
         """Of a special token, which is not shown in texts, its name."""
         return self._shown(token) or str(self._tokenizer.convert_ids_to_tokens(token) or "")
 
-    def num_shown(self, token: int) -> int:
-        """Characters that it adds to a text."""
-        return len(self._shown(token))
-
     def completion_logprobs(
-        self, logprobs: Iterable[TokenLogprobs | None], tokens: Iterable[int], offset: int
+        self, logprobs: Seq[TokenLogprobs | None], tokens: Seq[int], offsets: Seq[int]
     ) -> dict[str, Any]:
         """OpenAI's form for completions; None for a prompt's first token, of which nothing is known."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, one in zip(tokens, logprobs, strict=True):
+        for token, one, offset in zip(tokens, logprobs, offsets, strict=True):
             found["tokens"].append(self.text_of(token))
             found["token_logprobs"].append(None if one is None else _finite(one.logprob))
             found["top_logprobs"].append(None if one is None else self._top(one))
             found["text_offset"].append(offset)
-            offset += self.num_shown(token)
         return found
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
@@ -108,7 +104,13 @@ class TokenTexts:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.text_of(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+        return {"token": text, "logprob": _finite(logprob), "bytes": self._bytes(token, text)}
+
+    def _bytes(self, token: int, text: str) -> list[int] | None:
+        """Its own, which need not be a text by themselves; of a special token those of its name."""
+        if self._bytes_of is None:
+            return None if "\ufffd" in text else list(text.encode())
+        return list(self._bytes_of(token) or text.encode())
 
 
 def _finite(logprob: float) -> float:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.request import Sequence
-from runtime.text import decode, sequence_text
+from runtime.text import sequence_text
+from runtime.token_text import texts_after
 from runtime.tokenizer import Tokenizer
 
 TokenKind = Literal["accepted", "recovered", "bonus", "plain"]
@@ -19,8 +20,6 @@ TOKEN_KINDS: dict[TokenKind, str] = {
     "bonus": "the target's own after a draft that was kept whole",
     "plain": "of a step without a draft",
 }
-
-_REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 character decodes to
 
 
 @dataclass(frozen=True)
@@ -102,38 +101,11 @@ def token_texts(tokenizer: Tokenizer, tokens: list[int], text: str, before: Seq[
 
     A character that several tokens make comes with the last of them. Special tokens add nothing.
     """
-    whole = decode(tokenizer, tokens, before)
-    texts = _texts_by_neighbours(tokenizer, tokens, before)
-    if "".join(texts) != whole:
-        texts = _texts_by_beginnings(tokenizer, tokens, whole, before)
+    added = texts_after(tokenizer, before)
+    texts = list(map(added.add, tokens))
+    texts[-1:] = [last + added.end() for last in texts[-1:]]
     pieces, start = [], 0
     for piece in texts:
         pieces.append(text[start : start + len(piece)])
         start += len(piece)
     return pieces
-
-
-def _texts_by_neighbours(tokenizer: Tokenizer, tokens: list[int], prompt: Seq[int]) -> list[str]:
-    """From the tokens decoded with the few before them: in time linear in the output, and right for most tokenizers."""
-    texts: list[str] = []
-    start = end = 0  # tokens[start:end] are the text before the next piece
-    for i in range(len(tokens)):
-        context = tokens[:start] if start else prompt
-        before, now = decode(tokenizer, tokens[start:end], context), decode(tokenizer, tokens[start : i + 1], context)
-        is_whole = not now.endswith(_REPLACEMENT) or i + 1 == len(tokens)
-        texts.append(now[len(before) :] if is_whole else "")
-        if is_whole and len(now) > len(before):
-            start, end = end, i + 1
-    return texts
-
-
-def _texts_by_beginnings(tokenizer: Tokenizer, tokens: list[int], whole: str, prompt: Seq[int]) -> list[str]:
-    """From every beginning of the output decoded: slower, and right whatever the tokenizer does."""
-    texts, shown = [], 0
-    for i in range(len(tokens)):
-        text = decode(tokenizer, tokens[: i + 1], prompt) if i + 1 < len(tokens) else whole
-        stable = text if i + 1 == len(tokens) else text.rstrip(_REPLACEMENT)
-        end = len(stable) if whole.startswith(stable) else shown
-        texts.append(whole[shown : max(end, shown)])
-        shown = max(end, shown)
-    return texts

@@ -455,6 +455,7 @@ def split_row(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("│")[1:-1]]
 
 
+@pytest.mark.usefixtures("work_clock")
 def test_speedup_and_its_verdict_hold_with_a_draft_model(
     summarize: Summarize, draft_engine_dir: Path, tmp_path: Path
 ) -> None:
@@ -574,6 +575,17 @@ def test_questions_are_asked_as_they_are_and_scored_where_there_is_a_reference(
     assert (qa["num_samples"], qa["num_references"]) == (2, 1)
     stdout = summarize(*arguments).stdout
     assert re.search(r"│ writing +│ +1 │ +- │ +- │", stdout)
+
+
+def test_references_of_which_rouge_sees_no_letter_are_told(summarize: Summarize, tmp_path: Path) -> None:
+    """Of a text that is its own reference `rouge_score` says 0, and of two that share a digit 100."""
+    texts = ["Кошка 1", "猫", "A cat"]
+    assert rouge_scores(["猫"], ["猫"])["rouge1"] == 0 and rouge_scores(["Собака 1"], ["Кошка 1"])["rouge1"] == 100
+    path = tmp_path / "dataset.jsonl"
+    path.write_text("".join(json.dumps({"article": "The dog.", "highlights": text}) + "\n" for text in texts))
+    result = summarize("--test-engine", "--dataset", path, "--json")
+    assert result.exit_code == 0
+    assert "ROUGE knows no letters but a to z: its scores mean nothing for 2 of 3 references" in result.stderr
 
 
 def test_accuracy_of_questions_without_references_cannot_be_checked(summarize: Summarize, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tiny import make_model, repetitive_prompt
 from transformers import PreTrainedTokenizerFast
 
 from commands.tables.tokens import _by_brackets
-from runtime.evaluation.steps import StepRange, _texts_by_beginnings, token_kinds, token_texts, tokens_over_time
+from runtime.evaluation.steps import StepRange, token_kinds, token_texts, tokens_over_time
 from runtime.request import Draft, Request, Sequence, Verdict
 from runtime.text import StopWords, output_text
 
@@ -102,7 +102,6 @@ def test_pieces_of_either_kind_of_tokenizer_are_whole_characters(
     pieces = token_texts(tokenizer, tokens, whole)
     assert "".join(pieces) == whole
     assert all("\ufffd" not in piece for piece in pieces)
-    assert "".join(_texts_by_beginnings(tokenizer, tokens, whole, [])) == whole
 
 
 def test_a_character_of_several_tokens_comes_with_the_last() -> None:

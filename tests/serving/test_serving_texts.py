@@ -1,0 +1,83 @@
+"""Where tokens are in a text, which bytes they are, and which of them a stop word cut off: whole and streamed alike."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_tokenizers import byte_fallback
+from serving_models import PROMPT, TEMPLATE, MakeServed, Served
+
+from runtime.tokenizer import Tokenizer
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def in_bytes_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer whose tokens are mostly single bytes, with Llama 2's space in front."""
+    directory = tmp_path_factory.mktemp("bytes") / "tokenizer"
+    byte_fallback().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def in_bytes(make_served: MakeServed, in_bytes_dir: Path) -> Served:
+    return make_served(None, tokenizer_dir=in_bytes_dir)
+
+
+def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
+    name = str(tokenizer.convert_ids_to_tokens(token) or "")
+    if name in ("<pad>", "<s>", "</s>"):
+        return b""
+    return bytes([int(name[1:-1], 16)]) if name.startswith("<0x") else name.replace("▁", " ").encode()
+
+
+def streamed(served: Served, **body: Any) -> tuple[str, dict[str, list[Any]]]:
+    choices = [chunk["choices"][0] for chunk in served.stream(**body)]
+    told = [choice["logprobs"] for choice in choices]
+    return "".join(choice["text"] for choice in choices), {
+        name: [value for one in told for value in one[name]] for name in told[0]
+    }
+
+
+@pytest.mark.parametrize("text", ["the dog a", "a🙂é\n€b", "é"])
+def test_offsets_are_where_the_text_of_a_token_begins(in_bytes: Served, text: str) -> None:
+    """In the text that is answered, prompt and output; a token within a character is where the character is."""
+    body = GREEDY | {"prompt": text, "logprobs": 1, "echo": True}
+    choice = in_bytes.complete(**body)["choices"][0]
+    tokenizer, tokens = in_bytes.llm.tokenizer, in_bytes.llm.encode(text)[0]
+    beginnings = [b"".join(bytes_of(tokenizer, token) for token in tokens[:i]) for i in range(len(tokens) + 1)]
+    expected = [len(data.removeprefix(b" ").decode("utf-8", "ignore")) for data in beginnings]
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets[: len(tokens) + 1] == expected
+    assert choice["text"].startswith(text) and expected[-1] == len(text)
+    assert offsets == sorted(offsets) and offsets[-1] <= len(choice["text"])
+    assert streamed(in_bytes, **body) == (choice["text"], choice["logprobs"])
+
+
+def test_bytes_of_tokens_make_the_text(make_served: MakeServed, in_bytes_dir: Path) -> None:
+    """Of a chat, where a byte token's text by itself is U+FFFD."""
+    shutil.copytree(in_bytes_dir, chat_dir := in_bytes_dir.with_name("chat"))
+    (chat_dir / "chat_template.jinja").write_text(TEMPLATE)
+    served = make_served(None, tokenizer_dir=chat_dir)
+    body = {"messages": [{"role": "user", "content": "a dog"}], "logprobs": True, "top_logprobs": 2}
+    response = served.post("/v1/chat/completions", **body, temperature=0, max_completion_tokens=40, ignore_eos=True)
+    (choice,) = response.json()["choices"]
+    entries = choice["logprobs"]["content"]
+    assert len(entries) == 40 and any(len(entry["bytes"]) == 1 and entry["bytes"][0] >= 0x80 for entry in entries)
+    shown = [entry["bytes"] for entry in entries if entry["token"] not in ("<pad>", "<s>", "</s>")]
+    assert b"".join(map(bytes, shown)).decode("utf-8", "replace") == choice["message"]["content"]
+
+
+def test_of_what_a_stop_word_cut_off_nothing_is_told(served: Served) -> None:
+    body = GREEDY | {"prompt": PROMPT, "logprobs": 2}
+    full = served.complete(**body)["choices"][0]
+    for start in (5, 12, 13, 14, 15):
+        word = full["text"][start : start + 4]
+        cut = full["text"].index(word)
+        choice = served.complete(**body, stop=word)["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (full["text"][:cut], "stop")
+        num_kept = sum(offset < cut for offset in full["logprobs"]["text_offset"])
+        assert choice["logprobs"] == {name: values[:num_kept] for name, values in full["logprobs"].items()}
+        assert streamed(served, **body, stop=word) == (choice["text"], choice["logprobs"])
