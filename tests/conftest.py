@@ -18,6 +18,7 @@ from zlib import crc32
 
 import pytest
 import torch
+from clocks import WorkClock, install
 from gate import Gate
 from hypothesis import settings
 from shared import MakeEngineDir, once, shared_dir, shared_engine
@@ -90,6 +91,12 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
     for name, value in made.environment.items():
         monkeypatch.setenv(name, value)
     return made
+
+
+@pytest.fixture
+def work_clock(monkeypatch: pytest.MonkeyPatch) -> WorkClock:
+    """By which time is taken in this process until the end of the test."""
+    return install(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

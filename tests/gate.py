@@ -4,12 +4,16 @@ What a test does meanwhile comes before the end on the fastest machine, and not 
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from waiting import wait_until
 
 from runtime.request import Draft, Sequence
+from runtime.serving.answer import Answer
+from runtime.serving.loop import ServingLoop
 
 _DIRECTORY, _NUM_STEPS = "SPECDEC_TEST_GATE", "SPECDEC_TEST_GATE_STEPS"
 
@@ -30,6 +34,21 @@ class Gate:
             _NUM_STEPS: str(self.num_steps),
             "PYTHONPATH": os.pathsep.join(paths),
         }
+
+    def hold(self, drafter: type[Any]) -> None:
+        """Have a kind of drafters of this process wait at it, until all requests are dropped: a fork's, for good."""
+        os.environ.update(self.environment)
+        waits, propose, cancel = Waits(), drafter.propose, ServingLoop.cancel
+
+        def cancel_and_open(loop: ServingLoop, answers: Iterable[Answer]) -> None:
+            cancel(loop, answers)
+            self.open()
+
+        def wait_and_propose(own: Any, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+            waits.propose(sequences, max_draft_len)
+            return list(propose(own, sequences, max_draft_len))
+
+        drafter.propose, ServingLoop.cancel = wait_and_propose, cancel_and_open  # type: ignore[method-assign]
 
     @property
     def is_reached(self) -> bool:

@@ -45,13 +45,17 @@ class Asked:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. `is_cut`: the connection is closed in the middle of it, after the last piece."""
+    """An answer. `is_cut`: the connection is closed in the middle of it, after the last piece.
+
+    It begins when `begins_when` is so.
+    """
 
     pieces: Sequence[Piece]
     status: int = 200
     content_type: str = "text/event-stream"
     is_cut: bool = False
     headers: tuple[tuple[str, str], ...] = ()
+    begins_when: Callable[[], bool] = lambda: True
 
 
 Script = Callable[[Asked], Reply | None]
@@ -122,6 +126,8 @@ class Server:
         self.most_open = max(self.most_open, self.num_open)
         headers = {"content-type": reply.content_type, "transfer-encoding": "chunked", **dict(reply.headers)}
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        while not reply.begins_when():
+            await asyncio.sleep(0.001)
         writer.write(f"HTTP/1.1 {reply.status} Said\r\n{head}\r\n".encode())
         try:
             for wait_s, data in reply.pieces:

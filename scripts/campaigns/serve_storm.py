@@ -66,6 +66,17 @@ def make_bodies(num: int, max_tokens: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
+async def leave(port: int, raw: bytes) -> None:
+    """Post, and go away at once."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    )
+    writer.write(raw)
+    await writer.drain()
+    writer.close()
+
+
 async def exchange(port: int, raw: bytes, path: str = "/v1/completions") -> tuple[int, bytes]:
     """Post and read to the end: the status, and what followed the headers."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -120,9 +131,12 @@ async def storm(port: int, bodies: list[dict[str, Any]], num_requests: int, num_
             if rng.random() < 0.1:
                 await _malformed(port, rng.choice(MALFORMED), outcome)
             else:
-                i = rng.randrange(len(bodies))
-                patience = rng.random() * 0.5 if rng.random() < 0.5 else None
-                await _asked(port, bodies[i], expected[i], patience, outcome)
+                i, patience = rng.randrange(len(bodies)), rng.random()
+                if patience < 0.15:
+                    await leave(port, json.dumps(bodies[i]).encode())
+                    outcome.num_cancelled += 1
+                else:
+                    await _asked(port, bodies[i], expected[i], patience if patience < 0.5 else None, outcome)
 
     with _health_watched(port, outcome):
         await asyncio.gather(*(client() for _ in range(num_connections)))

@@ -2,17 +2,19 @@
 
 import copy
 import dataclasses
-import random
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import forks
 import kill
 import pytest
-from kill import Campaign, Moments
+from kill import Campaign
+from waiting import HANG_S, wait_until
 
 from runtime import files
 
@@ -25,36 +27,52 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
 
 
 def test_what_is_left_of_killed_commands_is_whole_or_absent(campaign: Campaign) -> None:
+    """Of some the end may come first."""
     campaign.found.clear()
     assert [problem for number in range(10) for problem in campaign.kill(number)] == []
-    assert campaign.found["killed"] >= 1  # of the others the end came first
+    assert campaign.found["killed"] + campaign.found["done before it could be killed"] == 10
 
 
-def write_in_two_pieces() -> None:
-    def give_name(written: Path, path: Path) -> None:
-        data = written.read_bytes()
-        with path.open("wb", buffering=0) as file:
-            file.write(data[: len(data) // 2])
-            time.sleep(1)
-            file.write(data[len(data) // 2 :])
+class InTheMiddle:
+    """Has the fork of a command stand still in the middle of what it writes, and the campaign kill it there."""
 
-    files._give_name = give_name  # in a fork
+    def __init__(self, directory: Path) -> None:
+        self._reached = directory / "reached"
 
+    def write_in_two_pieces(self) -> None:
+        def give_name(written: Path, path: Path) -> None:
+            data = written.read_bytes()
+            with path.open("wb", buffering=0) as file:
+                file.write(data[: len(data) // 2])
+                if not self._reached.exists():  # the next call goes on to its end
+                    self._reached.touch()
+                    time.sleep(10 * HANG_S)
+                file.write(data[len(data) // 2 :])
 
-def leave_all_behind() -> None:
-    write_in_two_pieces()
-    files.remove_if_abandoned = lambda directory: None
+        files._give_name = give_name  # in a fork
+
+    def leave_all_behind(self) -> None:
+        self.write_in_two_pieces()
+        files.remove_if_abandoned = lambda directory: None
+
+    def wait(self, seconds: float) -> None:
+        """In place of the campaign's sleep until it kills."""
+        wait_until(self._reached.exists)
 
 
 @pytest.mark.parametrize(
-    ("prepare", "found"), [(write_in_two_pieces, "then output is not whole"), (leave_all_behind, "left behind: ")]
+    ("prepare", "found"), [("write_in_two_pieces", "then output is not whole"), ("leave_all_behind", "left behind: ")]
 )
-def test_planted_fault_is_found(prepare: Callable[[], None], found: str, campaign: Campaign) -> None:
+def test_planted_fault_is_found(
+    prepare: str, found: str, campaign: Campaign, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    middle = InTheMiddle(tmp_path)
     (corpus,) = (command for command in campaign.commands if command.name == "corpus")
     faulty = copy.copy(campaign)
-    faulty.commands = [dataclasses.replace(corpus, prepare=prepare)]
-    faulty.moments = {"corpus": Moments(0.5, 0.5)}
-    assert any(found in problem for number in range(8) for problem in faulty.kill(number))
+    faulty.commands = [dataclasses.replace(corpus, prepare=getattr(middle, prepare))]
+    monkeypatch.setattr(kill, "time", SimpleNamespace(sleep=middle.wait, monotonic=time.monotonic))
+    monkeypatch.setattr(kill, "_wait_for_writing", lambda process_id, place: None)
+    assert any(found in problem for problem in faulty.kill(0))
 
 
 WRITE = """
@@ -62,7 +80,7 @@ import sys
 from pathlib import Path
 from runtime.files import new_file
 
-path, data = Path(sys.argv[1]), b"new" * 1_000_000
+path, data = Path(sys.argv[1]), b"new" * 20_000_000
 print(flush=True)
 """
 
@@ -80,17 +98,30 @@ def slow_disk() -> Iterator[dict[str, str]]:
 def test_a_slow_disk_shows_what_is_half_written(
     written: str, is_whole: bool, slow_disk: dict[str, str], tmp_path: Path
 ) -> None:
-    """Killed while it writes for a fifth of a second."""
-    path, rng, sizes = tmp_path / "written", random.Random(0), set()
+    """Killed when there is something new in the directory; it writes for three seconds more."""
+    path, sizes = tmp_path / "written", set()
+
+    def sizes_now() -> set[int]:
+        return {size for file in tmp_path.rglob("*") if file.is_file() and (size := size_of(file)) is not None}
+
     for _ in range(6):
         path.write_bytes(b"old")
         command = [sys.executable, "-c", WRITE + written, path]
         with subprocess.Popen(command, env=slow_disk, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None and process.stdout.readline()
-            time.sleep(rng.uniform(0, 0.2))
+            wait_until(lambda: sizes_now() != {3})
             process.kill()
         sizes.add(path.stat().st_size)
-    assert (sizes <= {3, 3_000_000}) == is_whole
+        for left in set(tmp_path.iterdir()) - {path}:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    assert (sizes <= {3, 60_000_000}) == is_whole
+
+
+def size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 @pytest.fixture

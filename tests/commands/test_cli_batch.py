@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,10 +19,13 @@ from typing import Any
 import forks
 import pytest
 from command_line import PROMPTS, Result, Specdec, assert_valid, draft_model, tree
+from gate import Gate
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from waiting import wait_until
 
 from commands.serving.asking import _DEFAULT_MAX_TOKENS
+from runtime.drafters.ngram import NgramLookup
 from specdec_cli import LLM, NgramDrafter, SamplingParams
 
 Row = dict[str, Any]
@@ -93,10 +97,11 @@ def arguments(engine_dir: Path, *others: object) -> list[object]:
     return ["batch", "-i", "requests.jsonl", "-o", "results.jsonl", "--engine-dir", engine_dir, *others]
 
 
-def start(arguments: list[object], directory: Path) -> int:
-    """A process of the command in a directory, where its errors are too."""
+def start(arguments: list[object], directory: Path, gate: Gate | None = None) -> int:
+    """A process of the command in a directory, where its errors are too. It stands still at a gate that is given."""
+    prepare = partial(gate.hold, NgramLookup) if gate else lambda: None
     with (directory / "errors").open("wb") as errors:
-        return forks.start(arguments, directory, errors.fileno())
+        return forks.start(arguments, directory, errors.fileno(), prepare=prepare)
 
 
 def finish(process: int, directory: Path) -> int:
@@ -108,8 +113,7 @@ def finish(process: int, directory: Path) -> int:
 
 def wait_for(is_so: Callable[[], bool], process: int) -> None:
     """Or for the end of the process."""
-    while not is_so() and os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        time.sleep(0.002)
+    wait_until(lambda: is_so() or os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
 
 
 def test_every_request_has_its_result_in_order(undisturbed: bytes) -> None:
@@ -224,27 +228,21 @@ def test_results_are_the_same_bytes_with_any_drafter(
     assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
 
 
-def size_of(path: Path) -> int:
-    """0 where it is not there, or no more: whoever writes it may finish it at any moment."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 def test_ten_kills_at_random_moments_leave_no_trace(
     undisturbed: bytes, llama_uncompiled_dir: Path, tmp_path: Path
 ) -> None:
-    """Some while the model is opened, some while it answers, some at the very end."""
+    """Some whenever it is, while the model is opened or at the very end, and some when some have been answered."""
     write(tmp_path / "requests.jsonl", requests())
     partial = tmp_path / "results.jsonl.partial"
     rng, num_killed, num_lines = random.Random(7), 0, []
     while num_killed < 10:
-        before = size_of(partial)
-        process = start(arguments(llama_uncompiled_dir, "--ngram-config", "4,2"), tmp_path)
-        if num_killed % 2:  # not before something new is there
-            wait_for(lambda before=before: size_of(partial) > before, process)
-        time.sleep(rng.uniform(0, 0.1 if num_killed % 2 else 0.5))
+        (directory := tmp_path / f"gate {len(num_lines)}").mkdir(exist_ok=True)
+        gate = Gate(directory, num_steps=20) if num_killed % 2 else None  # of 8 to 16 tokens each; four at once
+        process = start(arguments(llama_uncompiled_dir, "--ngram-config", "4,2"), tmp_path, gate)
+        if gate:
+            wait_for(lambda gate=gate: gate.is_reached, process)
+        else:
+            time.sleep(rng.uniform(0, 0.5))
         os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
         if not os.WIFSIGNALED(status):  # it was done before it was killed: once more from the beginning
@@ -256,7 +254,8 @@ def test_ten_kills_at_random_moments_leave_no_trace(
     assert finish(start(arguments(llama_uncompiled_dir), tmp_path), tmp_path) == 0
     assert any(0 < number < 24 for number in num_lines), num_lines
     assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
-    assert tree(tmp_path) == ["errors", "requests.jsonl", "results.jsonl"]
+    names = [name for name in tree(tmp_path) if not name.startswith("gate ")]
+    assert names == ["errors", "requests.jsonl", "results.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -282,9 +281,9 @@ def test_ctrl_c_keeps_what_is_done(
 ) -> None:
     rows = [*requests(), openai("long", prompt="dog", max_tokens=100, n=20, ignore_eos=True)]
     write(tmp_path / "requests.jsonl", rows)
-    partial = tmp_path / "results.jsonl.partial"
-    process = start(arguments(llama_uncompiled_dir), tmp_path)
-    wait_for(lambda: partial.exists() and partial.stat().st_size > 0, process)
+    partial, gate = tmp_path / "results.jsonl.partial", Gate(tmp_path, num_steps=40)
+    process = start(arguments(llama_uncompiled_dir, "--ngram-config", "4,2"), tmp_path, gate)
+    wait_for(lambda: gate.is_reached, process)
     os.kill(process, signal.SIGINT)
     assert finish(process, tmp_path) == 130
     num_done = partial.read_bytes().count(b"\n")
@@ -506,8 +505,7 @@ def test_a_rank_that_ends_is_no_requests_result(specdec: Specdec, llama_dir: Pat
     batch = ["batch", "-i", write(tmp_path / "requests.jsonl", rows), "-o", output, "--engine-dir", engine]
 
     def kill_a_rank() -> None:
-        while not any(path.stat().st_size for path in tmp_path.glob("results.jsonl*")):
-            time.sleep(0.02)
+        wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("results.jsonl*")))
         for pid in ranks_of_this_process():
             os.kill(pid, signal.SIGKILL)
 

@@ -1,23 +1,25 @@
 """`specdec bench` against a server whose times, tokens and faults are known."""
 
+import asyncio
+import itertools
 import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from command_line import Result, Specdec, assert_valid, tree
 from openai_server import DONE, Asked, Piece, Reply, Script, Server, as_json, event, failure, models, running
+from waiting import HANG_S, wait_until
 
 from commands.html.bench import bench_page
 
 Bench = Callable[..., Result]
-SLACK_MS = 40.0  # what a busy machine may add to a time
 METRICS = {
     "num_drafts": 2,
     "num_draft_tokens": 8,
@@ -92,7 +94,10 @@ def bench(specdec: Specdec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_times_are_those_of_the_server(bench: Bench, tmp_path: Path) -> None:
-    """What the server noted when it sent each piece, put through numpy."""
+    """No piece came before the server had sent it, and no request was sent after it came; the rest is numpy's.
+
+    That each piece has its own time is `tests/runtime/benchmark/test_client.py`'s matter.
+    """
     waits = [[0.05 + 0.03 * i, *[0.02 + 0.005 * i] * 4] for i in range(6)]
 
     def answer(asked: Asked) -> Reply:
@@ -103,17 +108,17 @@ def test_times_are_those_of_the_server(bench: Bench, tmp_path: Path) -> None:
     with running(script(answer)) as server:
         document = bench(server, *arguments).document
         asked = sorted(server.generations(), key=lambda one: int(one.body["prompt"]))
-    texts = [one.sent_s[:5] for one in asked]
-    ttfts = [(sent[0] - one.start_s) * 1e3 for sent, one in zip(texts, asked, strict=True)]
-    tpots = [(sent[-1] - sent[0]) / 4 * 1e3 for sent in texts]
-    latencies = [(sent[-1] - one.start_s) * 1e3 for sent, one in zip(texts, asked, strict=True)]
-    gaps = [gap * 1e3 for sent in texts for gap in np.diff(sent)]
-    for name, values in {"ttft": ttfts, "tpot": tpots, "itl": gaps, "e2el": latencies}.items():
-        assert document[f"mean_{name}_ms"] == pytest.approx(np.mean(values), abs=SLACK_MS), name
-        assert document[f"median_{name}_ms"] == pytest.approx(np.median(values), abs=SLACK_MS), name
-        assert document[f"p90_{name}_ms"] == pytest.approx(np.percentile(values, 90), abs=SLACK_MS), name
-    assert np.array(document["ttfts"]) * 1e3 == pytest.approx(np.array(ttfts), abs=SLACK_MS)
-    assert [len(gaps) for gaps in document["itls"]] == [4] * 6
+    ttfts, gaps = np.array(document["ttfts"]), np.array(document["itls"])
+    latencies = ttfts + gaps.sum(axis=1)
+    assert gaps.shape == (6, 4)
+    for ttft, latency, one in zip(ttfts, latencies, asked, strict=True):
+        assert one.sent_s[0] - one.start_s <= ttft <= latency <= document["duration"]
+        assert one.sent_s[4] - one.start_s <= latency
+    values = {"ttft": ttfts, "tpot": gaps.sum(axis=1) / 4, "itl": gaps.flatten(), "e2el": latencies}
+    for name, seconds in values.items():
+        assert document[f"mean_{name}_ms"] == pytest.approx(1e3 * np.mean(seconds)), name
+        assert document[f"median_{name}_ms"] == pytest.approx(1e3 * np.median(seconds)), name
+        assert document[f"p90_{name}_ms"] == pytest.approx(1e3 * np.percentile(seconds, 90)), name
     assert document["generated_texts"] == [" t0 t1 t2 t3 t4"] * 6
 
 
@@ -121,7 +126,7 @@ def test_a_chats_first_chunk_is_no_token(bench: Bench) -> None:
     """It names the role, and is sent before anything is computed."""
     with running(script(steady)) as server:
         document = bench(server, "--endpoint", "chat", "--json").document
-    assert document["mean_ttft_ms"] == pytest.approx(60, abs=SLACK_MS) and min(document["ttfts"]) >= 0.055
+    assert min(document["ttfts"]) >= 0.055
     assert [len(gaps) for gaps in document["itls"]] == [4] * 4
     assert document["backend"] == "openai-chat"
 
@@ -183,23 +188,41 @@ def test_counters_before_and_after_tell_of_speculation(bench: Bench) -> None:
 
 
 def test_no_more_are_under_way_than_allowed(bench: Bench) -> None:
-    with running(script(steady)) as server:
-        limited = bench(server, "--num-prompts", 4, "--concurrency", 2, "--json").document
+    """No answer begins before as many are asked for."""
+
+    def together(number: int) -> Script:
+        return script(lambda asked: Reply(stream([0.06, 0.02]), begins_when=lambda: server.most_open >= number))
+
+    with running(together(2)) as server:
+        limited = bench(server, "--num-prompts", 4, "--concurrency", 2, "--num-warmups", 0, "--json").document
         assert (server.most_open, limited["max_concurrent_requests"]) == (2, 2)
-        free = bench(server, "--num-prompts", 4, "--json").document
+    assert sorted(limited["queue_times"])[2] >= 0.08  # two waited for the other two
+    with running(together(4)) as server:
+        free = bench(server, "--num-prompts", 4, "--num-warmups", 0, "--json").document
         assert (server.most_open, free["max_concurrent_requests"]) == (4, 4)
-    assert sorted(limited["queue_times"])[2] > 0.1 > max(free["queue_times"])  # two waited for the other two
 
 
-def test_requests_are_sent_at_their_times(bench: Bench) -> None:
+def test_requests_are_sent_at_their_times(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sleeps until its own; by a clock that all but stands still they sleep just so long. None is sent before."""
+    from runtime.benchmark import load
     from runtime.benchmark.arrivals import arrival_times
 
+    planned, slept = arrival_times(4, 20, seed=4), list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        await asyncio.sleep(seconds)
+
+    own = SimpleNamespace(**{name: getattr(asyncio, name) for name in ("Semaphore", "gather", "run")}, sleep=sleep)
+    monkeypatch.setattr(load, "asyncio", own)
+    looks = itertools.count()
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: 5.0 + 1e-9 * next(looks)))
     with running(script(steady)) as server:
-        document = bench(server, "--request-rate", 20, "--seed", 4, "--num-warmups", 0, "--json").document
-        starts = [one.start_s for one in server.generations()]
-    planned = arrival_times(4, 20, seed=4)
-    assert np.array(starts) - starts[0] == pytest.approx(np.array(planned), abs=SLACK_MS / 1e3)
-    assert np.array(document["start_times"]) == pytest.approx(np.array(planned), abs=SLACK_MS / 1e3)
+        arguments = ["--request-rate", 20, "--seed", 4, "--num-warmups", 0, "--json"]
+        assert bench(server, *arguments).exit_code == 0
+        prompts = [one.body["prompt"] for one in server.generations()]
+    assert slept == pytest.approx(planned, abs=1e-6) and planned[1] > 0.001
+    assert len(set(prompts)) == 4
 
 
 def test_the_tables_show_the_numbers(bench: Bench, tmp_path: Path) -> None:
@@ -413,7 +436,7 @@ def test_every_request_failing_is_an_error(bench: Bench) -> None:
 def test_a_signal_ends_it_and_every_request(
     sent: int, exit_code: int, process_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    slow = Reply([(0.05, ONE)] * 400)
+    slow = Reply([(0.05, ONE)] * 4000)
     with running(script(lambda asked: slow)) as server:
         command = [sys.executable, "-m", "specdec_cli", "bench", "--base-url", server.url, "--num-warmups", "0"]
         process = subprocess.Popen(
@@ -423,40 +446,32 @@ def test_a_signal_ends_it_and_every_request(
             stderr=subprocess.PIPE,
             encoding="utf-8",
         )
-        deadline = time.monotonic() + 60
-        while sum(bool(asked.sent_s) for asked in server.generations()) < 3:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.01)
+        wait_until(lambda: sum(bool(asked.sent_s) for asked in server.generations()) == 3)
         process.send_signal(sent)
-        stdout, stderr = process.communicate(timeout=20)
-        while server.num_open:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        stdout, stderr = process.communicate(timeout=HANG_S)
+        wait_until(lambda: not server.num_open)
     assert (process.returncode, stdout) == (exit_code, "") and "Traceback" not in stderr
     assert all(asked.is_broken_off for asked in server.generations())
 
 
 def test_after_ctrl_c_what_had_been_answered_is_shown(process_environment: dict[str, str], tmp_path: Path) -> None:
     def answer(asked: Asked) -> Reply:
-        return Reply([(0.05, ONE)] * 400) if asked.body["prompt"] == "slow" else Reply(stream([0.01] * 3))
+        return Reply([(0.05, ONE)] * 4000) if asked.body["prompt"] == "slow" else Reply(stream([0.01] * 3))
 
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("slow\nfast\nfast too\n")
+    prompts.write_text("fast\nfast too\nslow\n")
     with running(script(answer)) as server:
         command = [sys.executable, "-m", "specdec_cli", "bench", "--base-url", server.url, "--num-warmups", "0"]
         process = subprocess.Popen(
-            [*command, "--json", "--input-file", str(prompts)],
+            [*command, "--json", "--concurrency", "1", "--input-file", str(prompts)],
             env=process_environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
         )
-        deadline = time.monotonic() + 60
-        while [len(asked.sent_s) > 20 for asked in server.generations()].count(True) == 0:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.01)
+        wait_until(lambda: len(server.generations()) == 3 and server.generations()[2].sent_s)
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=20)
+        stdout, stderr = process.communicate(timeout=HANG_S)
     document = json.loads(stdout)
     assert process.returncode == 130 and "Traceback" not in stderr
     assert "interrupted: 2 of 3 requests had been answered" in stderr

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from command_line import PROMPTS, Result, Specdec, assert_valid, draft_model, each, ids_of, texts_of
+from gate import Gate
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from waiting import HANG_S, wait_until
 
 NUM_TOKENS = 16
 NINE = [*PROMPTS, *(f"{prompt} and" for prompt in PROMPTS[:4])]
@@ -195,26 +197,27 @@ def test_check_that_is_interrupted_leaves_the_outputs(leader: Leader, current_di
 
 
 def test_ctrl_c_ends_a_process_with_what_had_finished(
-    llama_engine_dir: Path, process_environment: dict[str, str]
+    llama_engine_dir: Path, process_environment: dict[str, str], tmp_path: Path
 ) -> None:
+    """While four of nine requests have finished, and four others are on their way."""
+    gate = Gate(tmp_path, num_steps=70)
     texts = each("--input-text", NINE)
     flags = ["--disable-kv-cache-reuse", "--end-id", 299, "--max-output-len", 60, "--streaming", "--quiet"]
+    flags += ["--drafter", "gate:Waits", "--mode", "leader"]
     command = [sys.executable, "-m", "specdec_cli", "run", "--engine-dir", llama_engine_dir, *texts, *flags]
     process = subprocess.Popen(
         [*map(str, command)],
-        env=process_environment | {"PYTHONUNBUFFERED": "1"},
+        env=process_environment | gate.environment | {"PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         encoding="utf-8",
     )  # fmt: skip
-    assert process.stdout
-    for line in process.stdout:
-        if line.startswith("[Text 4]"):  # it joined when one of the first four had finished
-            os.kill(process.pid, signal.SIGINT)
-            break
-    _, errors = process.communicate(timeout=60)
+    wait_until(lambda: gate.is_reached)
+    os.kill(process.pid, signal.SIGINT)
+    shown, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 130, errors
-    assert re.search(r"interrupted: [1-8] of 9 requests had finished", errors), errors
+    assert "interrupted: 4 of 9 requests had finished" in errors
+    assert "[Text 4]" in shown and "[Text 8]" not in shown
     assert "Traceback" not in errors
 
 

@@ -352,6 +352,7 @@ def test_small_kv_cache_is_enough_for_the_check(
         assert result.exit_code == (3 if sampling else 0)  # so few draws tell too little
 
 
+@pytest.mark.usefixtures("work_clock")
 def test_speculation_that_loses_is_called_slower(
     run: Run, make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -24,7 +24,7 @@ def test_a_storm_leaves_nothing_behind(make_listening: Callable[..., Listening])
     assert set(outcome.num_by_status) <= {200, 400, 503}
     assert usage == 0
     loop, engine = listening.model.loop, listening.model.llm.engine
-    assert loop.totals.num_finished["abort"] > 0 and "error" not in loop.totals.num_finished
+    assert "error" not in loop.totals.num_finished
     assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
     assert loop._router._own == {} and not loop.unfinished()
 
