@@ -15,6 +15,7 @@ if hasattr(os, "register_at_fork"):  # a child has no thread that could end what
     os.register_at_fork(after_in_child=MAKING._at_fork_reinit)  # type: ignore[attr-defined]
 
 _MAKERS = ("from_pretrained", "_from_config")
+_MARK = "_takes_specdecs_lock"
 _LONGEST_WAIT_S = 60.0
 
 
@@ -28,7 +29,7 @@ def lock_transformers() -> None:
     from transformers import PreTrainedModel
 
     with MAKING:
-        if hasattr(PreTrainedModel.from_pretrained, "__wrapped__"):
+        if hasattr(PreTrainedModel.from_pretrained, _MARK):
             return
         end_s = time.monotonic() + _LONGEST_WAIT_S
         while PreTrainedModel.tie_weights.__name__ != "tie_weights" and time.monotonic() < end_s:
@@ -43,4 +44,5 @@ def _locked(make: Callable[..., Any]) -> Callable[..., Any]:
         with MAKING:
             return make(*arguments, **options)
 
+    setattr(locked, _MARK, True)
     return locked
