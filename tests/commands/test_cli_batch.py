@@ -222,6 +222,8 @@ def test_results_are_the_same_bytes_with_any_drafter(
 ) -> None:
     if flags == ["draft model"]:
         flags = draft_model(draft_engine_dir)
+    if "auto" not in flags:
+        flags = [*flags, "--draft-len-mode", "fixed"]
     result = batch(requests(), *flags, "--json")
     # By what steps took when the engine was built, perhaps beside other work, no draft may pay.
     assert result.document["num_draft_tokens"] > 0 or "auto" in flags
@@ -476,8 +478,10 @@ def test_the_document_says_what_this_run_did(batch: Batch, llama_uncompiled_dir:
     rows = requests()[1:3]
     greedy = [SamplingParams(temperature=0, max_tokens=row["body"]["max_tokens"], ignore_eos=True) for row in rows]
     with LLM(llama_uncompiled_dir) as llm:
-        alone = llm.generate([row["body"]["prompt"] for row in rows], greedy, drafter=NgramDrafter(4, 2))
-    two = batch(rows, "--ngram-config", "4,2", "--json", output="two.jsonl").document
+        prompts = [row["body"]["prompt"] for row in rows]
+        alone = llm.generate(prompts, greedy, drafter=NgramDrafter(4, 2), draft_len_mode="fixed")
+    fixed = ["--ngram-config", "4,2", "--draft-len-mode", "fixed"]
+    two = batch(rows, *fixed, "--json", output="two.jsonl").document
     assert two["num_draft_tokens"] == sum(output.stats.num_draft_tokens for output in alone)
     assert two["num_accepted_tokens"] == sum(output.stats.num_accepted_draft_tokens for output in alone)
     assert two["num_generated_tokens"] == sum(len(output.token_ids) for output in alone)

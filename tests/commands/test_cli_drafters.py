@@ -115,7 +115,7 @@ def test_greedy_output_is_hugging_faces(
         flags = [*with_paths(leader if mode == "orchestrator" else orchestrator), "--mode", mode]
     else:
         flags = with_paths(orchestrator if mode == "orchestrator" else leader)
-    more = ["--max-output-len", NUM_TOKENS, "--end-id", 299, "--check-lossless", "--json"]
+    more = ["--max-output-len", NUM_TOKENS, "--end-id", 299, "--draft-len-mode", "fixed", "--check-lossless", "--json"]
     document = run(*each("--input-text", SEVEN), *flags, *more).document
     assert_valid("run", document)
     expected = [hf_greedy(llama, tokenizer(prompt)["input_ids"], NUM_TOKENS, 299) for prompt in SEVEN]

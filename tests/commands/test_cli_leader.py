@@ -28,7 +28,9 @@ def leader(specdec: Specdec, llama_engine_dir: Path) -> Leader:
 
     def call(prompts: list[str], *arguments: object) -> Result:
         texts = each("--input-text", prompts)
-        return specdec("run", "--engine-dir", llama_engine_dir, *texts, "--max-output-len", NUM_TOKENS, *arguments)
+        # Whole drafts, whatever steps took when the engine was built.
+        common = ["--max-output-len", NUM_TOKENS, "--draft-len-mode", "fixed"]
+        return specdec("run", "--engine-dir", llama_engine_dir, *texts, *common, *arguments)
 
     return call
 

@@ -85,7 +85,7 @@ def repeat_last(tokens: list[int], max_draft_len: int) -> list[int]:
     ids=lambda drafter: getattr(drafter, "__name__", type(drafter).__name__),
 )
 def test_greedy_outputs_are_hugging_faces(llm: LLM, expected: list[list[int]], drafter: Any) -> None:
-    outputs = llm.generate(PROMPTS, GREEDY, drafter=drafter)
+    outputs = llm.generate(PROMPTS, GREEDY, drafter=drafter, draft_len_mode="fixed")
     assert [output.token_ids for output in outputs] == expected
     assert [output.prompt for output in outputs] == PROMPTS
     assert all(output.finish_reason == "length" and output.logprobs is None for output in outputs)
