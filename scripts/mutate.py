@@ -116,7 +116,7 @@ TABLE = [
     ("penalty-below-one-skipped", SAMPLING, "params.repetition_penalty != 1.0", "params.repetition_penalty > 1.0"),
     ("penalties-ignore-draft", OCCURRENCES, "            self._append(token)\n            slots", "            slots"),
     ("drafts-stay", OCCURRENCES, "for _ in draft_tokens:\n            self._drop()", "pass"),
-    ("prompt-penalised", OCCURRENCES, "len(self._tokens) >= self._start", "1"),
+    ("prompt-penalised", OCCURRENCES, "entry[_COUNT] += len(self._tokens) >= self._start", "entry[_COUNT] += 1"),
     ("first-of-equals-kept", CUTS, "(share * sum - boundary.above)", "(sum - boundary.above)"),
     ("negligible-too-early", CUTS, "(1 - share) * sum /", "10 * sum /"),
     ("boundary-not-reached", CUTS, ">= wanted) smallest", "> wanted) smallest"),

@@ -193,6 +193,19 @@ def test_scores_after_penalties_are_transformers(penalties: dict[str, Any], temp
         torch.testing.assert_close(sampler.scores(prefix, logits), expected, rtol=3e-7, atol=1e-6)
 
 
+def test_the_prompt_is_not_penalised_where_it_is_not_to_be() -> None:
+    """Presence and frequency count what was generated; the repetition penalty sees all."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(0, 9, (30,), generator=generator).tolist()
+    fields = {"presence_penalty": 0.7, "frequency_penalty": -0.4, "repetition_penalty": 1.2}
+    sampler = Sampler(config(penalize_prompt=False, **fields), text[:10])
+    for length in (10, 11, 30, 12):
+        logits = torch.randn(33, generator=generator)
+        repeated = processed(text[:length], logits, {"repetition_penalty": 1.2})
+        counted = CountedPenalty(0.7, -0.4)(torch.tensor([text[10:length]], dtype=torch.int64), repeated[None])[0]
+        torch.testing.assert_close(sampler.scores(text[:length], logits), counted, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("penalties", [{}, *PENALTIES], ids=str)
 def test_positions_of_a_draft_are_chosen_as_one_after_the_other(penalties: dict[str, Any]) -> None:
     """Requests side by side, greedy and sampled, with drafts of several lengths, against each position by itself."""
