@@ -233,10 +233,10 @@ class Sampler:
         scores = self.scores(prefix, logits)
         if self.is_greedy:
             return torch.nn.functional.one_hot(scores.argmax(), len(scores)).double()
-        left = scores.isfinite().nonzero()[:, 0]
-        probs = torch.zeros(len(scores), dtype=torch.float64, device=scores.device)
-        probs[left] = torch.softmax(scores[left].double(), dim=-1)
-        return probs
+        numbers, left = _left(scores)
+        weights, probs = np.exp(numbers - numbers.max()), np.zeros(len(scores))
+        probs[left] = weights / weights.sum()
+        return torch.from_numpy(probs).to(scores.device)
 
     def choose(self, prefix: list[int], logits: Tensor) -> int:
         """The request's own token after `prefix`: the argmax, or a sample that depends on nothing but the position."""
@@ -247,11 +247,10 @@ class Sampler:
         scores = self.scores(prefix, logits)
         if self.is_greedy:
             return scores
-        left = scores.isfinite().nonzero()[:, 0]
-        noise = gumbel(self.noise_key(len(prefix)), left.cpu().numpy().astype(np.uint32))
-        ranking = scores.double() - scores.max()
-        ranking[left] += torch.from_numpy(noise).to(scores.device)
-        return ranking
+        numbers, left = _left(scores)
+        noise, ranking = gumbel(self.noise_key(len(prefix)), left.astype(np.uint32)), np.full(len(scores), -np.inf)
+        ranking[left] = numbers - numbers.max() + noise
+        return torch.from_numpy(ranking).to(scores.device)
 
     def choices(self, prefix: list[int], draft_tokens: Seq[int], logits: Tensor) -> Iterator[int]:
         """The request's own tokens after `prefix` and each token of a draft; `logits` is (draft_len + 1, vocab).
@@ -300,6 +299,13 @@ class Sampler:
         """64 bits."""
         digest = hashlib.blake2b(f"{position} {purpose}".encode(), key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little")
+
+
+def _left(scores: Tensor) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """Scores of the tokens that can be chosen, and which they are; by NumPy: torch's threads take longer to come."""
+    numbers = scores.cpu().numpy()
+    left = np.flatnonzero(np.isfinite(numbers))
+    return numbers[left].astype(np.float64), left
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ TABLE = [
     ("bonus-row-early", VERIFY, "logits[len(draft.tokens)])", "logits[len(draft.tokens) - 1])"),
     ("kept-one-too-many", VERIFY, "Verdict(num_kept - 1, draft", "Verdict(num_kept, draft"),
     ("noise-ignores-position", SAMPLING, 'self._number(position, "noise")', 'self._number(0, "noise")'),
-    ("noise-turned", NOISE, "ranking[left] += torch", "ranking[left] -= torch"),
+    ("noise-turned", NOISE, "numbers.max() + noise", "numbers.max() - noise"),
     ("return-index-ignored", SAMPLING, "(params.random_seed, return_index, tuple", "(params.random_seed, tuple"),
     ("penalty-below-one-skipped", SAMPLING, "params.repetition_penalty != 1.0", "params.repetition_penalty > 1.0"),
     ("penalties-ignore-draft", OCCURRENCES, "            self._append(token)\n            slots", "            slots"),
