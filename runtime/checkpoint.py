@@ -33,6 +33,7 @@ from runtime.generation_config import GENERATION_CONFIG, check_generation_config
 from runtime.gguf import is_gguf
 from runtime.gguf_config import generation_config_of
 from runtime.gguf_tokenizer import has_tokenizer, make_gguf_tokenizer
+from runtime.model_dir import check_head, check_not_wrapped, is_computed, predicts_further, warn_of_adapter
 from runtime.models import read_model_config
 from runtime.parallel.splitting import Splitting
 from runtime.pieces import Piece, Progress, write_pieces, write_shares
@@ -141,16 +142,35 @@ def _open_source(model_dir: Path) -> Source:
     if is_gguf(model_dir):
         layers, tensors = _gguf_tensors(model_dir, config, shapes)
     else:
-        tensors = read_tensors(model_dir)
-        if inside is not None:
-            tensors = _language_model_tensors(tensors, model_dir)
+        tensors = _read_weights(model_dir, inside or config, is_inside=inside is not None)
         layers, tensors = find_layers(tensors, found_format, shapes, model_dir)
     if inside is not None and not renames_weights(pretrained):
         _check_names([*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)], shapes, model_dir)
     _check_shapes(tensors, shapes, model_dir)
     linears, head = linear_layers(pretrained)
+    if not renames_weights(pretrained):
+        names = [*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)]
+        check_head(names, config, head, is_tied=pretrained.tie_word_embeddings)
     format_name = "GGUF" if is_gguf(model_dir) else found_format.name if found_format else None
     return Source(inside or config, tensors, layers, linears, head, str(model_dir.resolve()), format_name)
+
+
+def _read_weights(model_dir: Path, config: dict[str, Any], *, is_inside: bool) -> list[SourceTensor]:
+    """The tensors that a language model of this config is made of."""
+    warn_of_adapter(model_dir)
+    tensors = read_tensors(model_dir)
+    check_not_wrapped((tensor.name for tensor in tensors), model_dir)
+    if is_inside:
+        tensors = _language_model_tensors(tensors, model_dir)
+    tensors = [tensor for tensor in tensors if not is_computed(tensor.name, tensor.shape)]
+    further = [tensor.source_name for tensor in tensors if predicts_further(tensor.name, config)]
+    if further:
+        warnings.warn(
+            f"layers that predict more than the next token (MTP) are left out, such as `{further[0]}`",
+            SpecDecWarning,
+            stacklevel=4,
+        )
+    return [tensor for tensor in tensors if not predicts_further(tensor.name, config)]
 
 
 def _gguf_tensors(

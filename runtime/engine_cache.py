@@ -30,7 +30,7 @@ from runtime.temporary import own_temporary_files, temporary_dir
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
 _BUILD_CODE = (
     "compiler/**/*", "parallel/*", "quantization/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "gguf*.py",
-    "kv_cache.py", "pieces.py", "source.py",
+    "kv_cache.py", "model_dir.py", "pieces.py", "source.py",
 )  # fmt: skip
 """What an engine's content depends on, in `runtime`. What opens, asks and judges engines is not among it."""
 

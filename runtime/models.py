@@ -10,6 +10,7 @@ from runtime.errors import SpecDecError
 from runtime.files import read_json
 from runtime.gguf import is_gguf
 from runtime.gguf_config import config_of
+from runtime.model_dir import check_not_an_adapter
 
 _SHIPPED = {"demo": "target", "demo-draft": "draft"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -60,6 +61,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
         return config_of(model_dir)
     if not model_dir.is_dir():
         raise SpecDecError(f"model directory does not exist: {model_dir}", hint="check the path")
+    check_not_an_adapter(model_dir)
     config = read_json(model_dir / "config.json")
     if "format_version" in config:
         raise SpecDecError(

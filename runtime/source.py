@@ -5,6 +5,7 @@ Files are read, not mapped: one that is cut or written over meanwhile is an erro
 
 import math
 import os
+import warnings
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import Stamp, read_json, stamp_of
 from runtime.tensor_file import read_header
 
@@ -81,27 +82,41 @@ def _load(tensor: SourceTensor) -> Tensor:
 
 
 def read_tensors(model_dir: Path) -> list[SourceTensor]:
-    """Every tensor of the model, shard by shard; SpecDecError if a shard or tensor is missing or damaged."""
-    index = model_dir / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        names = weight_map.values() if isinstance(weight_map, dict) else []
-        if not names or not all(isinstance(name, str) for name in names):
-            raise SpecDecError(
-                f"`{index}` has no `weight_map` from tensors to files", hint="download or save the model again"
+    """Every tensor of the model, shard by shard; SpecDecError if a shard or tensor is missing or damaged.
+
+    Where one file and an index lie side by side, it is the file, as transformers has it.
+    """
+    index, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
+    if single.is_file():
+        if index.is_file():
+            warnings.warn(
+                f"`{index.name}` and its shards are left out, as transformers does: the weights are those of {single}",
+                SpecDecWarning,
+                stacklevel=3,
             )
-        files = [model_dir / name for name in sorted(set(names))]
-    elif (model_dir / "model.safetensors").is_file():
-        weight_map, files = None, [model_dir / "model.safetensors"]
-    else:
-        _refuse_pickle(model_dir)
+        return _read_header(single)
+    if index.is_file():
+        return _read_shards(index)
+    shards = sorted(model_dir.glob("*-of-*.safetensors"))
+    if shards:
         raise SpecDecError(
-            f"file is missing: {model_dir / 'model.safetensors'}", hint="download or save the model again"
+            f"the weights are in shards ({shards[0].name}), and the index that says what is where is missing: {index}",
+            hint="download or save the model again",
         )
-    entries = [entry for file in files for entry in _read_header(file)]
-    if weight_map:  # it says which one counts where two shards hold a tensor of the same name
-        entries = [entry for entry in entries if weight_map.get(entry.name) == entry.file.name]
-    missing = sorted(set(weight_map or {}) - {entry.name for entry in entries})
+    _refuse_pickle(model_dir)
+    raise SpecDecError(f"file is missing: {single}", hint="download or save the model again")
+
+
+def _read_shards(index: Path) -> list[SourceTensor]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values() or [None]):
+        raise SpecDecError(
+            f"`{index}` has no `weight_map` from tensors to files", hint="download or save the model again"
+        )
+    entries = [entry for name in sorted(set(weight_map.values())) for entry in _read_header(index.parent / name)]
+    # It says which one counts where two shards hold a tensor of the same name.
+    entries = [entry for entry in entries if weight_map.get(entry.name) == entry.file.name]
+    missing = sorted(set(weight_map) - {entry.name for entry in entries})
     if missing:
         raise SpecDecError(
             f"`{index}` names a tensor that no shard holds: {missing[0]}", hint="download or save the model again"

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,6 +53,7 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
                 hint="name a tokenizer that transformers has a class for",
                 fact="tokenizer_is_code",
             ) from None
+        _refuse_sentencepiece(directory)
         reason = " ".join(str(error).split())
         raise SpecDecError(
             f"no usable tokenizer in: {directory}",
@@ -62,6 +64,18 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
     if pretrained_config is not None and pretrained_config["model_type"] in _MISTRALS:
         _warn_of_first_pattern(tokenizer, directory)
     return cast(Tokenizer, tokenizer)
+
+
+def _refuse_sentencepiece(directory: Path) -> None:
+    """SpecDecError for a tokenizer that is a SentencePiece file alone, where the package that reads one is missing."""
+    alone = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()
+    if alone and find_spec("sentencepiece") is None:
+        raise SpecDecError(
+            f"the tokenizer is a SentencePiece file alone, and the package that reads one is not installed: "
+            f"{directory / 'tokenizer.model'}",
+            hint="`pip install sentencepiece protobuf`; or save it with transformers elsewhere, and add its "
+            "tokenizer.json",
+        )
 
 
 def _warn_of_first_pattern(tokenizer: Any, directory: Path) -> None:
@@ -133,7 +147,7 @@ def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokeni
     """The tokenizer that an engine directory has, or None; without transformers if it was saved so."""
     if saved := find_saved_tokenizer(directory):
         return saved
-    if (directory / "tokenizer_config.json").is_file() or (directory / "tokenizer.json").is_file():
+    if any((directory / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
         return load_tokenizer(directory, pretrained_config)
     return None
 
@@ -152,8 +166,8 @@ def keep_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> None:
     try:
         if tokenizer := find_tokenizer(directory, pretrained_config):
             save_tokenizer(tokenizer, directory)
-    except SpecDecError:
-        warnings.warn("the tokenizer cannot be read: the engine takes token ids only", SpecDecWarning, stacklevel=2)
+    except SpecDecError as error:
+        warnings.warn(f"the engine takes token ids only: {error.message} ({error.hint})", SpecDecWarning, stacklevel=2)
 
 
 def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:

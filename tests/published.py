@@ -7,17 +7,21 @@ config has besides stay as people have them.
 
 import copy
 import json
+import os
+import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from byte_tokenizers import byte_level
 from families import random_model
 from safetensors.torch import load_file, save_file
 from tiny import hf_greedy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
+REAL_DIR = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()
 DATA = Path(__file__).parent / "data" / "published_configs.json"
 _HEADS, _HEAD_DIM, _HIDDEN = 4, 16, 32
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -35,7 +39,7 @@ _TOWER = {
     "max_source_positions": 8, "fullatt_block_indexes": [0], "vision_output_dim": 32, "projector_input_dim": 32,
     "projector_output_dim": 32, "vocab_size": 64,
 }  # fmt: skip
-STDS = ((0.3, 0.3), (0.3, 0.03), (0.15, 0.15), (0.1, 1.0), (0.6, 0.6), (0.1, 0.01), (0.3, 0.01), (1.0, 1.0))
+STDS = ((0.3, 1.0), (0.3, 0.3), (0.6, 0.6), (1.0, 1.0), (0.1, 0.01), (0.3, 0.01), (0.3, 0.03), (0.15, 0.15))
 """Of weights and embeddings: the first pair with which answers tell anything is taken."""
 
 
@@ -120,14 +124,11 @@ def _shrink_text(text: dict[str, Any]) -> None:
 def write_model(
     config: dict[str, Any], directory: Path, seed: int, *, prompt: list[int], num_new_tokens: int
 ) -> list[int]:
-    """Write a model of the config, saved as it says, and return Hugging Face's greedy answer to the prompt.
-
-    Of weights in FP8 it is the answer of the numbers that they mean: transformers computes with them on GPUs only.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write a model of the config, saved as it says, and return Hugging Face's greedy answer to the prompt."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     if str(plain.get("torch_dtype")).startswith("float8"):
         del plain["torch_dtype"]
+    directory.mkdir(parents=True, exist_ok=True)
     for stds in STDS:
         (directory / "config.json").write_text(json.dumps(plain))
         model = random_model(f"{seed}", AutoConfig.from_pretrained(directory), *stds)
@@ -136,18 +137,17 @@ def write_model(
         (directory / "config.json").write_text(json.dumps(plain))
         if "quantization_config" in config:
             _round_to_fp8(directory, config["quantization_config"])
-        answer = hf_greedy(load_hugging_face(directory), prompt, num_new_tokens)
-        if "quantization_config" in config:
-            (directory / "model.safetensors").unlink()
-            (directory / "fp8.safetensors").rename(directory / "model.safetensors")
         (directory / "config.json").write_text(json.dumps(config))
+        answer = hf_greedy(load_hugging_face(directory), prompt, num_new_tokens)
         if len(set(answer)) > num_new_tokens // 6:
             return answer
     raise AssertionError("random weights of this config repeat one token")
 
 
 def load_hugging_face(directory: Path) -> PreTrainedModel:
-    """transformers' own model of a directory, float32."""
+    """transformers' own model of a directory, float32. Of weights in FP8 it is that of the numbers that they mean:
+    transformers computes with them on GPUs only."""
+    directory = meant if (meant := directory.with_name(f"{directory.name}-meant")).is_dir() else directory
     config = AutoConfig.from_pretrained(directory)
     kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForMultimodalLM
     model: PreTrainedModel = kind.from_pretrained(directory, dtype=torch.float32)
@@ -160,7 +160,9 @@ def _dtype(config: dict[str, Any]) -> torch.dtype:
 
 
 def _round_to_fp8(directory: Path, said: dict[str, Any]) -> None:
-    """Write the model again with its linear layers in FP8, as `fp8.safetensors`, and what they mean in its own file."""
+    """Write the model's linear layers in FP8, and the model that they mean beside it."""
+    meant = directory.with_name(f"{directory.name}-meant")
+    shutil.copytree(directory, meant, dirs_exist_ok=True)
     tensors = load_file(directory / "model.safetensors")
     rounded: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -169,16 +171,11 @@ def _round_to_fp8(directory: Path, said: dict[str, Any]) -> None:
             rounded[name] = tensor
             continue
         scale = tensor.float().abs().max() / 448
-        values = (tensor.float() / scale).to(torch.float8_e4m3fn)
-        rounded[name] = values
-        if said["weight_block_size"]:
-            rounded[f"{name}_scale_inv"] = scale.reshape(1, 1)
-        else:
-            rounded[f"{name}_scale_inv"] = scale
-            rounded[f"{name.removesuffix('weight')}activation_scale"] = torch.tensor(1.0)
-        tensors[name] = values.float() * scale
-    save_file(rounded, directory / "fp8.safetensors", metadata={"format": "pt"})
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        rounded[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+        rounded[f"{name}_scale_inv"] = scale.reshape(1, 1) if said["weight_block_size"] else scale
+        tensors[name] = rounded[name].float() * scale
+    save_file(rounded, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, meant / "model.safetensors", metadata={"format": "pt"})
 
 
 def seed_of(name: str) -> int:
@@ -195,3 +192,30 @@ def thresholds(config: dict[str, Any]) -> list[int]:
         if rope.get("rope_type", rope.get("type")) != "longrope":
             found.append(rope.get("original_max_position_embeddings"))
     return [one for one in found if isinstance(one, int) and one < positions]
+
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+
+
+def write_tokenizer(published: Published, directory: Path) -> None:
+    """The family's own tokenizer where it is there, else one of bytes; with a chat template in one of the places where
+    the hub's directories have it: a file, or tokenizer_config.json, by itself or in a list."""
+    real = REAL_DIR / f"tokenizer-{published.tokenizer}"
+    if real.is_dir():
+        shutil.copytree(real, directory, dirs_exist_ok=True)
+    else:
+        byte_level().save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    said = json.loads(path.read_text(encoding="utf-8"))
+    said.pop("chat_template", None)
+    place = seed_of(published.name) % 3
+    if place == 0:
+        (directory / "chat_template.jinja").write_text(TEMPLATE)
+    elif place == 1:
+        said["chat_template"] = TEMPLATE
+    else:
+        said["chat_template"] = [
+            {"name": "default", "template": TEMPLATE},
+            {"name": "tool_use", "template": "{{ tools }}"},
+        ]
+    path.write_text(json.dumps(said))

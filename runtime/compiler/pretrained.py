@@ -13,6 +13,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from runtime.compiler.attention import SEE_MODELS, refuse_own_attention
 from runtime.errors import SpecDecError
 
+# What transformers once called a type of rope, and kept beside the name that it has now.
+_ALSO_CALLED = {"longrope": ("su",), "default": ("mrope",)}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Language models inside others that have no class of their own. Of text alone, where positions in time, height and
 # width are one, they compute what a model of such a config does.
@@ -42,6 +44,9 @@ def _read_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
             else SEE_MODELS
         )
         raise SpecDecError(f"transformers does not know this model type: {model_type}", hint=hint)
+    for place in (data, data.get("text_config")):
+        if isinstance(place, dict):
+            _refuse_two_ropes(place, where)
     try:
         # transformers writes infinity as `{"__float__": "Infinity"}`, and reads it so in `from_pretrained` alone.
         values = PreTrainedConfig._decode_special_floats(data)
@@ -55,6 +60,34 @@ def _read_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
     if isinstance(positions, int) and positions < 1:
         raise SpecDecError(f"`{where}` says that the model has so many positions: {positions}", hint="correct it")
     return config
+
+
+def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
+    """SpecDecError for a rope that is said twice and differently: transformers takes one without a word.
+
+    `rope_theta` and `rope_scaling` stand at the top of a config that transformers 4 wrote, `rope_parameters` in one of
+    transformers 5; what a type of layer has for itself may differ.
+    """
+    scaling, parameters = (
+        rope if isinstance(rope := data.get(name), dict) else {} for name in ("rope_scaling", "rope_parameters")
+    )
+    found = [
+        (f"rope_scaling.{name}", scaling[name], f"rope_parameters.{name}", parameters[name])
+        for name in scaling
+        if name in parameters
+    ]
+    for within, rope in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        for name in ("rope_theta", "original_max_position_embeddings"):
+            if name in data and name in rope and not any(isinstance(value, dict) for value in rope.values()):
+                found.append((name, data[name], f"{within}.{name}", rope[name]))
+        if {"type", "rope_type"} <= set(rope) and rope["type"] not in _ALSO_CALLED.get(rope["rope_type"], ()):
+            found.append((f"{within}.type", rope["type"], f"{within}.rope_type", rope["rope_type"]))
+    for first, one, second, other in found:
+        if one != other:
+            raise SpecDecError(
+                f"`{where}` says the rope twice and differently: `{first}` is {one!r}, and `{second}` {other!r}",
+                hint="leave out the one that is wrong",
+            )
 
 
 def last_words(error: Exception) -> str:

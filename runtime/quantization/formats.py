@@ -22,6 +22,7 @@ from runtime.quantization.weight import QuantizedWeight, from_integers
 from runtime.source import SourceTensor, load_tensors
 
 _CONFIG_KEYS = ("quantization_config", "compression_config")
+_MODELOPT = "hf_quant_config.json"
 _READ = "AWQ, GPTQ, compressed-tensors, FP8 and GGUF are read; or convert the unquantized model"
 _DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
 
@@ -63,6 +64,7 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
 
 def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
     """None for a model that is not rounded; SpecDecError for one in a format that is not read."""
+    _refuse_others(config, model_dir)
     inner = config.get("text_config")
     places = [config, inner] if isinstance(inner, dict) else [config]
     said = next((place[key] for place in places for key in _CONFIG_KEYS if place.get(key)), None)
@@ -89,8 +91,21 @@ def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
     _refuse(f"weights quantized by {_name_of(method, said)}", where)
 
 
+def _refuse_others(config: dict[str, Any], model_dir: Path) -> None:
+    """SpecDecError for formats that are said in ways of their own."""
+    where = str(model_dir / "config.json")
+    if isinstance(said := config.get("quantization"), dict) and "bits" in said:
+        _refuse(f"weights quantized by MLX in {said['bits']} bits", where)
+    for name in ("quanto_qmap.json", "quantization_map.json"):
+        if (model_dir / name).is_file():
+            _refuse("weights quantized by quanto", str(model_dir / name))
+
+
 def _said_beside(model_dir: Path) -> dict[str, Any] | None:
-    """What AutoGPTQ and AutoAWQ once wrote into files of their own."""
+    """What AutoGPTQ and AutoAWQ once wrote into files of their own, and ModelOpt does."""
+    if (model_dir / _MODELOPT).is_file():
+        said = read_json(model_dir / _MODELOPT).get("quantization")
+        return {"quant_method": "modelopt", **(said if isinstance(said, dict) else {})}
     for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
         if (model_dir / name).is_file():
             return {"quant_method": method, **read_json(model_dir / name)}
@@ -223,8 +238,13 @@ def _awq(said: dict[str, Any], where: str) -> Format:
         zeros = signed(unpack_awq(parts["qzeros"]), 4).t().short() if has_zeros else None
         return from_integers(integers.contiguous(), scales, bits=4, zeros=_contiguous(zeros))
 
+    def scheme_of(name: str) -> Scheme:
+        if name.rpartition(".")[2] in ("act", "act_fn"):
+            _refuse(f"AWQ weights whose activations are scaled (`{name}.scales`)", where)
+        return scheme
+
     scheme = Scheme("W4A16_AWQ", ("qweight", "scales", "qzeros") if has_zeros else ("qweight", "scales"), read)
-    return Format("AWQ", ("qweight", "qzeros", "scales"), lambda name: scheme)
+    return Format("AWQ", ("qweight", "qzeros", "scales"), scheme_of)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -238,6 +258,8 @@ def _gptq(said: dict[str, Any], where: str) -> Format:
     bits = said["bits"]
     if bits not in (4, 8):
         _refuse(f"GPTQ weights of {bits} bits", where)
+    if said.get("dynamic"):
+        _refuse("GPTQ weights of which some layers are rounded in a way of their own (`dynamic`)", where)
     layout = said.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         _refuse(f"GPTQ weights in the layout `{layout}`", where)
@@ -303,6 +325,12 @@ def _read_values(
     """Values of 8 bits as they are."""
     outputs, inputs = values.shape
     rows, columns = block
+    if rows > 1 and columns is not None and inputs > columns and inputs % columns:
+        raise SpecDecError(
+            f"`{name}` has {inputs} inputs in blocks of {columns}, of which the last is not whole: such weights are "
+            "not read",
+            hint=_READ,
+        )
     scales = scales_of(scales, outputs, rows)
     if columns is not None and inputs > columns:
         _check_groups(name, scales, inputs, columns)

@@ -1,0 +1,269 @@
+"""Directories of models as people have them: read as transformers reads them, told of, or refused in a sentence."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published import PUBLISHED, seed_of, shrunk, write_model
+from quantized import save_awq, save_fp8, save_gptq
+from safetensors.torch import load_file, save_file
+from tiny import build_tiny, hf_greedy, make_model, repetitive_prompt
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from runtime.checkpoint import convert
+from runtime.compiler.pretrained import parse_language_model
+from runtime.engine import Engine
+from runtime.errors import SpecDecError, SpecDecWarning
+from runtime.models import read_model_config
+from runtime.orchestrator import generate
+from runtime.request import Request
+from runtime.text import find_end_ids, keep_tokenizer, load_tokenizer
+
+PROMPT = repetitive_prompt(0, 20)
+
+
+def saved(directory: Path, family: str = "llama", **overrides: Any) -> Path:
+    make_model(family, **overrides).save_pretrained(directory)
+    return directory
+
+
+def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    save_file(change(tensors), directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(directory: Path, **values: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def hugging_face(directory: Path) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return hf_greedy(model, PROMPT, 12)
+
+
+def answer(directory: Path, work_dir: Path) -> list[int]:
+    with Engine.open(build_tiny(directory, work_dir, dtype="float32")) as engine:
+        (tokens,) = (s.output_tokens for s, _ in generate(engine, [Request(0, tuple(PROMPT), 12)]) if s.finish_reason)
+    return tokens
+
+
+def refusal(directory: Path, work_dir: Path) -> SpecDecError:
+    with pytest.raises(SpecDecError) as error:
+        convert(directory, work_dir, None, replace=False, progress=lambda done, total: None)
+    assert "\n" not in f"{error.value.message}{error.value.hint}"
+    return error.value
+
+
+def test_one_file_counts_beside_an_index_as_for_transformers(tmp_path: Path) -> None:
+    model_dir = saved(tmp_path / "model")
+    other = make_model("llama", bos_token_id=3, hidden_size=32)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-1)
+    other.save_pretrained(tmp_path / "other", max_shard_size="20KB")
+    for path in (tmp_path / "other").glob("model*"):
+        shutil.copyfile(path, model_dir / path.name)
+    assert (model_dir / "model.safetensors.index.json").is_file()
+    with pytest.warns(SpecDecWarning, match="`model.safetensors.index.json` and its shards are left out"):
+        tokens = answer(model_dir, tmp_path / "built")
+    assert tokens == hugging_face(model_dir) != hugging_face(tmp_path / "other")
+
+
+def test_shards_without_an_index_are_named(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    (tmp_path / "model" / "model.safetensors.index.json").unlink()
+    message = refusal(tmp_path / "model", tmp_path / "out").message
+    assert message.startswith("the weights are in shards (model-00001-of-") and message.endswith(".index.json")
+
+
+def test_masks_that_gpt_2_once_saved_are_no_weights(tmp_path: Path) -> None:
+    model_dir = saved(tmp_path / "model", "gpt2")
+    masks = {f"transformer.h.{i}.attn.{name}" for i in range(2) for name in ("bias", "masked_bias")}
+    mask = torch.ones(1, 1, 256, 256, dtype=torch.uint8)
+    change_tensors(
+        model_dir,
+        lambda own: own | {name: mask.clone() if name.endswith(".bias") else torch.tensor(-1e4) for name in masks},
+    )
+    assert answer(model_dir, tmp_path / "built") == hugging_face(model_dir)
+
+
+def test_an_adapter_beside_a_model_is_told_of_and_one_alone_refused(tmp_path: Path) -> None:
+    model_dir = saved(tmp_path / "model")
+    (model_dir / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base", "peft_type": "LORA"}')
+    with pytest.warns(SpecDecWarning, match="an adapter lies beside the model, and is left out"):
+        convert(model_dir, tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+    (model_dir / "config.json").unlink()
+    with pytest.raises(SpecDecError, match="this is an adapter and no model .PEFT., made for some/base"):
+        read_model_config(model_dir)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_names_of_what_was_around_a_model_in_training_are_told(prefix: str, tmp_path: Path) -> None:
+    model_dir = saved(tmp_path / "model")
+    change_tensors(model_dir, lambda own: {prefix + name: tensor for name, tensor in own.items()})
+    error = refusal(model_dir, tmp_path / "out")
+    assert error.message.startswith(f"the names of the weights begin with `{prefix}`")
+    assert "or save the weights again without it" in str(error.hint)
+
+
+def test_a_model_without_its_head_is_refused_unless_it_is_tied(tmp_path: Path) -> None:
+    """transformers draws the head at random: nothing to be equal to."""
+    model_dir = saved(tmp_path / "model")
+    change_tensors(model_dir, lambda own: {name: tensor for name, tensor in own.items() if name != "lm_head.weight"})
+    loaded, report = AutoModelForCausalLM.from_pretrained(model_dir, output_loading_info=True)
+    assert report["missing_keys"] == {"lm_head.weight"}
+    assert not torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight)
+    error = refusal(model_dir, tmp_path / "out")
+    assert error.message.startswith("the model has no weight for its last layer, `lm_head`")
+    assert "`tie_word_embeddings: true`" in str(error.hint) or "tie_word_embeddings: true" in str(error.hint)
+    change_config(model_dir, tie_word_embeddings=True)
+    assert answer(model_dir, tmp_path / "built") == hugging_face(model_dir)
+
+
+@pytest.mark.parametrize("prefix", ["model.layers.2.", "mtp.layers.0."])
+def test_layers_that_predict_further_are_left_out_as_by_transformers(prefix: str, tmp_path: Path) -> None:
+    """DeepSeek V3 has 61 layers, and its file a further one; transformers knows that by the number 61."""
+    config = shrunk(PUBLISHED["DeepSeek-V3"].config, vocab_size=512)
+    del config["quantization_config"]
+    model_dir = tmp_path / "model"
+    expected = write_model(config, model_dir, seed_of("further"), prompt=PROMPT, num_new_tokens=12)
+    own = [name for name in load_file(model_dir / "model.safetensors") if name.startswith("model.layers.1.")]
+    names = {name: name.replace("model.layers.1.", prefix) for name in own} | {"eh": f"{prefix}eh_proj.weight"}
+    change_tensors(
+        model_dir,
+        lambda tensors: tensors | {names[name]: tensors.get(name, torch.ones(4, 4)).clone() for name in names},
+    )
+    with pytest.warns(SpecDecWarning, match=r"predict more than the next token \(MTP\) are left out, such as"):
+        tokens = answer(model_dir, tmp_path / "built")
+    assert tokens == expected
+    ignored = type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir)))
+    assert any("61" in pattern for pattern in ignored._keys_to_ignore_on_load_unexpected)
+
+
+def test_layers_beyond_those_of_the_config_are_two_models(tmp_path: Path) -> None:
+    model_dir = saved(tmp_path / "model", num_hidden_layers=3)
+    change_config(model_dir, num_hidden_layers=2)
+    with pytest.raises(SpecDecError, match="weights of layers that the model does not have"):
+        build_tiny(model_dir, tmp_path / "built")
+
+
+def test_end_ids_of_the_config_count_where_no_other_file_names_them(tmp_path: Path) -> None:
+    config = shrunk(PUBLISHED["Llama-3.1-8B-Instruct"].config)
+    write_model(config, tmp_path / "model", 0, prompt=PROMPT, num_new_tokens=12)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    engine_dir = build_tiny(tmp_path / "model", tmp_path / "built")
+    with Engine.open(engine_dir) as engine:
+        found = find_end_ids(engine_dir, engine.config.pretrained_config, None)
+    assert found == set(model.generation_config.eos_token_id) == {128001, 128008, 128009}
+
+
+def gptq_with_exceptions(directory: Path) -> None:
+    save_gptq(directory, 4, 16, desc_act=False)
+    said = json.loads((directory / "config.json").read_text())["quantization_config"]
+    change_config(directory, quantization_config=said | {"dynamic": {r"-:.*down_proj": {}}})
+
+
+def awq_with_scaled_activations(directory: Path) -> None:
+    save_awq(directory, 16)
+    change_tensors(directory, lambda own: own | {"model.layers.0.mlp.act_fn.scales": torch.ones(48)})
+
+
+def quanto(directory: Path) -> None:
+    saved(directory)
+    (directory / "quanto_qmap.json").write_text('{"model.layers.0.mlp.up_proj": {"weights": "qint8"}}')
+
+
+def mlx(directory: Path) -> None:
+    saved(directory)
+    said = {"group_size": 64, "bits": 4}
+    change_config(directory, quantization=said, quantization_config=said)
+
+
+def modelopt(directory: Path) -> None:
+    saved(directory)
+    (directory / "hf_quant_config.json").write_text(
+        '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}'
+    )
+
+
+def ragged_fp8(directory: Path) -> None:
+    save_fp8(directory, (32, 32))
+    said = json.loads((directory / "config.json").read_text())["quantization_config"]
+    change_config(directory, quantization_config=said | {"weight_block_size": [20, 20]})
+
+
+FORMATS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gptq-dynamic": (gptq_with_exceptions, "GPTQ weights of which some layers are rounded in a way of their own"),
+    "awq-activations": (awq_with_scaled_activations, "AWQ weights whose activations are scaled"),
+    "quanto": (quanto, "weights quantized by quanto are not read"),
+    "mlx": (mlx, "weights quantized by MLX in 4 bits are not read"),
+    "modelopt": (modelopt, "weights quantized by ModelOpt (NVFP4) are not read"),
+    "fp8-ragged": (ragged_fp8, " inputs in blocks of 20, of which the last is not whole: such weights are not read"),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_formats_that_are_not_read_are_refused_by_their_names(kind: str, tmp_path: Path) -> None:
+    make, message = FORMATS[kind]
+    make(tmp_path / "model")
+    assert message in refusal(tmp_path / "model", tmp_path / "out").message
+
+
+def test_a_sentencepiece_file_alone_names_the_package_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    monkeypatch.setattr("runtime.text.find_spec", lambda name: None)
+    with pytest.raises(SpecDecError, match=f"a SentencePiece file alone, .* {tmp_path / 'tokenizer.model'}") as error:
+        load_tokenizer(tmp_path, {"model_type": "llama"})
+    assert "pip install sentencepiece" in str(error.value.hint)
+    with pytest.warns(SpecDecWarning, match="takes token ids only: the tokenizer is a SentencePiece file alone"):
+        keep_tokenizer(tmp_path, {"model_type": "llama"})
+
+
+LLAMA3 = PUBLISHED["Llama-3.1-8B"].config["rope_scaling"]
+TWO_ROPES: dict[str, dict[str, Any]] = {
+    "`rope_theta` is 500000.0, and `rope_parameters.rope_theta` 10000.0": {
+        "rope_theta": 500000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "`rope_scaling.factor` is 8.0, and `rope_parameters.factor` 4.0": {
+        "rope_scaling": LLAMA3,
+        "rope_parameters": LLAMA3 | {"factor": 4.0, "rope_theta": 500000.0},
+    },
+    "`rope_scaling.type` is 'linear', and `rope_scaling.rope_type` 'dynamic'": {
+        "rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0},
+    },
+    "`original_max_position_embeddings` is 64, and `rope_scaling.original_max_position_embeddings` 8192": {
+        "original_max_position_embeddings": 64,
+        "rope_scaling": LLAMA3,
+    },
+}
+
+
+@pytest.mark.parametrize("message", TWO_ROPES)
+def test_a_rope_that_is_said_twice_and_differently_is_refused(message: str, tmp_path: Path) -> None:
+    data = shrunk(PUBLISHED["ALLaM-7B-Instruct"].config)
+    data = {name: value for name, value in data.items() if not name.startswith("rope")} | TWO_ROPES[message]
+    with pytest.raises(SpecDecError, match="says the rope twice and differently: ") as error:
+        parse_language_model(data, "config.json")
+    assert error.value.message.endswith(message)
+
+
+def test_a_rope_that_is_said_twice_and_the_same_is_one(tmp_path: Path) -> None:
+    """As a config that transformers read and wrote, and someone completed by hand."""
+    own = {"rope_theta": 500000.0, "rope_scaling": LLAMA3 | {"type": "llama3"}}
+    own |= {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}
+    data = shrunk(PUBLISHED["ALLaM-7B-Instruct"].config) | own
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config, _ = parse_language_model(data, "config.json")
+    assert config.rope_parameters["rope_type"] == "llama3" and config.rope_parameters["rope_theta"] == 500000.0
