@@ -21,6 +21,8 @@ from runtime.config import Precision
 from runtime.errors import SpecDecError
 from runtime.quantization.rounding import round_weight
 
+CHOOSING = str(Path(__file__).parents[1] / "test_choosing.py")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded_kernels(kernels: Path) -> None:
@@ -563,7 +565,7 @@ def test_argmax_finds_the_only_nan(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 def test_kernels_are_clean_under_sanitizers(tmp_path: Path) -> None:
-    """The tests of this file, but the longest, with AddressSanitizer and UndefinedBehaviorSanitizer."""
+    """The tests of the kernels, but the longest, with AddressSanitizer and UndefinedBehaviorSanitizer."""
     asan = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     environment = os.environ | {
         "CXX": "g++ -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=vptr",
@@ -571,7 +573,7 @@ def test_kernels_are_clean_under_sanitizers(tmp_path: Path) -> None:
         "LD_PRELOAD": asan,
         "ASAN_OPTIONS": "detect_leaks=0",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", __file__, CHOOSING]
     without = "not any_company and not every_thread and not corrupt_cached and not lesser and not sanitizers"
     result = subprocess.run([*command, "-k", without], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
@@ -627,7 +629,7 @@ def test_cached_kernels_of_another_compiler_or_c_library_are_not_taken(
 @pytest.mark.parametrize("march", ["x86-64", "haswell", "skylake-avx512"])
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64's sets of instructions")
 def test_kernels_for_lesser_processors_compute_the_same(march: str) -> None:
-    """All tests of this file with registers of 4, 8 and 16 floats, and without instructions for bfloat16."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    """All tests of the kernels with registers of 4, 8 and 16 floats, and without instructions for bfloat16."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, CHOOSING]
     result = subprocess.run(command, env=os.environ | {"SPECDEC_TEST_MARCH": march}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
