@@ -155,19 +155,27 @@ def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokeni
 def tokenizer_of_engine(bundle: Bundle) -> Tokenizer | None:
     """The engine's own tokenizer, or None; SpecDecError if it is another one than the engine was built with."""
     check_tokenizer_files(bundle)
-    return find_tokenizer(bundle.directory, bundle.config.pretrained_config)
+    return _readable_tokenizer(bundle.directory, bundle.config.pretrained_config)
 
 
 def keep_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> None:
     """Have `find_tokenizer` find the tokenizer of an engine's directory without transformers, if that gives the same.
 
-    One that cannot be loaded stays as it is, with a warning: there are prompts that need none.
+    One that cannot be loaded stays as it is.
     """
+    if tokenizer := _readable_tokenizer(directory, pretrained_config):
+        save_tokenizer(tokenizer, directory)
+
+
+def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokenizer | None:
+    """`find_tokenizer`; None, with a warning, where what is there cannot be read: there are prompts that need none."""
     try:
-        if tokenizer := find_tokenizer(directory, pretrained_config):
-            save_tokenizer(tokenizer, directory)
+        return find_tokenizer(directory, pretrained_config)
     except SpecDecError as error:
-        warnings.warn(f"the engine takes token ids only: {error.message} ({error.hint})", SpecDecWarning, stacklevel=2)
+        if error.fact == "engine":  # what was saved of it is damaged
+            raise
+        warnings.warn(f"the engine takes token ids only: {error.message} ({error.hint})", SpecDecWarning, stacklevel=3)
+        return None
 
 
 def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:

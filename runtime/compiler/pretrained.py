@@ -80,7 +80,7 @@ def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
         for name in ("rope_theta", "original_max_position_embeddings"):
             if name in data and name in rope and not any(isinstance(value, dict) for value in rope.values()):
                 found.append((name, data[name], f"{within}.{name}", rope[name]))
-        if {"type", "rope_type"} <= set(rope) and rope["type"] not in _ALSO_CALLED.get(rope["rope_type"], ()):
+        if {"type", "rope_type"} <= set(rope) and rope["type"] not in _ALSO_CALLED.get(str(rope["rope_type"]), ()):
             found.append((f"{within}.type", rope["type"], f"{within}.rope_type", rope["rope_type"]))
     for first, one, second, other in found:
         if one != other:

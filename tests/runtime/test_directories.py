@@ -23,7 +23,8 @@ from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.models import read_model_config
 from runtime.orchestrator import generate
 from runtime.request import Request
-from runtime.text import find_end_ids, keep_tokenizer, load_tokenizer
+from runtime.text import find_end_ids, load_tokenizer
+from specdec_cli import LLM, SamplingParams
 
 PROMPT = repetitive_prompt(0, 20)
 
@@ -225,8 +226,24 @@ def test_a_sentencepiece_file_alone_names_the_package_that_is_missing(
     with pytest.raises(SpecDecError, match=f"a SentencePiece file alone, .* {tmp_path / 'tokenizer.model'}") as error:
         load_tokenizer(tmp_path, {"model_type": "llama"})
     assert "pip install sentencepiece" in str(error.value.hint)
-    with pytest.warns(SpecDecWarning, match="takes token ids only: the tokenizer is a SentencePiece file alone"):
-        keep_tokenizer(tmp_path, {"model_type": "llama"})
+
+
+def test_an_engine_whose_tokenizer_cannot_be_read_takes_token_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.text.find_spec", lambda name: None)
+    model_dir = saved(tmp_path / "model")
+    (model_dir / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    message = "takes token ids only: the tokenizer is a SentencePiece file alone"
+    with pytest.warns(SpecDecWarning, match=message):
+        engine_dir = build_tiny(model_dir, tmp_path / "built", dtype="float32")
+    with pytest.warns(SpecDecWarning, match=message):
+        llm = LLM(engine_dir)
+    with llm:
+        output = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0]
+        assert output.token_ids == hugging_face(model_dir) and output.text is None
+        with pytest.raises(SpecDecError, match="the engine has no tokenizer for a prompt of text"):
+            llm.generate("the dog")
 
 
 LLAMA3 = PUBLISHED["Llama-3.1-8B"].config["rope_scaling"]
