@@ -39,6 +39,7 @@ import bench_peers
 from bench_peers import SCRIPTS, SPEC_BENCH, Package, Worker, names_among, once, positive, say
 from peers import real_report
 
+from runtime.cache import cache_dir
 from runtime.chat import ChatTemplate
 from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError
@@ -77,6 +78,7 @@ DRAFTING: dict[str, dict[str, tuple[str, list[Any] | None, str]]] = {
         "n-gram `[10,2]`, fixed": ("leader", NGRAM, "fixed"),
         "n-gram `[10,2]`, automatic": ("leader", NGRAM, "auto"),
         "suffix, automatic": ("leader", SUFFIX, "auto"),
+        "both lookups, automatic": ("leader", ["lookups"], "auto"),
     },
     "specdec-bfloat16": {
         "no drafter": ("leader", None, "fixed"),
@@ -168,6 +170,9 @@ class Plan:
 
     def llm(self) -> LLM:
         return LLM(str(self._engine("specdec")))
+
+    def has_engine(self) -> bool:
+        return any((cache_dir() / "engines").glob(f"{self.file.name}-*"))
 
     def _engine(self, system: str) -> Path:
         """In the cache of engines, where `run` finds it too."""
@@ -262,14 +267,23 @@ def place_of(record: dict[str, Any]) -> tuple[int, ...]:
     )
 
 
-def measure_starts(plan: Plan, systems: list[str], starts: dict[str, float]) -> None:
-    """Of each system once, when its files have been read before; ours also where its engine has yet to be built."""
-    if "specdec" in systems and "specdec, first" not in starts:
-        starts["specdec, first"] = plan.seconds_to_first_token("specdec")
+def measure_starts(plan: Plan, systems: list[str], document: dict[str, Any]) -> list[str]:
+    """Of each system once, ours also where its engine has yet to be built; the systems that can be had."""
+    starts = document["seconds_to_first_token"].setdefault(plan.name, {})
+    there = []
     for system in systems:
-        if system not in starts:
+        try:
+            if system == "specdec" and not plan.has_engine() and "specdec, first" not in starts:
+                starts["specdec, first"] = plan.seconds_to_first_token(system)
             plan.settings(system)
-            starts[system] = plan.seconds_to_first_token(system)
+            if system not in starts:
+                starts[system] = plan.seconds_to_first_token(system)
+        except (SystemExit, SpecDecError, subprocess.CalledProcessError) as error:
+            document["skipped"][f"{plan.name}, {system}"] = str(error)
+            say(f"skipped: {plan.name}, {system}: {error}")
+        else:
+            there.append(system)
+    return there
 
 
 def find_systems(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Path], dict[str, str], dict[str, str]]:
@@ -304,7 +318,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", type=names_among(SYSTEMS), default=list(SYSTEMS), help="comma-separated")
     parser.add_argument("--spec-bench", type=Path, default=SPEC_BENCH, metavar="DIR", help="with question.jsonl")
     parser.add_argument("--prompts", type=positive, default=2, help="of each kind")
-    parser.add_argument("--output-len", type=positive, default=96)
+    parser.add_argument("--output-len", type=positive, default=64)
     parser.add_argument("--threads", type=positive, default=os.cpu_count())
     bench_peers.add_python_flags(parser)
     parser.add_argument("--hf-python", type=Path, default=Path(sys.executable), metavar="FILE", help="Hugging Face's")
@@ -319,12 +333,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(plan: Plan, systems: list[str], document: dict[str, Any], arguments: argparse.Namespace) -> None:
-    starts = document["seconds_to_first_token"].setdefault(plan.name, {})
     if arguments.prepare:
         for system in systems:
-            say(f"{plan.name}: {system} is there: {plan.settings(system)}")
+            plan.settings(system)
+            say(f"{plan.name}: {system} is there")
         return
-    measure_starts(plan, systems, starts)
+    systems = measure_starts(plan, systems, document)
     save(document, arguments.json)
     with plan.llm() as llm:
         prompts, end_ids = read_prompts(arguments.spec_bench, llm, arguments.prompts), sorted(llm.end_ids)
@@ -351,6 +365,7 @@ def main() -> None:
         "versions": versions,
         "output_len": arguments.output_len,
         "num_threads": arguments.threads,
+        "skipped": skipped,
     }
     for name, reason in skipped.items():
         say(f"skipped: {name}: {reason}")

@@ -70,7 +70,7 @@ def test_tables_go_between_their_marks(tmp_path: Path) -> None:
     page.write_text("a\n<!-- real models: one -->\nold\n<!-- end real models -->\nb\n")
     real_report.put(page, "one", "new")
     real_report.put(page, "two", "not here")
-    assert page.read_text() == "a\n<!-- real models: one -->\nnew\n<!-- end real models -->\nb\n"
+    assert page.read_text() == "a\n<!-- real models: one -->\nnew\n\n<!-- end real models -->\nb\n"
 
 
 @pytest.mark.parametrize(

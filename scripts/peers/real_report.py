@@ -18,7 +18,12 @@ NAMES = {
     "llama.cpp": "llama.cpp",
     "hugging-face": "Hugging Face, bfloat16",
 }
-NOT_IN_SUMMARY = [("specdec", "n-gram `[10,2]`, fixed"), ("specdec-bfloat16", "no drafter")]
+NOT_IN_SUMMARY = [
+    ("specdec", "n-gram `[10,2]`, fixed"),
+    ("specdec", "n-gram `[10,2]`, automatic"),
+    ("specdec", "suffix, automatic"),
+    ("specdec-bfloat16", "no drafter"),
+]
 MODES = ("greedy", "sampled")
 Records = list[dict[str, Any]]
 
@@ -66,7 +71,10 @@ def summary(document: dict[str, Any], titles: dict[str, str]) -> str:
     """All kinds of prompts together, all models in one table: greedy / sampled."""
     machine = document["machine"]
     lines = [
-        f"{document['date']}, {document['num_threads']} threads of an {machine['cpu']}, greedy / sampled:",
+        "Published models from their GGUF files, on Spec-Bench's six kinds of prompts, beside llama.cpp and Hugging",
+        "Face with the same file, and OpenVINO GenAI with the same numbers, rounded its own way. All kinds together,",
+        f"greedy / sampled, {document['date']}, {document['num_threads']} threads of an {machine['cpu']};",
+        "[by kind of prompt](docs/benchmarks.md#real-models), and the rest of the benchmarks.",
         "",
         "| | ms a token | ÷ ours | tokens per step | TTFT | command to first token | memory |",
         "|---|---|---|---|---|---|---|",
@@ -169,4 +177,4 @@ def put(file: Path, name: str, text: str) -> None:
     before, mark, rest = content.partition(begin)
     if mark:
         after = rest[rest.index(end) :]
-        file.write_text(f"{before}{begin}{text}\n{after}", encoding="utf-8")
+        file.write_text(f"{before}{begin}{text}\n\n{after}", encoding="utf-8")

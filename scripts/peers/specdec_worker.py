@@ -4,6 +4,7 @@ The cache is emptied before every prompt: block reuse would find the prompt of t
 """
 
 import dataclasses
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -13,14 +14,27 @@ import runtime  # before torch, as commands do: it tells OpenMP how long to wait
 import torch
 from peers.worker import Job, Variant, serve
 
-from runtime.drafters.settings import DraftTargetDrafter, NgramDrafter, SelfDrafter, SuffixDrafter
+from runtime.drafters.settings import (
+    ChainDrafter,
+    DrafterSettings,
+    DraftTargetDrafter,
+    NgramDrafter,
+    SelfDrafter,
+    SuffixDrafter,
+)
 from runtime.engine import KVCacheConfig
 from runtime.llm import LLM
 from runtime.params import GREEDY, SamplingConfig
 from runtime.request import Request
 from runtime.session import Session
 
-DRAFTERS = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "self": SelfDrafter, "draft-target": DraftTargetDrafter}
+DRAFTERS: dict[str, Callable[..., DrafterSettings]] = {
+    "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+    "lookups": lambda: ChainDrafter([NgramDrafter(), SuffixDrafter()]),
+    "self": SelfDrafter,
+    "draft-target": DraftTargetDrafter,
+}
 
 
 def open_session(llm: LLM, mode: Any, drafter: list[Any] | None, draft_len_mode: Any) -> Session:
