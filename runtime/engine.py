@@ -7,6 +7,7 @@ draft, and says what the target made of it; committing the verdict is the caller
 import dataclasses
 import time
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -17,7 +18,7 @@ from torch import Tensor
 from runtime.batch import Row, context_row, fold, generation_row, pack
 from runtime.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
 from runtime.compiler.compilation import StepFunction
-from runtime.compiler.kernels import flush_denormals
+from runtime.compiler.kernels import flush_denormals, openmp_alone
 from runtime.compiler.opening import check_environment, check_shape, open_copy
 from runtime.config import EngineConfig
 from runtime.errors import SpecDecError, UsageError
@@ -144,6 +145,15 @@ class Engine:
     def failure(self) -> SpecDecError | None:
         """Why it computes no more steps, such as a rank that has ended; None while it does."""
         return None if self.ranks is None else self.ranks.failure
+
+    def alone(self) -> AbstractContextManager[None]:
+        """What is around a step, such as the choice of tokens: torch's loops there wake none of its OpenMP's threads.
+
+        They would wait for more work on the cores of a step that does not need them. Other steps share their own loops
+        among them.
+        """
+        is_packaged = self.config.build_config.compiler == "aot" and self.device.type == "cpu"
+        return openmp_alone() if is_packaged else nullcontext()
 
     def check_is_open(self) -> None:
         """SpecDecError once it was closed."""

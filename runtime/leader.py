@@ -78,13 +78,14 @@ class Leader:
         self._make_room()
         if not self.running:
             self.engine.raise_cache_is_taken(self.waiting[0].request)
-        ready = self._compute_context()
+        with self.engine.alone():
+            ready = self._compute_context()
         drafts_start = time.perf_counter()
         drafts = propose(self.drafter, self.engine, ready, self.max_draft_len)
         if self.drafter is not None:
             self.times.draft_time_s += time.perf_counter() - drafts_start
-        verdicts = self.engine.step(ready, drafts) if ready else []
-        stepped = commit(ready, drafts, verdicts)
+        with self.engine.alone():
+            stepped = commit(ready, drafts, self.engine.step(ready, drafts)) if ready else []
         self._release_finished()
         self.times.target_time_s += self.engine.step_time_s - step_time_s
         self.times.num_iterations += 1

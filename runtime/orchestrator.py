@@ -56,7 +56,8 @@ def step_once(engine: Engine, request: Request, tokens: Seq[int], draft: Seq[int
     if not engine.admit(sequence):
         engine.raise_cache_is_taken(request)
     try:
-        commit([sequence], drafts, engine.step([sequence], drafts))
+        with engine.alone():
+            commit([sequence], drafts, engine.step([sequence], drafts))
     finally:
         engine.release(sequence)
     raise_error_of([sequence])
@@ -79,8 +80,8 @@ def _generate_group(
             drafts = propose(drafter, engine, admitted, max_draft_len)
             if drafter is not None:
                 times.draft_time_s += time.perf_counter() - drafts_start
-            verdicts = engine.step(admitted, drafts)
-            stepped = commit(admitted, drafts, verdicts)
+            with engine.alone():
+                stepped = commit(admitted, drafts, engine.step(admitted, drafts))
         finally:
             for sequence in admitted:
                 engine.release(sequence)

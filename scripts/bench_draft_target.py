@@ -17,9 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import runtime  # before torch, as commands do: it tells OpenMP how long to wait  # noqa: F401
-
-# isort: split
 import torch
 from bench_step import alternate
 

@@ -14,9 +14,6 @@ import time
 from pathlib import Path
 from statistics import mean
 
-import runtime  # before torch, as commands do: it tells OpenMP how long to wait
-
-# isort: split
 import torch
 from bench_step import CONTEXT, DRAFT_LEN, LLAMA_101M, LLAMA_1100M, make_engine
 

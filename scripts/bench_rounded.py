@@ -16,9 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import runtime  # before torch, as commands do: it tells OpenMP how long to wait  # noqa: F401
-
-# isort: split
 import torch
 from torch import Tensor
 

@@ -17,9 +17,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-import runtime  # before torch, as commands do  # noqa: F401
-
-# isort: split
 from torch import Tensor
 
 from commands.inputs.dataset import load_samples, summarization_prompt

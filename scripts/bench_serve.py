@@ -25,9 +25,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import runtime  # before torch, as commands do: it tells OpenMP how long to wait  # noqa: F401
-
-# isort: split
 import psutil
 import torch
 from bench_step import LLAMA_101M, save_random_llama

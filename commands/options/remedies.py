@@ -28,7 +28,6 @@ REMEDIES = {
     "limit), or `specdec build` again with as many",
     "more_threads_than_cores": "lower OMP_NUM_THREADS to the cores, or allow more (`taskset`, the container's limit)",
     "busy_machine": "end what else computes here, or give this process cores of its own (`taskset`)",
-    "threads_sleep": "unset OMP_WAIT_POLICY, GOMP_SPINCOUNT and KMP_BLOCKTIME",
     "several_numa_nodes": "keep threads and memory on one node: `numactl --cpunodebind 0 --membind 0 specdec …`",
     "no_huge_pages": "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`, as root",
     "denormal_weights": "set them to 0 in the model, or look for what shrank them, and `specdec convert` again",

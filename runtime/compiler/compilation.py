@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from runtime.batch import Batch, Row, at_least_two, pack
-from runtime.compiler.kernels import cxx_compiler
+from runtime.bundle import uses_kernels
+from runtime.compiler.kernels import SOURCES_DIR, cxx_compiler, flush_denormals_of_openmp
 from runtime.compiler.memory import give_back
 from runtime.compiler.weights import Layout, layout_of, save_weights
 from runtime.config import ARITHMETICS, Arithmetic, LayerShape, StepShape, as_json, parse
@@ -59,7 +60,6 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
 
 
 PACKAGE, WEIGHTS, CACHE = "rank0.pt2", "rank0.safetensors", "rank0.cache"
-_FEW_TOKENS = 64
 _LAYOUT, _SHAPE = "weights.json", "step.json"
 
 
@@ -100,9 +100,10 @@ def compile_aot(
             "aot_inductor.precompile_headers": False,  # for one program it takes as long as reading them
             "aot_inductor.package_constants_in_so": not hands_over,
             "aot_inductor.package_constants_on_disk_format": "pickle_weights" if hands_over else None,
+            **(_own_loops() if arithmetic is not None else {}),
         }
         arguments, _ = program.example_inputs
-        with _instructions_looked_up():
+        with _instructions_looked_up(), _one_loop_a_region():
             made = torch._inductor.aot_compile(program.module(check_guards=False), arguments, options=options)
     assert isinstance(made, list)  # because it is to be packaged
     constants = [file for file in made if isinstance(file, Weights)]
@@ -116,6 +117,46 @@ def compile_aot(
         extra_files={_LAYOUT: json.dumps(layout_of(weights)), _SHAPE: json.dumps(as_json(shape))},
     )
     return hands_over
+
+
+def _own_loops() -> dict[str, Any]:
+    """Inductor's options by which a package's loops are computed by the kernels' threads: `csrc/package_loops.h`.
+
+    As many threads as there are, whatever their number here. Other compilers than GNU's do not call what is put in the
+    place of OpenMP: their loops are computed by one thread.
+    """
+    from torch._inductor.cpp_builder import is_gcc
+
+    if not is_gcc():
+        return {"cpp.threads": 1}
+    source = (SOURCES_DIR / "package_loops.h").read_text()
+    # What is said to be the declaration of an operation's C function is put into the package as it is.
+    return {
+        "cpp.threads": 4,  # for as many a loop over heads, of few tokens, is divided by tokens too
+        "cpp.min_chunk_size": 64,
+        "cpp.dynamic_threads": True,
+        "aot_inductor.custom_ops_to_c_shims": {
+            torch.ops.specdec.loop_sharer.default: [f"int specdec_loops;\n{source}"]
+        },
+    }
+
+
+@contextmanager
+def _one_loop_a_region() -> Iterator[None]:
+    """Inductor begins a parallel region for each loop: between two of one region its threads wait for each other."""
+    from torch._inductor.codegen.cpp import WorkSharing  # only to build
+
+    before = WorkSharing.parallel
+
+    def begin(self: "WorkSharing", threads: int) -> None:
+        self.close()  # type: ignore[no-untyped-call]
+        before(self, threads)  # type: ignore[no-untyped-call]
+
+    WorkSharing.parallel = begin  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WorkSharing.parallel = before  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -170,24 +211,6 @@ class PackagedStep:
         return logits
 
 
-class _ProcessorStep(PackagedStep):
-    """On the CPU: the compiler's loops between the kernels are shared among threads for many tokens only.
-
-    For few, sharing takes longer than computing, and on a busy machine waits for a thread that is not running.
-    """
-
-    def __call__(self, *inputs: Tensor | list[Tensor]) -> Tensor:
-        tokens = inputs[0]
-        assert isinstance(tokens, Tensor)
-        if tokens.numel() > _FEW_TOKENS:
-            return super().__call__(*inputs)
-        torch.ops.specdec.compute_loops_alone(True)
-        try:
-            return super().__call__(*inputs)
-        finally:
-            torch.ops.specdec.compute_loops_alone(False)
-
-
 def wanted_layout(package: Path) -> Layout:
     """The weights that the packaged step wants to be handed."""
     return {name: (dtype, shape) for name, (dtype, shape) in _read_extra(package, _LAYOUT).items()}
@@ -219,7 +242,7 @@ def open_aot(package: Path, weights: dict[str, Tensor], device: torch.device) ->
         )
     if weights:  # on the CPU only
         loader.load(weights)
-    step = (_ProcessorStep if on_processor else PackagedStep)(loader, weights)
+    step = PackagedStep(loader, weights)
     for one in list(weights.values())[:1]:  # they lie in one piece; torch never lets go of those that it was handed
         weakref.finalize(step, give_back, one).atexit = False
     return step
@@ -238,6 +261,8 @@ class CompiledStep:
 
     def __call__(self, *inputs: Any) -> Tensor:
         batch, pools = Batch(*inputs[:5]), inputs[5:]
+        if uses_kernels("torch-compile", batch.input_ids.device.type):
+            flush_denormals_of_openmp()
         # Or sizes that are equal in the first call would have to be equal in all.
         equal_by_chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         with _compiler_cache(self.cache_dir), equal_by_chance, _instructions_looked_up():

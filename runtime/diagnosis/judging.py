@@ -208,14 +208,6 @@ def busy_machine(symptoms: Symptoms) -> Judgement | None:
     return Judgement(share, 0.4, share < 0.4, message)
 
 
-def threads_sleep(symptoms: Symptoms) -> Judgement | None:
-    machine = symptoms.machine
-    is_fault = machine.threads_sleep and machine.now.num_threads > 1
-    how = "sleep at once" if machine.threads_sleep else "look out for work first"
-    message = f"threads of OpenMP that wait {how}, of {machine.now.num_threads}"
-    return Judgement(int(machine.threads_sleep), 0, is_fault, message)
-
-
 def several_numa_nodes(symptoms: Symptoms) -> Judgement | None:
     machine = symptoms.machine
     number = machine.num_numa_nodes
@@ -297,7 +289,6 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
     fewer_threads_than_built,
     more_threads_than_cores,
     busy_machine,
-    threads_sleep,
     several_numa_nodes,
     no_huge_pages,
     denormal_weights,

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from runtime.compiler.measuring import measure_machine
@@ -20,7 +19,6 @@ def examine_machine(when_built: MachineSpeed | None, memory_bytes: int) -> Machi
         when_built=when_built,
         num_cores=num_cores(),
         cpu_share=_cpu_share(),
-        threads_sleep=threads_sleep(os.environ),
         num_numa_nodes=num_numa_nodes(cores()),
         huge_pages=huge_pages(),
         memory_bytes=memory_bytes,
@@ -62,13 +60,6 @@ def _cpu_share() -> float:
             pass
         share = max(share, (time.thread_time() - cpu_start) / (time.perf_counter() - start))
     return min(share, 1.0)
-
-
-def threads_sleep(environment: Mapping[str, str]) -> bool:
-    """Whether OpenMP's variables, GNU's or LLVM's, let waiting threads sleep at once."""
-    if environment.get("GOMP_SPINCOUNT") == "0" or environment.get("KMP_BLOCKTIME") == "0":
-        return True
-    return environment.get("OMP_WAIT_POLICY", "").lower() == "passive"
 
 
 def num_numa_nodes(used: set[int], nodes: Path = _NODES) -> int:

@@ -106,8 +106,6 @@ class Machine:
     """That it may use: by affinity, and by control groups."""
     cpu_share: float
     """Of the time in which one thread computes without a pause, the share in which it has a core."""
-    threads_sleep: bool
-    """Whether OpenMP is told that threads that wait shall sleep at once."""
     num_numa_nodes: int
     """That hold the cores it may use."""
     huge_pages: str | None

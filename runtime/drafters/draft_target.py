@@ -89,11 +89,12 @@ class DraftModel:
     def _draft_tokens(self, proposals: list[Proposal]) -> None:
         """One more token of each."""
         followers = [p.follower for p in proposals]
-        all_logits = self.engine.forward(followers, [Draft([])] * len(followers))
-        for proposal, logits in zip(proposals, all_logits, strict=True):
-            follower = proposal.follower
-            follower.num_computed = len(follower.tokens)
-            proposal.draft_token(_with_size(logits[0], self.vocab_size))
+        with self.engine.alone():
+            all_logits = self.engine.forward(followers, [Draft([])] * len(followers))
+            for proposal, logits in zip(proposals, all_logits, strict=True):
+                follower = proposal.follower
+                follower.num_computed = len(follower.tokens)
+                proposal.draft_token(_with_size(logits[0], self.vocab_size))
 
 
 def _with_size(logits: Tensor, vocab_size: int) -> Tensor:

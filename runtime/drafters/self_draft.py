@@ -54,7 +54,8 @@ class SelfDraft:
         num_steps = num_copy_rows = 0
         while drafting := [i for i, proposal in enumerate(proposals) if not proposal.is_done]:
             suggested = [self._suggested(sequences[i], proposals[i]) for i in drafting]
-            self._draft_tokens([proposals[i] for i in drafting], suggested)
+            with self.engine.alone():
+                self._draft_tokens([proposals[i] for i in drafting], suggested)
             num_steps += 1
             num_copy_rows += len(drafting)
         if self._sureness:

@@ -12,9 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import runtime  # before torch, as commands do: it tells OpenMP how long to wait  # noqa: F401
-
-# isort: split
 import torch
 from bench_step import alternate
 from safetensors import safe_open

@@ -8,9 +8,6 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-import runtime  # before torch, as commands do: it tells OpenMP how long to wait  # noqa: F401
-
-# isort: split
 import torch
 from peers.worker import Job, Variant, serve
 

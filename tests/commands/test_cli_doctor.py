@@ -98,7 +98,7 @@ def busy(number: int, core: int | None = None) -> Iterator[None]:
             process.communicate()
 
 
-OF_THE_MACHINE = {"busy_machine", "memory_slower_than_built", "steps_slower_than_built", "threads_sleep"}
+OF_THE_MACHINE = {"busy_machine", "memory_slower_than_built", "steps_slower_than_built"}
 """May be true of a machine on which other tests run."""
 
 
@@ -211,12 +211,6 @@ def one_core_for_two_threads(ward: Ward) -> list[object]:
     return ["--engine-dir", ward.engine_dir]
 
 
-def openmp_told_to_sleep(ward: Ward) -> list[object]:
-    torch.set_num_threads(2)
-    ward.monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    return ["--engine-dir", ward.engine_dir]
-
-
 def a_cache_for_half_the_requests(ward: Ward) -> list[object]:
     prompts = each("--input-text", PROMPTS[:4])
     return ["--engine-dir", ward.engine_dir, "--max-tokens-in-paged-kv-cache", 120, *prompts]
@@ -263,7 +257,6 @@ PLANTED: dict[Callable[[Ward], list[object]], tuple[str, set[str]]] = {
     an_engine_of_faster_memory: ("memory_slower_than_built", set()),
     an_engine_built_with_more_threads: ("fewer_threads_than_built", set()),
     one_core_for_two_threads: ("more_threads_than_cores", set()),
-    openmp_told_to_sleep: ("threads_sleep", set()),
     a_cache_for_half_the_requests: ("cache_preempts", set()),
     a_cache_for_half_the_requests_in_leader_mode: ("cache_preempts", set()),
     reuse_turned_off: ("reuse_never_hits", set()),

@@ -936,7 +936,7 @@ HAND_EDITED = [
             ({"mapping": {"world_size": 2, "tp_size": 2, "rank": 0}}, "no record of the file: rank1.safetensors"),
             ({"build_config": []}, "build_config` is not a JSON object: list"),
             ({"vocab_size": -5}, "vocab_size` is 1 or more, and not: -5"),
-            ({"format_version": 4}, "format this version cannot read (it reads 8): 4"),
+            ({"format_version": 4}, "format this version cannot read (it reads 10): 4"),
             ({"environment": None}, "lacks the key: environment"),
             ({"environment__device": "tpu"}, "device` has a value it cannot have: 'tpu'"),
             ({"logits_check__tolerance": -1}, "tolerance` is 0 or more, and not: -1"),

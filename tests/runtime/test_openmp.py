@@ -1,26 +1,105 @@
-"""How long torch's OpenMP threads wait for work on the cores that the kernels' threads want."""
+"""Torch's OpenMP threads stay asleep while an engine generates: they would wait for work on the cores that it needs."""
 
-import os
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
+import torch
 
-SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+from runtime import orchestrator
+from runtime.compiler.compilation import PACKAGE
+from runtime.compiler.kernels import openmp_alone
+from runtime.engine import Engine
+from runtime.request import Request, Sequence, Verdict
+from runtime.sampling import NoChoice
+from runtime.verify import verify_all
+
+LISTED = """
+import os
+from pathlib import Path
+
+def threads():
+    return sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+"""
+GENERATE = """
+import sys, torch
+from runtime import leader
+from runtime.engine import Engine
+from runtime.params import SamplingConfig
+from runtime.request import Request
+
+torch.set_num_threads(4)
+variables = dict(os.environ)
+with Engine.open(Path(sys.argv[1])) as engine:
+    before = threads()
+    sampled = SamplingConfig(temperature=0.8, top_k=20)
+    requests = [Request(0, (5, 6, 7) * 30, 8), Request(1, (5, 6), 8, sampling=sampled, num_logprobs=3)]
+    ids = [sequence.output_tokens for sequence, _ in leader.generate(engine, requests) if sequence.finish_reason]
+    new = threads()
+    for name in before:
+        new.remove(name)
+    assert [len(one) for one in ids] == [8, 8]
+print(*new)
+torch.ones(1 << 22).exp()
+print(len(threads()) - len(before))
+"""
 
 
-@pytest.mark.parametrize(
-    ("own", "expected"),
-    [({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
-    ids=["ours", "the user's number", "the user's policy"],
-)
-def test_openmps_threads_wait_as_long_as_is_set(own: dict[str, str], expected: str) -> None:
-    """As GNU's OpenMP itself says when torch loads it."""
-    environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
-    command = [sys.executable, "-c", "import runtime, torch"]
-    display = {"OMP_DISPLAY_ENV": "VERBOSE"}
-    done = subprocess.run(command, env=environment | own | display, capture_output=True, text=True, check=True)
-    said = [line.split("=")[1].strip() for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
-    if not said:
-        pytest.skip("torch has no GNU OpenMP here")
-    assert set(said) == {f"'{expected}'"}
+@pytest.mark.parametrize("imports", ["import torch, transformers, specdec_cli", "import specdec_cli, torch"])
+def test_generating_begins_no_threads_but_the_kernels(imports: str, llama_engine_dir: Path) -> None:
+    """A prompt of many tokens, steps of few, and what is chosen of their logits; a loop of torch's does begin some."""
+    command = [sys.executable, "-c", f"{LISTED}\n{imports}\n{GENERATE}", str(llama_engine_dir)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    of_engine, with_torchs = done.stdout.splitlines()
+    assert of_engine.split() == ["specdec"] * 3
+    assert int(with_torchs) > 3
+
+
+def test_importing_sets_no_environment_variable() -> None:
+    program = "import os; before = dict(os.environ); import specdec_cli, runtime.llm; print(dict(os.environ) == before)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_a_package_calls_nothing_of_openmp(llama_engine_dir: Path, tmp_path: Path) -> None:
+    """Its loops are divided all the same."""
+    with zipfile.ZipFile(llama_engine_dir / PACKAGE) as archive:
+        (library,) = (name for name in archive.namelist() if name.endswith(".so"))
+        path = archive.extract(library, tmp_path)
+    listed = subprocess.run(["nm", path], capture_output=True, text=True, check=True).stdout.splitlines()
+    symbols = [line.split()[-2:] for line in listed]
+    assert any("._omp_fn." in name for _, name in symbols)
+    assert [name for kind, name in symbols if kind == "U" and name.startswith(("GOMP_", "omp_", "__kmpc_"))] == []
+
+
+def test_what_is_around_a_step_is_computed_by_its_thread(
+    llama_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers: list[int] = []
+
+    def watched(*arguments: object) -> list[Verdict | NoChoice]:
+        numbers.append(torch.get_num_threads())
+        return verify_all(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("runtime.engine.verify_all", watched)
+    commit = Sequence.commit
+
+    def watched_commit(self: Sequence, *arguments: object) -> list[int]:
+        numbers.append(torch.get_num_threads())
+        return commit(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Sequence, "commit", watched_commit)
+    torch.set_num_threads(3)
+    try:
+        with Engine.open(llama_engine_dir) as engine:
+            for _ in orchestrator.generate(engine, [Request(0, (5, 6, 7), 2)]):
+                assert torch.get_num_threads() == 3  # whoever reads what is generated has torch's threads
+        with pytest.raises(KeyError), openmp_alone():
+            raise KeyError
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+    assert numbers == [1] * 4

@@ -63,7 +63,6 @@ TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int num_outputs, int arithmetic) -> Tensor");
   library.def("panel() -> int", [] { return kPanel; });
   library.def("arithmetics() -> int[]", arithmetics);
-  library.def("compute_loops_alone(bool alone) -> ()", compute_loops_alone);
 }
 TORCH_LIBRARY_IMPL(specdec, CPU, library) {
   library.impl("pack_linear", pack_linear);

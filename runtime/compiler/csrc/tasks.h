@@ -74,7 +74,12 @@ inline thread_local bool in_task = false;
 class Team {
  public:
   explicit Team(int64_t num_helpers) {
-    for (int64_t i = 1; i <= num_helpers; ++i) helpers_.emplace_back([this, i] { help(i); });
+    for (int64_t i = 1; i <= num_helpers; ++i) {
+      helpers_.emplace_back([this, i] { help(i); });
+#if defined(__linux__)
+      pthread_setname_np(helpers_.back().native_handle(), "specdec");  // as `top -H` shows it
+#endif
+    }
   }
   ~Team() {
     ends_ = true;
@@ -160,14 +165,17 @@ inline thread_local OwnTeam own_team;
 
 inline int64_t num_threads() { return threads_of_tasks ? threads_of_tasks : at::get_num_threads(); }
 
-// Whether the compiler's loops between the kernels are computed by this thread alone, as is faster for few tokens.
-inline void compute_loops_alone(bool alone) {
+// Whether torch's own loops are computed by this thread alone; tasks are shared among as many threads as before. OpenMP's
+// threads wait for more work after a loop, for 15 ms in GNU's, on the cores that ours want. Returns what it was before.
+inline bool keep_openmp_alone([[maybe_unused]] bool alone) {
+  const bool was_alone = threads_of_tasks != 0;
 #if defined(_OPENMP)
-  if (alone == (threads_of_tasks != 0) || num_forks) return;
+  if (alone == was_alone || num_forks) return was_alone;
   if (alone) threads_of_tasks = at::get_num_threads();
   omp_set_num_threads(alone ? 1 : static_cast<int>(threads_of_tasks));
   if (!alone) threads_of_tasks = 0;
 #endif
+  return was_alone;
 }
 
 // Calls do_task(i) or do_task(i, thread), thread < num_threads(), for 0 <= i < num_tasks. A thread takes the next few when

@@ -135,8 +135,8 @@ def test_a_forked_child_and_its_parent_go_on(layers: list[Layer]) -> None:
 def test_a_childs_tasks_are_shared_again(layers: list[Layer]) -> None:
     def work() -> bool:
         before = num_threads_of_this_process()
-        torch.ops.specdec.compute_loops_alone(True)
-        torch.ops.specdec.compute_loops_alone(False)
+        torch.ops.specdec.keep_openmp_alone(True)
+        torch.ops.specdec.keep_openmp_alone(False)
         return are_right(layers) and (before, num_threads_of_this_process()) == (1, THREADS)
 
     assert are_right(layers)
@@ -149,15 +149,15 @@ def test_a_process_ends_while_helpers_wait(ending: str, kernels: Path) -> None:
     assert run_program(kernels, ending) == ""
 
 
-def test_loops_are_computed_alone_and_kernels_are_not(layers: list[Layer]) -> None:
+def test_torchs_loops_are_computed_alone_and_kernels_are_not(layers: list[Layer]) -> None:
     """And the number of threads is what it was before, whatever happens twice."""
-    for _ in range(2):
-        torch.ops.specdec.compute_loops_alone(True)
+    for was_alone in (False, True):
+        assert torch.ops.specdec.keep_openmp_alone(True) == was_alone
         assert torch.get_num_threads() == 1
         assert are_right(layers)
-    torch.ops.specdec.compute_loops_alone(False)
-    torch.ops.specdec.compute_loops_alone(False)
-    assert torch.get_num_threads() == THREADS
+    for was_alone in (True, False):
+        assert torch.ops.specdec.keep_openmp_alone(False) == was_alone
+        assert torch.get_num_threads() == THREADS
 
 
 def test_helpers_follow_the_number_of_threads(kernels: Path) -> None:

@@ -1,11 +1,11 @@
-"""What Linux's files and OpenMP's variables say, in the forms that they have."""
+"""What Linux's files say, in the forms that they have."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from runtime.diagnosis.machine import cores, huge_pages, num_cores, num_numa_nodes, threads_sleep
+from runtime.diagnosis.machine import cores, huge_pages, num_cores, num_numa_nodes
 
 NUM_CORES = len(os.sched_getaffinity(0))
 
@@ -43,22 +43,6 @@ def test_without_groups_cores_are_those_of_the_affinity(tmp_path: Path) -> None:
         assert num_cores(tmp_path, tmp_path / "none") == 1
     finally:
         os.sched_setaffinity(0, before)
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, False),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, False),
-        ({"OMP_WAIT_POLICY": "PASSIVE"}, True),
-        ({"OMP_WAIT_POLICY": "passive"}, True),
-        ({"GOMP_SPINCOUNT": "0"}, True),
-        ({"GOMP_SPINCOUNT": "10000"}, False),
-        ({"KMP_BLOCKTIME": "0"}, True),
-    ],
-)
-def test_variables_that_let_threads_sleep(environment: dict[str, str], expected: bool) -> None:
-    assert threads_sleep(environment) == expected
 
 
 @pytest.mark.parametrize(

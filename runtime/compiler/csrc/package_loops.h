@@ -1,0 +1,36 @@
+// What the compiler's loops call instead of OpenMP, put into every package: OpenMP's names, hidden, so that a package's own
+// loops find these, and all else of the process finds OpenMP's. A parallel region has one loop, whose iterations the
+// compiler divides among as many threads as it is told of, and nothing that waits for another thread. So its threads need
+// not be there at once: they are parts, and the kernels' threads compute one after the other.
+
+#define SPECDEC_HIDDEN __attribute__((visibility("hidden")))
+
+static thread_local int specdec_part = 0, specdec_num_parts = 1;
+
+struct SpecdecLoop {
+  void (*body)(void*);
+  void* data;
+};
+
+static void specdec_compute(void* of, int64_t part, int64_t num_parts) {
+  const auto* loop = static_cast<const SpecdecLoop*>(of);
+  specdec_part = static_cast<int>(part), specdec_num_parts = static_cast<int>(num_parts);
+  loop->body(loop->data);
+  specdec_part = 0, specdec_num_parts = 1;
+}
+
+static auto specdec_find_sharer() -> void (*)(void (*)(void*, int64_t, int64_t), void*) {
+  uint64_t stack[1] = {0};
+  AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_call_dispatcher("specdec::loop_sharer", "", stack));
+  return reinterpret_cast<void (*)(void (*)(void*, int64_t, int64_t), void*)>(stack[0]);
+}
+
+SPECDEC_HIDDEN void GOMP_parallel(void (*body)(void*), void* data, unsigned, unsigned) {
+  static const auto share = specdec_find_sharer();
+  SpecdecLoop loop{body, data};
+  share(specdec_compute, &loop);
+}
+SPECDEC_HIDDEN void GOMP_barrier() {}  // behind the one loop
+SPECDEC_HIDDEN int omp_get_thread_num() noexcept { return specdec_part; }
+SPECDEC_HIDDEN int omp_get_num_threads() noexcept { return specdec_num_parts; }
+SPECDEC_HIDDEN int omp_get_max_threads() noexcept { return 256; }  // as many parts as there may be: `package.cpp`
