@@ -57,6 +57,47 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3}),
 }
 FAMILIES = tuple(_FAMILIES)
+# Made for what compiling them needs: experts by the kernel.
+_MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"head_dim": 12, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+    ),
+    # Its router computes in float32; its first layer is none of a mixture.
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 20,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 16,
+        },
+    ),
+    "gemma4-moe": (
+        "gemma4_text",
+        {
+            "head_dim": 12,
+            "global_head_dim": 16,
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 20,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+    ),
+}
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -74,7 +115,7 @@ _COMMON: dict[str, Any] = {
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    model_type, own = _FAMILIES[family]
+    model_type, own = (_FAMILIES | _MIXTURES)[family]
     settings = _COMMON | own | overrides
     if model_type in ("gpt2", "gpt_neox", "opt"):
         del settings["num_key_value_heads"]  # every head has its own

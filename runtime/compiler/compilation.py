@@ -15,7 +15,7 @@ import warnings
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,10 +81,11 @@ def compile_aot(
     from torch.export.pt2_archive._package import package_pt2
     from torch.export.pt2_archive._package_weights import Weights
 
-    from runtime.compiler.linears import use_kernels  # not to open an engine
+    from runtime.compiler.experts import experts_by_kernel  # not to open an engine
+    from runtime.compiler.linears import use_kernels
     from runtime.compiler.selection import select_early
 
-    with _quiet(), torch.no_grad():
+    with _quiet(), torch.no_grad(), experts_by_kernel(step.model) if arithmetic is not None else nullcontext():
         program = export_step(
             step, shape.layers, shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
         )

@@ -205,6 +205,10 @@ def describe_kernels() -> None:
     def linear(x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, arithmetic: int) -> Tensor:
         return x.new_empty(*x.shape[:-1], num_outputs)
 
+    def experts_linear(x: Tensor, packed: Tensor, chosen: Tensor, num_outputs: int, arithmetic: int) -> Tensor:
+        return x.new_empty(chosen.shape[0], num_outputs)
+
+    torch.library.register_fake("specdec::experts_linear", experts_linear, allow_override=True)
     torch.library.register_fake("specdec::paged_attention", attention, allow_override=True)
     torch.library.register_fake("specdec::pack_linear", pack_linear, allow_override=True)
     torch.library.register_fake("specdec::linear", linear, allow_override=True)

@@ -25,22 +25,35 @@ def use_kernels(program: ExportedProgram, arithmetic: int) -> bool:
 
     `arithmetic` is that of the products of them, and of attention.
     """
-    graph, weights = program.graph_module.graph, program.graph_signature.inputs_to_parameters
-    groups: dict[tuple[Node, bool], list[Node]] = {}
+    graph, constants = program.graph_module.graph, _constants(program)
+    groups: dict[tuple[Node, bool, torch.dtype], list[Node]] = {}
     for node in graph.nodes:
-        if node.target is torch.ops.aten.linear.default and node.args[1].name in weights and _can_serve(node.args[1]):
-            groups.setdefault((node.args[0], len(node.args) > 2 and node.args[2] is not None), []).append(node)
-        elif node.target is torch.ops.specdec.paged_attention.default:
+        if node.target is torch.ops.aten.linear.default and node.args[1] in constants and _can_serve(node.args[1]):
+            has_bias = len(node.args) > 2 and node.args[2] is not None
+            groups.setdefault((node.args[0], has_bias, node.args[1].meta["val"].dtype), []).append(node)
+        elif node.target in (torch.ops.specdec.paged_attention.default, torch.ops.specdec.experts_linear.default):
             node.args = (*node.args[:-1], arithmetic)
-    for (x, has_bias), layers in groups.items():
+    for (x, has_bias, _), layers in groups.items():
         _replace(graph, x, layers, arithmetic, has_bias=has_bias)
     for layers in _rounded_layers(graph):
         _replace_rounded(graph, layers, arithmetic)
     program.graph_module.recompile()
     return not any(
-        node.target in _PRODUCTS and any(argument.name in weights for argument in node.all_input_nodes)
+        node.target in _PRODUCTS and any(argument in constants for argument in node.all_input_nodes)
         for node in graph.nodes
     )
+
+
+def _constants(program: ExportedProgram) -> set[Node]:
+    """Parameters, and what is computed of nothing else, such as a router's weights in float32."""
+    found: set[Node] = set()
+    for node in program.graph_module.graph.nodes:
+        is_parameter = node.op == "placeholder" and node.name in program.graph_signature.inputs_to_parameters
+        if is_parameter or (
+            node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes)
+        ):
+            found.add(node)
+    return found
 
 
 def _can_serve(weight: Node) -> bool:

@@ -1,0 +1,139 @@
+"""Experts of a mixture by the kernel: as transformers computes them, and the same bits in any company."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from shared import MakeEngineDir
+from tiny import make_model
+from torch import Tensor
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from runtime import leader
+from runtime.bundle import read_bundle
+from runtime.compiler.experts import experts_by_kernel, kernel_experts
+from runtime.compiler.kernels import load_kernels
+from runtime.engine import Engine
+from runtime.request import Draft, Request, Sequence
+
+NUM_EXPERTS, INPUTS, NUM_TOKENS = 5, 18, 40
+
+
+@pytest.fixture(autouse=True)
+def loaded_kernels(kernels: Path) -> None:
+    load_kernels(kernels)
+
+
+@pytest.mark.parametrize("num_outputs", [7, 32, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, num_outputs: int) -> None:
+    """Of tokens that all experts share, and that come with a row for each expert. Some experts are not asked."""
+    generator = torch.Generator().manual_seed(num_outputs)
+    kernels = torch.ops.specdec
+    weight = torch.randn(NUM_EXPERTS, num_outputs, INPUTS, generator=generator).to(dtype)
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_outputs % kernels.panel()))
+    packed = kernels.pack_linear(padded.flatten(0, 1))
+    x = torch.randn(NUM_TOKENS, INPUTS, generator=generator).to(dtype)
+    chosen = torch.randint(0, NUM_EXPERTS - 1, (2 * NUM_TOKENS,), generator=generator)
+    products = kernels.experts_linear(x, packed, chosen, num_outputs, 0)
+    rows = x.repeat_interleave(2, dim=0)
+    expected = torch.einsum("snk,sk->sn", weight[chosen].double(), rows.double())
+    torch.testing.assert_close(products.double(), expected, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=2e-2)
+    assert torch.equal(kernels.experts_linear(rows, packed, chosen, num_outputs, 0), products)
+    for s in range(0, 2 * NUM_TOKENS, 7):
+        alone = kernels.experts_linear(rows[s : s + 1], packed, chosen[s : s + 1], num_outputs, 0)
+        assert torch.equal(alone[0], products[s])
+
+
+def test_no_token_asks_no_expert() -> None:
+    packed = torch.ops.specdec.pack_linear(torch.ones(32, INPUTS))
+    nothing = torch.ops.specdec.experts_linear(torch.ones(0, INPUTS), packed, torch.zeros(0, dtype=torch.int64), 32, 0)
+    assert nothing.shape == (0, 32)
+    with pytest.raises(RuntimeError, match="there is no such expert: 1"):
+        torch.ops.specdec.experts_linear(torch.ones(1, INPUTS), packed, torch.ones(1, dtype=torch.int64), 32, 0)
+
+
+def experts_of(kind: str) -> torch.nn.Module:
+    if kind == "qwen3":
+        config = Qwen3MoeConfig(num_experts=NUM_EXPERTS, hidden_size=INPUTS, moe_intermediate_size=20)
+        made: torch.nn.Module = Qwen3MoeExperts(config)
+    else:  # transposed, with a bias and a gate of its own
+        made = GptOssExperts(GptOssConfig(num_local_experts=NUM_EXPERTS, hidden_size=INPUTS, intermediate_size=20))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    return made.eval()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt-oss"])
+def test_experts_are_transformers_own(kind: str) -> None:
+    experts = experts_of(kind)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(NUM_TOKENS, INPUTS, generator=generator)
+    weights, chosen = torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=generator).softmax(-1).topk(2)
+    experts.config._experts_implementation = "eager"  # type: ignore[union-attr]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            kernel_experts(experts, x, chosen, weights), experts(x, chosen, weights), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_model_has_its_own_experts_again() -> None:
+    model = make_model("qwen3-moe")
+    before = model.get_experts_implementation()
+    with experts_by_kernel(model):
+        assert model.get_experts_implementation() != before
+    assert model.get_experts_implementation() == before
+
+
+class Guessing:
+    """Drafts of a length that follows from the text, half of whose tokens are the right ones."""
+
+    def __init__(self, expected: list[int]) -> None:
+        self.expected = expected
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        return [Draft(self._guess(s)[: min(s.num_generated % 7, s.max_draft_len)]) for s in sequences]
+
+    def _guess(self, sequence: Sequence) -> list[int]:
+        rest = self.expected[sequence.num_generated :]
+        return [token if i < 2 else (token + 1) % 32 for i, token in enumerate(rest)]
+
+    def forget(self, request_id: int) -> None: ...
+
+
+def logits_of(engine: Engine, prompts: list[tuple[int, ...]], drafter: Guessing | None) -> list[list[Tensor]]:
+    requests = [Request(i, prompt, 20, keep_logits=True) for i, prompt in enumerate(prompts)]
+    done = {s.request.id: s for s, _ in leader.generate(engine, requests, drafter) if s.finish_reason}
+    engine.clear_cache()
+    return [done[i].logits for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "deepseek-v3",
+        pytest.param("qwen3-moe", marks=pytest.mark.slow),
+        pytest.param("gemma4-moe", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mixture_is_compiled_and_its_bits_do_not_depend_on_company(
+    family: str, make_engine_dir: MakeEngineDir
+) -> None:
+    """No constant stood in the way: a router's weights in float32 that torch had packed, or experts turned round."""
+    engine_dir = make_engine_dir(make_model(family), compiler="aot")
+    config = read_bundle(engine_dir).config
+    assert (config.build_config.compiler, config.compiler_note, config.batch_invariant) == ("aot", None, True)
+    prompts = [tuple(3 + (i * i + 5 * j) % 29 for i in range(length)) for j, length in enumerate((90, 3, 40))]
+    with Engine.open(engine_dir) as engine:
+        alone = [logits_of(engine, [prompt], None)[0] for prompt in prompts]
+        drafter = Guessing([int(row.argmax()) for row in alone[1]])
+        torch.set_num_threads(3)
+        try:
+            together = logits_of(engine, prompts, drafter)
+        finally:
+            torch.set_num_threads(1)
+    for ours, expected in zip(together, alone, strict=True):
+        assert torch.equal(torch.stack(ours), torch.stack(expected))
