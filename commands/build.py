@@ -32,6 +32,7 @@ def build(options: BuildOptions, output: Output) -> None:
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
 
     from runtime.compiler.build import Effort, build_engine, default_max_seq_len
+    from runtime.compiler.choosing import compiler_for
     from runtime.compiler.quality import measure_quality, quality_text, record_quality
     from runtime.engine import resolve_device
 
@@ -39,7 +40,7 @@ def build(options: BuildOptions, output: Output) -> None:
     text = quality_text(checkpoint, options.quality_text)
     target = resolve_device(options.device, 0)
     max_seq_len = default_max_seq_len(checkpoint_dir) if options.max_seq_len is None else options.max_seq_len
-    settings = options.config(max_seq_len)
+    settings = options.config(max_seq_len, compiler_for(target, options.compiler))
     if options.max_input_len is None and settings.max_input_len < DEFAULT_MAX_INPUT_LEN:
         output.warning(
             f"`--max-input-len` is {settings.max_input_len}, because a request has room for {max_seq_len} tokens"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from commands.output import Output
-from runtime.config import Dtype
+from runtime.config import Compiler, Dtype
 from runtime.drafters.settings import (
     ChainDrafter,
     DrafterSettings,
@@ -32,6 +32,8 @@ class Models:
     use_cache: bool
     self_draft: Literal["int8", "int4"] | None = None
     """None: int4 where the model is to draft for itself, and no copy elsewhere."""
+    compiler: Compiler | None = None
+    """None: what the device's default is."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,12 @@ def engines_of_models(
 
         def engine_of(name: str, max_draft_len: int, self_draft: Literal["int8", "int4"] | None = None) -> Path:
             settings = EngineSettings(
-                models.dtype, models.max_batch_size, models.max_seq_len, max_draft_len, self_draft
+                models.dtype,
+                models.max_batch_size,
+                models.max_seq_len,
+                max_draft_len,
+                self_draft,
+                compiler=models.compiler,
             )
             engine = engine_of_model(name, settings, use_cache=models.use_cache, phases=output.phases)
             return stack.enter_context(engine)

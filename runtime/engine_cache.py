@@ -6,7 +6,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,9 +16,10 @@ import runtime
 from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
 from runtime.cache import cache_dir, check_is_own, digest, file_digest, locked_entry, remove_left_over, used_entry
 from runtime.checkpoint_dir import check_not_split
+from runtime.compiler.choosing import compiler_for
 from runtime.compiler.kernels import processor
 from runtime.compiler.opening import current_environment
-from runtime.config import BuildConfig, Dtype, SelfDraft
+from runtime.config import BuildConfig, Compiler, Dtype, SelfDraft
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
@@ -50,11 +51,15 @@ class EngineSettings:
     self_draft: Literal["int8", "int4"] | None = None
     """How the copy is rounded by which the model drafts for itself; None: there is none."""
     tp_size: int = 1
+    compiler: Compiler | None = None
+    """None: what the device's default is (`runtime.compiler.choosing`)."""
 
     def build_config(self, num_positions: int) -> BuildConfig:
+        """Of settings that name a compiler."""
+        assert self.compiler is not None
         max_seq_len = self.max_seq_len or min(num_positions, _MAX_SEQ_LEN)
         return BuildConfig(
-            compiler="aot",
+            compiler=self.compiler,
             max_batch_size=self.max_batch_size,
             max_input_len=max_seq_len - 1,
             max_seq_len=max_seq_len + self.max_draft_len,
@@ -79,6 +84,7 @@ def engine_of_model(
     """
     model_dir = resolve_model(name)
     device = resolve_device("auto", 0)
+    settings = replace(settings, compiler=compiler_for(device, settings.compiler))
     if settings.self_draft is not None:
         check_not_split(settings.tp_size)
     if not use_cache:

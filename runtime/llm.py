@@ -19,7 +19,7 @@ import torch
 
 from runtime.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.chat import ChatTemplate, Message
-from runtime.config import Dtype
+from runtime.config import Compiler, Dtype
 from runtime.costs import CostModel
 from runtime.drafters.compatibility import TargetIdentity, check_corpora, check_draft_engine
 from runtime.drafters.opening import Opening, open_drafter
@@ -73,6 +73,7 @@ class EngineOptions(TypedDict, total=False):
     max_seq_len: int | None
     max_draft_len: int
     self_draft: Literal["int8", "int4"] | None
+    compiler: Compiler | None
     tensor_parallel_size: int
     use_cache: bool
 

@@ -93,13 +93,14 @@ class BuildOptions:
         ),
     ] = 32
     compiler: Annotated[
-        Compiler,
+        Compiler | None,
         typer.Option(
             help="`aot` compiles ahead of time; `torch-compile` serves models that cannot be exported; "
-            "`none` is for debugging.",
+            "`none` computes the model as it is.",
             rich_help_panel=RUNTIME,
+            show_default="aot; on a GPU none, unless packages run there",
         ),
-    ] = "aot"
+    ] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         typer.Option(help="What the engine runs on; `auto` is a GPU where there is one.", rich_help_panel=RUNTIME),
@@ -123,13 +124,13 @@ class BuildOptions:
     ] = None
     force: Force = False
 
-    def config(self, max_seq_len: int) -> BuildConfig:
+    def config(self, max_seq_len: int, compiler: Compiler) -> BuildConfig:
         """For prompts and outputs of `max_seq_len` together, to which drafts are added."""
         max_input_len = self.max_input_len
         if max_input_len is None:
             max_input_len = max(1, min(DEFAULT_MAX_INPUT_LEN, max_seq_len * 3 // 4))
         return BuildConfig(
-            compiler=self.compiler,
+            compiler=compiler,
             max_batch_size=self.max_batch_size,
             max_input_len=max_input_len,
             max_seq_len=max_seq_len + self.max_draft_len,

@@ -23,7 +23,7 @@ from commands.options.drafting import (
 from commands.options.expand import given_flags
 from commands.options.panels import LEADER
 from commands.output import warn
-from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN
+from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, Compiler
 from runtime.drafters.settings import DrafterName, DraftTargetDrafter, OneDrafter, SelfDrafter
 from runtime.errors import UsageError
 
@@ -84,6 +84,14 @@ class ModelEngineOptions:
             help="How the copy is rounded by which `--model-dir`'s model drafts for itself: int8 or int4.",
             rich_help_panel=LEADER,
             show_default="int4 if it is to draft",
+        ),
+    ] = None
+    compiler: Annotated[
+        Compiler | None,
+        typer.Option(
+            help="How `--model-dir`'s engine is compiled, as for `build`.",
+            rich_help_panel=LEADER,
+            show_default="aot; on a GPU none, unless packages run there",
         ),
     ] = None
     no_cache: Annotated[
@@ -190,6 +198,7 @@ class LeaderOptions:
             self.engines.max_seq_len,
             use_cache=not self.engines.no_cache,
             self_draft=self.engines.self_draft,
+            compiler=self.engines.compiler,
         )
 
     def check(self, engine_dir: Path | None, drafting: DraftingOptions) -> None:
