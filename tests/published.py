@@ -39,7 +39,7 @@ _TOWER = {
     "max_source_positions": 8, "fullatt_block_indexes": [0], "vision_output_dim": 32, "projector_input_dim": 32,
     "projector_output_dim": 32, "vocab_size": 64,
 }  # fmt: skip
-STDS = ((0.3, 1.0), (0.3, 0.3), (0.6, 0.6), (1.0, 1.0), (0.1, 0.01), (0.3, 0.01), (0.3, 0.03), (0.15, 0.15))
+STDS = ((0.3, 1.0), (0.6, 0.6), (0.3, 0.3), (1.0, 1.0), (0.1, 0.01), (0.3, 0.01), (0.3, 0.03), (0.15, 0.15))
 """Of weights and embeddings: the first pair with which answers tell anything is taken."""
 
 
