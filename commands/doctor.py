@@ -1,5 +1,7 @@
 """`specdec doctor`: what is wrong with an engine, its drafter and the machine, with a number and a remedy for each."""
 
+from dataclasses import replace
+
 from commands.inputs.paths import check_models
 from commands.inputs.prompts import read_prompts
 from commands.options.doctor import DoctorInputs, DoctorOptions
@@ -18,15 +20,19 @@ def doctor(
     Answers a few prompts without the drafter, with it, and without it again, times steps beside those of the build, and
     looks at the draft model, the K/V cache, the weights and the machine. Exits with 1 if something is found. Greedy.
     """
-    drafting.check_profile()
+    drafting.check_profile((), inputs.model.model_dir)
     named = parse_drafter(drafting)
     kv_cache.check(is_leader=options.mode == "leader", disable_reuse=False)
-    chosen = choose_drafting(drafting, named, inputs.engine_dir, check_lossless=False)
+    inputs.model.check(inputs.engine_dir)
+    chosen = choose_drafting(drafting, named, inputs.engine, check_lossless=False)
     has_prompts = bool(inputs.input_text) or inputs.input_file is not None
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if has_prompts else None
-    bundle = check_models(inputs.engine_dir, None, inputs.tokenizer_dir, chosen.named.drafter)
-    assert bundle is not None  # for an engine is given, and no model
+    check_models(inputs.engine, inputs.model.model_dir, inputs.tokenizer_dir, chosen.named.drafter)
 
     from commands.diagnosing import diagnose
+    from commands.engines import engines_of_models
+    from runtime.bundle import read_bundle
 
-    diagnose(bundle, inputs, options, chosen, prompts, kv_cache.config(), output)
+    with engines_of_models(inputs.model.models(), inputs.engine, chosen.named.drafter, output) as engines:
+        chosen = replace(chosen, named=replace(chosen.named, drafter=engines.drafter))
+        diagnose(read_bundle(engines.engine_dir), inputs, options, chosen, prompts, kv_cache.config(), output)

@@ -1,5 +1,8 @@
 """`specdec tune`: find the drafter and the draft length for an engine and its requests, or say that none pays."""
 
+from dataclasses import replace
+from pathlib import Path
+
 from commands.inputs.paths import check_drafter, check_readable, check_tokenizer_dir
 from commands.inputs.prompts import read_prompts
 from commands.options.drafting_models import ModelDrafterOptions
@@ -9,6 +12,7 @@ from commands.options.tune import TuneInputs, TuneOptions, named_drafter
 from commands.output import Output, check_output_files
 from runtime.bundle import read_bundle
 from runtime.drafters.settings import check_has_copy
+from runtime.models import read_model_config, resolve_model
 from runtime.parallel.devices import check_device_ids
 
 
@@ -35,6 +39,8 @@ def tune(
         config = read_bundle(inputs.engine_dir).config
         check_has_copy(named.drafter, has_copy=config.build_config.self_draft is not None)
         check_device_ids(named.device_ids, config.mapping.tp_size)
+    if inputs.model.model_dir is not None:
+        read_model_config(resolve_model(inputs.model.model_dir))
     if inputs.tokenizer_dir is not None:
         check_tokenizer_dir(inputs.tokenizer_dir)
     check_drafter(named.drafter, None)
@@ -43,7 +49,12 @@ def tune(
     from runtime.tuning.job import Scope
 
     scope = Scope(named.drafter, lookups.ngram_pool == "public", options.max_draft_len)
-    if inputs.engine_dir is None:
+    if not inputs.has_engine:
         tune_traces(inputs, options, scope, output)
-    else:
+        return
+
+    from commands.engines import engines_of_models
+
+    with engines_of_models(inputs.model.models(), inputs.engine_dir or Path(), named.drafter, output) as engines:
+        inputs, scope = replace(inputs, engine_dir=engines.engine_dir), replace(scope, named=engines.drafter)
         tune_engine(inputs, options, scope, named.device_ids, prompts, output)

@@ -1,12 +1,12 @@
 """The groups of options that only `doctor` has."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from commands.options.leader import Loop
+from commands.options.leader import Loop, ModelOptions
 from commands.options.panels import INPUT, RUNTIME
 from commands.options.single import TokenizerDir
 
@@ -16,8 +16,10 @@ class DoctorInputs:
     """The engine, and what it is asked."""
 
     engine_dir: Annotated[
-        Path, typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default=False)
-    ]
+        Path | None,
+        typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
+    ] = None
+    model: ModelOptions = field(default_factory=ModelOptions)
     input_text: Annotated[
         list[str] | None,
         typer.Option(
@@ -31,6 +33,11 @@ class DoctorInputs:
         typer.Option(help="Prompts in a file, as `run` takes it.", rich_help_panel=INPUT, show_default=False),
     ] = None
     tokenizer_dir: TokenizerDir = None
+
+    @property
+    def engine(self) -> Path:
+        """The engine's directory, the usual one where none is named."""
+        return self.engine_dir or Path("engine_outputs")
 
 
 @dataclass(frozen=True)

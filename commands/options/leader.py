@@ -100,19 +100,39 @@ class ModelEngineOptions:
     ] = False
 
 
+ModelDir = Annotated[
+    str | None,
+    typer.Option(
+        help="Model directory, GGUF file, hub id, or shipped name (`demo`); its engine is built once and kept in the "
+        "cache.",
+        rich_help_panel=LEADER,
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A model in the place of an engine, for commands that have no leader mode of their own."""
+
+    model_dir: ModelDir = None
+    engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
+
+    def models(self) -> "Models":
+        return _models(self.model_dir, self.engines)
+
+    def check(self, engine_dir: Path | None) -> None:
+        """UsageError for a model and an engine, or for settings of an engine that is not to be built."""
+        _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
+        if self.model_dir is None:
+            _refuse_settings(self.engines)
+
+
 @dataclass(frozen=True)
 class LeaderOptions:
     """Models, how to draft, and what to leave out; None where nothing was given."""
 
-    model_dir: Annotated[
-        str | None,
-        typer.Option(
-            help="Model directory, GGUF file, hub id, or shipped name (`demo`); its engine is built once and kept in "
-            "the cache.",
-            rich_help_panel=LEADER,
-            show_default=False,
-        ),
-    ] = None
+    model_dir: ModelDir = None
     spec_decode_algo: Annotated[
         str | None,
         typer.Option(
@@ -189,33 +209,15 @@ class LeaderOptions:
         return [Path(model) for model in (self.model_dir, self.draft_model_dir) if model]
 
     def models(self) -> "Models":
-        from commands.engines import Models
-
-        return Models(
-            self.model_dir,
-            None if self.engines.dtype == "auto" else self.engines.dtype,
-            self.engines.max_batch_size or _DEFAULT_MAX_BATCH_SIZE,
-            self.engines.max_seq_len,
-            use_cache=not self.engines.no_cache,
-            self_draft=self.engines.self_draft,
-            compiler=self.engines.compiler,
-        )
+        return _models(self.model_dir, self.engines)
 
     def check(self, engine_dir: Path | None, drafting: DraftingOptions) -> None:
         """UsageError for flags of orchestrator mode, for a model and an engine in one place, or for settings of an
         engine that is not to be built."""
-        for flag, model, engine_flag, engine in (
-            ("--model-dir", self.model_dir, "--engine-dir", engine_dir),
-            ("--draft-model-dir", self.draft_model_dir, "--draft-engine-dir", drafting.models.draft_engine_dir),
-        ):
-            if model is not None and engine is not None:
-                raise UsageError(f"`{flag}` and `{engine_flag}` cannot be given together: {model}", hint="choose one")
+        _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
+        _refuse_both("--draft-model-dir", self.draft_model_dir, "--draft-engine-dir", drafting.models.draft_engine_dir)
         if self.model_dir is None and self.draft_model_dir is None:
-            for flag, value in given_flags(self.engines).items():
-                raise UsageError(
-                    f"`{flag}` is for engines made of `--model-dir`" + (f": {value}" if value is not True else ""),
-                    hint="leave it out, or give `--model-dir`; an engine directory is as `specdec build` made it",
-                )
+            _refuse_settings(self.engines)
 
     def drafter_of_either_mode(self, engine_dir: Path | None, drafting: DraftingOptions) -> Named:
         """The drafter that the flags of the one mode or the other name; UsageError for those that do not fit."""
@@ -328,3 +330,31 @@ class LeaderOptions:
                 hint=f"there are {', '.join((*_ALGORITHMS, _AUTO))}; without the flag nothing is drafted",
             )
         return algorithm
+
+
+def _models(model_dir: str | None, engines: ModelEngineOptions) -> "Models":
+    from commands.engines import Models
+
+    return Models(
+        model_dir,
+        None if engines.dtype == "auto" else engines.dtype,
+        engines.max_batch_size or _DEFAULT_MAX_BATCH_SIZE,
+        engines.max_seq_len,
+        use_cache=not engines.no_cache,
+        self_draft=engines.self_draft,
+        compiler=engines.compiler,
+    )
+
+
+def _refuse_both(flag: str, model: str | None, engine_flag: str, engine: Path | None) -> None:
+    if model is not None and engine is not None:
+        raise UsageError(f"`{flag}` and `{engine_flag}` cannot be given together: {model}", hint="choose one")
+
+
+def _refuse_settings(engines: ModelEngineOptions) -> None:
+    """UsageError for settings of an engine where none is made of a model."""
+    for flag, value in given_flags(engines).items():
+        raise UsageError(
+            f"`{flag}` is for engines made of `--model-dir`" + (f": {value}" if value is not True else ""),
+            hint="leave it out, or give `--model-dir`; an engine directory is as `specdec build` made it",
+        )

@@ -1,7 +1,7 @@
 """The groups of options that only `tune` has."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +10,7 @@ import typer
 from commands.options.drafting import Drafters, DraftingOptions, Named, parse_drafter
 from commands.options.drafting_models import ModelDrafterOptions
 from commands.options.expand import given_flags
+from commands.options.leader import ModelOptions
 from commands.options.lookups import LookupOptions
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SPECULATION
 from commands.options.single import EndId, TokenizerDir
@@ -26,11 +27,12 @@ class TuneInputs:
     engine_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Engine to tune for; without one traces are replayed, and nothing is timed.",
+            help="Engine to tune for; without one, or a model, traces are replayed, and nothing is timed.",
             rich_help_panel=INPUT,
             show_default=False,
         ),
     ] = None
+    model: ModelOptions = field(default_factory=ModelOptions)
     traces: Annotated[
         Path | None,
         typer.Option(
@@ -50,6 +52,10 @@ class TuneInputs:
         typer.Option(help="Prompts in a file, as `run` takes it.", rich_help_panel=INPUT, show_default=False),
     ] = None
     tokenizer_dir: TokenizerDir = None
+
+    @property
+    def has_engine(self) -> bool:
+        return self.engine_dir is not None or self.model.model_dir is not None
 
     @property
     def paths(self) -> list[Path]:
@@ -107,7 +113,8 @@ class TuneOptions:
 
     def check(self, inputs: TuneInputs, named: DrafterSettings | None) -> None:
         """UsageError for nothing to tune for or on, or for options that mean nothing there."""
-        if inputs.engine_dir is None:
+        inputs.model.check(inputs.engine_dir)
+        if not inputs.has_engine:
             self._check_without_engine(inputs.traces)
             if named is not None and not isinstance(named, LookupDrafter):
                 raise UsageError(

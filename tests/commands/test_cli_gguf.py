@@ -1,6 +1,7 @@
 """Whatever takes a model takes a GGUF file, or a directory that holds one."""
 
 import io
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -89,3 +90,21 @@ def test_gemma_3_is_hugging_faces(tmp_path: Path) -> None:
         llm = LLM(tmp_path / "model.gguf", max_seq_len=96, dtype="float32")
     with llm:
         assert llm.generate(prompt, params)[0].token_ids == hf_greedy(model, prompt, 24, model.config.vocab_size - 1)
+
+
+def test_tune_and_doctor_make_the_engine_of_a_model(specdec: Specdec, made: tuple[Path, list[int]]) -> None:
+    path, _ = made
+    inputs = ["--model-dir", path, "--input-text", PROMPT, "--max-output-len", NUM_TOKENS, *SIZES, "--json"]
+    tuned = specdec("tune", *inputs).document
+    assert tuned["recommended"] is not None and "/engines/model.gguf-" in tuned["settings"]["engine_dir"]
+    doctored = specdec("doctor", *inputs, "--ngram-config", "4,2")
+    assert doctored.exit_code in (0, 1)  # what it finds is this machine's
+    assert json.loads(doctored.stdout)["engine_dir"] == tuned["settings"]["engine_dir"]
+
+
+@pytest.mark.parametrize("command", ["tune", "doctor"])
+def test_model_and_engine_together_are_one_error(command: str, specdec: Specdec, made: tuple[Path, list[int]]) -> None:
+    both = specdec(command, "--model-dir", made[0], "--engine-dir", "engine", "--input-text", PROMPT)
+    assert both.exit_code == 2 and "`--model-dir` and `--engine-dir` cannot be given together" in both.stderr
+    alone = specdec(command, "--max-seq-len", 96, "--engine-dir", "engine", "--input-text", PROMPT)
+    assert alone.exit_code == 2 and "`--max-seq-len` is for engines made of `--model-dir`: 96" in alone.stderr
