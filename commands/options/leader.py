@@ -103,8 +103,7 @@ class ModelEngineOptions:
 ModelDir = Annotated[
     str | None,
     typer.Option(
-        help="Model directory, GGUF file, hub id, or shipped name (`demo`); its engine is built once and kept in the "
-        "cache.",
+        help="Model directory, GGUF file, hub id, or `demo`; its engine is built once and kept.",
         rich_help_panel=LEADER,
         show_default=False,
     ),

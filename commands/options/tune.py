@@ -27,7 +27,7 @@ class TuneInputs:
     engine_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Engine to tune for; without one, or a model, traces are replayed, and nothing is timed.",
+            help="Engine to tune for; without one, or a model, traces are replayed.",
             rich_help_panel=INPUT,
             show_default=False,
         ),
@@ -42,7 +42,7 @@ class TuneInputs:
     input_text: Annotated[
         list[str] | None,
         typer.Option(
-            help="Prompt, which the engine answers without a drafter first; repeatable.",
+            help="Prompt, answered without a drafter first; repeatable.",
             rich_help_panel=INPUT,
             show_default=False,
         ),
