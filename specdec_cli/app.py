@@ -109,7 +109,7 @@ _EXAMPLES = {
 }
 
 
-_LONG = (run, chat, serve, batch, doctor, summarize)
+_LONG = (run, chat, serve, batch, doctor, tune, summarize)
 """Commands with so many flags that `--help` shows the common ones."""
 
 

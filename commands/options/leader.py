@@ -103,7 +103,7 @@ class ModelEngineOptions:
 ModelDir = Annotated[
     str | None,
     typer.Option(
-        help="Model directory, GGUF file, hub id, or `demo`; its engine is built once and kept.",
+        help="Model: directory, GGUF file, hub id or `demo`; its engine is kept.",
         rich_help_panel=LEADER,
         show_default=False,
     ),

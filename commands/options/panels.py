@@ -18,7 +18,7 @@ COMMON = frozenset(
         "check_accuracy", "check_lossless", "stats", "show_tokens", "report",
         "json", "quiet",
         "host", "port", "api_key", "served_model_name", "max_queue_len",
-        "output_file", "ray", "num_workers",
+        "output_file", "ray", "num_workers", "traces", "output",
     }
 )  # fmt: skip
 """What `--help` shows of a command with many flags; `--help-all` shows all."""

@@ -154,9 +154,7 @@ class SummarizeResults:
 
     check_accuracy: Annotated[
         bool,
-        typer.Option(
-            "--check-accuracy", help="Exit 1 if the engine's ROUGE-1 is below the threshold.", rich_help_panel=OUTPUT
-        ),
+        typer.Option("--check-accuracy", help="Exit 1 if ROUGE-1 is below the threshold.", rich_help_panel=OUTPUT),
     ] = False
     rouge1_threshold: Annotated[
         float | None,

@@ -9,13 +9,12 @@ from command_line import Specdec
 from commands.options.panels import COMMON, PANELS
 from specdec_cli.app import app
 
-LONG = ["run", "chat", "serve", "batch", "doctor", "summarize"]
+LONG = ["run", "chat", "serve", "batch", "doctor", "tune", "summarize"]
 COMMANDS = [
     *LONG,
     "convert",
     "build",
     "compare",
-    "tune",
     "doctor",
     "verify",
     "bench",
