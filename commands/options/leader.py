@@ -89,7 +89,8 @@ class ModelEngineOptions:
     compiler: Annotated[
         Compiler | None,
         typer.Option(
-            help="How `--model-dir`'s engine is compiled, as for `build`.",
+            metavar="NAME",
+            help="How `--model-dir`'s engine is compiled: aot, torch-compile or none.",
             rich_help_panel=LEADER,
             show_default="aot; on a GPU none, unless packages run there",
         ),
