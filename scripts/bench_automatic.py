@@ -66,7 +66,8 @@ class Bench:
         }
 
     def _encode(self, text: str) -> list[int]:
-        most = self.llm.bundle.config.build_config.max_request_len - self.num_tokens
+        build = self.llm.bundle.config.build_config
+        most = min(build.max_input_len, build.max_request_len - self.num_tokens)
         if self.llm.tokenizer is None:  # random weights: words become ids, the same word the same id
             size = self.llm.bundle.config.vocab_size
             return [random.Random(word).randrange(size) for word in text.split()][-most:]
