@@ -380,8 +380,12 @@ def main() -> None:
                 continue
             try:
                 measure(plan, systems, document, arguments)
+            except (SystemExit, SpecDecError) as error:  # a worker's end: what came until then is kept
+                document["skipped"][name] = str(error)
+                say(f"broken off: {name}: {error}")
             finally:
                 plan.close()
+                save(document, arguments.json)
     titles = {name: model.title for name, model in MODELS.items()}
     for name, text in real_report.tables(document, titles).items():
         print(text)
