@@ -40,12 +40,16 @@ class ChatTemplate:
 
     def render(self, messages: Seq[Message]) -> str:
         """The conversation's text, up to where the assistant goes on; SpecDecError where the template says no."""
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         check_messages(messages, "the conversation")
         try:
             text: str = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
             text.encode()  # no tokenizer takes half a pair of surrogates
+        except TemplateSyntaxError as error:  # a filter that there is none of, too
+            raise SpecDecError(
+                f"the chat template is broken, line {error.lineno}: {error.message}", hint=_OTHER
+            ) from None
         except TemplateError as error:
             raise SpecDecError(
                 f"the chat template refuses the conversation: {error}", hint="see which roles the model knows"
@@ -53,7 +57,7 @@ class ChatTemplate:
         except Exception as error:  # a template is a program that comes with a model, and fails as programs do
             raise SpecDecError(
                 f"the chat template fails on the conversation: {type(error).__name__}: {error}",
-                hint="correct the template, or name a tokenizer with another",
+                hint=_OTHER,
             ) from error
         return text
 
@@ -89,4 +93,5 @@ def check_messages(messages: Any, where: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+_OTHER = "correct the template, or name a tokenizer with another"
 _FORM = '[{"role": "user", "content": "…"}] is one; roles are system, user and assistant'

@@ -17,6 +17,7 @@ from llamacpp_tokens import (
 )
 from tokenizers import pre_tokenizers
 
+from runtime.chat import ChatTemplate
 from runtime.errors import SpecDecError
 from runtime.gguf_config import end_ids_of
 from runtime.gguf_tokenizer import PRE_TOKENIZERS, make_gguf_tokenizer
@@ -129,3 +130,18 @@ def test_ends_are_those_that_are_named_and_those_that_are_known_by_their_text() 
     types = {"tokenizer.ggml.token_type": [1, 4, 1, 3, 1]}  # as Gemma's file has a `</s>` of HTML
     assert end_ids_of({"tokenizer.ggml.tokens": tokens} | types) == [3]
     assert end_ids_of({}) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("a\n{% for m in messages %}{{ m.content", "broken, line 2: unexpected end of template"),
+        ("{{ messages[0].content | frobnicate }}", "broken, line 1: No filter named 'frobnicate'"),
+    ],
+)
+def test_broken_template_is_one_error_when_a_chat_is_wanted(template: str, message: str, tmp_path: Path) -> None:
+    path = write_byte_level(tmp_path / "model.gguf", "smollm", lambda writer: writer.add_chat_template(template))
+    make_gguf_tokenizer(path).save_pretrained(tmp_path / "saved")  # which needs no template
+    chat = ChatTemplate(tmp_path / "saved", {"model_type": "llama"})
+    with pytest.raises(SpecDecError, match=message):
+        chat.render([{"role": "user", "content": "a"}])
