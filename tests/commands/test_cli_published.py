@@ -88,5 +88,7 @@ def test_every_way_gives_hugging_faces_answers(
 
     with LLM(str(work["engine"])) as llm:
         output = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=NUM_TOKENS))[0]
-        assert output.token_ids == ids and output.text == tokenizer.decode(ids, skip_special_tokens=True)
+        before = tokenizer.decode(tokenizer(PROMPT)["input_ids"], skip_special_tokens=True)
+        whole = tokenizer.decode([*tokenizer(PROMPT)["input_ids"], *ids], skip_special_tokens=True)
+        assert output.token_ids == ids and f"{before}{output.text}" == whole
         assert llm.chat(messages, SamplingParams(temperature=0, max_tokens=NUM_TOKENS))[0].token_ids == reply  # type: ignore[arg-type]
