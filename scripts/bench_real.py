@@ -46,7 +46,8 @@ from runtime.errors import SpecDecError
 from runtime.llm import LLM
 from runtime.version import specdec_version
 
-MAX_PROMPT_LEN, MAX_REQUEST_LEN, BLOCK = 1600, 2048, 32
+MAX_PROMPT_LEN, MAX_REQUEST_LEN = 1600, 2048
+START_IDS = list(range(100, 108))
 KINDS = {
     "chat": ("writing", "reasoning", "coding", "roleplay", "extraction", "stem", "humanities", "math"),
     "translation": ("translation",),
@@ -197,14 +198,16 @@ class Plan:
         start = time.perf_counter()
         if system in DRAFTING:
             source = ["--model-dir", self.file] if system == "specdec" else ["--engine-dir", self._engine(system)]
-            text = ["--input-text", "What is gravity?", "--max-output-len", "1", "--quiet"]
-            command = [sys.executable, "-m", "specdec_cli", "run", *source, *text]
+            prompt = self._work_dir / "start.jsonl"
+            prompt.write_text(json.dumps({"prompt_ids": START_IDS}) + "\n", encoding="utf-8")
+            asked = ["--input-file", prompt, "--max-output-len", "1", "--quiet"]
+            command = [sys.executable, "-m", "specdec_cli", "run", *source, *asked]
             subprocess.run(command, check=True, stdout=subprocess.PIPE)
             return time.perf_counter() - start
         package = package_of(system)
         worker = Worker(package, self._pythons[package], self.settings(system))
         worker.wait_until_ready()
-        worker.measure({"variant": PEERS[system], "prompt": list(range(5, 13)), "max_new_tokens": 2})
+        worker.measure({"variant": PEERS[system], "prompt": START_IDS, "max_new_tokens": 2})
         seconds = time.perf_counter() - start
         worker.stop()
         return seconds
