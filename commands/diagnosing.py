@@ -15,7 +15,7 @@ from runtime.bundle import Bundle, read_bundle
 from runtime.diagnosis.judging import judge
 from runtime.diagnosis.measuring import Treatment, examine_draft_model, measure
 from runtime.diagnosis.symptoms import ExpectedAcceptance
-from runtime.drafters.settings import DraftTargetDrafter, each_drafter
+from runtime.drafters.settings import DraftTargetDrafter, default_draft_len_mode, each_drafter
 from runtime.engine import KVCacheConfig
 from runtime.errors import SpecDecError
 from runtime.llm import LLM
@@ -36,7 +36,10 @@ def diagnose(
     output: Output,
 ) -> None:
     """Measure, judge and show; SpecDecError (exit code 1) if there is a finding. Without prompts its own are asked."""
-    treatment = Treatment(drafting.named.drafter, drafting.draft_len_mode or "fixed", _expected(drafting.profile))
+    is_auto = options.mode == "leader" and bool(bundle.config.step_costs)
+    draft_len_mode = drafting.draft_len_mode or default_draft_len_mode(drafting.named.drafter, is_leader=is_auto)
+    drafting = replace(drafting, draft_len_mode=draft_len_mode)
+    treatment = Treatment(drafting.named.drafter, draft_len_mode, _expected(drafting.profile))
     devices = drafting.named.device_ids
     with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode=options.mode, kv_cache=kv_cache, device_ids=devices) as llm:
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=options.max_output_len)

@@ -150,7 +150,7 @@ def _open_source(model_dir: Path) -> Source:
     linears, head = linear_layers(pretrained)
     if not renames_weights(pretrained):
         names = [*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)]
-        check_head(names, config, head, is_tied=pretrained.tie_word_embeddings)
+        check_head(own_names(pretrained, names), config, head, is_tied=pretrained.tie_word_embeddings)
     format_name = "GGUF" if is_gguf(model_dir) else found_format.name if found_format else None
     return Source(inside or config, tensors, layers, linears, head, str(model_dir.resolve()), format_name)
 

@@ -55,8 +55,9 @@ T = "tests/runtime/"
 KERNELS = f"{T}compiler/test_kernels.py"
 DISTRIBUTION = f"{T}test_verify.py {T}test_rejection.py -k 'not texts'"
 ADAPTIVE = At("runtime/drafters/adaptive.py", f"{T}drafters/test_adaptive.py")
+ALLOCATION = At("runtime/drafters/allocation.py", f"{T}drafters/test_allocation.py")
 ARGMAX = At("runtime/compiler/csrc/sampling.cpp", f"{KERNELS} -k argmax")
-CHOICES = f"{T}test_choosing.py"
+CHOICES = f"{T}test_sampling_kernels.py"
 CUTS = At("runtime/compiler/csrc/cuts.h", CHOICES)
 DRAWS = At("runtime/compiler/csrc/sampling.cpp", CHOICES)
 OCCURRENCES = At("runtime/occurrences.py", CHOICES)
@@ -189,9 +190,14 @@ TABLE = [
     ("copy-goes-on-after-a-wrong-suggestion", SUGGESTED, "if proposal.is_done or", "if proposal.is_done or False and"),
     ("wrong-sequences-asked", CHAIN, "[sequences[i] for i in empty]", "sequences[: len(empty)]"),
     ("only-first-forgets", CHAIN, "drafter.forget(request_id)", "self.drafters[0].forget(request_id)"),
-    ("nothing-cut", ADAPTIVE, "[draft.cut(draft_len) for draft", "[draft.cut(max_draft_len) for draft"),
+    (
+        "nothing-cut",
+        ADAPTIVE,
+        "[draft.cut(length) for draft, length in zip(drafts, choice",
+        "[draft for draft, length in zip(drafts, choice",
+    ),
     ("after-wrong-is-wrong-too", OUTCOMES, "range(min(num_right + 1, num_known))", "range(num_known)"),
-    ("cost-ignored", ADAPTIVE, "token - rate * second", "token"),
+    ("cost-ignored", ALLOCATION, "promised - costs[num]", "promised"),
     ("inner-never-forgets", ADAPTIVE, "self.drafter.forget(request_id)", "pass"),
     ("undrafted-step-counted", STATS, "if num_drafted == 0:", "if num_drafted < 0:"),
     ("histogram-of-drafted", STATS, "acceptance_histogram, num_accepted)", "acceptance_histogram, num_drafted)"),

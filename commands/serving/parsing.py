@@ -6,7 +6,7 @@ import pydantic_core
 from pydantic import ValidationError
 
 from commands.serving.errors import HTTPError, of_validation
-from commands.serving.schema import ChatRequest, Lenient, refused_field
+from commands.serving.schema import Lenient, refused_field
 
 Body = TypeVar("Body", bound=Lenient)
 
@@ -25,7 +25,7 @@ def validate_body(value: Any, model: type[Body]) -> Body:
     """The same of a body that has been parsed."""
     if not isinstance(value, dict):
         raise HTTPError(400, f"the body is no JSON object: {type(value).__name__}", code="invalid_json")
-    refused = refused_field(value, is_chat=model is ChatRequest)
+    refused = refused_field(value, model)
     if refused is not None:
         raise HTTPError(400, f"this server does not support `{refused}`", param=refused, code="unsupported")
     try:

@@ -244,7 +244,10 @@ _REFUSED_IN_CHAT: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def refused_field(body: dict[str, Any], *, is_chat: bool) -> str | None:
-    """The first field that asks for what this server does not do."""
-    refused = REFUSED | _REFUSED_IN_CHAT if is_chat else REFUSED
-    return next((name for name, asks_nothing in refused.items() if name in body and not asks_nothing(body[name])), None)
+def refused_field(body: dict[str, Any], model: type[Lenient]) -> str | None:
+    """The first field that asks for what this server does not do; a field of the model itself is done."""
+    refused = REFUSED | _REFUSED_IN_CHAT if model is ChatRequest else REFUSED
+    asked = {
+        name: is_neutral for name, is_neutral in refused.items() if name in body and name not in model.model_fields
+    }
+    return next((name for name, is_neutral in asked.items() if not is_neutral(body[name])), None)

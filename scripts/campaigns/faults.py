@@ -67,11 +67,9 @@ FAULTS = [
         "len(sequence.tokens) + self.max_draft_len_of(sequence)",
         "len(sequence.tokens)",
     ),
-    Fault("rollback-missing", f"{ENGINE}._verdict", "+ verdict.num_accepted\n", "+ len(draft.tokens)\n"),
-    Fault(
-        "own-token-taken-for-computed", f"{ENGINE}._verdict", "+ verdict.num_accepted\n", "+ verdict.num_accepted + 1\n"
-    ),
-    Fault("logits-of-draft-dropped", f"{ENGINE}._verdict", "logits[: verdict.num_accepted + 1]", "logits[-1:]"),
+    Fault("rollback-missing", f"{ENGINE}.step", "+ verdict.num_accepted\n", "+ len(drafts[i].tokens)\n"),
+    Fault("own-token-taken-for-computed", f"{ENGINE}.step", "+ verdict.num_accepted\n", "+ verdict.num_accepted + 1\n"),
+    Fault("logits-of-draft-dropped", f"{ENGINE}.step", "logits[i][: verdict.num_accepted + 1]", "logits[i][-1:]"),
     Fault(
         "groups-in-their-own-order",
         f"{ENGINE}._forward_apart",
@@ -132,9 +130,9 @@ FAULTS = [
     Fault("bonus-row-early", "verify:_verify_probs", "logits[len(draft.tokens)])", "logits[len(draft.tokens) - 1])"),
     Fault(
         "penalties-ignore-draft",
-        "sampling:Sampler.choices",
-        "prefix += [] if next_token is None else [next_token]",
-        "pass",
+        "verify:verify_all",
+        "drafts[i].tokens, all_logits[i])",
+        "drafts[i].tokens[:1] * len(drafts[i].tokens), all_logits[i])",
     ),
     Fault("sent-past-budget", "drafting:propose", "draft.cut(engine.max_draft_len_of(s))", "draft"),
     Fault("orchestrator-keeps-blocks", "orchestrator:_generate_group", "engine.release(sequence)", "pass"),

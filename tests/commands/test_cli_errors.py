@@ -91,6 +91,16 @@ def moved(source: str, target: str) -> Damage:
     return lambda directory: none_of((directory / source).rename(directory / target))
 
 
+def index(content: str) -> Damage:
+    """In the place of the one file of weights, beside which an index does not count."""
+
+    def replace(directory: Path) -> None:
+        (directory / "model/model.safetensors").rename(directory / "model/model-00001-of-00001.safetensors")
+        (directory / "model/model.safetensors.index.json").write_text(content)
+
+    return replace
+
+
 def foreign_weights(name: str) -> Damage:
     """Weights of a model with fewer layers."""
 
@@ -551,11 +561,11 @@ MODELS = [
         CONVERT, 1, "weights are pickled", "model/pytorch_model.bin", "save_pretrained",
         damage=moved("model/model.safetensors", "model/pytorch_model.bin"),
     ),
-    case(CONVERT, 1, "`weight_map`", damage=file("model/model.safetensors.index.json", '{"weight_map": 5}')),
-    case(CONVERT, 1, "`weight_map`", damage=file("model/model.safetensors.index.json", '{"weight_map": {"a": 5}}')),
+    case(CONVERT, 1, "`weight_map`", damage=index('{"weight_map": 5}')),
+    case(CONVERT, 1, "`weight_map`", damage=index('{"weight_map": {"a": 5}}')),
     case(
         CONVERT, 1, "file is missing: model/lost.safetensors",
-        damage=file("model/model.safetensors.index.json", '{"weight_map": {"a": "lost.safetensors"}}'),
+        damage=index('{"weight_map": {"a": "lost.safetensors"}}'),
     ),
     case(CONVERT.replace(" out ", " engine "), 1, "not empty: engine", "`--force`"),
     case(CONVERT.replace(" out ", " model ") + "--force", 1, "something other than a checkpoint or engine: model"),
@@ -1024,8 +1034,8 @@ HAND_EDITED = [
             ({"eos_token_id": "x"}, "not a valid llama config"),
         )
     ],
-    case(CONVERT, 1, "index.json` is not valid JSON", damage=file("model/model.safetensors.index.json", "{")),
-    case(CONVERT, 1, "index.json` is not a JSON object: list", damage=file("model/model.safetensors.index.json", "[]")),
+    case(CONVERT, 1, "index.json` is not valid JSON", damage=index("{")),
+    case(CONVERT, 1, "index.json` is not a JSON object: list", damage=index("[]")),
 ]  # fmt: skip
 
 

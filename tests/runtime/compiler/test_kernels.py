@@ -21,7 +21,7 @@ from runtime.config import Precision
 from runtime.errors import SpecDecError
 from runtime.quantization.rounding import round_weight
 
-CHOOSING = str(Path(__file__).parents[1] / "test_choosing.py")
+CHOOSING = str(Path(__file__).parents[1] / "test_sampling_kernels.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
