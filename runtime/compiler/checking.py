@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from runtime.batch import Row, pack
@@ -66,8 +66,8 @@ def check_logits(step: StepFunction, model: PreTrainedModel, shape: StepShape, t
                 f"the engine's logits differ from transformers' by more than {tolerance:g} of their norm: "
                 f"{check.relative_difference:.2e} (largest difference {check.max_abs_difference:.2e})"
             )
-            if parameter.dtype != torch.float32 and shape.kv_cache is None and not any(quantized_layers(model)):
-                exact = _reference_logits(nn.Module.float(copy.deepcopy(model)), sequences)
+            if parameter.dtype != torch.float32 and shape.kv_cache is None:
+                exact = _reference_logits(_in_float32(model), sequences)
                 both = [_compare(logits, exact, tolerance).relative_difference for logits in (torch.cat(ours), theirs)]
                 if both[0] <= max(tolerance, min(_MORE_ROUNDING * both[1], _MOST_ROUNDING)):
                     return dataclasses.replace(check, from_float32=both[0], transformers_from_float32=both[1])
@@ -75,6 +75,15 @@ def check_logits(step: StepFunction, model: PreTrainedModel, shape: StepShape, t
                     f"; from float32 of the same weights they differ by {both[0]:.2e}, transformers' by {both[1]:.2e}"
                 )
     raise SpecDecError(said, hint="the model is not computed correctly and no engine was written; please report it")
+
+
+def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that computes in float32, by the same weights. Those of 8 bits stay: their layers widen them."""
+    copied = copy.deepcopy(model)
+    for tensor in (*copied.parameters(), *copied.buffers()):
+        if tensor.is_floating_point() and tensor.element_size() > 1:
+            tensor.data = tensor.data.float()
+    return copied
 
 
 def _reference_logits(

@@ -29,7 +29,7 @@ from runtime.checksums import config_digest
 from runtime.compiler.attention import PAGED, PagedInputs, paged_attention
 from runtime.compiler.build import Effort, build_engine
 from runtime.compiler.opening import current_environment
-from runtime.config import ENGINE_FORMAT_VERSION, EngineConfig
+from runtime.config import ENGINE_FORMAT_VERSION, EngineConfig, Precision
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.orchestrator import generate
@@ -38,6 +38,7 @@ from runtime.tokenizer import SAVED
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
+UNROUNDED = Precision()
 
 
 def build(checkpoint_dir: Path, output_dir: Path, *, replace: bool = False, **settings: Any) -> EngineConfig:
@@ -53,9 +54,16 @@ def build(checkpoint_dir: Path, output_dir: Path, *, replace: bool = False, **se
     )
 
 
-def make_checkpoint(model: PreTrainedModel, work_dir: Path, dtype: Any = None) -> Path:
+def make_checkpoint(
+    model: PreTrainedModel, work_dir: Path, dtype: Any = None, precision: Precision = UNROUNDED
+) -> Path:
     model.save_pretrained(work_dir / "model")
-    convert(work_dir / "model", work_dir / "checkpoint", dtype, replace=False, progress=lambda done, total: None)
+    convert(
+        *(work_dir / "model", work_dir / "checkpoint", dtype),
+        replace=False,
+        progress=lambda done, total: None,
+        precision=precision,
+    )
     return work_dir / "checkpoint"
 
 
@@ -167,7 +175,9 @@ def test_wrong_scaling_fails_the_build(tmp_path: Path) -> None:
     check_refused(make_checkpoint(make_model("llama"), tmp_path), tmp_path)
 
 
-def make_steep_checkpoint(work_dir: Path, deviation: float, family: str = "llama") -> Path:
+def make_steep_checkpoint(
+    work_dir: Path, deviation: float, family: str = "llama", precision: Precision = UNROUNDED
+) -> Path:
     """Of large weights, whose logits transformers' own bfloat16 rounds to something else than float32's."""
     model = make_model(
         family,
@@ -182,18 +192,32 @@ def make_steep_checkpoint(work_dir: Path, deviation: float, family: str = "llama
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
-    return make_checkpoint(model, work_dir, "bfloat16")
+    return make_checkpoint(model, work_dir, "bfloat16", precision)
 
 
-@pytest.mark.parametrize("deviation", [0.2, 0.3])
-def test_right_step_is_not_refused_for_what_transformers_rounds(deviation: float, tmp_path: Path) -> None:
-    check = build(make_steep_checkpoint(tmp_path, deviation), tmp_path / "engine").logits_check
+@pytest.mark.parametrize(
+    ("deviation", "precision"),
+    [
+        (0.2, UNROUNDED),
+        (0.3, UNROUNDED),
+        (0.3, Precision("int8", 64, activations="int16")),
+        (0.3, Precision("int4", 64, activations="float")),
+        (0.3, Precision("fp8")),
+    ],
+    ids=str,
+)
+def test_right_step_is_not_refused_for_what_transformers_rounds(
+    deviation: float, precision: Precision, tmp_path: Path
+) -> None:
+    checkpoint_dir = make_steep_checkpoint(tmp_path, deviation, precision=precision)
+    check = build(checkpoint_dir, tmp_path / "engine").logits_check
     assert check.relative_difference > check.tolerance == 5e-2
     assert check.from_float32 is not None and check.transformers_from_float32 is not None
     assert check.tolerance < check.from_float32 < 1.5 * check.transformers_from_float32
     assert read_engine_config(tmp_path / "engine").logits_check == check
 
 
+@pytest.mark.parametrize("precision", [UNROUNDED, Precision("int8", 64)], ids=["unrounded", "int8"])
 @pytest.mark.parametrize(
     ("family", "broken"),
     [
@@ -203,9 +227,9 @@ def test_right_step_is_not_refused_for_what_transformers_rounds(deviation: float
     ],
 )
 def test_wrong_step_is_refused_by_float32_too(
-    family: str, broken: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    family: str, broken: Callable[..., Tensor], precision: Precision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    checkpoint_dir = make_steep_checkpoint(tmp_path, 0.2, family)
+    checkpoint_dir = make_steep_checkpoint(tmp_path, 0.2, family, precision)
     monkeypatch.setattr(PagedInputs, "mask", functools.partialmethod(functools.partial(broken, PagedInputs.mask)))
     with pytest.raises(SpecDecError, match=r"more than 0.05 of .*; from float32 of the same weights they differ by \d"):
         build(checkpoint_dir, tmp_path / "engine")
