@@ -1,11 +1,12 @@
 // The kernels beside their formulas in double precision, without torch: for compilers and processors that torch is not
 // installed for, perhaps emulated, so the cases are few and small. Says how many there were, and which went wrong.
 
-#include "argmax.cpp"
 #include "linear.cpp"
 #include "paged_attention.cpp"
 #include "quantized.cpp"
+#include "sampling.cpp"
 
+#include <numeric>
 #include <random>
 
 namespace {
@@ -189,21 +190,112 @@ void check_attention(at::ScalarType type, double tolerance, int64_t Q, int64_t c
   check(right, "attention", type, Q, context);
 }
 
-template <typename T>
-void check_argmax(at::ScalarType type, int64_t size) {
-  const at::Tensor rows = random_tensor<T>({5, size}, type);
-  T* numbers = rows.mutable_data_ptr<T>();
-  numbers[size + size / 2] = std::numeric_limits<T>::quiet_NaN();
-  numbers[2 * size] = std::numeric_limits<T>::infinity();
-  const at::Tensor indices = argmax_of_rows(rows);
+// A token's noise by its position's key: -log(-log(1 - v)), v by 52 bits of two hashes and half a bit.
+double noise_of(uint64_t token, uint64_t key) {
+  const auto hash = [](uint64_t x) {
+    x = (x ^ x >> 16) * 0x21f0aaad % (1ull << 32);
+    x = (x ^ x >> 15) * 0x735a2d97 % (1ull << 32);
+    return x ^ x >> 15;
+  };
+  const uint64_t low = key % (1ull << 32), high = key >> 32;
+  const uint64_t upper = hash(hash(token ^ low) ^ high), lower = hash(hash(token ^ high) ^ low);
+  return -std::log(-std::log1p(-(double(upper * (1 << 20) + lower / (1 << 12)) + 0.5) * 0x1p-52));
+}
+
+uint64_t random_key() { return uint64_t(generator()) << 32 | generator(); }
+
+// Noise, and what it is at most.
+void check_noise() {
   bool right = true;
-  for (int64_t row = 0; row < 5; ++row) {
-    int64_t best = 0;
-    for (int64_t i = 1; i < size; ++i)
-      if (float(numbers[row * size + i]) > float(numbers[row * size + best])) best = i;
-    right &= indices.const_data_ptr<int64_t>()[row] == (row == 1 || row == 2 ? -1 : best);
+  for (uint32_t token = 0; token < 40000; token += kLanes) {
+    const Noise noise(random_key());
+    const uint64_t key = uint64_t(noise.second) << 32 | noise.first;
+    Words tokens;
+    for (int lane = 0; lane < kLanes; ++lane) tokens[lane] = token + lane;
+    const Lanes bound = noise.at_most(tokens);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const double expected = noise_of(token + lane, key);
+      right &= near(noise.of(token + lane), expected, 1e-13) && bound[lane] >= expected && expected >= kLeastNoise;
+    }
   }
-  check(right, "argmax", type, 5, size);
+  check(right, "noise", at::kFloat, 0, 0);
+}
+
+// How many of sorted scores, the last ones, are left by the cuts, of which top-p is given by itself.
+int64_t count_left(const std::vector<float>& sorted, const Rules& rules, double top_p) {
+  const int64_t size = sorted.size();
+  const auto count_from = [&](double least) -> int64_t {
+    return sorted.end() - std::lower_bound(sorted.begin(), sorted.end(), least);
+  };
+  const auto weight = [&](int64_t i) { return std::exp(double(sorted[size - i]) - sorted.back()); };
+  int64_t left = count_from(-kLargestFloat);
+  if (rules.top_k > 0 && rules.top_k < size) left = std::min(left, count_from(sorted[size - int64_t(rules.top_k)]));
+  if (rules.top_p < 1) {
+    double total = 0, sum = 0;
+    for (int64_t i = 1; i <= left; ++i) total += weight(i);
+    for (int64_t i = 1; i <= left && sum < top_p * total; ++i)
+      if ((sum += weight(i)) >= top_p * total) left = i;
+  }
+  return std::min(left, count_from(sorted.back() + std::log(rules.min_p)));
+}
+
+// Whether what is left of a row's scores, and -inf, is what the cuts leave, and the token the one of the largest score and
+// noise of those.
+void check_row(const std::vector<float>& scores, const Rules& rules, const float* left, int64_t token, uint64_t key,
+               at::ScalarType type) {
+  const int64_t size = scores.size(), num_left = size - std::count(left, left + size, kNever);
+  std::vector<int64_t> order(size);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return scores[a] < scores[b]; });
+  std::vector<float> sorted;
+  for (const int64_t i : order) sorted.push_back(scores[i]);
+  const double rounding = 1e-6;  // of sums of weights in float32
+  bool right = num_left >= count_left(sorted, rules, rules.top_p - rounding) &&
+               num_left <= count_left(sorted, rules, rules.top_p + rounding);
+  double best = -INFINITY;
+  for (int64_t j = size - num_left; j < size; ++j) {
+    right &= left[order[j]] == sorted[j];
+    best = std::max(best, sorted[j] + noise_of(order[j], key));
+  }
+  check(right, "what cuts leave", type, size, num_left);
+  if (rules.is_greedy) right = token == std::max_element(scores.begin(), scores.end()) - scores.begin();
+  else right = token >= 0 && token < size && near(left[token] + noise_of(token, key), best, 1e-12);
+  check(right, rules.is_greedy ? "the largest" : "a sample", type, size, num_left);
+}
+
+// Greedy and sampled, by each cut and by all together: rows of random numbers, of many equal ones (the largest too), with
+// -inf, with NaN, with infinity, and of -inf alone.
+template <typename T>
+void check_choices(at::ScalarType type, int64_t num_rows, int64_t size) {
+  const at::Tensor rows = random_tensor<T>({num_rows, size}, type, 3);
+  T* numbers = rows.mutable_data_ptr<T>();
+  for (int64_t i = 0; i < num_rows * size; ++i) {
+    const int64_t row = i / size, place = i % size;
+    if (row == 1) numbers[i] = static_cast<T>(std::min(std::round(float(numbers[i]) * 4) / 4, 3.0f));
+    if ((row == 2 && place % 3 == 0) || row == 5) numbers[i] = static_cast<T>(-INFINITY);
+    if (row == 3 && place == size / 2) numbers[i] = static_cast<T>(NAN);
+    if (row == 4 && place == 0) numbers[i] = static_cast<T>(INFINITY);
+  }
+  const at::Tensor rules({num_rows, 8}, at::kDouble), keys({num_rows}, at::kLong), entries({0, 4}, at::kInt);
+  const at::Tensor bans({0}, at::kInt), bounds({num_rows, 6}, at::kLong);
+  for (const Rules& one : {Rules{1, 1, 0, 1, 0, 1, 0, 0}, Rules{0, 1, 0, 1, 0, 1, 0, 0}, Rules{0, 0.7, 0, 1, 0, 1, 0, 0},
+                           Rules{0, 1, 1, 1, 0, 1, 0, 0}, Rules{0, 1.3, 20, 1, 0, 1, 0, 0}, Rules{0, 1, 0, 0.9, 0, 1, 0, 0},
+                           Rules{0, 2, 0, 0.3, 0, 1, 0, 0}, Rules{0, 1, 0, 1, 0.1, 1, 0, 0},
+                           Rules{0, 1.5, 30, 0.8, 0.05, 1, 0, 0}}) {
+    auto* key = keys.mutable_data_ptr<uint64_t>();
+    for (int64_t row = 0; row < num_rows; ++row) rules.mutable_data_ptr<Rules>()[row] = one, key[row] = random_key();
+    const at::Tensor tokens = choose_rows({rows}, rules, keys, entries, bans, bounds);
+    const auto [left, why] = scores_of_rows({rows}, rules, keys, entries, bans, bounds);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      std::vector<float> scores;
+      for (int64_t i = 0; i < size; ++i) scores.push_back(float(numbers[row * size + i]) / float(one.temperature));
+      const bool has_numbers = std::all_of(scores.begin(), scores.end(), [](float v) { return v < INFINITY; }) &&
+                               std::count(scores.begin(), scores.end(), kNever) < size;
+      const int64_t token = tokens.const_data_ptr<int64_t>()[row], none = why.template const_data_ptr<int64_t>()[row];
+      check(none == (has_numbers ? 0 : -1) && (has_numbers || token == -1), "no numbers", type, size, row);
+      if (has_numbers) check_row(scores, one, left.template const_data_ptr<float>() + row * size, token, key[row], type);
+    }
+  }
 }
 
 // All of the 65,536 numbers of 16 bits, of NaNs only that they are none.
@@ -262,13 +354,15 @@ void check_all(at::ScalarType type, double tolerance) {
       check_attention<T>(type, tolerance, 50, 0, 32, 32, window, arithmetic);
       check_attention<T>(type, tolerance, 3, 50, 12, 4, window, arithmetic);  // heads that are no multiple of a vector
     }
-  for (int64_t size : {1, 15, 64, 1000}) check_argmax<T>(type, size);
+  for (int64_t size : {1, 15, 64, 1000}) check_choices<T>(type, 6, size);
+  check_choices<T>(type, 2, 20000);  // pieces of rows, more threads than rows
 }
 
 }  // namespace
 
 int main() {
   check_exp2();
+  check_noise();
   check_widening<at::BFloat16>(at::kBFloat16);
   check_widening<at::Half>(at::kHalf);
   for (int threads : {1, 3}) {

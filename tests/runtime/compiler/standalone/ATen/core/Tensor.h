@@ -13,7 +13,7 @@
 #include <optional>
 #include <vector>
 
-#define TORCH_CHECK(holds, message) \
+#define TORCH_CHECK(holds, message, ...) \
   if (!(holds)) std::puts(message), std::exit(1)
 
 namespace at {
@@ -47,6 +47,10 @@ struct Tensor {
   int64_t stride(int64_t i) const { return strides[i]; }
   Sizes sizes() const { return {shape}; }
   ScalarType scalar_type() const { return type; }
+  int64_t element_size() const {
+    constexpr int64_t bytes[] = {4, 2, 2, 8, 1, 1, 1, 4, 8};  // as ScalarType lists them
+    return bytes[type];
+  }
   TensorOptions options() const { return {type}; }
   Tensor contiguous() const { return *this; }
   int64_t numel() const {
@@ -77,6 +81,8 @@ struct Tensor {
     return tensor;
   }
 };
+
+using TensorList = std::vector<Tensor>;
 
 inline Tensor zeros(std::vector<int64_t> shape, TensorOptions options) { return {shape, options.type}; }
 inline Tensor empty(std::vector<int64_t> shape, TensorOptions options) { return {shape, options.type}; }
