@@ -135,7 +135,7 @@ def test_chat_is_sampled_as_the_model_says(specdec: Specdec, chatty_dir: Path, m
     with LLM(chatty_dir) as llm:
         values = {name: value for name, value in SAMPLED.items() if name != "do_sample"}
         assert llm.chat_params() == SamplingParams(max_tokens=None, **values)  # type: ignore[arg-type]
-        (output,) = llm.chat(MESSAGES, SamplingParams(seed=0, max_tokens=NUM_TOKENS, **values))  # type: ignore
+        (output,) = llm.chat(MESSAGES, SamplingParams(seed=0, max_tokens=NUM_TOKENS, **values))
         assert (output.text or "") in chat()
         room = llm.bundle.config.build_config.max_request_len
         (whole,) = llm.chat(MESSAGES)
