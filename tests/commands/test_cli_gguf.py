@@ -53,6 +53,7 @@ def test_run_takes_a_file_and_its_directory(place: str, specdec: Specdec, made: 
     flags = ["--max-output-len", NUM_TOKENS, "--end-id", END_ID, *SIZES, "--json"]
     assert ids_of(specdec("run", "--model-dir", model, "--input-text", PROMPT, *flags).document) == [expected]
     drafted = ["--draft-model-dir", model, "--spec-decode-algo", "DRAFT_TARGET", "--spec-decode-max-draft-len", 3]
+    drafted += ["--draft-len-mode", "fixed"]
     document = specdec("run", "--model-dir", model, "--input-text", PROMPT, *flags, *drafted).document
     assert ids_of(document) == [expected]
     assert document["requests"][0]["stats"]["draft_acceptance_rate"] == 1

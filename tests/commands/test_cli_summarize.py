@@ -112,6 +112,7 @@ def test_leader_mode_counts_as_run_does(
     summarize: Summarize, specdec: Specdec, llama_engine_dir: Path, uneven: list[str]
 ) -> None:
     flags: list[object] = ["--spec-decode-algo", "SUFFIX", "--disable-kv-cache-reuse", "--max-num-tokens", 40]
+    flags += ["--draft-len-mode", "fixed"]
     texts_alone = ["--test-engine", "--eval-task", "question", "--text-column", "article"]
     ours = summarize(*uneven, *texts_alone, *flags, "--json").document
     texts = [word for request in ours["requests"] for word in ("--input-text", request["prompt"])]
