@@ -129,9 +129,13 @@ def _summary(config: EngineConfig, output_dir: Path, size: int, elapsed: float, 
 
 def _described_check(check: LogitsCheck) -> str:
     said = f"{check.relative_difference:.1e} from transformers' eager attention, relative (allowed {check.tolerance:g})"
-    if check.from_float32 is None or check.transformers_from_float32 is None:
-        return said
-    return f"{said}; {check.from_float32:.1e} from float32, transformers' {check.transformers_from_float32:.1e}"
+    for bits, ours, theirs in (
+        ("float32", check.from_float32, check.transformers_from_float32),
+        ("float64", check.from_float64, check.transformers_from_float64),
+    ):
+        if ours is not None and theirs is not None:
+            said += f"; {ours:.1e} from {bits}, transformers' {theirs:.1e}"
+    return said
 
 
 def _described_copy(self_draft: SelfDraft) -> str:

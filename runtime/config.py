@@ -202,6 +202,9 @@ class LogitsCheck:
     from_float32: Measure | None = None
     """The engine's relative difference from the same weights in float32: measured where 16 bits exceed `tolerance`."""
     transformers_from_float32: Measure | None = None
+    from_float64: Measure | None = None
+    """As `from_float32`, measured where float32 exceeds `tolerance`."""
+    transformers_from_float64: Measure | None = None
 
 
 @dataclass(frozen=True)

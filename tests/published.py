@@ -125,23 +125,28 @@ def write_model(
     config: dict[str, Any], directory: Path, seed: int, *, prompt: list[int], num_new_tokens: int
 ) -> list[int]:
     """Write a model of the config, saved as it says, and return Hugging Face's greedy answer to the prompt."""
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    if str(plain.get("torch_dtype")).startswith("float8"):
-        del plain["torch_dtype"]
-    directory.mkdir(parents=True, exist_ok=True)
     for stds in STDS:
-        (directory / "config.json").write_text(json.dumps(plain))
-        model = random_model(f"{seed}", AutoConfig.from_pretrained(directory), *stds)
-        model.to(_dtype(config)).save_pretrained(directory)
-        (directory / "generation_config.json").unlink(missing_ok=True)
-        (directory / "config.json").write_text(json.dumps(plain))
-        if "quantization_config" in config:
-            _round_to_fp8(directory, config["quantization_config"])
-        (directory / "config.json").write_text(json.dumps(config))
+        write_random(config, directory, seed, stds)
         answer = hf_greedy(load_hugging_face(directory), prompt, num_new_tokens)
         if len(set(answer)) > num_new_tokens // 6:
             return answer
     raise AssertionError("random weights of this config repeat one token")
+
+
+def write_random(config: dict[str, Any], directory: Path, seed: int, stds: tuple[float, float]) -> None:
+    """Write a model of the config whose weights and embeddings have such deviations."""
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    if str(plain.get("torch_dtype")).startswith("float8"):
+        del plain["torch_dtype"]
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(plain))
+    model = random_model(f"{seed}", AutoConfig.from_pretrained(directory), *stds)
+    model.to(_dtype(config)).save_pretrained(directory)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    (directory / "config.json").write_text(json.dumps(plain))
+    if "quantization_config" in config:
+        _round_to_fp8(directory, config["quantization_config"])
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def load_hugging_face(directory: Path) -> PreTrainedModel:

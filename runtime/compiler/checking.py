@@ -1,14 +1,16 @@
 """What a compiled step is compared with before an engine is written: transformers, and itself in other company."""
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from runtime.batch import Row, pack
@@ -20,17 +22,33 @@ from runtime.errors import SpecDecError
 from runtime.kv_cache import KVPool, kv_dtype
 
 _NUM_SINGLE = 4  # tokens that are computed one at a time too
-# As far from float32 as transformers' 16 bits are, other sums' rounding may take a right step too; and a wrong one is
-# farther: rows that have nothing to do with each other differ by 1.4.
-_MORE_ROUNDING, _MOST_ROUNDING = 1.5, 0.3
+_Sequence = tuple[list[int], tuple[int, int], RoundKV | None]
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """More bits of the same weights, which decide where transformers' logits are rounded themselves.
+
+    As far from them as transformers' are, other sums' rounding may take a right step too; and a wrong one is farther:
+    rows that have nothing to do with each other differ by 1.4.
+    """
+
+    dtype: torch.dtype
+    more_rounding: float  # than transformers'
+    most_rounding: float
+
+
+_JUDGE_16_BITS = _Judge(torch.float32, more_rounding=1.5, most_rounding=0.3)
+# A model that makes 1e-4 of float32's 6e-8 does so in few directions: two ways to round differ by more there.
+_JUDGE_32_BITS = _Judge(torch.float64, more_rounding=4, most_rounding=1e-2)
 
 
 def check_logits(step: StepFunction, model: PreTrainedModel, shape: StepShape, tolerance: float) -> LogitsCheck:
     """Compare a ragged batch's context step and draft-length step with eager attention over the whole sequences.
 
-    Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`. Of 16 bits, where
-    transformers rounds too, float32 of the same weights decides then: the engine must not be much farther from it than
-    transformers is.
+    Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`. Because transformers
+    rounds too, more bits of the same weights decide then, float32 where both compute in 16 and float64 where they
+    compute in float32: the engine must not be much farther from what those give than transformers is.
     """
     build = shape.build_config
     num_context = _check_context_len(shape)
@@ -66,30 +84,52 @@ def check_logits(step: StepFunction, model: PreTrainedModel, shape: StepShape, t
                 f"the engine's logits differ from transformers' by more than {tolerance:g} of their norm: "
                 f"{check.relative_difference:.2e} (largest difference {check.max_abs_difference:.2e})"
             )
-            if parameter.dtype != torch.float32 and shape.kv_cache is None:
-                exact = _reference_logits(_in_float32(model), sequences)
+            if shape.kv_cache is None:
+                judge = _JUDGE_32_BITS if parameter.dtype == torch.float32 else _JUDGE_16_BITS
+                exact = _logits_in(judge.dtype, model, sequences)
                 both = [_compare(logits, exact, tolerance).relative_difference for logits in (torch.cat(ours), theirs)]
-                if both[0] <= max(tolerance, min(_MORE_ROUNDING * both[1], _MOST_ROUNDING)):
-                    return dataclasses.replace(check, from_float32=both[0], transformers_from_float32=both[1])
+                if both[0] <= max(tolerance, min(judge.more_rounding * both[1], judge.most_rounding)):
+                    return _with_distances(check, judge.dtype, both)
                 said += (
-                    f"; from float32 of the same weights they differ by {both[0]:.2e}, transformers' by {both[1]:.2e}"
+                    f"; from {str(judge.dtype).removeprefix('torch.')} of the same weights they differ by "
+                    f"{both[0]:.2e}, transformers' by {both[1]:.2e}"
                 )
     raise SpecDecError(said, hint="the model is not computed correctly and no engine was written; please report it")
 
 
-def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy that computes in float32, by the same weights. Those of 8 bits stay: their layers widen them."""
+def _with_distances(check: LogitsCheck, dtype: torch.dtype, both: Seq[float]) -> LogitsCheck:
+    if dtype == torch.float64:
+        return replace(check, from_float64=both[0], transformers_from_float64=both[1])
+    return replace(check, from_float32=both[0], transformers_from_float32=both[1])
+
+
+def _logits_in(dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Sequence]) -> Tensor:
+    """Transformers' logits by the same weights in more bits. Weights of 8 bits stay: their layers widen them."""
     copied = copy.deepcopy(model)
     for tensor in (*copied.parameters(), *copied.buffers()):
         if tensor.is_floating_point() and tensor.element_size() > 1:
-            tensor.data = tensor.data.float()
-    return copied
+            tensor.data = tensor.data.to(dtype)
+    with _WidenFloat32() if dtype == torch.float64 else nullcontext():
+        return _reference_logits(copied, sequences)
 
 
-def _reference_logits(
-    model: PreTrainedModel, sequences: Seq[tuple[list[int], tuple[int, int], RoundKV | None]]
-) -> Tensor:
-    """(rows, vocab) float32, transformers': of each sequence's tokens the last of the context, then the drafts'."""
+class _WidenFloat32(TorchFunctionMode):
+    """Takes float64 where float32 is asked for by name, as models do for norms, ropes and softmax."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.float:
+            return args[0].double()
+        named = {name: _widen(value) for name, value in (kwargs or {}).items()}
+        return function(*map(_widen, args), **named)
+
+
+def _widen(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def _reference_logits(model: PreTrainedModel, sequences: Seq[_Sequence]) -> Tensor:
+    """(rows, vocab) float32 or wider, transformers': of each sequence's tokens the last of the context, then the
+    drafts'."""
     contexts, drafts = [], []
     for tokens, (context, _), round_kv in sequences:
         ids = torch.tensor([tokens], device=model.device)

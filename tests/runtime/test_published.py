@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from published import PUBLISHED, RUN, load_hugging_face, seed_of, shrunk, thresholds, write_model
+from published import PUBLISHED, RUN, load_hugging_face, seed_of, shrunk, thresholds, write_model, write_random
 from tiny import build_tiny, hf_greedy, repetitive_prompt
 
+from runtime.bundle import read_engine_config
 from runtime.checkpoint import convert
+from runtime.compiler.choosing import compiler_for
+from runtime.config import Compiler
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
@@ -19,6 +22,25 @@ from runtime.request import Request
 NUM_NEW_TOKENS = 24
 LIMIT, PROMPT_LEN = 24, 90
 MAX_PROMPT_LEN = 8300
+COMPILED = {
+    "gemma-4-E2B": "layers that share K/V, embeddings of each layer, two widths of heads",
+    "Phi-3.5-MoE-instruct": "experts chosen by sparsemixer, longrope with scales, biases",
+    "DeepSeek-V3": "latent attention, groups of experts, yarn, FP8 in blocks",
+    "MiniCPM3-4B": "latent attention without experts, longrope, scaled depth",
+    "Olmo-3.1-32B-Instruct": "windows, yarn in full layers alone, norms behind",
+    "EXAONE-4.0-32B": "windows, and full layers without a rope",
+    "gemma-4-26B-A4B": "experts beside an MLP",
+    "gemma-3-27b-it": "a text model inside another, two ropes, windows",
+    "Devstral-Small-2-24B-Instruct": "queries scaled by position, yarn, FP8 by tensor",
+    "Qwen3-30B-A3B": "experts, norms of queries and keys",
+    "phi-1": "attention beside the MLP, a part of each head turned, layer norms",
+    "Phi-3-mini-128k-instruct": "longrope, fused weights",
+    "Qwen2.5-VL-7B-Instruct": "a rope of three positions, biases",
+    "Qwen3-8B-FP8": "FP8 of a dense model",
+    "gemma-7b": "scaled embeddings, wide heads",
+    "Llama-3.2-1B-Instruct": "the llama3 rope, tied weights",
+}
+"""One of each architecture, and what a compiler has to do for it."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -33,24 +55,39 @@ def test_each_is_taken_or_refused_in_a_sentence(name: str, tmp_path: Path) -> No
     assert "\n" not in f"{error.value.message}{error.value.hint}"
 
 
-def check_equal(config: dict[str, Any], prompt: list[int], name: str, work_dir: Path) -> None:
+def check_equal(
+    config: dict[str, Any], prompt: list[int], name: str, work_dir: Path, compiler: Compiler = "none"
+) -> None:
     """Greedy tokens of the built engine, with drafts, are Hugging Face's."""
     expected = write_model(config, work_dir / "model", seed_of(name), prompt=prompt, num_new_tokens=NUM_NEW_TOKENS)
     lengths = {"max_input_len": len(prompt), "max_seq_len": len(prompt) + NUM_NEW_TOKENS + 10}
-    engine_dir = build_tiny(work_dir / "model", work_dir / "built", dtype="float32", **lengths)
+    engine_dir = build_tiny(work_dir / "model", work_dir / "built", dtype="float32", compiler=compiler, **lengths)
+    assert read_engine_config(engine_dir).build_config.compiler == compiler
     request = Request(0, tuple(prompt), NUM_NEW_TOKENS)
     with Engine.open(engine_dir) as engine:
         (answer,) = (s.output_tokens for s, _ in generate(engine, [request], NgramLookup(2), 10) if s.finish_reason)
     assert answer == expected
 
 
+def limit_of(name: str) -> int:
+    return PROMPT_LEN + NUM_NEW_TOKENS + 20 if "longrope" in json.dumps(PUBLISHED[name].config) else LIMIT
+
+
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", RUN)
 def test_greedy_tokens_are_hugging_faces(name: str, tmp_path: Path) -> None:
     """Past every window, and past the positions that a rope was scaled from; of `longrope` up to them."""
-    config = PUBLISHED[name].config
-    limit = PROMPT_LEN + NUM_NEW_TOKENS + 20 if "longrope" in json.dumps(config) else LIMIT
-    check_equal(shrunk(config, limit=limit), repetitive_prompt(1, PROMPT_LEN, 400), name, tmp_path)
+    config = shrunk(PUBLISHED[name].config, limit=limit_of(name))
+    check_equal(config, repetitive_prompt(1, PROMPT_LEN, 400), name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_steps_have_hugging_faces_tokens(name: str, tmp_path: Path) -> None:
+    """By the compiler that is taken where nobody names one, past the same thresholds."""
+    config = shrunk(PUBLISHED[name].config, limit=limit_of(name), vocab_size=512)
+    compiler = compiler_for(torch.device("cpu"), None)
+    check_equal(config, repetitive_prompt(1, PROMPT_LEN, 400), name, tmp_path, compiler)
 
 
 @pytest.mark.slow
@@ -69,6 +106,16 @@ def test_gemma_4_may_see_images_at_once(name: str, tmp_path: Path) -> None:
     text = {"use_bidirectional_attention": "vision", "attention_k_eq_v": True, "global_head_dim": 32}
     config["text_config"] |= text | {"num_global_key_value_heads": 1}
     check_equal(config, repetitive_prompt(1, PROMPT_LEN, 400), name, tmp_path)
+
+
+@pytest.mark.parametrize("stds", [(0.3, 0.03), (0.15, 0.15)], ids=str)
+def test_a_right_engine_is_not_refused_for_what_transformers_rounds_in_float32(
+    stds: tuple[float, float], tmp_path: Path
+) -> None:
+    """Gemma 4 E2B makes 1e-4 and more of float32's last bit with some weights; they were refused."""
+    config = shrunk(PUBLISHED["gemma-4-E2B"].config, limit=LIMIT, vocab_size=512)
+    write_random(config, tmp_path / "model", 1, stds)
+    assert build_tiny(tmp_path / "model", tmp_path / "built", dtype="float32").is_dir()
 
 
 def test_positions_past_longropes_are_refused_by_number(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from runtime.bundle import read_engine_config
 from runtime.checkpoint import convert
 from runtime.checksums import config_digest
 from runtime.compiler.attention import PAGED, PagedInputs, paged_attention
-from runtime.compiler.build import Effort, build_engine
+from runtime.compiler.build import _TOLERANCE, Effort, build_engine
+from runtime.compiler.checking import _logits_in
 from runtime.compiler.opening import current_environment
 from runtime.config import ENGINE_FORMAT_VERSION, EngineConfig, Precision
 from runtime.engine import Engine
@@ -236,10 +237,86 @@ def test_wrong_step_is_refused_by_float32_too(
     assert not (tmp_path / "engine").exists()
 
 
+@pytest.fixture
+def below_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tolerance that no two ways to compute in float32 keep within."""
+    monkeypatch.setitem(_TOLERANCE, "float32", 1e-8)
+
+
+@pytest.mark.usefixtures("below_rounding")
+def test_float64_decides_where_transformers_rounds_float32(tmp_path: Path) -> None:
+    checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path)
+    check = build(checkpoint_dir, tmp_path / "engine").logits_check
+    assert check.relative_difference > check.tolerance == 1e-8
+    assert check.from_float64 is not None and check.transformers_from_float64 is not None
+    assert check.tolerance < check.from_float64 < 4 * check.transformers_from_float64 < 1e-5
+    assert read_engine_config(tmp_path / "engine").logits_check == check
+
+
+@pytest.mark.parametrize("precision", [Precision("int8", 32, activations="float"), Precision("fp8")], ids=str)
+def test_wrong_step_of_rounded_weights_is_refused_by_float64_too(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, "float32", precision)
+    broken = functools.partial(sees_one_key_too_many, PagedInputs.mask)
+    monkeypatch.setattr(PagedInputs, "mask", functools.partialmethod(broken))
+    check_refused(checkpoint_dir, tmp_path)
+
+
+def test_float64_is_transformers_in_float64() -> None:
+    """Norms, ropes and softmax too, which models compute in float32 by name: beside a double computed without them."""
+    model = make_model("llama", num_hidden_layers=1)
+    tokens = [[5, 6, 7, 8]]
+    wide = _logits_in(torch.float64, model, [(tokens[0], (1, 3), None)])
+    assert wide.dtype == torch.float64 and next(model.parameters()).dtype == torch.float32
+    assert torch.get_default_dtype() == torch.float32
+    torch.testing.assert_close(wide, llama_in_float64(model, tokens[0]), rtol=1e-12, atol=1e-12)
+
+
+def llama_in_float64(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """(len(tokens), vocab): the formulas of one layer, every number in float64 but the rope's frequencies."""
+    w = {name: tensor.detach().double() for name, tensor in model.named_parameters(remove_duplicate=False)}
+    config, (layer, ends) = model.config, ("model.layers.0.", ("weight", "bias"))
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    D = config.hidden_size // num_heads
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return w[f"{name}.weight"] * x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        weight, bias = (w.get(f"{layer}{name}.{end}") for end in ends)
+        assert weight is not None and bias is not None
+        return x @ weight.T + bias
+
+    def heads(x: Tensor, count: int) -> Tensor:
+        return x.view(-1, count, D).transpose(0, 1)
+
+    frequencies = model.model.rotary_emb.inv_freq.double()
+    angles = torch.arange(len(tokens)).double()[:, None] * frequencies
+
+    def turn(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    x = w["model.embed_tokens.weight"][tokens]
+    inside = norm(x, f"{layer}input_layernorm")
+    queries = turn(heads(linear(inside, "self_attn.q_proj"), num_heads))
+    keys, values = (heads(linear(inside, f"self_attn.{name}_proj"), num_kv_heads) for name in "kv")
+    keys, values = (of.repeat_interleave(num_heads // num_kv_heads, 0) for of in (turn(keys), values))
+    later = torch.ones(len(tokens), len(tokens)).triu(1) > 0
+    scores = (queries @ keys.transpose(1, 2) / D**0.5).masked_fill(later, -1e300)
+    x = x + linear((scores.softmax(-1) @ values).transpose(0, 1).flatten(1), "self_attn.o_proj")
+    inside = norm(x, f"{layer}post_attention_layernorm")
+    gate = linear(inside, "mlp.gate_proj")
+    x = x + linear(gate * gate.sigmoid() * linear(inside, "mlp.up_proj"), "mlp.down_proj")
+    return norm(x, "model.norm") @ w["lm_head.weight"].T
+
+
 def check_refused(checkpoint_dir: Path, tmp_path: Path) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(
-        SpecDecError, match=r"logits differ from transformers' by more than 0.0001 .*: \d\.\d+e"
+        SpecDecError, match=r"logits differ from transformers' by more than 0.0001 .*: \d\.\d+e.*from float64"
     ) as error:
         build(checkpoint_dir, tmp_path / "engine")
     assert float(error.value.message.split("norm: ")[1].split()[0]) > 1e-4
