@@ -189,12 +189,12 @@ def seed_of(name: str) -> int:
 
 def thresholds(config: dict[str, Any]) -> list[int]:
     """Positions behind which a config computes otherwise than before, that outputs are served past: windows, and
-    where a rope was scaled from. `longrope` is served up to it."""
+    where a rope was scaled from. `longrope` is served up to it, but Phi-MoE's, whose scales stand in its config."""
     text = config.get("text_config", config)
     positions = text.get("max_position_embeddings", 0)
     found = [text.get("sliding_window") if text.get("use_sliding_window", True) else None]
     for rope in _ropes(text):
-        if rope.get("rope_type", rope.get("type")) != "longrope":
+        if rope.get("rope_type", rope.get("type")) != "longrope" or "short_mscale" in rope:
             found.append(rope.get("original_max_position_embeddings"))
     return [one for one in found if isinstance(one, int) and one < positions]
 

@@ -167,11 +167,19 @@ def num_positions(config: PreTrainedConfig) -> int | None:
 
     They end where rotary factors stop being a function of a token's own position. `longrope` has two sets of factors,
     and transformers changes the set of a whole sequence, K/V computed before included, when it grows past
-    `original_max_position_embeddings`; `dynamic` changes them with every token past `max_position_embeddings`.
+    `original_max_position_embeddings`; `dynamic` changes them with every token past `max_position_embeddings`. PhiMoE
+    keeps its first set, and changes their scale: to the same, as published.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
-    limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if _type(rope) == "longrope"]
+    limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if _changes(rope, config)]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _changes(rope: dict[str, Any], config: PreTrainedConfig) -> bool:
+    """Whether `longrope` has other factors for long sequences in transformers' model."""
+    if config.model_type == "phimoe":
+        return _type(rope) == "longrope" and rope.get("long_mscale") != rope.get("short_mscale")
+    return _type(rope) == "longrope"
 
 
 def why_positions_end(config: PreTrainedConfig) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import PUBLISHED, RUN, load_hugging_face, seed_of, shrunk, thresholds, write_model, write_random
+from published import PUBLISHED, RUN, STDS, load_hugging_face, seed_of, shrunk, thresholds, write_model, write_random
 from tiny import build_tiny, hf_greedy, repetitive_prompt
 
 from runtime.bundle import read_engine_config
@@ -118,11 +118,20 @@ def test_a_right_engine_is_not_refused_for_what_transformers_rounds_in_float32(
     assert build_tiny(tmp_path / "model", tmp_path / "built", dtype="float32").is_dir()
 
 
-def test_positions_past_longropes_are_refused_by_number(tmp_path: Path) -> None:
-    """Hugging Face changes all factors there, those of keys computed before included."""
-    config = shrunk(PUBLISHED["Phi-3.5-MoE-instruct"].config)
-    prompt = repetitive_prompt(1, 20, 400)
-    write_model(config, tmp_path / "model", 0, prompt=prompt, num_new_tokens=NUM_NEW_TOKENS)
+@pytest.mark.parametrize("prompt_len", [LIMIT - 10, LIMIT + 10], ids=["crossing", "past"])
+def test_phi_moe_goes_past_the_positions_of_its_longrope(prompt_len: int, tmp_path: Path) -> None:
+    """Hugging Face's keeps its factors there, and as published their scale too."""
+    config = shrunk(PUBLISHED["Phi-3.5-MoE-instruct"].config, limit=LIMIT)
+    check_equal(config, repetitive_prompt(1, prompt_len, 400), "Phi-3.5-MoE-instruct", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Phi-3-mini-128k-instruct", "Phi-3.5-MoE-instruct"])
+def test_positions_past_longropes_are_refused_by_number(name: str, tmp_path: Path) -> None:
+    """Hugging Face changes all factors there, those of keys computed before included; of Phi-MoE their scale."""
+    config = shrunk(PUBLISHED[name].config)
+    if "short_mscale" in config["rope_scaling"]:
+        config["rope_scaling"]["long_mscale"] = 1.5
+    write_random(config, tmp_path / "model", 0, STDS[0])
     with pytest.raises(SpecDecError, match="exceeds the 4096 positions before its longrope factors change: 4097"):
         build_tiny(tmp_path / "model", tmp_path / "built", max_input_len=9, max_seq_len=4107)
 
