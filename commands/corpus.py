@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
-from commands.inputs.paths import check_readable, check_tokenizer_dir
+from commands.inputs.paths import check_readable
 from commands.options.expand import expand_groups
 from commands.options.panels import INPUT, OUTPUT
 from commands.output import Output, check_output_files
 from runtime.errors import SpecDecError, UsageError
+from runtime.models import resolve_tokenizer
 
 _MAX_NGRAM_SIZE = 4
 
@@ -22,7 +23,7 @@ class CorpusInputs:
     tokenizer_dir: Annotated[
         Path,
         typer.Option(
-            help="Tokenizer of the model the corpus is for: an engine, checkpoint or model directory.",
+            help="Tokenizer of the model the corpus is for: an engine, checkpoint or model directory, or a GGUF file.",
             rich_help_panel=INPUT,
         ),
     ]
@@ -90,7 +91,7 @@ def create(inputs: CorpusInputs, corpus_file: CorpusFile, output: Output) -> Non
     """
     paths = inputs.paths()
     corpus_file.check(paths)
-    check_tokenizer_dir(inputs.tokenizer_dir)
+    resolve_tokenizer(inputs.tokenizer_dir)
     check_readable(paths)
 
     from commands.inputs.texts import read_texts

@@ -18,7 +18,6 @@ from commands.options.leader import LeaderOptions
 from commands.options.summarize import EvaluationOptions, SummarizeInputs, SummarizeResults
 from commands.output import Output, check_new_directory
 from runtime.errors import SpecDecError
-from runtime.gguf import is_gguf
 from runtime.models import read_model_config, resolve_model
 
 if TYPE_CHECKING:
@@ -94,11 +93,6 @@ def _hf_dir(inputs: SummarizeInputs, evaluation: EvaluationOptions) -> Path | No
     if inputs.hf_model_dir is None or not evaluation.test_hf:  # TensorRT-LLM's command lines have it always
         return None
     directory = resolve_model(inputs.hf_model_dir)
-    if is_gguf(directory):
-        raise SpecDecError(
-            f"Hugging Face's model is not run of a GGUF file: {directory}",
-            hint="`--hf-model-dir` names the model that it was made of",
-        )
     read_model_config(directory)
     return directory
 

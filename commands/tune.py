@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from commands.inputs.paths import check_drafter, check_readable, check_tokenizer_dir
+from commands.inputs.paths import check_drafter, check_readable
 from commands.inputs.prompts import read_prompts
 from commands.options.drafting_models import ModelDrafterOptions
 from commands.options.expand import expand_groups
@@ -12,7 +12,7 @@ from commands.options.tune import TuneInputs, TuneOptions, named_drafter
 from commands.output import Output, check_output_files
 from runtime.bundle import read_bundle
 from runtime.drafters.settings import check_has_copy
-from runtime.models import read_model_config, resolve_model
+from runtime.models import read_model_config, resolve_model, resolve_tokenizer
 from runtime.parallel.devices import check_device_ids
 
 
@@ -42,7 +42,7 @@ def tune(
     if inputs.model.model_dir is not None:
         read_model_config(resolve_model(inputs.model.model_dir))
     if inputs.tokenizer_dir is not None:
-        check_tokenizer_dir(inputs.tokenizer_dir)
+        resolve_tokenizer(inputs.tokenizer_dir)
     check_drafter(named.drafter, None)
 
     from commands.tuning import tune_engine, tune_traces

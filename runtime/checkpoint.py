@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from runtime.bundle import weights_files
 from runtime.checksums import CONFIG, config_digest, record_files
@@ -30,9 +31,9 @@ from runtime.config import CheckpointConfig, Dtype, Mapping, Precision, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_is_not_input, new_directory, read_json, write_json
 from runtime.generation_config import GENERATION_CONFIG, check_generation_config
-from runtime.gguf import is_gguf
+from runtime.gguf import has_tokenizer, is_gguf
 from runtime.gguf_config import generation_config_of
-from runtime.gguf_tokenizer import has_tokenizer, make_gguf_tokenizer
+from runtime.gguf_tokenizer import make_gguf_tokenizer
 from runtime.model_dir import check_head, check_not_wrapped, is_computed, predicts_further, warn_of_adapter
 from runtime.models import read_model_config
 from runtime.parallel.splitting import Splitting
@@ -41,7 +42,7 @@ from runtime.quantization.formats import check_shapes, find_layers, format_of, w
 from runtime.quantization.gguf import read_gguf_tensors
 from runtime.quantization.losses import Losses
 from runtime.quantization.planning import RoundedLayer, Source, plan_pieces
-from runtime.source import SourceTensor, read_tensors
+from runtime.source import SourceTensor, load_tensors, read_tensors
 
 # What a tokenizer or generation needs beside the weights.
 _SIDE_FILES = (
@@ -96,6 +97,18 @@ def convert(
     for message in losses.messages():
         warnings.warn(message, SpecDecWarning, stacklevel=2)
     return checkpoint
+
+
+def read_numbers(model_dir: Path, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A model's config, and its weights as the numbers that they mean, rounded ones too."""
+    source = _open_source(model_dir)
+    numbers = {tensor.name: load_tensors([tensor])[0].to(dtype) for tensor in source.tensors}
+    for name, layer in source.layers.items():
+        parts = dict(zip(layer.parts, load_tensors(list(layer.parts.values())), strict=True))
+        weight = layer.read(parts)
+        weight.check(name)
+        numbers[f"{name}.weight"] = weight.dequantize(dtype)
+    return source.config, numbers
 
 
 def _with_own_names(source: Source) -> Source:

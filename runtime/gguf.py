@@ -76,6 +76,10 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" and path.is_file()
 
 
+def has_tokenizer(path: Path) -> bool:
+    return f"{TOKENIZER}tokens" in read_gguf(path).metadata
+
+
 def read_gguf(path: Path) -> GGUFHeader:
     """The header; SpecDecError for a file that is none, or cut, or of types that are not read."""
     return _read(path, stamp_of(path.stat()))

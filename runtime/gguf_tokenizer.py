@@ -120,10 +120,6 @@ _IRRELEVANT = {  # to models of texts that go on
 }  # fmt: skip
 
 
-def has_tokenizer(path: Path) -> bool:
-    return f"{TOKENIZER}tokens" in read_gguf(path).metadata
-
-
 def make_gguf_tokenizer(path: Path) -> Any:
     """transformers' tokenizer of what the file says; SpecDecError for what is not known how llama.cpp reads it."""
     from transformers import PreTrainedTokenizerFast

@@ -38,6 +38,7 @@ from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.generation_config import ModelDefaults, read_model_defaults
 from runtime.making import MAKING
+from runtime.models import resolve_tokenizer
 from runtime.outputs import Output, Piece
 from runtime.parallel.devices import check_device_ids
 from runtime.params import GREEDY, SamplingParams
@@ -115,7 +116,7 @@ class LLM:
             config = self.bundle.config
             _check_tp_size(engine.get("tensor_parallel_size"), config.mapping.tp_size)
             self.device_ids = check_device_ids(device_ids, config.mapping.tp_size)
-            self.tokenizer_dir = self.bundle.directory if tokenizer is None else Path(tokenizer)
+            self.tokenizer_dir = self.bundle.directory if tokenizer is None else resolve_tokenizer(Path(tokenizer))
             if tokenizer is None:
                 self.tokenizer = tokenizer_of_engine(self.bundle)
             else:

@@ -8,9 +8,10 @@ from typing import Any
 
 from runtime.errors import SpecDecError
 from runtime.files import read_json
-from runtime.gguf import is_gguf
+from runtime.gguf import has_tokenizer, is_gguf
 from runtime.gguf_config import config_of
 from runtime.model_dir import check_not_an_adapter
+from runtime.tokenizer import TOKENIZER_FILES
 
 _SHIPPED = {"demo": "target", "demo-draft": "draft"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -33,8 +34,7 @@ def resolve_model(name: str) -> Path:
         return _gguf_within(path) or path
     if is_gguf(path):
         return path
-    if path.suffix.lower() == ".gguf":
-        raise SpecDecError(f"GGUF file does not exist: {name}", hint="check the path")
+    _check_no_gguf(path)
     if path.exists():
         raise SpecDecError(f"model is a file, not a directory: {name}", hint="give the directory that holds it")
     if not _HUB_ID.fullmatch(name):
@@ -53,6 +53,31 @@ def _gguf_within(directory: Path) -> Path | None:
         names = ", ".join(path.name for path in found)
         raise SpecDecError(f"the directory holds several GGUF files: {names}", hint=f"name one: {found[0]}")
     return found[0]
+
+
+def _check_no_gguf(path: Path) -> None:
+    """SpecDecError for the name of a GGUF file that is not there."""
+    if path.suffix.lower() == ".gguf":
+        raise SpecDecError(f"GGUF file does not exist: {path}", hint="check the path")
+
+
+def resolve_tokenizer(path: Path) -> Path:
+    """The directory of a tokenizer, or a GGUF file that describes one, which a directory without a tokenizer's files
+    may hold; SpecDecError if there is neither."""
+    if path.is_dir():
+        has_files = any((path / name).is_file() for name in TOKENIZER_FILES)
+        found = None if has_files else _gguf_within(path)
+    else:
+        found = path if is_gguf(path) else None
+        if found is None:
+            _check_no_gguf(path)
+            raise SpecDecError(
+                f"tokenizer directory does not exist: {path}",
+                hint="give the directory of a Hugging Face tokenizer, or a GGUF file",
+            )
+    if found is not None and not has_tokenizer(found):
+        raise SpecDecError(f"the file has no tokenizer: {found}", hint="name the tokenizer of the model it was made of")
+    return found or path
 
 
 def read_model_config(model_dir: Path) -> dict[str, Any]:

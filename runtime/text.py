@@ -16,6 +16,8 @@ from runtime.checksums import CONFIG
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.files import read_json
 from runtime.generation_config import as_end_ids, read_end_ids
+from runtime.gguf import is_gguf
+from runtime.models import resolve_tokenizer
 from runtime.quiet import quiet_transformers
 from runtime.request import Request, Sequence
 from runtime.token_text import Texts, texts_after, token_bytes
@@ -25,17 +27,20 @@ _MISTRALS = {"mistral", "mistral3", "ministral", "pixtral", "voxtral"}
 
 
 def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) -> Tokenizer:
-    """transformers' tokenizer saved in `directory`; SpecDecError if there is none. Truncation keeps a prompt's end.
+    """transformers' tokenizer in `directory`, or of a GGUF file; SpecDecError for none. Prompts are cut at the front.
 
     Without the model's configuration the tokenizer's own files have to say what it is.
     """
     from transformers import AutoTokenizer
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if not directory.is_dir():
-        raise SpecDecError(
-            f"tokenizer directory does not exist: {directory}", hint="give the directory of a Hugging Face tokenizer"
-        )
+    directory = resolve_tokenizer(directory)
+    if is_gguf(directory):
+        from runtime.gguf_tokenizer import make_gguf_tokenizer
+
+        made = make_gguf_tokenizer(directory)
+        made.truncation_side = "left"
+        return cast(Tokenizer, made)
     if pretrained_config is not None and (model_type := pretrained_config["model_type"]) not in CONFIG_MAPPING:
         raise SpecDecError(
             f"transformers does not know this model type: {model_type}", hint="install the transformers of the build"
@@ -114,7 +119,7 @@ def _config_for_tokenizer(directory: Path, pretrained_config: dict[str, Any]) ->
 
 
 def open_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of an engine, checkpoint or model directory, or of one that holds nothing else."""
+    """The tokenizer of an engine, checkpoint or model directory, of one that holds nothing else, or of a GGUF file."""
     config: dict[str, Any] = {}
     if (directory / CONFIG).is_file():
         config = read_json(directory / CONFIG)

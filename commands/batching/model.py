@@ -21,6 +21,8 @@ from runtime.drafters.settings import (
     each_drafter,
 )
 from runtime.errors import UsageError
+from runtime.gguf import is_gguf
+from runtime.models import resolve_tokenizer
 from runtime.tokenizer import TOKENIZER_FILES
 
 
@@ -65,8 +67,8 @@ class Job:
 def model_digest(engine_dir: Path, tokenizer_dir: Path | None) -> str:
     """Of the model, of what its engine was built for, and of its tokenizer: the same for engines of all processors."""
     config = read_bundle(engine_dir).config
-    tokenizer = tokenizer_dir or engine_dir
-    files = [tokenizer / name for name in TOKENIZER_FILES]
+    tokenizer = engine_dir if tokenizer_dir is None else resolve_tokenizer(tokenizer_dir)
+    files = [tokenizer] if is_gguf(tokenizer) else [tokenizer / name for name in TOKENIZER_FILES]
     files += [directory / name for name in sorted(NOT_RECORDED) for directory in {engine_dir, tokenizer}]
     parts = [config.weights_digest, repr(sorted(config.pretrained_config.items())), config.dtype]
     parts += [repr(config.build_config), repr(config.quantization)]

@@ -15,7 +15,7 @@ from runtime.drafters.settings import (
     each_drafter,
 )
 from runtime.errors import SpecDecError, UsageError, draft_engine_errors
-from runtime.models import read_model_config, resolve_model
+from runtime.models import read_model_config, resolve_model, resolve_tokenizer
 
 
 def check_models(
@@ -23,7 +23,7 @@ def check_models(
 ) -> Bundle | None:
     """The engine, None where it is to be made of a model; SpecDecError for one of them that cannot be opened."""
     if tokenizer_dir is not None:
-        check_tokenizer_dir(tokenizer_dir)
+        resolve_tokenizer(tokenizer_dir)
     bundle = None
     if model_dir is None:
         bundle = read_bundle(engine_dir)
@@ -63,19 +63,12 @@ def _check_draft_model(model: str | Path) -> None:
             read_model_config(resolve_model(model))
 
 
-def check_tokenizer_dir(directory: Path) -> None:
-    if not directory.is_dir():
-        raise SpecDecError(
-            f"tokenizer directory does not exist: {directory}", hint="give the directory of a Hugging Face tokenizer"
-        )
-
-
 def check_chat_template(model_dir: str | None, tokenizer_dir: Path | None) -> None:
     """SpecDecError for a model whose tokenizer has no chat template: before an engine is built of it."""
     if model_dir is None and tokenizer_dir is None:
         return
-    directory = tokenizer_dir or resolve_model(str(model_dir))
-    if not has_chat_template(directory):
+    found = resolve_model(str(model_dir)) if tokenizer_dir is None else resolve_tokenizer(tokenizer_dir)
+    if not has_chat_template(found):
         raise_no_chat_template(str(tokenizer_dir or model_dir))
 
 

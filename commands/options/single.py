@@ -9,7 +9,11 @@ from commands.options.panels import INPUT, OUTPUT, RUNTIME
 
 TokenizerDir = Annotated[
     Path | None,
-    typer.Option(help="Tokenizer to use instead of the engine's own.", rich_help_panel=INPUT, show_default="engine's"),
+    typer.Option(
+        help="Tokenizer to use instead of the engine's own: a directory or GGUF file.",
+        rich_help_panel=INPUT,
+        show_default="engine's",
+    ),
 ]
 EndId = Annotated[
     int | None,

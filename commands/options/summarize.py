@@ -30,7 +30,9 @@ class SummarizeInputs:
     ] = None
     hf_model_dir: Annotated[
         str | None,
-        typer.Option(help="Model that `--test-hf` runs: directory, hub id or shipped name.", rich_help_panel=INPUT),
+        typer.Option(
+            help="Model that `--test-hf` runs: directory, GGUF file, hub id or shipped name.", rich_help_panel=INPUT
+        ),
     ] = None
     tokenizer_dir: TokenizerDir = None
     dataset: Annotated[

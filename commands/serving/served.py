@@ -8,6 +8,7 @@ from commands.serving.errors import HTTPError
 from runtime.chat import has_chat_template
 from runtime.errors import SpecDecError
 from runtime.files import read_json
+from runtime.gguf import is_gguf
 from runtime.llm import LLM
 from runtime.serving.loop import ServingLoop
 from runtime.tokenizer import Tokenizer
@@ -60,7 +61,10 @@ class ServedModel:
     def tokenizer_info(self) -> dict[str, Any]:
         """Special tokens by name, and the chat template."""
         path = self.llm.tokenizer_dir / "tokenizer_config.json"
-        config = read_json(path) if path.is_file() else {}
+        if is_gguf(self.llm.tokenizer_dir):
+            config = _config_of(self.tokenizer)
+        else:
+            config = read_json(path) if path.is_file() else {}
         found = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         template = self.llm.chat_template.source if self.has_chat_template else None
         return found | {
@@ -95,6 +99,11 @@ class ServedModel:
         longest = self.llm.engine.max_draft_len
         if draft_len > longest:
             raise HTTPError(400, f"the engine takes drafts of at most {longest} tokens: {draft_len}", param=param)
+
+
+def _config_of(tokenizer: Any) -> dict[str, Any]:
+    """What transformers would save of a tokenizer's special tokens."""
+    return {**tokenizer.special_tokens_map, "tokenizer_class": type(tokenizer).__name__}
 
 
 def _content(token: Any) -> str | None:

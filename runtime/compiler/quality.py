@@ -8,20 +8,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel
 
 from runtime.bundle import weights_files
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.checksums import CONFIG, config_digest
 from runtime.compiler.model import load_whole_model, split_config
+from runtime.compiler.original import load_original
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config
 from runtime.compiler.reference import ROUNDED, Rounded, RoundKV
 from runtime.config import CheckpointConfig, EngineConfig, Quality, as_json
 from runtime.errors import SpecDecError
 from runtime.files import write_json
 from runtime.kv_cache import kv_dtype
-from runtime.making import MAKING
 from runtime.models import read_model_config, resolve_model
 from runtime.reading import read_utf8
 from runtime.text import encode_text, load_tokenizer
@@ -62,7 +61,7 @@ def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
     checkpoint = open_checkpoint(checkpoint_dir)
     assert checkpoint.quantization is not None and checkpoint.quantization.unrounded is not None
     unrounded_dir = Path(checkpoint.quantization.unrounded)
-    if not unrounded_dir.is_dir() or read_model_config(unrounded_dir) != checkpoint.pretrained_config:
+    if not unrounded_dir.exists() or read_model_config(unrounded_dir) != checkpoint.pretrained_config:
         raise SpecDecError(
             f"the model that the checkpoint was rounded from is no longer there: {unrounded_dir}",
             hint="convert it again, or leave the text out",
@@ -78,15 +77,7 @@ def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
     splitting = split_config(pretrained, checkpoint.mapping.tp_size)
     rounded = load_whole_model(pretrained, ranks, torch.float32, attention, checkpoint.quantization, splitting)
     rounding = {} if algorithm is None else {"round_kv": Rounded(kv_dtype(checkpoint.dtype, algorithm))}
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    with MAKING:
-        unrounded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            unrounded_dir,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+    unrounded = load_original(unrounded_dir, torch.float32, "eager")
     window = min(_WINDOW, num_positions(pretrained) or _WINDOW)
     divergence, num_same = 0.0, 0
     pairs = zip(_log_probs(rounded, tokens, window, **rounding), _log_probs(unrounded, tokens, window), strict=True)

@@ -13,20 +13,18 @@ from typing import Any, Literal
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.utils import logging as transformers_logging
 
 from runtime.compiler.identity import differences
+from runtime.compiler.original import load_original
 from runtime.errors import SpecDecError
 from runtime.generation import Work, total_record
 from runtime.llm import LLM
-from runtime.making import MAKING
 from runtime.request import Request, Sequence
 from runtime.sampling import Processor, penalties, warpers
 from runtime.session import Session
@@ -195,13 +193,11 @@ class HuggingFace:
     def load(cls, model_dir: Path, question: Question) -> "HuggingFace":
         """Load in the engine's dtype, on the engine's device."""
         engine = question.llm.engine
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         dtype = getattr(torch, engine.config.dtype)
         try:
-            with MAKING:
-                model = AutoModelForCausalLM.from_pretrained(
-                    model_dir, dtype=dtype, local_files_only=True, trust_remote_code=False
-                )
+            model = load_original(model_dir, dtype)
+        except SpecDecError:
+            raise
         except Exception as error:  # transformers raises many kinds; the user needs the directory
             raise SpecDecError(f"transformers cannot load: {model_dir}", hint=_why_not(error)) from error
         if model.config.vocab_size != engine.config.vocab_size:

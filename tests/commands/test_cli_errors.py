@@ -681,7 +681,7 @@ PLACES = [
     case(CONVERT.replace(" model", " gguf"), 1, "several GGUF files: m.gguf, n.gguf", "gguf/m.gguf", damage=two_ggufs),
     case("chat --model-dir gguf", 1, "several GGUF files: m.gguf, n.gguf", damage=two_ggufs),
     case(CONVERT.replace(" model", " gguf/m.gguf"), 1, "`gguf/m.gguf` is damaged: it ends within", damage=gguf_only),
-    case(SUMMARIZE + "--test-hf --hf-model-dir gguf/m.gguf", 1, "is not run of a GGUF file", damage=gguf_only),
+    case(SUMMARIZE + "--test-hf --hf-model-dir gguf/m.gguf", 1, "`gguf/m.gguf` is damaged", damage=gguf_only),
     case(CONVERT + "--weight-only-precision int8", 2, "needs `--use-weight-only`", "`--qformat int8`"),
     case(CONVERT + "--use-weight-only --qformat int4", 2, "and `--qformat int4` say the same twice"),
     case(CONVERT + "--qformat int4 --group-size 48", 2, "`--group-size` is 32, 64, 128 or -1: 48"),

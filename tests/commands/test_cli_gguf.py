@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,11 @@ from quantized import Q, gguf_model, save_gguf, write_tokenizer
 from tiny import hf_greedy
 from transformers import PreTrainedTokenizerFast
 
+from commands.batching.model import model_digest
+from commands.serving.served import ServedModel, prepare_chat
 from runtime.config import BuildConfig
 from runtime.engine_cache import EngineSettings
+from runtime.serving.loop import ServingLoop
 from specdec_cli import LLM, DraftTargetDrafter, SamplingParams, SpecDecWarning
 
 PROMPT = "The little dog had a red ball. The"
@@ -109,3 +113,163 @@ def test_model_and_engine_together_are_one_error(command: str, specdec: Specdec,
     assert both.exit_code == 2 and "`--model-dir` and `--engine-dir` cannot be given together" in both.stderr
     alone = specdec(command, "--max-seq-len", 96, "--engine-dir", "engine", "--input-text", PROMPT)
     assert alone.exit_code == 2 and "`--max-seq-len` is for engines made of `--model-dir`: 96" in alone.stderr
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """The same model, without a tokenizer."""
+    path = tmp_path_factory.mktemp("bare") / "bare.gguf"
+    save_gguf(path, Q.F32, vocab_size=len(tokenizer))
+    return path
+
+
+def run(specdec: Specdec, directory: Path, *arguments: object) -> str:
+    flags = ["--input-text", PROMPT, "--max-output-len", NUM_TOKENS, "--end-id", END_ID, "--json"]
+    answer: str = specdec("run", *arguments, *flags).document["requests"][0]["output_text"]
+    return answer
+
+
+def batch(specdec: Specdec, directory: Path, *arguments: object) -> str:
+    body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (directory / "requests.jsonl").write_text(json.dumps(row) + "\n")
+    files = ["-i", directory / "requests.jsonl", "-o", directory / "results.jsonl"]
+    result = specdec("batch", *files, *arguments)
+    assert result.exit_code == 0, result.stderr
+    answer: str = json.loads((directory / "results.jsonl").read_text())["response"]["body"]["choices"][0]["text"]
+    return answer
+
+
+def summarize(specdec: Specdec, directory: Path, *arguments: object) -> str:
+    (directory / "texts.jsonl").write_text(json.dumps({"prompt": PROMPT, "canonical_solution": "a"}) + "\n")
+    dataset = ["--dataset", directory / "texts.jsonl", "--eval-task", "code_completion", "--max-ite", 1]
+    flags = ["--output-len", NUM_TOKENS, "--end-id", END_ID, "--test-engine", "--json"]
+    answer: str = specdec("summarize", *arguments, *dataset, *flags).document["requests"][0]["output_text"]
+    return answer
+
+
+def chat(specdec: Specdec, directory: Path, *arguments: object) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", io.StringIO(PROMPT.removesuffix(" The") + "\n"))
+        result = specdec("chat", *arguments, "--max-output-len", NUM_TOKENS, "--temperature", 0)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("place", ["file", "directory"])
+@pytest.mark.parametrize("ask", [run, chat, batch, summarize], ids=lambda ask: ask.__name__)
+def test_tokenizer_is_taken_of_a_file(
+    ask: Callable[..., str], place: str, specdec: Specdec, made: tuple[Path, list[int]], bare: Path, tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:  # fmt: skip
+    """By an engine that has none, and would take no text."""
+    path, expected = made
+    models = ["--model-dir", bare, "--tokenizer-dir", path if place == "file" else path.parent, *SIZES]
+    assert tokenizer.decode(expected, skip_special_tokens=True) in ask(specdec, tmp_path, *models)
+
+
+@pytest.mark.parametrize("command", ["tune", "doctor"])
+def test_tune_and_doctor_take_a_tokenizer_of_a_file(
+    command: str, specdec: Specdec, made: tuple[Path, list[int]], bare: Path
+) -> None:
+    inputs = ["--model-dir", bare, "--input-text", PROMPT, "--max-output-len", NUM_TOKENS, *SIZES, "--json"]
+    inputs += ["--ngram-config", "4,2"]
+    without = specdec(command, *inputs)
+    assert without.exit_code == 1 and "the engine has no tokenizer for a prompt of text" in without.stderr
+    assert json.loads(specdec(command, *inputs, "--tokenizer-dir", made[0]).stdout)
+
+
+def test_corpus_of_a_files_tokenizer_is_the_corpus_of_that_tokenizer(
+    specdec: Specdec, made: tuple[Path, list[int]], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """And traces of text are replayed by it."""
+    tokenizer.save_pretrained(tmp_path / "saved")
+    (tmp_path / "text.txt").write_text(PROMPT)
+    for name, source in (("a", made[0]), ("b", made[0].parent), ("c", tmp_path / "saved")):
+        create = ["corpus", "create", "--output", tmp_path / name, "--text", tmp_path / "text.txt"]
+        assert specdec(*create, "--tokenizer-dir", source).exit_code == 0
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == (tmp_path / "c").read_bytes()
+    (tmp_path / "traces.jsonl").write_text(json.dumps({"prompt": PROMPT, "output": f" {PROMPT}"}) + "\n")
+    tune = ["tune", "--traces", tmp_path / "traces.jsonl", "--json", "--tokenizer-dir"]
+    counts = ("num_generated_tokens", "num_draft_tokens", "num_accepted_draft_tokens")
+    found = [
+        [[candidate["total"][name] for name in counts] for candidate in specdec(*tune, place).document["candidates"]]
+        for place in (made[0], tmp_path / "saved")
+    ]
+    assert found[0] == found[1] and found[0][0][0] > 0
+
+
+def test_hugging_face_runs_the_numbers_of_a_file(
+    specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path
+) -> None:
+    """Its answers are those of the model of transformers that has them, and it is no other model than the engine's."""
+    path, expected = made
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": PROMPT, "canonical_solution": "a"}) + "\n")
+    dataset = ["--dataset", tmp_path / "texts.jsonl", "--eval-task", "code_completion", "--max-ite", 1]
+    flags = ["--output-len", NUM_TOKENS, "--end-id", END_ID, "--test-engine", "--test-hf", *SIZES, "--json"]
+    for place in (path, path.parent):
+        result = specdec("summarize", "--model-dir", path, "--hf-model-dir", place, *dataset, *flags)
+        assert result.document["requests"][0]["outputs"] == {"hf": expected, "engine": expected}
+        assert "another model" not in result.stderr
+
+
+def test_another_file_is_another_model(
+    specdec: Specdec, made: tuple[Path, list[int]], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.gguf"
+    save_gguf(other, Q.F32, architecture="qwen3", vocab_size=len(tokenizer))
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": PROMPT, "canonical_solution": "a"}) + "\n")
+    dataset = ["--dataset", tmp_path / "texts.jsonl", "--eval-task", "code_completion", "--max-ite", 1]
+    flags = ["--output-len", NUM_TOKENS, "--test-engine", "--test-hf", *SIZES]
+    result = specdec("summarize", "--model-dir", made[0], "--hf-model-dir", other, *dataset, *flags)
+    assert f"`--hf-model-dir {other}` is another model than the engine's" in result.stderr
+
+
+def test_server_says_the_special_tokens_of_a_file(
+    made: tuple[Path, list[int]], bare: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with LLM(bare, tokenizer=made[0], max_seq_len=96, dtype="float32") as llm:
+        loop = ServingLoop(llm.session(), 1, lambda answers: None)
+        info = ServedModel(llm, loop, ("a",), 0, prepare_chat(llm)).tokenizer_info
+    assert (info["bos_token"], info["eos_token"]) == (tokenizer.bos_token, tokenizer.eos_token)
+    assert info["chat_template"] == TEMPLATE
+
+
+def test_results_are_of_the_file_that_their_texts_were_read_by(
+    made: tuple[Path, list[int]], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """What `batch` resumes by: a file with another tokenizer is another one."""
+    other = tmp_path / "other.gguf"
+    save_gguf(other, Q.F32, vocab_size=len(tokenizer), edit=partial(write_tokenizer, tokenizer=tokenizer))
+    with LLM(made[0], max_seq_len=96, dtype="float32") as llm:
+        digests = [model_digest(llm.bundle.directory, path) for path in (None, made[0], made[0].parent, other)]
+    assert digests[1] == digests[2] and len(set(digests)) == 3
+
+
+def test_prompt_that_is_cut_keeps_its_end(
+    made: tuple[Path, list[int]], bare: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with LLM(bare, tokenizer=str(made[0]), max_seq_len=96, dtype="float32") as llm:
+        assert llm.encode(PROMPT, 4) == (tokenizer(PROMPT)["input_ids"][-4:], True)
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "batch", "summarize", "tune", "doctor", "serve", "corpus create"])
+def test_what_is_no_tokenizer_is_one_error(command: str, specdec: Specdec, bare: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.gguf").write_text("GGUF")
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "canonical_solution": "a"}\n')
+    flags: dict[str, list[object]] = {
+        "batch": ["-i", tmp_path / "a.jsonl", "-o", tmp_path / "out.jsonl"],
+        "summarize": ["--test-engine", "--dataset", tmp_path / "a.jsonl"],
+        "corpus create": ["--output", tmp_path / "c", "--text", tmp_path / "a.txt"],
+    }
+    own = flags.get(command, ["--input-text", "a"] if command in ("run", "tune", "doctor") else [])
+    model = [] if command == "corpus create" else ["--model-dir", bare]
+    for path, message in (
+        (bare, f"the file has no tokenizer: {bare}"),
+        (bare.parent, f"the file has no tokenizer: {bare}"),
+        (tmp_path / "cut.gguf", "cut.gguf` is damaged: it ends within its header"),
+        (tmp_path / "none.gguf", f"GGUF file does not exist: {tmp_path / 'none.gguf'}"),
+    ):
+        result = specdec(*command.split(), *model, *own, "--tokenizer-dir", path)
+        assert result.exit_code == 1 and message in result.stderr and "Traceback" not in result.stderr

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quantized import Q, save_awq, save_compressed, save_gguf, save_gptq, small_model
+from quantized import Q, gguf_model, save_awq, save_compressed, save_gguf, save_gptq, small_model, write_tokenizer
 from safetensors.torch import load_file
 from tiny import VOCAB_SIZE, eager_logits, hf_greedy, make_build, repetitive_prompt
 from torch import nn
@@ -348,6 +348,23 @@ def rounded_dirs(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 TEXT = "The little dog had a red ball. One day the dog lost the ball. " * 20
+
+
+def test_quality_of_rounded_keys_of_a_gguf_file_is_that_of_its_model(tmp_path: Path, tokenizer: Any) -> None:
+    """Beside the same numbers in a directory."""
+    tokenizer.save_pretrained(tmp_path / "model")
+    write = partial(write_tokenizer, tokenizer=tokenizer)
+    model = gguf_model("llama", len(tokenizer))
+    model.load_state_dict(save_gguf(tmp_path / "a.gguf", Q.F32, vocab_size=len(tokenizer), edit=write), strict=False)
+    model.save_pretrained(tmp_path / "model")
+    found = []
+    for source in (tmp_path / "a.gguf", tmp_path / "model"):
+        checkpoint_dir, precision = tmp_path / f"{source.stem}-int8", Precision(kv_cache="INT8")
+        convert(source, checkpoint_dir, "float32", replace=False, progress=lambda *_: None, precision=precision)
+        found.append(measure_quality(checkpoint_dir, TEXT, "text"))
+    assert found[0].num_tokens == found[1].num_tokens and found[1].mean_kl > 0
+    assert found[0].mean_kl == pytest.approx(found[1].mean_kl, rel=1e-3)
+    assert found[0].top1_agreement == pytest.approx(found[1].top1_agreement, abs=0.002)
 
 
 def test_quality_is_what_the_probabilities_say(rounded_dirs: dict[str, Path], llama: PreTrainedModel) -> None:
