@@ -16,7 +16,11 @@ import numpy as np
 
 DATA = Path(__file__).parent / "data" / "llamacpp_tokens.json"
 REAL = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()
-REAL_FILES = {"smollm2": "smollm2.gguf", "gemma3": "gemma-3-270m.gguf"}
+REAL_FILES = {
+    "smollm2": "smollm2.gguf", "gemma3": "gemma-3-270m.gguf", "deepseek_coder": "vocab-deepseek-coder.gguf",
+    "deepseek_llm": "vocab-deepseek-llm.gguf", "deepseek_r1_qwen": "vocab-deepseek-r1-qwen.gguf",
+}  # fmt: skip
+"""Published files; `scripts/real_vocabularies.py` makes those of DeepSeek."""
 REAL_TOKENIZERS = {
     "llama3_1": "llama-bpe", "qwen3": "qwen2", "deepseek_v3": "deepseek-v3", "gptoss": "gpt-4o", "llama2": None,
 }  # fmt: skip
