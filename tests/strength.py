@@ -1,14 +1,20 @@
 """How hard property tests try: 100 examples at most by default, and as many as they ask for with `--slow`."""
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 NUM_EXAMPLES = 100
 
 
 def register_profiles() -> None:
-    """`default` and `slow`; a test that asks for no number takes the same of both."""
+    """`default`, whose examples are the same each time, and `slow`; who asks for no number takes the same of both."""
     for name in ("default", "slow"):
-        settings.register_profile(name, max_examples=NUM_EXAMPLES, deadline=None)
+        settings.register_profile(
+            name,
+            max_examples=NUM_EXAMPLES,
+            deadline=None,
+            derandomize=name == "default",
+            suppress_health_check=[HealthCheck.too_slow],
+        )
 
 
 def examples(num_examples: int) -> int:

@@ -15,6 +15,7 @@ from oracle import CheckedEngine, ExactModel, one_by_one
 from shared import MakeEngineDir
 from tiny import make_model
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from waiting import HANG_S
 
 from runtime import leader, orchestrator
 from runtime.config import BuildConfig
@@ -219,7 +220,7 @@ def test_a_users_thread_loads_models_beside_ours(
     monkeypatch.setattr(LlamaForCausalLM, "__init__", constructed)
     users = threading.Thread(target=load)
     users.start()
-    assert users_is_in.wait(60)
+    assert users_is_in.wait(HANG_S)
     Engine.open(engine_dir).close()
     users.join()
     assert PreTrainedModel.tie_weights is tie_weights and torch.get_default_dtype() is torch.float32

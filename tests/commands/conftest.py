@@ -70,7 +70,7 @@ def specdec_process(process_environment: dict[str, str]) -> Specdec:
             env=process_environment | (environment or {}),
             capture_output=True,
             encoding="utf-8",
-            timeout=5 * HANG_S,
+            timeout=HANG_S,
         )
         return Result(done.returncode, done.stdout, done.stderr)
 

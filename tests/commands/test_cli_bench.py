@@ -390,7 +390,7 @@ def test_the_key_is_that_of_serve_or_of_openais_clients(
 
 
 def test_a_server_that_hangs_is_given_up(bench: Bench) -> None:
-    with running(script(lambda asked: Reply([(0.0, ONE), (2.0, DONE)]))) as server:
+    with running(script(lambda asked: Reply([(0.0, ONE), (HANG_S, DONE)]))) as server:
         result = bench(server, "--timeout", 0.2)
     assert result.exit_code == 1 and "no answer in time" in result.stderr
 

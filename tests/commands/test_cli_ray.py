@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import Any
 import psutil
 import pytest
 from command_line import Result, Specdec, assert_valid, draft_model
+from gate import Gate
 from shared import shared_engine
 from test_cli_batch import openai, requests, results, texts, write
-from waiting import HANG_S
+from waiting import HANG_S, wait_until
 
 ray = pytest.importorskip("ray")
 
@@ -65,7 +65,7 @@ def run(directory: Path, engine_dir: Path, environment: dict[str, str], *others:
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         encoding="utf-8",
-        timeout=5 * HANG_S,
+        timeout=HANG_S,
     )
     return Result(done.returncode, done.stdout, done.stderr)
 
@@ -178,21 +178,25 @@ def test_a_request_that_kills_its_workers_is_told(
 def test_killed_driver_goes_on_with_another_number_of_workers(
     cluster: Any, alone: bytes, llama_uncompiled_dir: Path, process_environment: dict[str, str], tmp_path: Path
 ) -> None:
+    """The workers stand still before they are done, each in a step by which it has answered some."""
     write(tmp_path / "requests.jsonl", requests(40))
-    partial = tmp_path / "results.jsonl.partial"
+    partial, gate = tmp_path / "results.jsonl.partial", Gate(tmp_path, num_steps=20)
+    (tmp_path / "held.py").write_text(
+        f"import os, sys\nos.environ.update({gate.environment!r})\n"
+        f"sys.path.append({str(ROOT / 'tests')!r})\nfrom gate import Waits\n"
+    )
     command = ["batch", "-i", "requests.jsonl", "-o", "results.jsonl", "--engine-dir", str(llama_uncompiled_dir)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "specdec_cli", *command, "--ray", cluster.address],
+        [sys.executable, "-m", "specdec_cli", *command, "--ray", cluster.address, "--drafter", "held:Waits"],
         cwd=tmp_path,
         env=process_environment | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
-    while not (partial.exists() and partial.stat().st_size):
-        assert process.poll() is None
-        time.sleep(0.002)
+    wait_until(lambda: process.poll() is not None or (partial.exists() and partial.stat().st_size))
     process.kill()
-    process.wait()
+    assert process.wait() == -signal.SIGKILL
+    gate.open()
     result = run(tmp_path, llama_uncompiled_dir, process_environment, "--ray", cluster.address, "--num-workers", 1)
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "results.jsonl").read_bytes() == alone

@@ -2,11 +2,11 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from command_line import Result, Specdec, ids_of, tree
 from safetensors.torch import load_file, save_file
 from tiny import hf_greedy, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from waiting import HANG_S
+from waiting import HANG_S, wait_until
 
 from runtime.config import BuildConfig
 from runtime.engine_cache import EngineSettings
@@ -53,15 +53,15 @@ def engines(cache: Path) -> list[Path]:
     return sorted(path for path in (cache / "engines").iterdir() if path.is_dir())
 
 
-def start(model_dir: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "specdec_cli", "run", "--model-dir", str(model_dir), *map(str, RUN)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,
-    )
+def start(model_dir: Path, environment: dict[str, str], stdout: Path) -> subprocess.Popen[bytes]:
+    """In a process group of its own; stderr is in a file beside the one of stdout."""
+    with stdout.open("wb") as out, errors_beside(stdout).open("wb") as errors:
+        command = [sys.executable, "-m", "specdec_cli", "run", "--model-dir", model_dir, *map(str, RUN)]
+        return subprocess.Popen(command, env=environment, stdout=out, stderr=errors, start_new_session=True)
+
+
+def errors_beside(stdout: Path) -> Path:
+    return stdout.with_suffix(".errors")
 
 
 def copy_kernels(cache: Path) -> None:
@@ -93,30 +93,49 @@ def built_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineSettings, "build_config", uncompiled)
 
 
+def compiler_at_a_gate(directory: Path) -> dict[str, str]:
+    """The environment of a process whose compiler makes `reached` when it is called for a step, and then waits for
+    `opened`, both in the directory. It is the same compiler, by the same name."""
+    compiler = directory / "bin" / "g++"
+    compiler.parent.mkdir(parents=True)
+    wait = f"touch {directory}/reached; until [ -e {directory}/opened ]; do sleep 0.01; done"
+    compiler.write_text(
+        f"#!/bin/sh\nfor word; do case $word in *.kernel.cpp) {wait};; esac; done\n"
+        f'PATH={shlex.quote(os.environ["PATH"])} exec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    return {"PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}", "CXX": ""}
+
+
 @pytest.mark.slow
 def test_killed_build_leaves_a_cache_that_two_processes_can_use(
     kernels: Path, model_dir: Path, process_environment: dict[str, str], tmp_path: Path
 ) -> None:
     """The first was killed while it compiled; then two started together, and one of them built the entry."""
-    copy_kernels(tmp_path)
-    environment = process_environment | {"SPECDEC_CACHE_DIR": str(tmp_path)}
-    killed = start(model_dir, environment)
-    deadline = time.monotonic() + 100
-    while not list((tmp_path / "engines").glob(".model-*.tmp/kernels.so")):
-        assert killed.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    assert [path for path in engines(tmp_path) if path.name.startswith(".")], "it was killed too late"
-    both = [start(model_dir, environment) for _ in range(2)]
-    results = [(*process.communicate(timeout=5 * HANG_S), process.returncode) for process in both]
-    assert [exit_code for *_, exit_code in results] == [0, 0], results
-    (engine,) = engines(tmp_path)
+    (cache := tmp_path / "cache").mkdir(mode=0o700)
+    copy_kernels(cache)
+    environment = process_environment | compiler_at_a_gate(tmp_path) | {"SPECDEC_CACHE_DIR": str(cache)}
+    killed = start(model_dir, environment, tmp_path / "killed")
+    wait_until(lambda: (tmp_path / "reached").exists() or killed.poll() is not None)
+    os.killpg(killed.pid, signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL, errors_beside(tmp_path / "killed").read_text()
+    assert [path for path in engines(cache) if path.name.startswith(".")]
+    outputs = [tmp_path / "one", tmp_path / "two"]
+    both = [start(model_dir, environment, output) for output in outputs]
+
+    def who_waits() -> list[bool]:
+        return sorted("waiting for it" in errors_beside(output).read_text() for output in outputs)
+
+    wait_until(lambda: who_waits() == [False, True] or any(process.poll() is not None for process in both))
+    (tmp_path / "opened").touch()
+    errors = [errors_beside(output).read_text() for output in outputs]
+    assert [process.wait(HANG_S) for process in both] == [0, 0], errors
+    (engine,) = engines(cache)
     assert not [name for name in tree(engine) if name.endswith(".tmp")]
-    assert sorted("compiling the step" in errors for _, errors, _ in results) == [False, True]
-    assert sorted("waiting for it" in errors for _, errors, _ in results) == [False, True]
-    outputs = [out.partition("┏")[0] for out, *_ in results]
-    assert outputs[0] == outputs[1]
+    assert sorted("compiling the step" in errors_beside(output).read_text() for output in outputs) == [False, True]
+    assert who_waits() == [False, True]
+    answers = [output.read_text().partition("┏")[0] for output in outputs]
+    assert answers[0] == answers[1]
 
 
 def test_engine_is_built_once_and_serves_all_draft_lengths(specdec: Specdec, kernels: Path) -> None:

@@ -447,7 +447,7 @@ def test_loading_prints_nothing_and_leaves_no_file(tmp_path: Path) -> None:
         env=environment,
         text=True,
         capture_output=True,
-        timeout=5 * HANG_S,
+        timeout=HANG_S,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     left = [path for parent in ("tmp", "home") for path in (tmp_path / parent).rglob("*") if path.is_file()]
