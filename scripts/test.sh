@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-scripts/install.sh '[dev,docs]' # one installation for all that CI runs
+[ -n "${SPECDEC_INSTALLED:-}" ] || scripts/install.sh '[dev,docs]' # one installation for all that CI runs
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy & # while the tests are collected
