@@ -18,7 +18,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch._check": (),
     "torch._ops.OpOverload": (),
     "torch._inductor.aot_compile": ("options",),
-    "torch._inductor.aoti_compile_and_package": ("package_path",),
+    "torch._inductor.aoti_compile_and_package": ("package_path", "inductor_configs"),
     "torch._inductor.config.patch": (),
     "torch._inductor.config.freezing": (),
     "torch._inductor.config.cpp.threads": (),

@@ -20,7 +20,9 @@ def main() -> None:
     with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
         program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
         package = str(Path(directory) / "trial.pt2")
-        torch._inductor.aoti_compile_and_package(program, package_path=package)
+        # Headers are not precompiled: for one program it takes longer than reading them.
+        options = {"aot_inductor.precompile_headers": False}
+        torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=options)
         index = -1 if device.index is None else device.index
         loader: Any = torch._C._aoti.AOTIModelPackageLoader(package, "model", False, 1, index)
         for tokens in (x, x[:2]):

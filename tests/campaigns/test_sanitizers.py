@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import sanitizers
-from cross import INCLUDES, STANDALONE
 from sanitizers import PROGRAMS, SANITIZERS, find
 
 from runtime.compiler.kernels import SOURCES_DIR
@@ -15,13 +14,6 @@ from runtime.compiler.kernels import SOURCES_DIR
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_tasks_are_clean_under_sanitizers(sanitizer: str) -> None:
     assert find("tasks", sanitizer) is None
-
-
-def test_kernels_compile_without_torch() -> None:
-    """Of what is tried with `--slow` only."""
-    command = ["g++", "-std=c++20", "-fsyntax-only", "-Wno-psabi", *(f"-I{path}" for path in INCLUDES)]
-    said = subprocess.run([*command, str(STANDALONE / "main.cpp")], capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr[:3000]
 
 
 @pytest.mark.slow

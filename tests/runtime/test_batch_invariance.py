@@ -18,6 +18,8 @@ from torch import Tensor
 
 from runtime import leader, orchestrator
 from runtime.bundle import read_bundle
+from runtime.config import SelfDraft
+from runtime.drafters import self_draft as drafting
 from runtime.engine import Engine, KVCacheConfig
 from runtime.request import Draft, Request, Sequence
 
@@ -44,7 +46,8 @@ def build_model(name: str, compiler: str, make_engine_dir: MakeEngineDir) -> Pat
     model = make_model(family, max_position_embeddings=MAX_LEN, **overrides)
     tokens_per_block = 32 if dtype == "bfloat16" else 16  # of 32 few rows are multiplied in another way than many
     limits = {"max_input_len": MAX_LEN - 1, "max_seq_len": MAX_LEN + 10, "tokens_per_block": tokens_per_block}
-    return make_engine_dir(model, compiler=compiler, dtype=dtype, kv_cache=kv_cache or None, **limits)
+    copy = SelfDraft("int4") if compiler == "aot" else None
+    return make_engine_dir(model, compiler=compiler, dtype=dtype, kv_cache=kv_cache or None, self_draft=copy, **limits)
 
 
 @pytest.fixture(scope="module", params=COMPILED)
@@ -137,6 +140,25 @@ def test_logits_are_the_same_bits_in_any_company(engines: list[Engine], alone: A
             assert torch.equal(torch.stack(done[i].logits), torch.stack(logits))
 
     bits_are_equal()
+
+
+def test_a_copy_that_drafts_changes_no_bit(engines: list[Engine], alone: Any) -> None:
+    """Compiled beside the step. What is not rounded lies in memory once."""
+    engine, prompts = engines[0], [prompt(seed, length) for seed, length in ((0, 60), (1, 7), (0, 200))]
+    expected = [alone(tokens, 30) for tokens in prompts]
+    engine.clear_cache()
+    requests = [Request(i, tokens, 30, keep_logits=True) for i, tokens in enumerate(prompts)]
+    drafter = drafting.SelfDraft(engine, use_logits=False)
+    done = {s.request.id: s for s, _ in leader.generate(engine, requests, drafter) if s.finish_reason}
+    for i, (output, logits) in enumerate(expected):
+        assert done[i].output_tokens == output
+        assert torch.equal(torch.stack(done[i].logits), torch.stack(logits))
+    assert sum(sequence.stats.num_accepted_draft_tokens for sequence in done.values()) > 0
+    target, own = (
+        {tensor.data_ptr() for tensor in step.weights.values()}  # type: ignore[union-attr]
+        for step in (engine._step, engine._copy_step)
+    )
+    assert target & own and own - target
 
 
 def test_engine_says_that_it_keeps_the_bits(engine_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,25 +57,21 @@ def test_a_program_that_is_not_there_does_not_end_well() -> None:
     assert not ends_well(["/nowhere/python"])
 
 
-def test_a_package_is_run_once_in_a_child_process(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compiled, opened and run for real, and what came of it is known the next time."""
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-    children: list[object] = []
+@pytest.mark.slow
+def test_a_package_is_compiled_opened_and_run_in_a_child_process() -> None:
+    assert ends_well([sys.executable, *choosing._TRIAL, "cpu"])
 
-    def counted(command: list[str]) -> bool:
-        children.append(command)
-        return ends_well(command)
 
-    monkeypatch.setattr(choosing, "ends_well", counted)
-    assert packages_run(CPU)
-    assert packages_run(CPU)
-    assert len(children) == 1
-    # Of another compiler nothing is known; this one makes no package.
-    monkeypatch.setenv("CXX", "/bin/false")
-    monkeypatch.setattr(choosing, "ends_well", lambda command: False)
-    assert not packages_run(CPU)
-    monkeypatch.setattr(choosing, "ends_well", counted)
-    assert not packages_run(CPU)
-    assert len(children) == 1
+def test_what_came_of_a_child_process_is_known_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the compiler that it was asked of: of another nothing is known."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    children = tmp_path / "children"
+    program = f"import os; print('x', file=open({str(children)!r}, 'a')); exit(os.environ.get('CXX') == '/bin/false')"
+    monkeypatch.setattr(choosing, "_TRIAL", ("-c", program))
+    for num_children, compiler, expected in ((1, None, True), (2, "/bin/false", False), (2, None, True)):
+        if compiler:
+            monkeypatch.setenv("CXX", compiler)
+        else:
+            monkeypatch.delenv("CXX", raising=False)
+        assert [packages_run(CPU), packages_run(CPU)] == [expected] * 2
+        assert children.read_text().count("x") == num_children

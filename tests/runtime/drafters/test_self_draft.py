@@ -104,25 +104,6 @@ def test_output_of_16_bits_is_that_without_drafts(
     assert sum(sequence.stats.num_accepted_draft_tokens for sequence in drafted) > 0
 
 
-def test_compiled_step_beside_a_compiled_copy(make_engine: Any) -> None:
-    """The same bits of logits; what is not rounded lies in memory once. Of one layer, as two steps are compiled."""
-    model = make_model("llama", num_hidden_layers=1)
-    engine: Engine = make_engine(model, dtype="bfloat16", compiler="aot", self_draft=Rounding("int4"))
-    requests = make_requests(keep_logits=True)
-    drafted = answer(engine, "leader", requests, SelfDraft(engine, use_logits=False))
-    engine.clear_cache()
-    plain = answer(engine, "leader", requests, None)
-    assert outputs(drafted) == outputs(plain)
-    for ours, theirs in zip(drafted, plain, strict=True):
-        assert torch.equal(torch.stack(ours.logits), torch.stack(theirs.logits))
-    assert sum(sequence.stats.num_accepted_draft_tokens for sequence in drafted) > 0
-    target, own = (
-        {tensor.data_ptr() for tensor in step.weights.values()}  # type: ignore[union-attr]
-        for step in (engine._step, engine._copy_step)
-    )
-    assert target & own and own - target
-
-
 @ON_LOOPS
 @pytest.mark.parametrize("sampling", [SAMPLED, PENALISED], ids=["cuts", "penalties"])
 def test_sampled_text_is_that_without_drafts(loop: str, sampling: SamplingConfig, engine: Engine) -> None:
