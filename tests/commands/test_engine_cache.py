@@ -104,7 +104,7 @@ def compiler_at_a_gate(directory: Path) -> dict[str, str]:
         f'PATH={shlex.quote(os.environ["PATH"])} exec g++ "$@"\n'
     )
     compiler.chmod(0o755)
-    return {"PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}", "CXX": ""}
+    return {"PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}", "CXX": "g++"}
 
 
 @pytest.mark.slow
