@@ -10,6 +10,16 @@ int main() {
   constexpr int kCallers = 3, kRounds = 300;
   std::atomic<int> num_wrong{0};
   const auto call = [&](int caller) {
+    // Each of two tasks waits for the other, so that a helper has one of them however busy the machine is.
+    std::atomic<bool> begun[2]{};
+    int64_t written[2]{};
+    threads_of_tasks = 2;
+    share_tasks(2, [&](int64_t i) {
+      begun[i].store(true, std::memory_order_relaxed);
+      while (!begun[1 - i].load(std::memory_order_relaxed)) std::this_thread::yield();
+      written[i] = 1;
+    });
+    num_wrong += written[0] + written[1] != 2;
     for (int round = 0; round < kRounds; ++round) {
       threads_of_tasks = 2 + (caller + round / 50) % 3;
       const int64_t num_tasks = 1 + (round * 7) % 40;
@@ -27,6 +37,6 @@ int main() {
   std::vector<std::thread> callers;
   for (int caller = 0; caller < kCallers; ++caller) callers.emplace_back(call, caller);
   for (std::thread& caller : callers) caller.join();
-  std::printf("%d rounds, %d wrong\n", kCallers * kRounds, num_wrong.load());
+  std::printf("%d rounds, %d wrong\n", kCallers * (kRounds + 1), num_wrong.load());
   return num_wrong > 0;
 }
