@@ -1,0 +1,60 @@
+"""A GGUF file's linear rotary scaling is computed as llama.cpp computes it."""
+
+import json
+import urllib.request
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from quantized import Q, save_gguf, write_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from runtime.compiler.original import load_original
+
+FACTOR = 4.0
+
+
+def log_probs_of_llamacpp(path: Path, tokens: list[int], vocab_size: int) -> torch.Tensor:
+    """(vocab,): of the token after these."""
+    xllamacpp: Any = pytest.importorskip("xllamacpp", reason="xllamacpp, which is llama.cpp in a wheel, is absent")
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.warmup, params.verbosity = 256, 1, False, 0
+    params.port, params.cpuparams.n_threads = 0, 1
+    server = xllamacpp.Server(params)
+    asked = {"prompt": tokens, "n_predict": 8, "n_probs": vocab_size, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{server.listening_address}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        found = json.loads(answer.read())["completion_probabilities"][0]["top_logprobs"]
+    result = torch.full((vocab_size,), torch.nan)
+    for one in found:
+        result[one["id"]] = one["logprob"]
+    return result
+
+
+def write(writer: gguf.GGUFWriter, *, tokenizer: PreTrainedTokenizerFast, is_scaled: bool) -> None:
+    write_tokenizer(writer, tokenizer)
+    if is_scaled:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(FACTOR)
+
+
+def test_linear_scaling_is_llamacpps(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """As near as without scaling, and far from the model whose positions are not scaled. llama.cpp rounds activations
+    of the last layer to 8 bits. (Its server leaves out tokens of half a character: here none is most probable.)"""
+    tokens, ours, theirs = [5 + i * 13 % 250 for i in range(120)], {}, {}
+    for is_scaled in (True, False):
+        path = tmp_path / f"{is_scaled}.gguf"
+        save_gguf(path, Q.F32, vocab_size=len(tokenizer), edit=partial(write, tokenizer=tokenizer, is_scaled=is_scaled))
+        theirs[is_scaled] = log_probs_of_llamacpp(path, tokens, len(tokenizer))
+        with torch.inference_mode():
+            logits = load_original(path, torch.float32)(torch.tensor([tokens])).logits[0, -1]
+        ours[is_scaled] = logits.log_softmax(-1)
+    for is_scaled in (True, False):
+        torch.testing.assert_close(ours[is_scaled], theirs[is_scaled], atol=0.05, rtol=0)
+        assert float((ours[is_scaled] - theirs[not is_scaled]).abs().max()) > 1
