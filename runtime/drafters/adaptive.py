@@ -7,7 +7,9 @@ ratios; expected tokens by the survival of each position, not by one rate for al
 of its own (`runtime.drafters.allocation`).
 
 What a draft would have yielded is seen from what was generated, sent or not, because drafts never change that. So
-lookups learn from every proposal, and being off costs little but looking. A draft model is asked for no more than is
+lookups learn from every proposal, and being off costs little but looking. What steps cost is of the day an engine was
+built, of batches that had drafts of equal lengths: with a `clock` the drafter sees what its drafts cost now
+(`runtime.drafters.meter`), and what looking takes. A draft model is asked for no more than is
 sent, and while it does not pay only now and then. It computes the tokens of all rows in the same steps, and is asked
 for one length for all of them, of which each row's part is sent.
 
@@ -17,11 +19,14 @@ length that was chosen before anything is drawn.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import ceil, inf
+from time import perf_counter
 
 from runtime.drafters.allocation import allocate
+from runtime.drafters.meter import Clock, Meter
 from runtime.drafters.outcomes import SURE, Outcomes
 from runtime.drafters.protocol import Drafter, check_request, look_ahead
 from runtime.request import Draft, Request, Sequence
@@ -33,10 +38,15 @@ DraftSeconds = Callable[[int, int], float]
 
 _PROBE_INTERVAL = 16
 """Steps without a draft of a draft model, before it is asked for a token to see whether it pays again."""
-_REST_AFTER, _LOOK_INTERVAL = 16, 4
-"""Steps that gained less than looking takes, after which a lookup looks at every fourth only."""
+_LOOK_INTERVAL = 4
+"""While steps gain less than looking takes, on average, a lookup looks at every fourth only (in a large batch for every
+fourth request), or so rarely that it takes this share of the time:"""
+_LOOK_SHARE, _LONGEST_REST = 0.005, 64
 _LOOK_S = 20e-6
-"""About what a lookup and counting its outcomes take for a sequence."""
+"""About what a lookup and counting its outcomes take for a sequence, where no clock tells."""
+_FIRST_GAIN, _GAIN_MEMORY = 3.0, 0.93
+"""The average gain of steps begins at so many times what looking takes: 16 steps that gain nothing end it. In large
+batches, whose steps are arithmetic and seldom pay for drafts, it begins below 1."""
 _RATE_MEMORY = 0.98
 _CAUTION = 0.25
 """What a token of a lookup must promise beyond what its time is worth, in tokens that come without drafts in so much
@@ -47,9 +57,18 @@ _CONTEXT_STEP = 64
 
 
 class AdaptiveDrafter:
-    """Another drafter's drafts, cut to the length that pays. With `draft_s` it is asked for no more than that."""
+    """Another drafter's drafts, cut to the length that pays. With `draft_s` it is asked for no more than that.
 
-    def __init__(self, drafter: Drafter, iteration_s: IterationSeconds, draft_s: DraftSeconds | None = None) -> None:
+    `clock` times steps (`runtime.drafters.meter`); without one prices are what `iteration_s` says.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        iteration_s: IterationSeconds,
+        draft_s: DraftSeconds | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self.drafter = drafter
         self._iteration_s = iteration_s
         self._draft_s = draft_s
@@ -59,7 +78,10 @@ class AdaptiveDrafter:
         self._num_tokens = self._num_without = 0.0
         """Tokens promised by the steps so far, and tokens that so much time gives without drafts; both fade."""
         self._num_off = 0
-        """Steps in a row that gained nothing to speak of by what was drafted."""
+        """Steps in a row that nothing was drafted for, or only looked at."""
+        self._mean_gains: dict[int, float] = {}
+        """Of the steps so far, as many times what looking takes, by the size of batches; it fades."""
+        self._meter = Meter(clock) if clock is not None else None
         self._known_prices: dict[tuple[int, int, int], _Prices] = {}
 
     def check_request(self, request: Request) -> None:
@@ -71,14 +93,27 @@ class AdaptiveDrafter:
         if not sequences:
             return []
         prices = self._prices_of(sequences, max_draft_len)
+        if self._meter is not None:
+            self._meter.see(sequences)
+        drafts = self._propose(sequences, max_draft_len, prices)
+        if self._meter is not None:
+            num_drafted = sum(len(draft.tokens) for draft in drafts)
+            seconds = prices.of_drafts(num_drafted)
+            self._meter.sent(sequences, seconds[0], seconds[num_drafted])
+        return drafts
+
+    def _propose(self, sequences: list[Sequence], max_draft_len: int, prices: "_Prices") -> list[Draft]:
         if self._is_asked_for_what_pays:
             return self._propose_what_pays(sequences, prices)
-        is_resting = self._num_off >= _REST_AFTER and self._num_off % _LOOK_INTERVAL > 0
-        if is_resting or self._nothing_pays(prices):
+        rows = self._rows_to_look_at(sequences, prices)
+        if not rows or self._nothing_pays(prices):
             self._num_off += 1
             self._count(len(sequences), prices, 0.0)
             return [Draft([])] * len(sequences)
-        drafts = self.drafter.propose(sequences, max_draft_len)
+        start = perf_counter()
+        looked_at = [sequences[i] for i in rows]
+        found = dict(zip(rows, self.drafter.propose(looked_at, max_draft_len), strict=True))
+        drafts = [found.get(i) or Draft([]) for i in range(len(sequences))]
         if any(draft.probs is not None for draft in drafts):
             self._is_asked_for_what_pays = True
         self._remember(sequences, drafts)
@@ -86,8 +121,14 @@ class AdaptiveDrafter:
             return drafts
         survivals = [self._survivals(s, d) for s, d in zip(sequences, drafts, strict=True)]
         choice = self._choose(survivals, prices)
+        if self._meter is not None:
+            self._meter.looked(looked_at, perf_counter() - start)
         if any(survivals):  # or there was nothing to send, which says nothing about what pays
-            self._num_off = 0 if choice.gain_s > _LOOK_S * len(sequences) else self._num_off + 1
+            look_s = _LOOK_S if self._meter is None else max(self._meter.look_s, _LOOK_S)
+            mean_gain = self._mean_gain(len(sequences)) * _GAIN_MEMORY
+            mean_gain += choice.gain_s / (look_s * len(rows)) * (1 - _GAIN_MEMORY)
+            self._mean_gains[len(sequences).bit_length()] = mean_gain
+            self._num_off = 0 if mean_gain >= 1 else self._num_off + 1
         return [draft.cut(length) for draft, length in zip(drafts, choice.lengths, strict=True)]
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
@@ -127,7 +168,7 @@ class AdaptiveDrafter:
 
     def _choose(self, survivals: list[list[float]], prices: "_Prices", draft_len: int = 0) -> "_Choice":
         """What to send of drafts of such survivals, after `draft_len` steps of a draft model; and count it."""
-        seconds, rate = prices.of_drafts(sum(map(len, survivals))), self._rate(prices)
+        seconds, rate = self._seconds(prices, sum(map(len, survivals))), self._rate(prices)
         least = self._least_rate(prices)
         lengths = allocate(survivals, [least * s for s in seconds])
         num_accepted = sum(sum(row[:length]) for row, length in zip(survivals, lengths, strict=True))
@@ -142,7 +183,7 @@ class AdaptiveDrafter:
 
     def _best_len(self, survivals: list[list[float]], prices: "_Prices") -> int:
         """The length to ask a draft model for, whose steps are for all rows."""
-        seconds = prices.of_drafts(sum(map(len, survivals)))
+        seconds = self._seconds(prices, sum(map(len, survivals)))
         rate, gains = self._rate(prices), [0.0]
         for n in range(1, max(map(len, survivals)) + 1):
             num_drafted = sum(min(n, len(row)) for row in survivals)
@@ -150,9 +191,37 @@ class AdaptiveDrafter:
             gains.append(num_accepted - rate * (seconds[num_drafted] - seconds[0] + n * prices.draft_token_s))
         return gains.index(max(gains))
 
+    def _mean_gain(self, batch_size: int) -> float:
+        first = _FIRST_GAIN if batch_size < _LOOK_INTERVAL else _GAIN_MEMORY
+        return self._mean_gains.get(batch_size.bit_length(), first)
+
+    def _rows_to_look_at(self, sequences: list[Sequence], prices: "_Prices") -> Seq[int]:
+        """All rows while looking pays; else now and then, or in large batches those of some requests.
+
+        A lookup reads all tokens of a sequence that it is asked for, the prompt's too, whenever that is.
+        """
+        if self._mean_gain(len(sequences)) >= 1:
+            return range(len(sequences))
+        interval = _LOOK_INTERVAL
+        if self._meter is not None:
+            share = self._meter.look_with_new_s * prices.rate_without  # of the time of a step
+            interval = min(max(ceil(share / _LOOK_SHARE), _LOOK_INTERVAL), _LONGEST_REST)
+        if len(sequences) >= _LOOK_INTERVAL:
+            return [i for i, sequence in enumerate(sequences) if sequence.request.id % interval == 0]
+        return range(0) if self._num_off % interval else range(len(sequences))
+
     def _nothing_pays(self, prices: "_Prices") -> bool:
         """Whether even a token that is sure to be accepted costs more than it is worth."""
-        return self._least_rate(prices) * prices.cheapest_s >= 1
+        return self._least_rate(prices) * prices.cheapest_s * self._factor >= 1
+
+    def _seconds(self, prices: "_Prices", most: int) -> list[float]:
+        """Of a step with 0, 1, ... draft tokens, by what such tokens cost now."""
+        seconds, factor = prices.of_drafts(most), self._factor
+        return seconds if factor == 1 else [seconds[0] + factor * (one - seconds[0]) for one in seconds]
+
+    @property
+    def _factor(self) -> float:
+        return 1.0 if self._meter is None else self._meter.factor
 
     def _least_rate(self, prices: "_Prices") -> float:
         """Tokens per second that what is sent must yield."""

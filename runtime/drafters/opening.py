@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import assert_never
 
 from runtime.bundle import Bundle, read_bundle
@@ -17,6 +18,7 @@ from runtime.drafters.choosing import ChoosingChain, DraftingModel
 from runtime.drafters.corpus import CorpusLookup
 from runtime.drafters.custom import GuardedDrafter, guarded_drafter, load_custom_drafter
 from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.meter import Clock
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request, look_ahead
@@ -83,13 +85,17 @@ class Opening:
     find_engine: FindEngine
     check_draft_engine: Callable[[Bundle], None]
 
+    def clock(self) -> float:
+        """Seconds, by which steps are timed: the whole turn of a loop, for drafts are work outside the step too."""
+        return perf_counter()
 
-def open_lookup(settings: LookupDrafter, costs: CostModel | None) -> OpenDrafter:
-    """A drafter that needs neither an engine nor a target; `costs` as for `Opening`."""
+
+def open_lookup(settings: LookupDrafter, costs: CostModel | None, clock: Clock | None = None) -> OpenDrafter:
+    """A drafter that needs neither an engine nor a target; `costs` as for `Opening`, `clock` for `AdaptiveDrafter`."""
     pools = [_pool(settings)] if settings.pool == "public" else []
     pool = pools[0] if pools else None
     drafter: Drafter = SuffixLookup(pool=pool) if isinstance(settings, SuffixDrafter) else _ngram(settings, pool)
-    return OpenDrafter(_adapted(drafter, costs), settings.max_draft_len, pools)
+    return OpenDrafter(_adapted(drafter, costs, clock=clock), settings.max_draft_len, pools)
 
 
 @contextmanager
@@ -105,7 +111,7 @@ def open_drafter(settings: DrafterSettings, opening: Opening) -> Iterator[OpenDr
 def _open_one(settings: OneDrafter, opening: Opening, stack: ExitStack) -> OpenDrafter:
     match settings:
         case NgramDrafter() | SuffixDrafter():
-            return open_lookup(settings, opening.costs)
+            return open_lookup(settings, opening.costs, opening.clock)
         case DraftTargetDrafter():
             return _open_draft_model(settings, opening, stack)
         case SelfDrafter():
@@ -116,7 +122,7 @@ def _open_one(settings: OneDrafter, opening: Opening, stack: ExitStack) -> OpenD
             guarded = guarded_drafter(type(settings.drafter).__name__, settings.drafter)
         case _:
             assert_never(settings)
-    return OpenDrafter(_adapted(guarded, opening.costs), settings.max_draft_len, guarded=[guarded])
+    return OpenDrafter(_adapted(guarded, opening.costs, clock=opening.clock), settings.max_draft_len, guarded=[guarded])
 
 
 def _open_draft_model(settings: DraftTargetDrafter, opening: Opening, stack: ExitStack) -> OpenDrafter:
@@ -127,7 +133,9 @@ def _open_draft_model(settings: DraftTargetDrafter, opening: Opening, stack: Exi
         engine = stack.enter_context(Engine.of_bundle(bundle, settings.device_ids, opening.kv_cache))
         draft_costs = CostModel(bundle.config.step_costs, bundle.config.host_s) if opening.costs else None
     model = DraftModel(engine, opening.engine.config.vocab_size, use_logits=settings.use_logits)
-    return OpenDrafter(_adapted(model, opening.costs, draft_costs), settings.max_draft_len, draft_model=model)
+    return OpenDrafter(
+        _adapted(model, opening.costs, draft_costs, opening.clock), settings.max_draft_len, draft_model=model
+    )
 
 
 def _open_self_draft(settings: SelfDrafter, opening: Opening) -> OpenDrafter:
@@ -136,7 +144,9 @@ def _open_self_draft(settings: SelfDrafter, opening: Opening) -> OpenDrafter:
         copy_costs = CostModel(config.self_draft_costs, config.host_s)
         sureness = Sureness(opening.costs.iteration_s, partial(copy_costs.iteration_s, draft_len=0))
     drafter = SelfDraft(engine, use_logits=settings.use_logits, sureness=sureness)
-    return OpenDrafter(_adapted(drafter, opening.costs, copy_costs), settings.max_draft_len, self_draft=drafter)
+    return OpenDrafter(
+        _adapted(drafter, opening.costs, copy_costs, opening.clock), settings.max_draft_len, self_draft=drafter
+    )
 
 
 def _open_chain(settings: ChainDrafter, opening: Opening, stack: ExitStack) -> OpenDrafter:
@@ -157,7 +167,7 @@ def _open_chain(settings: ChainDrafter, opening: Opening, stack: ExitStack) -> O
     models = [_drafting_model(one, config, has_costs=costs is not None) for one in opened if one.is_model]
     chain = ChoosingChain(lookups, models, costs.iteration_s if costs else _always_the_same, config.vocab_size)
     return OpenDrafter(
-        chain if has_model else _adapted(chain, opening.costs),
+        chain if has_model else _adapted(chain, opening.costs, clock=opening.clock),
         settings.max_draft_len,
         [pool for one in opened for pool in one.pools],
         next((one.draft_model for one in opened if one.draft_model), None),
@@ -188,13 +198,14 @@ def _always_the_same(batch_size: int, context_len: int, draft_len: float) -> flo
     return 1.0
 
 
-def _adapted(drafter: Drafter, costs: CostModel | None, draft_costs: CostModel | None = None) -> Drafter:
+def _adapted(
+    drafter: Drafter, costs: CostModel | None, draft_costs: CostModel | None = None, clock: Clock | None = None
+) -> Drafter:
     """The drafter itself, or where costs are known its drafts cut to what pays."""
     if costs is None:
         return drafter
-    if draft_costs is None:
-        return AdaptiveDrafter(drafter, costs.iteration_s)
-    return AdaptiveDrafter(drafter, costs.iteration_s, partial(draft_costs.iteration_s, draft_len=0))
+    draft_s = None if draft_costs is None else partial(draft_costs.iteration_s, draft_len=0)
+    return AdaptiveDrafter(drafter, costs.iteration_s, draft_s, clock)
 
 
 def _pool(settings: LookupDrafter) -> NgramPool:

@@ -1,0 +1,80 @@
+"""What drafts cost now, beside their prices, and how long looking for them takes.
+
+Prices were measured when an engine was built, of steps whose rows all had equal drafts, on a machine that may have been
+busier. The times of steps are held against them: over the price of a step without drafts, time is a line by what its
+drafts should add (least squares; what was long ago fades), and the line's slope says what they add.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from runtime.request import Sequence
+
+Clock = Callable[[], float]
+"""Seconds, from any beginning."""
+
+_MEMORY, _LOOK_MEMORY = 0.98, 0.9
+_PRIOR, _PRIOR_SLOPE = 12.0, 1.3
+"""Before anything is known drafts are taken to add so many times their price, and so many steps are taken to have said
+so: rows of unequal lengths cost more than those that were measured (1.1 to 2 times, SmolLM2 135M, 2 to 16 rows)."""
+_MOST = 4.0
+"""A step that took longer than so many times its price was disturbed by something else."""
+
+
+class Meter:
+    """Learns `factor`, by which the price of draft tokens is multiplied, and how long looking for drafts takes."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._ids: set[int] = set()
+        self._prices = (0.0, 0.0)
+        """Of the step that is under way: without drafts, and with those that were sent."""
+        self._weight = self._mean_added = self._mean_time = 0.0
+        self._added_squares = self._products = 0.0
+        """Sums of (added - its mean)^2 and of (added - its mean) (time - its mean)."""
+        self._looked: set[int] = set()
+        self.look_s = 0.0
+        """Seconds for a sequence that was looked at before."""
+        self.look_with_new_s = 0.0
+        """Seconds for any, of which a new one takes longer, once."""
+
+    @property
+    def factor(self) -> float:
+        if not self._added_squares:
+            return _PRIOR_SLOPE
+        prior = _PRIOR * (self._added_squares / self._weight + self._mean_added**2)
+        slope = (self._products + _PRIOR_SLOPE * prior) / (self._added_squares + prior)
+        alone = self._mean_time - slope * self._mean_added
+        # Where every step is slower, what tokens add is worth as much as before.
+        return min(max(slope / max(alone, 1.0), 1 / _MOST), _MOST)
+
+    def see(self, sequences: Seq[Sequence]) -> None:
+        """Learn what the step took that these come from. A prompt that was computed for a new one is no part of it."""
+        seconds, ids = self._clock() - self._last, {sequence.request.id for sequence in sequences}
+        (alone_s, price_s), is_known = self._prices, bool(self._ids) and ids <= self._ids
+        self._ids = set()
+        if is_known and 0 < seconds < _MOST * price_s:
+            self._learn(price_s / alone_s - 1, seconds / alone_s)
+
+    def _learn(self, added: float, time: float) -> None:
+        self._weight = self._weight * _MEMORY + 1
+        beyond = added - self._mean_added
+        self._mean_added += beyond / self._weight
+        self._mean_time += (time - self._mean_time) / self._weight
+        self._added_squares = self._added_squares * _MEMORY + beyond * (added - self._mean_added)
+        self._products = self._products * _MEMORY + beyond * (time - self._mean_time)
+
+    def sent(self, sequences: Seq[Sequence], alone_s: float, price_s: float) -> None:
+        """The next step is of these sequences; its price without drafts, and with theirs."""
+        self._ids = {sequence.request.id for sequence in sequences}
+        self._prices = alone_s, price_s
+        self._last = self._clock()
+
+    def looked(self, sequences: Seq[Sequence], seconds: float) -> None:
+        """Looking for drafts took so long."""
+        ids, each_s = {sequence.request.id for sequence in sequences}, seconds / len(sequences)
+        if ids <= self._looked:
+            self.look_s += (each_s - self.look_s) * (1 - _LOOK_MEMORY)
+        self.look_with_new_s += (each_s - self.look_with_new_s) * (1 - _MEMORY)
+        self._looked = ids
