@@ -1,0 +1,108 @@
+"""What drafts cost now is learned from the times of steps, and looking costs little where it does not pay."""
+
+import random
+
+import numpy as np
+import pytest
+
+from runtime.drafters.adaptive import AdaptiveDrafter
+from runtime.drafters.meter import Meter
+from runtime.request import Draft, Request, Sequence
+from runtime.tuning.replay import Trace, replay
+
+
+class Watch:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rows(*ids: int) -> list[Sequence]:
+    return [Sequence.start(Request(i, (1,), 10)) for i in ids]
+
+
+def test_factor_is_the_slope_of_the_times() -> None:
+    """Beside numpy's least squares, without the prior, whose weight is gone after so many steps."""
+    watch, rng, sequences = Watch(), random.Random(0), rows(1, 2)
+    meter = Meter(watch)
+    added, times = [], []
+    for _ in range(400):
+        added.append(rng.choice([0.0, 0.1, 0.2, 0.4]))
+        times.append(0.9 + 2 * added[-1] + rng.gauss(0, 0.02))
+        meter.sent(sequences, 2.0, 2.0 * (1 + added[-1]))
+        watch.now += 2.0 * times[-1]
+        meter.see(sequences)
+    slope, alone = np.polyfit(added[-150:], times[-150:], 1)
+    assert (slope, alone) == (pytest.approx(2, abs=0.05), pytest.approx(0.9, abs=0.02))
+    assert meter.factor == pytest.approx(slope, abs=0.25)
+
+
+def test_a_prompt_between_two_steps_is_no_part_of_them() -> None:
+    watch = Watch()
+    meter = Meter(watch)
+    for _ in range(50):
+        meter.sent(rows(1), 1.0, 1.5)
+        watch.now += 3.9
+        meter.see(rows(1, 2))  # the second one's prompt was computed in between
+    assert meter.factor == Meter(watch).factor
+
+
+class Right:
+    """Drafts the recorded output, one token more each time, so that steps differ."""
+
+    def __init__(self, output: list[int]) -> None:
+        self.output, self.asked = output, list[list[int]]()
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        self.asked.append([s.request.id for s in sequences])
+        most = 1 + len(self.asked) % max_draft_len
+        return [Draft(self.output[s.num_generated :][:most]) for s in sequences]
+
+    def forget(self, request_id: int) -> None:
+        """Nothing is kept."""
+
+
+class Loop:
+    """A drafter in a loop whose steps take a second, and for each draft token so much of one more."""
+
+    def __init__(self, drafter: AdaptiveDrafter, watch: Watch, per_token: float) -> None:
+        self.drafter, self.watch, self.per_token = drafter, watch, per_token
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        drafts = self.drafter.propose(sequences, max_draft_len)
+        self.watch.now += 1 + self.per_token * sum(len(draft.tokens) for draft in drafts)
+        return drafts
+
+    def forget(self, request_id: int) -> None:
+        self.drafter.forget(request_id)
+
+
+@pytest.mark.parametrize(("per_token", "is_sent"), [(0.1, True), (1.6, False)])
+def test_tokens_that_cost_more_than_they_yield_are_no_longer_sent(per_token: float, is_sent: bool) -> None:
+    """All are right, and their price is a tenth of a step: what they take decides."""
+    watch, output = Watch(), [random.Random(1).randrange(1000) for _ in range(600)]
+    adaptive = AdaptiveDrafter(Right(output), lambda batch_size, context_len, n: 1 + 0.1 * n, clock=watch)
+    (stats,) = replay([Trace((1,), tuple(output))], Loop(adaptive, watch, per_token), 10)
+    late = stats.per_step_drafted[len(stats.per_step_drafted) // 2 :]
+    assert (sum(late) / len(late) > 2) == is_sent, late
+
+
+def test_a_large_batch_is_looked_at_as_a_whole_only_where_that_pays() -> None:
+    """While nothing is right a lookup is asked for few of the requests, and for all of them once drafts are right."""
+    watch, output = Watch(), list(range(100, 400))
+    wrong = Right([0] * 300)
+    adaptive = AdaptiveDrafter(wrong, lambda batch_size, context_len, n: 1 + 0.01 * n * batch_size, clock=watch)
+    loop, sequences = Loop(adaptive, watch, 0.01), rows(*range(16))
+    for i in range(60):
+        loop.propose(sequences, 10)
+        if i == 29:
+            num_asked = sum(map(len, wrong.asked))
+            wrong.output = output
+        for sequence in sequences:
+            sequence.tokens.append(output[sequence.num_generated])
+    assert 0 < num_asked <= 30 * 16 / 4
+    assert len(wrong.asked[-1]) == 16
