@@ -3,10 +3,10 @@
 from commands.inputs.paths import check_models, check_readable
 from commands.options.batch import BatchFiles, BatchModelOptions
 from commands.options.cluster import ClusterOptions
-from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
 from commands.options.kv_cache import KVCacheOptions
 from commands.options.leader import LeaderOptions
+from commands.options.speculation import SpeculationOptions
 from commands.output import Output, check_output_files
 from runtime.errors import UsageError
 from runtime.params import SamplingParams
@@ -17,7 +17,7 @@ def batch(
     files: BatchFiles,
     model: BatchModelOptions,
     cluster: ClusterOptions,
-    drafting: DraftingOptions,
+    speculation: SpeculationOptions,
     kv_cache: KVCacheOptions,
     leader: LeaderOptions,
     output: Output,
@@ -31,14 +31,12 @@ def batch(
     cluster.check()
     if leader.mode == "orchestrator":
         raise UsageError("a batch runs in leader mode: `--mode orchestrator`", hint="leave the flag out")
-    drafting.check_profile(leader.drafting_flags, leader.model_dir)
-    leader.check(model.engine_dir, drafting)
-    named = leader.named(drafting)
+    chosen = leader.chosen(model.engine_dir, speculation, is_either=False)
     kv_cache.check(is_leader=True, disable_reuse=leader.disable_kv_cache_reuse)
     check_readable([files.input_file])
     check_output_files([files.output_file], [files.input_file, *leader.paths])
-    chosen = choose_drafting(drafting, named, model.engine, check_lossless=False)
-    check_models(model.engine, leader.model_dir, model.tokenizer_dir, chosen.named.drafter)
+    chosen = chosen.or_profile(speculation.profile, model.engine).check()
+    check_models(model.engine, leader.model_dir, model.tokenizer_dir, chosen.speculation)
 
     from commands.batching.start import start_batch
     from commands.sessions import SessionOptions

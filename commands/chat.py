@@ -7,11 +7,11 @@ import typer
 
 from commands.inputs.paths import check_chat_template, check_models
 from commands.options.chat import ChatOptions
-from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
 from commands.options.kv_cache import KVCacheOptions
 from commands.options.leader import LeaderOptions
 from commands.options.run import RunGeneration
+from commands.options.speculation import SpeculationOptions
 from commands.output import Output
 from runtime.errors import UsageError
 
@@ -20,7 +20,7 @@ from runtime.errors import UsageError
 def chat(
     chat: ChatOptions,
     generation: RunGeneration,
-    drafting: DraftingOptions,
+    speculation: SpeculationOptions,
     kv_cache: KVCacheOptions,
     leader: LeaderOptions,
 ) -> None:
@@ -30,16 +30,14 @@ def chat(
     What was said before is found in the K/V cache. Without flags of sampling answers are sampled as the model's
     generation_config.json says, and are greedy where it says nothing.
     """
-    drafting.check_profile(leader.drafting_flags, leader.model_dir)
-    leader.check(chat.engine_dir, drafting)
-    named = leader.named(drafting)
+    chosen = leader.chosen(chat.engine_dir, speculation, is_either=False)
     kv_cache.check(is_leader=leader.mode != "orchestrator", disable_reuse=leader.disable_kv_cache_reuse)
     generation.common.check()
-    chosen = choose_drafting(drafting, named, chat.engine, check_lossless=False)
+    chosen = chosen.or_profile(speculation.profile, chat.engine).check()
     params = generation.params(None)
     if params.n > 1:
         raise UsageError(f"a chat has one answer: `--num-return-sequences {params.n}`", hint="leave the flag out")
-    check_models(chat.engine, leader.model_dir, chat.tokenizer_dir, chosen.named.drafter)
+    check_models(chat.engine, leader.model_dir, chat.tokenizer_dir, chosen.speculation)
     check_chat_template(leader.model_dir, chat.tokenizer_dir)
 
     from commands.conversing import HELP, Conversation, lines_of_user, values_line

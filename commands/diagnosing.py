@@ -7,15 +7,15 @@ from commands.documents.doctor import doctor_document
 from commands.inputs.dataset import DEMO, load_samples
 from commands.inputs.prompts import Prompt, without_padding
 from commands.options.doctor import DoctorInputs, DoctorOptions
-from commands.options.drafting import Drafting
 from commands.options.remedies import REMEDIES
+from commands.options.speculation import Chosen
 from commands.output import Output
 from commands.tables.doctor import show
 from runtime.bundle import Bundle, read_bundle
 from runtime.diagnosis.judging import judge
-from runtime.diagnosis.measuring import Treatment, examine_draft_model, measure
+from runtime.diagnosis.measuring import examine_draft_model, measure
 from runtime.diagnosis.symptoms import ExpectedAcceptance
-from runtime.drafters.settings import DraftTargetDrafter, default_draft_len_mode, each_drafter
+from runtime.drafters.specs import Speculation
 from runtime.engine import KVCacheConfig
 from runtime.errors import SpecDecError
 from runtime.llm import LLM
@@ -30,29 +30,27 @@ def diagnose(
     bundle: Bundle,
     inputs: DoctorInputs,
     options: DoctorOptions,
-    drafting: Drafting,
+    chosen: Chosen,
     prompts: list[Prompt] | None,
     kv_cache: KVCacheConfig,
     output: Output,
 ) -> None:
     """Measure, judge and show; SpecDecError (exit code 1) if there is a finding. Without prompts its own are asked."""
     is_auto = options.mode == "leader" and bool(bundle.config.step_costs)
-    draft_len_mode = drafting.draft_len_mode or default_draft_len_mode(drafting.named.drafter, is_leader=is_auto)
-    drafting = replace(drafting, draft_len_mode=draft_len_mode)
-    treatment = Treatment(drafting.named.drafter, draft_len_mode, _expected(drafting.profile))
-    devices = drafting.named.device_ids
+    speculation, devices = chosen.speculation, chosen.device_ids
+    speculation = speculation.in_mode(speculation.draft_len_mode or speculation.default_mode(is_leader=is_auto))
     with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode=options.mode, kv_cache=kv_cache, device_ids=devices) as llm:
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=options.max_output_len)
         if prompts is None:
-            requests = _own_requests(llm, params, drafting)
+            requests = _own_requests(llm, params, speculation)
         else:
             requests = _requests(llm, params, without_padding(prompts, inputs.input_file, llm.end_ids))
         with output.phases() as phase:
-            pair = examine_draft_model(llm, treatment.drafter)
-            symptoms = measure(llm, treatment, pair, requests, phase)
+            pair = examine_draft_model(llm, speculation)
+            symptoms = measure(llm, speculation, _expected(chosen.profile), pair, requests, phase)
     judgements = judge(symptoms)
     show(judgements, output)
-    output.document(doctor_document(bundle, drafting, options, len(requests), judgements))
+    output.document(doctor_document(bundle, chosen.with_speculation(speculation), options, len(requests), judgements))
     found = [(name, judgement) for name, judgement in judgements.items() if judgement and judgement.is_fault]
     if found:
         name, judgement = found[0]
@@ -73,16 +71,14 @@ def _requests(llm: LLM, params: SamplingParams, prompts: list[Prompt]) -> list[R
     return requests
 
 
-def _own_requests(llm: LLM, params: SamplingParams, drafting: Drafting) -> list[Request]:
+def _own_requests(llm: LLM, params: SamplingParams, speculation: Speculation) -> list[Request]:
     """Of the shipped articles, each cut to its last tokens that fit the engine, the draft model's and the K/V cache."""
     if llm.tokenizer is None:
         raise SpecDecError(
             "the engine has no tokenizer to read the shipped articles with", hint="give prompts of token ids"
         )
     bundles = [llm.bundle]
-    for one in each_drafter(drafting.named.drafter):
-        if isinstance(one, DraftTargetDrafter):
-            bundles.append(read_bundle(Path(one.model)))
+    bundles += [read_bundle(Path(one.draft_model)) for one in speculation if one.draft_model is not None]
     builds = [bundle.config.build_config for bundle in bundles]
     room = min(*(build.max_request_len for build in builds), llm.engine.num_cache_tokens - builds[0].max_draft_len)
     max_tokens = min(params.max_tokens or room, max(room // 2, 1))

@@ -2,20 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from commands.output import Output
 from runtime.config import Compiler, Dtype
-from runtime.drafters.settings import (
-    ChainDrafter,
-    DrafterSettings,
-    DraftTargetDrafter,
-    OneDrafter,
-    SelfDrafter,
-    each_drafter,
-)
+from runtime.drafters.spec import DrafterSpec
+from runtime.drafters.specs import Speculation
 from runtime.engine_cache import EngineSettings, engine_of_model
 
 _MIN_DRAFT_LEN = 10  # so that other draft lengths can be tried without building again
@@ -38,16 +32,14 @@ class Models:
 
 @dataclass(frozen=True)
 class Engines:
-    """Where the target's engine is, and the drafter, whose draft model is an engine's directory too."""
+    """Where the target's engine is, and how to draft, with a draft model's engine in its place."""
 
     engine_dir: Path
-    drafter: DrafterSettings | None
+    speculation: Speculation
 
 
 @contextmanager
-def engines_of_models(
-    models: Models, engine_dir: Path, drafter: DrafterSettings | None, output: Output
-) -> Iterator[Engines]:
+def engines_of_models(models: Models, engine_dir: Path, speculation: Speculation, output: Output) -> Iterator[Engines]:
     """The engines that are given, and those of the models that are given instead."""
     with ExitStack() as stack:
 
@@ -63,17 +55,10 @@ def engines_of_models(
             engine = engine_of_model(name, settings, use_cache=models.use_cache, phases=output.phases)
             return stack.enter_context(engine)
 
-        def with_engine(one: OneDrafter) -> OneDrafter:
-            if not isinstance(one, DraftTargetDrafter) or isinstance(one.model, Path):
-                return one
-            return replace(one, model=engine_of(one.model, 0))
+        def with_engine(one: DrafterSpec) -> DrafterSpec:
+            return one.with_draft_model(engine_of(one.draft_model, 0)) if isinstance(one.draft_model, str) else one
 
         if models.model_dir is not None:
-            wanted = (drafter.max_draft_len if drafter else None) or 0
-            drafts_for_itself = any(isinstance(one, SelfDrafter) for one in each_drafter(drafter))
-            self_draft = models.self_draft or ("int4" if drafts_for_itself else None)
-            engine_dir = engine_of(models.model_dir, max(wanted, _MIN_DRAFT_LEN), self_draft)
-        drafters = [with_engine(one) for one in each_drafter(drafter)]
-        if drafters:
-            drafter = drafters[0] if len(drafters) == 1 else ChainDrafter(drafters)
-        yield Engines(engine_dir, drafter)
+            self_draft = models.self_draft or ("int4" if speculation.needs_copy else None)
+            engine_dir = engine_of(models.model_dir, max(speculation.max_draft_len or 0, _MIN_DRAFT_LEN), self_draft)
+        yield Engines(engine_dir, speculation.with_drafters(map(with_engine, speculation)))

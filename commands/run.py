@@ -2,11 +2,11 @@
 
 from commands.inputs.paths import check_chat_template, check_models
 from commands.inputs.prompts import read_prompts
-from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
 from commands.options.kv_cache import KVCacheOptions
 from commands.options.leader import LeaderOptions
 from commands.options.run import RunGeneration, RunInputs, RunResults
+from commands.options.speculation import SpeculationOptions
 from commands.output import Output
 from runtime.params import SamplingParams
 
@@ -15,7 +15,7 @@ from runtime.params import SamplingParams
 def run(
     inputs: RunInputs,
     generation: RunGeneration,
-    drafting: DraftingOptions,
+    speculation: SpeculationOptions,
     kv_cache: KVCacheOptions,
     leader: LeaderOptions,
     results: RunResults,
@@ -29,16 +29,16 @@ def run(
     Greedy unless sampling is asked for. Greedy output is exactly what the model generates without speculation, and so
     is sampled output with the same seed; with `use_logits` sampled output has the same distribution.
     """
-    named = leader.drafter_of_either_mode(inputs.engine_dir, drafting)
+    chosen = leader.chosen(inputs.engine_dir, speculation)
     kv_cache.check(is_leader=leader.loop == "leader", disable_reuse=leader.disable_kv_cache_reuse)
     generation.common.check()
     results.check(output)
-    chosen = choose_drafting(drafting, named, inputs.engine, check_lossless=results.check_lossless)
-    results.check_files([*inputs.paths, *drafting.paths, *leader.paths])
+    chosen = chosen.or_profile(speculation.profile, inputs.engine).check(check_lossless=results.check_lossless)
+    results.check_files([*inputs.paths, *speculation.paths, *leader.paths])
     params = generation.params(results.logprobs)
     _warn_of_equal_outputs(params, output)
     prompts = read_prompts(inputs.texts, inputs.input_file)
-    check_models(inputs.engine, leader.model_dir, inputs.tokenizer_dir, chosen.named.drafter)
+    check_models(inputs.engine, leader.model_dir, inputs.tokenizer_dir, chosen.speculation)
     if inputs.apply_chat_template or any(prompt.messages for prompt in prompts):
         check_chat_template(leader.model_dir, inputs.tokenizer_dir)
 

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from commands.inputs.paths import check_models
-from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
 from commands.options.kv_cache import KVCacheOptions
 from commands.options.leader import LeaderOptions
 from commands.options.serve import ServeInputs, ServerOptions
+from commands.options.speculation import SpeculationOptions
 from commands.output import Output
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import SamplingParams
@@ -22,7 +22,7 @@ _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 def serve(
     inputs: ServeInputs,
     server: ServerOptions,
-    drafting: DraftingOptions,
+    speculation: SpeculationOptions,
     kv_cache: KVCacheOptions,
     leader: LeaderOptions,
 ) -> None:
@@ -31,13 +31,13 @@ def serve(
     Only this machine can reach it unless `--host` says otherwise. A page to try it is at `/`, metrics at `/metrics`.
     """
     with _kept_for_good():
-        _serve(inputs, server, drafting, kv_cache, leader)
+        _serve(inputs, server, speculation, kv_cache, leader)
 
 
 def _serve(
     inputs: ServeInputs,
     server: ServerOptions,
-    drafting: DraftingOptions,
+    speculation: SpeculationOptions,
     kv_cache: KVCacheOptions,
     leader: LeaderOptions,
 ) -> None:
@@ -45,12 +45,10 @@ def _serve(
     _check_packages()
     if leader.mode == "orchestrator":
         raise UsageError("a server runs in leader mode: `--mode orchestrator`", hint="leave the flag out")
-    drafting.check_profile(leader.drafting_flags, leader.model_dir)
-    leader.check(inputs.engine_dir, drafting)
-    named = leader.named(drafting)
+    chosen = leader.chosen(inputs.engine_dir, speculation, is_either=False)
     kv_cache.check(is_leader=True, disable_reuse=leader.disable_kv_cache_reuse)
-    chosen = choose_drafting(drafting, named, inputs.engine, check_lossless=False)
-    check_models(inputs.engine, leader.model_dir, inputs.tokenizer_dir, chosen.named.drafter)
+    chosen = chosen.or_profile(speculation.profile, inputs.engine).check()
+    check_models(inputs.engine, leader.model_dir, inputs.tokenizer_dir, chosen.speculation)
 
     from commands.serving.running import Serving, serve_setup
     from commands.serving.server import Address, listen

@@ -9,7 +9,7 @@ from typing import Any
 
 from commands.documents.settings import Setup
 from commands.engines import Models, engines_of_models
-from commands.options.drafting import Drafting
+from commands.options.speculation import Chosen
 from commands.output import Output
 from runtime.bundle import read_bundle
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, KVCacheConfig
@@ -26,7 +26,7 @@ class SessionOptions:
 
     engine_dir: Path
     tokenizer_dir: Path | None
-    drafting: Drafting
+    chosen: Chosen
     params: SamplingParams
     kv_cache: KVCacheConfig
     mode: Mode = "orchestrator"
@@ -36,28 +36,27 @@ class SessionOptions:
 @contextmanager
 def open_setup(options: SessionOptions) -> Iterator[Setup]:
     """Open the engine and the drafter; SpecDecError if they cannot serve the options."""
-    drafting = options.drafting
+    chosen = options.chosen
     llm = LLM(
-        drafting.bundle or read_bundle(options.engine_dir),
+        chosen.bundle or read_bundle(options.engine_dir),
         tokenizer=options.tokenizer_dir,
         mode=options.mode,
         kv_cache=options.kv_cache,
         max_num_tokens=options.max_num_tokens,
-        device_ids=drafting.named.device_ids,
+        device_ids=chosen.device_ids,
     )
     with llm:
         llm.request_of(options.params)  # its words and ids are checked before a draft model is opened
-        session = llm.session(drafting.named.drafter, drafting.draft_len_mode)
-        yield Setup(llm, session, options.params, drafting.profile)
+        session = llm.session_of(chosen.speculation)
+        yield Setup(llm, session, options.params, chosen.profile)
 
 
 @contextmanager
 def open_setup_of_models(models: Models, options: SessionOptions, output: Output) -> Iterator[Setup]:
     """`open_setup`, with engines made of the models that are given in the place of engines."""
-    drafting = options.drafting
-    with engines_of_models(models, options.engine_dir, drafting.named.drafter, output) as engines:
-        drafting = replace(drafting, named=replace(drafting.named, drafter=engines.drafter))
-        with open_setup(replace(options, engine_dir=engines.engine_dir, drafting=drafting)) as setup:
+    with engines_of_models(models, options.engine_dir, options.chosen.speculation, output) as engines:
+        chosen = options.chosen.with_speculation(engines.speculation)
+        with open_setup(replace(options, engine_dir=engines.engine_dir, chosen=chosen)) as setup:
             yield setup
 
 

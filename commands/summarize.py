@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from commands.inputs.dataset import Columns, Sample, load_samples
 from commands.inputs.paths import check_models
 from commands.options.cluster import ClusterOptions
-from commands.options.drafting import DraftingOptions, choose_drafting
 from commands.options.expand import expand_groups
 from commands.options.kv_cache import KVCacheOptions
 from commands.options.leader import LeaderOptions
+from commands.options.speculation import SpeculationOptions
 from commands.options.summarize import EvaluationOptions, SummarizeInputs, SummarizeResults
 from commands.output import Output, check_new_directory
 from runtime.errors import SpecDecError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def summarize(
     inputs: SummarizeInputs,
     evaluation: EvaluationOptions,
-    drafting: DraftingOptions,
+    speculation: SpeculationOptions,
     kv_cache: KVCacheOptions,
     leader: LeaderOptions,
     results: SummarizeResults,
@@ -41,15 +41,15 @@ def summarize(
     The first sample is a warm-up and is run once more. Greedy unless sampling is asked for. In orchestrator mode (V1)
     unless flags of leader mode (V2) are given.
     """
-    named = leader.drafter_of_either_mode(inputs.engine_dir, drafting)
+    chosen = leader.chosen(inputs.engine_dir, speculation)
     kv_cache.check(is_leader=leader.loop == "leader", disable_reuse=leader.disable_kv_cache_reuse)
     inputs.check()
     evaluation.check(inputs.hf_model_dir)
     results.check(test_engine=evaluation.test_engine, test_hf=evaluation.test_hf)
-    chosen = choose_drafting(drafting, named, inputs.engine, check_lossless=results.check_lossless)
-    results.check_files([*inputs.paths, *drafting.paths, *leader.paths])
+    chosen = chosen.or_profile(speculation.profile, inputs.engine).check(check_lossless=results.check_lossless)
+    results.check_files([*inputs.paths, *speculation.paths, *leader.paths])
     params = evaluation.common.params(seed=evaluation.random_seed, max_tokens=evaluation.output_len)
-    bundle = check_models(inputs.engine, leader.model_dir, inputs.tokenizer_dir, chosen.named.drafter)
+    bundle = check_models(inputs.engine, leader.model_dir, inputs.tokenizer_dir, chosen.speculation)
     if bundle is not None:
         evaluation.check_fits(bundle.config.build_config, leader.loop)
     hf_dir = _hf_dir(inputs, evaluation)
@@ -82,9 +82,8 @@ def _evaluate_engine(
 
     from commands.batching.evaluating import evaluate_by_workers
 
-    named = replace(options.drafting.named, drafter=setup.session.settings)
-    drafting = replace(options.drafting, named=named)
-    options = replace(options, engine_dir=setup.llm.bundle.directory, drafting=drafting)
+    chosen = options.chosen.with_speculation(setup.session.speculation)
+    options = replace(options, engine_dir=setup.llm.bundle.directory, chosen=chosen)
     return evaluate_by_workers(options, leader.models() if leader.model_dir is not None else None, cluster)
 
 

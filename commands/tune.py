@@ -5,21 +5,17 @@ from pathlib import Path
 
 from commands.inputs.paths import check_drafter, check_readable
 from commands.inputs.prompts import read_prompts
-from commands.options.drafting_models import ModelDrafterOptions
-from commands.options.expand import expand_groups
-from commands.options.lookups import LookupOptions
+from commands.options.drafters import TunedFlags
+from commands.options.expand import expand_groups, given_flags
 from commands.options.tune import TuneInputs, TuneOptions, named_drafter
 from commands.output import Output, check_output_files
 from runtime.bundle import read_bundle
-from runtime.drafters.settings import check_has_copy
 from runtime.models import read_model_config, resolve_model, resolve_tokenizer
 from runtime.parallel.devices import check_device_ids
 
 
 @expand_groups
-def tune(
-    inputs: TuneInputs, options: TuneOptions, lookups: LookupOptions, models: ModelDrafterOptions, output: Output
-) -> None:
+def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Output) -> None:
     """Find the drafter and the draft length that pay.
 
     Replays what was generated through many drafters, which needs no model. With an engine it predicts from what its
@@ -27,34 +23,35 @@ def tune(
     What a draft model or the model's own copy drafts no record tells: those are run with drafts of each length. Flags
     that name a drafter, or several, tune that only.
     """
-    named = named_drafter(lookups, models, options.drafters)
-    options.check(inputs, named.drafter)
+    chosen = named_drafter(flags, options.drafters)
+    named = chosen.speculation
+    options.check(inputs, named)
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if inputs.traces is None else []
     if options.output is not None:
-        read = [path for path in (lookups.ngram_corpus, models.draft_engine_dir) if path is not None]
+        read = [value for value in given_flags(flags).values() if isinstance(value, Path)]
         check_output_files([options.output], [*inputs.paths, *read])
     if inputs.traces is not None:
         check_readable([inputs.traces])
     if inputs.engine_dir is not None:
         config = read_bundle(inputs.engine_dir).config
-        check_has_copy(named.drafter, has_copy=config.build_config.self_draft is not None)
-        check_device_ids(named.device_ids, config.mapping.tp_size)
+        named.check_has_copy(has_copy=config.build_config.self_draft is not None)
+        check_device_ids(chosen.device_ids, config.mapping.tp_size)
     if inputs.model.model_dir is not None:
         read_model_config(resolve_model(inputs.model.model_dir))
     if inputs.tokenizer_dir is not None:
         resolve_tokenizer(inputs.tokenizer_dir)
-    check_drafter(named.drafter, None)
+    check_drafter(named, None)
 
     from commands.tuning import tune_engine, tune_traces
     from runtime.tuning.job import Scope
 
-    scope = Scope(named.drafter, lookups.ngram_pool == "public", options.max_draft_len)
+    scope = Scope(named, flags.ngram_pool == "public", options.max_draft_len)
     if not inputs.has_engine:
         tune_traces(inputs, options, scope, output)
         return
 
     from commands.engines import engines_of_models
 
-    with engines_of_models(inputs.model.models(), inputs.engine_dir or Path(), named.drafter, output) as engines:
-        inputs, scope = replace(inputs, engine_dir=engines.engine_dir), replace(scope, named=engines.drafter)
-        tune_engine(inputs, options, scope, named.device_ids, prompts, output)
+    with engines_of_models(inputs.model.models(), inputs.engine_dir or Path(), named, output) as engines:
+        inputs, scope = replace(inputs, engine_dir=engines.engine_dir), replace(scope, named=engines.speculation)
+        tune_engine(inputs, options, scope, chosen.device_ids, prompts, output)

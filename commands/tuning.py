@@ -6,14 +6,14 @@ from pathlib import Path
 from commands.documents.tune import Tuning, tune_document
 from commands.inputs.prompts import Prompt, without_padding
 from commands.inputs.traces import read_traces
-from commands.options.drafter_configs import Devices
 from commands.options.single import end_id_params
 from commands.options.tune import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
 from commands.output import Output
 from commands.tables.tune import show
 from runtime.bundle import read_bundle
 from runtime.drafters.compatibility import check_corpora
-from runtime.drafters.settings import ChainDrafter, DrafterSettings, DraftTargetDrafter, OneDrafter
+from runtime.drafters.spec import Devices, DrafterSpec
+from runtime.drafters.specs import DraftTargetDrafter
 from runtime.errors import draft_engine_errors
 from runtime.llm import LLM
 from runtime.parallel.devices import check_device_ids
@@ -50,7 +50,7 @@ def tune_engine(
     """With an engine: predict, time the best, recommend."""
     assert inputs.engine_dir is not None
     bundle = read_bundle(inputs.engine_dir)
-    scope = replace(scope, named=_with_devices(scope.named))
+    scope = replace(scope, named=scope.named.with_drafters(map(_with_own_devices, scope.named)))
     scope.longest_draft(bundle.config.build_config.max_draft_len)
     timing = Timing(options.batch_size or 1, options.num_live_prompts or DEFAULT_LIVE_PROMPTS)
     with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode="orchestrator", device_ids=device_ids) as llm:
@@ -63,7 +63,7 @@ def tune_engine(
         identity = ProfileEngine(str(inputs.engine_dir), engine_digest(bundle.config))
         candidate = confirmation.recommended.candidate
         figures = _figures(confirmation, timing.batch_size)
-        write_profile(options.output, Profile(identity, candidate.drafter, candidate.draft_len_mode, figures))
+        write_profile(options.output, Profile(identity, candidate, figures))
     show(tuning, output)
     output.document(tune_document(tuning))
 
@@ -110,14 +110,8 @@ def _figures(confirmation: Confirmation, batch_size: int) -> Figures:
     )
 
 
-def _with_devices(drafter: DrafterSettings | None) -> DrafterSettings | None:
+def _with_own_devices(drafter: DrafterSpec) -> DrafterSpec:
     """With the devices that a draft model has by itself, by which flags and a profile then name them."""
-    if isinstance(drafter, ChainDrafter):
-        return ChainDrafter([_with_own(one) for one in drafter.drafters])
-    return None if drafter is None else _with_own(drafter)
-
-
-def _with_own(drafter: OneDrafter) -> OneDrafter:
     if not isinstance(drafter, DraftTargetDrafter):
         return drafter
     with draft_engine_errors():

@@ -17,7 +17,7 @@ from ray import serve
 from commands.options.serve import ServerOptions
 from commands.serving.group import Clock
 from commands.serving.running import guarded_app, open_served
-from runtime.drafters.settings import NgramDrafter
+from runtime.drafters.specs import NgramDrafter
 from runtime.llm import LLM
 
 ENGINE_DIR = Path(os.environ.get("SPECDEC_ENGINE_DIR", "engine")).absolute()

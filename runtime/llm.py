@@ -24,15 +24,7 @@ from runtime.costs import CostModel
 from runtime.drafters.compatibility import TargetIdentity, check_corpora, check_draft_engine
 from runtime.drafters.opening import Opening, open_drafter
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.settings import (
-    DrafterSettings,
-    DraftFunction,
-    DraftLenMode,
-    as_settings,
-    check_draft_len_fits,
-    check_has_copy,
-    default_draft_len_mode,
-)
+from runtime.drafters.specs import AnySpec, DraftFunction, DraftLenMode, Speculation
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
@@ -62,7 +54,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Seq[int]
 """A text, or the ids of its tokens."""
-AnyDrafter = DrafterSettings | Drafter | DraftFunction
+AnyDrafter = AnySpec | Drafter | DraftFunction
 """How to draft: settings such as `NgramDrafter()`, or a drafter of one's own, an object or a function."""
 
 
@@ -109,7 +101,7 @@ class LLM:
         self.kv_cache = kv_cache or KVCacheConfig()
         self._engine_options = engine
         self._has_told_penalties = False
-        self._sessions: dict[tuple[DrafterSettings | None, DraftLenMode | None], Session] = {}
+        self._sessions: dict[Speculation, Session] = {}
         with MAKING, ExitStack() as stack:
             self._stack = stack
             self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model))
@@ -226,48 +218,50 @@ class LLM:
     def session(self, drafter: AnyDrafter | None = None, draft_len_mode: DraftLenMode | None = None) -> Session:
         """The session that drafts in this way; SpecDecError if such a drafter does not fit the engine.
 
-        `draft_len_mode` None: `default_draft_len_mode`.
+        `draft_len_mode` None: `Speculation.default_mode`.
         """
-        self.engine.check_is_open()  # before a draft model is opened for it
-        settings = None if drafter is None else as_settings(drafter)
-        key = (settings, draft_len_mode)
-        if key not in self._sessions:
-            self._sessions[key] = (
-                self._open_by_default(settings)
-                if draft_len_mode is None
-                else self.open_session(settings, draft_len_mode, self._stack)
-            )
-        return self._sessions[key]
+        return self.session_of(Speculation.of(drafter, draft_len_mode))
 
-    def _open_by_default(self, settings: DrafterSettings | None) -> Session:
+    def session_of(self, speculation: Speculation) -> Session:
+        """`session`, by one value."""
+        self.engine.check_is_open()  # before a draft model is opened for it
+        if speculation not in self._sessions:
+            self._sessions[speculation] = (
+                self._open_by_default(speculation)
+                if speculation.draft_len_mode is None
+                else self.open_session(speculation, self._stack)
+            )
+        return self._sessions[speculation]
+
+    def _open_by_default(self, speculation: Speculation) -> Session:
         """With drafts cut to what pays, where that is the default and it is known; whole ones elsewhere."""
-        mode = default_draft_len_mode(settings, is_leader=self.mode == "leader")
+        mode = speculation.default_mode(is_leader=self.mode == "leader")
         try:
-            return self.open_session(settings, mode, self._stack)
+            return self.open_session(speculation.in_mode(mode), self._stack)
         except SpecDecError as error:
             if error.fact != "no_step_costs":
                 raise
             warnings.warn(f"drafts are sent whole, as if they paid: {error.message}", SpecDecWarning, stacklevel=2)
-            return self.open_session(settings, "fixed", self._stack)
+            return self.open_session(speculation.in_mode("fixed"), self._stack)
 
-    def open_session(self, settings: DrafterSettings | None, draft_len_mode: DraftLenMode, stack: ExitStack) -> Session:
+    def open_session(self, speculation: Speculation, stack: ExitStack) -> Session:
         """A session that has learned nothing yet; its drafter is closed by `stack`."""
-        if settings is None:
-            return Session(self.engine, self.mode)
+        if not speculation:
+            return Session(self.engine, self.mode, speculation.in_mode("fixed"))
         config = self.bundle.config
-        check_has_copy(settings, has_copy=config.build_config.self_draft is not None)
-        check_draft_len_fits(settings, config.build_config.max_draft_len)
-        check_corpora(settings, self.tokenizer, config.vocab_size)
+        has_copy = config.build_config.self_draft is not None
+        speculation.check_fits(config.build_config.max_draft_len, has_copy=has_copy)
+        check_corpora(speculation, self.tokenizer, config.vocab_size)
         target = TargetIdentity(self.bundle, self.tokenizer_dir, self.tokenizer)
         opening = Opening(
             self.engine,
-            CostModel(config.step_costs, config.host_s) if draft_len_mode == "auto" else None,
+            CostModel(config.step_costs, config.host_s) if speculation.draft_len_mode == "auto" else None,
             self.kv_cache,
             partial(self._find_engine, to_draft=True),
             partial(check_draft_engine, target=target),
         )
-        opened = stack.enter_context(open_drafter(settings, opening))
-        return Session(self.engine, self.mode, settings, opened, draft_len_mode)
+        opened = stack.enter_context(open_drafter(speculation, opening))
+        return Session(self.engine, self.mode, speculation, opened)
 
     @cached_property
     def model_defaults(self) -> ModelDefaults:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from runtime import leader, orchestrator
 from runtime.drafters.opening import OpenDrafter
-from runtime.drafters.settings import DrafterSettings, DraftLenMode
+from runtime.drafters.specs import NO_SPECULATION, Speculation
 from runtime.drafting import check_requests
 from runtime.engine import Engine
 from runtime.errors import RequestError
@@ -24,13 +24,12 @@ _LOOPS = {"orchestrator": orchestrator.generate, "leader": leader.generate}
 
 @dataclass(frozen=True)
 class Session:
-    """An engine, a loop, and a drafter or none. `settings` are those that the drafter was opened by."""
+    """An engine, a loop, and a drafter or none. `speculation` is what the drafter was opened by."""
 
     engine: Engine
     mode: Mode
-    settings: DrafterSettings | None = None
+    speculation: Speculation = NO_SPECULATION
     opened: OpenDrafter | None = None
-    draft_len_mode: DraftLenMode = "fixed"
 
     @property
     def has_drafter(self) -> bool:

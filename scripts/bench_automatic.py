@@ -27,7 +27,7 @@ import runtime  # before torch, as commands do: it tells OpenMP how long to wait
 # isort: split
 from runtime.bundle import is_engine_dir
 from runtime.chat import has_chat_template
-from runtime.drafters.settings import ChainDrafter, DrafterSettings, NgramDrafter, SuffixDrafter
+from runtime.drafters.specs import NO_SPECULATION, AnySpec, ChainDrafter, NgramDrafter, Speculation, SuffixDrafter
 from runtime.errors import SpecDecError
 from runtime.leader import Leader
 from runtime.llm import LLM, EngineOptions
@@ -39,7 +39,7 @@ KINDS = {"translation": "translation", "summarization": "summarization", "qa": "
     "math_reasoning": "maths"
 }
 """Spec-Bench's categories; all others are chats."""
-DRAFTERS: dict[str, DrafterSettings] = {
+DRAFTERS: dict[str, AnySpec] = {
     "ngram": NgramDrafter(),
     "suffix": SuffixDrafter(),
     "auto": ChainDrafter([NgramDrafter(), SuffixDrafter()]),
@@ -91,8 +91,10 @@ class Bench:
         seconds: dict[str, float] = defaultdict(float)
         for run in range(self.runs):
             with ExitStack() as stack:
-                sessions = {name: self.llm.open_session(DRAFTERS[name], "auto", stack) for name in self.drafters}
-                sessions = {"none": self.llm.open_session(None, "fixed", stack)} | sessions
+                sessions = {
+                    name: self.llm.open_session(Speculation.of(DRAFTERS[name], "auto"), stack) for name in self.drafters
+                }
+                sessions = {"none": self.llm.open_session(NO_SPECULATION, stack)} | sessions
                 for i, group in enumerate(groups):
                     requests = [template.with_prompt(j, prompt, 0) for j, prompt in enumerate(group)]
                     sessions["none"].run([replace(request, max_new_tokens=1) for request in requests])

@@ -24,14 +24,14 @@ from runtime.batch import Row
 from runtime.bundle import read_engine_config
 from runtime.costs import CostModel
 from runtime.drafters.opening import OpenDrafter, Opening, open_drafter
-from runtime.drafters.settings import ChainDrafter, DrafterSettings, NgramDrafter, SelfDrafter
+from runtime.drafters.specs import AnySpec, ChainDrafter, NgramDrafter, SelfDrafter
 from runtime.engine import Engine, KVCacheConfig
 from runtime.orchestrator import generate
 from runtime.request import Request
 from runtime.text import find_end_ids, load_tokenizer
 
 NGRAM = NgramDrafter(10, 2)
-DRAFTERS: dict[str, tuple[DrafterSettings, bool]] = {  # and whether draft lengths are chosen
+DRAFTERS: dict[str, tuple[AnySpec, bool]] = {  # and whether draft lengths are chosen
     "the copy, drafts of 4": (SelfDrafter(4), False),
     "the copy, drafts of 8": (SelfDrafter(8), False),
     "the copy, up to 8, auto": (SelfDrafter(8), True),

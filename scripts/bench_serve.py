@@ -32,7 +32,7 @@ from bench_step import LLAMA_101M, save_random_llama
 from runtime.checkpoint import convert
 from runtime.compiler.build import build_engine
 from runtime.config import BuildConfig
-from runtime.drafters.settings import NgramDrafter
+from runtime.drafters.specs import NgramDrafter
 from runtime.llm import LLM
 from runtime.params import SamplingParams
 from runtime.request import Request

@@ -6,12 +6,10 @@ They are loaded when they are first asked for, so that the command line starts w
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from runtime.drafters import specs as _specs
+from runtime.drafters.specs import *  # noqa: F403  # every drafter that is described there
+
 if TYPE_CHECKING:
-    from runtime.drafters.settings import ChainDrafter as ChainDrafter
-    from runtime.drafters.settings import DraftTargetDrafter as DraftTargetDrafter
-    from runtime.drafters.settings import NgramDrafter as NgramDrafter
-    from runtime.drafters.settings import SelfDrafter as SelfDrafter
-    from runtime.drafters.settings import SuffixDrafter as SuffixDrafter
     from runtime.engine import KVCacheConfig as KVCacheConfig
     from runtime.errors import SpecDecError as SpecDecError
     from runtime.errors import SpecDecWarning as SpecDecWarning
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from runtime.tuning.profile import profile_for as profile_for
 
 _HOMES = {
-    "runtime.drafters.settings": ("ChainDrafter", "DraftTargetDrafter", "NgramDrafter", "SelfDrafter", "SuffixDrafter"),
     "runtime.engine": ("KVCacheConfig",),
     "runtime.errors": ("SpecDecError", "SpecDecWarning", "UsageError"),
     "runtime.evaluation.lossless": ("DistributionCheck", "TokenCheck"),
@@ -41,25 +38,21 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "LLM",
-    "ChainDrafter",
     "DistributionCheck",
     "Draft",
-    "DraftTargetDrafter",
     "KVCacheConfig",
-    "NgramDrafter",
     "Output",
     "Piece",
     "SamplingParams",
-    "SelfDrafter",
     "Sequence",
     "SpecDecError",
     "SpecDecWarning",
-    "SuffixDrafter",
     "TokenCheck",
     "TokenLogprobs",
     "UsageError",
     "profile_for",
 ]
+__all__ += _specs.__all__
 
 
 def __getattr__(name: str) -> Any:

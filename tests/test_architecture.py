@@ -33,7 +33,7 @@ NOUNS = {
     "runtime.verify": {"runtime.errors", "runtime.request", "runtime.sampling"},
     "runtime.files": {"runtime.errors"},
     "runtime.reading": {"runtime.errors"},
-    "runtime.drafters.settings": {"runtime.errors", "runtime.drafters.protocol"},
+    "runtime.drafters.specs": {"runtime.errors", "runtime.drafters.protocol"},
     "runtime.cache": {"runtime.errors", "runtime.files"},
     "runtime.tensor_file": set(),
     "runtime.corpus_file": {"runtime.errors", "runtime.files"},

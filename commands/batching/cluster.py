@@ -79,7 +79,7 @@ class WorkerJob:
             session,
             engine_dir=session.engine_dir.absolute(),
             tokenizer_dir=None if session.tokenizer_dir is None else session.tokenizer_dir.absolute(),
-            drafting=replace(session.drafting, bundle=None),
+            chosen=replace(session.chosen, bundle=None),
         )
         checkpoint_dir = None if self.checkpoint_dir is None else self.checkpoint_dir.absolute()
         return replace(self, job=self.job.with_session(session), checkpoint_dir=checkpoint_dir)
@@ -140,8 +140,8 @@ def open_anywhere(work: WorkerJob, wanted: str, build: BuildConfig) -> Iterator[
     with ExitStack() as stack:
         if work.models is not None:
             quiet = Output(quiet=True)
-            drafter = job.session.drafting.named.drafter
-            engines = stack.enter_context(engines_of_models(work.models, job.session.engine_dir, drafter, quiet))
+            speculation = job.session.chosen.speculation
+            engines = stack.enter_context(engines_of_models(work.models, job.session.engine_dir, speculation, quiet))
             model = stack.enter_context(_open_same(job, engines.engine_dir, wanted))
         else:
             try:

@@ -7,19 +7,11 @@ from pathlib import Path
 
 from commands.batching.answering import BatchModel
 from commands.options.batch import BatchDefaults
-from commands.options.drafting import Drafting
 from commands.sessions import SessionOptions, open_setup
 from runtime.bundle import read_bundle
 from runtime.cache import digest, read_digest
 from runtime.checksums import NOT_RECORDED
-from runtime.drafters.settings import (
-    CustomDrafter,
-    DrafterSettings,
-    DraftLenMode,
-    default_draft_len_mode,
-    draws_by_probs,
-    each_drafter,
-)
+from runtime.drafters.specs import DraftLenMode, Speculation
 from runtime.errors import UsageError
 from runtime.gguf import is_gguf
 from runtime.models import resolve_tokenizer
@@ -50,17 +42,17 @@ class Job:
     @property
     def draft_len_mode(self) -> DraftLenMode:
         """As it is asked for, or else what pays, where that is known."""
-        drafting = self.session.drafting
-        if drafting.draft_len_mode is None and read_bundle(self.session.engine_dir).config.step_costs:
-            return default_draft_len_mode(drafting.named.drafter, is_leader=True)
-        return drafting.draft_len_mode or "fixed"
+        speculation = self.session.chosen.speculation
+        if speculation.draft_len_mode is None and read_bundle(self.session.engine_dir).config.step_costs:
+            return speculation.default_mode(is_leader=True)
+        return speculation.draft_len_mode or "fixed"
 
     def digest(self) -> str:
         """Of all that results depend on. Drafts are not among it, but where they choose what is sampled."""
-        drafter = self.session.drafting.named.drafter
+        speculation = self.session.chosen.speculation
         parts = [model_digest(self.session.engine_dir, self.session.tokenizer_dir), *self.names, repr(self.defaults)]
-        if may_choose_samples(drafter):
-            parts += [repr(drafter), self.draft_len_mode]
+        if speculation.may_draw_by_probs:
+            parts += [repr(speculation.drafters), self.draft_len_mode]
         return digest(parts)
 
 
@@ -75,13 +67,12 @@ def model_digest(engine_dir: Path, tokenizer_dir: Path | None) -> str:
     return digest([*parts, *(f"{path.name} {read_digest(path)}" for path in files if _counts(path))])
 
 
-def check_same_everywhere(drafting: Drafting) -> None:
+def check_same_everywhere(speculation: Speculation) -> None:
     """UsageError for drafts that choose what is sampled, and are not the same whenever they are made."""
-    drafter = drafting.named.drafter
-    if not draws_by_probs(drafter):
+    if not speculation.draws_by_probs:
         return
-    shares = any(getattr(one, "pool", None) == "public" for one in each_drafter(drafter))
-    for is_so, what in ((shares, "a public pool"), (drafting.draft_len_mode == "auto", "`--draft-len-mode auto`")):
+    shares, is_auto = speculation.shares_pool, speculation.draft_len_mode == "auto"
+    for is_so, what in ((shares, "a public pool"), (is_auto, "`--draft-len-mode auto`")):
         if is_so:
             raise UsageError(
                 f"with use_logits drafts choose what is sampled, and no two runs would be the same with {what}",
@@ -91,8 +82,3 @@ def check_same_everywhere(drafting: Drafting) -> None:
 
 def _counts(path: Path) -> bool:
     return path.is_file() and path.name != "config.json"  # which records when an engine was built, and where
-
-
-def may_choose_samples(drafter: DrafterSettings | None) -> bool:
-    """Nobody knows what users' own do."""
-    return draws_by_probs(drafter) or any(isinstance(one, CustomDrafter) for one in each_drafter(drafter))

@@ -8,7 +8,7 @@ from functools import partial
 from commands.batching.answering import Outcome, OwnCrew
 from commands.batching.dispatch import Crew
 from commands.batching.lines import BatchRequest
-from commands.batching.model import Job, check_same_everywhere, may_choose_samples
+from commands.batching.model import Job, check_same_everywhere
 from commands.batching.running import run_batch
 from commands.documents.batch import batch_document
 from commands.engines import Models, engines_of_models
@@ -31,13 +31,13 @@ def start_batch(
     output: Output,
 ) -> None:
     """SpecDecError if it cannot be begun, or not be gone on with; what has been answered is kept in any case."""
-    drafting = session.drafting
-    check_same_everywhere(drafting)
-    if drafting.draft_len_mode is None and may_choose_samples(drafting.named.drafter):
-        drafting = replace(drafting, draft_len_mode="fixed")  # or interrupted batches would not end as others do
-    with engines_of_models(models, session.engine_dir, drafting.named.drafter, output) as engines:
-        drafting = replace(drafting, named=replace(drafting.named, drafter=engines.drafter))
-        job = Job(replace(session, engine_dir=engines.engine_dir, drafting=drafting), names, defaults)
+    speculation = session.chosen.speculation
+    check_same_everywhere(speculation)
+    if speculation.draft_len_mode is None and speculation.may_draw_by_probs:
+        speculation = speculation.in_mode("fixed")  # or interrupted batches would not end as others do
+    with engines_of_models(models, session.engine_dir, speculation, output) as engines:
+        chosen = session.chosen.with_speculation(engines.speculation)
+        job = Job(replace(session, engine_dir=engines.engine_dir, chosen=chosen), names, defaults)
         open_crew: OpenCrew = partial(_own_crew, job)
         if cluster.ray is not None:
             from commands.batching.cluster import WorkerJob, ray_crew

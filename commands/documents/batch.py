@@ -8,7 +8,6 @@ from commands.batching.running import Report
 from commands.documents.head import document_head
 from commands.options.batch import BatchFiles
 from commands.options.cluster import ClusterOptions
-from runtime.drafters.settings import drafter_names
 
 
 def batch_document(report: Report, files: BatchFiles, job: Job, cluster: ClusterOptions) -> dict[str, Any]:
@@ -20,7 +19,7 @@ def batch_document(report: Report, files: BatchFiles, job: Job, cluster: Cluster
         "settings": {
             "engine_dir": str(job.session.engine_dir),
             "model_names": list(job.names),
-            "drafters": drafter_names(job.session.drafting.named.drafter),
+            "drafters": job.session.chosen.speculation.names,
             "draft_len_mode": job.draft_len_mode,
             "defaults": dataclasses.asdict(job.defaults),
             "ray": cluster.ray,

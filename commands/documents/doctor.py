@@ -5,16 +5,15 @@ from typing import Any
 
 from commands.documents.head import document_head
 from commands.options.doctor import DoctorOptions
-from commands.options.drafting import Drafting
 from commands.options.remedies import REMEDIES
+from commands.options.speculation import Chosen
 from runtime.bundle import Bundle
 from runtime.diagnosis.judging import Judgement
-from runtime.drafters.settings import drafter_names
 
 
 def doctor_document(
     bundle: Bundle,
-    drafting: Drafting,
+    chosen: Chosen,
     options: DoctorOptions,
     num_prompts: int,
     judgements: Mapping[str, Judgement | None],
@@ -23,9 +22,9 @@ def doctor_document(
         **document_head("doctor"),
         "engine_dir": str(bundle.directory),
         "settings": {
-            "drafters": drafter_names(drafting.named.drafter),
-            "draft_len_mode": drafting.draft_len_mode,
-            "profile": None if drafting.profile is None else str(drafting.profile),
+            "drafters": chosen.speculation.names,
+            "draft_len_mode": chosen.speculation.draft_len_mode,
+            "profile": None if chosen.profile is None else str(chosen.profile),
             "mode": options.mode,
             "max_output_len": options.max_output_len,
         },

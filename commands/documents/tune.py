@@ -6,9 +6,9 @@ from statistics import mean
 from typing import Any
 
 from commands.documents.head import document_head
-from commands.options.drafter_configs import candidate_flags
+from commands.options.drafters import written_flags
+from runtime.drafters.specs import Speculation
 from runtime.stats import RequestStats, sum_stats
-from runtime.tuning.candidates import Candidate
 from runtime.tuning.live import Confirmation, Confirmed, Measured
 from runtime.tuning.prediction import LoopSeconds
 from runtime.tuning.profile import drafter_record
@@ -74,11 +74,11 @@ def _parts(seconds: LoopSeconds) -> dict[str, float]:
     return {"prompts": seconds.prompts, "steps": seconds.others}
 
 
-def _candidate_record(tuning: Tuning, candidate: Candidate) -> dict[str, Any]:
+def _candidate_record(tuning: Tuning, candidate: Speculation) -> dict[str, Any]:
     return {
-        "drafter": _with_device(drafter_record(candidate.drafter), tuning.device_ids[0]),
+        "drafter": _with_device(drafter_record(candidate), tuning.device_ids[0]),
         "draft_len_mode": candidate.draft_len_mode,
-        "flags": candidate_flags(candidate, tuning.device_ids),
+        "flags": written_flags(candidate, tuning.device_ids),
     }
 
 
@@ -97,12 +97,12 @@ def _screened_record(tuning: Tuning, one: Replayed) -> dict[str, Any]:
     return {
         **_candidate_record(tuning, one.candidate),
         "num_traces": len(one.batches.stats),
-        "total": one.total.counts(one.candidate.max_draft_len),
+        "total": one.total.counts(one.candidate.max_draft_len or 0),
     }
 
 
 def _replayed_record(tuning: Tuning, one: Replayed) -> dict[str, Any]:
-    max_draft_len = one.candidate.max_draft_len
+    max_draft_len = one.candidate.max_draft_len or 0
     return {
         **_candidate_record(tuning, one.candidate),
         "total": one.total.counts(max_draft_len),
@@ -129,7 +129,7 @@ def _confirmed_record(tuning: Tuning, one: Confirmed) -> dict[str, Any]:
     return {
         **_candidate_record(tuning, one.candidate),
         "num_requests": len(one.measured.generation.sequences),
-        "replayed": None if one.replayed is None else one.replayed.total.counts(one.candidate.max_draft_len),
+        "replayed": None if one.replayed is None else one.replayed.total.counts(one.candidate.max_draft_len or 0),
         "measured": one.measured.counts,
         "batches_s": [[seconds.total for seconds in batches] for batches in one.measured.batches],
         "measured_s": one.measured.seconds,

@@ -15,7 +15,7 @@ from commands.html.frame import definitions_section, facts_section, page_footer,
 from commands.html.outputs import Pieces, outputs_section
 from commands.html.values import NO_DRAFTS, Page, escaped, integer, request_time, seconds, table, tenths, times
 from commands.output import number, percent
-from runtime.drafters.settings import DrafterName
+from runtime.drafters.specs import DRAFTERS
 from runtime.evaluation.steps import TOKEN_KINDS
 from runtime.files import write_file
 
@@ -70,19 +70,12 @@ def _drafter(settings: dict[str, Any]) -> str:
     return ", then ".join(_one_drafter(name, settings) for name in settings["drafters"]) or "no drafter"
 
 
-def _one_drafter(name: DrafterName, settings: dict[str, Any]) -> str:
-    match name:
-        case "ngram":
-            ngram = settings["ngram_config"]
-            return f"n-gram lookup [{ngram['max_draft_len']},{ngram['max_matching_ngram_size']}]"
-        case "suffix":
-            return f"suffix matching, up to {settings['suffix_config']['max_draft_len']} tokens"
-        case "self":
-            return f"the target's own rounded copy, up to {settings['self_draft_config']['max_draft_len']} tokens"
-        case "draft-target":
-            return f"draft model, up to {settings['draft_target_model_config']['max_draft_len']} tokens"
-        case "custom":
-            return f"drafter {settings['drafter']}"
+def _one_drafter(name: str, settings: dict[str, Any]) -> str:
+    described = DRAFTERS[name].description
+    record = settings[described.flag]
+    if isinstance(record, str):
+        return f"{described.title} {record}"
+    return f"{described.title}, up to {record['max_draft_len']} tokens"
 
 
 def _header(document: dict[str, Any], title: str) -> str:

@@ -6,20 +6,13 @@ from pathlib import Path
 from runtime.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.chat import has_chat_template, raise_no_chat_template
 from runtime.config import MAX_DRAFT_LEN
-from runtime.drafters.settings import (
-    DrafterSettings,
-    DraftTargetDrafter,
-    check_draft_len_fits,
-    check_has_copy,
-    corpora_of,
-    each_drafter,
-)
+from runtime.drafters.specs import Speculation
 from runtime.errors import SpecDecError, UsageError, draft_engine_errors
 from runtime.models import read_model_config, resolve_model, resolve_tokenizer
 
 
 def check_models(
-    engine_dir: Path, model_dir: str | None, tokenizer_dir: Path | None, drafter: DrafterSettings | None
+    engine_dir: Path, model_dir: str | None, tokenizer_dir: Path | None, speculation: Speculation
 ) -> Bundle | None:
     """The engine, None where it is to be made of a model; SpecDecError for one of them that cannot be opened."""
     if tokenizer_dir is not None:
@@ -29,25 +22,23 @@ def check_models(
         bundle = read_bundle(engine_dir)
     else:
         read_model_config(resolve_model(model_dir))
-    check_drafter(drafter, bundle)
+    check_drafter(speculation, bundle)
     return bundle
 
 
-def check_drafter(drafter: DrafterSettings | None, bundle: Bundle | None) -> None:
+def check_drafter(speculation: Speculation, bundle: Bundle | None) -> None:
     """SpecDecError for a draft model or a corpus that cannot be read, or drafts that the engine does not take."""
-    if drafter is None:
-        return
     if bundle is not None:
-        check_has_copy(drafter, has_copy=bundle.config.build_config.self_draft is not None)
-        check_draft_len_fits(drafter, bundle.config.build_config.max_draft_len)
-    elif (drafter.max_draft_len or 0) > MAX_DRAFT_LEN:
+        build = bundle.config.build_config
+        speculation.check_fits(build.max_draft_len, has_copy=build.self_draft is not None)
+    elif (speculation.max_draft_len or 0) > MAX_DRAFT_LEN:
         raise UsageError(
-            f"engines take drafts of at most {MAX_DRAFT_LEN} tokens: {drafter.max_draft_len}", hint="lower it"
+            f"engines take drafts of at most {MAX_DRAFT_LEN} tokens: {speculation.max_draft_len}", hint="lower it"
         )
-    for one in each_drafter(drafter):
-        if isinstance(one, DraftTargetDrafter):
-            _check_draft_model(one.model)
-    if corpora := corpora_of(drafter):
+    for one in speculation:
+        if one.draft_model is not None:
+            _check_draft_model(one.draft_model)
+    if corpora := speculation.corpora:
         from runtime.corpus import Corpus
 
         for path in corpora:

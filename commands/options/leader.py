@@ -1,47 +1,23 @@
 """Leader mode's flags (V2): TensorRT-LLM's quickstart_advanced.py names a model and an algorithm."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from commands.options.drafter_configs import Devices
-from commands.options.drafting import (
-    DRAFTER_NAMES,
-    FLAGS,
-    DraftingOptions,
-    Named,
-    chain,
-    chosen_names,
-    given_configs,
-    is_auto,
-    parse_config,
-    parse_drafter,
-)
+from commands.options.drafters import chooses_drafter
 from commands.options.expand import given_flags
 from commands.options.panels import LEADER
+from commands.options.speculation import Chosen, LeaderFlags, SpeculationOptions, algorithms
 from commands.output import warn
 from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, Compiler
-from runtime.drafters.settings import DrafterName, DraftTargetDrafter, OneDrafter, SelfDrafter
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from commands.engines import Models
 
 Loop = Literal["orchestrator", "leader"]
-_ALGORITHMS: dict[str, DrafterName] = {
-    "NGRAM": "ngram",
-    "SUFFIX": "suffix",
-    "DRAFT_TARGET": "draft-target",
-    "SELF": "self",
-}
-_AUTO = "AUTO"
-"""All lookups together, and the models that are given."""
-_DEFAULT_DRAFT_LEN, _DEFAULT_NGRAM_SIZE = 4, 2
-_LONGEST_LOOKUP = 10
-"""Of lookups that send what pays, where no length is given."""
 _DEFAULT_MAX_BATCH_SIZE = 4
 
 
@@ -137,7 +113,7 @@ class LeaderOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="How to draft: NGRAM, SUFFIX, DRAFT_TARGET or SELF, or AUTO: what pays, of both lookups.",
+            help=f"How to draft: {', '.join(algorithms())}; AUTO: what pays, of all lookups.",
             rich_help_panel=LEADER,
             show_default="no drafter",
         ),
@@ -211,125 +187,43 @@ class LeaderOptions:
     def models(self) -> "Models":
         return _models(self.model_dir, self.engines)
 
-    def check(self, engine_dir: Path | None, drafting: DraftingOptions) -> None:
+    def check(self, engine_dir: Path | None, options: SpeculationOptions) -> None:
         """UsageError for flags of orchestrator mode, for a model and an engine in one place, or for settings of an
         engine that is not to be built."""
         _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
-        _refuse_both("--draft-model-dir", self.draft_model_dir, "--draft-engine-dir", drafting.models.draft_engine_dir)
+        _refuse_both("--draft-model-dir", self.draft_model_dir, "--draft-engine-dir", options.flags.draft_engine_dir)
         if self.model_dir is None and self.draft_model_dir is None:
             _refuse_settings(self.engines)
 
-    def drafter_of_either_mode(self, engine_dir: Path | None, drafting: DraftingOptions) -> Named:
-        """The drafter that the flags of the one mode or the other name; UsageError for those that do not fit."""
-        drafting.check_profile(self.drafting_flags, self.model_dir)
-        if self.loop == "orchestrator" and not self.are_given:
-            return parse_drafter(drafting)
-        self.check(engine_dir, drafting)
-        return self.named(drafting)
+    def chosen(self, engine_dir: Path | None, options: SpeculationOptions, *, is_either: bool = True) -> Chosen:
+        """How to draft, by the flags of the one mode or the other; UsageError for those that do not fit together.
 
-    def named(self, drafting: DraftingOptions) -> Named:
-        """The drafter the flags ask for, by flags of either mode; UsageError for two of them without an order, for two
-        spellings of one, or for half of one."""
-        configs = given_configs(drafting)
-        names = self._drafter_names(drafting, configs)
-        if self.spec_decode_max_draft_len is not None and all(name in configs and name != "custom" for name in names):
-            raise UsageError(
-                f"`--spec-decode-max-draft-len` needs `--spec-decode-algo`: {self.spec_decode_max_draft_len}",
-                hint="`--spec-decode-algo NGRAM` is one; `--ngram-config` has its own numbers",
-            )
-        if self.max_matching_ngram_size is not None and ("ngram" not in names or "ngram" in configs):
-            raise UsageError(
-                f"`--max-matching-ngram-size` is for `--spec-decode-algo NGRAM`: {self.max_matching_ngram_size}",
-                hint="`--spec-decode-algo NGRAM`; `--ngram-config` has its own numbers",
-            )
-        drafting.lookups.check_used(names, "`--spec-decode-algo NGRAM`")
-        draft_model = self._draft_model(drafting)
-        if draft_model is not None and "draft-target" not in names:
-            raise UsageError(
-                f"a draft model needs `--spec-decode-algo DRAFT_TARGET`: {draft_model}", hint="or leave the model out"
-            )
-        return chain([self._one_drafter(name, configs.get(name), drafting) for name in names])
+        `is_either` False: always as in leader mode.
+        """
+        options.check_profile(self.drafting_flags, self.model_dir)
+        if is_either and self.loop == "orchestrator" and not self.are_given:
+            return options.resolve()
+        self.check(engine_dir, options)
+        return options.resolve(self._flags(options))
 
-    def _draft_model(self, drafting: DraftingOptions) -> str | Path | None:
-        """The draft model's name, or its engine's directory."""
-        return drafting.models.draft_engine_dir if self.draft_model_dir is None else self.draft_model_dir
-
-    def _one_drafter(
-        self, name: DrafterName, config: str | None, drafting: DraftingOptions
-    ) -> tuple[OneDrafter, Devices]:
-        """A drafter by its own flag, or else by those of leader mode; and the target's devices."""
-        draft_model = self._draft_model(drafting)
-        if config is not None:
-            drafter, devices = parse_config(name, config, drafting, draft_model)
-            if name == "custom" and self.spec_decode_max_draft_len is not None:
-                drafter = replace(drafter, max_draft_len=self.spec_decode_max_draft_len)
-            return drafter, devices
-        max_draft_len = self.spec_decode_max_draft_len or _DEFAULT_DRAFT_LEN
-        sends_what_pays = drafting.draft_len_mode != "fixed" and self.mode != "orchestrator"
-        longest_lookup = self.spec_decode_max_draft_len or (_LONGEST_LOOKUP if sends_what_pays else _DEFAULT_DRAFT_LEN)
-        match name:
-            case "ngram":
-                max_size = self.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE
-                return drafting.lookups.ngram_drafter(longest_lookup, max_size), None
-            case "suffix":
-                return drafting.lookups.suffix_drafter(longest_lookup), None
-            case "draft-target":
-                if draft_model is None:
-                    raise UsageError(
-                        "`--spec-decode-algo DRAFT_TARGET` needs a draft model",
-                        hint="`--draft-model-dir` names one, or `--draft-engine-dir` its engine",
-                    )
-                return DraftTargetDrafter(draft_model, max_draft_len), None
-            case "self":
-                return SelfDrafter(max_draft_len), None
-            case "custom":
-                raise UsageError(
-                    "`--drafters` names custom, which needs `--drafter`", hint="its form is module:factory"
-                )
-
-    def _drafter_names(self, drafting: DraftingOptions, configs: Collection[DrafterName]) -> list[DrafterName]:
-        """The drafters asked for."""
-        if drafting.drafters is not None:
-            if self.spec_decode_algo is not None:
-                raise UsageError(
-                    f"`--spec-decode-algo` and `--drafters` cannot be given together: {self.spec_decode_algo}",
-                    hint="`--drafters` names the algorithms",
-                )
-            if is_auto(drafting.drafters):
-                return self._all_names(drafting, configs)
-            return chosen_names(list(configs), drafting.drafters)
-        algorithm = self._algorithm(configs)
-        if algorithm is None:
-            only_a_model = not configs and self._draft_model(drafting) is not None
-            return ["draft-target"] if only_a_model else chosen_names(list(configs), None)
-        if configs:
-            flag = FLAGS[next(iter(configs))]
-            raise UsageError(f"`--spec-decode-algo` and `{flag}` cannot be given together", hint="choose one drafter")
-        return self._all_names(drafting, ()) if algorithm == _AUTO else [_ALGORITHMS[algorithm]]
-
-    def _all_names(self, drafting: DraftingOptions, configs: Collection[DrafterName]) -> list[DrafterName]:
-        """The drafters that are given, or else the lookups; the draft model, and the copy, where there is one."""
-        names = {*(configs or ("ngram", "suffix"))}
-        if self._draft_model(drafting) is not None:
-            names.add("draft-target")
-        if self.engines.self_draft is not None:
-            names.add("self")
-        return [name for name in DRAFTER_NAMES if name in names]
-
-    def _algorithm(self, configs: Collection[DrafterName]) -> str | None:
-        if self.spec_decode_algo is None:
-            if self.max_matching_ngram_size is None or configs:
-                return None
+    def _flags(self, options: SpeculationOptions) -> LeaderFlags:
+        values = {
+            "spec_decode_max_draft_len": self.spec_decode_max_draft_len,
+            "max_matching_ngram_size": self.max_matching_ngram_size,
+            "draft_model_dir": self.draft_model_dir,
+        }
+        algorithm = self.spec_decode_algo
+        is_ngram = self.max_matching_ngram_size is not None and options.drafters is None
+        if algorithm is None and is_ngram and not chooses_drafter(options.flags):
             # TensorRT-LLM's README leaves the algorithm out of this very command.
             warn("`--max-matching-ngram-size` without `--spec-decode-algo`: NGRAM is assumed")
-            return "NGRAM"
-        algorithm = self.spec_decode_algo.upper().replace("-", "_")
-        if algorithm not in (*_ALGORITHMS, _AUTO):
-            raise UsageError(
-                f"`--spec-decode-algo` names no algorithm of specdec's: {self.spec_decode_algo}",
-                hint=f"there are {', '.join((*_ALGORITHMS, _AUTO))}; without the flag nothing is drafted",
-            )
-        return algorithm
+            algorithm = "NGRAM"
+        return LeaderFlags(
+            {flag: value for flag, value in values.items() if value is not None},
+            algorithm,
+            drafts_by_copy=self.engines.self_draft is not None,
+            sends_what_pays=options.draft_len_mode != "fixed" and self.mode != "orchestrator",
+        )
 
 
 def _models(model_dir: str | None, engines: ModelEngineOptions) -> "Models":

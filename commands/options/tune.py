@@ -1,20 +1,19 @@
 """The groups of options that only `tune` has."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from commands.options.drafting import Drafters, DraftingOptions, Named, parse_drafter
-from commands.options.drafting_models import ModelDrafterOptions
+from commands.options.drafters import chooses_drafter
 from commands.options.expand import given_flags
 from commands.options.leader import ModelOptions
-from commands.options.lookups import LookupOptions
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SPECULATION
 from commands.options.single import EndId, TokenizerDir
-from runtime.drafters.settings import DrafterSettings, LookupDrafter
+from commands.options.speculation import Chosen, Drafters, speculation_from_flags
+from runtime.drafters.specs import Speculation
 from runtime.errors import UsageError
 
 DEFAULT_OUTPUT_LEN, DEFAULT_LIVE_PROMPTS = 128, 8
@@ -111,12 +110,12 @@ class TuneOptions:
         ),
     ] = None
 
-    def check(self, inputs: TuneInputs, named: DrafterSettings | None) -> None:
+    def check(self, inputs: TuneInputs, named: Speculation) -> None:
         """UsageError for nothing to tune for or on, or for options that mean nothing there."""
         inputs.model.check(inputs.engine_dir)
         if not inputs.has_engine:
             self._check_without_engine(inputs.traces)
-            if named is not None and not isinstance(named, LookupDrafter):
+            if named and named.lookup is None:
                 raise UsageError(
                     "no record tells what a model, or several drafters, would draft: `--engine-dir` is missing",
                     hint="name the engine, to run them; without one a lookup is replayed",
@@ -133,8 +132,8 @@ class TuneOptions:
                 "nothing to tune on",
                 hint="`--traces` has recorded outputs, `--input-file` and `--input-text` have prompts",
             )
-        longest = None if named is None else named.max_draft_len
-        if longest is not None and self.max_draft_len is not None and self.max_draft_len > longest:
+        longest = named.max_draft_len
+        if longest and self.max_draft_len is not None and self.max_draft_len > longest:
             raise UsageError(
                 f"`--max-draft-len` exceeds the drafter's own, {longest}: {self.max_draft_len}",
                 hint="lower it, or raise the drafter's",
@@ -162,16 +161,13 @@ def _refuse(reason: str, given: Mapping[str, object], hint: str) -> None:
             raise UsageError(f"`{flag}` {reason}: {value}", hint=hint)
 
 
-def named_drafter(lookups: LookupOptions, models: ModelDrafterOptions, drafters: str | None) -> Named:
+def named_drafter(flags: Any, drafters: str | None) -> Chosen:
     """What the flags name to be tuned; nothing for the grid, which of the options knows `--ngram-pool` only."""
-    if drafters is None and not given_flags(replace(lookups, **_NOT_NAMES)) and not given_flags(models):
-        replace(lookups, ngram_pool=None).check_used([], "`--ngram-config` names the one drafter to tune")
-        return Named(None)
     if drafters is not None and "custom" in drafters:
         raise UsageError(
             f"`tune` tries no drafter of your own: {drafters}", hint="`specdec run --stats` shows what one is worth"
         )
-    return parse_drafter(DraftingOptions(lookups, models, drafters=drafters))
-
-
-_NOT_NAMES = dict.fromkeys(("ngram_ranking", "min_matching_ngram_size", "ngram_pool", "ngram_corpus"))
+    given = given_flags(flags)
+    if drafters is None and not chooses_drafter(flags):
+        given.pop("--ngram-pool", None)
+    return speculation_from_flags(given, drafters, None, None)

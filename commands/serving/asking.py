@@ -6,17 +6,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from commands.options.drafter_configs import parse_ngram_config, parse_suffix_config
-from commands.options.lookups import LookupOptions
 from commands.serving.errors import HTTPError, as_http_error
 from commands.serving.schema import ChatMessage, ChatRequest, CompletionRequest, Generation, Speculative, TextPart
 from commands.serving.served import ServedModel
 from runtime.chat import Message
 from runtime.drafters.chain import DrafterChain
-from runtime.drafters.opening import ShortDrafter, open_lookup
+from runtime.drafters.opening import ShortDrafter
 from runtime.drafters.prediction import PredictionLookup
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.settings import LookupDrafter, check_draft_len_fits
+from runtime.drafters.specs import LOOKUPS, LookupDrafter, Speculation
 from runtime.errors import SpecDecError
 from runtime.params import SamplingParams
 from runtime.request import Request
@@ -171,20 +169,27 @@ def _drafting(served: ServedModel, body: Generation) -> Drafting:
 
 def _own_drafter(served: ServedModel, asked: Speculative) -> Drafter | None:
     """The lookup that a request names, else the server's own drafter, with drafts no longer than it says."""
-    settings: LookupDrafter | None = None
-    if asked.ngram_config is not None and asked.suffix_config is not None:
-        raise HTTPError(400, "`ngram_config` and `suffix_config` cannot be given together", param="speculative")
-    if asked.ngram_config is not None:
-        settings, _ = parse_ngram_config(str(asked.ngram_config), LookupOptions(), flag="ngram_config")
-    elif asked.suffix_config is not None:
-        settings, _ = parse_suffix_config(str(asked.suffix_config), LookupOptions(), flag="suffix_config")
+    own = _own_lookup(asked)
     if asked.draft_len is not None:
         served.check_drafts_fit(asked.draft_len, "speculative")
-    if settings is None:
+    if own is None:
         drafter = served.loop.default_drafter
         if drafter is None:
             raise HTTPError(400, "this server has no drafter, and the request names none", param="speculative")
     else:
-        check_draft_len_fits(settings, served.llm.engine.max_draft_len)
-        drafter = ShortDrafter(open_lookup(settings, None).drafter, settings.max_draft_len)
+        Speculation((own,)).check_fits(served.llm.engine.max_draft_len, has_copy=False)
+        opened = own.open_lookup(None)
+        drafter = ShortDrafter(opened.drafter, opened.max_draft_len or served.llm.engine.max_draft_len)
     return drafter if asked.draft_len is None else ShortDrafter(drafter, asked.draft_len)
+
+
+def _own_lookup(asked: Speculative) -> LookupDrafter | None:
+    """The lookup that a request names."""
+    configs = {spec: getattr(asked, spec.description.flag) for spec in LOOKUPS}
+    named = {spec: config for spec, config in configs.items() if config is not None}
+    if len(named) > 1:
+        flags = " and ".join(f"`{spec.description.flag}`" for spec in named)
+        raise HTTPError(400, f"{flags} cannot be given together", param="speculative")
+    for spec, config in named.items():
+        return spec(**spec.description.form.parse(str(config), spec.description.flag)[0])
+    return None

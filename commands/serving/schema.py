@@ -5,9 +5,13 @@ that asks for nothing (`REFUSED`).
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from commands.options.drafters import config_flag
+from runtime.drafters.spec import ListForm
+from runtime.drafters.specs import LOOKUPS
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -39,14 +43,37 @@ class StreamOptions(Lenient):
     continuous_usage_stats: bool | None = None
 
 
-class Speculative(Lenient):
-    """How to draft for one request. `draft_len` alone shortens the server's own drafts."""
-
+class OwnLength(Lenient):
     model_config = ConfigDict(extra="forbid")
 
-    ngram_config: ConfigText | ConfigList | None = Field(None, description="As `--ngram-config`: [10,2].")
-    suffix_config: ConfigText | ConfigList | int | None = Field(None, description="As `--suffix-config`: 10.")
     draft_len: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="The longest draft.")
+
+
+def _config_fields() -> dict[str, Any]:
+    """A field for each lookup: what its flag takes."""
+    fields: dict[str, Any] = {}
+    for spec in LOOKUPS:
+        form = spec.description.form
+        assert isinstance(form, ListForm)
+        kind = ConfigText | ConfigList | int | None if form.least == 1 else ConfigText | ConfigList | None
+        fields[spec.description.flag] = (
+            kind,
+            Field(None, description=f"As `{config_flag(spec)}`: {form.examples[-1]}."),
+        )
+    return fields
+
+
+if TYPE_CHECKING:
+
+    class Speculative(OwnLength):
+        """How to draft for one request. `draft_len` alone shortens the server's own drafts."""
+else:
+    Speculative = create_model(
+        "Speculative",
+        __base__=OwnLength,
+        __doc__="How to draft for one request. `draft_len` alone shortens the server's own drafts.",
+        **_config_fields(),
+    )
 
 
 class TextPart(Lenient):

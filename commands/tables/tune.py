@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from commands.documents.tune import Tuning, categories_of, stats_of_category
-from commands.options.drafter_configs import candidate_flags
+from commands.options.drafters import written_flags
 from commands.output import Output, number, percent
+from runtime.drafters.specs import Speculation
 from runtime.stats import RequestStats, sum_stats
-from runtime.tuning.candidates import Candidate, drafters_of
+from runtime.tuning.candidates import labels_of
 from runtime.tuning.live import Confirmation, Measured
 from runtime.tuning.replay import Trace
 from runtime.tuning.search import Replayed
@@ -37,17 +38,17 @@ def show(tuning: Tuning, output: Output) -> None:
         )
         _show_recommendation(tuning, confirmation, output)
     elif output.quiet:
-        output.text(candidate_flags(best.candidate, tuning.device_ids))
+        output.text(written_flags(best.candidate, tuning.device_ids))
 
 
 def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Output) -> None:
     recommended, profile = confirmation.recommended, tuning.settings["profile"]
     candidate = recommended.candidate
-    if candidate.drafter is None:
+    if not candidate:
         output.result("recommended: no drafter; none is faster by more than noise")
     else:
         output.result(f"recommended: {_name(candidate)}, {recommended.measured_speedup:.2f}x as fast as no drafter")
-    flags = f"--profile {profile}" if profile is not None else candidate_flags(candidate, tuning.device_ids)
+    flags = f"--profile {profile}" if profile is not None else written_flags(candidate, tuning.device_ids)
     command = f"specdec run --engine-dir {tuning.settings['engine_dir']} {flags}".rstrip()
     output.result(f"to use it: {command} …")
     if output.quiet:
@@ -57,14 +58,14 @@ def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Out
 def _tried_line(tuning: Tuning) -> str:
     """What was replayed, and what was not."""
     candidates = [one.candidate for one in tuning.replayed]
-    lengths = sorted({candidate.max_draft_len for candidate in candidates if candidate.drafter})
+    lengths = sorted({candidate.max_draft_len or 0 for candidate in candidates if candidate})
     num_tokens = sum(len(trace.output_tokens) for trace in tuning.traces)
     lines = [f"outputs: {len(tuning.traces):,}, of {num_tokens:,} tokens"]
     if screened := tuning.search.screened:
-        names = drafters_of([one.candidate for one in screened])
+        names = labels_of([one.candidate for one in screened])
         lines.append(f"replayed on {len(screened[0].batches.stats):,} of them, to choose the best: {'; '.join(names)}")
     if lengths:
-        lines.append(f"replayed with drafts of up to {lengths[-1]}: {'; '.join(drafters_of(candidates))}")
+        lines.append(f"replayed with drafts of up to {lengths[-1]}: {'; '.join(labels_of(candidates))}")
     if lengths[:-1]:
         lines.append(f"the best also with drafts of up to {', '.join(map(str, lengths[:-1]))}")
     return "\n".join(lines)
@@ -90,11 +91,11 @@ def _replay_table(tuning: Tuning) -> Table:
     return table
 
 
-def _counts_cells(candidate: Candidate, total: RequestStats) -> list[str]:
-    counts = total.counts(candidate.max_draft_len)
+def _counts_cells(candidate: Speculation, total: RequestStats) -> list[str]:
+    counts = total.counts(candidate.max_draft_len or 0)
     return [
-        candidate.drafter_name,
-        candidate.draft_name,
+        candidate.label,
+        candidate.lengths_label,
         number(counts["tokens_per_step"], 3),
         f"{total.num_accepted_draft_tokens:,}/{total.num_draft_tokens:,}",
         percent(counts["draft_acceptance_rate"]),
@@ -114,7 +115,7 @@ def _once_table(tried: Sequence[Measured]) -> Table:
 
 
 def _drafting(one: Replayed) -> str:
-    if one.candidate.drafter is None:
+    if not one.candidate:
         return "-"
     return f"{one.batches.draft_time_s / len(one.batches.steps) * 1e6:,.0f} µs"
 
@@ -149,8 +150,8 @@ def _live_table(confirmation: Confirmation) -> Table:
     for one in confirmation.confirmed:
         counts, candidate = one.measured.counts, one.candidate
         table.add_row(
-            candidate.drafter_name,
-            candidate.draft_name,
+            candidate.label,
+            candidate.lengths_label,
             number(counts["tokens_per_step"], 3),
             percent(counts["draft_acceptance_rate"]),
             "-" if one.predicted_s is None else _seconds(one.predicted_s),
@@ -162,7 +163,7 @@ def _live_table(confirmation: Confirmation) -> Table:
     return table
 
 
-def _name(candidate: Candidate) -> str:
-    if candidate.drafter is None:
+def _name(candidate: Speculation) -> str:
+    if not candidate:
         return "no drafter"
-    return f"{candidate.drafter_name}, drafts {candidate.draft_name}"
+    return f"{candidate.label}, drafts {candidate.lengths_label}"

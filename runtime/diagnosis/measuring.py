@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,14 +32,7 @@ from runtime.drafters.chain import DrafterChain
 from runtime.drafters.choosing import ChoosingChain
 from runtime.drafters.compatibility import TargetIdentity
 from runtime.drafters.protocol import Drafter, check_request
-from runtime.drafters.settings import (
-    DrafterSettings,
-    DraftLenMode,
-    DraftTargetDrafter,
-    ModelDrafter,
-    drafter_name,
-    each_drafter,
-)
+from runtime.drafters.specs import NO_SPECULATION, Speculation
 from runtime.engine import Engine
 from runtime.errors import draft_engine_errors
 from runtime.evaluation.lossless import TokenCheck, check_outputs
@@ -63,22 +56,18 @@ Phase = Callable[[str], None]
 """Called with the name of the phase that begins."""
 
 
-@dataclass(frozen=True)
-class Treatment:
-    """The settings that are looked into."""
-
-    drafter: DrafterSettings | None
-    draft_len_mode: DraftLenMode
-    expected: ExpectedAcceptance | None = None
-
-
 def measure(
-    llm: LLM, treatment: Treatment, draft_model: DraftModelPair | None, requests: Seq[Request], phase: Phase
+    llm: LLM,
+    speculation: Speculation,
+    expected: ExpectedAcceptance | None,
+    draft_model: DraftModelPair | None,
+    requests: Seq[Request],
+    phase: Phase,
 ) -> Symptoms:
     """All symptoms of an engine at its prompts. `draft_model` is `examine_draft_model`'s."""
-    can_draft = treatment.drafter is not None and (draft_model is None or draft_model.can_draft)
+    can_draft = bool(speculation) and (draft_model is None or draft_model.can_draft)
     with ExitStack() as stack:
-        session = llm.open_session(treatment.drafter if can_draft else None, treatment.draft_len_mode, stack)
+        session = llm.open_session(speculation if can_draft else NO_SPECULATION, stack)
         session.check_requests(requests)
         phase("answering without, with and without the drafter")
         session.warm_up(requests)
@@ -91,7 +80,7 @@ def measure(
         after = session.run_without_drafter(requests)
         outputs = _compare(session, before, drafted, after)
         phase("timing steps")
-        drafting = _drafting(session, watched, drafted, treatment) if can_draft else None
+        drafting = _drafting(session, watched, drafted, expected) if can_draft else None
         generations = (before, drafted, after) if can_draft else (before, after)
         cache = CacheUse(
             sum(g.times.num_preemptions for g in generations),
@@ -110,12 +99,12 @@ def measure(
     return Symptoms(outputs, drafting, draft_model, cache, steps, machine, _look_at_weights(weights))
 
 
-def examine_draft_model(llm: LLM, drafter: DrafterSettings | None) -> DraftModelPair | None:
+def examine_draft_model(llm: LLM, speculation: Speculation) -> DraftModelPair | None:
     """How the draft model differs, found out before it is opened; None without one."""
-    for one in each_drafter(drafter):
-        if isinstance(one, DraftTargetDrafter):
+    for one in speculation:
+        if one.draft_model is not None:
             with draft_engine_errors():
-                draft = read_bundle(Path(one.model))
+                draft = read_bundle(Path(one.draft_model))
             return compare_draft_model(draft, TargetIdentity(llm.bundle, llm.tokenizer_dir, llm.tokenizer))
     return None
 
@@ -149,7 +138,7 @@ def _watch(session: Session) -> dict[str, _Watched]:
         watched = [_Watched(drafter) for drafter in chain.drafters]
         chain.drafters[:] = watched
     elif isinstance(chain, ChoosingChain):
-        of_models, of_lookups = _names_by_kind(session.settings)
+        of_models, of_lookups = _names_by_kind(session.speculation)
         names = [*of_lookups, *of_models]
         watched = [_Watched(drafter) for drafter in (*chain.lookups, *(model.drafter for model in chain.models))]
         chain.lookups[:] = watched[: len(of_lookups)]
@@ -163,12 +152,10 @@ def _watch(session: Session) -> dict[str, _Watched]:
     }
 
 
-def _names_by_kind(settings: DrafterSettings | None) -> tuple[list[str], list[str]]:
+def _names_by_kind(speculation: Speculation) -> tuple[list[str], list[str]]:
     """Of the models among several drafters, and of the others."""
-    is_model = {True: list[str](), False: list[str]()}
-    for drafter in each_drafter(settings):
-        is_model[isinstance(drafter, ModelDrafter)].append(drafter_name(drafter))
-    return is_model[True], is_model[False]
+    models = [drafter.name for drafter in speculation if drafter.is_model]
+    return models, [drafter.name for drafter in speculation if not drafter.is_model]
 
 
 def _find_again(engine: Engine, requests: Seq[Request]) -> tuple[int, int]:
@@ -195,17 +182,19 @@ def _compare(session: Session, before: Generation, drafted: Generation, after: G
     return Outputs(num_requests, num_changed, num_unrepeatable)
 
 
-def _drafting(session: Session, watched: dict[str, _Watched], drafted: Generation, treatment: Treatment) -> Drafting:
+def _drafting(
+    session: Session, watched: dict[str, _Watched], drafted: Generation, expected: ExpectedAcceptance | None
+) -> Drafting:
     steps = tuple(step for sequence in drafted.sequences for step in _steps_of(sequence))
     proposed = {name: one.num_tokens for name, one in watched.items()}
     return Drafting(
-        proposed or {drafter_name(each_drafter(session.settings)[0]): sum(step.num_drafted for step in steps)},
-        session.draft_len_mode,
+        proposed or {session.speculation.names[0]: sum(step.num_drafted for step in steps)},
+        session.speculation.draft_len_mode or "fixed",
         steps,
         drafted.times,
         _costs_of_drafts(session.engine, steps, drafted),
         _draft_token_s(session.draft_engine, steps) if session.draft_engine is not None else 0.0,
-        treatment.expected,
+        expected,
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.config import MachineSpeed, StepCost
-from runtime.drafters.settings import DraftLenMode
+from runtime.drafters.specs import DraftLenMode
 from runtime.stats import LoopTimes
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runtime.bundle import Bundle
 from runtime.corpus import Corpus
-from runtime.drafters.settings import DrafterSettings, corpora_of
+from runtime.drafters.specs import Speculation
 from runtime.errors import SpecDecError, SpecDecWarning, draft_engine_errors
 from runtime.text import tokenizer_digest, tokenizer_of_engine
 from runtime.tokenizer import Tokenizer
@@ -26,9 +26,9 @@ class TargetIdentity:
         return self.bundle.config.vocab_size
 
 
-def check_corpora(settings: DrafterSettings | None, tokenizer: Tokenizer | None, target_vocab_size: int) -> None:
+def check_corpora(speculation: Speculation, tokenizer: Tokenizer | None, target_vocab_size: int) -> None:
     """SpecDecError unless the corpora can be read, and mean the same by every token id as the target."""
-    for path in corpora_of(settings):
+    for path in speculation.corpora:
         info = Corpus.open(path).info
         if tokenizer is not None and tokenizer_digest(tokenizer) != info.tokenizer_digest:
             raise SpecDecError(

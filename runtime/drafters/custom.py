@@ -7,26 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.settings import CustomDrafter, DraftFunction
+from runtime.drafters.specs import DraftFunction
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Sequence
 
 _NUM_SHOWN = 10  # names of a module
 
 
-def load_custom_drafter(settings: CustomDrafter) -> "GuardedDrafter":
+def load_custom_drafter(module_name: str, factory_name: str) -> "GuardedDrafter":
     """Call the factory; SpecDecError if there is none, if it fails, or if what it returns is no drafter."""
-    name = f"{settings.module}:{settings.factory}"
+    name = f"{module_name}:{factory_name}"
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        module = importlib.import_module(settings.module)
+        module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         raise SpecDecError(
-            f"cannot import the drafter's module ({type(error).__name__}: {error}): {settings.module}",
+            f"cannot import the drafter's module ({type(error).__name__}: {error}): {module_name}",
             hint="it is looked for in the current directory and where Python finds packages",
         ) from error
-    factory = getattr(module, settings.factory, None)
+    factory = getattr(module, factory_name, None)
     if not callable(factory):
         known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         shown = ", ".join([*known[:_NUM_SHOWN], *(["…"] if len(known) > _NUM_SHOWN else [])]) or "nothing"

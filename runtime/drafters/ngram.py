@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from runtime.drafters.lookup import cut_at_end_id
 from runtime.drafters.pool import NgramPool
-from runtime.drafters.settings import NgramRanking
+from runtime.drafters.specs import NgramRanking
 from runtime.errors import UsageError
 from runtime.request import Draft, Sequence
 

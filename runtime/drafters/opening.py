@@ -1,4 +1,4 @@
-"""Drafters made of their settings, for as long as a session lasts. Whether they fit the target is checked elsewhere."""
+"""Drafters at work, for as long as a session lasts. Whether they fit the target is checked elsewhere."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -6,37 +6,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import assert_never
 
 from runtime.bundle import Bundle, read_bundle
 from runtime.config import EngineConfig
-from runtime.corpus import Corpus
 from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.chain import DrafterChain
 from runtime.drafters.choosing import ChoosingChain, DraftingModel
-from runtime.drafters.corpus import CorpusLookup
-from runtime.drafters.custom import GuardedDrafter, guarded_drafter, load_custom_drafter
+from runtime.drafters.custom import GuardedDrafter
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.meter import Clock
-from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request, look_ahead
 from runtime.drafters.self_draft import SelfDraft
-from runtime.drafters.settings import (
-    ChainDrafter,
-    CustomDrafter,
-    DrafterSettings,
-    DraftTargetDrafter,
-    LookupDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    OneDrafter,
-    OwnDrafter,
-    SelfDrafter,
-    SuffixDrafter,
-)
-from runtime.drafters.suffix import SuffixLookup
+from runtime.drafters.specs import DraftTargetDrafter, SelfDrafter, Speculation
 from runtime.drafters.sureness import Sureness
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import draft_engine_errors
@@ -77,88 +59,68 @@ class OpenDrafter:
 
 @dataclass(frozen=True)
 class Opening:
-    """What drafters are opened for. `costs`, where drafts are to be no longer than what pays."""
+    """What drafters are opened for. `costs`, where drafts are to be no longer than what pays. `stack` closes them."""
 
     engine: Engine
     costs: CostModel | None
     kv_cache: KVCacheConfig
     find_engine: FindEngine
     check_draft_engine: Callable[[Bundle], None]
+    stack: ExitStack = field(default_factory=ExitStack)
 
     def clock(self) -> float:
         """Seconds, by which steps are timed: the whole turn of a loop, for drafts are work outside the step too."""
         return perf_counter()
 
+    def adapted(self, drafter: Drafter, draft_costs: CostModel | None = None) -> Drafter:
+        """Its drafts cut to what pays, where that is asked for."""
+        return adapted(drafter, self.costs, draft_costs, self.clock)
 
-def open_lookup(settings: LookupDrafter, costs: CostModel | None, clock: Clock | None = None) -> OpenDrafter:
-    """A drafter that needs neither an engine nor a target; `costs` as for `Opening`, `clock` for `AdaptiveDrafter`."""
-    pools = [_pool(settings)] if settings.pool == "public" else []
-    pool = pools[0] if pools else None
-    drafter: Drafter = SuffixLookup(pool=pool) if isinstance(settings, SuffixDrafter) else _ngram(settings, pool)
-    return OpenDrafter(_adapted(drafter, costs, clock=clock), settings.max_draft_len, pools)
+    def guarded(self, drafter: GuardedDrafter, max_draft_len: int | None) -> OpenDrafter:
+        """A drafter of the user's own."""
+        return OpenDrafter(self.adapted(drafter), max_draft_len, guarded=[drafter])
 
 
 @contextmanager
-def open_drafter(settings: DrafterSettings, opening: Opening) -> Iterator[OpenDrafter]:
-    """The drafter that the settings name, for as long as the block lasts."""
+def open_drafter(speculation: Speculation, opening: Opening) -> Iterator[OpenDrafter]:
+    """The drafter, or several as one, for as long as the block lasts."""
     with ExitStack() as stack:
-        if isinstance(settings, ChainDrafter):
-            yield _open_chain(settings, opening, stack)
+        opening = replace(opening, stack=stack)
+        if len(speculation.drafters) == 1:
+            yield speculation.drafters[0].open(opening)
         else:
-            yield _open_one(settings, opening, stack)
+            yield _open_chain(speculation, opening)
 
 
-def _open_one(settings: OneDrafter, opening: Opening, stack: ExitStack) -> OpenDrafter:
-    match settings:
-        case NgramDrafter() | SuffixDrafter():
-            return open_lookup(settings, opening.costs, opening.clock)
-        case DraftTargetDrafter():
-            return _open_draft_model(settings, opening, stack)
-        case SelfDrafter():
-            return _open_self_draft(settings, opening)
-        case CustomDrafter():
-            guarded = load_custom_drafter(settings)
-        case OwnDrafter():
-            guarded = guarded_drafter(type(settings.drafter).__name__, settings.drafter)
-        case _:
-            assert_never(settings)
-    return OpenDrafter(_adapted(guarded, opening.costs, clock=opening.clock), settings.max_draft_len, guarded=[guarded])
-
-
-def _open_draft_model(settings: DraftTargetDrafter, opening: Opening, stack: ExitStack) -> OpenDrafter:
+def open_draft_model(spec: DraftTargetDrafter, opening: Opening) -> OpenDrafter:
     with draft_engine_errors():
-        bundle = read_bundle(opening.find_engine(settings.model))
+        bundle = read_bundle(opening.find_engine(spec.model))
     opening.check_draft_engine(bundle)
     with draft_engine_errors():
-        engine = stack.enter_context(Engine.of_bundle(bundle, settings.device_ids, opening.kv_cache))
+        engine = opening.stack.enter_context(Engine.of_bundle(bundle, spec.device_ids, opening.kv_cache))
         draft_costs = CostModel(bundle.config.step_costs, bundle.config.host_s) if opening.costs else None
-    model = DraftModel(engine, opening.engine.config.vocab_size, use_logits=settings.use_logits)
-    return OpenDrafter(
-        _adapted(model, opening.costs, draft_costs, opening.clock), settings.max_draft_len, draft_model=model
-    )
+    model = DraftModel(engine, opening.engine.config.vocab_size, use_logits=spec.use_logits)
+    return OpenDrafter(opening.adapted(model, draft_costs), spec.max_draft_len, draft_model=model)
 
 
-def _open_self_draft(settings: SelfDrafter, opening: Opening) -> OpenDrafter:
+def open_self_draft(spec: SelfDrafter, opening: Opening) -> OpenDrafter:
     engine, config, sureness, copy_costs = opening.engine, opening.engine.config, None, None
     if opening.costs is not None:
         copy_costs = CostModel(config.self_draft_costs, config.host_s)
         sureness = Sureness(opening.costs.iteration_s, partial(copy_costs.iteration_s, draft_len=0))
-    drafter = SelfDraft(engine, use_logits=settings.use_logits, sureness=sureness)
-    return OpenDrafter(
-        _adapted(drafter, opening.costs, copy_costs, opening.clock), settings.max_draft_len, self_draft=drafter
-    )
+    copy = SelfDraft(engine, use_logits=spec.use_logits, sureness=sureness)
+    return OpenDrafter(opening.adapted(copy, copy_costs), spec.max_draft_len, self_draft=copy)
 
 
-def _open_chain(settings: ChainDrafter, opening: Opening, stack: ExitStack) -> OpenDrafter:
+def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
     """All of them, of which each sequence gets the draft that is worth most.
 
     Where all are lookups their best drafts are cut to what pays, together; beside a model each cuts its own.
     """
     config = opening.engine.config
     costs = CostModel(config.step_costs, config.host_s) if config.step_costs else None
-    has_model = any(isinstance(one, ModelDrafter) for one in settings.drafters)
-    opening_each = opening if has_model else replace(opening, costs=None)
-    opened = [_open_one(one, opening_each, stack) for one in settings.drafters]
+    opening_each = opening if speculation.has_model else replace(opening, costs=None)
+    opened = [one.open(opening_each) for one in speculation]
     lookups: list[Drafter] = [
         ShortDrafter(one.drafter, one.max_draft_len) if one.max_draft_len else one.drafter
         for one in opened
@@ -167,8 +129,8 @@ def _open_chain(settings: ChainDrafter, opening: Opening, stack: ExitStack) -> O
     models = [_drafting_model(one, config, has_costs=costs is not None) for one in opened if one.is_model]
     chain = ChoosingChain(lookups, models, costs.iteration_s if costs else _always_the_same, config.vocab_size)
     return OpenDrafter(
-        chain if has_model else _adapted(chain, opening.costs, clock=opening.clock),
-        settings.max_draft_len,
+        chain if speculation.has_model else opening.adapted(chain),
+        speculation.max_draft_len,
         [pool for one in opened for pool in one.pools],
         next((one.draft_model for one in opened if one.draft_model), None),
         next((one.self_draft for one in opened if one.self_draft), None),
@@ -198,7 +160,7 @@ def _always_the_same(batch_size: int, context_len: int, draft_len: float) -> flo
     return 1.0
 
 
-def _adapted(
+def adapted(
     drafter: Drafter, costs: CostModel | None, draft_costs: CostModel | None = None, clock: Clock | None = None
 ) -> Drafter:
     """The drafter itself, or where costs are known its drafts cut to what pays."""
@@ -206,22 +168,6 @@ def _adapted(
         return drafter
     draft_s = None if draft_costs is None else partial(draft_costs.iteration_s, draft_len=0)
     return AdaptiveDrafter(drafter, costs.iteration_s, draft_s, clock)
-
-
-def _pool(settings: LookupDrafter) -> NgramPool:
-    if isinstance(settings, NgramDrafter):
-        return NgramPool(max_matching_ngram_size=settings.max_matching_ngram_size)
-    return NgramPool()
-
-
-def _ngram(settings: NgramDrafter, pool: NgramPool | None) -> Drafter:
-    """Lookup in the sequence, then in the pool, then in the corpus."""
-    max_size, min_size = settings.max_matching_ngram_size, settings.min_matching_ngram_size
-    ngram = NgramLookup(max_size, min_matching_ngram_size=min_size, ranking=settings.ranking, pool=pool)
-    if settings.corpus is None:
-        return ngram
-    corpus = CorpusLookup(Corpus.open(Path(settings.corpus)), max_size, min_matching_ngram_size=min_size)
-    return DrafterChain([ngram, corpus])
 
 
 class ShortDrafter:

@@ -4,10 +4,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from runtime.costs import CostModel
-from runtime.drafters.settings import LookupDrafter
+from runtime.drafters.specs import NO_SPECULATION, Speculation
 from runtime.request import Sequence
 from runtime.session import Session
-from runtime.tuning.candidates import Candidate
 from runtime.tuning.prediction import step_s
 from runtime.tuning.replay import Trace
 from runtime.tuning.search import Cost, Replayer
@@ -30,20 +29,20 @@ def fixed_lost(session: Session, sequences: Seq[Sequence], batch_size: int) -> F
 
     None where that did not lose, where automatic lengths would have lost as much, or where nobody knows.
     """
-    drafter, engine = session.settings, session.engine
-    is_known = isinstance(drafter, LookupDrafter) and session.draft_len_mode == "fixed" and engine.config.step_costs
+    speculation, engine = session.speculation, session.engine
+    is_known = speculation.lookup and speculation.draft_len_mode == "fixed" and engine.config.step_costs
     if not is_known or not sequences:
         return None
     traces = [Trace(s.request.prompt_tokens, tuple(s.output_tokens)) for s in sequences]
     request = sequences[0].request
     cost = Cost(CostModel(engine.config.step_costs, engine.config.host_s), engine.max_num_tokens)
     replayer = Replayer(traces, batch_size, cost, request.end_ids, request.max_new_tokens).thinned(_MAX_TOKENS)
-    candidates = Candidate(), Candidate(drafter), Candidate(drafter, "auto")
+    candidates = NO_SPECULATION, speculation, speculation.in_mode("auto")
     none, fixed, automatic = (_seconds(replayer, candidate) for candidate in candidates)
     return FixedLost(none / fixed, none / automatic) if none / fixed < _LOSS and automatic < fixed else None
 
 
-def _seconds(replayer: Replayer, candidate: Candidate) -> float:
+def _seconds(replayer: Replayer, candidate: Speculation) -> float:
     """Of the steps: looking up takes microseconds, and how many is the moment's."""
     replayed, cost = replayer.replay(candidate).batches, replayer.cost
     assert cost is not None

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from runtime.costs import CostModel
 from runtime.drafters.compatibility import check_corpora
-from runtime.drafters.settings import ChainDrafter, DrafterSettings, DraftLenMode, LookupDrafter, SelfDrafter
+from runtime.drafters.specs import NO_SPECULATION, SelfDrafter, Speculation
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.llm import LLM
 from runtime.request import Request
-from runtime.tuning.candidates import DRAFT_LENS, Candidate, all_lengths, is_replayable
+from runtime.tuning.candidates import DRAFT_LENS, all_lengths, fixed, is_replayable
 from runtime.tuning.live import Confirmation, LiveRun, Measured, confirm, fitting, spread
 from runtime.tuning.replay import Trace
 from runtime.tuning.search import NUM_LIVE, Advance, Cost, Replayer, Search, best_candidates
@@ -30,18 +30,18 @@ Progress = Callable[[str, int], AbstractContextManager[Advance]]
 
 @dataclass(frozen=True)
 class Scope:
-    """What is to be tried. `named` is the one drafter to tune, None for the grid; `max_draft_len` None: up to 10.
+    """What is to be tried. `named` is what to tune, without drafters the grid; `max_draft_len` None: up to 10.
 
     With the grid goes the model's own copy, where the engine has one, by itself and with the best lookup.
     """
 
-    named: DrafterSettings | None = None
+    named: Speculation = NO_SPECULATION
     tries_public: bool = False
     max_draft_len: int | None = None
 
     def longest_draft(self, engine_max_draft_len: int | None) -> int:
         """The longest draft to try; SpecDecError if the engine takes no such."""
-        wanted = self.max_draft_len or (self.named.max_draft_len if self.named else None)
+        wanted = self.max_draft_len or self.named.max_draft_len or None
         if engine_max_draft_len is None:
             if wanted is not None and wanted > _LONGEST_DRAFT:
                 raise UsageError(
@@ -96,8 +96,8 @@ def check_tuning(llm: LLM, scope: Scope, batch_size: int) -> None:
 def fitting_requests(llm: LLM, requests: Sequence[Request], scope: Scope) -> list[int]:
     """Indices of the requests that engine and drafter take; a warning counts the others."""
     with ExitStack() as stack:
-        mode: DraftLenMode = "fixed" if scope.named is None else "auto"  # which needs what steps cost
-        kept = fitting(llm.open_session(scope.named, mode, stack), requests)
+        speculation = scope.named.in_mode("auto" if scope.named else "fixed")  # "auto" needs what steps cost
+        kept = fitting(llm.open_session(speculation, stack), requests)
     if len(kept) < len(requests):
         left_out = len(requests) - len(kept)
         _warn(f"left out, because they do not fit the engine: {left_out} of {len(requests)}")
@@ -148,7 +148,7 @@ def tune(llm: LLM, answered: Answered, scope: Scope, timing: Timing, progress: P
     tried = _try_models(live, scope, longest, best, progress)
     sample = replace(replayer, traces=[answered.traces[i] for i in chosen])
     fastest = [one.candidate for one in sorted(tried, key=lambda one: one.seconds)[:NUM_LIVE]]
-    return Tuned(search, tried, _confirm(live, sample, [Candidate(), *best], fastest, progress))
+    return Tuned(search, tried, _confirm(live, sample, [NO_SPECULATION, *best], fastest, progress))
 
 
 def _search(replayer: Replayer, scope: Scope, max_draft_len: int, progress: Progress) -> Search:
@@ -159,21 +159,21 @@ def _search(replayer: Replayer, scope: Scope, max_draft_len: int, progress: Prog
 
 
 def _try_models(
-    live: LiveRun, scope: Scope, max_draft_len: int, lookups: Sequence[Candidate], progress: Progress
+    live: LiveRun, scope: Scope, max_draft_len: int, lookups: Sequence[Speculation], progress: Progress
 ) -> list[Measured]:
     """What cannot be replayed, with drafts of each length: the named drafter, or the model's own copy.
 
     The copy also with the best lookup, once the best length of its own drafts is known.
     """
-    drafter = scope.named
-    if drafter is None and live.llm.engine.config.build_config.self_draft is not None:
-        drafter = SelfDrafter(max_draft_len)
-    if drafter is None or is_replayable(drafter):
+    named = scope.named
+    if not named and live.llm.engine.config.build_config.self_draft is not None:
+        named = fixed(SelfDrafter(max_draft_len))
+    if is_replayable(named):
         return []
-    candidates = all_lengths(drafter, max_draft_len)
+    candidates = all_lengths(named, max_draft_len)
     with progress("trying", len(candidates)) as advance:
         tried = live.try_once(candidates, advance)
-    if scope.named is None:
+    if not scope.named:
         fastest = min(tried, key=lambda one: one.seconds).candidate
         chains = _chains(lookups, fastest)
         with progress("trying", len(chains)) as advance:
@@ -181,20 +181,20 @@ def _try_models(
     return tried
 
 
-def _chains(lookups: Sequence[Candidate], own: Candidate) -> list[Candidate]:
+def _chains(lookups: Sequence[Speculation], own: Speculation) -> list[Speculation]:
     """The best lookup beside the model's own copy."""
-    best = next((one.drafter for one in lookups if isinstance(one.drafter, LookupDrafter)), None)
-    if best is None or not isinstance(own.drafter, SelfDrafter):
+    best = next((one.lookup for one in lookups if one.lookup is not None), None)
+    if best is None or not own.needs_copy:
         return []
-    chain = ChainDrafter([best, own.drafter])
-    return [Candidate(chain), Candidate(chain, "auto")]
+    chain = fixed(best, *own)
+    return [chain, chain.in_mode("auto")]
 
 
 def _confirm(
     live: LiveRun,
     sample: Replayer,
-    replayable: Sequence[Candidate],
-    others: Sequence[Candidate],
+    replayable: Sequence[Speculation],
+    others: Sequence[Speculation],
     progress: Progress,
 ) -> Confirmation:
     """The candidates on some of the requests: replayed once more where they can be, and run."""

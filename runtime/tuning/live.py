@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from runtime.drafters.protocol import check_request
+from runtime.drafters.specs import Speculation
 from runtime.errors import SpecDecError
 from runtime.evaluation.noise import MIN_PAIRS, paired_shift
 from runtime.generation import Generation
@@ -16,7 +17,6 @@ from runtime.llm import LLM
 from runtime.request import Request
 from runtime.session import Session
 from runtime.stats import LoopTimes, sum_stats
-from runtime.tuning.candidates import Candidate
 from runtime.tuning.prediction import LoopSeconds
 from runtime.tuning.search import Advance, Replayed
 
@@ -28,7 +28,7 @@ _WARM_UP_TOKENS = 8
 class Measured:
     """A candidate on the engine: seconds of each batch in each round, and what the first round generated."""
 
-    candidate: Candidate
+    candidate: Speculation
     batches: list[list[LoopSeconds]]
     generation: Generation
 
@@ -45,7 +45,7 @@ class Measured:
 
     @property
     def counts(self) -> dict[str, Any]:
-        return sum_stats(s.stats for s in self.generation.sequences).counts(self.candidate.max_draft_len)
+        return sum_stats(s.stats for s in self.generation.sequences).counts(self.candidate.max_draft_len or 0)
 
     def is_faster_than(self, other: "Measured") -> bool:
         """By more than noise, which is told batch by batch."""
@@ -71,7 +71,7 @@ class LiveRun:
         """At least."""
         return max(_MIN_ROUNDS, -(-MIN_PAIRS // self.num_batches))
 
-    def measure(self, candidates: Sequence[Candidate], advance: Advance) -> list[Measured]:
+    def measure(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
         """Rounds through all of them, as many as noise asks for, and more while they are short."""
         for candidate in candidates:
             self._round([candidate], 1, _WARM_UP_TOKENS)
@@ -85,7 +85,7 @@ class LiveRun:
             for i, candidate in enumerate(candidates)
         ]
 
-    def try_once(self, candidates: Sequence[Candidate], advance: Advance) -> list[Measured]:
+    def try_once(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
         """Each by itself and once, which tells what to time in turn."""
         tried = []
         for candidate in candidates:
@@ -96,11 +96,11 @@ class LiveRun:
         return tried
 
     def _round(
-        self, candidates: Sequence[Candidate], num_batches: int, max_tokens: int | None
+        self, candidates: Sequence[Speculation], num_batches: int, max_tokens: int | None
     ) -> list[list[Generation]]:
         """Of each candidate the generation of each batch."""
         with ExitStack() as stack:
-            sessions = [self.llm.open_session(c.drafter, c.draft_len_mode, stack) for c in candidates]
+            sessions = [self.llm.open_session(c, stack) for c in candidates]
             parts: list[list[Generation]] = [[] for _ in candidates]
             for batch in range(num_batches):
                 for session, done in zip(sessions, parts, strict=True):
@@ -139,7 +139,7 @@ class Confirmed:
     predicted_speedup: float | None = None
 
     @property
-    def candidate(self) -> Candidate:
+    def candidate(self) -> Speculation:
         return self.measured.candidate
 
     @property

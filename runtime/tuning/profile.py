@@ -10,16 +10,8 @@ from runtime.bundle import Bundle
 from runtime.cache import digest
 from runtime.checksums import document_digest
 from runtime.config import Between, EngineConfig, Measure, Size, as_json, parse
-from runtime.drafters.settings import (
-    ChainDrafter,
-    DrafterSettings,
-    DraftLenMode,
-    DraftTargetDrafter,
-    NgramDrafter,
-    OneDrafter,
-    SelfDrafter,
-    SuffixDrafter,
-)
+from runtime.drafters.spec import DrafterSpec, fields_of
+from runtime.drafters.specs import DRAFTERS, AnySpec, DraftLenMode, Speculation
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import write_json
 from runtime.reading import parse_json, read_utf8
@@ -27,14 +19,7 @@ from runtime.version import specdec_version
 
 PROFILE_FORMAT_VERSION = 3  # 2: without a digest
 _IDENTITY = ("pretrained_config", "dtype", "build_config", "environment", "vocab_size")
-_KINDS: dict[str, type[OneDrafter]] = {
-    "ngram": NgramDrafter,
-    "suffix": SuffixDrafter,
-    "draft-target": DraftTargetDrafter,
-    "self": SelfDrafter,
-}
 _CHAIN = "chain"
-_PATHS = ("corpus", "model")
 _AGAIN = "tune again"
 
 
@@ -76,12 +61,20 @@ class _Rest:
 
 @dataclass(frozen=True)
 class Profile:
-    """A recommended drafter, or None for none, and the length of its drafts."""
+    """How to draft for an engine; without drafters nothing pays."""
 
     engine: ProfileEngine
-    drafter: DrafterSettings | None
-    draft_len_mode: DraftLenMode
+    speculation: Speculation
     figures: Figures
+
+    @property
+    def drafter(self) -> AnySpec | None:
+        """As `LLM.generate` takes it."""
+        return self.speculation.drafter
+
+    @property
+    def draft_len_mode(self) -> DraftLenMode:
+        return self.speculation.draft_len_mode or "fixed"
 
 
 def engine_digest(config: EngineConfig) -> str:
@@ -91,21 +84,27 @@ def engine_digest(config: EngineConfig) -> str:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    rest = _Rest(profile.engine, profile.draft_len_mode, profile.figures, specdec_version())
-    record = dataclasses.asdict(rest) | {"drafter": drafter_record(profile.drafter)}
+    speculation = profile.speculation
+    rest = _Rest(profile.engine, speculation.draft_len_mode or "fixed", profile.figures, specdec_version())
+    record = dataclasses.asdict(rest) | {"drafter": drafter_record(speculation)}
     write_json(path, record | {"digest": document_digest(record, "digest")})
 
 
-def drafter_record(drafter: DrafterSettings | None) -> dict[str, Any] | None:
-    """Its name and settings, for JSON; those of each drafter of a chain."""
-    if drafter is None:
-        return None
-    if isinstance(drafter, ChainDrafter):
-        return {"name": _CHAIN, "drafters": [drafter_record(one) for one in drafter.drafters]}
-    name = next(name for name, kind in _KINDS.items() if isinstance(drafter, kind))
-    record = {"name": name, **dataclasses.asdict(drafter)}
-    # Whoever reads it may be elsewhere.
-    return record | {key: str(Path(record[key]).absolute()) for key in _PATHS if record.get(key) is not None}
+def drafter_record(speculation: Speculation) -> dict[str, Any] | None:
+    """Name and settings of the drafter, for JSON; those of each where there are several."""
+    records = [_one_record(drafter) for drafter in speculation]
+    if len(records) > 1:
+        return {"name": _CHAIN, "drafters": records}
+    return records[0] if records else None
+
+
+def _one_record(drafter: DrafterSpec) -> dict[str, Any]:
+    """Paths are absolute: whoever reads it may be elsewhere."""
+    record = dataclasses.asdict(drafter)  # type: ignore[call-overload]  # every spec is a dataclass
+    for name, setting in drafter.settings().items():
+        if setting.is_path and record[name] is not None:
+            record[name] = str(Path(record[name]).absolute())
+    return {"name": drafter.name, **record}
 
 
 def read_profile(path: Path) -> Profile:
@@ -117,35 +116,36 @@ def read_profile(path: Path) -> Profile:
     record = data.pop("drafter", {})
     try:
         rest = parse(_Rest, data, str(path))
-        drafter = _parse_drafter(record, f"{path}: drafter")
+        drafters = _parse_drafters(record, f"{path}: drafter")
     except SpecDecError as error:
         raise SpecDecError(error.message, hint=_AGAIN, fact="profile") from error
     if recorded != found:
         raise SpecDecError(f"the profile has changed since it was written: {path}", hint=_AGAIN, fact="profile")
-    if rest.draft_len_mode == "auto" and drafter is None:
+    if rest.draft_len_mode == "auto" and not drafters:
         raise SpecDecError(
             f"the profile has no drafter for its draft_len_mode, auto: {path}", hint=_AGAIN, fact="profile"
         )
-    return Profile(rest.engine, drafter, rest.draft_len_mode, rest.figures)
+    return Profile(rest.engine, Speculation(drafters, rest.draft_len_mode), rest.figures)
 
 
-def _parse_drafter(record: Any, where: str) -> DrafterSettings | None:
+def _parse_drafters(record: Any, where: str) -> tuple[DrafterSpec, ...]:
     if record is None:
-        return None
+        return ()
     if isinstance(record, dict) and record.get("name") == _CHAIN:
         drafters = record.get("drafters")
         if set(record) != {"name", "drafters"} or not isinstance(drafters, list) or not drafters:
             raise SpecDecError(f"`{where}` is a chain without a list of drafters: {drafters!r}")
-        return ChainDrafter(_parse_one(one, f"{where} {i}") for i, one in enumerate(drafters, 1))
-    return _parse_one(record, where)
+        return tuple(_parse_one(one, f"{where} {i}") for i, one in enumerate(drafters, 1))
+    return (_parse_one(record, where),)
 
 
-def _parse_one(record: Any, where: str) -> OneDrafter:
-    kind = _KINDS.get(str(record.get("name"))) if isinstance(record, dict) else None
+def _parse_one(record: Any, where: str) -> DrafterSpec:
+    kinds = {name: spec for name, spec in DRAFTERS.items() if spec.description.is_tuned}
+    kind = kinds.get(str(record.get("name"))) if isinstance(record, dict) else None
     if kind is None:
         name = record.get("name") if isinstance(record, dict) else record
-        raise SpecDecError(f"`{where}` names no drafter that a profile can have ({', '.join(_KINDS)}): {name}")
-    missing = [field.name for field in dataclasses.fields(kind) if field.name not in record]
+        raise SpecDecError(f"`{where}` names no drafter that a profile can have ({', '.join(kinds)}): {name}")
+    missing = [field.name for field in fields_of(kind) if field.name not in record]
     if missing:
         raise SpecDecError(f"`{where}` lacks the key: {missing[0]}")
     settings = {key: value for key, value in record.items() if key != "name"}

@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from runtime.costs import CostModel
-from runtime.drafters.opening import open_lookup
-from runtime.drafters.settings import DrafterSettings, LookupDrafter
+from runtime.drafters.specs import NO_SPECULATION, Speculation
 from runtime.stats import RequestStats, sum_stats
-from runtime.tuning.candidates import Candidate, is_replayable, private_grid, public, shorter_lens
+from runtime.tuning.candidates import is_replayable, private_grid, public, shorter_lens
 from runtime.tuning.prediction import LoopSeconds, predict
 from runtime.tuning.replay import ReplayedBatches, Trace, replay_batches
 
@@ -31,7 +30,7 @@ class Cost:
 class Replayed:
     """A candidate, what a loop would have counted with it, and, where costs are known, how long it would take."""
 
-    candidate: Candidate
+    candidate: Speculation
     batches: ReplayedBatches
     predicted: LoopSeconds | None
 
@@ -60,15 +59,15 @@ class Replayer:
         every = -(-sum(len(trace.output_tokens) for trace in self.traces) // max_tokens)
         return self if every < 2 else replace(self, traces=self.traces[::every])
 
-    def replay(self, candidate: Candidate) -> Replayed:
+    def replay(self, candidate: Speculation) -> Replayed:
         drafter = None
-        if isinstance(candidate.drafter, LookupDrafter):
+        if candidate.lookup is not None:
             costs = self.cost.costs if self.cost and candidate.draft_len_mode == "auto" else None
-            drafter = open_lookup(candidate.drafter, costs).drafter
+            drafter = candidate.lookup.open_lookup(costs).drafter
         batches = replay_batches(
             self.traces,
             drafter,
-            candidate.max_draft_len,
+            candidate.max_draft_len or 0,
             self.batch_size,
             max_new_tokens=self.max_new_tokens,
             end_ids=self.end_ids,
@@ -87,7 +86,7 @@ class Search:
 
     replayer: Replayer
     max_draft_len: int
-    named: DrafterSettings | None
+    named: Speculation
     tries_public: bool
     screened: list[Replayed] = field(default_factory=list)
     replayed: list[Replayed] = field(default_factory=list)
@@ -98,37 +97,36 @@ class Search:
         lengths = len(shorter_lens(self.max_draft_len)) + (self.replayer.cost is not None)
         if not is_replayable(self.named):
             return 1
-        if self.named is not None:
+        if self.named:
             return 2 + lengths
         num_grid = len(private_grid(1)) + NUM_SCREENED * (1 + self.tries_public)
         return 1 + num_grid + NUM_LENGTHS * lengths
 
     def run(self, advance: Advance) -> None:
         """Fill `replayed`, *no drafter* first."""
-        self._try([Candidate()], advance)
-        self._try([Candidate(drafter) for drafter in self._drafters(advance)], advance)
-        if self.tries_public and self.named is None:
-            self._try([Candidate(drafter) for drafter in public(_best_lookups(self.replayed))], advance)
+        self._try([NO_SPECULATION], advance)
+        self._try(self._drafters(advance), advance)
+        if self.tries_public and not self.named:
+            self._try(public(_best_lookups(self.replayed)), advance)
         for best_one in _best(self.replayed, NUM_LENGTHS):
             lengths = [best_one.candidate.with_length(n) for n in shorter_lens(self.max_draft_len)]
-            auto = [replace(best_one.candidate, draft_len_mode="auto")] if self.replayer.cost else []
+            auto = [best_one.candidate.in_mode("auto")] if self.replayer.cost else []
             self._try([*lengths, *auto], advance)
 
-    def _drafters(self, advance: Advance) -> list[LookupDrafter]:
+    def _drafters(self, advance: Advance) -> list[Speculation]:
         """Those to replay on all traces."""
-        if isinstance(self.named, LookupDrafter):
-            return [replace(self.named, max_draft_len=self.max_draft_len)]
-        if self.named is not None:
-            return []
+        if self.named:
+            is_lookup = self.named.lookup is not None
+            return [self.named.in_mode("fixed").with_length(self.max_draft_len)] if is_lookup else []
         grid, some = private_grid(self.max_draft_len), self.replayer.thinned(_MAX_SCREENING_TOKENS)
         if some is self.replayer:
             return grid
         for drafter in grid:
-            self.screened.append(some.replay(Candidate(drafter)))
+            self.screened.append(some.replay(drafter))
             advance()
         return _best_lookups(self.screened)
 
-    def _try(self, candidates: Sequence[Candidate], advance: Advance) -> None:
+    def _try(self, candidates: Sequence[Speculation], advance: Advance) -> None:
         for candidate in candidates:
             self.replayed.append(self.replayer.replay(candidate))
             advance()
@@ -136,14 +134,13 @@ class Search:
 
 def _best(replayed: Sequence[Replayed], number: int) -> list[Replayed]:
     """The best of those with a drafter."""
-    return sorted((r for r in replayed if r.candidate.drafter), key=lambda r: r.rank)[:number]
+    return sorted((r for r in replayed if r.candidate), key=lambda r: r.rank)[:number]
 
 
-def _best_lookups(replayed: Sequence[Replayed]) -> list[LookupDrafter]:
-    drafters = [one.candidate.drafter for one in _best(replayed, NUM_SCREENED)]
-    return [drafter for drafter in drafters if isinstance(drafter, LookupDrafter)]
+def _best_lookups(replayed: Sequence[Replayed]) -> list[Speculation]:
+    return [one.candidate for one in _best(replayed, NUM_SCREENED) if one.candidate.lookup is not None]
 
 
-def best_candidates(replayed: Sequence[Replayed]) -> list[Candidate]:
+def best_candidates(replayed: Sequence[Replayed]) -> list[Speculation]:
     """The best that have a drafter, by what was predicted."""
     return [r.candidate for r in _best(replayed, NUM_LIVE)]

@@ -273,12 +273,14 @@ def _expect_success(home: Path, command: tuple[str, ...]) -> None:
 
 def _write_profile(home: Path) -> None:
     from runtime.bundle import read_engine_config
-    from runtime.drafters.settings import NgramDrafter
+    from runtime.drafters.specs import NgramDrafter, Speculation
     from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
 
     digest = engine_digest(read_engine_config(home / "engine"))
     figures = Figures(8, 1, 1.5, 0.25, 0.9, 1.4, 1.0, 1.25)
-    write_profile(home / "profile", Profile(ProfileEngine("engine", digest), NgramDrafter(4, 2), "fixed", figures))
+    write_profile(
+        home / "profile", Profile(ProfileEngine("engine", digest), Speculation((NgramDrafter(4, 2),), "fixed"), figures)
+    )
 
 
 def count_cases(home: Path, first: int, number: int) -> tuple[Counter[str], list[str]]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from peers.worker import Job, Variant, serve
 
-from runtime.drafters.settings import (
+from runtime.drafters.specs import (
+    AnySpec,
     ChainDrafter,
-    DrafterSettings,
     DraftTargetDrafter,
     NgramDrafter,
     SelfDrafter,
@@ -25,7 +25,7 @@ from runtime.params import GREEDY, SamplingConfig
 from runtime.request import Request
 from runtime.session import Session
 
-DRAFTERS: dict[str, Callable[..., DrafterSettings]] = {
+DRAFTERS: dict[str, Callable[..., AnySpec]] = {
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
     "lookups": lambda: ChainDrafter([NgramDrafter(), SuffixDrafter()]),

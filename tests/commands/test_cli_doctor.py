@@ -23,7 +23,7 @@ from waiting import HANG_S
 from commands.options.remedies import REMEDIES
 from runtime.bundle import read_bundle
 from runtime.diagnosis.judging import DIAGNOSES
-from runtime.drafters.settings import NgramDrafter
+from runtime.drafters.specs import NgramDrafter, Speculation
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
 
 NGRAM = ["--ngram-config", "[4,2,[0]]"]
@@ -60,7 +60,7 @@ class Ward:
         config = read_bundle(self.engine_dir).config
         figures = Figures(4, 1, 2.0, acceptance, 1.0, 1.2, 1.0, 1.2)
         engine = ProfileEngine(str(self.engine_dir), engine_digest(config))
-        write_profile(path, Profile(engine, NgramDrafter(4, 2), "fixed", figures))
+        write_profile(path, Profile(engine, Speculation((NgramDrafter(4, 2),), "fixed"), figures))
         return path
 
 

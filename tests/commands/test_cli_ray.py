@@ -28,9 +28,10 @@ from commands.batching.dispatch import answer_all  # noqa: E402
 from commands.batching.lines import look_through  # noqa: E402
 from commands.batching.model import Job, model_digest  # noqa: E402
 from commands.options.batch import BatchDefaults  # noqa: E402
-from commands.options.drafting import Drafting, Named  # noqa: E402
+from commands.options.speculation import Chosen  # noqa: E402
 from commands.sessions import SessionOptions  # noqa: E402
 from runtime.bundle import read_bundle  # noqa: E402
+from runtime.drafters.specs import NO_SPECULATION  # noqa: E402
 from runtime.engine import KVCacheConfig  # noqa: E402
 from runtime.errors import SpecDecError  # noqa: E402
 from runtime.params import SamplingParams  # noqa: E402
@@ -51,8 +52,8 @@ def cluster() -> Iterator[Any]:
 
 
 def job_of(engine_dir: Path) -> Job:
-    drafting = Drafting(Named(None), "fixed", None)
-    session = SessionOptions(engine_dir, None, drafting, SamplingParams(), KVCacheConfig(), "leader")
+    chosen = Chosen(NO_SPECULATION)
+    session = SessionOptions(engine_dir, None, chosen, SamplingParams(), KVCacheConfig(), "leader")
     return Job(session, ("engine",), BatchDefaults())
 
 

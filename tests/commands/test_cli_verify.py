@@ -16,7 +16,7 @@ from test_cli_errors import assert_one_clear_error
 from commands.inputs.trace_lines import check_trace_lines, line_digest
 from runtime.cache import file_digest
 from runtime.corpus import write_corpus
-from runtime.drafters.settings import NgramDrafter
+from runtime.drafters.specs import NgramDrafter, Speculation
 from runtime.errors import SpecDecError
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, write_profile
 
@@ -35,7 +35,9 @@ def artefacts(
     shutil.copytree(llama_dir, "model")
     write_corpus(Path("corpus"), [[1, 2, 3, 4] * 99], vocab_size=300, tokenizer_digest="0" * 64, replace=False)
     figures = Figures(8, 1, 1.5, 0.25, 0.9, 1.4, 1.0, 1.25)
-    write_profile(Path("profile"), Profile(ProfileEngine("e", "0" * 64), NgramDrafter(4, 3), "fixed", figures))
+    write_profile(
+        Path("profile"), Profile(ProfileEngine("e", "0" * 64), Speculation((NgramDrafter(4, 3),), "fixed"), figures)
+    )
     Path("traces").write_text('{"prompt_ids": [5], "output_ids": [7], "digest": "bde66aadd41fb875"}\n' * 2)
     shutil.copytree("engine", "cache/engines/model-0123456789abcdef")
     Path("cache/engines/model-0123456789abcdef.lock").touch()

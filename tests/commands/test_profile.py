@@ -11,7 +11,15 @@ from command_line import PROMPT, PROMPTS, Specdec, assert_valid, each, edit_json
 from test_cli_errors import assert_one_clear_error
 
 from runtime.bundle import read_engine_config
-from runtime.drafters.settings import ChainDrafter, DraftTargetDrafter, NgramDrafter, SelfDrafter, SuffixDrafter
+from runtime.drafters.specs import (
+    NO_SPECULATION,
+    ChainDrafter,
+    DraftTargetDrafter,
+    NgramDrafter,
+    SelfDrafter,
+    Speculation,
+    SuffixDrafter,
+)
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, read_profile, write_profile
 
 FIGURES = Figures(8, 1, 1.5, 0.25, 0.9, 1.4, 1.0, 1.25)
@@ -21,7 +29,7 @@ NGRAM = NgramDrafter(4, 3, min_matching_ngram_size=2, ranking="frequent", pool="
 @pytest.fixture
 def profile(llama_engine_dir: Path) -> Profile:
     digest = engine_digest(read_engine_config(llama_engine_dir))
-    return Profile(ProfileEngine(str(llama_engine_dir), digest), NGRAM, "fixed", FIGURES)
+    return Profile(ProfileEngine(str(llama_engine_dir), digest), Speculation((NGRAM,), "fixed"), FIGURES)
 
 
 @pytest.fixture
@@ -39,14 +47,14 @@ DRAFTERS = [
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_what_is_written_is_what_is_read(drafter: Any, profile: Profile, tmp_path: Path) -> None:
-    written = replace(profile, drafter=drafter, draft_len_mode="auto" if drafter else "fixed")
+    written = replace(profile, speculation=Speculation.of(drafter, "auto" if drafter else "fixed"))
     write_profile(tmp_path / "p", written)
     assert read_profile(tmp_path / "p") == written
 
 
 def test_paths_of_corpora_hold_elsewhere(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_profile(Path("p"), replace(profile, drafter=replace(NGRAM, corpus=Path("c"))))
+    write_profile(Path("p"), replace(profile, speculation=Speculation.of(replace(NGRAM, corpus=Path("c")), "fixed")))
     drafter = read_profile(Path("p")).drafter
     assert isinstance(drafter, NgramDrafter) and drafter.corpus == tmp_path / "c"
 
@@ -70,7 +78,7 @@ def test_engines_are_told_apart_by_what_they_are_not_by_their_times(llama_engine
 def test_run_drafts_as_the_profile_says(
     leader: list[str], draft_len_mode: str, specdec: Specdec, profile: Profile, path: Path, llama_engine_dir: Path
 ) -> None:
-    write_profile(path, replace(profile, draft_len_mode=draft_len_mode))  # type: ignore[arg-type]
+    write_profile(path, replace(profile, speculation=profile.speculation.in_mode(draft_len_mode)))  # type: ignore[arg-type]
     common = ["--engine-dir", llama_engine_dir, *each("--input-text", PROMPTS), "--max-output-len", 30, "--json"]
     document = specdec("run", *common, *leader, "--profile", path).document
     assert_valid("run", document)
@@ -93,7 +101,7 @@ def test_run_drafts_with_a_profiles_models(
     identity = ProfileEngine("engine", engine_digest(read_engine_config(self_draft_engine_dir)))
     monkeypatch.chdir(draft_engine_dir.parent)
     models = ChainDrafter([DraftTargetDrafter(Path(draft_engine_dir.name), 3), SelfDrafter(4)])
-    write_profile(path, replace(profile, engine=identity, drafter=models))
+    write_profile(path, replace(profile, engine=identity, speculation=Speculation.of(models, "fixed")))
     monkeypatch.chdir(path.parent)
     common = ["--engine-dir", self_draft_engine_dir, "--input-text", PROMPT, "--max-output-len", 12]
     document = specdec("run", *common, "--profile", path, "--check-lossless", "--json").document
@@ -118,7 +126,7 @@ def test_summarize_drafts_as_the_profile_says(
 def test_profile_of_no_drafter_runs_without_one(
     specdec: Specdec, profile: Profile, path: Path, llama_engine_dir: Path
 ) -> None:
-    write_profile(path, replace(profile, drafter=None))
+    write_profile(path, replace(profile, speculation=NO_SPECULATION))
     arguments = ["run", "--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--profile", path]
     document = specdec(*arguments, "--max-output-len", 9, "--json").document
     assert (document["settings"]["drafters"], document["total"]["num_draft_tokens"]) == ([], 0)

@@ -14,7 +14,7 @@ from serving_models import TEMPLATE, Listening, MakeServed, Served, opened
 from starlette.testclient import TestClient
 
 from commands.serving.connections import BoundedProtocol
-from runtime.drafters.settings import DrafterSettings, NgramDrafter
+from runtime.drafters.specs import AnySpec, NgramDrafter
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +32,7 @@ def make_served(llama_engine_dir: Path, chat_tokenizer_dir: Path) -> Iterator[Ma
     with ExitStack() as stack:
 
         def make(
-            drafter: DrafterSettings | None = None, tokenizer_dir: Path | None = chat_tokenizer_dir, **options: Any
+            drafter: AnySpec | None = None, tokenizer_dir: Path | None = chat_tokenizer_dir, **options: Any
         ) -> Served:
             served, app = stack.enter_context(opened(llama_engine_dir, tokenizer_dir, drafter, **options))
             return Served(stack.enter_context(TestClient(app, raise_server_exceptions=False)), served)
@@ -51,7 +51,7 @@ def make_listening(llama_engine_dir: Path, chat_tokenizer_dir: Path) -> Iterator
     """`make_listening(drafter, **options)`: the same in a thread of uvicorn's, where clients can go away."""
     with ExitStack() as stack:
 
-        def make(drafter: DrafterSettings | None = None, **options: Any) -> Listening:
+        def make(drafter: AnySpec | None = None, **options: Any) -> Listening:
             served, app = stack.enter_context(opened(llama_engine_dir, chat_tokenizer_dir, drafter, **options))
             bound = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             server = uvicorn.Server(

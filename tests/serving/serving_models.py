@@ -13,7 +13,7 @@ from commands.options.serve import ServerOptions
 from commands.serving.group import Clock
 from commands.serving.running import guarded_app, open_served
 from commands.serving.served import ServedModel
-from runtime.drafters.settings import CustomDrafter, DrafterSettings
+from runtime.drafters.specs import AnySpec, CustomDrafter
 from runtime.llm import LLM
 
 TEMPLATE = (
@@ -65,7 +65,7 @@ MakeServed = Callable[..., Served]
 def opened(
     engine_dir: Path,
     tokenizer_dir: Path | None,
-    drafter: DrafterSettings | None = None,
+    drafter: AnySpec | None = None,
     *,
     is_of_this_machine: bool = False,
     **options: Any,

@@ -8,7 +8,7 @@ from serving_models import PROMPT, MakeServed, Served
 from tiny import eager_logits
 from transformers import PreTrainedModel
 
-from runtime.drafters.settings import NgramDrafter
+from runtime.drafters.specs import NgramDrafter
 
 TEXTS = [
     PROMPT,

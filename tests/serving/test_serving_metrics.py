@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving_models import PROMPT, MakeServed, Served
 
-from runtime.drafters.settings import NgramDrafter
+from runtime.drafters.specs import NgramDrafter
 
 
 def samples(served: Served) -> dict[str, float]:

@@ -7,7 +7,7 @@ import pytest
 from serve_storm import Outcome, cache_usage, expected_of, make_bodies, storm, wait_until_idle
 from serving_models import Listening
 
-from runtime.drafters.settings import NgramDrafter
+from runtime.drafters.specs import NgramDrafter
 
 
 def test_a_storm_leaves_nothing_behind(make_listening: Callable[..., Listening]) -> None:

@@ -1,53 +1,50 @@
 """What the speculation flags say, and which part of them is wrong."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commands.options.drafter_configs import (
-    parse_custom_drafter,
-    parse_draft_target_model_config,
-    parse_ngram_config,
-    parse_self_draft_config,
-    parse_suffix_config,
-)
-from commands.options.drafting import DraftingOptions, Named, parse_drafter, parse_drafter_names
-from commands.options.drafting_models import ModelDrafterOptions
+from commands.options.drafters import DrafterFlags
 from commands.options.leader import LeaderOptions, ModelEngineOptions
-from commands.options.lookups import LookupOptions
-from runtime.drafters.settings import (
-    ChainDrafter,
+from commands.options.speculation import Chosen, SpeculationOptions, parse_drafter_names
+from runtime.drafters.spec import Devices, DrafterSpec
+from runtime.drafters.specs import (
     CustomDrafter,
-    DrafterSettings,
     DraftTargetDrafter,
     NgramDrafter,
-    OneDrafter,
     SelfDrafter,
+    Speculation,
     SuffixDrafter,
-    drafter_names,
-    each_drafter,
 )
 from runtime.errors import UsageError
 
 DRAFT = Path("draft-engine")
 
 
+def parse_config(flag: str, text: str, **more: Any) -> tuple[DrafterSpec, Devices]:
+    """The drafter of one list, and the target's devices."""
+    chosen = SpeculationOptions(DrafterFlags(**{flag: text, **more})).resolve()
+    (drafter,) = chosen.speculation
+    return drafter, chosen.device_ids
+
+
 @pytest.mark.parametrize("text", ["[10,2,[0]]", " [ 10 , 2 , [ 0 ] ] ", "(10, 2, (0,))", "10,2,[0]"])
 def test_ngram_config_is_draft_length_pattern_length_and_devices(text: str) -> None:
-    assert parse_ngram_config(text, NO_OPTIONS) == (NgramDrafter(max_draft_len=10, max_matching_ngram_size=2), (0,))
+    assert parse_config("ngram_config", text) == (NgramDrafter(max_draft_len=10, max_matching_ngram_size=2), (0,))
 
 
 def test_devices_are_as_many_as_ranks_or_left_out() -> None:
-    assert parse_ngram_config("[10,2,[4,5,6,7]]", NO_OPTIONS)[1] == (4, 5, 6, 7)
-    assert parse_suffix_config("[10,[4,5]]", NO_OPTIONS)[1] == (4, 5)
-    drafter, devices = parse_draft_target_model_config("[4,[0],[2,3],True]", DRAFT)
+    assert parse_config("ngram_config", "[10,2,[4,5,6,7]]")[1] == (4, 5, 6, 7)
+    assert parse_config("suffix_config", "[10,[4,5]]")[1] == (4, 5)
+    drafter, devices = parse_config("draft_target_model_config", "[4,[0],[2,3],True]", draft_engine_dir=DRAFT)
+    assert isinstance(drafter, DraftTargetDrafter)
     assert (drafter.device_ids, devices) == ((0,), (2, 3))
-    assert parse_ngram_config("10,2", NO_OPTIONS)[1] is None
-    assert parse_ngram_config("[10,2]", NO_OPTIONS)[1] is None
-    assert parse_suffix_config("10", NO_OPTIONS)[1] is None
+    assert parse_config("ngram_config", "10,2")[1] is None
+    assert parse_config("ngram_config", "[10,2]")[1] is None
+    assert parse_config("suffix_config", "10")[1] is None
 
 
 @pytest.mark.parametrize(
@@ -76,7 +73,7 @@ def test_devices_are_as_many_as_ranks_or_left_out() -> None:
 )
 def test_malformed_ngram_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_ngram_config(text, NO_OPTIONS)
+        parse_config("ngram_config", text)
     assert wrong in raised.value.message
     assert raised.value.hint
 
@@ -92,7 +89,7 @@ def test_malformed_ngram_config_names_the_part_that_is_wrong(text: str, wrong: s
 )
 def test_draft_target_model_config_is_draft_length_two_devices_and_the_rule(text: str, use_logits: bool) -> None:
     drafter = DraftTargetDrafter(DRAFT, max_draft_len=4, use_logits=use_logits, device_ids=(0,))
-    assert parse_draft_target_model_config(text, DRAFT) == (drafter, (1,))
+    assert parse_config("draft_target_model_config", text, draft_engine_dir=DRAFT) == (drafter, (1,))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +127,7 @@ def test_draft_target_model_config_is_draft_length_two_devices_and_the_rule(text
 )
 def test_malformed_draft_target_model_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_draft_target_model_config(text, DRAFT)
+        parse_config("draft_target_model_config", text, draft_engine_dir=DRAFT)
     assert wrong in raised.value.message
     assert raised.value.hint
 
@@ -140,7 +137,8 @@ def test_malformed_draft_target_model_config_names_the_part_that_is_wrong(text: 
     [("my_drafter:make", "my_drafter", "make"), ("package.module:Drafter", "package.module", "Drafter")],
 )
 def test_drafter_of_ones_own_is_a_module_and_a_factory(text: str, module: str, factory: str) -> None:
-    settings = parse_custom_drafter(text)
+    settings, _ = parse_config("drafter", text)
+    assert isinstance(settings, CustomDrafter)
     assert (settings.module, settings.factory) == (module, factory)
     assert settings.max_draft_len is None
 
@@ -148,7 +146,7 @@ def test_drafter_of_ones_own_is_a_module_and_a_factory(text: str, module: str, f
 @pytest.mark.parametrize("text", ["", ":", "abc", "abc:", ":abc", "package.module.factory"])
 def test_drafter_of_another_form_is_wrong_usage(text: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_custom_drafter(text)
+        parse_config("drafter", text)
     assert raised.value.message == f"`--drafter` is not of the form module:factory: {text}"
     assert raised.value.hint
 
@@ -163,48 +161,42 @@ FLAGS = {
 @pytest.mark.parametrize("given", [flags for n in (2, 3) for flags in combinations(FLAGS, n)], ids=" ".join)
 @pytest.mark.parametrize("draft_engine_dir", [None, DRAFT])
 def test_one_drafter_is_enough(given: tuple[str, ...], draft_engine_dir: Path | None) -> None:
-    values = [FLAGS[flag] if flag in given else None for flag in FLAGS]
+    values = {flag[2:].replace("-", "_"): FLAGS[flag] for flag in given}
     with pytest.raises(UsageError) as raised:
-        parse_drafter(
-            DraftingOptions(
-                LookupOptions(values[0]),
-                ModelDrafterOptions(values[1], draft_engine_dir),
-                drafter=values[2],
-            )
-        )
+        SpeculationOptions(DrafterFlags(draft_engine_dir=draft_engine_dir, **values)).resolve()
     assert raised.value.message == f"{' and '.join(f'`{flag}`' for flag in given)} cannot be given together"
     assert raised.value.hint
-
-
-BESIDE_AN_ENGINE = ModelDrafterOptions(draft_engine_dir=DRAFT)
 
 
 @pytest.mark.parametrize(("ngram_config", "drafter"), [(None, None), ("[10,2,[0]]", None), (None, "my_drafter:make")])
 def test_draft_engine_needs_its_configuration(ngram_config: str | None, drafter: str | None) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_drafter(DraftingOptions(LookupOptions(ngram_config), BESIDE_AN_ENGINE, drafter=drafter))
+        parse(ngram_config=ngram_config, drafter=drafter, draft_engine_dir=DRAFT)
     assert raised.value.message == "`--draft-engine-dir` needs `--draft-target-model-config`: draft-engine"
     assert raised.value.hint and "[4,[0],[0],False]" in raised.value.hint
 
 
 def test_draft_target_model_config_needs_an_engine() -> None:
     with pytest.raises(UsageError) as raised:
-        parse_drafter(DraftingOptions(models=ModelDrafterOptions("[4,[0],[0],False]")))
+        parse(draft_target_model_config="[4,[0],[0],False]")
     assert "needs the draft model's engine: [4,[0],[0],False]" in raised.value.message
     assert raised.value.hint and "`--draft-engine-dir`" in raised.value.hint
 
 
 def test_flags_name_their_drafter() -> None:
-    draft_model = DraftingOptions(models=ModelDrafterOptions("[4,[0],[1],True]", DRAFT))
-    assert parse_drafter(DraftingOptions()) == Named(None)
-    assert parse_drafter(DraftingOptions(LookupOptions("[10,2,[0]]"))) == Named(NgramDrafter(10, 2), (0,))
-    assert parse_drafter(draft_model) == Named(DraftTargetDrafter(DRAFT, 4, True, (0,)), (1,))
-    assert parse_drafter(DraftingOptions(drafter="my_drafter:make")) == Named(CustomDrafter("my_drafter", "make"))
+    def chosen(**flags: Any) -> Chosen:
+        return SpeculationOptions(DrafterFlags(**flags)).resolve()
+
+    draft_model = chosen(draft_target_model_config="[4,[0],[1],True]", draft_engine_dir=DRAFT)
+    assert chosen() == Chosen(Speculation())
+    assert chosen(ngram_config="[10,2,[0]]") == Chosen(Speculation((NgramDrafter(10, 2),)), (0,))
+    assert draft_model == Chosen(Speculation((DraftTargetDrafter(DRAFT, 4, True, (0,)),)), (1,))
+    assert chosen(drafter="my_drafter:make") == Chosen(Speculation((CustomDrafter("my_drafter", "make"),)))
 
 
 @pytest.mark.parametrize("text", ["[10,[0]]", " [ 10 , [ 0 ] ] ", "(10, (0,))"])
 def test_suffix_config_is_draft_length_and_device(text: str) -> None:
-    assert parse_suffix_config(text, NO_OPTIONS) == (SuffixDrafter(max_draft_len=10), (0,))
+    assert parse_config("suffix_config", text) == (SuffixDrafter(max_draft_len=10), (0,))
 
 
 @pytest.mark.parametrize(
@@ -221,13 +213,17 @@ def test_suffix_config_is_draft_length_and_device(text: str) -> None:
 )
 def test_malformed_suffix_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_suffix_config(text, NO_OPTIONS)
+        parse_config("suffix_config", text)
     assert wrong in raised.value.message
     assert raised.value.hint
 
 
-NO_OPTIONS = LookupOptions()
-OPTIONS = LookupOptions(ngram_ranking="recent", min_matching_ngram_size=2, ngram_pool="public", ngram_corpus=Path("c"))
+OPTIONS: dict[str, Any] = {
+    "ngram_ranking": "recent",
+    "min_matching_ngram_size": 2,
+    "ngram_pool": "public",
+    "ngram_corpus": Path("c"),
+}
 CONFIGS: dict[str, Any] = {
     "ngram": {"ngram_config": "[10,3,[0]]"},
     "suffix": {"suffix_config": "[8,[0]]"},
@@ -235,7 +231,7 @@ CONFIGS: dict[str, Any] = {
     "self": {"self_draft_config": "[8,[0]]"},
     "custom": {"drafter": "my_drafter:make"},
 }
-SETTINGS: dict[str, DrafterSettings] = {
+SETTINGS: dict[str, DrafterSpec] = {
     "ngram": NgramDrafter(10, 3),
     "suffix": SuffixDrafter(8),
     "draft-target": DraftTargetDrafter(DRAFT, 4, device_ids=(0,)),
@@ -244,11 +240,9 @@ SETTINGS: dict[str, DrafterSettings] = {
 }
 
 
-def parse(*, ngram_options: LookupOptions = NO_OPTIONS, **given: Any) -> DrafterSettings | None:
-    lookups = {flag: given.pop(flag) for flag in ("ngram_config", "suffix_config") if flag in given}
-    models = {field.name: given.pop(field.name) for field in fields(ModelDrafterOptions) if field.name in given}
-    options = DraftingOptions(replace(ngram_options, **lookups), ModelDrafterOptions(**models), **given)
-    return parse_drafter(options).drafter
+def parse(drafters: str | None = None, **flags: Any) -> tuple[DrafterSpec, ...]:
+    """By the flags of orchestrator mode."""
+    return SpeculationOptions(DrafterFlags(**flags), drafters=drafters).resolve().speculation.drafters
 
 
 def flags_of(*names: str) -> dict[str, Any]:
@@ -261,50 +255,45 @@ def leader(
     return LeaderOptions(None, algorithm, max_draft_len, max_size)
 
 
-def drafting(
-    draft_dir: Path | None = None,
-    custom: str | None = None,
-    drafters: str | None = None,
-    lookups: LookupOptions = NO_OPTIONS,
-) -> DraftingOptions:
-    """What leader mode takes of the flags of both modes."""
-    models = ModelDrafterOptions(draft_engine_dir=draft_dir)
-    return DraftingOptions(lookups, models, drafter=custom, drafters=drafters)
+def choose(options: LeaderOptions, drafters: str | None = None, **flags: Any) -> tuple[DrafterSpec, ...]:
+    """By the flags of leader mode, and those of both modes."""
+    speculation = SpeculationOptions(DrafterFlags(**flags), drafters=drafters)
+    return options.chosen(None, speculation, is_either=False).speculation.drafters
 
 
 def test_options_of_ngram_lookup_are_its_settings() -> None:
-    expected = NgramDrafter(10, 3, 2, "recent", "public", Path("c"))
-    assert parse(ngram_config="[10,3,[0]]", ngram_options=OPTIONS) == expected
-    assert leader("NGRAM", 10, 3).named(drafting(None, None, None, OPTIONS)).drafter == expected
+    expected = (NgramDrafter(10, 3, 2, "recent", "public", Path("c")),)
+    assert parse(ngram_config="[10,3,[0]]", **OPTIONS) == expected
+    assert choose(leader("NGRAM", 10, 3), **OPTIONS) == expected
 
 
 def test_draft_model_alone_says_what_drafts(tmp_path: Path) -> None:
-    assert leader().named(drafting(tmp_path)).drafter == leader("DRAFT_TARGET").named(drafting(tmp_path)).drafter
+    expected = (DraftTargetDrafter(tmp_path, 4),)
+    assert choose(leader(), draft_engine_dir=tmp_path) == expected
+    assert choose(leader("DRAFT_TARGET"), draft_engine_dir=tmp_path) == expected
 
 
 def test_lookups_are_long_where_they_send_only_what_pays() -> None:
     """A length that is given is the longest; TensorRT-LLM's 4 stays where all of a draft is sent."""
-    fixed = DraftingOptions(draft_len_mode="fixed")
-    assert leader("NGRAM").named(drafting()).drafter == NgramDrafter(10, 2)
-    assert leader("NGRAM", 3).named(drafting()).drafter == NgramDrafter(3, 2)
-    assert leader("NGRAM").named(fixed).drafter == NgramDrafter(4, 2)
-    assert replace(leader("NGRAM"), mode="orchestrator").named(drafting()).drafter == NgramDrafter(4, 2)
-    assert leader("SELF").named(drafting()).drafter == SelfDrafter(4)
+    fixed = leader("NGRAM").chosen(None, SpeculationOptions(draft_len_mode="fixed"), is_either=False)
+    assert choose(leader("NGRAM")) == (NgramDrafter(10, 2),)
+    assert choose(leader("NGRAM", 3)) == (NgramDrafter(3, 2),)
+    assert fixed.speculation == Speculation((NgramDrafter(4, 2),), "fixed")
+    assert choose(replace(leader("NGRAM"), mode="orchestrator")) == (NgramDrafter(4, 2),)
+    assert choose(leader("SELF")) == (SelfDrafter(4),)
 
 
 def test_auto_is_all_lookups_and_the_models_that_are_given() -> None:
-    lookups = [NgramDrafter(10, 2), SuffixDrafter(10)]
-    assert leader("AUTO").named(drafting()).drafter == ChainDrafter(lookups)
-    with_model = replace(leader("auto", 6), draft_model_dir="small").named(drafting())
-    assert with_model.drafter == ChainDrafter([NgramDrafter(6, 2), SuffixDrafter(6), DraftTargetDrafter("small", 6)])
+    assert choose(leader("AUTO")) == (NgramDrafter(10, 2), SuffixDrafter(10))
+    with_model = choose(replace(leader("auto", 6), draft_model_dir="small"))
+    assert with_model == (NgramDrafter(6, 2), SuffixDrafter(6), DraftTargetDrafter("small", 6))
 
 
 def test_suffix_matching_has_a_pool_too() -> None:
-    expected = SuffixDrafter(8, "public")
-    options = LookupOptions(ngram_pool="public")
-    assert parse(suffix_config="[8,[0]]", ngram_options=options) == expected
-    assert leader("suffix", 8).named(drafting(None, None, None, options)).drafter == expected
-    assert leader("SUFFIX").named(drafting(None, None)).drafter == SuffixDrafter(10)
+    expected = (SuffixDrafter(8, "public"),)
+    assert parse(suffix_config="[8,[0]]", ngram_pool="public") == expected
+    assert choose(leader("suffix", 8), ngram_pool="public") == expected
+    assert choose(leader("SUFFIX")) == (SuffixDrafter(10),)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +307,7 @@ def test_suffix_matching_has_a_pool_too() -> None:
 def test_self_draft_config_is_draft_length_devices_and_the_rule(
     text: str, drafter: SelfDrafter, devices: tuple[int, ...] | None
 ) -> None:
-    assert parse_self_draft_config(text) == (drafter, devices)
+    assert parse_config("self_draft_config", text) == (drafter, devices)
 
 
 @pytest.mark.parametrize(
@@ -333,28 +322,27 @@ def test_self_draft_config_is_draft_length_devices_and_the_rule(
 )
 def test_malformed_self_draft_config_names_the_part_that_is_wrong(text: str, wrong: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_self_draft_config(text)
+        parse_config("self_draft_config", text)
     assert raised.value.message.startswith(wrong)
 
 
 @pytest.mark.parametrize("names", [["ngram", "draft-target"], ["draft-target", "ngram"], [*CONFIGS], ["custom"]])
-def test_chain_is_in_the_order_of_its_names(names: list[str]) -> None:
-    settings = parse(**flags_of(*names), drafters=",".join(names))
-    assert each_drafter(settings) == tuple(SETTINGS[name] for name in names)
-    assert drafter_names(settings) == names
-    assert isinstance(settings, ChainDrafter) == (len(names) > 1)
+def test_drafters_are_in_the_order_of_their_names(names: list[str]) -> None:
+    drafters = parse(",".join(names), **flags_of(*names))
+    assert drafters == tuple(SETTINGS[name] for name in names)
+    assert Speculation(drafters).names == names
 
 
-def test_chain_drafts_as_much_as_its_longest_drafter() -> None:
-    settings = parse(**flags_of("draft-target", "ngram"), drafters="draft-target,ngram")
-    assert settings is not None and settings.max_draft_len == 10
-    settings = parse(**flags_of("custom", "ngram"), drafters="ngram,custom")
-    assert settings is not None and settings.max_draft_len is None, "somebody's own may draft what the engine takes"
+def test_several_draft_as_much_as_the_longest() -> None:
+    settings = Speculation(parse("draft-target,ngram", **flags_of("draft-target", "ngram")))
+    assert settings.max_draft_len == 10
+    settings = Speculation(parse("ngram,custom", **flags_of("custom", "ngram")))
+    assert settings.max_draft_len is None, "one of the user's own may draft what the engine takes"
 
 
-def test_chain_of_leader_mode_takes_its_defaults() -> None:
-    settings = leader(None, 6).named(drafting(DRAFT, "my_drafter:make", "ngram,suffix,draft-target,custom")).drafter
-    assert each_drafter(settings) == (
+def test_several_in_leader_mode_take_its_defaults() -> None:
+    names = "ngram,suffix,draft-target,custom"
+    assert choose(leader(None, 6), names, draft_engine_dir=DRAFT, drafter="my_drafter:make") == (
         NgramDrafter(6, 2),
         SuffixDrafter(6),
         DraftTargetDrafter(DRAFT, 6),
@@ -364,29 +352,33 @@ def test_chain_of_leader_mode_takes_its_defaults() -> None:
 
 @pytest.mark.parametrize("names", [["ngram"], ["suffix", "draft-target"], [*CONFIGS]], ids=" ".join)
 def test_auto_takes_all_that_are_given(names: list[str]) -> None:
-    settings = parse(**flags_of(*names), drafters=" Auto ")
-    assert set(each_drafter(settings)) == {SETTINGS[name] for name in names}
+    assert {*parse(" Auto ", **flags_of(*names))} == {SETTINGS[name] for name in names}
 
 
 @pytest.mark.parametrize(
-    ("engines", "arguments", "expected"),
+    ("engines", "flags", "expected"),
     [
-        (ModelEngineOptions(), (), (NgramDrafter(6, 2), SuffixDrafter(6))),
-        (ModelEngineOptions(), (DRAFT,), (NgramDrafter(6, 2), SuffixDrafter(6), DraftTargetDrafter(DRAFT, 6))),
-        (ModelEngineOptions(self_draft="int4"), (), (NgramDrafter(6, 2), SuffixDrafter(6), SelfDrafter(6))),
-        (ModelEngineOptions(), (DRAFT, "a:b"), (DraftTargetDrafter(DRAFT, 6), CustomDrafter("a", "b", 6))),
+        (ModelEngineOptions(), {}, (NgramDrafter(6, 2), SuffixDrafter(6))),
+        (
+            ModelEngineOptions(),
+            {"draft_engine_dir": DRAFT},
+            (NgramDrafter(6, 2), SuffixDrafter(6), DraftTargetDrafter(DRAFT, 6)),
+        ),
+        (ModelEngineOptions(self_draft="int4"), {}, (NgramDrafter(6, 2), SuffixDrafter(6), SelfDrafter(6))),
+        (
+            ModelEngineOptions(),
+            {"draft_engine_dir": DRAFT, "drafter": "a:b"},
+            (DraftTargetDrafter(DRAFT, 6), CustomDrafter("a", "b", 6)),
+        ),
     ],
     ids=["nothing", "a draft model", "a copy", "one of its own"],
 )
 def test_auto_in_leader_mode_takes_lookups_too(
-    engines: ModelEngineOptions, arguments: tuple[Any, ...], expected: tuple[OneDrafter, ...]
+    engines: ModelEngineOptions, flags: dict[str, Any], expected: tuple[DrafterSpec, ...]
 ) -> None:
     """And the models that there are; lookups only where no drafter has a flag of its own."""
-    draft_dir, custom = (*arguments, None, None)[:2]
-    settings = LeaderOptions("demo", spec_decode_max_draft_len=6, engines=engines).named(
-        drafting(draft_dir, custom, "auto")
-    )
-    assert each_drafter(settings.drafter) == expected
+    options = LeaderOptions("demo", spec_decode_max_draft_len=6, engines=engines)
+    assert choose(options, "auto", **flags) == expected
 
 
 @pytest.mark.parametrize("text", ["ngram,draft-target", " NGRAM , Draft_Target "])
@@ -425,23 +417,23 @@ def test_unknown_names_of_drafters_list_the_known(text: str, wrong: str) -> None
         (flags_of("ngram", "suffix") | {"drafters": "ngram"}, "`--suffix-config` is given, and `--drafters` does not"),
         (flags_of("ngram", "draft-target") | {"drafters": "ngram"}, "`--draft-target-model-config` is given, and"),
         (flags_of("ngram", "suffix"), "`--ngram-config` and `--suffix-config` cannot be given together"),
-        ({"ngram_options": OPTIONS}, "`--ngram-ranking` is for n-gram lookup: recent"),
-        (flags_of("suffix") | {"ngram_options": OPTIONS}, "`--ngram-ranking` is for n-gram lookup: recent"),
+        (OPTIONS, "`--min-matching-ngram-size` is for n-gram lookup: 2"),
+        (flags_of("suffix") | OPTIONS, "`--min-matching-ngram-size` is for n-gram lookup: 2"),
         (
-            flags_of("suffix") | {"ngram_options": LookupOptions(min_matching_ngram_size=2)},
+            flags_of("suffix") | {"min_matching_ngram_size": 2},
             "`--min-matching-ngram-size` is for n-gram lookup: 2",
         ),
         (
-            flags_of("draft-target") | {"ngram_options": LookupOptions(ngram_pool="private")},
+            flags_of("draft-target") | {"ngram_pool": "private"},
             "`--ngram-pool` is for n-gram lookup or suffix matching: private",
         ),
         (
-            flags_of("custom") | {"ngram_options": LookupOptions(ngram_corpus=Path("c"))},
+            flags_of("custom") | {"ngram_corpus": Path("c")},
             "`--ngram-corpus` is for n-gram lookup: c",
         ),
         (
-            flags_of("ngram") | {"ngram_options": LookupOptions(min_matching_ngram_size=4)},
-            "`--min-matching-ngram-size` exceeds the longest, 3: 4",
+            flags_of("ngram") | {"min_matching_ngram_size": 4},
+            "min_matching_ngram_size exceeds the longest, 3: 4",
         ),
         (
             flags_of("ngram") | {"suffix_config": "[4,[1]]", "drafters": "ngram,suffix"},
@@ -457,31 +449,29 @@ def test_flags_that_do_not_fit_together_are_wrong_usage(given: dict[str, Any], w
 
 
 @pytest.mark.parametrize(
-    ("flags", "arguments", "wrong"),
+    ("options", "drafters", "flags", "wrong"),
     [
-        (leader("NGRAM"), (None, None, "ngram"), "`--spec-decode-algo` and `--drafters` cannot be given together"),
-        (leader(None, 4), (None, None, "ngram,custom"), "names custom, which needs `--drafter`"),
-        (leader(None, 4), (None, "a:b", "ngram"), "`--drafter` is given, and `--drafters` does not name custom: ngram"),
-        (leader(None, 4), (None, None, "ngram,draft-target"), "needs a draft model"),
-        (leader(None, 4), (DRAFT, None, "ngram"), "a draft model needs `--spec-decode-algo DRAFT_TARGET`"),
-        (leader(None, None, 3), (None, None, "suffix"), "is for `--spec-decode-algo NGRAM`: 3"),
-        (leader("SUFFIX"), (None, None, None, OPTIONS), "`--ngram-ranking` is for n-gram lookup: recent"),
+        (leader("NGRAM"), "ngram", {}, "`--spec-decode-algo` and `--drafters` cannot be given together"),
+        (leader(None, 4), "ngram,custom", {}, "names custom, which needs `--drafter`"),
+        (leader(None, 4), "ngram", {"drafter": "a:b"}, "`--drafter` is given, and `--drafters` does not name custom"),
+        (leader(None, 4), "ngram,draft-target", {}, "needs a draft model"),
         (
-            leader(),
-            (None, None, None, LookupOptions(ngram_pool="public")),
-            "`--ngram-pool` is for n-gram lookup or suffix matching: public",
+            leader(None, 4),
+            "ngram",
+            {"draft_engine_dir": DRAFT},
+            "a draft model needs `--spec-decode-algo DRAFT_TARGET`: draft-engine",
         ),
-        (
-            leader("NGRAM"),
-            (None, None, None, LookupOptions(min_matching_ngram_size=3)),
-            "`--min-matching-ngram-size` exceeds the longest, 2: 3",
-        ),
+        (leader(None, None, 3), "suffix", {}, "is for `--spec-decode-algo NGRAM`: 3"),
+        (leader(None, 5), None, {"ngram_config": "[4,2]"}, "`--spec-decode-max-draft-len` needs `--spec-decode-algo`"),
+        (leader("SUFFIX"), None, OPTIONS, "`--min-matching-ngram-size` is for n-gram lookup: 2"),
+        (leader(), None, {"ngram_pool": "public"}, "`--ngram-pool` is for n-gram lookup or suffix matching: public"),
+        (leader("NGRAM"), None, {"min_matching_ngram_size": 3}, "min_matching_ngram_size exceeds the longest, 2: 3"),
     ],
 )
 def test_leader_flags_that_do_not_fit_together_are_wrong_usage(
-    flags: LeaderOptions, arguments: tuple[Any, ...], wrong: str
+    options: LeaderOptions, drafters: str | None, flags: dict[str, Any], wrong: str
 ) -> None:
     with pytest.raises(UsageError) as raised:
-        flags.named(drafting(*arguments))
+        choose(options, drafters, **flags)
     assert wrong in raised.value.message
     assert raised.value.hint

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from commands.options.drafting import Drafting, DraftingOptions, Named, check_drafter
+from commands.options.drafters import DrafterFlags
 from commands.options.generation import GenerationOptions
 from commands.options.kv_cache import KVCacheOptions
 from commands.options.leader import LeaderOptions, ModelEngineOptions
-from commands.options.lookups import LookupOptions
 from commands.options.sampling import SamplingOptions
-from runtime.drafters.settings import DrafterSettings, DraftLenMode, SuffixDrafter
+from commands.options.speculation import Chosen, SpeculationOptions
+from runtime.drafters.specs import DraftLenMode, Speculation, SuffixDrafter
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import GREEDY, SamplingConfig
 
@@ -62,13 +62,10 @@ def test_block_reuse_is_what_orchestrator_mode_needs_and_leader_mode_asks_once(
 
 @pytest.mark.parametrize(("check_lossless", "draft_len_mode"), [(True, "fixed"), (False, "auto")])
 def test_what_needs_a_drafter_says_so(check_lossless: bool, draft_len_mode: DraftLenMode) -> None:
-    def check(drafter: DrafterSettings | None, mode: DraftLenMode, *, check_lossless: bool) -> None:
-        check_drafter(Drafting(Named(drafter), mode, None), check_lossless=check_lossless)
-
-    check(SuffixDrafter(10), draft_len_mode, check_lossless=check_lossless)
-    check(None, "fixed", check_lossless=False)
+    for fine in (Chosen(Speculation((SuffixDrafter(10),), draft_len_mode)), Chosen(Speculation((), "fixed"))):
+        assert fine.check(check_lossless=check_lossless and bool(fine.speculation)) is fine
     with pytest.raises(UsageError, match="there is no(ne| drafter)") as raised:
-        check(None, draft_len_mode, check_lossless=check_lossless)
+        Chosen(Speculation((), draft_len_mode)).check(check_lossless=check_lossless)
     assert raised.value.hint
 
 
@@ -78,13 +75,13 @@ PROFILE = Path("tuned.json")
 @pytest.mark.parametrize(
     ("options", "leader", "flag"),
     [
-        (DraftingOptions(LookupOptions(ngram_pool="public"), profile=PROFILE), LeaderOptions(), "--ngram-pool"),
-        (DraftingOptions(draft_len_mode="fixed", profile=PROFILE), LeaderOptions(), "--draft-len-mode"),
-        (DraftingOptions(profile=PROFILE), LeaderOptions(spec_decode_algo="NGRAM"), "--spec-decode-algo"),
-        (DraftingOptions(profile=PROFILE), LeaderOptions(draft_model_dir="demo-draft"), "--draft-model-dir"),
+        (SpeculationOptions(DrafterFlags(ngram_pool="public"), profile=PROFILE), LeaderOptions(), "--ngram-pool"),
+        (SpeculationOptions(draft_len_mode="fixed", profile=PROFILE), LeaderOptions(), "--draft-len-mode"),
+        (SpeculationOptions(profile=PROFILE), LeaderOptions(spec_decode_algo="NGRAM"), "--spec-decode-algo"),
+        (SpeculationOptions(profile=PROFILE), LeaderOptions(draft_model_dir="demo-draft"), "--draft-model-dir"),
     ],
 )
-def test_profile_says_alone_how_to_draft(options: DraftingOptions, leader: LeaderOptions, flag: str) -> None:
+def test_profile_says_alone_how_to_draft(options: SpeculationOptions, leader: LeaderOptions, flag: str) -> None:
     replace(options, profile=None).check_profile(leader.drafting_flags)
     with pytest.raises(UsageError) as raised:
         options.check_profile(leader.drafting_flags)
@@ -92,9 +89,9 @@ def test_profile_says_alone_how_to_draft(options: DraftingOptions, leader: Leade
 
 
 def test_profile_is_for_an_engine_that_is_there() -> None:
-    DraftingOptions(profile=PROFILE).check_profile(LeaderOptions(disable_kv_cache_reuse=True).drafting_flags)
+    SpeculationOptions(profile=PROFILE).check_profile(LeaderOptions(disable_kv_cache_reuse=True).drafting_flags)
     with pytest.raises(UsageError, match="needs `--engine-dir`, and cannot be given with `--model-dir`: tuned.json"):
-        DraftingOptions(profile=PROFILE).check_profile([], "demo")
+        SpeculationOptions(profile=PROFILE).check_profile([], "demo")
 
 
 def test_leader_mode_is_asked_for_by_any_of_its_flags() -> None:
@@ -113,10 +110,10 @@ def test_leader_mode_is_asked_for_by_any_of_its_flags() -> None:
     ],
 )
 def test_engine_that_is_there_is_not_built_anew(engines: ModelEngineOptions, message: str) -> None:
-    LeaderOptions("demo", engines=engines).check(None, DraftingOptions())
-    LeaderOptions(draft_model_dir="demo", engines=engines).check(None, DraftingOptions())
+    LeaderOptions("demo", engines=engines).check(None, SpeculationOptions())
+    LeaderOptions(draft_model_dir="demo", engines=engines).check(None, SpeculationOptions())
     with pytest.raises(UsageError) as raised:
-        LeaderOptions(engines=engines).check(None, DraftingOptions())
+        LeaderOptions(engines=engines).check(None, SpeculationOptions())
     assert raised.value.message == message
 
 

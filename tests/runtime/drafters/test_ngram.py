@@ -11,7 +11,7 @@ from strength import examples
 
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
-from runtime.drafters.settings import NgramRanking
+from runtime.drafters.specs import NgramRanking
 from runtime.errors import UsageError
 from runtime.request import Request, Sequence
 

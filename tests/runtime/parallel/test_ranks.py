@@ -25,7 +25,7 @@ from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.kernels import load_kernels
 from runtime.compiler.model import Step, load_model, probe_config, split_config
 from runtime.compiler.pretrained import parse_pretrained_config
-from runtime.drafters.settings import DraftTargetDrafter, NgramDrafter
+from runtime.drafters.specs import DraftTargetDrafter, NgramDrafter
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, UsageError
 from runtime.kv_cache import KVPool

@@ -1,0 +1,98 @@
+"""The flags of drafters, made of their descriptions (`runtime/drafters/specs.py`), and written as `tune` recommends."""
+
+import dataclasses
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from commands.options.panels import SPECULATION
+from runtime.drafters.spec import DrafterSpec, Setting, fields_of
+from runtime.drafters.specs import DRAFTERS, Speculation
+
+
+def as_flag(name: str) -> str:
+    """`ngram_config` as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def config_flag(spec: type[DrafterSpec]) -> str:
+    """The flag that chooses the drafter."""
+    return as_flag(spec.description.flag)
+
+
+def users_of(flag: str) -> list[type[DrafterSpec]]:
+    """The drafters that have a setting with this flag, `ngram_pool`."""
+    return [spec for spec in DRAFTERS.values() if any(one.flag == flag for one in spec.settings().values())]
+
+
+def _make_flags(name: str, specs: Iterable[type[DrafterSpec]]) -> Any:
+    """A group of options: for each drafter the flag that chooses it and those of its settings; None if not given."""
+    flags: dict[str, Any] = {}
+    for spec in specs:
+        flags[spec.description.flag] = Annotated[str | None, _config_option(spec)]
+        hints = get_type_hints(spec)
+        for field in fields_of(spec):
+            setting = spec.settings()[field.name]
+            if setting.flag is not None:
+                kind = Path | None if setting.is_path else hints[field.name] | None
+                flags.setdefault(setting.flag, Annotated[kind, _setting_option(setting, field)])
+    fields = [(flag, kind, dataclasses.field(default=None)) for flag, kind in flags.items()]
+    return dataclasses.make_dataclass(name, fields, frozen=True, namespace={"__doc__": _make_flags.__doc__})
+
+
+def _config_option(spec: type[DrafterSpec]) -> Any:
+    described = spec.description
+    return typer.Option(
+        metavar=described.form.metavar,
+        help=f"{described.help}: {described.form.help}{described.note}",
+        rich_help_panel=SPECULATION,
+        show_default="no drafter",
+    )
+
+
+def _setting_option(setting: Setting, field: "dataclasses.Field[Any]") -> Any:
+    options: dict[str, Any] = {"show_default": False} if setting.is_path else {"show_default": str(field.default)}
+    if setting.at_least is not None:
+        options["min"] = setting.at_least
+    elif not setting.is_path:
+        options["metavar"] = "NAME"
+    return typer.Option(help=setting.help, rich_help_panel=SPECULATION, **options)
+
+
+if TYPE_CHECKING:
+
+    class DrafterFlags:
+        """Those of every drafter, by their Python names."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    class TunedFlags(DrafterFlags):
+        """Without drafters of the user's own."""
+else:
+    DrafterFlags = _make_flags("DrafterFlags", DRAFTERS.values())
+    TunedFlags = _make_flags("TunedFlags", (spec for spec in DRAFTERS.values() if spec.description.is_tuned))
+
+
+def chooses_drafter(flags: Any) -> bool:
+    """Whether a flag of these chooses a drafter."""
+    given = {field.name for field in dataclasses.fields(flags) if getattr(flags, field.name) is not None}
+    return any(spec.description.flag in given for spec in DRAFTERS.values())
+
+
+def written_flags(speculation: Speculation, device_ids: tuple[int, ...]) -> str:
+    """What `run` is told to draft in this way, with the target on these devices."""
+    flags: dict[str, str] = {}
+    for drafter in speculation:
+        flags[drafter.description.flag] = drafter.description.form.write(drafter, device_ids)
+        for field in fields_of(drafter):
+            setting, value = drafter.settings()[field.name], getattr(drafter, field.name)
+            if setting.flag is not None and value != field.default:
+                flags[setting.flag] = str(value)
+    if len(speculation.drafters) > 1:
+        flags["drafters"] = ",".join(speculation.names)
+    if speculation.draft_len_mode == "auto":
+        flags["draft_len_mode"] = "auto"
+    return " ".join(f"{as_flag(name)} {shlex.quote(value)}" for name, value in flags.items())

@@ -1,0 +1,383 @@
+"""How to draft, by flags of either mode: V1's lists, V2's algorithms, or a profile. All become one `Speculation`."""
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from commands.options.drafters import DrafterFlags, as_flag, config_flag, users_of
+from commands.options.expand import given_flags
+from commands.options.panels import SPECULATION
+from runtime.drafters.spec import Devices, DrafterSpec, Setting, fields_of
+from runtime.drafters.specs import DRAFTERS, DraftLenMode, Speculation
+from runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from runtime.bundle import Bundle
+
+_TRTLLM_DRAFT_LEN = 4
+_AUTO = "AUTO"
+"""All lookups together, and the models that are given."""
+
+Drafters = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,NAME",
+        help=f"Several drafters, of which each sequence gets the draft that is worth most: {', '.join(DRAFTERS)}, "
+        "each with its own flag; `auto` takes all that are given.",
+        rich_help_panel=SPECULATION,
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class LeaderFlags:
+    """What leader mode's flags say of drafting, by their Python names; those that are not given are left out."""
+
+    values: Mapping[str, Any]
+    algorithm: str | None = None
+    drafts_by_copy: bool = False
+    """Whether the engine is built with a copy that drafts."""
+    sends_what_pays: bool = True
+
+
+@dataclass(frozen=True)
+class SpeculationOptions:
+    """How to draft; None where nothing was given."""
+
+    flags: DrafterFlags = field(default_factory=DrafterFlags)
+    draft_len_mode: Annotated[
+        DraftLenMode | None,
+        typer.Option(
+            metavar="[fixed|auto]",
+            help="`auto` shortens each draft to the length that is expected to save time, by what steps cost, measured "
+            "by `build`, and by how often drafts were right so far; it may be 0. `fixed` sends all of it.",
+            rich_help_panel=SPECULATION,
+            show_default="auto in leader mode, fixed in orchestrator mode",
+        ),
+    ] = None
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draft as `specdec tune` recommends for this engine, or not at all; in place of all flags that choose "
+            "a drafter.",
+            rich_help_panel=SPECULATION,
+            show_default=False,
+        ),
+    ] = None
+    drafters: Drafters = None
+
+    @property
+    def paths(self) -> list[Path]:
+        """What is read."""
+        given = [*given_flags(self.flags).values(), self.profile]
+        return [path for path in given if isinstance(path, Path)]
+
+    def check_profile(self, leader_flags: Iterable[str] = (), model_dir: str | None = None) -> None:
+        """UsageError for a profile beside flags that choose a drafter, or for an engine yet to be made of a model.
+
+        `leader_flags` are those of leader mode that choose one.
+        """
+        if self.profile is None:
+            return
+        given = [*given_flags(replace(self, profile=None)), *leader_flags]
+        if given:
+            raise UsageError(
+                f"`{given[0]}` and `--profile` both say how to draft: {self.profile}",
+                hint="leave one of the two out",
+            )
+        if model_dir is not None:
+            raise UsageError(
+                f"a profile needs `--engine-dir`, and cannot be given with `--model-dir`: {self.profile}",
+                hint="name the engine that was tuned, or give the drafter by its flags",
+            )
+
+    def resolve(self, leader: LeaderFlags | None = None) -> "Chosen":
+        """By these flags, and those of leader mode where they count; not by the profile."""
+        return speculation_from_flags(given_flags(self.flags), self.drafters, self.draft_len_mode, leader)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How to draft, and what else is given with it: the target's devices, None for its first ones, or a profile."""
+
+    speculation: Speculation = field(default_factory=Speculation)
+    device_ids: Devices = None
+    profile: Path | None = None
+    bundle: "Bundle | None" = None
+    """The engine's, where the profile was held against it."""
+
+    def with_speculation(self, speculation: Speculation) -> "Chosen":
+        return replace(self, speculation=speculation)
+
+    def or_profile(self, profile: Path | None, engine_dir: Path) -> "Chosen":
+        """What the profile has for this engine, if there is one; SpecDecError if it cannot be used."""
+        if profile is None:
+            return self
+        from runtime.bundle import read_bundle
+        from runtime.tuning.profile import profile_for
+
+        bundle = read_bundle(engine_dir)
+        return Chosen(profile_for(profile, bundle).speculation, None, profile, bundle)
+
+    def check(self, *, check_lossless: bool = False) -> "Chosen":
+        """Itself; UsageError for what needs a drafter where there is none."""
+        if self.speculation:
+            return self
+        if self.speculation.draft_len_mode == "auto":
+            raise UsageError(
+                "`--draft-len-mode auto` needs a drafter: there is none", hint="`--suffix-config [10,[0]]` is one"
+            )
+        if check_lossless:
+            raise UsageError(
+                "`--check-lossless` compares a drafter with none, and there is no drafter",
+                hint="`--ngram-config [10,2,[0]]` is one",
+            )
+        return self
+
+
+def speculation_from_flags(
+    given: Mapping[str, Any], drafters: str | None, draft_len_mode: DraftLenMode | None, leader: LeaderFlags | None
+) -> Chosen:
+    """The drafters that flags ask for, `given` as `{"--ngram-config": "[10,2,[0]]"}`, and the target's devices.
+
+    `leader` None: as TensorRT-LLM's orchestrator mode (V1) has it, where each drafter needs its own flag. UsageError
+    for several drafters without an order, two spellings of one, or half of one.
+    """
+    configs = {name: given[config_flag(spec)] for name, spec in DRAFTERS.items() if config_flag(spec) in given}
+    flags = _Flags({flag[2:].replace("-", "_"): value for flag, value in given.items()}, configs, leader)
+    names = flags.drafter_names(drafters)
+    chosen = [flags.parse(DRAFTERS[name], drafters) for name in names]
+    flags.check_used(names)
+    devices = list(dict.fromkeys(ids for _, ids in chosen if ids is not None))
+    if len(devices) > 1:
+        raise UsageError(
+            f"the drafters name different devices for the target: {', '.join(str(list(one)) for one in devices)}",
+            hint="name the same devices in each",
+        )
+    speculation = Speculation(tuple(drafter for drafter, _ in chosen), draft_len_mode)
+    return Chosen(speculation, devices[0] if devices else None)
+
+
+@dataclass(frozen=True)
+class _Flags:
+    """The flags of one command line. `given` has them by their Python names, `configs` those that choose a drafter."""
+
+    given: Mapping[str, Any]
+    configs: Mapping[str, str]
+    leader: LeaderFlags | None
+
+    def drafter_names(self, drafters: str | None) -> list[str]:
+        """The drafters to use: the one that is given, or those that `--drafters` names, which may be more."""
+        algorithm = self._algorithm() if self.leader else None
+        if algorithm is not None and drafters is not None:
+            raise UsageError(
+                f"`--spec-decode-algo` and `--drafters` cannot be given together: {algorithm}",
+                hint="`--drafters` names the algorithms",
+            )
+        if algorithm is not None and self.configs:
+            flag = config_flag(DRAFTERS[next(iter(self.configs))])
+            raise UsageError(f"`--spec-decode-algo` and `{flag}` cannot be given together", hint="choose one drafter")
+        if algorithm is not None:
+            return self._all() if algorithm == _AUTO else [algorithms()[algorithm]]
+        if drafters is not None and drafters.strip().lower() == "auto":
+            return self._all()
+        models = self._with_model()
+        if self.leader and drafters is None and not self.configs and models:
+            return models  # a draft model alone says what drafts
+        return _chosen_names(list(self.configs), drafters)
+
+    def _algorithm(self) -> str | None:
+        """The algorithm of leader mode; TensorRT-LLM's README leaves NGRAM out where an n-gram's size is given."""
+        assert self.leader is not None
+        if self.leader.algorithm is None:
+            return None
+        algorithm = self.leader.algorithm.upper().replace("-", "_")
+        if algorithm not in (*algorithms(), _AUTO):
+            raise UsageError(
+                f"`--spec-decode-algo` names no algorithm of specdec's: {self.leader.algorithm}",
+                hint=f"there are {', '.join((*algorithms(), _AUTO))}; without the flag nothing is drafted",
+            )
+        return algorithm
+
+    def _all(self) -> list[str]:
+        """The drafters that are given, in leader mode or else the lookups; the models that are given."""
+        if self.leader is None:
+            names = {*self.configs}
+        else:
+            names = {*(self.configs or (name for name, spec in DRAFTERS.items() if spec.is_lookup))}
+            names |= {*self._with_model()}
+            names |= {name for name, spec in DRAFTERS.items() if spec.needs_copy and self.leader.drafts_by_copy}
+        if not names:
+            raise UsageError(
+                "`--drafters auto` chooses among the drafters that are given, and there is none",
+                hint="`--ngram-config [10,2,[0]] --suffix-config [10,[0]]` are two",
+            )
+        return [name for name in DRAFTERS if name in names]
+
+    def _with_model(self) -> list[str]:
+        """The drafters whose models are named by a flag."""
+        return [
+            name
+            for name, spec in DRAFTERS.items()
+            if any(self._own_value(one) is not None for one in _required(spec).values())
+        ]
+
+    def _own_value(self, setting: Setting) -> Any:
+        """What the setting's own flags say, of this mode or the other; None if they are not given."""
+        value = self.given.get(setting.flag or "")
+        return value if value is not None or not self.leader else self.leader.values.get(setting.leader_flag or "")
+
+    def parse(self, spec: type[DrafterSpec], drafters: str | None) -> tuple[DrafterSpec, Devices]:
+        """A drafter by its own flag, or else by those of leader mode; and the target's devices."""
+        described, config = spec.description, self.configs.get(spec.description.name)
+        devices: Devices = None
+        values: dict[str, Any] = {}
+        if config is not None:
+            values, devices = described.form.parse(config, config_flag(spec))
+        elif self.leader is None or described.algorithm is None:
+            raise UsageError(
+                f"`--drafters` names {described.name}, which needs `{config_flag(spec)}`: {drafters}",
+                hint=_form_hint(spec),
+            )
+        for name, setting in spec.settings().items():
+            value = self._own_value(setting)
+            if name not in values and value is None and self.leader and config is None:
+                value = self._leader_default(setting)
+            if name not in values and value is not None:
+                values[name] = value
+        for name, setting in _required(spec).items():
+            if name not in values:
+                raise self._missing(spec, setting, config)
+        return spec(**values), devices
+
+    def _leader_default(self, setting: Setting) -> int | None:
+        """Drafts that are cut to what pays may be long; others are as long as TensorRT-LLM's."""
+        assert self.leader is not None
+        longest = setting.leader_default
+        return longest if longest is None or self.leader.sends_what_pays else min(longest, _TRTLLM_DRAFT_LEN)
+
+    def _missing(self, spec: type[DrafterSpec], setting: Setting, config: str | None) -> UsageError:
+        described = spec.description
+        if config is not None:
+            return UsageError(
+                f"`{config_flag(spec)}` needs the {described.title}'s engine: {config}",
+                hint=f"`{as_flag(setting.flag or '')}` names it; `specdec build` makes it from the {described.title}'s "
+                "checkpoint",
+            )
+        return UsageError(
+            f"`--spec-decode-algo {described.algorithm}` needs a {described.title}",
+            hint=f"`{as_flag(setting.leader_flag or '')}` names one, or `{as_flag(setting.flag or '')}` its engine",
+        )
+
+    def check_used(self, names: Collection[str]) -> None:
+        """UsageError for a flag that no drafter takes."""
+        for flag, value in self.given.items():
+            users = users_of(flag)
+            if users and not any(user.description.name in names for user in users):
+                raise self._unused(flag, value, users)
+        if self.leader is not None:
+            self._check_leader_used(names, self.leader.values)
+
+    def _unused(self, flag: str, value: Any, users: list[type[DrafterSpec]]) -> UsageError:
+        described = users[0].description
+        if any(setting.flag == flag for setting in _required(users[0]).values()):
+            if self.leader is not None:
+                return _needs_algorithm(users[0], value)
+            return UsageError(f"`{as_flag(flag)}` needs `{config_flag(users[0])}`: {value}", hint=_form_hint(users[0]))
+        return UsageError(
+            f"`{as_flag(flag)}` is for {' or '.join(user.description.title for user in users)}: {value}",
+            hint=f"`--spec-decode-algo {described.algorithm}`"
+            if self.leader is not None
+            else f"`{config_flag(users[0])}` chooses it; its form is {described.form}",
+        )
+
+    def _check_leader_used(self, names: Collection[str], values: Mapping[str, Any]) -> None:
+        """The same for flags of leader mode: a drafter that has a list takes of them what its list does not say."""
+        for flag, value in values.items():
+            users = [spec for spec in DRAFTERS.values() if _takes(spec, flag)]
+            free = [spec for spec in users if spec.description.name in names and not self._list_says(spec, flag)]
+            if free:
+                continue
+            if any(setting.leader_flag == flag for setting in _required(users[0]).values()):
+                raise _needs_algorithm(users[0], value)
+            algorithm = users[0].description.algorithm
+            verb = f"is for `--spec-decode-algo {algorithm}`" if len(users) == 1 else "needs `--spec-decode-algo`"
+            is_one = "" if len(users) == 1 else " is one"
+            raise UsageError(
+                f"`{as_flag(flag)}` {verb}: {value}",
+                hint=f"`--spec-decode-algo {algorithm}`{is_one}; `{config_flag(users[0])}` has its own numbers",
+            )
+
+    def _list_says(self, spec: type[DrafterSpec], flag: str) -> bool:
+        """Whether the drafter's own flag is given, and says what this one of leader mode would."""
+        form = spec.description.form
+        if spec.description.name not in self.configs:
+            return False
+        said = {entry.field for entry in form.entries} if hasattr(form, "entries") else {*form.fields}
+        return any(name in said for name, setting in spec.settings().items() if setting.leader_flag == flag)
+
+
+def _takes(spec: type[DrafterSpec], leader_flag: str) -> bool:
+    return any(setting.leader_flag == leader_flag for setting in spec.settings().values())
+
+
+def _required(spec: type[DrafterSpec]) -> dict[str, Setting]:
+    """Settings without a default that have a flag of their own: models."""
+    required = [one.name for one in fields_of(spec) if one.default is dataclasses.MISSING]
+    return {name: setting for name, setting in spec.settings().items() if name in required and setting.flag}
+
+
+def algorithms() -> dict[str, str]:
+    """Names of drafters by those of leader mode."""
+    return {spec.description.algorithm: name for name, spec in DRAFTERS.items() if spec.description.algorithm}
+
+
+def _needs_algorithm(spec: type[DrafterSpec], value: Any) -> UsageError:
+    described = spec.description
+    return UsageError(
+        f"a {described.title} needs `--spec-decode-algo {described.algorithm}`: {value}", hint="or leave the model out"
+    )
+
+
+def _form_hint(spec: type[DrafterSpec]) -> str:
+    return f"the form of `{config_flag(spec)}` is {spec.description.form}"
+
+
+def _chosen_names(given: list[str], drafters: str | None) -> list[str]:
+    if drafters is None:
+        if len(given) > 1:
+            raise UsageError(
+                f"{' and '.join(f'`{config_flag(DRAFTERS[name])}`' for name in given)} cannot be given together",
+                hint="choose one drafter, or have the best of their drafts sent: `--drafters auto`",
+            )
+        return given
+    names = parse_drafter_names(drafters)
+    for name in given:
+        if name not in names:
+            raise UsageError(
+                f"`{config_flag(DRAFTERS[name])}` is given, and `--drafters` does not name {name}: {drafters}",
+                hint=f"`--drafters {','.join([*names, name])}`, or leave the flag out",
+            )
+    return names
+
+
+def parse_drafter_names(text: str) -> list[str]:
+    """Parse `--drafters ngram,draft-target`; UsageError for a name that is unknown or comes twice."""
+    names: list[str] = []
+    for word in text.split(","):
+        name = word.strip().lower().replace("_", "-")
+        if name not in DRAFTERS:
+            raise UsageError(
+                f"`--drafters` names no drafter of specdec's: {word.strip() or repr(text)}",
+                hint=f"there are {', '.join(DRAFTERS)}, with commas between them, and auto",
+            )
+        if name in names:
+            raise UsageError(f"`--drafters` names {name} twice: {text}", hint="name each once")
+        names.append(name)
+    return names

@@ -1,0 +1,286 @@
+"""What describes a drafter: its settings, the list that chooses it, its names. `runtime.drafters.specs` has them all.
+
+Flags, lists, documents, schemas, labels, `tune`'s candidates and profiles are made of these descriptions. Nothing here
+imports torch: a drafter's algorithm is imported when it is opened.
+"""
+
+import ast
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
+
+from runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from runtime.drafters.opening import OpenDrafter, Opening
+
+Devices = tuple[int, ...] | None
+"""One for each rank of an engine; None: its first ones."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is said of a field besides its type and default, as `Annotated` metadata.
+
+    Flags are written as Python names: `ngram_ranking`.
+    """
+
+    help: str = ""
+    flag: str | None = None
+    """A flag of its own. Drafters with the same flag share it."""
+    leader_flag: str | None = None
+    """The flag of leader mode (V2) that gives it to every drafter that has it."""
+    leader_default: int | None = None
+    """In leader mode, where that is not the field's own default."""
+    at_least: int | None = None
+    is_path: bool = False
+
+
+def fields_of(spec: "DrafterSpec | type[DrafterSpec]") -> "tuple[dataclasses.Field[Any], ...]":
+    """Every spec is a dataclass."""
+    return dataclasses.fields(spec)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a list; `field` None gives the target's devices."""
+
+    name: str
+    field: str | None = None
+    kind: Literal["count", "devices", "bool"] = "devices"
+
+    @property
+    def is_required(self) -> bool:
+        return self.kind == "count"
+
+    @property
+    def default(self) -> bool | None:
+        return False if self.kind == "bool" else None
+
+    def parse(self, value: Any, flag: str, form: str) -> Any:
+        """The field's value; UsageError says what is wrong with it."""
+        match self.kind:
+            case "count":
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                    raise UsageError(
+                        f"{self.name} in `{flag}` must be a whole number of at least 1: {value!r}",
+                        hint=f"its form is {form}",
+                    )
+            case "bool":
+                if not isinstance(value, bool):
+                    raise UsageError(
+                        f"{self.name} in `{flag}` must be True or False: {value!r}", hint=f"its form is {form}"
+                    )
+            case "devices":
+                return None if value is None else self._device_ids(value, flag)
+        return value
+
+    def _device_ids(self, value: Any, flag: str) -> tuple[int, ...]:
+        hint = "[0] is the first device"
+        if not isinstance(value, list | tuple) or not value:
+            raise UsageError(f"{self.name} in `{flag}` must name a device: {value!r}", hint=hint)
+        if not all(isinstance(device, int) and not isinstance(device, bool) and device >= 0 for device in value):
+            raise UsageError(f"{self.name} in `{flag}` must hold device numbers: {value!r}", hint=hint)
+        return tuple(value)
+
+
+@dataclass(frozen=True)
+class ListForm:
+    """TensorRT-LLM's way to choose a drafter (V1): a list such as `[10,2,[0]]`, brackets or not.
+
+    What is left out at the end has its default.
+    """
+
+    entries: tuple[Entry, ...]
+    examples: tuple[str, ...]
+    metavar: ClassVar[str] = "LIST"
+
+    @property
+    def least(self) -> int:
+        """Entries that cannot be left out."""
+        return sum(entry.is_required for entry in self.entries)
+
+    @property
+    def names(self) -> str:
+        return f"[{', '.join(entry.name for entry in self.entries)}]"
+
+    def __str__(self) -> str:
+        return f"{self.names}, such as {' or '.join(self.examples)}"
+
+    @property
+    def help(self) -> str:
+        return f"{self.names}, such as {self.examples[0]}."
+
+    def parse(self, text: str, flag: str) -> tuple[dict[str, Any], Devices]:
+        """Values of fields, and the target's devices; UsageError says which part is wrong."""
+        try:
+            values = ast.literal_eval(text.strip())
+            values = [values] if isinstance(values, int) else values
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise UsageError(f"`{flag}` is not a list: {text}", hint=f"its form is {self}") from None
+        most = len(self.entries)
+        if not isinstance(values, list | tuple) or not self.least <= len(values) <= most:
+            raise UsageError(
+                f"`{flag}` does not have {self.least} to {most} entries: {text}", hint=f"its form is {self}"
+            )
+        given = [*values, *(entry.default for entry in self.entries[len(values) :])]
+        parsed = [entry.parse(value, flag, str(self)) for entry, value in zip(self.entries, given, strict=True)]
+        fields = {entry.field: value for entry, value in zip(self.entries, parsed, strict=True) if entry.field}
+        return fields, next(value for entry, value in zip(self.entries, parsed, strict=True) if entry.field is None)
+
+    def write(self, drafter: "DrafterSpec", target_devices: tuple[int, ...]) -> str:
+        """The list that chooses the drafter; it names devices where they are not the first ones."""
+        values = [getattr(drafter, entry.field) if entry.field else target_devices for entry in self.entries]
+        is_default = [
+            value in (entry.default, tuple(range(len(value)))) if entry.kind == "devices" and value else not value
+            for entry, value in zip(self.entries, values, strict=True)
+        ]
+        while is_default and is_default[-1]:
+            is_default.pop()
+            values.pop()
+        return f"[{','.join(_written(value) for value in values)}]"
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "[0]"
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """A text in two parts with a colon between them, such as `module:factory`."""
+
+    fields: tuple[str, str]
+    example: str
+    metavar: ClassVar[str] = "NAME:NAME"
+
+    def __str__(self) -> str:
+        return ":".join(self.fields)
+
+    @property
+    def help(self) -> str:
+        return f"{self}; the current directory is searched too."
+
+    def parse(self, text: str, flag: str) -> tuple[dict[str, Any], Devices]:
+        """As `ListForm.parse`; no devices."""
+        first, colon, second = text.partition(":")
+        if not (first and colon and second):
+            raise UsageError(
+                f"`{flag}` is not of the form {self}: {text}", hint=f"`{flag} {self.example}` is an example"
+            )
+        return dict(zip(self.fields, (first, second), strict=True)), None
+
+    def write(self, drafter: "DrafterSpec", target_devices: tuple[int, ...]) -> str:
+        return ":".join(str(getattr(drafter, field)) for field in self.fields)
+
+
+@dataclass(frozen=True)
+class Description:
+    """How a drafter is called and chosen. Flags are written as Python names."""
+
+    name: str
+    """In lists of drafters and in documents."""
+    title: str
+    """In sentences and reports."""
+    help: str
+    flag: str
+    form: ListForm | TextForm
+    algorithm: str | None = None
+    """The name in leader mode (V2)."""
+    note: str = ""
+    """What the flag's help says after the form."""
+    is_tuned: bool = True
+    """Whether `tune` and profiles know it."""
+
+
+DRAFTERS: dict[str, "type[DrafterSpec]"] = {}
+"""Every drafter that the command line can choose, by name."""
+
+
+class DrafterSpec:
+    """A way to draft: a frozen dataclass of settings. A class with a `description` is a drafter of the command line."""
+
+    description: ClassVar[Description]
+    is_model: ClassVar[bool] = False
+    """Whether its drafts cost steps of a model."""
+    is_lookup: ClassVar[bool] = False
+    """Whether recorded outputs are all that is needed to know what it would draft."""
+    needs_copy: ClassVar[bool] = False
+    """Whether the target's engine must have a copy of its model that drafts."""
+
+    def __init_subclass__(cls) -> None:
+        if "description" in vars(cls):
+            DRAFTERS[cls.description.name] = cls
+
+    def __post_init__(self) -> None:
+        for name, setting in self.settings().items():
+            least, value = setting.at_least, getattr(self, name)
+            if least is not None and value is not None and value < least:
+                raise UsageError(
+                    f"{name} must be at least {least}: {value}", hint="without a drafter nothing is drafted"
+                )
+
+    @property
+    def max_draft_len(self) -> int | None:
+        """Most tokens of a draft; None: as many as the engine takes."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        return self.description.name
+
+    @property
+    def draws_by_probs(self) -> bool:
+        """Whether its drafts choose what is sampled, by rejection sampling."""
+        return False
+
+    @property
+    def may_draw_by_probs(self) -> bool:
+        """The same, or unknown."""
+        return self.draws_by_probs
+
+    @property
+    def draft_model(self) -> str | Path | None:
+        """The model that drafts, by name, or its engine's directory; None where there is none."""
+        return None
+
+    def with_draft_model(self, engine_dir: Path) -> "DrafterSpec":
+        """With this engine as its draft model; for those that have one."""
+        raise NotImplementedError
+
+    @property
+    def corpora(self) -> tuple[Path, ...]:
+        """Corpora that are looked in."""
+        return ()
+
+    @property
+    def label(self) -> str:
+        """With what tells it from others of its kind, for tables."""
+        return self.description.title
+
+    @classmethod
+    def grid(cls, max_draft_len: int) -> "list[DrafterSpec]":
+        """What `tune` tries of it by replay; for lookups."""
+        return []
+
+    @classmethod
+    @cache
+    def settings(cls) -> dict[str, Setting]:
+        """Of each field."""
+        found = {}
+        for name, hint in get_type_hints(cls, include_extras=True).items():
+            metadata = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Setting)]
+            found[name] = metadata[0] if metadata else Setting()
+        return {field.name: found[field.name] for field in fields_of(cls)}
+
+    def record(self, device_ids: tuple[int, ...]) -> Any:
+        """The settings in documents, with the target's devices."""
+        record = dataclasses.asdict(self) | {"device_id": device_ids[0], "device_ids": list(device_ids)}  # type: ignore[call-overload]
+        return {key: str(value) if isinstance(value, Path) else value for key, value in record.items()}
+
+    def open(self, opening: "Opening") -> "OpenDrafter":
+        """The drafter at work; SpecDecError if it cannot be."""
+        raise NotImplementedError
