@@ -337,7 +337,8 @@ def _parse_value(kind: Any, value: Any, where: str) -> Any:
         return Path(value)
     if origin is Annotated:
         number = _parse_value(arguments[0], value, where)
-        _check_between(arguments[1], number, where)
+        if isinstance(arguments[1], Between):
+            _check_between(arguments[1], number, where)
         return number
     valid = value in arguments if origin is Literal else _is_a(value, origin or kind)
     if not valid:

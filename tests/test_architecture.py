@@ -33,7 +33,6 @@ NOUNS = {
     "runtime.verify": {"runtime.errors", "runtime.request", "runtime.sampling"},
     "runtime.files": {"runtime.errors"},
     "runtime.reading": {"runtime.errors"},
-    "runtime.drafters.specs": {"runtime.errors", "runtime.drafters.protocol"},
     "runtime.cache": {"runtime.errors", "runtime.files"},
     "runtime.tensor_file": set(),
     "runtime.corpus_file": {"runtime.errors", "runtime.files"},
@@ -113,6 +112,16 @@ def test_nouns_import_only_nouns(noun: str) -> None:
     assert ours <= NOUNS[noun]
 
 
+SPECS = ("runtime.drafters.spec", "runtime.drafters.specs")
+
+
+@pytest.mark.parametrize("module", SPECS)
+def test_drafters_are_described_without_their_algorithms(module: str) -> None:
+    """What opens one is imported when it is opened: flags and documents are made of specs without torch."""
+    ours = {name for name in imports(modules("runtime")[module], at_import_only=True) if name.startswith("runtime")}
+    assert ours <= {"runtime.errors", "runtime.drafters.spec"}
+
+
 WITH_ENGINES = ("runtime.drafters.draft_target", "runtime.drafters.self_draft")
 
 
@@ -121,6 +130,7 @@ def test_drafters_know_no_engine_but_their_own() -> None:
     makers = {
         "runtime.drafters.opening",
         "runtime.drafters.compatibility",
+        *SPECS,
     }  # they open engines, and hold models together
     for drafter in (name for name in modules("runtime") if name.startswith("runtime.drafters.") and name not in makers):
         ours = {name for name in imports(modules("runtime")[drafter]) if name.startswith("runtime")}
@@ -160,16 +170,16 @@ def test_layers_of_runtime_import_downwards_only() -> None:
     for module, path in modules("runtime").items():
         if module.startswith("runtime.compiler."):
             continue
-        for name in imports(path):
+        for name in imports(path, at_import_only=module in SPECS):
             assert layer_of(name) >= layer_of(module) or not name.startswith("runtime"), f"{module} imports {name}"
 
 
 def test_runtime_names_no_flag_and_no_command() -> None:
-    """The commands know which flag to turn (`commands/options/hints.py`)."""
+    """The commands know which flag to turn (`commands/options/hints.py`). Only specs describe flags."""
     named = re.compile(r"--[a-z]|\bspecdec (convert|build|run|summarize|compare|tune|corpus|verify)\b")
     for module, path in modules("runtime").items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and module not in SPECS:
                 assert not named.search(node.value), f"{module}, line {node.lineno}: {node.value[:60]}"
 
 

@@ -50,6 +50,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "foreign_word": "leave it out",
     "group_size": ("round whole rows: `--group-size -1`", "round to `--qformat int8`"),
     "model_for_checkpoint": "`specdec convert --model-dir {model_dir}` makes a checkpoint of it",
+    "ngram_sizes": "lower it, or look up longer n-grams (max_matching_ngram_size)",
     "no_checkpoint": "make it with `specdec convert`",
     "no_compiler": ("install one (the package `g++`)", "name it in the variable CXX", "do without: `--compiler none`"),
     "no_corpus": "`specdec corpus create` makes one",
@@ -108,6 +109,7 @@ MESSAGES: dict[str, str] = {
     "empty_word": "`{flag}` has a word of no letters: ''",
     "end_id": "`--end-id` is outside the vocabulary of {size}: {end_id}",
     "foreign_word": "`{flag}` has a word that the tokenizer makes nothing of: {word!r}",
+    "ngram_sizes": "`--min-matching-ngram-size` exceeds the longest, {longest}: {shortest}",
     "top_k": "`--top-k` exceeds the vocabulary of {size}: {top_k}",
 }
 """Where the value is a flag's, its name."""

@@ -131,14 +131,9 @@ class ListForm:
         return fields, next(value for entry, value in zip(self.entries, parsed, strict=True) if entry.field is None)
 
     def write(self, drafter: "DrafterSpec", target_devices: tuple[int, ...]) -> str:
-        """The list that chooses the drafter; it names devices where they are not the first ones."""
+        """The list that chooses the drafter. Devices at its end are left out where they are the first ones."""
         values = [getattr(drafter, entry.field) if entry.field else target_devices for entry in self.entries]
-        is_default = [
-            value in (entry.default, tuple(range(len(value)))) if entry.kind == "devices" and value else not value
-            for entry, value in zip(self.entries, values, strict=True)
-        ]
-        while is_default and is_default[-1]:
-            is_default.pop()
+        if self.entries[-1].field is None and values[-1] == tuple(range(len(values[-1]))):
             values.pop()
         return f"[{','.join(_written(value) for value in values)}]"
 
