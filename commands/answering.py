@@ -1,13 +1,12 @@
 """What `run` does with a session: generate, show, write and check."""
 
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
 
 import typer
 
 from commands.documents.arrays import write_ids, write_logits
-from commands.documents.run import run_document
+from commands.documents.run import Compared, run_document
 from commands.documents.settings import Setup
 from commands.html.report import write_report
 from commands.inputs.prompts import Prompt, without_padding
@@ -41,17 +40,24 @@ def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunR
             for line in fixed_lost_line(fixed_lost(setup.session, generation.sequences, batch_size)):
                 output.result(line)
         _write_files(prompts, generation, results, output)
-    comparison = _compare(setup, requests, generation, results, output) if results.check_lossless else {}
+    compared = _compare(setup, requests, generation, results, output) if results.check_lossless else None
     settings = {"max_input_length": inputs.max_input_length, "max_output_len": setup.params.max_tokens}
-    document = run_document(setup, prompts, generation, settings, per_step=results.stats == "detailed")
-    document |= {"num_unfinished_requests": num_unfinished, "speedup": None, "checks": {}} | comparison
+    document = run_document(
+        setup,
+        prompts,
+        generation,
+        settings,
+        compared,
+        num_unfinished=num_unfinished,
+        per_step=results.stats == "detailed",
+    )
     output.document(document)
     if results.report is not None:
         write_report(results.report, document, all_pieces(setup.llm.tokenizer, generation.sequences))
         output.result(f"report written: {results.report}")
     if failed is not None:
         raise failed
-    if num_unfinished or (results.check_lossless and not comparison):
+    if num_unfinished or (results.check_lossless and compared is None):
         raise typer.Exit(130)
     fail_unless_lossless(document["checks"])
     exit_if_too_little_to_tell(document["checks"])
@@ -111,25 +117,25 @@ def _write_files(prompts: list[Prompt], generation: Generation, results: RunResu
 
 def _compare(
     setup: Setup, requests: list[Request], generation: Generation, results: RunResults, output: Output
-) -> dict[str, Any]:
-    """`_compare_with_no_drafter`; empty, with a warning, after Ctrl-C before it or in it."""
+) -> Compared | None:
+    """`_compare_with_no_drafter`; None, with a warning, after Ctrl-C before it or in it."""
     if len(generation.sequences) == len(requests):
         with suppress(KeyboardInterrupt):
             return _compare_with_no_drafter(setup, requests, generation, results, output)
     output.warning("lossless check left out: not every request was answered")
-    return {}
+    return None
 
 
 def _compare_with_no_drafter(
     setup: Setup, requests: list[Request], generation: Generation, results: RunResults, output: Output
-) -> dict[str, Any]:
-    """Generate again without a drafter; the `speedup` and `checks` of the document, shown too."""
+) -> Compared:
+    """Generate again without a drafter; what came of it, shown too."""
     with token_progress("without a drafter", requests, output) as on_tokens:
         baseline = setup.session.run_without_drafter(requests, on_tokens)
     speedup = generation.work.speedup_over(baseline.work)
     check = lossless_check(setup.session, generation.sequences, baseline.sequences, output)
     if results.stats != "none":
         output.result(speedup_line(speedup))
-    for line in lossless_lines(check):
+    for line in lossless_lines(asdict(check)):
         output.result(line)
-    return {"speedup": speedup, "checks": {"lossless": check}}
+    return Compared(speedup, check)

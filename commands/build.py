@@ -31,6 +31,7 @@ def build(options: BuildOptions, output: Output) -> None:
         check_readable([options.quality_text])
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
 
+    from commands.documents.build import BuildDocument
     from runtime.compiler.build import Effort, build_engine, default_max_seq_len
     from runtime.compiler.choosing import compiler_for
     from runtime.compiler.quality import measure_quality, quality_text, record_quality
@@ -64,15 +65,14 @@ def build(options: BuildOptions, output: Output) -> None:
     if config.compiler_note:
         output.warning(f"built with `--compiler torch-compile`: the model {config.compiler_note}")
     output.result(_summary(config, output_dir, size, elapsed, phase_times.seconds))
-    output.document(
-        {
-            "engine_dir": str(output_dir),
-            "engine": as_json(config),
-            "size_bytes": size,
-            "build_time_s": elapsed,
-            "phase_times_s": phase_times.seconds,
-        }
+    document = BuildDocument(
+        engine_dir=str(output_dir),
+        engine=config,
+        size_bytes=size,
+        build_time_s=elapsed,
+        phase_times_s=phase_times.seconds,
     )
+    output.document(document.as_json())
 
 
 class _PhaseTimes:

@@ -34,12 +34,13 @@ class PruneOptions:
 @expand_groups
 def list_engines(output: Output) -> None:
     """Show the engines in the cache: their size, when they were used last, and whether a process uses them now."""
-    from commands.tables.cache import cache_record, show_cache
+    from commands.documents.cache import cache_list_document
+    from commands.tables.cache import show_cache
     from runtime.cached_engines import cached_engines, other_bytes
 
     engines, others = cached_engines(), other_bytes()
     show_cache(engines, others, output)
-    output.document(cache_record(engines, others))
+    output.document(cache_list_document(engines, others))
 
 
 @expand_groups
@@ -50,7 +51,8 @@ def prune(options: PruneOptions, output: Output) -> None:
     """
     max_bytes = parse_size(options.max_size)
 
-    from commands.tables.cache import prune_record, show_pruned
+    from commands.documents.cache import cache_prune_document
+    from commands.tables.cache import show_pruned
     from runtime import cached_engines
 
     engines = cached_engines.cached_engines()
@@ -61,7 +63,7 @@ def prune(options: PruneOptions, output: Output) -> None:
     if left > max_bytes:
         num_used = sum(engine not in removed for engine in engines)
         output.warning(f"{num_used} in use: they take more than `--max-size`, {left:,} bytes")
-    output.document(prune_record(removed, left, options.dry_run))
+    output.document(cache_prune_document(removed, left, options.dry_run))
 
 
 def parse_size(text: str) -> int:

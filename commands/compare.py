@@ -20,9 +20,9 @@ def compare(
 
     Counts such as tokens per step are exact for greedy output. Times are compared request by request, and need six.
     """
-    from commands.documents.head import document_head, read_document
+    from commands.documents.compare import compare_document
+    from commands.documents.reading import read_document
     from commands.tables.compare import show
-    from runtime.evaluation.comparison import compare_documents
 
     document_a, document_b = read_document(a), read_document(b)
     if document_a["command"] != document_b["command"]:
@@ -31,12 +31,6 @@ def compare(
             f"`{document_b['command']}`",
             hint="compare two of the same command",
         )
-    document = {
-        **document_head("compare"),
-        "compared_command": document_a["command"],
-        "a": str(a),
-        "b": str(b),
-        **compare_documents(document_a, document_b),
-    }
+    document = compare_document(a, b, document_a, document_b)
     show(document, output)
     output.document(document)

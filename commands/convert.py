@@ -12,7 +12,7 @@ from commands.options.panels import INPUT, KV_CACHE, OUTPUT, ROUNDING, RUNTIME
 from commands.options.single import Force
 from commands.output import Output, check_new_directory, megabytes
 from commands.tables.precision import described
-from runtime.config import CheckpointConfig, KVCacheQuantAlgo, Precision, QuantFormat, as_json
+from runtime.config import CheckpointConfig, KVCacheQuantAlgo, Precision, QuantFormat
 from runtime.errors import UsageError
 from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
 from runtime.models import read_model_config, resolve_model
@@ -167,6 +167,7 @@ def convert(options: ConvertOptions, output: Output) -> None:
     read_model_config(source)
     check_output_is_not_input(output_dir, source)
 
+    from commands.documents.convert import ConvertDocument
     from runtime import checkpoint
 
     start = time.perf_counter()
@@ -186,15 +187,14 @@ def convert(options: ConvertOptions, output: Output) -> None:
         f"Converted {config.pretrained_config['model_type']} to {_described(config)}: "
         f"{megabytes(size)} in {elapsed:.1f} s → {output_dir}"
     )
-    output.document(
-        {
-            "checkpoint_dir": str(output_dir),
-            "model_dir": options.model_dir,
-            "checkpoint": as_json(config),
-            "size_bytes": size,
-            "convert_time_s": elapsed,
-        }
+    document = ConvertDocument(
+        checkpoint_dir=str(output_dir),
+        model_dir=options.model_dir,
+        checkpoint=config,
+        size_bytes=size,
+        convert_time_s=elapsed,
     )
+    output.document(document.as_json())
 
 
 def _described(config: CheckpointConfig) -> str:

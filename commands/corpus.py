@@ -136,16 +136,12 @@ def merge(
 @expand_groups
 def stats(corpus_file: Annotated[Path, typer.Argument(metavar="FILE", help="A corpus.")], output: Output) -> None:
     """Say what is in a corpus, and how often its n-grams repeat: what does not repeat cannot be found again."""
-    from commands.tables.corpus import corpus_table, ngram_table, record
-    from runtime.config import as_json
+    from commands.documents.corpus import corpus_document, ngram_record
+    from commands.tables.corpus import corpus_table, ngram_table
     from runtime.corpus import Corpus
 
     corpus = Corpus.open(corpus_file)
-    ngrams = [
-        as_json(counts) | {"mean_occurrences": counts.num_occurrences / counts.num_distinct}
-        for counts in corpus.ngram_counts(_MAX_NGRAM_SIZE)
-        if counts.num_distinct
-    ]
+    ngrams = [ngram_record(counts) for counts in corpus.ngram_counts(_MAX_NGRAM_SIZE) if counts.num_distinct]
     output.result(corpus_table(corpus))
     output.result(ngram_table(ngrams))
-    output.document(record(corpus) | {"ngrams": ngrams})
+    output.document(corpus_document(corpus, ngrams))

@@ -8,7 +8,7 @@ import typer
 
 from commands.documents.rouge import num_without_letters
 from commands.documents.settings import Setup
-from commands.documents.summarize import Evaluation, accuracy_check, summary_document, write_outputs
+from commands.documents.summarize import Asked, Evaluation, summary_document, write_outputs
 from commands.html.report import write_report
 from commands.inputs.batches import by_category, encode_samples, make_batches
 from commands.inputs.dataset import Sample
@@ -75,8 +75,8 @@ def evaluate(
         results = replace(results, check_accuracy=False, check_lossless=False)
     evaluation = Evaluation(samples, prompts, runs, answers.hf_differences)
     settings = options.record(inputs, len(samples))
-    document = summary_document(setup, evaluation, settings, per_step=results.stats == "detailed")
-    document["checks"] |= _checks(setup.session, document, runs, results, output)
+    asked = _asked(setup.session, runs, results, output)
+    document = summary_document(setup, evaluation, settings, asked, per_step=results.stats == "detailed")
     if results.output_dir is not None:
         write_outputs(results.output_dir, setup.llm, runs, document)
     if results.output_traces is not None:
@@ -166,16 +166,14 @@ def _warn_of_another_model(hf_dir: Path, differences: list[str], output: Output)
     )
 
 
-def _checks(
-    session: Session, document: dict[str, Any], runs: list[SystemRun], results: SummarizeResults, output: Output
-) -> dict[str, Any]:
-    """Those that are asked for, for the document's `checks`."""
-    checks = {}
-    if results.check_accuracy:
-        checks["accuracy"] = accuracy_check(document, results.threshold, results.rouge1_max_loss)
+def _asked(session: Session, runs: list[SystemRun], results: SummarizeResults, output: Output) -> Asked:
+    """The checks that are asked for; the lossless one made."""
+    lossless = None
     if results.check_lossless:
-        checks["lossless"] = lossless_check(session, runs[0].sequences, runs[1].sequences, output)
-    return checks
+        lossless = lossless_check(session, runs[0].sequences, runs[1].sequences, output)
+    if not results.check_accuracy:
+        return Asked(lossless=lossless)
+    return Asked(results.threshold, results.rouge1_max_loss, lossless)
 
 
 def _fail_unless_accurate(checks: dict[str, Any]) -> None:

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from commands.documents.settings import Setup
 from commands.engines import Models, engines_of_models
@@ -13,6 +12,7 @@ from commands.options.speculation import Chosen
 from commands.output import Output
 from runtime.bundle import read_bundle
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, KVCacheConfig
+from runtime.evaluation.checks import LosslessCheck
 from runtime.evaluation.lossless import NUM_PREFIXES, check_outputs
 from runtime.llm import LLM
 from runtime.params import SamplingParams
@@ -75,7 +75,7 @@ def token_progress(description: str, requests: Seq[Request], output: Output) -> 
 
 def lossless_check(
     session: Session, sequences: Seq[Sequence], without_drafter: Seq[Sequence], output: Output
-) -> dict[str, Any]:
+) -> LosslessCheck:
     """The outputs compared with those without a drafter, for the document's `checks`."""
     with output.progress("lossless check", NUM_PREFIXES) as advance:
-        return asdict(check_outputs(session, sequences, without_drafter, advance))
+        return check_outputs(session, sequences, without_drafter, advance)

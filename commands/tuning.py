@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from commands.documents.tune import Tuning, tune_document
+from commands.documents.tune import TuneSettings, Tuning, tune_document
 from commands.inputs.prompts import Prompt, without_padding
 from commands.inputs.traces import read_traces
 from commands.options.single import end_id_params
@@ -119,14 +119,14 @@ def _with_own_devices(drafter: DrafterSpec) -> DrafterSpec:
         return replace(drafter, device_ids=check_device_ids(drafter.device_ids, tp_size))
 
 
-def _settings(inputs: TuneInputs, options: TuneOptions, device_ids: Devices) -> dict[str, object]:
+def _settings(inputs: TuneInputs, options: TuneOptions, device_ids: Devices) -> TuneSettings:
     has_engine, has_traces = inputs.engine_dir is not None, inputs.traces is not None
-    return {
-        "engine_dir": str(inputs.engine_dir) if has_engine else None,
-        "device_ids": None if device_ids is None else list(device_ids),
-        "traces": str(inputs.traces) if has_traces else None,
-        "max_output_len": None if has_traces else options.max_output_len or DEFAULT_OUTPUT_LEN,
-        "batch_size": options.batch_size or 1,
-        "num_live_prompts": (options.num_live_prompts or DEFAULT_LIVE_PROMPTS) if has_engine else None,
-        "profile": None if options.output is None else str(options.output),
-    }
+    return TuneSettings(
+        engine_dir=str(inputs.engine_dir) if has_engine else None,
+        device_ids=device_ids,
+        traces=str(inputs.traces) if has_traces else None,
+        max_output_len=None if has_traces else options.max_output_len or DEFAULT_OUTPUT_LEN,
+        batch_size=options.batch_size or 1,
+        num_live_prompts=(options.num_live_prompts or DEFAULT_LIVE_PROMPTS) if has_engine else None,
+        profile=None if options.output is None else str(options.output),
+    )

@@ -38,11 +38,12 @@ def verify(
 
     Exits with 1 if a file is damaged, missing, or was not there then. What it is, is found out.
     """
-    from commands.tables.verify import record, show
+    from commands.documents.verify import verify_document
+    from commands.tables.verify import show
 
     found = _check(path)
     show(path, found, output)
-    output.document(record(path, found))
+    output.document(verify_document(path, found))
     wrong = [one for one in found.files if not one.is_sound]
     if wrong:
         files = "1 file is" if len(wrong) == 1 else f"{len(wrong)} files are"

@@ -36,10 +36,18 @@ class Between:
     least: float
     most: float = sys.float_info.max
 
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """The same bounds for records, which pydantic checks."""
+        from pydantic import Field
+
+        most = self.most if self.most < sys.float_info.max else None
+        return handler(Annotated[source, Field(ge=self.least, le=most)])
+
 
 Count = Annotated[int, Between(0)]
 Size = Annotated[int, Between(1)]
 Measure = Annotated[float, Between(0)]
+Share = Annotated[float, Between(0, 1)]
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Compiler = Literal["aot", "torch-compile", "none"]
@@ -214,7 +222,7 @@ class Quality:
     num_tokens: Size
     mean_kl: float
     """Mean Kullback-Leibler divergence, in nats."""
-    top1_agreement: Annotated[float, Between(0, 1)]
+    top1_agreement: Share
     """Share of positions where both have the same token most probable."""
     unrounded: str
     text: str

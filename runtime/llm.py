@@ -50,7 +50,7 @@ from runtime.text import (
 )
 
 if TYPE_CHECKING:
-    from runtime.evaluation.lossless import LosslessCheck
+    from runtime.evaluation.checks import LosslessCheck
 
 Prompt = str | Seq[int]
 """A text, or the ids of its tokens."""

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from runtime.request import FinishReason, TokenLogprobs
-from runtime.stats import RequestStats
+from runtime.stats import FinishReason, RequestStats, TokenLogprobs
 
 
 @dataclass(frozen=True)

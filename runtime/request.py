@@ -7,16 +7,14 @@ does is to shrink the tail beyond it, and rejecting a draft is to leave `num_com
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from runtime.params import GREEDY, SamplingConfig
 from runtime.sampling import NoChoice, Sampler, have_kernels
-from runtime.stats import RequestStats
-
-FinishReason = Literal["end_id", "stop", "length"]
+from runtime.stats import FinishReason, RequestStats, TokenLogprobs
 
 
 class StopCheck(Protocol):
@@ -61,16 +59,6 @@ class Request:
     @property
     def wants_logits(self) -> bool:
         return self.keep_logits or self.num_logprobs is not None
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities at a generated token: its own, and the best tokens'."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """(token, log-probability), the best first."""
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenLogprobs]:

@@ -1,4 +1,6 @@
-"""Integers and clock readings taken once per step; every rate is derived from them.
+"""What is known of an answer besides its tokens: integers and clock readings taken once per step, and why it ended.
+
+Every rate is derived from them.
 
 The keys are those of vLLM's per-request speculative decoding record, so that tools which read it read ours.
 """
@@ -7,7 +9,19 @@ import copy
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+FinishReason = Literal["end_id", "stop", "length"]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities at a generated token: its own, and the best tokens'."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token, log-probability), the best first."""
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

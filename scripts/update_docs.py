@@ -1,8 +1,9 @@
-"""Keeps README.md and docs/ true: flag tables come from the commands, the walk's output from running it.
+"""Keeps README.md, docs/ and commands/schemas/ true: flag tables come from the commands, schemas from the records of
+documents, the walk's output from running it.
 
-python scripts/update_docs.py           flag tables
-python scripts/update_docs.py --walk    flag tables, and the output of the walk's commands, run in a new directory
-python scripts/update_docs.py --check   exit 1 if the flag tables are not up to date
+python scripts/update_docs.py           flag tables and schemas
+python scripts/update_docs.py --walk    the same, and the output of the walk's commands, run in a new directory
+python scripts/update_docs.py --check   exit 1 if flag tables or schemas are not up to date
 
 The walk: every ```bash block between `<!-- walk -->` and `<!-- end walk -->`, in the order of the pages in `WALK`, all
 in one directory. What a block prints is pasted after it where `<!-- output: NAME -->` ... `<!-- end -->` asks for it.
@@ -18,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import schemas
 import typer.main
 
 from commands.options.panels import sort_by_panel
@@ -121,13 +123,15 @@ def main() -> None:
     updated = {page: with_tables(text) for page, text in pages.items()}
     if "--check" in sys.argv[1:]:
         stale = [page for page in pages if updated[page] != pages[page]]
-        sys.exit(f"flag tables are out of date in {stale}; run scripts/update_docs.py" if stale else 0)
+        stale += [str(path.relative_to(ROOT)) for path in schemas.stale_schemas()]
+        sys.exit(f"out of date: {', '.join(stale)}; run scripts/update_docs.py" if stale else 0)
     if "--walk" in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as directory:
             outputs = run_walk(walk_blocks(pages), Path(directory))
         updated = {page: with_walk(text, outputs) for page, text in updated.items()}
     for page, text in updated.items():
         (ROOT / page).write_text(text, encoding="utf-8")
+    schemas.write_schemas()
 
 
 if __name__ == "__main__":

@@ -14,25 +14,26 @@ if TYPE_CHECKING:
     from runtime.errors import SpecDecError as SpecDecError
     from runtime.errors import SpecDecWarning as SpecDecWarning
     from runtime.errors import UsageError as UsageError
-    from runtime.evaluation.lossless import DistributionCheck as DistributionCheck
-    from runtime.evaluation.lossless import TokenCheck as TokenCheck
+    from runtime.evaluation.checks import DistributionCheck as DistributionCheck
+    from runtime.evaluation.checks import TokenCheck as TokenCheck
     from runtime.llm import LLM as LLM
     from runtime.outputs import Output as Output
     from runtime.outputs import Piece as Piece
     from runtime.params import SamplingParams as SamplingParams
     from runtime.request import Draft as Draft
     from runtime.request import Sequence as Sequence
-    from runtime.request import TokenLogprobs as TokenLogprobs
+    from runtime.stats import TokenLogprobs as TokenLogprobs
     from runtime.tuning.profile import profile_for as profile_for
 
 _HOMES = {
     "runtime.engine": ("KVCacheConfig",),
     "runtime.errors": ("SpecDecError", "SpecDecWarning", "UsageError"),
-    "runtime.evaluation.lossless": ("DistributionCheck", "TokenCheck"),
+    "runtime.evaluation.checks": ("DistributionCheck", "TokenCheck"),
     "runtime.llm": ("LLM",),
     "runtime.outputs": ("Output", "Piece"),
     "runtime.params": ("SamplingParams",),
-    "runtime.request": ("Draft", "Sequence", "TokenLogprobs"),
+    "runtime.request": ("Draft", "Sequence"),
+    "runtime.stats": ("TokenLogprobs",),
     "runtime.tuning.profile": ("profile_for",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -1,14 +1,54 @@
 """The JSON document of `specdec doctor`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from commands.documents.head import document_head
+from pydantic import Field
+
+from commands.documents.drafters import DrafterNames
+from commands.documents.records import Head, Record, document_head
 from commands.options.doctor import DoctorOptions
+from commands.options.leader import Loop
 from commands.options.remedies import REMEDIES
 from commands.options.speculation import Chosen
 from runtime.bundle import Bundle
+from runtime.config import Size
 from runtime.diagnosis.judging import Judgement
+from runtime.drafters.specs import DraftLenMode
+
+
+class DoctorSettings(Record):
+    """What the command was told."""
+
+    drafters: DrafterNames
+    draft_len_mode: DraftLenMode
+    profile: str | None = Field(description="the file that the drafter's settings are from")
+    mode: Loop
+    max_output_len: Size
+
+
+class Diagnosis(Record):
+    """A number beside its limit."""
+
+    name: str
+    status: Literal["ok", "found", "not_judged"] = Field(
+        description="not_judged: there was nothing to measure, or too little"
+    )
+    number: int | float | None = Field(description="what was measured")
+    limit: int | float | None = Field(description="where it begins to be a fault")
+    message: str | None = Field(description="what the number is of")
+    remedy: str | None = Field(description="what to do; null unless it was found")
+
+
+class DoctorDocument(Head):
+    """What `specdec doctor --json` prints."""
+
+    command: Literal["doctor"]
+    engine_dir: str = Field(description="as given")
+    settings: DoctorSettings
+    num_prompts: Size
+    is_healthy: bool = Field(description="whether nothing was found; the exit code is 1 if not")
+    diagnoses: list[Diagnosis]
 
 
 def doctor_document(
@@ -18,31 +58,31 @@ def doctor_document(
     num_prompts: int,
     judgements: Mapping[str, Judgement | None],
 ) -> dict[str, Any]:
-    return {
+    document = DoctorDocument(
         **document_head("doctor"),
-        "engine_dir": str(bundle.directory),
-        "settings": {
-            "drafters": chosen.speculation.names,
-            "draft_len_mode": chosen.speculation.draft_len_mode,
-            "profile": None if chosen.profile is None else str(chosen.profile),
-            "mode": options.mode,
-            "max_output_len": options.max_output_len,
-        },
-        "num_prompts": num_prompts,
-        "is_healthy": not any(judgement and judgement.is_fault for judgement in judgements.values()),
-        "diagnoses": [_record(name, judgement) for name, judgement in judgements.items()],
-    }
+        engine_dir=str(bundle.directory),
+        settings=DoctorSettings(
+            drafters=chosen.speculation.names,
+            draft_len_mode=chosen.speculation.draft_len_mode or "fixed",
+            profile=None if chosen.profile is None else str(chosen.profile),
+            mode=options.mode,
+            max_output_len=options.max_output_len,
+        ),
+        num_prompts=num_prompts,
+        is_healthy=not any(judgement and judgement.is_fault for judgement in judgements.values()),
+        diagnoses=[_diagnosis(name, judgement) for name, judgement in judgements.items()],
+    )
+    return document.as_json()
 
 
-def _record(name: str, judgement: Judgement | None) -> dict[str, Any]:
+def _diagnosis(name: str, judgement: Judgement | None) -> Diagnosis:
     if judgement is None:
-        nothing = {"number": None, "limit": None, "message": None, "remedy": None}
-        return {"name": name, "status": "not_judged", **nothing}
-    return {
-        "name": name,
-        "status": "found" if judgement.is_fault else "ok",
-        "number": judgement.number,
-        "limit": judgement.limit,
-        "message": judgement.message,
-        "remedy": REMEDIES[name] if judgement.is_fault else None,
-    }
+        return Diagnosis(name=name, status="not_judged", number=None, limit=None, message=None, remedy=None)
+    return Diagnosis(
+        name=name,
+        status="found" if judgement.is_fault else "ok",
+        number=judgement.number,
+        limit=judgement.limit,
+        message=judgement.message,
+        remedy=REMEDIES[name] if judgement.is_fault else None,
+    )

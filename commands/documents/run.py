@@ -1,42 +1,108 @@
 """The JSON document of `specdec run`."""
 
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from commands.documents.head import document_head
-from commands.documents.settings import Setup
+from pydantic import Field
+
+from commands.documents.records import Head, Lossless, Record, RequestCounts, Tokens, Total, absent, document_head
+from commands.documents.settings import EngineRecord, SessionSettings, Setup
 from commands.inputs.prompts import Prompt
-from runtime.generation import Generation
-from runtime.request import Sequence
+from runtime.config import Count, Measure, Size
+from runtime.evaluation.checks import LosslessCheck
+from runtime.stats import FinishReason, TokenLogprobs
+
+if TYPE_CHECKING:  # `compare` needs no torch
+    from runtime.generation import Generation
+    from runtime.request import Sequence
+
+
+class RunRequest(Record):
+    """A request and its answer."""
+
+    prompt: str | None = Field(description="null where the prompt was token ids")
+    prompt_ids: Tokens
+    return_index: Count = Field(description="which of --num-return-sequences")
+    output_ids: Tokens
+    output_text: str | None = Field(description="without end id and what follows a stop word; null without a tokenizer")
+    finish_reason: FinishReason
+    stats: RequestCounts
+    logprobs: list[TokenLogprobs] = absent("with --logprobs: of each generated token, by the model's own logits")
+
+
+class RunSettings(SessionSettings):
+    """What the command was told."""
+
+    max_input_length: Size | None
+    max_output_len: Size
+
+
+class RunChecks(Record):
+    """What was checked."""
+
+    lossless: Lossless = absent("--check-lossless")
+
+
+class RunDocument(Head):
+    """What `specdec run --json` prints."""
+
+    command: Literal["run"]
+    requests: list[RunRequest]
+    total: Total
+    settings: RunSettings
+    engine: EngineRecord
+    draft_engine: EngineRecord | None = Field(description="the draft model's")
+    num_unfinished_requests: Count = Field(description="after Ctrl-C")
+    speedup: Measure | None = Field(description="over no drafter, with --check-lossless")
+    checks: RunChecks
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What the engine without a drafter is compared by."""
+
+    speedup: float
+    check: LosslessCheck
 
 
 def run_document(
-    setup: Setup, prompts: list[Prompt], generation: Generation, settings: dict[str, Any], *, per_step: bool
+    setup: Setup,
+    prompts: list[Prompt],
+    generation: "Generation",
+    settings: dict[str, Any],
+    compared: Compared | None,
+    *,
+    num_unfinished: int,
+    per_step: bool,
 ) -> dict[str, Any]:
     """`prompts` has the prompt of each request; `settings` are those of the command alone."""
-    max_draft_len = setup.session.max_draft_len
-    return {
+    document = RunDocument(
         **document_head("run"),
-        "requests": [
-            _request_record(setup, prompts[sequence.request.id], sequence, per_step=per_step)
+        requests=[
+            _request(setup, prompts[sequence.request.id], sequence, per_step=per_step)
             for sequence in generation.sequences
         ],
-        "total": generation.total(max_draft_len),
-        "settings": {**setup.settings_record(), **settings},
-        **setup.engine_records(),
-    }
+        total=Total(**generation.total(setup.session.max_draft_len)),
+        settings=RunSettings(**setup.settings(), **settings),
+        engine=setup.engine,
+        draft_engine=setup.draft_engine,
+        num_unfinished_requests=num_unfinished,
+        speedup=None if compared is None else compared.speedup,
+        checks=RunChecks() if compared is None else RunChecks(lossless=compared.check),
+    )
+    return document.as_json()
 
 
-def _request_record(setup: Setup, prompt: Prompt, sequence: Sequence, *, per_step: bool) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "prompt": prompt.text,
-        "prompt_ids": list(sequence.request.prompt_tokens),
-        "return_index": sequence.request.return_index,
-        "output_ids": sequence.output_tokens,
-        "output_text": setup.llm.text(sequence),
-        "finish_reason": sequence.finish_reason,
-        "stats": sequence.stats.as_dict(setup.session.max_draft_len, per_step=per_step),
-    }
+def _request(setup: Setup, prompt: Prompt, sequence: "Sequence", *, per_step: bool) -> RunRequest:
+    found: dict[str, Any] = {"finish_reason": sequence.finish_reason}
     if sequence.request.num_logprobs is not None:
-        record["logprobs"] = [asdict(one) for one in sequence.logprobs]
-    return record
+        found["logprobs"] = sequence.logprobs
+    return RunRequest(
+        prompt=prompt.text,
+        prompt_ids=list(sequence.request.prompt_tokens),
+        return_index=sequence.request.return_index,
+        output_ids=sequence.output_tokens,
+        output_text=setup.llm.text(sequence),
+        stats=RequestCounts(**sequence.stats.as_dict(setup.session.max_draft_len, per_step=per_step)),
+        **found,
+    )

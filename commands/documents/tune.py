@@ -3,17 +3,110 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from commands.documents.head import document_head
+from pydantic import Field
+
+from commands.documents.drafters import DeviceIds, TunedDrafter
+from commands.documents.records import Counts, Head, Positive, Record, document_head
 from commands.options.drafters import written_flags
-from runtime.drafters.specs import Speculation
+from runtime.config import Measure, Size
+from runtime.drafters.specs import DraftLenMode, Speculation
 from runtime.stats import RequestStats, sum_stats
 from runtime.tuning.live import Confirmation, Confirmed, Measured
-from runtime.tuning.prediction import LoopSeconds
 from runtime.tuning.profile import drafter_record
 from runtime.tuning.replay import Trace
 from runtime.tuning.search import Replayed, Search
+
+
+class Candidate(Record):
+    """A way to draft."""
+
+    drafter: TunedDrafter = Field(description="null for no drafter")
+    draft_len_mode: DraftLenMode
+    flags: str = Field(description="what `run` is told; empty for no drafter")
+
+
+class Screened(Candidate):
+    """A candidate on some of the traces."""
+
+    num_traces: Size
+    total: Counts
+
+
+class ReplayedCandidate(Candidate):
+    """A candidate on all traces."""
+
+    total: Counts
+    by_category: dict[str, Counts]
+    num_iterations: Size = Field(description="steps of requests that are answered together count once")
+    draft_time_s: Measure = Field(description="measured while replaying")
+    predicted_s: Positive | None = Field(description="null without an engine; not scaled")
+
+
+class Tried(Candidate):
+    """A candidate that was run once."""
+
+    num_requests: Size
+    measured: Counts
+    measured_s: Positive
+
+
+class Factors(Record):
+    """What no drafter took / predicted, which scales predictions."""
+
+    prompts: Positive
+    steps: Positive
+
+
+class Timed(Candidate):
+    """A candidate that was timed on the engine."""
+
+    num_requests: Size
+    replayed: Counts | None = Field(description="null for what cannot be replayed")
+    measured: Counts
+    batches_s: Annotated[list[Annotated[list[Positive], Field(min_length=1)]], Field(min_length=3)] = Field(
+        description="of each round, the wall time of each batch"
+    )
+    measured_s: Positive = Field(description="sum over batches of the median over rounds")
+    measured_speedup: Positive
+    predicted_s: Positive | None = Field(description="scaled by factor; null for what cannot be replayed")
+    predicted_speedup: Positive | None
+    ratio: Positive | None = Field(description="predicted_s / measured_s")
+
+
+class TuneSettings(Record):
+    """What the command was told."""
+
+    engine_dir: str | None
+    device_ids: DeviceIds | None = Field(description="the target's, one for each of its ranks")
+    traces: str | None
+    max_output_len: Size | None
+    batch_size: Size
+    num_live_prompts: Size | None
+    profile: str | None = Field(description="where --output wrote the recommendation")
+
+
+class TuneDocument(Head):
+    """What `specdec tune --json` prints."""
+
+    command: Literal["tune"]
+    num_traces: Size
+    num_output_tokens: Size
+    mean_prompt_len: Positive
+    screened: list[Screened] = Field(description="the grid on some of the traces, where there are many; best first")
+    candidates: list[ReplayedCandidate] = Field(
+        min_length=1, description="on all traces, best first: by predicted_s, or without an engine by steps"
+    )
+    tried: list[Tried] = Field(
+        description="what cannot be replayed, run once: draft models, the model's own copy, chains"
+    )
+    factors: Factors | None = Field(description="null without an engine")
+    timed: Annotated[list[Timed], Field(min_length=2)] | None = Field(
+        description="no drafter and the best candidates on the engine; null without one"
+    )
+    recommended: Candidate | None = Field(description="null without an engine")
+    settings: TuneSettings
 
 
 @dataclass(frozen=True)
@@ -21,14 +114,14 @@ class Tuning:
     """What was replayed, *no drafter* first, and with an engine what was run once, and what was timed."""
 
     search: Search
-    settings: dict[str, Any]
+    settings: TuneSettings
     tried: Sequence[Measured] = ()
     confirmation: Confirmation | None = None
 
     @property
     def device_ids(self) -> tuple[int, ...]:
         """The target's; by replay alone the first, as in all examples."""
-        return tuple(self.settings["device_ids"] or (0,))
+        return tuple(self.settings.device_ids or (0,))
 
     @property
     def traces(self) -> Sequence[Trace]:
@@ -55,26 +148,29 @@ def stats_of_category(traces: Sequence[Trace], one: Replayed, category: str) -> 
 
 def tune_document(tuning: Tuning) -> dict[str, Any]:
     confirmation = tuning.confirmation
-    return {
+    timed = factors = recommended = None
+    if confirmation is not None:
+        timed = [_timed(tuning, one) for one in confirmation.confirmed]
+        factors = Factors(prompts=confirmation.factors.prompts, steps=confirmation.factors.others)
+        recommended = Candidate(**_candidate(tuning, confirmation.recommended.candidate))
+    document = TuneDocument(
         **document_head("tune"),
-        "num_traces": len(tuning.traces),
-        "num_output_tokens": sum(len(trace.output_tokens) for trace in tuning.traces),
-        "mean_prompt_len": mean(len(trace.prompt_tokens) for trace in tuning.traces),
-        "screened": [_screened_record(tuning, one) for one in sorted(tuning.search.screened, key=lambda one: one.rank)],
-        "candidates": [_replayed_record(tuning, one) for one in tuning.ranked],
-        "tried": [_tried_record(tuning, one) for one in tuning.tried],
-        "factors": None if confirmation is None else _parts(confirmation.factors),
-        "timed": None if confirmation is None else [_confirmed_record(tuning, one) for one in confirmation.confirmed],
-        "recommended": None if confirmation is None else _candidate_record(tuning, confirmation.recommended.candidate),
-        "settings": tuning.settings,
-    }
+        num_traces=len(tuning.traces),
+        num_output_tokens=sum(len(trace.output_tokens) for trace in tuning.traces),
+        mean_prompt_len=mean(len(trace.prompt_tokens) for trace in tuning.traces),
+        screened=[_screened(tuning, one) for one in sorted(tuning.search.screened, key=lambda one: one.rank)],
+        candidates=[_replayed(tuning, one) for one in tuning.ranked],
+        tried=[_tried(tuning, one) for one in tuning.tried],
+        factors=factors,
+        timed=timed,
+        recommended=recommended,
+        settings=tuning.settings,
+    )
+    return document.as_json()
 
 
-def _parts(seconds: LoopSeconds) -> dict[str, float]:
-    return {"prompts": seconds.prompts, "steps": seconds.others}
-
-
-def _candidate_record(tuning: Tuning, candidate: Speculation) -> dict[str, Any]:
+def _candidate(tuning: Tuning, candidate: Speculation) -> dict[str, Any]:
+    """The fields of `Candidate`."""
     return {
         "drafter": _with_device(drafter_record(candidate), tuning.device_ids[0]),
         "draft_len_mode": candidate.draft_len_mode,
@@ -93,48 +189,46 @@ def _with_device(record: dict[str, Any] | None, device_id: int) -> dict[str, Any
     return record | {"device_id": device_id}
 
 
-def _screened_record(tuning: Tuning, one: Replayed) -> dict[str, Any]:
-    return {
-        **_candidate_record(tuning, one.candidate),
-        "num_traces": len(one.batches.stats),
-        "total": one.total.counts(one.candidate.max_draft_len or 0),
-    }
+def _screened(tuning: Tuning, one: Replayed) -> Screened:
+    total = one.total.counts(one.candidate.max_draft_len or 0)
+    return Screened(**_candidate(tuning, one.candidate), num_traces=len(one.batches.stats), total=Counts(**total))
 
 
-def _replayed_record(tuning: Tuning, one: Replayed) -> dict[str, Any]:
+def _replayed(tuning: Tuning, one: Replayed) -> ReplayedCandidate:
     max_draft_len = one.candidate.max_draft_len or 0
-    return {
-        **_candidate_record(tuning, one.candidate),
-        "total": one.total.counts(max_draft_len),
-        "by_category": {
-            category: stats_of_category(tuning.traces, one, category).counts(max_draft_len)
+    return ReplayedCandidate(
+        **_candidate(tuning, one.candidate),
+        total=Counts(**one.total.counts(max_draft_len)),
+        by_category={
+            category: Counts(**stats_of_category(tuning.traces, one, category).counts(max_draft_len))
             for category in categories_of(tuning.traces)
         },
-        "num_iterations": len(one.batches.steps),
-        "draft_time_s": one.batches.draft_time_s,
-        "predicted_s": None if one.predicted is None else one.predicted.total,
-    }
+        num_iterations=len(one.batches.steps),
+        draft_time_s=one.batches.draft_time_s,
+        predicted_s=None if one.predicted is None else one.predicted.total,
+    )
 
 
-def _tried_record(tuning: Tuning, one: Measured) -> dict[str, Any]:
-    return {
-        **_candidate_record(tuning, one.candidate),
-        "num_requests": len(one.generation.sequences),
-        "measured": one.counts,
-        "measured_s": one.seconds,
-    }
+def _tried(tuning: Tuning, one: Measured) -> Tried:
+    return Tried(
+        **_candidate(tuning, one.candidate),
+        num_requests=len(one.generation.sequences),
+        measured=Counts(**one.counts),
+        measured_s=one.seconds,
+    )
 
 
-def _confirmed_record(tuning: Tuning, one: Confirmed) -> dict[str, Any]:
-    return {
-        **_candidate_record(tuning, one.candidate),
-        "num_requests": len(one.measured.generation.sequences),
-        "replayed": None if one.replayed is None else one.replayed.total.counts(one.candidate.max_draft_len or 0),
-        "measured": one.measured.counts,
-        "batches_s": [[seconds.total for seconds in batches] for batches in one.measured.batches],
-        "measured_s": one.measured.seconds,
-        "measured_speedup": one.measured_speedup,
-        "predicted_s": one.predicted_s,
-        "predicted_speedup": one.predicted_speedup,
-        "ratio": one.ratio,
-    }
+def _timed(tuning: Tuning, one: Confirmed) -> Timed:
+    replayed = None if one.replayed is None else one.replayed.total.counts(one.candidate.max_draft_len or 0)
+    return Timed(
+        **_candidate(tuning, one.candidate),
+        num_requests=len(one.measured.generation.sequences),
+        replayed=None if replayed is None else Counts(**replayed),
+        measured=Counts(**one.measured.counts),
+        batches_s=[[seconds.total for seconds in batches] for batches in one.measured.batches],
+        measured_s=one.measured.seconds,
+        measured_speedup=one.measured_speedup,
+        predicted_s=one.predicted_s,
+        predicted_speedup=one.predicted_speedup,
+        ratio=one.ratio,
+    )

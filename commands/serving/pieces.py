@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.evaluation.steps import TokenKind, token_kinds
-from runtime.request import TokenLogprobs
 from runtime.serving.answer import Answer
+from runtime.stats import TokenLogprobs
 from runtime.text import TextStream, stop_words_of
 from runtime.tokenizer import Tokenizer
 

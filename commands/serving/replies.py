@@ -6,9 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 from commands.serving.served import ServedModel
-from runtime.request import FinishReason, TokenLogprobs
 from runtime.serving.answer import Answer
-from runtime.stats import sum_stats
+from runtime.stats import FinishReason, TokenLogprobs, sum_stats
 from runtime.text import decode, encode_text
 from runtime.token_text import token_bytes
 

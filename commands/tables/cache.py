@@ -1,11 +1,9 @@
 """What `cache list` and `cache prune` print."""
 
 from datetime import datetime
-from typing import Any
 
 from rich.table import Table
 
-from commands.documents.head import document_head
 from commands.output import Output, megabytes
 from runtime.cache import cache_dir
 from runtime.cached_engines import CachedEngine
@@ -22,26 +20,12 @@ def show_cache(engines: list[CachedEngine], others: int, output: Output) -> None
     output.result(f"{_number(engines)}, {size}; kernels, digests and others {megabytes(others)}: {cache_dir()}")
 
 
-def cache_record(engines: list[CachedEngine], others: int) -> dict[str, Any]:
-    return {**document_head("cache list"), "engines": [_record(one) for one in engines], "other_bytes": others}
-
-
 def show_pruned(removed: list[CachedEngine], left: int, is_dry_run: bool, output: Output) -> None:
     for engine in removed:
         output.result(f"{engine.path.name}  {megabytes(engine.num_bytes)}, used last {_date(engine)}")
     done = "would be removed" if is_dry_run else "removed"
     size = megabytes(sum(engine.num_bytes for engine in removed))
     output.result(f"{_number(removed)} {done}, {size}; {megabytes(left)} of engines left")
-
-
-def prune_record(removed: list[CachedEngine], left: int, is_dry_run: bool) -> dict[str, Any]:
-    removed_records = [_record(one) for one in removed]
-    return {**document_head("cache prune"), "dry_run": is_dry_run, "removed": removed_records, "left_bytes": left}
-
-
-def _record(engine: CachedEngine) -> dict[str, Any]:
-    used = datetime.fromtimestamp(engine.used_s).astimezone().isoformat(timespec="seconds")
-    return {"path": str(engine.path), "num_bytes": engine.num_bytes, "used": used, "in_use": engine.is_used}
 
 
 def _date(engine: CachedEngine) -> str:

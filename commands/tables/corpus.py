@@ -1,9 +1,8 @@
-"""What the `corpus` commands print: a corpus's record, and tables of it and of its n-grams."""
-
-from typing import Any
+"""What the `corpus` commands print: a line of what was written, and tables of a corpus and of its n-grams."""
 
 from rich.table import Table
 
+from commands.documents.corpus import NgramRecord, corpus_document
 from commands.output import Output, megabytes
 from runtime.corpus import Corpus
 
@@ -14,7 +13,7 @@ def show_written(corpus: Corpus, output: Output) -> None:
         f"Corpus of {info.num_tokens:,} tokens in {info.num_documents:,} {_plural(info.num_documents, 'document')}: "
         f"{_size(corpus)} → {corpus.path}"
     )
-    output.document(record(corpus))
+    output.document(corpus_document(corpus))
 
 
 def _size(corpus: Corpus) -> str:
@@ -23,19 +22,6 @@ def _size(corpus: Corpus) -> str:
 
 def _plural(number: int, noun: str) -> str:
     return noun if number == 1 else f"{noun}s"
-
-
-def record(corpus: Corpus) -> dict[str, Any]:
-    info = corpus.info
-    return {
-        "corpus": str(corpus.path),
-        "format_version": info.format_version,
-        "num_documents": info.num_documents,
-        "num_tokens": info.num_tokens,
-        "vocab_size": info.vocab_size,
-        "tokenizer_digest": info.tokenizer_digest,
-        "size_bytes": corpus.num_bytes,
-    }
 
 
 def corpus_table(corpus: Corpus) -> Table:
@@ -52,14 +38,14 @@ def corpus_table(corpus: Corpus) -> Table:
     return table
 
 
-def ngram_table(ngrams: list[dict[str, Any]]) -> Table:
+def ngram_table(ngrams: list[NgramRecord]) -> Table:
     table = Table(title="N-grams", title_justify="left")
     for column in ("size", "occurrences", "different", "of these repeated", "occurrences of each, mean"):
         table.add_column(column, justify="right")
     for row in ngrams:
         table.add_row(
-            str(row["ngram_size"]),
-            *(f"{row[key]:,}" for key in ("num_occurrences", "num_distinct", "num_repeated")),
-            f"{row['mean_occurrences']:.2f}",
+            str(row.ngram_size),
+            *(f"{number:,}" for number in (row.num_occurrences, row.num_distinct, row.num_repeated)),
+            f"{row.mean_occurrences:.2f}",
         )
     return table

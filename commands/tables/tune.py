@@ -42,14 +42,14 @@ def show(tuning: Tuning, output: Output) -> None:
 
 
 def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Output) -> None:
-    recommended, profile = confirmation.recommended, tuning.settings["profile"]
+    recommended, profile = confirmation.recommended, tuning.settings.profile
     candidate = recommended.candidate
     if not candidate:
         output.result("recommended: no drafter; none is faster by more than noise")
     else:
         output.result(f"recommended: {_name(candidate)}, {recommended.measured_speedup:.2f}x as fast as no drafter")
     flags = f"--profile {profile}" if profile is not None else written_flags(candidate, tuning.device_ids)
-    command = f"specdec run --engine-dir {tuning.settings['engine_dir']} {flags}".rstrip()
+    command = f"specdec run --engine-dir {tuning.settings.engine_dir} {flags}".rstrip()
     output.result(f"to use it: {command} …")
     if output.quiet:
         output.text(flags)

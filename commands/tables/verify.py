@@ -2,7 +2,6 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -35,15 +34,3 @@ def _summary(found: ArtefactCheck) -> str:
     size = megabytes(sum(one.num_bytes or 0 for one in found.files))
     files = "1 file" if len(found.files) == 1 else f"{len(found.files):,} files"
     return f"{found.kind} of {files}, {size}: {states or 'empty'}"
-
-
-def record(path: Path, found: ArtefactCheck) -> dict[str, Any]:
-    return {
-        "path": str(path),
-        "kind": found.kind,
-        "is_sound": all(one.is_sound for one in found.files),
-        "files": [
-            {"name": one.name, "status": one.status, "num_bytes": one.num_bytes, "note": one.note}
-            for one in found.files
-        ],
-    }

@@ -14,10 +14,11 @@ import numpy as np
 
 from runtime.benchmark.client import Answer
 from runtime.benchmark.load import LoadResult
+from runtime.benchmark.objectives import Objective
 from runtime.benchmark.speculation import SpeculationCounts
 
 
-def results(result: LoadResult, objectives: Mapping[str, float], percentiles: Seq[float]) -> dict[str, Any]:
+def results(result: LoadResult, objectives: Mapping[Objective, float], percentiles: Seq[float]) -> dict[str, Any]:
     """What `vllm bench serve` writes of answers, and tokens per step."""
     answers, duration_s = result.answers, result.duration_s
     good = [answer for answer in answers if answer.error is None]
@@ -64,7 +65,7 @@ def _summary(name: str, values: Seq[float], percentiles: Seq[float]) -> dict[str
     return {name: float(number) for name, number in zip(names, numbers, strict=True)}
 
 
-def _meets(answer: Answer, objectives: Mapping[str, float]) -> bool:
+def _meets(answer: Answer, objectives: Mapping[Objective, float]) -> bool:
     """Whether a request met all that is asked of it; one of a single token has a TPOT of 0, as in vLLM."""
     measured_s = {"ttft": answer.ttft_s, "tpot": answer.tpot_s or 0.0, "e2el": answer.latency_s}
     return all(measured_s[name] * 1000 <= limit for name, limit in objectives.items())

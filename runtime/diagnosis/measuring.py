@@ -35,7 +35,8 @@ from runtime.drafters.protocol import Drafter, check_request
 from runtime.drafters.specs import NO_SPECULATION, Speculation
 from runtime.engine import Engine
 from runtime.errors import draft_engine_errors
-from runtime.evaluation.lossless import TokenCheck, check_outputs
+from runtime.evaluation.checks import TokenCheck
+from runtime.evaluation.lossless import check_outputs
 from runtime.generation import Generation
 from runtime.llm import LLM
 from runtime.request import Draft, Request, Sequence

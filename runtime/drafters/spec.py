@@ -6,6 +6,7 @@ imports torch: a drafter's algorithm is imported when it is opened.
 
 import ast
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,8 @@ class Setting:
     """In leader mode, where that is not the field's own default."""
     at_least: int | None = None
     is_path: bool = False
+    key: str | None = None
+    """In documents, where that is not the field's name."""
 
 
 def fields_of(spec: "DrafterSpec | type[DrafterSpec]") -> "tuple[dataclasses.Field[Any], ...]":
@@ -191,6 +194,16 @@ class Description:
     """Whether `tune` and profiles know it."""
 
 
+def with_first_devices(record: dict[str, Any], first: Callable[[Any], Any]) -> dict[str, Any]:
+    """A record whose lists of devices have their first before them: `device_id` before `device_ids`."""
+    found = {}
+    for name, value in record.items():
+        if name.endswith("device_ids"):
+            found[name.removesuffix("s")] = first(value)
+        found[name] = value
+    return found
+
+
 DRAFTERS: dict[str, "type[DrafterSpec]"] = {}
 """Every drafter that the command line can choose, by name."""
 
@@ -273,8 +286,12 @@ class DrafterSpec:
 
     def record(self, device_ids: tuple[int, ...]) -> Any:
         """The settings in documents, with the target's devices."""
-        record = dataclasses.asdict(self) | {"device_id": device_ids[0], "device_ids": list(device_ids)}  # type: ignore[call-overload]
-        return {key: str(value) if isinstance(value, Path) else value for key, value in record.items()}
+        form = self.description.form
+        if isinstance(form, TextForm):
+            return form.write(self, device_ids)
+        record = {setting.key or name: getattr(self, name) for name, setting in self.settings().items()}
+        record = {key: str(value) if isinstance(value, Path) else value for key, value in record.items()}
+        return with_first_devices(record | {"device_ids": device_ids}, lambda devices: (devices or (0,))[0])
 
     def open(self, opening: "Opening") -> "OpenDrafter":
         """The drafter at work; SpecDecError if it cannot be."""

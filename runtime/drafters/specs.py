@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from runtime.drafters.spec import DRAFTERS as DRAFTERS
-from runtime.drafters.spec import Description, DrafterSpec, Entry, ListForm, Setting, TextForm
+from runtime.drafters.spec import Description, Devices, DrafterSpec, Entry, ListForm, Setting, TextForm
 from runtime.errors import SpecDecError, UsageError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class NgramDrafter(LookupDrafter):
     )
 
     max_draft_len: LookupLen = 10
-    max_matching_ngram_size: Annotated[int, Setting(leader_flag="max_matching_ngram_size")] = 2
+    max_matching_ngram_size: Annotated[int, Setting(leader_flag="max_matching_ngram_size", at_least=1)] = 2
     min_matching_ngram_size: Annotated[
         int, Setting("Shortest tail n-gram lookup looks up.", flag="min_matching_ngram_size", at_least=1)
     ] = 1
@@ -237,12 +237,16 @@ class DraftTargetDrafter(DrafterSpec):
     model: Annotated[
         str | Path,
         Setting(
-            "Engine directory of the draft model.", flag="draft_engine_dir", leader_flag="draft_model_dir", is_path=True
+            "Engine directory of the draft model.",
+            flag="draft_engine_dir",
+            leader_flag="draft_model_dir",
+            is_path=True,
+            key="draft_engine_dir",
         ),
     ]
     max_draft_len: ModelLen = 4
     use_logits: bool = False
-    device_ids: tuple[int, ...] | None = None
+    device_ids: Annotated[Devices, Setting(key="draft_device_ids")] = None
 
     @property
     def draws_by_probs(self) -> bool:
@@ -254,17 +258,6 @@ class DraftTargetDrafter(DrafterSpec):
 
     def with_draft_model(self, engine_dir: Path) -> "DraftTargetDrafter":
         return replace(self, model=engine_dir)
-
-    def record(self, device_ids: tuple[int, ...]) -> dict[str, object]:
-        return {
-            "max_draft_len": self.max_draft_len,
-            "draft_device_id": (self.device_ids or (0,))[0],
-            "draft_device_ids": None if self.device_ids is None else list(self.device_ids),
-            "device_id": device_ids[0],
-            "device_ids": list(device_ids),
-            "use_logits": self.use_logits,
-            "draft_engine_dir": str(self.model),
-        }
 
     def open(self, opening: "Opening") -> "OpenDrafter":
         from runtime.drafters.opening import open_draft_model
@@ -329,9 +322,6 @@ class CustomDrafter(DrafterSpec):
     @property
     def may_draw_by_probs(self) -> bool:
         return True
-
-    def record(self, device_ids: tuple[int, ...]) -> str:
-        return f"{self.module}:{self.factory}"
 
     def open(self, opening: "Opening") -> "OpenDrafter":
         from runtime.drafters.custom import load_custom_drafter

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from runtime.engine import Engine
+from runtime.evaluation.checks import Difference, DistributionCheck, LosslessCheck, TokenCheck
 from runtime.evaluation.chi_squared import chi_squared_of, degrees_of_freedom_of, detectable_total_variation, p_value_of
 from runtime.request import Draft, Request, Sequence
 from runtime.session import Session
@@ -29,62 +29,6 @@ MIN_DISTRIBUTIONS = 4
 NUM_PREFIXES, NUM_CANDIDATES = 8, 32
 NUM_DRAWS_PER_PREFIX = (250, 500)  # as many as it takes
 _MIN_DRAWS_OF_A_TEXT = 50  # fewer say nothing about a distribution
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where an output with the drafter first differs from the one without."""
-
-    request: int
-    position: int  # in the output
-    token: int | None  # None: the output has ended
-    token_without_drafter: int | None
-    logit_margin: float | None  # between the two tokens, with the noise of sampling; None where one is cut
-    rounding: float  # what a logit of this size may be off by
-    is_near_tie: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenCheck:
-    """Outputs with a drafter beside those without, token by token."""
-
-    rule: Literal["tokens"] = "tokens"
-    num_samples: int
-    num_identical: int
-    num_near_ties: int
-    num_different: int
-    """Neither identical nor a near tie."""
-    dtype: str
-    batch_invariant: bool
-    """Whether the engine's logits are the same bits in any step."""
-    differences: tuple[Difference, ...]
-    passed: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistributionCheck:
-    """Speculated tokens against the target's distribution, by chi-squared."""
-
-    rule: Literal["distribution"] = "distribution"
-    num_prefixes: int
-    num_draws: int
-    num_distributions: int
-    num_tokens: int
-    chi_squared: float | None
-    """None: infinite, for a token that the target would never choose."""
-    degrees_of_freedom: int
-    p_value: float
-    threshold: float
-    power: float
-    detectable_total_variation: float | None
-    """The smallest fault that would have been found with probability `power`; None: none."""
-    required_total_variation: float
-    passed: bool | None
-    """None: there was too little to tell."""
-
-
-LosslessCheck = TokenCheck | DistributionCheck
-"""By the rule that fits; `rule` says which."""
 
 
 def check_outputs(

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import (
@@ -23,6 +23,7 @@ from transformers import (
 from runtime.compiler.identity import differences
 from runtime.compiler.original import load_original
 from runtime.errors import SpecDecError
+from runtime.evaluation.checks import SystemName
 from runtime.generation import Work, total_record
 from runtime.llm import LLM
 from runtime.request import Request, Sequence
@@ -31,7 +32,6 @@ from runtime.session import Session
 from runtime.stats import LoopTimes
 from runtime.text import output_text, sequence_text, stop_words_of
 
-SystemName = Literal["hf", "engine", "engine_no_drafter"]
 Batches = list[list[list[int]]]
 """Token ids of prompts, in batches."""
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from runtime.drafters.protocol import Drafter
 from runtime.errors import SpecDecError
-from runtime.request import FinishReason, Request, Sequence
+from runtime.request import Request, Sequence
+from runtime.stats import FinishReason
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from runtime.bundle import Bundle
 from runtime.cache import digest
 from runtime.checksums import document_digest
-from runtime.config import Between, EngineConfig, Measure, Size, as_json, parse
+from runtime.config import EngineConfig, Measure, Share, Size, as_json, parse
 from runtime.drafters.spec import DrafterSpec, fields_of
 from runtime.drafters.specs import DRAFTERS, AnySpec, DraftLenMode, Speculation
 from runtime.errors import SpecDecError, UsageError
@@ -38,7 +38,7 @@ class Figures:
     num_prompts: Size
     batch_size: Size
     tokens_per_step: Measure
-    draft_acceptance_rate: Annotated[float, Between(0, 1)] | None
+    draft_acceptance_rate: Share | None
     predicted_s: Measure | None
     """None where it could only be run."""
     predicted_speedup: Measure | None

@@ -3,12 +3,10 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jsonschema import Draft202012Validator
+from schemas import DOCUMENTS
 
 from runtime.checksums import config_digest
 
@@ -64,20 +62,9 @@ def texts_of(document: dict[str, Any]) -> list[str]:
     return [request["output_text"] for request in document["requests"]]
 
 
-def schema(command: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(files("commands").joinpath(f"schemas/{command}.json").read_text())
-    Draft202012Validator.check_schema(data)
-    return data
-
-
-@cache
-def _validator(command: str) -> Draft202012Validator:
-    return Draft202012Validator(schema(command))
-
-
 def assert_valid(command: str, document: dict[str, Any]) -> None:
-    errors = [f"{error.json_path}: {error.message}" for error in _validator(command).iter_errors(document)]
-    assert not errors, errors
+    """Whether the document is as its record says, which is what its schema says."""
+    DOCUMENTS[command].model_validate_json(json.dumps(document))
 
 
 def tree(directory: Path) -> list[str]:

@@ -249,12 +249,15 @@ def test_documents_of_two_commands_are_one_error(
         (without("schema_version"), "not a document of specdec: "),
         (lambda d: d | {"command": "compare"}, "not a document of `run` or `summarize` but of `compare`: "),
         (lambda d: d | {"schema_version": 99}, "the schema version is 99, and this specdec reads 2: "),
-        (without("settings"), f"{NOT_AS} $: 'settings' is a required property: "),
-        (lambda d: d | {"requests": 5}, f"{NOT_AS} $.requests: 5 is not of type 'array'"),
+        (without("settings"), f"{NOT_AS} $: 'settings' is a required key: "),
+        (lambda d: d | {"requests": 5}, f"{NOT_AS} $.requests: 5 should be a valid array"),
         (lambda d: d | {"requests": [{}]}, f"{NOT_AS} $.requests[0]: "),
-        (with_request(output_ids="x"), f"{NOT_AS} $.requests[0].output_ids: 'x' is not of type 'array'"),
-        (with_request(stats=None), f"{NOT_AS} $.requests[0].stats: None is not of type 'object'"),
-        (lambda d: d | {"total": d["total"] | {"num_steps": -3}}, f"{NOT_AS} $.total.num_steps: -3 is less than"),
+        (with_request(output_ids="x"), f"{NOT_AS} $.requests[0].output_ids: 'x' should be a valid array"),
+        (with_request(stats=None), f"{NOT_AS} $.requests[0].stats: None should be an object"),
+        (
+            lambda d: d | {"total": d["total"] | {"num_steps": -3}},
+            f"{NOT_AS} $.total.num_steps: -3 should be",
+        ),
     ],
 )
 def test_what_is_no_document_is_one_error(

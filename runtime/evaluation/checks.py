@@ -1,0 +1,72 @@
+"""What is compared, and what the lossless check says of it (`runtime.evaluation.lossless`). Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.config import Count, Dtype, Measure, Share, Size
+
+SystemName = Literal["hf", "engine", "engine_no_drafter"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where an output with the drafter first differs from the one without."""
+
+    request: Count
+    position: Count
+    """In the output."""
+    token: int | None
+    """None where the output has ended."""
+    token_without_drafter: int | None
+    logit_margin: Measure | None
+    """Between the two tokens, after penalties and cuts, with the noise of sampling; None where one cannot be chosen."""
+    rounding: Measure
+    """What a logit of this size may be off by."""
+    is_near_tie: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCheck:
+    """Outputs with a drafter beside those without, token by token: greedy, or sampling by the target's own draws."""
+
+    rule: Literal["tokens"] = "tokens"
+    num_samples: Size
+    num_identical: Count
+    num_near_ties: Count
+    num_different: Count
+    """Neither identical nor a near tie."""
+    dtype: Dtype
+    batch_invariant: bool
+    """Whether the engine's logits are the same bits in any step: near ties fail then in every dtype."""
+    differences: tuple[Difference, ...]
+    passed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributionCheck:
+    """Rejection sampling: speculated tokens counted against the target's distribution, by chi-squared."""
+
+    rule: Literal["distribution"] = "distribution"
+    num_prefixes: Size
+    num_draws: Size
+    num_distributions: Count
+    """Texts with enough tokens after them, and more than one to choose."""
+    num_tokens: Count
+    """After those texts."""
+    chi_squared: Measure | None
+    """None: infinite, for a token that the target would never choose."""
+    degrees_of_freedom: Count
+    p_value: Share
+    threshold: float
+    power: Share
+    """With which a fault of detectable_total_variation would have been found."""
+    detectable_total_variation: Share | None
+    """The smallest fault that would have been found with probability `power`, a mean over num_tokens; None: none."""
+    required_total_variation: Share
+    """A larger detectable_total_variation is too little to tell."""
+    passed: bool | None
+    """None: there was too little to tell."""
+
+
+LosslessCheck = TokenCheck | DistributionCheck
+"""By the rule that fits; `rule` says which."""
