@@ -344,10 +344,10 @@ def _parse_value(kind: Any, value: Any, where: str) -> Any:
     if isinstance(value, str) and (kind is Path or Path in arguments):
         return Path(value)
     if origin is Annotated:
-        number = _parse_value(arguments[0], value, where)
-        if isinstance(arguments[1], Between):
-            _check_between(arguments[1], number, where)
-        return number
+        parsed = _parse_value(arguments[0], value, where)
+        if isinstance(arguments[1], Between):  # a drafter's settings check their own
+            _check_between(arguments[1], parsed, where)
+        return parsed
     valid = value in arguments if origin is Literal else _is_a(value, origin or kind)
     if not valid:
         raise SpecDecError(

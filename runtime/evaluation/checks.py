@@ -29,7 +29,7 @@ class Difference:
 class TokenCheck:
     """Outputs with a drafter beside those without, token by token: greedy, or sampling by the target's own draws."""
 
-    rule: Literal["tokens"] = "tokens"
+    rule: Literal["tokens"]
     num_samples: Size
     num_identical: Count
     num_near_ties: Count
@@ -46,7 +46,7 @@ class TokenCheck:
 class DistributionCheck:
     """Rejection sampling: speculated tokens counted against the target's distribution, by chi-squared."""
 
-    rule: Literal["distribution"] = "distribution"
+    rule: Literal["distribution"]
     num_prefixes: Size
     num_draws: Size
     num_distributions: Count

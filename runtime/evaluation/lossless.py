@@ -52,6 +52,7 @@ def compare_tokens(session: Session, sequences: Seq[Sequence], without_drafter: 
     near_ties_pass = config.dtype != "float32" and not config.batch_invariant
     num_near_ties = sum(d.is_near_tie for d in differences)
     return TokenCheck(
+        rule="tokens",
         num_samples=len(sequences),
         num_identical=len(sequences) - len(differences),
         num_near_ties=num_near_ties,
@@ -145,6 +146,7 @@ def check_distribution(session: Session, sequences: Seq[Sequence], advance: Call
     p_value = p_value_of(chi_squared, degrees_of_freedom)
     detectable = _detectable(num_counted, degrees_of_freedom)
     return DistributionCheck(
+        rule="distribution",
         num_prefixes=len(prefixes),
         num_draws=len(prefixes) * num_draws,
         num_distributions=num_distributions,

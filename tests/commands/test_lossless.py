@@ -108,6 +108,7 @@ def test_near_tie_is_counted_apart_and_fails_where_bits_are_promised(
         check = compare_tokens(session, [first, with_token(second, 3, twin(token))], [first, second])
     (difference,) = check.differences
     assert check == TokenCheck(
+        rule="tokens",
         num_samples=2,
         num_identical=1,
         num_near_ties=1,
