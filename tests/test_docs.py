@@ -23,6 +23,8 @@ PAGES = update_docs.read_pages()
 OTHERS_FLAGS = {
     "weight-format",
     "num-prompts",
+    "num-tokens",
+    "only",
     "runs",
     "models",
     "output-len",

@@ -84,9 +84,9 @@ for name, flags in {
     found[name] = document["settings"]["echo_config"], document["total"]["num_draft_tokens"]
     found["drafters"] = document["settings"]["drafters"]
 found["report"] = "echo of the last token" in (home / "report.html").read_text()
-found["help"] = "--echo-loudness" in specdec("serve", "--help")
+found["help"] = "--echo-loudness" in specdec("serve", "--help-all")
 found["summarize"] = specdec(
-    *["summarize", "--engine-dir", engine, "--dataset", home / "samples.jsonl", "--max-ite", 1],
+    *["summarize", "--test-engine", "--engine-dir", engine, "--dataset", home / "samples.jsonl", "--max-ite", 1],
     *["--output-len", 4, "--echo-config", 2, "--json"],
 )["settings"]["drafters"]
 tuned = specdec("tune", "--traces", traces, "--json")

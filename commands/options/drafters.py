@@ -86,11 +86,13 @@ def written_flags(speculation: Speculation, device_ids: tuple[int, ...]) -> str:
     """What `run` is told to draft in this way, with the target on these devices."""
     flags: dict[str, str] = {}
     for drafter in speculation:
-        flags[drafter.description.flag] = drafter.description.form.write(drafter, device_ids)
+        own = {}
         for field in fields_of(drafter):
             setting, value = drafter.settings()[field.name], getattr(drafter, field.name)
             if setting.flag is not None and value != field.default:
-                flags[setting.flag] = str(value)
+                (flags if field.default is dataclasses.MISSING else own)[setting.flag] = str(value)  # a model first
+        flags[drafter.description.flag] = drafter.description.form.write(drafter, device_ids)
+        flags |= own
     if len(speculation.drafters) > 1:
         flags["drafters"] = ",".join(speculation.names)
     if speculation.draft_len_mode == "auto":

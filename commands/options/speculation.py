@@ -54,8 +54,8 @@ class SpeculationOptions:
         DraftLenMode | None,
         typer.Option(
             metavar="[fixed|auto]",
-            help="`auto` shortens each draft to the length expected to save time, from step costs that `build` "
-            "measured and acceptance so far; it may be 0. `fixed` sends all of it.",
+            help="`auto` shortens each draft to what is expected to save time, by step costs and acceptance so far, "
+            "perhaps to 0; `fixed` sends all of it.",
             rich_help_panel=SPECULATION,
             show_default="auto in leader mode, fixed in orchestrator mode",
         ),

@@ -274,7 +274,7 @@ class SelfDrafter(DrafterSpec):
 
     description = Description(
         "self",
-        "own copy",
+        "the target's own rounded copy",
         help="Draft by the target's own copy with rounded weights, which `build --self-draft` makes",
         flag="self_draft_config",
         form=ListForm(
@@ -291,6 +291,10 @@ class SelfDrafter(DrafterSpec):
 
     max_draft_len: ModelLen = 8
     use_logits: bool = False
+
+    @property
+    def label(self) -> str:
+        return "own copy"
 
     @property
     def draws_by_probs(self) -> bool:

@@ -205,7 +205,7 @@ def test_ctrl_c_ends_a_process_with_what_had_finished(
     gate = Gate(tmp_path, num_steps=70)
     texts = each("--input-text", NINE)
     flags = ["--disable-kv-cache-reuse", "--end-id", 299, "--max-output-len", 60, "--streaming", "--quiet"]
-    flags += ["--drafter", "gate:Waits", "--mode", "leader"]
+    flags += ["--drafter", "gate:Waits", "--mode", "leader", "--draft-len-mode", "fixed"]
     command = [sys.executable, "-m", "specdec_cli", "run", "--engine-dir", llama_engine_dir, *texts, *flags]
     process = subprocess.Popen(
         [*map(str, command)],

@@ -105,11 +105,12 @@ def test_default_of_chat_and_serve(
     modes: list[str] = []
     monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
     monkeypatch.setattr(
-        "commands.serving.running.serve_setup", lambda setup, *others: modes.append(setup.session.draft_len_mode)
+        "commands.serving.running.serve_setup",
+        lambda setup, *others: modes.append(setup.session.speculation.draft_len_mode),
     )
     monkeypatch.setattr(
         "commands.conversing.Conversation.__init__",
-        lambda self, setup, *others: modes.append(setup.session.draft_len_mode),
+        lambda self, setup, *others: modes.append(setup.session.speculation.draft_len_mode),
     )
     for flags in ([], ["--draft-len-mode", "fixed"]):
         specdec(command, "--engine-dir", dear_dir, *SUFFIX, *flags)
@@ -149,14 +150,14 @@ def test_default_of_python(dear_dir: Path) -> None:
         (fixed,) = llm.generate(PROMPT, asked, drafter=SuffixDrafter(), draft_len_mode="fixed")
         assert automatic.token_ids == fixed.token_ids
         assert automatic.stats.num_draft_tokens == 0 < fixed.stats.num_draft_tokens
-        assert llm.session(DraftTargetDrafter(dear_dir, use_logits=True)).draft_len_mode == "fixed"
+        assert llm.session(DraftTargetDrafter(dear_dir, use_logits=True)).speculation.draft_len_mode == "fixed"
     with LLM(dear_dir, mode="orchestrator") as llm:
-        assert llm.session(NgramDrafter()).draft_len_mode == "fixed"
+        assert llm.session(NgramDrafter()).speculation.draft_len_mode == "fixed"
 
 
 def test_drafts_whose_price_is_not_known_are_sent_whole_and_it_is_said(unpriced_dir: Path) -> None:
     with LLM(unpriced_dir) as llm:
         with pytest.warns(SpecDecWarning, match="drafts are sent whole.* nothing is known of what the engine's steps"):
-            assert llm.session(NgramDrafter()).draft_len_mode == "fixed"
+            assert llm.session(NgramDrafter()).speculation.draft_len_mode == "fixed"
         with pytest.raises(SpecDecError, match="nothing is known"):
             llm.session(NgramDrafter(), "auto")

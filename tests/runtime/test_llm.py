@@ -15,6 +15,7 @@ from tiny import eager_logits, hf_greedy, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import specdec_cli
+from runtime.drafters.specs import Speculation
 from runtime.engine_cache import build_code
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
 from specdec_cli import (
@@ -204,7 +205,7 @@ def test_without_a_number_of_tokens_there_are_as_many_as_fit(llm: LLM) -> None:
 def test_a_profile_of_the_engine_says_how_to_draft(llm: LLM, expected: list[list[int]], tmp_path: Path) -> None:
     engine = ProfileEngine(str(llm.bundle.directory), engine_digest(llm.bundle.config))
     figures = Figures(1, 1, 1.0, None, None, None, 1.0, 1.0)
-    write_profile(tmp_path / "profile.json", Profile(engine, SuffixDrafter(6), "auto", figures))
+    write_profile(tmp_path / "profile.json", Profile(engine, Speculation((SuffixDrafter(6),), "auto"), figures))
     profile = profile_for(tmp_path / "profile.json", llm.bundle)
     assert (profile.drafter, profile.draft_len_mode) == (SuffixDrafter(6), "auto")
     outputs = llm.generate(PROMPTS, GREEDY, drafter=profile.drafter, draft_len_mode=profile.draft_len_mode)

@@ -25,20 +25,24 @@ def rows(*ids: int) -> list[Sequence]:
     return [Sequence.start(Request(i, (1,), 10)) for i in ids]
 
 
-def test_factor_is_the_slope_of_the_times() -> None:
-    """Beside numpy's least squares, without the prior, whose weight is gone after so many steps."""
+def test_factor_is_what_least_squares_find() -> None:
+    """Beside numpy, of weights that fade, with the prior as twelve steps more."""
     watch, rng, sequences = Watch(), random.Random(0), rows(1, 2)
     meter = Meter(watch)
     added, times = [], []
-    for _ in range(400):
+    for _ in range(200):
         added.append(rng.choice([0.0, 0.1, 0.2, 0.4]))
         times.append(0.9 + 2 * added[-1] + rng.gauss(0, 0.02))
         meter.sent(sequences, 2.0, 2.0 * (1 + added[-1]))
         watch.now += 2.0 * times[-1]
         meter.see(sequences)
-    slope, alone = np.polyfit(added[-150:], times[-150:], 1)
+    weights = 0.98 ** np.arange(200)[::-1]
+    mean = np.average(added, weights=weights)
+    squares = weights @ (np.array(added) - mean) ** 2
+    slope, alone = np.polyfit(added, times, 1, w=np.sqrt(weights))
     assert (slope, alone) == (pytest.approx(2, abs=0.05), pytest.approx(0.9, abs=0.02))
-    assert meter.factor == pytest.approx(slope, abs=0.25)
+    prior = 12 * (squares / weights.sum() + 0.2**2)
+    assert meter.factor == pytest.approx((squares * slope + 1.3 * prior) / (squares + prior), rel=1e-6)
 
 
 def test_a_prompt_between_two_steps_is_no_part_of_them() -> None:
@@ -81,28 +85,29 @@ class Loop:
         self.drafter.forget(request_id)
 
 
-@pytest.mark.parametrize(("per_token", "is_sent"), [(0.1, True), (1.6, False)])
+@pytest.mark.parametrize(("per_token", "is_sent"), [(0.3, True), (1.1, False)])
 def test_tokens_that_cost_more_than_they_yield_are_no_longer_sent(per_token: float, is_sent: bool) -> None:
-    """All are right, and their price is a tenth of a step: what they take decides."""
+    """All are right, and their price is a third of a step: what they take decides."""
     watch, output = Watch(), [random.Random(1).randrange(1000) for _ in range(600)]
-    adaptive = AdaptiveDrafter(Right(output), lambda batch_size, context_len, n: 1 + 0.1 * n, clock=watch)
+    adaptive = AdaptiveDrafter(Right(output), lambda batch_size, context_len, n: 1 + 0.3 * n, clock=watch)
     (stats,) = replay([Trace((1,), tuple(output))], Loop(adaptive, watch, per_token), 10)
     late = stats.per_step_drafted[len(stats.per_step_drafted) // 2 :]
     assert (sum(late) / len(late) > 2) == is_sent, late
 
 
-def test_a_large_batch_is_looked_at_as_a_whole_only_where_that_pays() -> None:
-    """While nothing is right a lookup is asked for few of the requests, and for all of them once drafts are right."""
+def test_a_large_batch_is_looked_at_as_a_whole_only_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing is right a lookup is asked for one request in four, and for all of them once drafts are right."""
     watch, output = Watch(), list(range(100, 400))
-    wrong = Right([0] * 300)
-    adaptive = AdaptiveDrafter(wrong, lambda batch_size, context_len, n: 1 + 0.01 * n * batch_size, clock=watch)
-    loop, sequences = Loop(adaptive, watch, 0.01), rows(*range(16))
-    for i in range(60):
-        loop.propose(sequences, 10)
-        if i == 29:
-            num_asked = sum(map(len, wrong.asked))
-            wrong.output = output
+    monkeypatch.setattr("runtime.drafters.adaptive.perf_counter", watch)
+    lookup = Right([0] * 300)
+    adaptive = AdaptiveDrafter(lookup, lambda batch_size, context_len, n: (8 + 0.2 * n * batch_size) / 1e3, clock=watch)
+    sequences, num_wrong = rows(*range(16)), 30
+    for i in range(150):
+        drafts = adaptive.propose(sequences, 10)
+        watch.now += (8 + 0.2 * sum(len(draft.tokens) for draft in drafts)) / 1e3
+        if i == num_wrong - 1:
+            assert lookup.asked == [[0, 4, 8, 12]] * num_wrong
+            lookup.output = output
         for sequence in sequences:
             sequence.tokens.append(output[sequence.num_generated])
-    assert 0 < num_asked <= 30 * 16 / 4
-    assert len(wrong.asked[-1]) == 16
+    assert lookup.asked[-1] == list(range(16))
