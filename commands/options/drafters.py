@@ -86,7 +86,7 @@ def written_flags(speculation: Speculation, device_ids: tuple[int, ...]) -> str:
     """What `run` is told to draft in this way, with the target on these devices."""
     flags: dict[str, str] = {}
     for drafter in speculation:
-        own = {}
+        own: dict[str, str] = {}
         for field in fields_of(drafter):
             setting, value = drafter.settings()[field.name], getattr(drafter, field.name)
             if setting.flag is not None and value != field.default:

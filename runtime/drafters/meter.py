@@ -16,8 +16,8 @@ Clock = Callable[[], float]
 _MEMORY, _LOOK_MEMORY = 0.98, 0.9
 _PRIOR, _PRIOR_SLOPE, _PRIOR_SPREAD = 12.0, 1.3, 0.2
 """Before anything is known drafts are taken to add so many times their price, as if so many steps had said so, in which
-what drafts added differed by a fifth of a step: rows of unequal lengths cost more than those that were measured (1.1 to 2
-times, SmolLM2 135M, 2 to 16 rows)."""
+what drafts added differed by a fifth of a step: rows of unequal lengths cost more than those that were measured (1.1 to
+2 times, SmolLM2 135M, 2 to 16 rows)."""
 _MOST = 4.0
 """A step that took longer than so many times its price was disturbed by something else."""
 
