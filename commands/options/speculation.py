@@ -316,10 +316,9 @@ class _Flags:
 
     def _list_says(self, spec: type[DrafterSpec], flag: str) -> bool:
         """Whether the drafter's own flag is given, and says what this one of leader mode would."""
-        form = spec.description.form
         if spec.description.name not in self.configs:
             return False
-        said = {entry.field for entry in form.entries} if hasattr(form, "entries") else {*form.fields}
+        said = spec.description.form.fields
         return any(name in said for name, setting in spec.settings().items() if setting.leader_flag == flag)
 
 

@@ -101,6 +101,11 @@ class ListForm:
     metavar: ClassVar[str] = "LIST"
 
     @property
+    def fields(self) -> tuple[str, ...]:
+        """The settings that it gives."""
+        return tuple(entry.field for entry in self.entries if entry.field is not None)
+
+    @property
     def least(self) -> int:
         """Entries that cannot be left out."""
         return sum(entry.is_required for entry in self.entries)
