@@ -72,7 +72,7 @@ class ConvertOptions:
     activations: Annotated[
         Literal["float", "int8", "int16"] | None,
         typer.Option(
-            help="As what a rounded layer's inputs are multiplied.",
+            help="Activation format for quantized layers.",
             rich_help_panel=ROUNDING,
             show_default="int8 for weights in int4, int16 for int8, float for fp8",
         ),

@@ -112,7 +112,7 @@ class Quantization:
     exclude_modules: tuple[str, ...] = ()
     """Linear layers that are not rounded."""
     activations: Activations = "float"
-    """As what a layer's inputs are multiplied."""
+    """Activation format for quantized layers."""
     source: str = "rounded"
     """Where the rounded weights come from: they were rounded by the conversion, or read from a format of this name."""
     unrounded: str | None = None

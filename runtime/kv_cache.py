@@ -218,7 +218,7 @@ _ROUNDED: dict[KVCacheQuantAlgo, torch.dtype] = {"INT8": torch.int8, "FP8": torc
 
 
 def kv_dtype(dtype: str, algorithm: KVCacheQuantAlgo | None) -> torch.dtype:
-    """As what a model of this dtype keeps keys and values."""
+    """Torch dtype in which the K/V cache of a model of this dtype is stored."""
     kept: torch.dtype = getattr(torch, dtype) if algorithm is None else _ROUNDED[algorithm]
     return kept
 

@@ -8,8 +8,8 @@ from threading import RLock
 from typing import Any
 
 # While transformers makes a model and torch compiles one, parts of both are others for all threads, and modules are
-# found half imported. Two threads would take each other's parts for those to put back. Whoever also locks a file locks
-# this first.
+# found half imported. Two threads would take each other's parts for those to put back. A thread that
+# also takes a file lock takes this one first.
 MAKING = RLock()
 if hasattr(os, "register_at_fork"):  # a child has no thread that could end what another was making
     os.register_at_fork(after_in_child=MAKING._at_fork_reinit)  # type: ignore[attr-defined]

@@ -79,7 +79,7 @@ def _wake(groups: Iterable[object]) -> None:
 
 
 def submit(loop: ServingLoop, asked: Seq[Asked]) -> Group:
-    """SpecDecError where the loop takes them not."""
+    """Submit requests as one group; raises SpecDecError if the loop rejects them."""
     group = Group()
     group.answers = loop.submit(asked, group)
     return group

@@ -103,7 +103,7 @@ def _counts_cells(candidate: Speculation, total: RequestStats) -> list[str]:
 
 
 def _once_table(tried: Sequence[Measured]) -> Table:
-    """What no record tells."""
+    """Candidates that cannot be replayed from recorded outputs, and so were run once."""
     title = f"Run once on {len(tried[0].generation.sequences)} requests"
     table = Table(title=title, title_justify="left")
     for column in ("drafter", "draft", "tokens/step", "accepted/drafted", "rate", "measured"):

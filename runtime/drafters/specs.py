@@ -313,7 +313,7 @@ class CustomDrafter(DrafterSpec):
     description = Description(
         "custom",
         "drafter of your own",
-        help="Draft by what a function of your own returns",
+        help="Use a drafter from your own code",
         flag="drafter",
         form=TextForm(("module", "factory"), "my_drafters:make"),
         is_tuned=False,

@@ -86,7 +86,7 @@ class Sureness:
             self._right[kind] = self._right[kind] * _MEMORY + (i < num_right)
 
     def _share(self, kind: int) -> float:
-        """Of tokens of which the model was so sure, those that were right; at first a guess."""
+        """Share of correct tokens at this confidence level; a prior until some were counted."""
         guess = (1 + (kind + 0.5) / _NUM_CLASSES) / 2
         return (self._right[kind] + _PRIOR_WEIGHT * guess) / (self._seen[kind] + _PRIOR_WEIGHT)
 

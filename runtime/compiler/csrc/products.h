@@ -22,7 +22,7 @@
 #include "tasks.h"
 #include "tiles.h"
 
-// As memory is read in lines: a tile's rows would else lie in two of them each, and load half as fast.
+// Aligned to cache lines: otherwise each row of a tile would span two of them and load half as fast.
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
