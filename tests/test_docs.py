@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = update_docs.read_pages()
 OTHERS_FLAGS = {
     "weight-format",
+    "num",
     "num-prompts",
     "num-tokens",
     "only",
