@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from html import escape
+
+from markupsafe import Markup, escape
 
 _WIDTH, _HEIGHT = 360, 168
 _LEFT, _TOP, _BOTTOM = 24, 16, 34  # room for a scale, for a value above a column, and for names with the axis
@@ -19,8 +20,9 @@ class Column:
     title: str
 
 
-def column_chart(columns: Seq[Column], *, largest: float, axis: str, label: str, backdrop: bool = False) -> str:
+def column_chart(columns: Seq[Column], *, largest: float, axis: str, label: str, backdrop: bool = False) -> Markup:
     """The columns side by side; `backdrop` shows what is missing to `largest`."""
+    label = f"{label}: {', '.join(column.shown for column in columns)}"
     base, height = _HEIGHT - _BOTTOM, _HEIGHT - _BOTTOM - _TOP
     pitch = _WIDTH / max(len(columns), 1)
     width = min(pitch * 0.78, 46)
@@ -36,10 +38,10 @@ def column_chart(columns: Seq[Column], *, largest: float, axis: str, label: str,
         below = _label(middle, base + 13, column.name) if i % every == 0 else ""
         marks.append(f"<g><title>{escape(column.title)}</title>{ghost}{bar}{above}{below}</g>")
     line = f'<line class="axis" x1="0" x2="{_WIDTH}" y1="{base}" y2="{base}"/>'
-    return _svg(_WIDTH, _HEIGHT, label, "\n".join(marks) + line + _label(_WIDTH / 2, _HEIGHT - 4, axis))
+    return _svg(label, "\n".join(marks) + line + _label(_WIDTH / 2, _HEIGHT - 4, axis))
 
 
-def area_chart(*, values: Seq[float], names: Seq[str], titles: Seq[str], axis: str, label: str) -> str:
+def area_chart(*, values: Seq[float], names: Seq[str], titles: Seq[str], axis: str, label: str) -> Markup:
     """Steps of a line with what is below it filled, over a scale of whole numbers from 0."""
     base, height = _HEIGHT - _BOTTOM, _HEIGHT - _BOTTOM - _TOP
     span = _WIDTH - _LEFT
@@ -61,16 +63,15 @@ def area_chart(*, values: Seq[float], names: Seq[str], titles: Seq[str], axis: s
         marks.append(f"<g><title>{escape(title)}</title>{bar}</g>")
     every = max(1, -(-len(names) // 8))
     below = "".join(
-        _label(_LEFT + (i + 0.5) * pitch, base + 13, name.partition("–")[0])
-        for i, name in enumerate(names)
-        if i % every == 0
+        _label(_LEFT + (i + 0.5) * pitch, base + 13, name) for i, name in enumerate(names) if i % every == 0
     )
     text = below + _label(_LEFT + span / 2, _HEIGHT - 4, axis)
-    return _svg(_WIDTH, _HEIGHT, label, grid + "\n" + "\n".join(marks) + text)
+    return _svg(label, grid + "\n" + "\n".join(marks) + text)
 
 
-def _svg(width: int, height: int, label: str, content: str) -> str:
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">\n{content}\n</svg>\n'
+def _svg(label: str, content: str) -> Markup:
+    size = f"{_WIDTH} {_HEIGHT}"
+    return Markup(f'<svg viewBox="0 0 {size}" role="img" aria-label="{escape(label)}">\n{content}\n</svg>\n')
 
 
 def _bar(style: str, x: float, y: float, width: float, height: float) -> str:
