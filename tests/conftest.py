@@ -36,6 +36,17 @@ from runtime.engine import Engine, KVCacheConfig
 torch.set_num_threads(1)
 torch.set_num_interop_threads(1)
 
+_QUICK_DRAFTERS = (
+    "adaptive allocation chain choosing draft_target drafter_protocol meter ngram pool predicted_outputs suffix"
+)
+_QUICK_RUNTIME = "batch engine kv_cache request stats verify"
+QUICK = {
+    *(f"runtime/drafters/test_{name}.py" for name in _QUICK_DRAFTERS.split()),
+    *(f"runtime/test_{name}.py" for name in _QUICK_RUNTIME.split()),
+    "commands/documents/test_schemas.py",
+}
+"""The tests of the core. Those of them that compile nothing are `quick`."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="try property tests at full strength, and run slow tests")
@@ -49,6 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_quick(item):
+            item.add_marker(pytest.mark.quick)
     # What waits for the walk of the documentation comes first: one worker has it then, and the other takes the rest.
     items.sort(key=lambda item: "walk" not in getattr(item, "fixturenames", ()))
     if not config.getoption("--slow"):
@@ -67,6 +81,21 @@ def is_slow(item: pytest.Item) -> bool:
     one_in = item.get_closest_marker("one_in")
     left_out = one_in is not None and crc32(item.nodeid.encode()) % one_in.args[0] != 0
     return left_out or item.get_closest_marker("slow") is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What is not quick need not be imported to be left out."""
+    is_test = collection_path.suffix == ".py"
+    return True if config.option.markexpr == "quick" and is_test and _place(collection_path) not in QUICK else None
+
+
+def is_quick(item: pytest.Item) -> bool:
+    compiles = "kernels" in getattr(item, "fixturenames", ()) or "aot" in item.name or "compiled" in item.name
+    return _place(item.path) in QUICK and not compiles
+
+
+def _place(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).as_posix()
 
 
 MakeEngine = Callable[..., Engine]
