@@ -1,5 +1,6 @@
 """Scripts: what `install.sh` says while it works, with a pip that only pretends; the kernels' benchmark in small."""
 
+import ast
 import os
 import re
 import shutil
@@ -11,7 +12,8 @@ import pytest
 import torch
 from bench_kernels import torch_held_to
 from bench_rounded import FORMATS
-from mutate import FAULTS, planted
+from mutate import TESTS
+from mutations import cpp_mutations, mutations
 from waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +100,35 @@ def test_torch_is_held_to_a_set_of_instructions() -> None:
     assert said != torch.backends.cpu.get_cpu_capability() and "AVX" not in said
 
 
-def test_every_fault_of_the_table_can_still_be_planted() -> None:
-    """Code that moves leaves a table behind that finds nothing any more."""
-    for fault in FAULTS:
-        assert planted(fault) != (ROOT / fault.at.file).read_text(encoding="utf-8"), fault.name
+SOURCE = """
+class Cache:
+    def release(self, sequence: int) -> None:
+        if self.reuse:
+            self.publish(sequence, 1)
+        for block in reversed(self.blocks[: sequence - 1]):
+            self.holders[block] -= 1
+"""
+
+
+def test_faults_are_made_by_structure_and_every_one_is_another_program() -> None:
+    faults = {}
+    for mutation in mutations(SOURCE):
+        with mutation.planted():
+            faults[mutation.address] = ast.unparse(mutation.tree)
+        assert ast.unparse(mutation.tree) == ast.unparse(ast.parse(SOURCE))
+    assert "self.publish" not in faults["Cache.release drop 0"]
+    assert "if not self.reuse" in faults["Cache.release negate 0"]
+    assert "[:sequence - 1 + 1]" in faults["Cache.release one-more 0"]
+    assert len(set(faults.values())) == len(faults) > 10
+
+
+def test_names_and_layout_change_no_address() -> None:
+    renamed = SOURCE.replace("block", "b").replace("sequence", "s").replace("self.publish(", "self.publish(\n  ")
+    assert [m.address for m in mutations(renamed)] == [m.address for m in mutations(SOURCE)]
+
+
+@pytest.mark.parametrize("file", TESTS)
+def test_files_to_change_and_the_tests_that_shall_notice_exist(file: str) -> None:
+    source = (ROOT / file).read_text(encoding="utf-8")
+    assert any(True for _ in (mutations if file.endswith(".py") else cpp_mutations)(source))
+    assert all((ROOT / word).is_file() for word in TESTS[file].split() if word.startswith("tests/"))

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 import cases
-from faults import FAULTS, Fault, planted
+from faults import FAULTS, planted
 from oracle import Failure
 
 from runtime.corpus import Corpus
@@ -72,7 +72,7 @@ def fail_everywhere(first: int, number: int, corpus: Corpus) -> tuple[Counter[st
     return counts, failed
 
 
-def find(fault: Fault, corpus: Corpus, most: int) -> str | None:
+def find(fault: str, corpus: Corpus, most: int) -> str | None:
     """The first case that fails with the fault in the code, and how; None if none does."""
     with planted(fault):
         for case in range(most):
@@ -87,12 +87,12 @@ def find(fault: Fault, corpus: Corpus, most: int) -> str | None:
 def find_all(names: list[str], corpus: Corpus) -> bool:
     """Print a line for each fault of these names, or for all; whether all were found."""
     cases.TIME_LIMIT_S = 10
-    faults = [fault for fault in FAULTS if fault.name in names or not names]
+    faults = [fault for fault in FAULTS if fault in names or not names]
     num_found = 0
     for fault in faults:
         found = find(fault, corpus, PLANTED_CASES)
         num_found += found is not None
-        print(f"{fault.name:32}{found or 'NOT FOUND'}", flush=True)
+        print(f"{fault:60}{found or 'NOT FOUND'}", flush=True)
     print(f"{num_found} of {len(faults)} planted faults found")
     return num_found == len(faults)
 
