@@ -98,6 +98,7 @@ def _place(path: Path) -> str:
     return path.relative_to(Path(__file__).parent).as_posix()
 
 
+pytest_plugins = ("sentences",)
 MakeEngine = Callable[..., Engine]
 
 

@@ -32,6 +32,9 @@ class Result:
     exit_code: int
     stdout: str
     stderr: str
+    command: str = ""
+    fact: str | None = None
+    """The code of the error, where it was raised in this process."""
 
     @property
     def document(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from waiting import HANG_S
 
+import specdec_cli.app
 from specdec_cli.app import main
 
 
@@ -32,11 +33,19 @@ def commands_made_once() -> Iterator[None]:
         yield
 
 
+def command_of(arguments: tuple[object, ...]) -> str:
+    group: Any = typer.main.get_command(specdec_cli.app.app)
+    return next((str(argument) for argument in arguments if str(argument) in group.commands), "specdec")
+
+
 @pytest.fixture
 def specdec(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Specdec]:
     """`specdec("run", "--engine-dir", path, …)`: `main` called in this process with these arguments."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # what `main` sets is taken back with it
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    facts: list[str | None] = []
+    report = specdec_cli.app._report
+    monkeypatch.setattr(specdec_cli.app, "_report", lambda e: (facts.append(getattr(e, "fact", None)), report(e))[1])
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def call(*arguments: object) -> Result:
@@ -48,7 +57,7 @@ def specdec(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         except SystemExit as error:
             exit_code = error.code or 0
         captured = capfd.readouterr()
-        return Result(exit_code, captured.out, captured.err)
+        return Result(exit_code, captured.out, captured.err, command_of(arguments), facts.pop() if facts else None)
 
     yield call
     for number, handler in handlers.items():
@@ -72,7 +81,7 @@ def specdec_process(process_environment: dict[str, str]) -> Specdec:
             encoding="utf-8",
             timeout=HANG_S,
         )
-        return Result(done.returncode, done.stdout, done.stderr)
+        return Result(done.returncode, done.stdout, done.stderr, command_of(arguments))
 
     return call
 

@@ -1,0 +1,142 @@
+"""What commands and errors say, word by word, in `tests/sentences/*.json`.
+
+Tests assert exit codes, error codes and the values that a message quotes. The sentence around them stands in a file: to
+edit an error is to run `pytest --update-sentences` and to read the difference. A sentence that its test no longer has
+fails there, one whose test is gone fails in `test_sentences.py`, and the flag removes both.
+"""
+
+import json
+import re
+from collections.abc import Generator, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+DIRECTORY = Path(__file__).parent / "sentences"
+STALE = pytest.StashKey[list[str]]()
+_FAILED = pytest.StashKey[bool]()
+_VARYING = (
+    (r"\b[0-9a-f]{12,64}\b", "HEX"),
+    (r"\b[\d.,]+ ([kMGT]i?B)\b", r"N \1"),
+    (r"[\d,]+ bytes, written with [\d,]+", "N bytes, written with N"),
+    (r"line \d+ column \d+ \(char \d+\)", "line N column N (char N)"),
+)
+"""What depends on the machine or the run."""
+
+Sentences = dict[str, dict[str, str]]
+"""By file, and in it by test."""
+
+
+class Said:
+    """`said(result, 97)`, or of an exception or a text: it quotes the values, and is this test's next sentence.
+
+    What differs from machine to machine is named in `varying`.
+    """
+
+    def __init__(self, node_id: str, base: Path, held: Sentences, *, update: bool) -> None:
+        self.sentences: Sentences = {}
+        self._test = node_id.removeprefix("tests/")
+        self._base = base
+        self._held = held
+        self._update = update
+        self._number = 0
+
+    def __call__(self, source: object, *values: object, varying: tuple[object, ...] = ()) -> None:
+        file, text = self._read(source)
+        for value in values:
+            before = r"[\w.-]" if str(value)[:1].isdigit() else r"\w"
+            assert re.search(rf"(?<!{before}){re.escape(str(value))}(?!\w)", text), f"no `{value}` in: {text}"
+        self._number += 1
+        key = self._test if self._number == 1 else f"{self._test} ({self._number})"
+        self.sentences.setdefault(file, {})[key] = sentence = self._fixed(text, varying)
+        if not self._update:
+            assert sentence == self._held.get(file, {}).get(key), "meant so? `pytest --update-sentences` keeps it"
+
+    def _read(self, source: object) -> tuple[str, str]:
+        """The file, which is the command's or the test module's, and the text on one line."""
+        module = Path(self._test.partition("::")[0]).stem.removeprefix("test_")
+        if isinstance(source, pytest.ExceptionInfo):
+            source = source.value
+        command = getattr(source, "command", module)
+        parts = [getattr(source, "stderr", None) or str(source)]
+        parts += [f"{name}: {part}" for name in ("hint", "fact") if (part := getattr(source, name, None))]
+        return command, " ".join(" ".join(parts).split())
+
+    def _fixed(self, text: str, varying: tuple[object, ...]) -> str:
+        text = re.sub(rf"{re.escape(str(self._base))}(/popen-gw\d+)?/[^/\s`'\",;:]+", "TMP", text)
+        for value in (*varying, version("torch"), version("transformers")):
+            text = text.replace(str(value), "VARYING")
+        for pattern, name in _VARYING:
+            text = re.sub(pattern, name, text)
+        return text
+
+
+@pytest.fixture
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Said]:
+    """Holds all of this test's sentences."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if base.name.startswith("popen-") else base
+    update = request.config.getoption("--update-sentences")
+    said = Said(request.node.nodeid, base, load(), update=update)
+    yield said
+    if request.node.stash.get(_FAILED, False):
+        return
+    held = of_test(load(), request.node.nodeid)
+    if update:
+        replace(held, said.sentences)
+    else:
+        assert held == said.sentences, "the test no longer has some of these sentences"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed or report.skipped:
+        item.stash[_FAILED] = True
+    return report
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-sentences", action="store_true", help="keep what commands and errors say now")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sentences of tests that are gone: before any test is deselected, and where whole modules were collected."""
+    tests = {item.nodeid.removeprefix("tests/") for item in items}
+    modules = {test.partition("::")[0] for test in tests} if not any("::" in arg for arg in config.args) else set()
+    stale: Sentences = {}
+    for file, sentences in load().items():
+        for key, text in sentences.items():
+            module = key.partition("::")[0]
+            is_looked_at = module in modules or not (DIRECTORY.parent / module).exists()
+            if is_looked_at and re.sub(r" \(\d+\)$", "", key) not in tests:
+                stale.setdefault(file, {})[key] = text
+    if stale and config.getoption("--update-sentences"):
+        replace(stale, {})
+        stale = {}
+    config.stash[STALE] = [key for sentences in stale.values() for key in sentences]
+
+
+def of_test(held: Sentences, node_id: str) -> Sentences:
+    pattern = re.compile(re.escape(node_id.removeprefix("tests/")) + r"( \(\d+\))?")
+    found = {file: {key: text for key, text in held[file].items() if pattern.fullmatch(key)} for file in held}
+    return {file: sentences for file, sentences in found.items() if sentences}
+
+
+def load() -> Sentences:
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(DIRECTORY.glob("*.json"))}
+
+
+def replace(old: Sentences, new: Sentences) -> None:
+    """In the files; workers do it one after another."""
+    with FileLock(DIRECTORY / ".lock"):
+        held = load()
+        for file in old.keys() | new.keys():
+            kept = {key: text for key, text in held.get(file, {}).items() if key not in old.get(file, {})}
+            sentences = dict(sorted((kept | new.get(file, {})).items()))
+            path = DIRECTORY / f"{file}.json"
+            path.with_suffix(".new").write_text(json.dumps(sentences, indent=1, ensure_ascii=False) + "\n", "utf-8")
+            path.with_suffix(".new").replace(path)  # a worker that reads has the old or the new

@@ -1,0 +1,76 @@
+"""The snapshots of sentences (`sentences.py`) fail where they should, in a test run of its own."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sentences
+
+TEST = """
+pytest_plugins = ("sentences",)
+class Result:
+    command, stderr = "run", "error: {sentence}: 97"
+def test_one(said):
+    said(Result, {value})
+def test_two(said):
+    said(ValueError("no second"))
+"""
+
+
+def pytest_of(directory: Path, *arguments: str, sentence: str = "too many tokens", value: int = 97) -> str:
+    (directory / "test_some.py").write_text(TEST.format(sentence=sentence, value=value))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--tb=line",
+        "--rootdir",
+        directory,
+        *arguments,
+    ]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    return (done.stdout + done.stderr).splitlines()[-1]
+
+
+@pytest.fixture
+def tests(tmp_path: Path) -> Path:
+    """A directory of tests with sentences that are kept."""
+    directory = tmp_path / "tests"
+    (directory / "sentences").mkdir(parents=True)
+    shutil.copy(sentences.__file__, directory)
+    (directory / "conftest.py").write_text('pytest_plugins = ("sentences",)\n')
+    assert "2 passed" in pytest_of(directory, "--update-sentences")
+    return directory
+
+
+def test_a_sentence_is_held_until_the_flag_keeps_another(tests: Path) -> None:
+    assert "2 passed" in pytest_of(tests)
+    assert "1 failed, 1 passed" in pytest_of(tests, sentence="a token too many")
+    assert "2 passed" in pytest_of(tests, "--update-sentences", sentence="a token too many")
+    assert json.loads((tests / "sentences" / "run.json").read_text()) == {
+        "test_some.py::test_one": "error: a token too many: 97"
+    }
+
+
+def test_the_flag_keeps_no_other_value(tests: Path) -> None:
+    assert "1 failed, 1 passed" in pytest_of(tests, "--update-sentences", value=9)
+
+
+def test_a_sentence_that_its_test_no_longer_has_fails_until_the_flag_removes_it(tests: Path) -> None:
+    held = tests / "sentences" / "run.json"
+    before = json.loads(held.read_text())
+    more = {"test_some.py::test_one (2)": "error: another", "test_some.py::test_gone": "error: of a test that is gone"}
+    held.write_text(json.dumps(before | more))
+    assert "1 error" in pytest_of(tests)
+    assert "2 passed" in pytest_of(tests, "--update-sentences", "-n", "2")
+    assert json.loads(held.read_text()) == before
+    assert "2 passed" in pytest_of(tests)
+
+
+def test_no_sentence_is_kept_of_a_test_that_is_gone(request: pytest.FixtureRequest) -> None:
+    assert request.config.stash[sentences.STALE] == [], "`pytest --update-sentences` removes them"
