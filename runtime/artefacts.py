@@ -1,4 +1,4 @@
-"""What lies on the disk, checked whole: every file is read, and compared with what was recorded when it was written.
+"""Integrity checks of artefacts on disk: every file is read, and compared with what was recorded when it was written.
 
 Opening an artefact reads a file once and again only when it has changed; here nothing that is known of a file counts.
 Nothing here needs torch.
@@ -41,7 +41,7 @@ _LEFT_OVER = "left by a command that was interrupted, or one at work"
 
 @dataclass(frozen=True)
 class FileCheck:
-    """What was found of a file. `note` says what is wrong, or why there is nothing to compare it with."""
+    """Result of checking one file. `note` says what is wrong, or why there is nothing to compare it with."""
 
     name: str
     status: Status
@@ -55,7 +55,7 @@ class FileCheck:
 
 @dataclass(frozen=True)
 class ArtefactCheck:
-    """What an artefact is, and what was found of each of its files."""
+    """Kind of an artefact, and the result for each of its files."""
 
     kind: Kind
     files: list[FileCheck]
@@ -223,7 +223,7 @@ def _missing_shards(directory: Path) -> Iterator[FileCheck]:
 
 
 def _hub_digest(directory: Path, path: Path) -> str | None:
-    """What the hub said of a downloaded file: SHA-256 of a large one, git's digest of a small one."""
+    """Digest that the hub reported for a downloaded file: SHA-256 of a large one, git's digest of a small one."""
     target = path.resolve()
     said = target.name if path.is_symlink() and target.parent.name == "blobs" else None
     metadata = directory / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"

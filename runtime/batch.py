@@ -29,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the compiled step takes, and nothing else. B rows, padded to the longest: Q tokens, N blocks.
+    """Inputs of the compiled step, and nothing else. B rows, padded to the longest: Q tokens, N blocks.
 
     Several rows may be of one sequence, because all K/V are written before any is read.
 

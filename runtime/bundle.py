@@ -22,7 +22,7 @@ from runtime.files import Stamp, read_json, read_json_and_text, recover_director
 
 LIBRARY = "kernels.so"
 COPY_DIR = "self-draft"
-"""Of the copy that drafts: what the compiler makes of its step, and the weights that are not the target's."""
+"""Subdirectory of the self-draft copy: its compiled step, and the weights that it does not share with the target."""
 _BUILD_AGAIN = "build it again"
 ENGINE = Artefact("the engine was built", _BUILD_AGAIN, fact="engine")
 
@@ -41,7 +41,7 @@ def weights_files(mapping: Mapping) -> list[str]:
 
 
 def uses_kernels(compiler: Compiler, device: str) -> bool:
-    """Whether attention is our kernel: where the step is compiled, on the CPU."""
+    """True if attention is our kernel: where the step is compiled, on the CPU."""
     return compiler != "none" and device == "cpu"
 
 
@@ -59,7 +59,7 @@ def read_bundle(engine_dir: Path) -> Bundle:
 
 
 def is_engine_dir(directory: Path) -> bool:
-    """Whether the directory says that it is an engine's, whatever else may be wrong with it."""
+    """True if the directory claims to be an engine's, whatever else may be wrong with it."""
     try:
         return directory.is_dir() and "build_config" in read_json(directory / CONFIG)
     except SpecDecError:
@@ -80,7 +80,7 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
 
 
 def parse_engine_config(data: dict[str, Any], engine_dir: Path) -> EngineConfig:
-    """What the `config.json` of an engine's directory says; SpecDecError for what none can say."""
+    """Parse the `config.json` of an engine directory; SpecDecError if it is invalid."""
     if "build_config" not in data:
         raise SpecDecError(f"this is not an engine directory: {engine_dir}", hint="build one", fact="not_an_engine")
     config = parse(EngineConfig, data, str(engine_dir / CONFIG))

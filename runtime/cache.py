@@ -111,7 +111,7 @@ def locked_entry(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def used_entry(path: Path) -> Iterator[bool]:
-    """Whether the cache's entry `path` is there: then it was used just now, and nobody removes it in the block."""
+    """Yield whether the cache's entry `path` exists; if so, mark it as used and keep it in the block."""
     with _flocked(path, fcntl.LOCK_SH) as is_there:
         if is_there:
             with contextlib.suppress(OSError):  # a cache that is only read
@@ -139,14 +139,14 @@ def remove_unused_entry(path: Path) -> bool:
 
 
 def is_used(path: Path) -> bool:
-    """Whether a process uses an entry now."""
+    """True if a process uses an entry now."""
     with _flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
         return not is_unused
 
 
 @contextmanager
 def _flocked(path: Path, operation: int) -> Iterator[bool]:
-    """Whether the directory's lock could be had, and it is still the one of that name; it is let go with the block."""
+    """Lock the directory; yields whether that succeeded and it still has that name."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -166,7 +166,7 @@ def _flocked(path: Path, operation: int) -> Iterator[bool]:
 
 
 def remove_left_over(path: Path) -> None:
-    """What a process has left that was killed when the cache's entry `path` was there already."""
+    """Remove what a process left behind that was killed after the cache's entry `path` existed."""
     if any(path.parent.glob(f".{path.name}.*")):
         with contextlib.suppress(SpecDecError), locked_entry(path, lambda: None):
             pass
@@ -178,7 +178,7 @@ def sealed(data: bytes) -> bytes:
 
 
 def read_sealed(path: Path) -> bytes | None:
-    """What was sealed; None if it is absent, or not what was written."""
+    """Read sealed content; None if it is absent or damaged."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -239,7 +239,7 @@ def read_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
 
 
 def read_kept_digest(path: Path) -> str | None:
-    """What `file_digest` has kept at `path`: a digest, and one of it and the name. None if not there, or damaged."""
+    """Read a kept digest of `file_digest`: a digest, and one of it and the name. None if not there, or damaged."""
     try:
         kept, _, check = path.read_text().partition(" ")
     except (OSError, UnicodeDecodeError):

@@ -28,7 +28,7 @@ def cached_engines() -> list[CachedEngine]:
 
 
 def other_bytes() -> int:
-    """What else lies in the cache: compiled kernels, digests, and what interrupted commands have left."""
+    """Size of everything else in the cache: compiled kernels, digests, and what interrupted commands have left."""
     directory = cache_dir()
     whole = directory_bytes(directory) if directory.is_dir() else 0
     return whole - sum(engine.num_bytes for engine in cached_engines())

@@ -10,7 +10,7 @@ from runtime.gguf import CHAT_TEMPLATE, is_gguf, read_gguf
 
 
 class Message(TypedDict):
-    """Who says what: `role` is system, user or assistant."""
+    """One message of a conversation: `role` is system, user or assistant."""
 
     role: str
     content: str
@@ -63,7 +63,7 @@ class ChatTemplate:
 
 
 def has_chat_template(tokenizer_dir: Path) -> bool:
-    """Whether a GGUF file or a directory holds one, as transformers finds it; looked up without transformers.
+    """True if a GGUF file or a directory has a chat template, by transformers' rules but without transformers.
 
     `chat_template.json` is that of a processor of images and sounds, which no tokenizer reads.
     """

@@ -120,8 +120,9 @@ def _with_own_names(source: Source) -> Source:
 
 
 def _split_up(source: Source, pieces: list[Piece], tp_size: int) -> tuple[Splitting | None, list[Piece]]:
-    """How the weights are split, and the pieces as they are then; SpecDecError where they do not have the names that
-    the plan has for them."""
+    """Split the weights over ranks, and return the split and its tensors; SpecDecError if their names do not match the
+    plan.
+    """
     pretrained = parse_pretrained_config(source.config, source.name)
     splitting = split_config(pretrained, tp_size)
     if splitting is None:

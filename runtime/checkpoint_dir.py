@@ -34,7 +34,7 @@ def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
 
 
 def parse_checkpoint_config(data: dict[str, Any], checkpoint_dir: Path) -> CheckpointConfig:
-    """What the `config.json` of a checkpoint directory says; SpecDecError for what none can say."""
+    """Parse the `config.json` of a checkpoint directory; SpecDecError if it is invalid."""
     if "build_config" in data:
         raise SpecDecError(
             f"this is an engine directory, not a checkpoint: {checkpoint_dir}",

@@ -26,7 +26,7 @@ _OF_TOKENIZER = frozenset({*TOKENIZER_FILES, SAVED})
 
 @dataclass(frozen=True)
 class Artefact:
-    """How errors speak of one: since when its files are what they are, and what to do if they no longer are."""
+    """Wording of errors about it: the origin of its files, and the remedy if they have changed."""
 
     since: str
     hint: str
@@ -37,12 +37,12 @@ class Artefact:
 
 
 def document_digest(data: dict[str, Any], key: str) -> str:
-    """Of what a JSON document says but for its digest, which is under `key`, whatever its layout."""
+    """Digest of a JSON document without its own digest under `key`, independent of layout."""
     return digest([json.dumps({name: value for name, value in data.items() if name != key}, sort_keys=True)])
 
 
 def config_digest(data: dict[str, Any]) -> str:
-    """Of what a directory's `config.json` says."""
+    """Digest of a directory's `config.json`."""
     return document_digest(data, "config_digest")
 
 

@@ -52,7 +52,7 @@ Share = Annotated[float, Between(0, 1)]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Compiler = Literal["aot", "torch-compile", "none"]
 Arithmetic = Literal["float32", "avx512_bf16", "amx_bf16"]
-"""How products of numbers of 16 bits are computed; their results differ in the last bits."""
+"""Matmul kernel (ISA path) for 16-bit numbers; results differ in the last bits."""
 ARITHMETICS: tuple[Arithmetic, ...] = typing.get_args(Arithmetic)  # in the order of the kernels' numbers
 SpeculativeDecodingMode = Literal["none", "draft_tokens_external"]
 QuantFormat = Literal["int8", "int4", "fp8"]
@@ -67,7 +67,7 @@ Activations = Literal["float", "int8", "int16"]
 
 @dataclass(frozen=True)
 class Mapping:
-    """How a model is spread over devices. A directory is of all ranks: its `rank` is 0."""
+    """Distribution of a model over devices. A directory holds all ranks: its `rank` is 0."""
 
     world_size: Size = 1
     tp_size: Size = 1
@@ -88,7 +88,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Precision:
-    """What a conversion rounds, and to what. Without a format weights stay as they are."""
+    """Quantization format of a conversion. Without a format weights stay as they are."""
 
     qformat: QuantFormat | None = None
     group_size: int | None = None
@@ -101,7 +101,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint's linear layers are rounded. Each one's tensors say it of itself; this is said of them all."""
+    """Quantization of a checkpoint's linear layers. Each layer's tensors describe themselves; this covers all."""
 
     quant_algo: QuantAlgo | None
     kv_cache_quant_algo: KVCacheQuantAlgo | None = None
@@ -114,7 +114,7 @@ class Quantization:
     activations: Activations = "float"
     """Activation format for quantized layers."""
     source: str = "rounded"
-    """Where the rounded weights come from: they were rounded by the conversion, or read from a format of this name."""
+    """Origin of the quantized weights: quantized by the conversion, or read from a format of this name."""
     unrounded: str | None = None
     """The model that was rounded, by its shipped name or directory; None where it is not known."""
 
@@ -130,7 +130,7 @@ class CheckpointConfig:
     files: tuple[FileRecord, ...] = ()
     """All but those that people change; none until they are written."""
     config_digest: str = ""
-    """Of all the rest, as it was written."""
+    """Digest of all other fields, as written."""
     format_version: int = CHECKPOINT_FORMAT_VERSION
 
 
@@ -146,7 +146,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class SelfDraft:
-    """How the linear weights of the copy are rounded by which a model drafts for itself."""
+    """Quantization of the linear weights of a self-draft copy."""
 
     qformat: Literal["int8", "int4"]
     group_size: Size | None = 64
@@ -155,7 +155,7 @@ class SelfDraft:
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """What `build` fixed; `run` may not exceed it.
+    """Limits fixed by `build`; `run` may not exceed them.
 
     `max_seq_len` includes `max_draft_len`, as in TensorRT-LLM: prompt and output together may have
     `max_request_len` tokens.
@@ -178,19 +178,19 @@ class BuildConfig:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a step is compiled for."""
+    """Shape that a step is compiled for."""
 
     dtype: Dtype
     vocab_size: Size
     layers: tuple[LayerShape, ...]
     build_config: BuildConfig
     kv_cache: KVCacheQuantAlgo | None = None
-    """How keys and values are rounded; None: they are of the dtype."""
+    """Quantization of keys and values; None: they are of the dtype."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a compiled step was made for; it runs nowhere else."""
+    """Environment that a compiled step was built for; it runs nowhere else."""
 
     torch: str
     transformers: str
@@ -211,13 +211,13 @@ class LogitsCheck:
     """The engine's relative difference from the same weights in float32: measured where 16 bits exceed `tolerance`."""
     transformers_from_float32: Measure | None = None
     from_float64: Measure | None = None
-    """As `from_float32`, measured where float32 exceeds `tolerance`."""
+    """Error relative to float64, measured if the one relative to float32 exceeds `tolerance`."""
     transformers_from_float64: Measure | None = None
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What rounding changed, on a text of `num_tokens`: the unrounded model's probabilities beside the rounded's."""
+    """Quantization error on a text of `num_tokens`: unquantized probabilities against quantized ones."""
 
     num_tokens: Size
     mean_kl: float
@@ -230,7 +230,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step took when the engine was built, of `num_tokens` in each of `batch_size` rows, after `context_len`."""
+    """Time of a step at build, with `num_tokens` in each of `batch_size` rows, after `context_len`."""
 
     batch_size: Size
     context_len: Count
@@ -240,7 +240,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """What the machine gave when the engine's steps were measured."""
+    """Speed of the machine when the engine's steps were measured."""
 
     num_threads: Size
     memory_bytes_per_s: Measure
@@ -265,21 +265,21 @@ class EngineConfig:
     host_s: Measure = 0.0
     """Seconds of a loop's turn beside the compiled step."""
     self_draft_check: LogitsCheck | None = None
-    """Of the copy that drafts, against the same rounded weights."""
+    """Logits check of the self-draft copy, against the same quantized weights."""
     self_draft_costs: tuple[StepCost, ...] = ()
-    """What the copy's steps took."""
+    """Step times of the self-draft copy."""
     machine: MachineSpeed | None = None
-    """Where steps were measured."""
+    """Machine on which steps were measured."""
     quantization: Quantization | None = None
     quality: Quality | None = None
     compiler_note: str | None = None
     arithmetic: Arithmetic | None = None
-    """Of the kernels for linear layers; None where they are not used."""
+    """Matmul kernel of linear layers; None without our kernels."""
     batch_invariant: bool = False
-    """Whether a token's logits are the same bits whatever else is in its step: batch, draft, piece of a prompt."""
+    """True if a token's logits are bitwise independent of the rest of its step: batch, draft, piece of a prompt."""
     mapping: Mapping = Mapping()
     config_digest: str = ""
-    """Of all the rest, as it was written."""
+    """Digest of all other fields, as written."""
     format_version: int = ENGINE_FORMAT_VERSION
 
     @property

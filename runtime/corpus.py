@@ -52,7 +52,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class CorpusInfo:
-    """What a corpus says of itself. `content_digest` is of both tensors, `info_digest` of all the rest here."""
+    """Metadata of a corpus. `content_digest` covers both tensors, `info_digest` all other fields."""
 
     vocab_size: Size
     tokenizer_digest: str
@@ -169,7 +169,8 @@ class Corpus:
         return counts
 
     def longest_match(self, tail: Sequence[int], max_size: int, min_size: int = 1) -> Match | None:
-        """Where the longest end of `tail` of `min_size` to `max_size` tokens occurs with something after it.
+        """Find occurrences with a continuation of the longest suffix of `tail` that has `min_size` to `max_size`
+        tokens.
 
         If an n-gram occurs so do its ends, so the size is found by bisection. SpecDecError if the file has changed.
         """
@@ -202,7 +203,7 @@ class Corpus:
         return found
 
     def continuation(self, match: Match, max_len: int) -> list[Continuation]:
-        """What followed most often, token by token: the most frequent token, then the most frequent after that one.
+        """Draft the most frequent continuation: the most frequent token, then the most frequent after that one.
 
         It ends where documents end, and before a token that followed in less than one eighth of the occurrences.
         """
@@ -252,7 +253,7 @@ class Corpus:
         return match._replace(end=bisect_left(self._rows, _CLOSING, match.start, match.end, key=read))
 
     def _common_tokens(self, match: Match, max_len: int) -> list[int]:
-        """What follows all occurrences alike: rows are sorted, so it is what follows the first and the last."""
+        """Tokens common to all continuations: rows are sorted, so comparing the first and the last suffices."""
         read = self._reader(_TOKEN_BYTES * max_len, match.ngram_size)
         first, last = (_decode(read(self._rows[row])) for row in (match.start, match.end - 1))
         common = list(takewhile(lambda pair: pair[0] == pair[1] >= 0, zip(first, last, strict=False)))
@@ -342,7 +343,7 @@ def merge_corpora(path: Path, corpora: Sequence[Corpus], *, replace: bool) -> Co
 
 
 def suffix_array(tokens: Array) -> Array:
-    """Where the suffixes of the documents in `tokens` start, in the order of their bytes; int32 if that is enough.
+    """Start positions of the suffixes of the documents in `tokens`, in byte order; int32 if that is enough.
 
     By prefix doubling: suffixes sorted by their first n tokens are sorted by 2n by the ranks of the two halves, and
     those that are told apart stay where they are. A closing -1 differs from every other, so that no comparison goes on
@@ -369,7 +370,7 @@ def suffix_array(tokens: Array) -> Array:
 
 
 def is_corpus(path: Path) -> bool:
-    """Whether the file says that it is a corpus, of whatever format and however damaged."""
+    """True if the file claims to be a corpus, of whatever format and however damaged."""
     try:
         with path.open("rb") as file:
             return _KEY in read_metadata(file)
@@ -386,7 +387,7 @@ def _open_file(path: Path) -> BinaryIO:
 
 
 def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]]:
-    """What the open file says of itself, and where in it the tensors lie."""
+    """Read the open file's metadata and the positions of its tensors."""
     try:
         header = read_header(file)
     except SafetensorError as error:
@@ -420,7 +421,7 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
 
 
 def _content_ranges(offsets: dict[str, Range]) -> list[Range]:
-    """Where the bytes lie that `content_digest` is of."""
+    """Byte ranges covered by `content_digest`."""
     return [offsets["tokens"], offsets["suffix_array"]]
 
 

@@ -1,4 +1,4 @@
-"""What a step costs on the machine an engine was built on, interpolated from what was measured there.
+"""Cost model of a step on the machine an engine was built on, interpolated from measurements.
 
 The time of a step grows with the sequences in it, with their context, and with the tokens of each. On a CPU a draft is
 not free: a step of eleven tokens may take twice as long as a step of one.
@@ -49,7 +49,7 @@ class CostModel:
         return self._known[key]
 
     def _beyond(self, most: int, batch_size: int, context_len: int, num_tokens: float) -> float:
-        """Of a batch larger than all that were measured, of which the largest has `most` rows.
+        """Cost of a batch larger than all measured ones, the largest of which has `most` rows.
 
         As many tokens in `most` rows, and what each further row adds to a step of so many. Not the line through batches
         of the same rows: from some number of tokens on other kernels compute a step, and its price jumps.

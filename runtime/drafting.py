@@ -1,4 +1,4 @@
-"""What both loops do: check requests, ask for drafts before every step, commit after it, and let go at the end."""
+"""Shared parts of both loops: checking requests, drafting before a step, committing after it, and releasing."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq

@@ -40,7 +40,7 @@ _MAX_LOGITS = 1 << 23  # computed at once of a prompt that is scored
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """How large the K/V cache is, and whether released blocks are found again.
+    """Size of the K/V cache, and whether released blocks are reused.
 
     `max_tokens` bounds it on any device. Without it a CPU gets what max_batch_size sequences of max_seq_len tokens
     need, and a GPU `free_gpu_memory_fraction` of the memory that is free once the engine is open.
@@ -147,7 +147,7 @@ class Engine:
         return None if self.ranks is None else self.ranks.failure
 
     def alone(self) -> AbstractContextManager[None]:
-        """What is around a step, such as the choice of tokens: torch's loops there wake none of its OpenMP's threads.
+        """Context for code around a step, such as sampling: torch's loops there wake none of its OpenMP's threads.
 
         They would wait for more work on the cores of a step that does not need them. Other steps share their own loops
         among them.
@@ -180,7 +180,7 @@ class Engine:
 
     @property
     def num_cache_bytes(self) -> int:
-        """What the K/V cache takes when it is full."""
+        """Bytes of a full K/V cache."""
         block_bytes = bytes_per_block(self.config.layers, self._blocks.block_size, _kv_dtype(self.config))
         return self._blocks.num_blocks * block_bytes
 
@@ -259,7 +259,7 @@ class Engine:
         return self._forward_apart([generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)])
 
     def forward_copy(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
-        """As `forward`, by the copy that drafts: into the same K/V cache, and of no more tokens than fit a draft.
+        """Run the self-draft copy like `forward`: into the same K/V cache, and of no more tokens than fit a draft.
 
         Its K/V are nobody's: `num_computed` of a sequence that is stepped or released must stay at what the target has
         computed, whose step computes these tokens again, and writes over them before it reads.
@@ -371,7 +371,7 @@ def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torc
 
 
 def _first_device(kind: Literal["cpu", "cuda"], device_ids: Seq[int]) -> torch.device:
-    """Where rank 0 computes. A processor's devices are its cores, and are looked up where there are several ranks."""
+    """First device of rank 0. A processor's devices are its cores, and are looked up where there are several ranks."""
     if kind == "cpu" and len(device_ids) > 1:
         return torch.device("cpu")
     devices = [resolve_device(kind, device_id) for device_id in device_ids]  # and the others are there too

@@ -33,7 +33,7 @@ _BUILD_CODE = (
     "compiler/**/*", "parallel/*", "quantization/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "gguf*.py",
     "kv_cache.py", "model_dir.py", "pieces.py", "source.py",
 )  # fmt: skip
-"""What an engine's content depends on, in `runtime`. What opens, asks and judges engines is not among it."""
+"""Sources in `runtime` that determine an engine's content. Code that opens, runs and evaluates engines is excluded."""
 
 Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
 """Opens a display of phases, which is called with the name of each that begins."""
@@ -41,7 +41,7 @@ Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a model's engine is built for; None: the model's own dtype, and its positions up to 4,096."""
+    """Build settings of a model's engine; None: the model's own dtype, and its positions up to 4,096."""
 
     dtype: Dtype | None = None
     max_batch_size: int = 4
@@ -49,13 +49,13 @@ class EngineSettings:
     max_draft_len: int = 10
     """0: takes no drafts (a draft model's engine)."""
     self_draft: Literal["int8", "int4"] | None = None
-    """How the copy is rounded by which the model drafts for itself; None: there is none."""
+    """Quantization of the self-draft copy; None: there is none."""
     tp_size: int = 1
     compiler: Compiler | None = None
     """None: what the device's default is (`runtime.compiler.choosing`)."""
 
     def build_config(self, num_positions: int) -> BuildConfig:
-        """Of settings that name a compiler."""
+        """Build config from settings that name a compiler."""
         assert self.compiler is not None
         max_seq_len = self.max_seq_len or min(num_positions, _MAX_SEQ_LEN)
         return BuildConfig(
@@ -164,7 +164,7 @@ def build_code() -> list[Path]:
 
 
 def _is_engine(directory: Path) -> bool:
-    """Whether the entry is there, and what was built."""
+    """True if the entry exists and is an engine."""
     try:
         bundle = read_bundle(directory)
         check_step_files(bundle)

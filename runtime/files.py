@@ -137,7 +137,7 @@ def remove_if_abandoned(directory: Path) -> None:
 
 @contextmanager
 def _abandoned(directory: Path) -> Iterator[bool]:
-    """Whether nobody holds the directory's lock; then nobody can take it in the block. Without locks never."""
+    """Try to lock the directory; yields whether that succeeded (False without locks), and keeps the lock."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -203,7 +203,7 @@ def _give_name(written: Path, path: Path) -> None:
 
 
 def _umask() -> int:
-    """What this process takes from the mode of new files; it can be read by changing it only."""
+    """Read the umask of this process, which is possible only by setting it."""
     umask = os.umask(0)
     os.umask(umask)
     return umask

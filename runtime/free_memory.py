@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's, and what its control groups leave of it."""
+"""Memory still available to this process: the machine's, and what its control groups leave of it."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What came of a run: finished sequences, and where the time went."""
+"""Result of a run: finished sequences, and where the time went."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Unanswered(SpecDecError):
 
 @dataclass(frozen=True)
 class Work:
-    """How long so many tokens took."""
+    """Time taken by a number of tokens."""
 
     wall_s: float
     num_tokens: int

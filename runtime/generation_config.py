@@ -45,19 +45,19 @@ _NOT_DONE: dict[str, tuple[Any, ...]] = {
     "eta_cutoff": (0,),
     "top_h": (),
 }
-"""What changes outputs of transformers' `generate` and is not done here -> values that change nothing."""
+"""Settings of transformers' `generate` that change outputs but are not supported -> values without effect."""
 
 
 @dataclass(frozen=True)
 class ModelDefaults:
-    """What a model's generation_config.json says of how tokens are chosen."""
+    """Sampling defaults in a model's generation_config.json."""
 
     penalties: dict[str, float] = field(default_factory=dict)
     """`repetition_penalty` and `no_repeat_ngram_size`, which transformers' `generate` applies to greedy outputs too."""
     sampling: dict[str, float] = field(default_factory=dict)
     """`temperature`, `top_k`, `top_p` and `min_p`, for chats; temperature 0 alone where `do_sample` is false."""
     not_done: tuple[str, ...] = ()
-    """What it asks for besides, and nobody here does."""
+    """Unsupported settings in the file."""
 
     @property
     def all(self) -> dict[str, float]:

@@ -26,7 +26,7 @@ _MAX_ITEMS = 2**24  # of an array: a vocabulary has fewer
 
 @dataclass(frozen=True)
 class BlockType:
-    """How numbers are stored: so many in blocks of so many bytes."""
+    """Storage format of numbers: `num_numbers` in blocks of `num_bytes`."""
 
     name: str
     num_numbers: int
@@ -62,7 +62,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """What a file says before its tensors."""
+    """Header of a file, before its tensors."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]

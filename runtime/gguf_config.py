@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, in Hugging Face's words: the config, the names of weights, the order of rows.
+"""Translate a GGUF file's metadata to Hugging Face's terms: the config, the names of weights, the order of rows.
 
 Every key of the model's is used, is known to change nothing at the value that it has, or is refused by name.
 """
@@ -25,7 +25,7 @@ _USED_BY_GEMMA = {
     "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping",
 }  # fmt: skip
 _NOTES = {"tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
-"""What llama.cpp keeps and computes nothing by, with the positions that are read here."""
+"""Keys that llama.cpp stores but does not compute with, for the rope types supported here."""
 _NEUTRAL: Mapping[str, Any] = {
     "attention.causal": True, "attention.clamp_kqv": 0, "attention.max_alibi_bias": 0, "attention.scale": 0,
     "attention.sliding_window": 0, "attn_logit_softcapping": 0, "embedding_scale": 1, "expert_count": 0,
@@ -145,7 +145,7 @@ def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _of_gemma(model: _Model, rope: dict[str, Any]) -> dict[str, Any]:
-    """What Gemma 3 has besides: layers that see a window, each kind with positions of its own."""
+    """Add the settings of Gemma 3: layers that see a window, each kind with positions of its own."""
     num_layers, hidden = int(model.get("block_count")), model.get("embedding_length")
     pattern = model.find("attention.sliding_window_pattern")
     if isinstance(pattern, list):
@@ -201,7 +201,7 @@ def _llama3_rope(factors: GGUFTensor, theta: float, path: Path) -> dict[str, Any
 
 
 def _llama3_factor(wavelength: float, factor: float) -> float:
-    """How much longer a wavelength becomes: nothing if short, `factor` if long, and in between something between."""
+    """Factor by which a wavelength is stretched: 1 if short, `factor` if long, interpolated in between."""
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     turns = _LLAMA3["original_max_position_embeddings"] / wavelength
     if turns > high or turns < low:
@@ -224,7 +224,7 @@ _OF_GEMMA_BLOCK = _OF_BLOCK | {
 
 
 def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
-    """What Hugging Face's models call it."""
+    """Name of the tensor in Hugging Face's models."""
     layer, _, part = tensor.name.rpartition(".")
     if layer in _WHOLE:
         return f"{_WHOLE[layer]}.{part}"
@@ -249,7 +249,7 @@ def rows_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> tuple[int, ...] | 
 
 
 def shift_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> float:
-    """What is added to a tensor's numbers: llama.cpp keeps the norms of Gemma with the 1 that its model adds."""
+    """Offset added to a tensor's numbers: llama.cpp keeps the norms of Gemma with the 1 that its model adds."""
     return -1.0 if _is_gemma(config) and tensor.name.endswith("norm.weight") else 0.0
 
 
@@ -267,7 +267,7 @@ _SAMPLING = {
 
 
 def generation_config_of(path: Path) -> dict[str, Any]:
-    """What llama.cpp's converter kept of the model's generation_config.json (`general.sampling.*`), by its names."""
+    """Read the model's generation_config.json as stored by llama.cpp's converter (`general.sampling.*`)."""
     metadata = read_gguf(path).metadata
     found = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
     # Numbers of 32 bits, by the digits that were written.

@@ -47,20 +47,20 @@ _HAN = r"(?:(?!\s)[一-龥ࠀ-一가-\ud7ff])+"  # llama.cpp takes all spaces fo
 
 
 def _class(ranges: str) -> str:
-    """What stands between the brackets of an expression: `0041-005A 00B5` is `A-Zµ`."""
+    """Parse the characters between the brackets of an expression: `0041-005A 00B5` is `A-Zµ`."""
     return "".join("-".join(chr(int(end, 16)) for end in one.split("-")) for one in ranges.split())
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How texts are split before merges, by one expression after the other, and what llama.cpp knows besides."""
+    """Split of texts before merges, by one expression after the other, and llama.cpp's further settings."""
 
     expressions: tuple[str, ...]
     """Matches become pieces of their own, and so does what lies between them."""
     ignores_merges: bool = False
-    """Whether a piece that is a token is that token, whatever its merges would make of it."""
+    """True if a piece that is itself a token is used as such, without applying merges."""
     adds_bos: bool = False
-    """Where the file does not say."""
+    """Default if the file has no setting."""
 
 
 _SMOLLM = PreTokenizer((r"\p{N}", _GPT2))
@@ -144,7 +144,7 @@ _OTHER = "name the tokenizer of the model that it was made of, or give token ids
 
 
 class _Said:
-    """What a file says of its tokenizer, each value checked where it is asked for."""
+    """Metadata of the tokenizer in a file, each value checked on access."""
 
     def __init__(self, said: Mapping[str, Any], path: Path) -> None:
         self._said, self.path = said, path
@@ -201,7 +201,7 @@ def _make(said: _Said) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _added_around(said: _Said, adds_bos: bool) -> processors.TemplateProcessing | None:
-    """What puts tokens before and after a text; None where there are none to put."""
+    """Add special tokens before and after a text; None if there are none."""
     pieces = {"bos": said.flag("add_bos_token", adds_bos), "$A": True, "eos": said.flag("add_eos_token", False)}
     template, special = [name for name, is_there in pieces.items() if is_there], []
     for name in template:

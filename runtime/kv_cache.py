@@ -251,7 +251,7 @@ class KVPool:
             self.scales = [pool(layer.num_kv_heads, 2, block_size, torch.float32) for layer in layers]
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What the step takes beside a batch: keys, and values with the scales behind them."""
+        """Cache tensors of the step: keys, and values with the scales behind them."""
         return self.keys, [*self.values, *self.scales]
 
     def occupy(self) -> None:
@@ -265,7 +265,7 @@ class KVPool:
 
 
 def is_rounded(dtype: torch.dtype) -> bool:
-    """Whether keys and values of this dtype have scales."""
+    """True if keys and values of this dtype have scales."""
     return dtype in _ROUNDED.values()
 
 

@@ -40,7 +40,7 @@ def generate(
 
 
 class Leader:
-    """Who runs and who waits, both oldest first, and the step that all of them take together.
+    """Running and waiting sequences, both oldest first, and their common step.
 
     Who calls `step` may add and drop sequences between two steps.
     """

@@ -1,4 +1,4 @@
-"""What an engine can serve at all: each check raises SpecDecError for a request that it never could."""
+"""Limits of an engine: each check raises SpecDecError for a request that it never could."""
 
 from runtime.config import BuildConfig
 from runtime.errors import SpecDecError

@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 Prompt = str | Seq[int]
 """A text, or the ids of its tokens."""
 AnyDrafter = AnySpec | Drafter | DraftFunction
-"""How to draft: settings such as `NgramDrafter()`, or a drafter of one's own, an object or a function."""
+"""Drafter in the Python API: settings such as `NgramDrafter()`, or an object or function of the user's own."""
 
 
 class EngineOptions(TypedDict, total=False):
-    """What the engine of a model is built for (`runtime.engine_cache.EngineSettings`)."""
+    """Build options of a model's engine (`runtime.engine_cache.EngineSettings`)."""
 
     dtype: Literal["auto"] | Dtype
     max_batch_size: int
@@ -72,7 +72,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class _Asked(NamedTuple):
-    """What a request is of."""
+    """Prompt of a request, and its index."""
 
     prompt_index: int
     prompt: Prompt
@@ -170,7 +170,7 @@ class LLM:
         drafter: AnyDrafter | None = None,
         draft_len_mode: DraftLenMode | None = None,
     ) -> list[Output]:
-        """What the assistant says next, by the tokenizer's chat template; SpecDecError if it has none.
+        """Generate the assistant's next message, by the tokenizer's chat template; SpecDecError if it has none.
 
         Without parameters it is sampled as the model's generation_config.json says (`chat_params`).
         """
@@ -265,7 +265,7 @@ class LLM:
 
     @cached_property
     def model_defaults(self) -> ModelDefaults:
-        """What the model's generation_config.json says of how tokens are chosen."""
+        """Sampling defaults in the model's generation_config.json."""
         return read_model_defaults(self.bundle.directory)
 
     def chat_params(self) -> SamplingParams:
@@ -307,7 +307,7 @@ class LLM:
         return dataclasses.replace(params, **own_values)
 
     def stop_words(self, params: SamplingParams) -> StopWords | None:
-        """What ends an output by its text; SpecDecError without a tokenizer, or for a word it makes nothing of."""
+        """Compile stop words; SpecDecError without a tokenizer, or for a word that has no tokens."""
         if not params.stop_words:
             return None
         tokenizer = self._tokenizer_for_words()

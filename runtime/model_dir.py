@@ -1,4 +1,4 @@
-"""What people have in a model's directory beside its weights or in their place, and tensors that are no weights."""
+"""Extra and unusual files in a model's directory, and tensors that are no weights."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -62,12 +62,12 @@ def check_head(names: Iterable[str], config: Mapping[str, Any], head: str | None
 
 
 def is_computed(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether the tensor is no weight, but what transformers computes from the config."""
+    """True if the tensor is no weight, but computed by transformers from the config."""
     return name.endswith(_COMPUTED) or (name.endswith(_MASKS) and len(shape) == 4)
 
 
 def predicts_further(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether the weight is of layers that predict more than the next token (MTP), which the model class does not have.
+    """True if the weight belongs to layers that predict more than the next token (MTP), which the model class lacks.
 
     DeepSeek V3 and GLM count them on after the model's own layers, others call them `mtp`.
     """

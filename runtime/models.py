@@ -1,4 +1,4 @@
-"""Where a model comes from: a shipped name, a local directory or GGUF file, or the Hugging Face hub."""
+"""Resolve the source of a model: a shipped name, a local directory or GGUF file, or the Hugging Face hub."""
 
 import re
 from functools import cache

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def gumbel(key: int, tokens: NDArray[np.uint32]) -> NDArray[np.float64]:
-    """Of each token, by the 64 bits of its position's key: -log(-log(1 - v)), v in (0, 1) by 52 bits of the token.
+    """Gumbel noise of each token, from the 64 bits of its position's key: -log(-log(1 - v)) for 52-bit v in (0, 1).
 
     Small v are large noise, and where v is small it is finest: probabilities down to 1e-15 are drawn with.
     """

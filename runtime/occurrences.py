@@ -1,4 +1,4 @@
-"""What a request's penalties and bans make of the tokens before a position, kept up token by token.
+"""Token counts for a request's penalties and bans, updated token by token.
 
 A position costs what its own tokens cost, not what its whole prefix does; only tokens that occur are ever touched.
 """
@@ -18,7 +18,7 @@ NO_ENTRIES: NDArray[np.int32] = np.zeros((0, 4), np.int32)
 
 @dataclass(frozen=True)
 class Adjustments:
-    """What changes scores at a position: `Entry` of the kernels' `cuts.h` per token, and tokens that are banned."""
+    """Score adjustments at a position: `Entry` of the kernels' `cuts.h` per token, and tokens that are banned."""
 
     entries: NDArray[np.int32]
     """(n, 4): token, bias (the bits of a float32), how often it occurs, and how often for occurrence penalties."""
@@ -28,7 +28,7 @@ class Adjustments:
 
 
 class Occurrences:
-    """Of one request; it follows whatever prefix it is asked about, best one that goes on from the last."""
+    """Counts of one request; calls may pass any prefix, but are fastest if it extends the previous one."""
 
     def __init__(self, params: SamplingConfig, num_prompt_tokens: int) -> None:
         self._counts = params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)

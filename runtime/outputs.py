@@ -1,4 +1,4 @@
-"""What a Python user gets: whole outputs, and pieces of outputs as they come."""
+"""Results of the Python API: whole outputs, and pieces of outputs as they come."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from runtime.stats import FinishReason, RequestStats, TokenLogprobs
 
 @dataclass(frozen=True)
 class Output:
-    """What came of a prompt."""
+    """Output of a prompt."""
 
     index: int
     """Among the `n` outputs of its prompt."""
@@ -30,7 +30,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one step adds to an output. Printed, it is its text."""
+    """Tokens that one step adds to an output. Printed, it is its text."""
 
     text: str
     """Empty where the step's tokens end inside a character or may begin a stop word, and without a tokenizer."""
@@ -38,7 +38,7 @@ class Piece:
     finish_reason: FinishReason | None
     """None but in the last piece of an output."""
     stats: RequestStats
-    """Of the request up to here."""
+    """Statistics of the request so far."""
     logprobs: Seq[TokenLogprobs] | None
     """For each of these tokens, where `SamplingParams.logprobs` asks for them."""
     prompt_index: int = 0

@@ -1,4 +1,4 @@
-"""How tokens are to be chosen: what a Python user asks for, and what an engine does. Imports no torch.
+"""Sampling parameters: what a Python user asks for, and what an engine does. Imports no torch.
 
 `SamplingParams` has vLLM's names and defaults, and knows words; `SamplingConfig` has TensorRT-LLM's, and knows tokens.
 """
@@ -20,7 +20,7 @@ _HINTS = {
 
 
 def is_greedy(temperature: float, top_k: int) -> bool:
-    """Whether the best token is taken. Colder than 1e-5, logits over temperature leave the range of float32."""
+    """True if decoding is greedy. Colder than 1e-5, logits over temperature leave the range of float32."""
     return top_k == 1 or temperature < 1e-5
 
 
@@ -77,7 +77,7 @@ GREEDY = SamplingConfig()
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to answer a prompt; names and defaults are vLLM's where it has them.
+    """Sampling parameters of a prompt, with vLLM's names and defaults.
 
     Temperature 0 is greedy; top_k 0 and top_p 1.0 leave the whole vocabulary. Without a `seed` every call draws
     one. Penalties and `no_repeat_ngram_size` see the prompt too; a `repetition_penalty` or `no_repeat_ngram_size` of
@@ -100,14 +100,14 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     ignore_eos: bool = False
-    """Whether the model's own end ids are tokens like any other; `stop_token_ids` end an output in either case."""
+    """True if the model's own end ids are ordinary tokens; `stop_token_ids` end an output in either case."""
     max_tokens: int | None = 16
     """None: as many as there is room for."""
     truncate_prompt_tokens: int | None = None
     """Keep so many last tokens of a prompt; None: all."""
     logprobs: int | None = None
     penalize_prompt: bool = True
-    """Whether presence and frequency penalties count the prompt's tokens too; if not they may be negative."""
+    """True if presence and frequency penalties count the prompt's tokens too; if not, they may be negative."""
     logit_bias: Mapping[int, float] | None = None
     """Token id -> what is added to its logit."""
     return_generation_logits: bool = False

@@ -1,4 +1,4 @@
-"""What a checkpoint is written of, one piece at a time, so that memory does not grow with the model."""
+"""Tensors of a checkpoint, written one at a time so that memory does not grow with the model."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def forms_of(tensors: Mapping[str, Tensor]) -> Forms:
 
 
 Share = Callable[[str, Tensor], Tensor]
-"""What a file has of a tensor of this name."""
+"""Part of a tensor in one file."""
 
 
 def write_pieces(path: Path, pieces: Seq[Piece], progress: Progress) -> None:

@@ -21,13 +21,13 @@ class StopCheck(Protocol):
     """Finds stop words in generated tokens; owned by whoever knows the tokenizer."""
 
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
-        """Whether a stop word was completed by the last of `tokens`."""
+        """True if the last of `tokens` completed a stop word."""
         ...
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked. Generation ends at one of `end_ids`, at a stop word, or after `max_new_tokens`.
+    """Request of a user. Generation ends at one of `end_ids`, at a stop word, or after `max_new_tokens`.
 
     `return_index` tells sampling requests with the same prompt and the same seed apart.
     """
@@ -45,7 +45,7 @@ class Request:
     num_prompt_logprobs: int | None = None
     """The same for each token of the prompt after the first."""
     label: str | None = None
-    """What its user calls it, such as a row of a file."""
+    """User's name for the request, such as a row of a file."""
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class Request:
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenLogprobs]:
-    """Of each token by its row of (num_tokens, vocab) logits, and of the `num_top` best."""
+    """Log-probabilities of each token from its row of (num_tokens, vocab) logits, and of the `num_top` best."""
     num_top, chosen = min(num_top, logits.shape[-1]), torch.tensor(tokens)
     if have_kernels(logits):
         own, ids, values = torch.ops.specdec.logprobs(logits, chosen, num_top)
@@ -95,7 +95,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target made of a draft: so many tokens kept, then a token of its own.
+    """Result of verifying a draft: the number of accepted tokens, then a token of the target's own.
 
     `next_token` is the recovered token after a rejection, the bonus token after a draft accepted whole.
     """
@@ -119,11 +119,11 @@ class Sequence:
     error: NoChoice | None = None
     """Why it cannot go on."""
     logits: list[Tensor] = field(default_factory=list)
-    """Where the request keeps them: (vocab,) float32 on the CPU, per generated token."""
+    """Generation logits, if requested: (vocab,) float32 on the CPU, per generated token."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Where the request asks for them, per generated token."""
+    """Log-probabilities per generated token, if requested."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Where the request asks for them, per token of the prompt after the first."""
+    """Log-probabilities per prompt token after the first, if requested."""
 
     @classmethod
     def start(cls, request: Request) -> "Sequence":
@@ -190,7 +190,7 @@ class Sequence:
         return new_tokens
 
     def _keep(self, logits: Tensor, tokens: list[int]) -> None:
-        """What the request keeps of (num_tokens, vocab) logits, row i those that token i was chosen by."""
+        """Store the requested parts of (num_tokens, vocab) logits; row i is the one that token i was chosen from."""
         if self.request.keep_logits:
             self.logits.extend(logits.to("cpu", torch.float32, copy=True))
         if self.request.num_logprobs is not None:

@@ -1,4 +1,4 @@
-"""How a request chooses tokens: the distribution its parameters make of the target's logits, and draws from it.
+"""Sampling of a request: the distribution its parameters make of the target's logits, and draws from it.
 
 A draw is a function of (random_seed, prompt, return_index, position) and of nothing else. So the same request gets the
 same text with any drafter or none, in any batch, with K/V found or computed again. A token is chosen as the argmax of
@@ -30,10 +30,10 @@ from runtime.occurrences import NO_ENTRIES, Adjustments, Occurrences
 from runtime.params import GREEDY, SamplingConfig
 
 Purpose = Literal["target", "accept"]
-"""What a uniform number is for in rejection sampling. Numbers of one position are independent between purposes."""
+"""Purpose of a uniform number in rejection sampling. Numbers of one position are independent between purposes."""
 
 Processor = Callable[..., Tensor]
-"""As transformers' LogitsProcessor: (1, n) int64 prefix, (1, vocab) scores -> (1, vocab) scores."""
+"""Logits processor with transformers' interface: (1, n) int64 prefix, (1, vocab) scores -> (1, vocab) scores."""
 
 
 _NOTHING = Adjustments(NO_ENTRIES, NO_ENTRIES, [])
@@ -67,7 +67,7 @@ def no_numbers(position: int) -> NoChoice:
 
 
 def _no_choice(code: int, position: int) -> NoChoice:
-    """Of what the kernels say in place of a token."""
+    """Message for the error codes that kernels return instead of a token."""
     return no_numbers(position) if code == _NO_NUMBERS else no_token_left(position)
 
 
@@ -115,7 +115,7 @@ class TopP:
 
 
 def has_penalties(params: SamplingConfig) -> bool:
-    """Whether there are biases, penalties or bans."""
+    """True if there are biases, penalties or bans."""
     neutral = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "bad_words")
     return any(getattr(params, name) != getattr(GREEDY, name) for name in (*neutral, "logit_bias"))
 
@@ -147,7 +147,7 @@ def penalties(params: SamplingConfig, num_prompt_tokens: int = 0) -> list[Proces
 
 
 def warpers(params: SamplingConfig) -> list[Processor]:
-    """What shapes the distribution, in the order of transformers' `generate`; nothing for greedy requests."""
+    """Processors that shape the distribution, in the order of transformers' `generate`; none for greedy requests."""
     if params.is_greedy:
         return []
     from transformers.generation.logits_process import (
@@ -180,7 +180,7 @@ class Sampler:
             *(float(params.is_greedy), params.temperature, params.top_k, params.top_p, params.min_p),
             *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
         )
-        """As the kernels' `Rules`."""
+        """The kernels' `Rules` for this request."""
 
     @cached_property
     def _penalties(self) -> list[Processor]:
@@ -196,7 +196,7 @@ class Sampler:
         return Occurrences(self._params, self._num_prompt_tokens) if has_penalties(self._params) else None
 
     def adjustments(self, prefix: list[int], draft_tokens: Seq[int]) -> Iterable[Adjustments]:
-        """Of the scores after `prefix`, and after each of the tokens of a draft that follows it."""
+        """Score adjustments after `prefix`, and after each token of a draft that follows it."""
         if self._occurrences is None:
             return itertools.repeat(_NOTHING, len(draft_tokens) + 1)
         return self._occurrences.at(prefix, draft_tokens)
@@ -281,7 +281,7 @@ class Sampler:
             yield token
 
     def draft_uniform(self, position: int, start: int) -> float:
-        """As `uniform`, to draw a draft's token by; another number in each draft, which begins at position `start`.
+        """Uniform number for drawing a draft's token; it differs between drafts, which begin at position `start`.
 
         What was drafted before, and rejected, may decide whether and how much is drafted now (`runtime.drafters`): were
         its numbers used again, drafts would not follow their distribution.
@@ -320,7 +320,7 @@ class Positions:
 
 
 def choose_all(asked: Seq[Positions]) -> list[Iterator[int]]:
-    """What each request chooses at its positions. NoChoice comes when the first is asked for that has none."""
+    """Choose each request's tokens at its positions. NoChoice comes when the first is asked for that has none."""
     if not all(have_kernels(positions.logits) for positions in asked):
         return [one.sampler.choices(one.prefix, one.draft_tokens, one.logits) for one in asked]
     tokens = iter(torch.ops.specdec.choose(*kernel_arguments(asked)).tolist() if asked else ())
@@ -336,13 +336,13 @@ def _checked(tokens: list[int], first_position: int) -> Iterator[int]:
 
 
 def have_kernels(logits: Tensor) -> bool:
-    """Whether an engine of this process has loaded kernels that can take the logits."""
+    """True if an engine of this process has loaded kernels that accept the logits."""
     is_taken = logits.device.type == "cpu" and logits.dtype in _DTYPES and logits.stride(-1) == 1
     return is_taken and hasattr(torch.ops.specdec, "choose")
 
 
 def kernel_arguments(asked: Seq[Positions]) -> tuple[list[Tensor], *tuple[Tensor, ...]]:
-    """What the kernels are called with."""
+    """Arguments of the kernels."""
     keys, bounds, bans = list[int](), list[tuple[int, ...]](), list[int]()
     entries, num_entries = list[NDArray[np.int32]](), 0
     for one in asked:

@@ -52,7 +52,7 @@ class Session:
         return self.engine.copy_time_s + (self.draft_engine.step_time_s if self.draft_engine else 0.0)
 
     def draws_by_probs(self, sequences: Seq[Sequence]) -> bool:
-        """Whether outputs follow the target's distribution without being the tokens it draws by itself."""
+        """True if outputs follow the target's distribution without equalling the tokens it would draw alone."""
         samples = any(not sequence.request.sampling.is_greedy for sequence in sequences)
         return samples and self.opened is not None and self.opened.gives_probs
 

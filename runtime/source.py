@@ -41,7 +41,7 @@ class SourceTensor:
     rows: tuple[int, ...] | None = None
     """From where in the file each row comes, where their order is another one there."""
     shift: float = 0.0
-    """What is added to the numbers of the file."""
+    """Offset added to the numbers in the file."""
 
     @property
     def num_elements(self) -> int:

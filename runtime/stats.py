@@ -1,4 +1,4 @@
-"""What is known of an answer besides its tokens: integers and clock readings taken once per step, and why it ended.
+"""Statistics of an answer: integers and clock readings taken once per step, and why it ended.
 
 Every rate is derived from them.
 
@@ -84,7 +84,7 @@ class RequestStats:
             _add_at(self.accepted_per_position, i)
 
     def copy(self) -> "RequestStats":
-        """As they are now, whatever is counted afterwards."""
+        """Snapshot of the current values."""
         copied = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, list):
@@ -173,7 +173,7 @@ def sum_stats(all_stats: Iterable[RequestStats]) -> RequestStats:
 
 @dataclass
 class LoopTimes:
-    """Where a loop's wall time went: proposing, in the compiled step, and in everything else."""
+    """Breakdown of a loop's wall time: proposing, in the compiled step, and in everything else."""
 
     wall_s: float = 0.0
     draft_time_s: float = 0.0

@@ -65,7 +65,7 @@ def read_header(file: BinaryIO) -> Header:
 
 
 def read_metadata(file: BinaryIO) -> dict[str, Any]:
-    """What a file says of itself, even if it is cut off or its tensors make no sense; SafetensorError without one."""
+    """Read a file's metadata, even if it is truncated or its tensors are inconsistent; SafetensorError without one."""
     metadata = _read_json(file)[0].get(_METADATA)
     return metadata if isinstance(metadata, dict) else {}
 

@@ -248,7 +248,7 @@ class StopWords:
     tokenizer: Tokenizer
 
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
-        """Whether the last token completed a stop word: it is in the text now and was not before."""
+        """True if the last token completed a stop word: it is in the text now and was not before."""
         start = self._window_start(tokens, num_prompt_tokens)
         texts = texts_after(self.tokenizer, tokens, start)
         *earlier, last = map(texts.add, tokens[start:])
@@ -263,7 +263,7 @@ class StopWords:
         return any(word in text for word in self.words)
 
     def _window_start(self, tokens: list[int], num_prompt_tokens: int) -> int:
-        """Where the last tokens begin that can hold a stop word and the character before it.
+        """Start of the last tokens that can contain a stop word and the character before it.
 
         A token has at least one byte of text, unless it is special: those are not counted.
         """
@@ -330,7 +330,7 @@ class TextStream:
         self._held_back += text
 
     def _without_stop_word(self) -> str:
-        """What may be shown of the text: nothing that is, or may become, a stop word."""
+        """Part of the text that may be shown: nothing that is, or may become, a stop word."""
         text = self._held_back
         if self.stop_words is None:
             return text

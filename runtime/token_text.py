@@ -25,10 +25,10 @@ class Texts(Protocol):
     """The text of tokens that come one after the other."""
 
     def add(self, token: int) -> str:
-        """What the token adds. A character comes with the token that completes it."""
+        """Text that the token adds. A character comes with the token that completes it."""
 
     def end(self) -> str:
-        """What there is of a character that nobody completed."""
+        """Remaining bytes of an incomplete character."""
 
 
 def texts_after(tokenizer: Tokenizer, before: Seq[int], num_before: int | None = None) -> Texts:

@@ -35,7 +35,7 @@ class AddedToken(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What this package asks of a tokenizer. transformers' have it."""
+    """Interface of a tokenizer, which transformers' have."""
 
     eos_token_id: int | None
 
@@ -116,7 +116,7 @@ class SavedTokenizer:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What is in the file. `files` is the digest of those that the tokenizer was made of."""
+    """Content of the file. `files` is the digest of the tokenizer's source files."""
 
     files: str
     eos_token_id: Count | None
@@ -154,7 +154,7 @@ def _files_digest(directory: Path) -> str:
 
 
 def _is_same(saved: SavedTokenizer, tokenizer: Any) -> bool:
-    """Whether texts become the same tokens, cut or whole, and tokens the same text."""
+    """True if texts give the same tokens, truncated or whole, and tokens the same text."""
 
     def answers(one: Tokenizer) -> list[Any]:
         found: list[Any] = [one.eos_token_id, one.get_vocab()]

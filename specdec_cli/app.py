@@ -278,7 +278,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """What a shell has closed (`>&-`) is the null device, or a file that is opened next would get its number."""
+    """Replace streams closed by the shell (`>&-`) by the null device, or the next file would get their number."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)

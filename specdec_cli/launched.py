@@ -1,4 +1,4 @@
-"""What `torchrun` starts: the same command in several processes, of which the first is the command.
+"""Launch under `torchrun`: the same command in several processes, of which the first is the command.
 
 An engine that is split starts its other ranks itself, and pins each to its device, so the others have nothing to do.
 """
@@ -9,7 +9,7 @@ from runtime.errors import SpecDecError
 
 
 def is_spare() -> bool:
-    """Whether this process is one of torchrun's beyond the first. SpecDecError where they are of several machines."""
+    """True if this process is one of torchrun's beyond the first. SpecDecError if they span several machines."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     num_processes, num_here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))

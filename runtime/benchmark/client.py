@@ -20,13 +20,13 @@ from runtime.reading import shown
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _MAX_BYTES, _MAX_TOKEN_BYTES = 4_000_000, 20_000
-"""Of any answer, and of a stream for each token that was asked for: its chunk may have log-probabilities."""
+"""Size limits of any answer, and of a stream per requested token: its chunk may have log-probabilities."""
 Content = str | list[int] | list[dict[str, str]]
 """A prompt's text, its token ids, or the messages of a conversation."""
 
 
 class ServerError(Exception):
-    """What the server did with one request instead of answering it; `status` where it is an HTTP error."""
+    """Failure of one request at the server; `status` if it is an HTTP error."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class ServerError(Exception):
 
 @dataclass
 class Answer:
-    """What came of one request. `piece_times` are those of the chunks that carried text, and `end_s` is the last."""
+    """Response to one request. `piece_times` are those of the chunks that carried text, and `end_s` is the last."""
 
     arrival_s: float
     start_s: float = 0.0
@@ -69,7 +69,7 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """As the server counted them; chunks, where it did not."""
+        """Token count by the server; number of chunks if it has none."""
         return len(self.piece_times) if self.num_output_tokens is None else self.num_output_tokens
 
 
@@ -116,7 +116,7 @@ class Client:
         return names
 
     async def metrics_text(self) -> str | None:
-        """What the server tells Prometheus; None where it tells nothing."""
+        """Server's Prometheus metrics; None if it has none."""
         try:
             status, text = await self._get(f"{self.base_url}/metrics")
         except httpx2.HTTPError:
@@ -149,7 +149,7 @@ class Client:
 
 
 def request_body(endpoint: Endpoint, model: str, content: Content, max_tokens: int) -> dict[str, Any]:
-    """What asks for the answer to a prompt as a stream, with its usage in the end."""
+    """Body of a streaming request with usage at the end."""
     common = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     if endpoint == "completions":
         return common | {"prompt": content, "max_tokens": max_tokens}
@@ -290,7 +290,7 @@ def refused(error: ServerError, where: str) -> SpecDecError:
 
 
 def _error_text(status: int, text: str) -> str:
-    """What the server says is wrong, in OpenAI's form or any other."""
+    """Error message of the server, in OpenAI's form or any other."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -307,7 +307,7 @@ def _message(error: object) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong between here and the server, in a few words."""
+    """Short reason for a connection failure."""
     if isinstance(error, httpx2.TimeoutException):
         return "no answer in time"
     return " ".join(str(error).split()) or type(error).__name__

@@ -17,7 +17,7 @@ _WARM_UP = "One, two, three, four,"
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of whom. `arrivals` are seconds from the start, one for each prompt."""
+    """Workload of a benchmark. `arrivals` are seconds from the start, one for each prompt."""
 
     endpoint: Endpoint
     model: str | None
@@ -43,7 +43,7 @@ class LoadResult:
 
 @dataclass
 class _SoFar:
-    """What has come. `answers` by their prompts' places."""
+    """Results so far. `answers` by their prompts' places."""
 
     model: str = ""
     start_s: float = 0.0

@@ -19,7 +19,7 @@ from runtime.benchmark.speculation import SpeculationCounts
 
 
 def results(result: LoadResult, objectives: Mapping[Objective, float], percentiles: Seq[float]) -> dict[str, Any]:
-    """What `vllm bench serve` writes of answers, and tokens per step."""
+    """Results in the format of `vllm bench serve`, and tokens per step."""
     answers, duration_s = result.answers, result.duration_s
     good = [answer for answer in answers if answer.error is None]
     num_input = sum(answer.num_prompt_tokens or 0 for answer in good)
@@ -66,7 +66,7 @@ def _summary(name: str, values: Seq[float], percentiles: Seq[float]) -> dict[str
 
 
 def _meets(answer: Answer, objectives: Mapping[Objective, float]) -> bool:
-    """Whether a request met all that is asked of it; one of a single token has a TPOT of 0, as in vLLM."""
+    """True if a request met every objective; one of a single token has a TPOT of 0, as in vLLM."""
     measured_s = {"ttft": answer.ttft_s, "tpot": answer.tpot_s or 0.0, "e2el": answer.latency_s}
     return all(measured_s[name] * 1000 <= limit for name, limit in objectives.items())
 

@@ -1,4 +1,4 @@
-"""What a server tells of its speculation: in each response, or as counters for Prometheus with vLLM's names."""
+"""Speculation statistics of a server: in each response, or as counters for Prometheus with vLLM's names."""
 
 import re
 from collections.abc import Sequence as Seq
@@ -17,7 +17,7 @@ class SpeculationCounts:
     num_steps: float | None = None
 
     def since(self, before: "SpeculationCounts") -> "SpeculationCounts":
-        """What has been added to counters that only rise."""
+        """Increase of monotonic counters."""
         longest = max(len(self.accepted_per_position), len(before.accepted_per_position))
         now, then = (_padded(counts.accepted_per_position, longest) for counts in (self, before))
         return SpeculationCounts(

@@ -1,4 +1,4 @@
-"""What symptoms mean: one function for each diagnosis, which says a number, and where it begins to be a fault.
+"""Diagnoses drawn from observations: one function each, which gives a number and the threshold of a fault.
 
 Limits are far from what noise or a busy neighbour does to a healthy engine: a diagnosis that is made is worth a look.
 None: there was nothing to judge, or too little.
@@ -108,7 +108,7 @@ def drafts_longer_than_pays(symptoms: Symptoms) -> Judgement | None:
 
 
 def _seconds_of_a_token(drafting: Drafting, max_draft_len: int) -> float:
-    """Of the same steps with their drafts cut. What the loop does beside them stays as it was.
+    """Seconds per token of the same steps with shorter drafts. The loop's own overhead stays the same.
 
     A draft model's time goes with the tokens it drafts, another drafter's with the steps.
     """

@@ -1,4 +1,4 @@
-"""What this process gets of the machine: cores, a share of their time, memory, and how it is told to use them."""
+"""Resources that the machine gives this process: cores, a share of their time, memory, and its thread settings."""
 
 import os
 import time

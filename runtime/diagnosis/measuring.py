@@ -101,7 +101,7 @@ def measure(
 
 
 def examine_draft_model(llm: LLM, speculation: Speculation) -> DraftModelPair | None:
-    """How the draft model differs, found out before it is opened; None without one."""
+    """Compare the draft model with the target before it is opened; None without one."""
     for one in speculation:
         if one.draft_model is not None:
             with draft_engine_errors():
@@ -154,7 +154,7 @@ def _watch(session: Session) -> dict[str, _Watched]:
 
 
 def _names_by_kind(speculation: Speculation) -> tuple[list[str], list[str]]:
-    """Of the models among several drafters, and of the others."""
+    """Names of the models among several drafters, and of the others."""
     models = [drafter.name for drafter in speculation if drafter.is_model]
     return models, [drafter.name for drafter in speculation if not drafter.is_model]
 

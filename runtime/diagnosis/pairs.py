@@ -1,4 +1,4 @@
-"""How a draft model differs from its target, of what drafts suffer from and no check refuses."""
+"""Differences between a draft model and its target that harm drafts but pass all checks."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ _CONVERSATION: tuple[Message, ...] = (
     {"role": "user", "content": "And 3 + 3?"},
 )
 _SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope")
-"""Of rotary embeddings: models of one family are trained with the same factor. Llama 3's differ by size."""
+"""Rope types with a factor: models of one family are trained with the same factor. Llama 3's differ by size."""
 
 
 def compare_draft_model(draft: Bundle, target: TargetIdentity) -> DraftModelPair:
@@ -54,7 +54,7 @@ def _conversations(draft: Bundle, target: TargetIdentity) -> tuple[str, str] | N
 
 
 def _rendered(directory: Path, pretrained_config: dict[str, Any]) -> str:
-    """What the template makes of a conversation, or what it says against it."""
+    """Text rendered by the chat template, or its error."""
     try:
         return ChatTemplate(directory, pretrained_config).render(_CONVERSATION)
     except SpecDecError as error:
@@ -70,7 +70,7 @@ def _rope_differences(draft: dict[str, Any], target: dict[str, Any]) -> tuple[st
 
 
 def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What decides about angles, by transformers' names of today and of before; with a factor if it scales."""
+    """Settings that determine rotary angles, by transformers' current and former names; with a factor if it scales."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kinds = {f"{name} ": value for name, value in given.items() if isinstance(value, dict)} or {"": given}
     settings: dict[str, Any] = {}

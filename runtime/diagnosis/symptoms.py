@@ -1,4 +1,4 @@
-"""What is measured of an engine and its settings, before anybody judges it. Times in seconds."""
+"""Observations of an engine and its settings, without diagnoses. Times in seconds."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ class DraftedStep:
 
 @dataclass(frozen=True)
 class ExpectedAcceptance:
-    """What the profile was worth when it was made."""
+    """Acceptance recorded in the profile."""
 
     profile: Path
     draft_acceptance_rate: float
@@ -27,7 +27,7 @@ class ExpectedAcceptance:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a drafter did on the prompts."""
+    """Results of a drafter on the prompts."""
 
     num_tokens_by_drafter: dict[str, int]
     """Proposed by each drafter of a chain, or by the one there is."""
@@ -35,9 +35,9 @@ class Drafting:
     steps: tuple[DraftedStep, ...]
     times: LoopTimes
     costs: tuple[StepCost, ...]
-    """What steps of the target take now, with drafts as long as the longest, half as long, and without."""
+    """Current step times of the target, with drafts of full length, half length, and none."""
     draft_token_s: float = 0.0
-    """What a step of the draft model takes, where there is one."""
+    """Step time of the draft model, if there is one."""
     expected: ExpectedAcceptance | None = None
 
     @property
@@ -51,7 +51,7 @@ class Drafting:
 
 @dataclass(frozen=True)
 class DraftModelPair:
-    """How a draft model differs from its target."""
+    """Differences between a draft model and its target."""
 
     num_texts: int
     num_texts_tokenized_otherwise: int
@@ -77,7 +77,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What the K/V cache gave."""
+    """Use of the K/V cache."""
 
     num_preemptions: int
     num_iterations: int
@@ -85,7 +85,7 @@ class CacheUse:
     num_findable: int
     """Tokens of prompts that had been answered, and that fill at least a block."""
     num_found: int
-    """As many of them as were found when the prompts came again."""
+    """Reused tokens of repeated prompts."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,20 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Machine:
-    """What this process gets of the machine."""
+    """Resources that the machine gives this process."""
 
     now: MachineSpeed
     when_built: MachineSpeed | None
     num_cores: float
-    """That it may use: by affinity, and by control groups."""
+    """Cores available to the process: by affinity, and by control groups."""
     cpu_share: float
-    """Of the time in which one thread computes without a pause, the share in which it has a core."""
+    """Share of time in which one continuously computing thread has a core."""
     num_numa_nodes: int
-    """That hold the cores it may use."""
+    """NUMA nodes with cores available to the process."""
     huge_pages: str | None
-    """What Linux does of transparent huge pages: always, madvise or never; None where it does not say."""
+    """Linux's setting for transparent huge pages: always, madvise or never; None if it is unknown."""
     memory_bytes: int
-    """Of weights and K/V."""
+    """Bytes of weights and K/V."""
 
 
 @dataclass(frozen=True)

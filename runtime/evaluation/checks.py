@@ -1,4 +1,4 @@
-"""What is compared, and what the lossless check says of it (`runtime.evaluation.lossless`). Imports no torch."""
+"""Results of the lossless check (`runtime.evaluation.lossless`). Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ SystemName = Literal["hf", "engine", "engine_no_drafter"]
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an output with the drafter first differs from the one without."""
+    """First difference between an output with the drafter and the one without."""
 
     request: Count
     position: Count
@@ -21,7 +21,7 @@ class Difference:
     logit_margin: Measure | None
     """Between the two tokens, after penalties and cuts, with the noise of sampling; None where one cannot be chosen."""
     rounding: Measure
-    """What a logit of this size may be off by."""
+    """Rounding error of a logit of this size."""
     is_near_tie: bool
 
 
@@ -37,7 +37,7 @@ class TokenCheck:
     """Neither identical nor a near tie."""
     dtype: Dtype
     batch_invariant: bool
-    """Whether the engine's logits are the same bits in any step: near ties fail then in every dtype."""
+    """True if the engine's logits are bitwise independent of the step: near ties fail then in every dtype."""
     differences: tuple[Difference, ...]
     passed: bool
 

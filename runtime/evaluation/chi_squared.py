@@ -49,7 +49,7 @@ def chi_squared_of(counter: Counter[int], distribution: Tensor) -> tuple[float, 
 
 
 def degrees_of_freedom_of(distribution: Tensor, num_draws: int) -> int:
-    """Of so many counts against a (vocab,) distribution."""
+    """Degrees of freedom of these counts against a (vocab,) distribution."""
     return max(_cells(distribution, num_draws))
 
 
@@ -120,7 +120,7 @@ def _upper_gamma(a: Tensor, x: float) -> Tensor:
 
 
 def _where_increasing(function: Callable[[float], float], value: float, high: float) -> float:
-    """Where, between 0 and `high`, an increasing function has the value."""
+    """Find the point between 0 and `high` at which an increasing function has the value."""
     low = 0.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -26,7 +26,7 @@ _ONE_VALUE = "one value each"
 
 @dataclass(frozen=True)
 class Metric:
-    """What both documents measure. `of_request` is None where a document has one value only."""
+    """Metric found in both documents. `of_request` is None where a document has one value only."""
 
     name: str
     title: str
@@ -73,7 +73,7 @@ class _Matching:
 
     @property
     def counts_are_exact(self) -> bool:
-        """Whether both would be the same again, and differ by more than the luck of a draw."""
+        """True if both counts are reproducible, so that a difference is real."""
         return self.is_paired and (self.is_greedy or self.num_identical == len(self.pairs))
 
     def record(self) -> Record:
@@ -198,7 +198,7 @@ def _logs(of_request: Callable[[Record], float | None], requests: Iterable[Recor
 
 
 def _groups(kind: Kind, document: Record) -> list[int]:
-    """Of each request, with which others it shared its steps and so its time. Counts are each request's own."""
+    """Groups of requests that shared their steps, and so their time. Counts are each request's own."""
     requests, settings = document["requests"], document["settings"]
     if kind == "count":
         return list(range(len(requests)))
@@ -245,7 +245,7 @@ def _as(unit: Unit, control: Interval) -> Interval:
 
 
 def different_settings(a: Record, b: Record) -> list[Record]:
-    """What differs of the settings, the engines and the versions; None where one side does not have it."""
+    """Differences in settings, engines and versions; None for a value missing on one side."""
     flat_a, flat_b = _flat_settings(a), _flat_settings(b)
     return [
         {"name": name, "a": flat_a.get(name), "b": flat_b.get(name)}

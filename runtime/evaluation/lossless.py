@@ -1,4 +1,4 @@
-"""Whether speculation left the output what it is: compared token by token, or by distribution.
+"""Lossless check of speculation: compared token by token, or by distribution.
 
 By tokens wherever the target draws its own tokens: greedy, and sampling with one seed. Where two outputs part, the
 target's logits at that place say how near the two tokens are. Rejection sampling follows the target's distribution with
@@ -92,7 +92,7 @@ def _unit_in_the_last_place(logits: Tensor, dtype: str) -> float:
 
 
 def _is_chosen_within(sequence: Sequence, prefix: list[int], logits: Tensor, token: int, rounding: float) -> bool:
-    """Whether the token is chosen too when the logits are off by no more than `rounding`, tried at random.
+    """True if the token is also chosen under random changes of the logits by at most `rounding`.
 
     For tokens at a cut (top_k, top_p, min_p), which moves with the logits.
     """
@@ -163,7 +163,7 @@ def check_distribution(session: Session, sequences: Seq[Sequence], advance: Call
 
 
 def _verdict(p_value: float, detectable: float | None, num_distributions: int) -> bool | None:
-    """Whether the check passed; None for too little to tell."""
+    """Result of the check; None for too little to tell."""
     if p_value < P_VALUE_THRESHOLD:
         return False
     return True if num_distributions >= MIN_DISTRIBUTIONS and _is_enough(detectable) else None
@@ -178,7 +178,7 @@ def _is_enough(detectable: float | None) -> bool:
 
 
 def _num_draws_per_prefix(distributions: list[Tensor]) -> int:
-    """As many as it takes if only the first token of each step tells something; the fewest if no number does."""
+    """Number of draws needed if only the first token of each step is informative; the minimum if no number suffices."""
     for num_draws in NUM_DRAWS_PER_PREFIX:
         freedoms = [degrees_of_freedom_of(distribution, num_draws) for distribution in distributions]
         if _is_enough(_detectable(num_draws * sum(freedom > 0 for freedom in freedoms), sum(freedoms))):

@@ -1,4 +1,4 @@
-"""How far a difference of two measurements can be told from chance, from one value per observation.
+"""Significance of the difference of two measurements, from one value per observation.
 
 Rank methods, because times have outliers: Wilcoxon's signed ranks where each observation of one side belongs to one of
 the other, Mann and Whitney's ranks where it does not. They assume no distribution, and give an interval only where
@@ -40,7 +40,7 @@ class Interval:
 
 
 def paired_shift(a: Seq[float], b: Seq[float]) -> Interval | None:
-    """How much more `b` has than `a`, value by value; None for too few values.
+    """Pairwise increase from `a` to `b`; None for too few values.
 
     The median of the averages of every two differences, and those averages that Wilcoxon's test does not refuse.
     """
@@ -54,7 +54,7 @@ def paired_shift(a: Seq[float], b: Seq[float]) -> Interval | None:
 
 
 def unpaired_shift(a: Seq[float], b: Seq[float]) -> Interval | None:
-    """How much more `b` has than `a`, whose values do not belong together; None for too few values.
+    """Increase from `a` to `b` for unpaired values; None for too few values.
 
     The median of all differences, and those that Mann and Whitney's test does not refuse.
     """
@@ -66,7 +66,7 @@ def unpaired_shift(a: Seq[float], b: Seq[float]) -> Interval | None:
 
 
 def _interval(values: _Floats, num_cut: int) -> Interval | None:
-    """Of sorted `values`, without the lowest and the highest `num_cut - 1`."""
+    """Range of sorted `values` without the lowest and the highest `num_cut - 1`."""
     if num_cut < 1:
         return None
     return Interval(float(np.median(values)), float(values[num_cut - 1]), float(values[len(values) - num_cut]))

@@ -1,4 +1,4 @@
-"""What the steps of a request made: the kind of each output token, its text, and how many tokens came from each step.
+"""Output tokens by step: the kind of each output token, its text, and how many tokens came from each step.
 
 All of it follows from the counts of each step (`per_step_drafted`, `per_step_accepted`) and the output's length,
 because only the last step can be cut short.
@@ -24,7 +24,7 @@ TOKEN_KINDS: dict[TokenKind, str] = {
 
 @dataclass(frozen=True)
 class Piece:
-    """What one output token adds to the text, and where the token came from. `step` counts from 0."""
+    """One output token, its text, and its origin. `step` counts from 0."""
 
     text: str
     kind: TokenKind
@@ -72,7 +72,7 @@ def tokens_over_time(steps: Seq[Seq[int]], max_ranges: int) -> list[StepRange]:
 
 
 def tokens_per_step(sequence: Sequence) -> list[int]:
-    """How many tokens each step of a finished request made."""
+    """Number of tokens of each step of a finished request."""
     return [len(step) for step in _kinds_of(sequence)]
 
 
@@ -97,7 +97,7 @@ def all_pieces(tokenizer: Tokenizer | None, sequences: Seq[Sequence]) -> list[li
 
 
 def token_texts(tokenizer: Tokenizer, tokens: list[int], text: str, before: Seq[int] = ()) -> list[str]:
-    """What each token adds to `text`, which is what the tokens decode to after those `before`, or the start of it.
+    """Text that each token adds to `text`, the decoding of the tokens after those `before`, or the start of it.
 
     A character that several tokens make comes with the last of them. Special tokens add nothing.
     """

@@ -60,7 +60,7 @@ class SystemRun:
     """Samples by the machine and process that answered them, where it was another."""
 
     def add(self, other: "SystemRun") -> None:
-        """What it answered next."""
+        """Add another worker's results."""
         self.samples += other.samples
         self.times.add(other.times)
         self.workers += other.workers
@@ -93,7 +93,7 @@ class SystemRun:
 
 @dataclass(frozen=True)
 class Question:
-    """What the systems are asked: the model, and a request without a prompt that every prompt's is made of."""
+    """Task given to the systems: the model, and a template for the request of every prompt."""
 
     llm: LLM
     template: Request
@@ -130,13 +130,13 @@ def evaluate_engine(
 
 
 def warm_up(question: Question, session: Session, prompt: list[int]) -> None:
-    """What is slow the first time, both ways; what it leaves to others is forgotten."""
+    """Run both ways once to absorb first-call costs, and discard what others would learn from it."""
     answer_batch(question, session, [prompt], range(1))
     session.clear_pools()
 
 
 def places_of(batches: Batches) -> list[range]:
-    """Of each batch the places of its prompts among all."""
+    """Positions of each batch's prompts among all prompts."""
     ends = itertools.accumulate(map(len, batches))
     return [range(end - len(batch), end) for batch, end in zip(batches, ends, strict=True)]
 
@@ -257,7 +257,7 @@ class HuggingFace:
 
 
 def _why_not(error: Exception) -> str:
-    """What transformers said, in a line; where it advises to run a model's code or to unpickle its weights, our own."""
+    """Transformers' error in one line; if it advises running a model's code or unpickling, our own."""
     said = " ".join(str(error).split())
     if "trust_remote_code" in said:
         return "it is code of its own (`auto_map`), which is not run: name a model that transformers has a class for"

@@ -16,7 +16,7 @@ Done = TypeVar("Done")
 
 
 def do_at_once(work: Callable[[Piece], Done], pieces: Seq[Piece], num_processes: int) -> list[Done]:
-    """What `work` makes of each piece, in order: here, one after the other, unless there are several processes.
+    """Apply `work` to each piece, in order: here, one after the other, unless there are several processes.
 
     `work` and what it takes and returns are sent, so it is a function of a module. What it raises is raised.
     SpecDecError if a process ends.

@@ -1,4 +1,4 @@
-"""What a device is on a CPU: the i-th NUMA node, or where there is one node the i-th equal share of the cores.
+"""Devices of a CPU: the i-th NUMA node, or where there is one node the i-th equal share of the cores.
 
 Only cores count that this process may use. Nothing here needs torch.
 """
@@ -47,7 +47,9 @@ def cores_of(device_ids: Seq[int]) -> list[list[int]]:
 
 
 def equal_shares(cores: Seq[int], device_ids: Seq[int]) -> list[list[int]]:
-    """Of as many shares as the largest id needs. Cores that are too few for that are shared by neighbours."""
+    """Split cores into as many shares as the largest id needs. Cores that are too few for that are shared by
+    neighbours.
+    """
     count, num_cores = max(device_ids) + 1, len(cores)
     if count > num_cores:
         warnings.warn(

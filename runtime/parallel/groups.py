@@ -28,14 +28,14 @@ _here = threading.local()
 
 
 def way_of(compiler: Compiler, device_type: str) -> Way:
-    """How the ranks of such a step reach each other."""
+    """Transport between the ranks of such a step."""
     if device_type == "cuda":
         return "nccl"
     return "shared" if uses_kernels(compiler, device_type) else "gloo"
 
 
 class Meeting:
-    """Where ranks of one machine find each other: a file that they inherit, or a port. `number` names it to all."""
+    """Rendezvous of the ranks of one machine: a file that they inherit, or a port. `number` names it to all."""
 
     def __init__(self, way: Way, tp_size: int) -> None:
         self.way = way
@@ -52,7 +52,7 @@ class Meeting:
         return (self.number,) if self.way == "shared" else ()
 
     def close(self) -> None:
-        """Who has joined needs it no more."""
+        """Close the files, after all ranks have joined."""
         for file in self.files:
             os.close(file)
 
@@ -159,7 +159,7 @@ def _backend(way: Way, store: TCPStore, rank: int, tp_size: int) -> Any:
 
 
 def distributed_group() -> _Distributed:
-    """That which this thread uses."""
+    """Process group of this thread."""
     group: _Distributed | None = getattr(_here, "group", None)
     if group is None:
         raise RuntimeError("no ranks compute together in this thread")

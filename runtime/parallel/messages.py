@@ -1,4 +1,4 @@
-"""What rank 0 tells the others: lists of whole numbers on a pipe, each after its length. Nothing is answered."""
+"""Messages from rank 0 to the others: lists of whole numbers on a pipe, each after its length. Nothing is answered."""
 
 import os
 from collections.abc import Sequence as Seq

@@ -1,4 +1,4 @@
-"""What a step that is split over ranks does together with the others, as operations that a compiler leaves whole.
+"""Collectives of a split step, as opaque operations for the compiler.
 
 There are two of each: over memory that ranks share, for processors alone (`runtime/compiler/csrc/collectives.cpp`), and
 by torch.distributed, for every device. Both give the same bits. Which rank this is, and of which group, is not in the

@@ -1,4 +1,4 @@
-"""Where rank 0 computes: whatever thread calls a split engine's step is kept to the cores of its first device.
+"""Placement of rank 0: whatever thread calls a split engine's step is kept to the cores of its first device.
 
 One process is rank 0 of all engines, so it goes from one's device to another's; when the last has closed, it has all
 cores back.
@@ -16,7 +16,7 @@ _here = threading.local()
 
 
 class Place:
-    """Of one engine's rank 0."""
+    """CPU placement of one engine's rank 0."""
 
     def __init__(self, cores: Seq[int]) -> None:
         self._cores = cores

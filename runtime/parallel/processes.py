@@ -37,7 +37,9 @@ def shared_memory(num_bytes: int) -> int:
 
 
 class Processes:
-    """Of ranks 1 to N - 1, which inherit `files`. `on_failure` is called, in a thread of its own, if one ends."""
+    """Processes of ranks 1 to N - 1, which inherit `files`. `on_failure` is called, in a thread of its own, if one
+    ends.
+    """
 
     def __init__(self, jobs: list[dict[str, Any]], files: Seq[int], on_failure: Callable[[], None]) -> None:
         self.failure: SpecDecError | None = None
@@ -85,7 +87,7 @@ class Processes:
         return [process.pid for process in self._processes]
 
     def pipes(self) -> list[int]:
-        """Where each of them reads."""
+        """Pipes from which the ranks read."""
         return [process.stdin.fileno() for process in self._processes if process.stdin is not None]
 
     def wait_until_ready(self) -> None:

@@ -34,7 +34,7 @@ from runtime.parallel.processes import Processes
 
 @dataclasses.dataclass(frozen=True)
 class RankedModel:
-    """What the ranks open."""
+    """Model as opened by a rank."""
 
     directory: Path
     compiler: Compiler
@@ -42,7 +42,7 @@ class RankedModel:
     dtype: Dtype
     quantization: Quantization | None
     layers: tuple[LayerShape, ...]
-    """Of a rank."""
+    """Layers of a rank."""
     tp_size: int
 
     @classmethod
@@ -95,7 +95,7 @@ class RankedStep:
             meeting.close()
 
     def __call__(self, *inputs: Any) -> Tensor:
-        """As `Step.forward`. SpecDecError if a rank has ended; then all have."""
+        """Run a step like `Step.forward`. SpecDecError if a rank has ended; then all have."""
         *batch, keys, _ = inputs
         self._take_place()
         try:
@@ -113,7 +113,7 @@ class RankedStep:
             raise
 
     def copy_block(self, copy: BlockCopy) -> None:
-        """What `KVPool.copy_block` does, in the others' pools."""
+        """Copy a block in the other ranks' pools like `KVPool.copy_block`."""
         if self._pool is not None:  # or there is nothing yet to copy
             try:
                 self._send((COPY, copy.source, copy.destination))
@@ -130,7 +130,7 @@ class RankedStep:
 
     @property
     def pids(self) -> list[int]:
-        """Of the other ranks."""
+        """Process ids of the other ranks."""
         return self._processes.pids
 
     def close(self) -> None:

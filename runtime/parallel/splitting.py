@@ -1,4 +1,4 @@
-"""How a model's weights are split over ranks: by transformers' own plan of its family (`base_model_tp_plan`).
+"""Tensor-parallel split of a model's weights: by transformers' own plan of its family (`base_model_tp_plan`).
 
 A layer's outputs are split, or its inputs, and then the ranks' outputs are added up. Of experts each rank has a piece
 of every one, and their outputs are added up when they have been weighted. Heads stay whole: where there are fewer K/V
@@ -24,7 +24,7 @@ Kind = Literal["outputs", "gathered_outputs", "inputs", "own_inputs", "vocabular
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a tensor is cut: in which dimension, and of how many matrices behind each other each rank has a piece."""
+    """Cut of a tensor: in which dimension, and of how many matrices behind each other each rank has a piece."""
 
     dimension: int
     num_packed: int = 1
@@ -56,15 +56,15 @@ _ANOTHER_SIZE = "split it over another number of devices"
 
 @dataclass(frozen=True)
 class Split:
-    """How a layer lies on ranks; `num_pieces` are fewer than ranks where neighbours hold the same piece."""
+    """Split of a layer over ranks; `num_pieces` are fewer than ranks if neighbours hold the same piece."""
 
     kind: Kind
     num_pieces: int
     cuts: tuple[tuple[str, Cut], ...] = ()
-    """Of a layer that is no linear one, by the names of its own tensors."""
+    """Cuts of a non-linear layer, by the names of its tensors."""
 
     def cut(self, part: str) -> Cut | None:
-        """That of the layer's tensor of this name; None: each rank holds all of it."""
+        """Cut of the layer's tensor of this name; None: each rank holds all of it."""
         if self.cuts:
             return dict(self.cuts).get(part)
         if self.kind not in ("inputs", "own_inputs"):
@@ -79,10 +79,10 @@ class Splitting:
     tp_size: int
     layers: Mapping[str, Split]
     whole: tuple[str, ...] = ()
-    """Of the embeddings and the output layer those that are not split."""
+    """Embeddings and output layer that are not split."""
 
     def piece(self, name: str, tensor: Tensor, rank: int) -> Tensor:
-        """What rank `rank` has of a checkpoint's tensor; SpecDecError where it cannot be cut in so many pieces."""
+        """Part of a checkpoint's tensor held by rank `rank`; SpecDecError if it cannot be divided so."""
         found = self._cut(name, tuple(tensor.shape))
         if found is None:
             return tensor
@@ -129,13 +129,13 @@ class Splitting:
         return torch.cat([torch.cat(one, cut.dimension) for one in packed], cut.dimension)
 
     def is_cut(self, name: str) -> bool:
-        """Whether ranks have pieces of the model's own parameter of this name."""
+        """True if ranks hold parts of the model's parameter of this name."""
         layer, _, part = name.rpartition(".")
         split = self.layers.get(layer)
         return split is not None and (bool(split.cuts) or part in _OWN_PARTS) and split.cut(part) is not None
 
     def _cut(self, name: str, shape: tuple[int, ...]) -> tuple[Cut, int] | None:
-        """How a tensor is cut, and into how many pieces."""
+        """Cut of a tensor, and its number of pieces."""
         layer, _, part = name.rpartition(".")
         split = self.layers.get(layer)
         cut = split.cut(part) if split else None
@@ -162,7 +162,7 @@ class Splitting:
 
 
 def split_model(model: PreTrainedModel, layers: Seq[LayerShape], tp_size: int) -> Splitting:
-    """How the model, which may be without weights, is split; `layers` are its K/V shapes.
+    """Split the model, which may be without weights; `layers` are its K/V shapes.
 
     SpecDecError, by the family's name, where transformers has no plan for it or one that is not supported here.
     """
@@ -229,7 +229,7 @@ def _refuse(family: str, style: str) -> NoReturn:
 def _cuts_of_experts(
     plan: Mapping[str, str], name: str, experts: nn.Module, family: str
 ) -> tuple[tuple[str, Cut], ...]:
-    """Of each of the experts' own weights: what a rank has all of would be added up as often as there are ranks."""
+    """Cuts of the experts' own weights: what a rank has all of would be added up as often as there are ranks."""
     cuts = []
     for part, _ in experts.named_parameters():
         style = _style_of(plan, f"{name}.{part}") or f"{part} whole"
@@ -244,7 +244,7 @@ def _cuts_of_experts(
 def _cuts_of_heads(
     plan: Mapping[str, str], name: str, attention: nn.Module, family: str
 ) -> tuple[tuple[str, Cut], ...]:
-    """Of an attention's own weights those that are a number for each head."""
+    """Cuts of an attention's own weights that have one number per head."""
     cuts = []
     for part, parameter in attention.named_parameters(recurse=False):
         style = _style_of(plan, f"{name}.{part}")

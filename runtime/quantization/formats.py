@@ -31,7 +31,7 @@ Parts = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """How a model's layers are rounded. `parts` are the names of a layer's tensors."""
+    """Quantization format of a model. `parts` are the names of a layer's tensors."""
 
     name: str
     parts: tuple[str, ...]
@@ -43,12 +43,12 @@ class Format:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one layer is rounded."""
+    """Quantization scheme of one layer."""
 
     quant_algo: QuantAlgo
     needed: tuple[str, ...]
     read: Callable[[str, Parts], QuantizedWeight]
-    """Of a layer's name, for errors, and its tensors."""
+    """Read a layer's tensors; the name is for errors."""
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _refuse_others(config: dict[str, Any], model_dir: Path) -> None:
 
 
 def _said_beside(model_dir: Path) -> dict[str, Any] | None:
-    """What AutoGPTQ and AutoAWQ once wrote into files of their own, and ModelOpt does."""
+    """Quantization config in a file of its own, as AutoGPTQ and AutoAWQ once wrote and ModelOpt does."""
     if (model_dir / _MODELOPT).is_file():
         said = read_json(model_dir / _MODELOPT).get("quantization")
         return {"quant_method": "modelopt", **(said if isinstance(said, dict) else {})}
@@ -113,7 +113,7 @@ def _said_beside(model_dir: Path) -> dict[str, Any] | None:
 
 
 def _name_of(method: object, said: object) -> str:
-    """What people call the method."""
+    """Common name of the method."""
     if method == "bitsandbytes" and isinstance(said, dict):
         return f"bitsandbytes in {4 if said.get('load_in_4bit') else 8} bits"
     algo = said.get("quant_algo") if isinstance(said, dict) else None

@@ -51,7 +51,7 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Rou
 
 
 def _source(tensor: GGUFTensor, path: Path, stamp: Stamp) -> SourceTensor:
-    """As it lies in the file: numbers, or the bytes of blocks."""
+    """Describe a tensor as stored in the file: numbers, or the bytes of blocks."""
     shape, dtype = tensor.shape, _FLOATS.get(tensor.type.name)
     if dtype is None:
         shape = (*shape[:-1], shape[-1] // tensor.type.num_numbers * tensor.type.num_bytes)
@@ -75,7 +75,7 @@ def _nibbles(data: Tensor) -> Tensor:
 
 
 def _few(counts: Tensor, scales: Tensor, offsets: Tensor | None = None) -> QuantizedWeight:
-    """Of (rows, groups, group_size) counts from 0 to 15."""
+    """Build a 4-bit weight from (rows, groups, group_size) counts from 0 to 15."""
     values = pack_int4(signed(counts.flatten(1), 4))
     return QuantizedWeight(values, scales.contiguous(), offsets=None if offsets is None else offsets.contiguous())
 

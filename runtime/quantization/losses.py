@@ -38,7 +38,7 @@ class Losses:
                 self._zero[entry.name] = num_zero
 
     def messages(self) -> list[str]:
-        """What to warn of: weights that became infinite, and zeros where they are more than a few."""
+        """Warnings about weights that became infinite, and about zeros if there are many."""
         said = []
         num_infinite, num_zero = sum(self._infinite.values()), sum(self._zero.values())
         if num_infinite:

@@ -1,4 +1,4 @@
-"""What becomes of each of a model's tensors in the checkpoint: copied, rounded, or taken over as it was rounded."""
+"""Plan for each of a model's tensors in the checkpoint: copied, quantized, or taken over in its quantized form."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Source:
 def plan_pieces(
     source: Source, dtype: torch.dtype, precision: Precision, losses: Losses
 ) -> tuple[list[Piece], Quantization | None]:
-    """What is to be written, and what the checkpoint says of it."""
+    """Plan the tensors to be written, and the checkpoint's quantization record."""
     rounded = {} if precision.qformat is None else _sizes(source, precision)
     pieces = [
         _rounded(tensor, precision, rounded[name], losses)

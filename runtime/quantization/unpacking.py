@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word AWQ puts the numbers of eight neighbours."""
+"""Positions in a word of eight neighbouring numbers in AWQ."""
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -20,7 +20,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    """As `unpack`, of 4 bits in AWQ's order."""
+    """Unpack 4 bits in AWQ's order, like `unpack`."""
     numbers = unpack(words, 4)
     ordered: Tensor = numbers.view(numbers.shape[0], -1, 8)[:, :, list(AWQ_ORDER)].flatten(1)
     return ordered

@@ -145,7 +145,7 @@ def pack_int4(integers: Tensor) -> Tensor:
 def from_integers(
     integers: Tensor, scales: Tensor, *, bits: int, zeros: Tensor | None = None, order: Tensor | None = None
 ) -> QuantizedWeight:
-    """Of (outputs, inputs) int8 that fit into `bits`, 4 or 8."""
+    """Build a weight from (outputs, inputs) int8 that fit into `bits`, 4 or 8."""
     values = pack_int4(integers) if bits == 4 else integers.contiguous()
     return QuantizedWeight(values, scales.contiguous(), zeros=zeros, order=order)
 

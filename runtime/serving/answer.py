@@ -1,4 +1,4 @@
-"""What somebody asked of a running server, and how far the answer has got.
+"""Request to a running server, and the progress of its answer.
 
 The loop's thread writes sequences, others read them: no further than the last `Progress` says, which is replaced as a
 whole after each step.
@@ -25,14 +25,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Progress:
-    """What may be read of an answer: so many generated tokens, of so many steps."""
+    """Readable part of an answer: numbers of generated tokens and of steps."""
 
     num_tokens: int = 0
     num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_cached_tokens: int = 0
-    """Of the prompt, found in the K/V cache."""
+    """Prompt tokens found in the K/V cache."""
     finish_reason: FinishReason | None = None
     error: SpecDecError | None = None
     """Why it ended without an answer."""
@@ -58,6 +58,6 @@ class Answer:
 
     @property
     def output_tokens(self) -> list[int]:
-        """As far as it may be read."""
+        """Output tokens that may be read."""
         start = len(self.request.prompt_tokens)
         return self.sequence.tokens[start : start + self.progress.num_tokens]

@@ -202,7 +202,7 @@ class ServingLoop:
         self._tell(answers)
 
     def _tell(self, answers: list[Answer]) -> None:
-        """Whoever listens ends neither the loop nor the step."""
+        """Notify a listener; its errors end neither the loop nor the step."""
         try:
             if answers:
                 self._on_progress(answers)

@@ -1,4 +1,4 @@
-"""What a server has done since it was started: counted by the loop's thread, read by anybody."""
+"""Totals of a server since its start: counted by the loop's thread, read by any thread."""
 
 from dataclasses import dataclass, field
 

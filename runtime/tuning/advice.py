@@ -1,4 +1,4 @@
-"""What automatic draft lengths would have given where those of a fixed length lost: of the same outputs, by replay."""
+"""Estimate of automatic draft lengths if those of a fixed length lost: of the same outputs, by replay."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ from runtime.tuning.replay import Trace
 from runtime.tuning.search import Cost, Replayer
 
 _MAX_TOKENS = 10_000
-"""Of outputs, a share of more of them is replayed: a fraction of a second."""
+"""Output tokens to replay at most; of more, a sample: a fraction of a second."""
 _LOSS = 0.995
 
 
 @dataclass(frozen=True)
 class FixedLost:
-    """How many times as fast as no drafter the two are, by what steps cost when the engine was built."""
+    """Speedups of both over no drafter, by the step costs of the build."""
 
     fixed: float
     automatic: float
 
 
 def fixed_lost(session: Session, sequences: Seq[Sequence], batch_size: int) -> FixedLost | None:
-    """Of finished requests that a lookup drafted for with a fixed length, `batch_size` at once.
+    """Advice on finished requests that a lookup drafted for with a fixed length, `batch_size` at once.
 
     None where that did not lose, where automatic lengths would have lost as much, or where nobody knows.
     """
@@ -43,7 +43,7 @@ def fixed_lost(session: Session, sequences: Seq[Sequence], batch_size: int) -> F
 
 
 def _seconds(replayer: Replayer, candidate: Speculation) -> float:
-    """Of the steps: looking up takes microseconds, and how many is the moment's."""
+    """Seconds of the steps alone: looking up takes microseconds, and how many is the moment's."""
     replayed, cost = replayer.replay(candidate).batches, replayer.cost
     assert cost is not None
     return sum(step_s(step, cost.costs, cost.max_num_tokens) for step in replayed.steps)

@@ -1,4 +1,4 @@
-"""What is tried: the grid of every drafter, each with drafts of several lengths."""
+"""Candidates of a search: the grid of every drafter, each with drafts of several lengths."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ def shorter_lens(max_draft_len: int) -> list[int]:
 
 
 def is_replayable(speculation: Speculation) -> bool:
-    """Whether recorded outputs are all that is needed to know what would be drafted."""
+    """True if recorded outputs suffice to know what would be drafted."""
     return not speculation or speculation.lookup is not None
 
 

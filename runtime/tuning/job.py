@@ -30,7 +30,7 @@ Progress = Callable[[str, int], AbstractContextManager[Advance]]
 
 @dataclass(frozen=True)
 class Scope:
-    """What is to be tried. `named` is what to tune, without drafters the grid; `max_draft_len` None: up to 10.
+    """Candidates to try. `named` is what to tune, without drafters the grid; `max_draft_len` None: up to 10.
 
     With the grid goes the model's own copy, where the engine has one, by itself and with the best lookup.
     """
@@ -119,7 +119,7 @@ def answer(llm: LLM, requests: Sequence[Request], categories: Sequence[str | Non
 
 @dataclass(frozen=True)
 class Timing:
-    """How candidates are timed: how many requests at a time, and on how many."""
+    """Timing of candidates: how many requests at a time, and on how many."""
 
     batch_size: int = 1
     num_live_prompts: int = 8
@@ -127,7 +127,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was replayed, what of the rest was run once, and what was made of the best."""
+    """Candidates that were replayed, those that were run once, and the results for the best."""
 
     search: Search
     tried: list[Measured]
@@ -161,7 +161,7 @@ def _search(replayer: Replayer, scope: Scope, max_draft_len: int, progress: Prog
 def _try_models(
     live: LiveRun, scope: Scope, max_draft_len: int, lookups: Sequence[Speculation], progress: Progress
 ) -> list[Measured]:
-    """What cannot be replayed, with drafts of each length: the named drafter, or the model's own copy.
+    """Run candidates that cannot be replayed, with drafts of each length: the named drafter, or the model's own copy.
 
     The copy also with the best lookup, once the best length of its own drafts is known.
     """

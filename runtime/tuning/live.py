@@ -98,7 +98,7 @@ class LiveRun:
     def _round(
         self, candidates: Sequence[Speculation], num_batches: int, max_tokens: int | None
     ) -> list[list[Generation]]:
-        """Of each candidate the generation of each batch."""
+        """Generations of each batch, by candidate."""
         with ExitStack() as stack:
             sessions = [self.llm.open_session(c, stack) for c in candidates]
             parts: list[list[Generation]] = [[] for _ in candidates]
@@ -163,7 +163,7 @@ class Confirmation:
 
 
 def confirm(replayed: Sequence[Replayed], measured: Sequence[Measured]) -> Confirmation:
-    """What was measured, no drafter first, beside the predictions of those that could be replayed, on the same prompts.
+    """Measurements, no drafter first, with the predictions of replayed candidates, on the same prompts.
 
     The machine may be busier than when its steps were measured, or quieter, which prompts feel more than steps of one
     token: one factor for the first and one for the second, what no drafter takes over what was predicted for it.

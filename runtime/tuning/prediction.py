@@ -1,4 +1,4 @@
-"""How long a loop would take, from what it would do (`runtime.tuning.replay`) and what steps cost (`runtime.costs`).
+"""Predicted time of a loop, from replayed steps (`runtime.tuning.replay`) and step costs (`runtime.costs`).
 
 Times are added up, step by step, and divided only at the end: a mean of speedups gives short steps the weight of long
 ones.
@@ -26,7 +26,7 @@ class LoopSeconds:
         return LoopSeconds(self.prompts * by.prompts, self.others * by.others)
 
     def over(self, other: "LoopSeconds") -> "LoopSeconds":
-        """How many times as long as the other's each part is; 1 where the other has no time to compare with."""
+        """Ratio of each part to the other's; 1 if the other has no time to compare with."""
         pairs = ((self.prompts, other.prompts), (self.others, other.others))
         return LoopSeconds(*(own / others if others else 1.0 for own, others in pairs))
 

@@ -33,7 +33,7 @@ class ProfileEngine:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the recommendation was worth when it was made, on how many prompts at a time."""
+    """Measured benefit of the recommendation, and the number of prompts at a time."""
 
     num_prompts: Size
     batch_size: Size
@@ -55,13 +55,13 @@ class _Rest:
     figures: Figures
     specdec_version: str | None
     digest: str = ""
-    """Of all the rest, as it was written."""
+    """Digest of all other fields, as written."""
     format_version: int = PROFILE_FORMAT_VERSION
 
 
 @dataclass(frozen=True)
 class Profile:
-    """How to draft for an engine; without drafters nothing pays."""
+    """Recommended drafting for an engine; without drafters nothing pays."""
 
     engine: ProfileEngine
     speculation: Speculation
@@ -69,7 +69,7 @@ class Profile:
 
     @property
     def drafter(self) -> AnySpec | None:
-        """As `LLM.generate` takes it."""
+        """Drafter for `LLM.generate`."""
         return self.speculation.drafter
 
     @property

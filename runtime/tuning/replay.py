@@ -48,7 +48,7 @@ class ReplayedStep:
 
 @dataclass
 class ReplayedBatches:
-    """What a loop would have counted and computed, and the time that the drafter itself took."""
+    """Counts and computed tokens of a replayed loop, and the drafter's own time."""
 
     stats: list[RequestStats] = field(default_factory=list)
     steps: list[ReplayedStep] = field(default_factory=list)
@@ -173,7 +173,7 @@ def _propose(drafter: Drafter | None, sequences: list[Sequence], max_draft_len: 
 
 
 def _verify(draft_tokens: list[int], target_tokens: Seq[int]) -> Verdict:
-    """What a greedy target makes of a draft when it is going to generate `target_tokens`."""
+    """Result of verifying a draft if a greedy target is going to generate `target_tokens`."""
     pairs = zip(draft_tokens, target_tokens, strict=False)
     num_accepted = next((i for i, (drafted, right) in enumerate(pairs) if drafted != right), None)
     if num_accepted is None:

@@ -11,7 +11,7 @@ from runtime.tuning.prediction import LoopSeconds, predict
 from runtime.tuning.replay import ReplayedBatches, Trace, replay_batches
 
 NUM_SCREENED, NUM_LENGTHS, NUM_LIVE = 2, 2, 3
-"""How many of the best drafters are tried with a public pool, with shorter drafts, and on the engine."""
+"""Numbers of best drafters tried with a public pool, with shorter drafts, and on the engine."""
 _MAX_SCREENING_TOKENS = 30_000
 """Output tokens; with more of them the grid is first replayed on some, or it would take minutes."""
 
@@ -20,7 +20,7 @@ Advance = Callable[[], None]
 
 @dataclass(frozen=True)
 class Cost:
-    """What predictions need: what steps cost, and how prompts are computed."""
+    """Inputs of predictions: what steps cost, and how prompts are computed."""
 
     costs: CostModel
     max_num_tokens: int
@@ -93,7 +93,7 @@ class Search:
 
     @property
     def most(self) -> int:
-        """As many replays as there can be, for a progress bar."""
+        """Maximum number of replays, for a progress bar."""
         lengths = len(shorter_lens(self.max_draft_len)) + (self.replayer.cost is not None)
         if not is_replayable(self.named):
             return 1
