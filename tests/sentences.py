@@ -10,9 +10,12 @@ import re
 from collections.abc import Generator, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from filelock import FileLock
+
+from runtime.errors import SpecDecWarning
 
 DIRECTORY = Path(__file__).parent / "sentences"
 STALE = pytest.StashKey[list[str]]()
@@ -30,27 +33,29 @@ Sentences = dict[str, dict[str, str]]
 
 
 class Said:
-    """`said(result, 97)`, or of an exception or a text: it quotes the values, and is this test's next sentence.
+    """`said(result, 97)`, or of an exception, warnings or a text: it quotes the values, and is what it was.
 
-    What differs from machine to machine is named in `varying`.
+    What a test says twice is held once. What differs from machine to machine is named in `varying`.
     """
 
     def __init__(self, node_id: str, base: Path, held: Sentences, *, update: bool) -> None:
         self.sentences: Sentences = {}
-        self._test = node_id.removeprefix("tests/")
+        self._test = key_of(node_id)
         self._base = base
         self._held = held
         self._update = update
-        self._number = 0
 
     def __call__(self, source: object, *values: object, varying: tuple[object, ...] = ()) -> None:
         file, text = self._read(source)
         for value in values:
             before = r"[\w.-]" if str(value)[:1].isdigit() else r"\w"
             assert re.search(rf"(?<!{before}){re.escape(str(value))}(?!\w)", text), f"no `{value}` in: {text}"
-        self._number += 1
-        key = self._test if self._number == 1 else f"{self._test} ({self._number})"
-        self.sentences.setdefault(file, {})[key] = sentence = self._fixed(text, varying)
+        sentence = self._fixed(text, varying)
+        if any(sentence in sentences.values() for sentences in self.sentences.values()):
+            return
+        number = sum(map(len, self.sentences.values())) + 1
+        key = self._test if number == 1 else f"{self._test} ({number})"
+        self.sentences.setdefault(file, {})[key] = sentence
         if not self._update:
             assert sentence == self._held.get(file, {}).get(key), "meant so? `pytest --update-sentences` keeps it"
 
@@ -59,6 +64,8 @@ class Said:
         module = Path(self._test.partition("::")[0]).stem.removeprefix("test_")
         if isinstance(source, pytest.ExceptionInfo):
             source = source.value
+        if isinstance(source, pytest.WarningsRecorder):
+            source = " ".join(str(w.message) for w in source if issubclass(w.category, SpecDecWarning))
         command = getattr(source, "command", module)
         parts = [getattr(source, "stderr", None) or str(source)]
         parts += [f"{name}: {part}" for name in ("hint", "fact") if (part := getattr(source, name, None))]
@@ -105,7 +112,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sentences of tests that are gone: before any test is deselected, and where whole modules were collected."""
-    tests = {item.nodeid.removeprefix("tests/") for item in items}
+    tests = {key_of(item.nodeid) for item in items}
     modules = {test.partition("::")[0] for test in tests} if not any("::" in arg for arg in config.args) else set()
     stale: Sentences = {}
     for file, sentences in load().items():
@@ -120,8 +127,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[STALE] = [key for sentences in stale.values() for key in sentences]
 
 
+def key_of(node_id: str) -> str:
+    name = node_id.removeprefix("tests/")
+    return name if len(name) < 300 else f"{name[:280]}…{crc32(name.encode()):08x}"
+
+
 def of_test(held: Sentences, node_id: str) -> Sentences:
-    pattern = re.compile(re.escape(node_id.removeprefix("tests/")) + r"( \(\d+\))?")
+    pattern = re.compile(re.escape(key_of(node_id)) + r"( \(\d+\))?")
     found = {file: {key: text for key, text in held[file].items() if pattern.fullmatch(key)} for file in held}
     return {file: sentences for file, sentences in found.items() if sentences}
 

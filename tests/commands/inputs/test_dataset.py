@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sentences import Said
 from waiting import HANG_S
 
 from commands.inputs import dataset
@@ -110,9 +111,10 @@ def test_max_samples_takes_the_first_of_the_same_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_samples", [0, -3])
-def test_fewer_than_one_sample_is_wrong_usage(tmp_path: Path, max_samples: int) -> None:
-    with pytest.raises(UsageError, match=f"at least 1: {max_samples}"):
+def test_fewer_than_one_sample_is_wrong_usage(tmp_path: Path, max_samples: int, said: Said) -> None:
+    with pytest.raises(UsageError) as error:
         load(write_jsonl(tmp_path), max_samples=max_samples)
+    said(error, "1", max_samples)
 
 
 def test_demo_keeps_the_order_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,97 +194,107 @@ def test_changed_file_of_the_same_size_and_time_is_read_anew(
 
 @pytest.mark.parametrize("column", ["article", "highlights"])
 @pytest.mark.parametrize("value", ["", " \n", None, 5])
-def test_row_without_text_is_named_by_its_place_in_the_file(tmp_path: Path, column: str, value: object) -> None:
+def test_row_without_text_is_named_by_its_place_in_the_file(
+    tmp_path: Path, column: str, value: object, said: Said
+) -> None:
     rows = [dict(row) for row in ROWS]
     rows[8][column] = value
     reason = "is not text" if value is None or value == 5 else "is empty"
-    with pytest.raises(SpecDecError, match=f"`{column}` in line 10 of .* {reason}"):
+    with pytest.raises(SpecDecError) as error:
         load(write(tmp_path / "d.jsonl", "\n" + json_lines(rows)))
-    with pytest.raises(SpecDecError, match=f"`{column}` in row 9 of .* {reason}"):
+    said(error, f"`{column}`", "10", reason)
+    with pytest.raises(SpecDecError) as error:
         load(write(tmp_path / "d.json", json.dumps(rows)))
+    said(error, f"`{column}`", "9", reason)
 
 
-def test_empty_csv_cell_is_named_by_its_row(tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="`article` in row 2 of .* is empty"):
+def test_empty_csv_cell_is_named_by_its_row(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         load(write(tmp_path / "d.csv", "article,highlights\nA,R\n,R\n"))
+    said(error, "`article`", "2")
 
 
-def test_null_parquet_cell_is_named_by_its_row(tmp_path: Path) -> None:
+def test_null_parquet_cell_is_named_by_its_row(tmp_path: Path, said: Said) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table = pa.table({"article": ["A", "B", None], "highlights": ["R", "R", "R"]})
     pq.write_table(table, tmp_path / "d.parquet")
-    with pytest.raises(SpecDecError, match="`article` in row 3 of .* is not text: None"):
+    with pytest.raises(SpecDecError) as error:
         load(tmp_path / "d.parquet")
+    said(error, "`article`", "3", "None")
 
 
-def test_missing_columns_name_those_found_and_those_wanted(tmp_path: Path) -> None:
+def test_missing_columns_name_those_found_and_those_wanted(tmp_path: Path, said: Said) -> None:
     path = write(tmp_path / "d.jsonl", json_lines([{"id": "1", "body": "A", "highlights": "R"}]))
-    with pytest.raises(SpecDecError, match="no text column, the columns are `id`, `body`, `highlights`") as raised:
+    with pytest.raises(SpecDecError) as raised:
         load(path)
-    assert "`article` or `prompt` or `text`" in str(raised.value.hint)
+    said(raised, "`id`", "`body`", "`highlights`", "`article`", "`prompt`", "`text`")
     path = write(tmp_path / "d.jsonl", json_lines([{"prompt": "A", "highlights": "R"}]))
-    with pytest.raises(SpecDecError, match="no reference column") as raised:
+    with pytest.raises(SpecDecError) as raised:
         load(path, eval_task="code_completion")
-    assert "`canonical_solution`" in str(raised.value.hint)
+    said(raised)
+    said(raised, "`canonical_solution`")
 
 
-def test_columns_of_any_name_can_be_named(tmp_path: Path) -> None:
+def test_columns_of_any_name_can_be_named(tmp_path: Path, said: Said) -> None:
     path = write(tmp_path / "xsum.jsonl", json_lines([{"body": "A", "summary_gt": "R", "article": "no", "y": "S"}]))
-    with pytest.raises(SpecDecError, match="no reference column, the columns are .*`summary_gt`") as raised:
+    with pytest.raises(SpecDecError) as raised:
         load(path)
-    assert "`--reference-column`" in str(raised.value.hint)
+    said(raised, "`summary_gt`", "`--reference-column`")
     (sample,) = load(path, columns=Columns("body", "summary_gt"))
     assert (sample.text, sample.reference) == ("A", "R")
     (sample,) = load(path, columns=Columns(reference="y"))
     assert (sample.text, sample.reference) == ("no", "S")
-    with pytest.raises(SpecDecError, match="no column `title`, the columns are `body`, ") as raised:
+    with pytest.raises(SpecDecError) as raised:
         load(path, columns=Columns(text="title"))
-    assert "`--text-column`" in str(raised.value.hint)
+    said(raised, "`title`", "`body`", "`--text-column`")
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("d.jsonl", '{"article": "A", "highlights": "R"}\n{"article": \n', "not JSON at line 2, column 13"),
-        ("d.jsonl", '{"article": "A", "highlights": "R"}\n\n"text"\n', "line 3 is not a JSON object"),
-        ("d.json", '[\n{"article": "A"},\n{"article" "B"}]', "not JSON at line 3, column 12"),
-        ("d.json", '[{"article": "A"}, 5]', "row 2 is not a JSON object, 5"),
-        ("d.json", "[]", "the dataset has no rows"),
-        ("d.csv", "article,highlights\n", "the dataset has no rows"),
-        ("d.csv", "article,highlights\nA,R\nB,R,extra\n", "ending on line 3 has 3 cells and the header 2"),
-        ("d.csv", "article,highlights\nA\n", "ending on line 2 has 1 cells and the header 2"),
-        ("d.csv", "article,article\nA,R\n", "names a column twice"),
-        ("d.csv", 'article,highlights\nA,"R\n', "line 2 is not CSV"),
-        ("d.csv", b"article,highlights\nA,caf\xe9\n", "not UTF-8 text at line 2, byte offset 24"),
-        ("d.jsonl", b'{"article": "\xff"}', "not UTF-8 text at line 1, byte offset 13"),
-        ("d.jsonl", "", "the file is empty"),
-        ("d.parquet", "article,highlights", "not a Parquet file"),
-        ("d.parquet", "", "not a Parquet file"),
-        ("d.parquet", "PAR1 and no more", "the Parquet file is cut short"),
-        ("d.parquet", "PAR1 and no more PAR1", "cannot read the Parquet file"),
-        ("d.xml", "<a/>", "unknown kind of dataset file"),
+        ("d.jsonl", '{"article": "A", "highlights": "R"}\n{"article": \n', "2; 13"),
+        ("d.jsonl", '{"article": "A", "highlights": "R"}\n\n"text"\n', "3"),
+        ("d.json", '[\n{"article": "A"},\n{"article" "B"}]', "3; 12"),
+        ("d.json", '[{"article": "A"}, 5]', "2; 5"),
+        ("d.json", "[]", ""),
+        ("d.csv", "article,highlights\n", ""),
+        ("d.csv", "article,highlights\nA,R\nB,R,extra\n", "3; 2"),
+        ("d.csv", "article,highlights\nA\n", "2; 1"),
+        ("d.csv", "article,article\nA,R\n", ""),
+        ("d.csv", 'article,highlights\nA,"R\n', "2; CSV"),
+        ("d.csv", b"article,highlights\nA,caf\xe9\n", "2; 24"),
+        ("d.jsonl", b'{"article": "\xff"}', "1; 13"),
+        ("d.jsonl", "", ""),
+        ("d.parquet", "article,highlights", ""),
+        ("d.parquet", "", ""),
+        ("d.parquet", "PAR1 and no more", ""),
+        ("d.parquet", "PAR1 and no more PAR1", ""),
+        ("d.xml", "<a/>", ""),
     ],
 )
 def test_file_that_cannot_be_read_is_an_error_with_its_path(
-    tmp_path: Path, file: str, content: str | bytes, message: str
+    tmp_path: Path, file: str, content: str | bytes, message: str, said: Said
 ) -> None:
-    with pytest.raises(SpecDecError, match=f"{message}.*: .*{file}"):
+    with pytest.raises(SpecDecError) as error:
         load(write(tmp_path / file, content))
+    said(error, file, *message.split("; "))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-def test_missing_file_is_an_error_with_its_path(tmp_path: Path, suffix: str) -> None:
-    with pytest.raises(SpecDecError, match=rf"missing\.{suffix}"):
+def test_missing_file_is_an_error_with_its_path(tmp_path: Path, suffix: str, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         load(tmp_path / f"missing.{suffix}")
+    said(error, f"missing.{suffix}")
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "no such thing", "", "x" * 5000 + "/y/z", "ünï", "nul\0"])
-def test_name_that_is_neither_file_nor_hub_id_is_an_error_with_a_hint(name: str) -> None:
-    with pytest.raises(SpecDecError, match="not a hub id") as raised:
+def test_name_that_is_neither_file_nor_hub_id_is_an_error_with_a_hint(name: str, said: Said) -> None:
+    with pytest.raises(SpecDecError) as raised:
         load(name)
-    assert raised.value.hint == "pass a local file, `--dataset-dir` or `demo`"
+    said(raised)
+    said(raised, "`--dataset-dir`", "`demo`")
 
 
 def offline(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -300,12 +312,12 @@ def offline(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     [("ccdv/cnn_dailymail", "ccdv/cnn_dailymail"), ("openai_humaneval", "openai/openai_humaneval")],
 )
 def test_unreachable_hub_names_the_dataset_and_what_to_pass_instead(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, hub_id: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, hub_id: str, said: Said
 ) -> None:
     offline(monkeypatch, tmp_path)
-    with pytest.raises(SpecDecError, match=f"hub cannot be reached for the dataset: {hub_id}$") as raised:
+    with pytest.raises(SpecDecError) as raised:
         load(name)
-    assert raised.value.hint == "pass a local file, `--dataset-dir` or `demo`"
+    said(raised, hub_id, "`--dataset-dir`", "`demo`")
 
 
 class Hub:
@@ -345,19 +357,20 @@ def test_hub_dataset_that_is_a_script_is_read_from_its_parquet_export(
     assert hub.calls[1] == (("parquet",), {"data_files": {"test": export}, "split": "test"})
 
 
-def test_hub_failures_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_failures_are_told_apart(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     import datasets
 
-    failures = {
-        "has no such dataset: a/b": datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist"),
-        "cannot be reached for the dataset: a/b": ConnectionError("Couldn't reach"),
-        r"\(Unknown split \"test\"\.\): a/b": ValueError('Unknown split "test".\nShould be one of'),
-        r"\(RuntimeError\): a/b": RuntimeError(),
-    }
-    for message, failure in failures.items():
+    failures = (
+        datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist"),
+        ConnectionError("Couldn't reach"),
+        ValueError('Unknown split "test".\nShould be one of'),
+        RuntimeError(),
+    )
+    for failure in failures:
         monkeypatch.setattr(datasets, "load_dataset", Hub(failure))
-        with pytest.raises(SpecDecError, match=message):
+        with pytest.raises(SpecDecError) as error:
             load("a/b")
+        said(error, "a/b")
 
 
 def test_dataset_dir_replaces_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,25 +420,29 @@ def test_directory_changed_between_two_loads_is_read_anew(tmp_path: Path) -> Non
     assert [sample.text for sample in load(tmp_path / "d")] == ["B"]
 
 
-def test_directory_with_splits_other_than_test_names_them(tmp_path: Path) -> None:
+def test_directory_with_splits_other_than_test_names_them(tmp_path: Path, said: Said) -> None:
     for split in ("train", "validation"):
         write(tmp_path / "d" / f"{split}.jsonl", json_lines(ROWS))
-    with pytest.raises(SpecDecError, match=r"no split `test` among \['train', 'validation'\]"):
+    with pytest.raises(SpecDecError) as error:
         load("a/b", dataset_dir=tmp_path / "d")
+    said(error, "`test`", "['train', 'validation']")
 
 
-def test_dataset_dir_missing_or_without_data_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="no such dataset directory: .*gone"):
+def test_dataset_dir_missing_or_without_data_is_an_error(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         load("a/b", dataset_dir=tmp_path / "gone")
+    said(error, "gone")
     (tmp_path / "bare").mkdir()
-    with pytest.raises(SpecDecError, match=r"cannot read the dataset directory .*bare"):
+    with pytest.raises(SpecDecError) as error:
         load("a/b", dataset_dir=tmp_path / "bare")
+    said(error, "bare")
 
 
-def test_dataset_dir_with_demo_or_a_file_is_wrong_usage(tmp_path: Path) -> None:
+def test_dataset_dir_with_demo_or_a_file_is_wrong_usage(tmp_path: Path, said: Said) -> None:
     for name in ("demo", str(write_jsonl(tmp_path))):
-        with pytest.raises(UsageError, match="where a hub dataset is"):
+        with pytest.raises(UsageError) as error:
             load(name, dataset_dir=tmp_path)
+        said(error)
 
 
 def test_loading_prints_nothing_and_leaves_no_file(tmp_path: Path) -> None:
@@ -466,7 +483,8 @@ def test_questions_take_the_first_turn_and_need_no_reference(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("turns", [[], [3], "", None, [""]])
-def test_question_without_text_is_an_error(tmp_path: Path, turns: object) -> None:
+def test_question_without_text_is_an_error(tmp_path: Path, turns: object, said: Said) -> None:
     path = write(tmp_path / "d.jsonl", json_lines([{"turns": turns}]))
-    with pytest.raises(SpecDecError, match=r"`turns` in line 1 of"):
+    with pytest.raises(SpecDecError) as error:
         load(path, eval_task="question")
+    said(error, "`turns`", "1")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from sentences import Said
 from strength import examples
 
 from commands.inputs.prompts import Prompt, read_prompts
@@ -37,25 +38,29 @@ def test_input_texts_become_prompts_in_order_unchanged() -> None:
     assert read_prompts([" Hello\n", "How are you?"], None) == texts(" Hello\n", "How are you?")
 
 
-def test_neither_texts_nor_file_is_wrong_usage() -> None:
-    with pytest.raises(UsageError, match="no prompt given"):
+def test_neither_texts_nor_file_is_wrong_usage(said: Said) -> None:
+    with pytest.raises(UsageError) as error:
         read_prompts([], None)
+    said(error)
 
 
-def test_texts_and_file_together_are_wrong_usage(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="both"):
+def test_texts_and_file_together_are_wrong_usage(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(UsageError) as error:
         read_prompts(["Hello"], write(tmp_path / "in.txt", "a\n"))
+    said(error, "both")
 
 
 @pytest.mark.parametrize("text", ["", "  \n"])
-def test_blank_input_text_is_named_by_its_position(text: str) -> None:
-    with pytest.raises(SpecDecError, match="prompt 2 is empty"):
+def test_blank_input_text_is_named_by_its_position(text: str, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts(["Hello", text], None)
+    said(error, "2")
 
 
-def test_input_text_with_an_undecodable_byte_is_an_error() -> None:
-    with pytest.raises(SpecDecError, match="cannot be written as UTF-8 at character 3"):
+def test_input_text_with_an_undecodable_byte_is_an_error(said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts(["caf\udce9"], None)
+    said(error, "3")
 
 
 @pytest.mark.parametrize(
@@ -72,17 +77,19 @@ def test_txt_lines_end_at_line_feeds_and_not_at_other_unicode_separators(tmp_pat
 
 
 @pytest.mark.parametrize(("content", "line"), [("a\n\nb\n", 2), ("a\nb\n\n", 3), ("a\n  \nb", 2)])
-def test_blank_txt_lines_are_left_out_and_named(tmp_path: Path, content: str, line: int) -> None:
-    with pytest.warns(SpecDecWarning, match=f"blank line {line} of .*in.txt left out$"):
+def test_blank_txt_lines_are_left_out_and_named(tmp_path: Path, content: str, line: int, said: Said) -> None:
+    with pytest.warns(SpecDecWarning) as warned:
         assert read_prompts([], write(tmp_path / "in.txt", content)) == texts("a", "b")
+    said(warned, line, "in.txt")
 
 
-def test_file_of_blank_lines_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="the file is empty: .*in.txt"):
+def test_file_of_blank_lines_is_an_error(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], write(tmp_path / "in.txt", "\n \n"))
+    said(error, "in.txt")
 
 
-def test_standard_input_is_one_prompt_or_one_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_is_one_prompt_or_one_a_line(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     def say(data: bytes) -> None:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
 
@@ -91,78 +98,90 @@ def test_standard_input_is_one_prompt_or_one_a_line(monkeypatch: pytest.MonkeyPa
     say(b"one\ntwo\n")
     assert read_prompts([], Path("-")) == texts("one", "two")
     say(b"ab\xff")
-    with pytest.raises(SpecDecError, match="standard input is not UTF-8"):
+    with pytest.raises(SpecDecError) as error:
         read_prompts(["-"], None)
+    said(error)
     say(b"")
-    with pytest.raises(SpecDecError, match="prompt 1 is empty"):
+    with pytest.raises(SpecDecError) as error:
         read_prompts(["-"], None)
+    said(error, "1")
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
-def test_invalid_utf8_is_named_by_line_and_byte_offset(tmp_path: Path, suffix: str) -> None:
-    with pytest.raises(SpecDecError, match="not UTF-8 text at line 2, byte offset 5:"):
+def test_invalid_utf8_is_named_by_line_and_byte_offset(tmp_path: Path, suffix: str, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], write(tmp_path / f"in{suffix}", b"abc\nd\xff\n"))
+    said(error, "2", "5")
 
 
-def test_utf8_byte_offset_counts_the_byte_order_mark(tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="line 1, byte offset 4:"):
+def test_utf8_byte_offset_counts_the_byte_order_mark(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], write(tmp_path / "in.txt", b"\xef\xbb\xbfa\xff"))
+    said(error, "1", "4")
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
 @pytest.mark.parametrize("content", ["", "\n", " \n\n", "\ufeff"])
-def test_empty_text_file_is_an_error(tmp_path: Path, suffix: str, content: str) -> None:
-    with pytest.raises(SpecDecError, match="the file is empty"):
+def test_empty_text_file_is_an_error(tmp_path: Path, suffix: str, content: str, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], write(tmp_path / f"in{suffix}", content))
+    said(error)
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl", ".npy"])
-def test_missing_file_and_directory_are_errors(tmp_path: Path, suffix: str) -> None:
-    with pytest.raises(SpecDecError, match="No such file or directory"):
+def test_missing_file_and_directory_are_errors(tmp_path: Path, suffix: str, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], tmp_path / f"missing{suffix}")
+    said(error)
     (tmp_path / f"directory{suffix}").mkdir()
-    with pytest.raises(SpecDecError, match="Is a directory"):
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], tmp_path / f"directory{suffix}")
+    said(error)
 
 
-def test_unknown_suffix_is_wrong_usage_and_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"in\.md") as raised:
+def test_unknown_suffix_is_wrong_usage_and_lists_the_known_ones(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(UsageError) as raised:
         read_prompts([], write(tmp_path / "in.md", "a"))
-    assert raised.value.hint == "use one of `.csv`, `.jsonl`, `.npy`, `.txt`"
+    said(raised, "in.md", "`.csv`", "`.jsonl`", "`.npy`", "`.txt`")
 
 
 def test_suffix_case_does_not_matter(tmp_path: Path) -> None:
     assert read_prompts([], write(tmp_path / "IN.TXT", "a")) == texts("a")
 
 
-def test_csv_rows_are_ragged_token_ids(tmp_path: Path) -> None:
+def test_csv_rows_are_ragged_token_ids(tmp_path: Path, said: Said) -> None:
     path = write(tmp_path / "in.csv", '1,2,3\n4\r\n 5, "6" \n9223372036854775807\n')
-    with pytest.raises(SpecDecError, match="row 3, column 2"):
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], path)
+    said(error, "3", "2")
     path = write(tmp_path / "in.csv", '1,2,3\n4\r\n 5,"6"\n9223372036854775807\n')
     assert read_prompts([], path) == ids([1, 2, 3], [4], [5, 6], [2**63 - 1])
 
 
 @pytest.mark.parametrize("cell", ["-1", "1.5", "x", "", "1e3", "1_000", "٣", "+4", "1 2", "1;2", "9" * 5000])
-def test_csv_cell_that_is_no_token_id_is_named_by_row_and_column(tmp_path: Path, cell: str) -> None:
-    with pytest.raises(SpecDecError, match=r"row 2, column 3 of .*in\.csv is not a token id") as raised:
+def test_csv_cell_that_is_no_token_id_is_named_by_row_and_column(tmp_path: Path, cell: str, said: Said) -> None:
+    with pytest.raises(SpecDecError) as raised:
         read_prompts([], write(tmp_path / "in.csv", f"7\n8,9,{cell}\n"))
+    said(raised, "2", "3", "in.csv")
     assert len(str(raised.value)) < 400
 
 
-def test_csv_id_beyond_int64_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="column 2 is not a token id, 9223372036854775808: row 1 of"):
+def test_csv_id_beyond_int64_is_an_error(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], write(tmp_path / "in.csv", "1,9223372036854775808\n"))
+    said(error, "2", "9223372036854775808", "1")
 
 
-def test_blank_csv_row_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="row 2 of .* holds no token id"):
+def test_blank_csv_row_is_named(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], write(tmp_path / "in.csv", "1\n\n2\n"))
+    said(error, "2")
 
 
-def test_unbalanced_csv_quote_is_named_by_line(tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="line 2 is not CSV"):
+def test_unbalanced_csv_quote_is_named_by_line(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], write(tmp_path / "in.csv", '1\n"2\n'))
+    said(error, "2", "CSV")
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, np.uint16, np.uint64, ">i4"])
@@ -182,63 +201,71 @@ def test_npy_pad_ids_are_taken_off_the_end_only(tmp_path: Path) -> None:
     assert read_prompts([], path) == ids([2, 7, 2, 8, 2], [9, 2, 2, 2, 2])
 
 
-def test_npy_negative_pad_id_is_taken_off_before_ids_are_checked(tmp_path: Path) -> None:
+def test_npy_negative_pad_id_is_taken_off_before_ids_are_checked(tmp_path: Path, said: Said) -> None:
     path = npy(np.array([[1, 2], [3, -1]]), tmp_path / "in.npy")
     assert read_prompts([], path, pad_id=-1) == ids([1, 2], [3])
-    with pytest.raises(SpecDecError, match="column 2 is not a token id, -1: row 2 of"):
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], path)
+    said(error, "2", "-1")
 
 
-def test_npy_row_of_pad_ids_alone_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match="row 2 of .* holds no token id"):
+def test_npy_row_of_pad_ids_alone_is_named(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], npy(np.array([[1, 0], [0, 0]]), tmp_path / "in.npy"), pad_id=0)
+    said(error, "2")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bool", "complex64", "datetime64[s]", "U3", "i4,i4"])
-def test_npy_dtype_that_is_no_integer_is_named(tmp_path: Path, dtype: str) -> None:
-    with pytest.raises(SpecDecError, match="token ids must be integers, the array holds"):
+def test_npy_dtype_that_is_no_integer_is_named(tmp_path: Path, dtype: str, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], npy(np.zeros((2, 2), dtype=dtype), tmp_path / "in.npy"))
+    said(error)
 
 
-def test_npy_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_npy_pickle_is_refused_and_not_run(tmp_path: Path, said: Said) -> None:
     class Trap:
         def __reduce__(self) -> Any:
             return (open, (str(tmp_path / "sprung"), "w"))
 
     path = tmp_path / "in.npy"
     np.save(path, np.array([Trap()], dtype=object), allow_pickle=True)
-    with pytest.raises(SpecDecError, match="not a NumPy array of numbers"):
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], path)
+    said(error)
     assert not (tmp_path / "sprung").exists()
 
 
-def test_npz_archive_named_npy_is_an_error(tmp_path: Path) -> None:
+def test_npz_archive_named_npy_is_an_error(tmp_path: Path, said: Said) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, ids=np.array([1]))
-    with pytest.raises(SpecDecError, match="not a NumPy array of numbers"):
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], write(tmp_path / "in.npy", buffer.getvalue()))
+    said(error)
 
 
 @pytest.mark.parametrize("shape", [(), (1, 1, 1)])
-def test_npy_with_other_dimensions_is_an_error(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    with pytest.raises(SpecDecError, match="1 or 2 dimensions"):
+def test_npy_with_other_dimensions_is_an_error(tmp_path: Path, shape: tuple[int, ...], said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], npy(np.ones(shape, dtype=int), tmp_path / "in.npy"))
+    said(error, "1", "2")
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
-def test_npy_without_ids_is_an_error(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    with pytest.raises(SpecDecError, match="the array is empty"):
+def test_npy_without_ids_is_an_error(tmp_path: Path, shape: tuple[int, ...], said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], npy(np.ones(shape, dtype=int), tmp_path / "in.npy"))
+    said(error)
 
 
-def test_npy_cut_short_or_claiming_a_huge_shape_is_an_error(tmp_path: Path) -> None:
+def test_npy_cut_short_or_claiming_a_huge_shape_is_an_error(tmp_path: Path, said: Said) -> None:
     whole = npy(np.arange(8), tmp_path / "in.npy").read_bytes()
     huge = io.BytesIO()
     header = {"descr": "<i8", "fortran_order": False, "shape": (10**15,)}
     np.lib.format.write_array_header_1_0(huge, header)
     for content in (b"", whole[:5], whole[:-3], huge.getvalue()):
-        with pytest.raises(SpecDecError, match="not a NumPy array of numbers"):
+        with pytest.raises(SpecDecError) as error:
             read_prompts([], write(tmp_path / "in.npy", content))
+        said(error)
 
 
 def test_jsonl_takes_prompts_and_prompt_ids_and_passes_over_blank_lines(tmp_path: Path) -> None:
@@ -249,26 +276,27 @@ def test_jsonl_takes_prompts_and_prompt_ids_and_passes_over_blank_lines(tmp_path
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "a"', "not JSON at line 2, column 15"),
-        ("[1, 2]", r"line 2 is not a JSON object, \[1, 2\]"),
-        ("{}", "line 2 needs `prompt`, `prompt_ids` or `messages`"),
-        ('{"prompt": "a", "prompt_ids": [1]}', "line 2 needs `prompt`, `prompt_ids` or `messages`"),
-        ('{"prompt": 5}', "`prompt` on line 2 of .* is not text: 5"),
-        ('{"prompt": null}', "`prompt` on line 2 of .* is not text: None"),
-        ('{"prompt": " "}', "`prompt` on line 2 of .* is empty"),
-        ('{"prompt": "\\ud800"}', "`prompt` on line 2 of .* cannot be written as UTF-8"),
-        ('{"prompt_ids": "12"}', "`prompt_ids` on line 2 of .* is not a list"),
-        ('{"prompt_ids": []}', "`prompt_ids` on line 2 of .* holds no token id"),
-        ('{"prompt_ids": [1, true]}', "column 2 is not a token id, True: `prompt_ids` on line 2"),
-        ('{"prompt_ids": [1.0]}', "column 1 is not a token id, 1.0: `prompt_ids` on line 2"),
-        ('{"prompt_ids": [-4]}', "column 1 is not a token id, -4: `prompt_ids` on line 2"),
-        ('{"prompt_ids": [' + "9" * 5000 + "]}", "JSON too large to read from line 2"),
-        ("[" * 100_000, "JSON too large to read from line 2"),
+        ('{"prompt": "a"', "2; 15"),
+        ("[1, 2]", "2; [1, 2]"),
+        ("{}", "2; `prompt`; `prompt_ids`; `messages`"),
+        ('{"prompt": "a", "prompt_ids": [1]}', "2; `prompt`; `prompt_ids`; `messages`"),
+        ('{"prompt": 5}', "`prompt`; 2; 5"),
+        ('{"prompt": null}', "`prompt`; 2; None"),
+        ('{"prompt": " "}', "`prompt`; 2"),
+        ('{"prompt": "\\ud800"}', "`prompt`; 2"),
+        ('{"prompt_ids": "12"}', "`prompt_ids`; 2"),
+        ('{"prompt_ids": []}', "`prompt_ids`; 2"),
+        ('{"prompt_ids": [1, true]}', "2; `prompt_ids`"),
+        ('{"prompt_ids": [1.0]}', "1; 1.0; `prompt_ids`; 2"),
+        ('{"prompt_ids": [-4]}', "1; -4; `prompt_ids`; 2"),
+        ('{"prompt_ids": [' + "9" * 5000 + "]}", "2"),
+        ("[" * 100_000, "2"),
     ],
 )
-def test_jsonl_mistake_is_named_by_its_line(tmp_path: Path, line: str, message: str) -> None:
-    with pytest.raises(SpecDecError, match=message):
+def test_jsonl_mistake_is_named_by_its_line(tmp_path: Path, line: str, message: str, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], write(tmp_path / "in.jsonl", f'{{"prompt": "ok"}}\n{line}\n'))
+    said(error, *message.split("; "))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -305,11 +333,12 @@ def test_any_bytes_give_prompts_or_an_error_of_ours(tmp_path: Path, suffix: str,
         assert all(prompt.text or prompt.ids for prompt in prompts)
 
 
-def test_category_of_a_line_is_kept_and_must_be_text(tmp_path: Path) -> None:
+def test_category_of_a_line_is_kept_and_must_be_text(tmp_path: Path, said: Said) -> None:
     path = tmp_path / "in.jsonl"
     rows = [{"prompt": "a", "category": "b"}, {"prompt_ids": [1], "category": ""}, {"prompt_ids": [1]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [prompt.category for prompt in read_prompts([], path)] == ["b", None, None]
     path.write_text('{"prompt": "a", "category": ["b"]}')
-    with pytest.raises(SpecDecError, match="`category` on line 1 of .* is not text"):
+    with pytest.raises(SpecDecError) as error:
         read_prompts([], path)
+    said(error, "`category`", "1")

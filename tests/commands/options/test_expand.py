@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_type_hints
 
 import pytest
 import typer
+from sentences import Said
 from typer.testing import CliRunner
 
 from commands.options.expand import expand_groups, given_flags
@@ -82,21 +83,23 @@ def test_flags_left_out_have_their_fields_defaults() -> None:
     assert calls == [("a", Outer(path=Path("p")), Last())] * 2
 
 
-def test_field_without_default_is_required() -> None:
+def test_field_without_default_is_required(said: Said) -> None:
     command, calls = expanded()
     assert invoke(command, "a").exit_code == 2
-    with pytest.raises(TypeError, match="path"):
+    with pytest.raises(TypeError) as error:
         command(name="a")
+    said(error, "path")
     assert calls == []
 
 
 @pytest.mark.parametrize("group", [Inner, Outer])
-def test_two_flags_of_one_name_are_refused_at_import(group: type) -> None:
+def test_two_flags_of_one_name_are_refused_at_import(group: type, said: Said) -> None:
     def command(first: Inner, second: Any) -> None: ...
 
     command.__annotations__["second"] = group
-    with pytest.raises(TypeError, match="options of one name in command: size, words"):
+    with pytest.raises(TypeError) as error:
         expand_groups(command)
+    said(error, "size, words")
 
 
 def test_given_flags_are_those_that_differ_from_nothing() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sentences import Said
 
 from commands.options.drafters import DrafterFlags
 from commands.options.generation import GenerationOptions
@@ -20,15 +21,15 @@ from runtime.params import GREEDY, SamplingConfig
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [
-        (GenerationOptions(num_beams=2), "beam search is not supported: `--num-beams 2`"),
+        (GenerationOptions(num_beams=2), "`--num-beams 2`"),
         (GenerationOptions(use_py_session=True), "`--use-py-session`"),
     ],
 )
-def test_what_is_not_supported_is_wrong_usage(options: GenerationOptions, wrong: str) -> None:
+def test_what_is_not_supported_is_wrong_usage(options: GenerationOptions, wrong: str, said: Said) -> None:
     GenerationOptions().check()
     with pytest.raises(UsageError) as raised:
         options.check()
-    assert wrong in raised.value.message
+    said(raised, *wrong.split("; "))
     assert raised.value.hint
 
 
@@ -61,11 +62,12 @@ def test_block_reuse_is_what_orchestrator_mode_needs_and_leader_mode_asks_once(
 
 
 @pytest.mark.parametrize(("check_lossless", "draft_len_mode"), [(True, "fixed"), (False, "auto")])
-def test_what_needs_a_drafter_says_so(check_lossless: bool, draft_len_mode: DraftLenMode) -> None:
+def test_what_needs_a_drafter_says_so(check_lossless: bool, draft_len_mode: DraftLenMode, said: Said) -> None:
     for fine in (Chosen(Speculation((SuffixDrafter(10),), draft_len_mode)), Chosen(Speculation((), "fixed"))):
         assert fine.check(check_lossless=check_lossless and bool(fine.speculation)) is fine
-    with pytest.raises(UsageError, match="there is no(ne| drafter)") as raised:
+    with pytest.raises(UsageError) as raised:
         Chosen(Speculation((), draft_len_mode)).check(check_lossless=check_lossless)
+    said(raised)
     assert raised.value.hint
 
 
@@ -81,17 +83,20 @@ PROFILE = Path("tuned.json")
         (SpeculationOptions(profile=PROFILE), LeaderOptions(draft_model_dir="demo-draft"), "--draft-model-dir"),
     ],
 )
-def test_profile_says_alone_how_to_draft(options: SpeculationOptions, leader: LeaderOptions, flag: str) -> None:
+def test_profile_says_alone_how_to_draft(
+    options: SpeculationOptions, leader: LeaderOptions, flag: str, said: Said
+) -> None:
     replace(options, profile=None).check_profile(leader.drafting_flags)
     with pytest.raises(UsageError) as raised:
         options.check_profile(leader.drafting_flags)
-    assert raised.value.message == f"`{flag}` and `--profile` both say how to draft: tuned.json"
+    said(raised, f"`{flag}`", "`--profile`", "tuned.json")
 
 
-def test_profile_is_for_an_engine_that_is_there() -> None:
+def test_profile_is_for_an_engine_that_is_there(said: Said) -> None:
     SpeculationOptions(profile=PROFILE).check_profile(LeaderOptions(disable_kv_cache_reuse=True).drafting_flags)
-    with pytest.raises(UsageError, match="needs `--engine-dir`, and cannot be given with `--model-dir`: tuned.json"):
+    with pytest.raises(UsageError) as error:
         SpeculationOptions(profile=PROFILE).check_profile([], "demo")
+    said(error, "`--engine-dir`", "`--model-dir`", "tuned.json")
 
 
 def test_leader_mode_is_asked_for_by_any_of_its_flags() -> None:
@@ -104,17 +109,17 @@ def test_leader_mode_is_asked_for_by_any_of_its_flags() -> None:
 @pytest.mark.parametrize(
     ("engines", "message"),
     [
-        (ModelEngineOptions(dtype="float16", no_cache=True), "`--dtype` is for engines made of `--model-dir`: float16"),
-        (ModelEngineOptions(max_seq_len=8), "`--max-seq-len` is for engines made of `--model-dir`: 8"),
-        (ModelEngineOptions(no_cache=True), "`--no-cache` is for engines made of `--model-dir`"),
+        (ModelEngineOptions(dtype="float16", no_cache=True), "`--dtype`; `--model-dir`; float16"),
+        (ModelEngineOptions(max_seq_len=8), "`--max-seq-len`; `--model-dir`; 8"),
+        (ModelEngineOptions(no_cache=True), "`--no-cache`; `--model-dir`"),
     ],
 )
-def test_engine_that_is_there_is_not_built_anew(engines: ModelEngineOptions, message: str) -> None:
+def test_engine_that_is_there_is_not_built_anew(engines: ModelEngineOptions, message: str, said: Said) -> None:
     LeaderOptions("demo", engines=engines).check(None, SpeculationOptions())
     LeaderOptions(draft_model_dir="demo", engines=engines).check(None, SpeculationOptions())
     with pytest.raises(UsageError) as raised:
         LeaderOptions(engines=engines).check(None, SpeculationOptions())
-    assert raised.value.message == message
+    said(raised, *message.split("; "))
 
 
 def params(random_seed: int = 0, **given: Any) -> SamplingConfig:
