@@ -14,7 +14,7 @@ from runtime.kv_cache import NULL_BLOCK
 from runtime.request import Sequence
 
 _ROW_CONTEXT, _CONTEXT_STEP = 4096, 256
-"""One more row costs what a token costs after a context of so many, whose K/V its attention reads once more."""
+"""One more row costs as much as a token after a context of this length, whose K/V its attention reads again."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Code is in it that is run, and digests that stand for files: it must be the user's own, writable by nobody else.
 
-Whoever makes an entry holds its lock, so that of several processes one works and the others wait. An entry is written
+The process that makes an entry holds its lock, so that the others wait for it. An entry is written
 whole or not at all; a process that is killed leaves at most a hidden directory, which the next one removes.
 """
 
@@ -129,7 +129,7 @@ def remove_unused_entry(path: Path) -> bool:
     try:
         with _flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
             if is_unused:
-                # Nobody is to find half of it. What is left if this is killed, the next to make the entry removes.
+                # A partial entry must never be visible. After a kill, the next process to make it cleans up.
                 removed = path.with_name(f".{path.name}.{os.getpid()}.old")
                 path.rename(removed)
                 shutil.rmtree(removed, ignore_errors=True)

@@ -190,7 +190,7 @@ def _read_weights(model_dir: Path, config: dict[str, Any], *, is_inside: bool) -
 def _gguf_tensors(
     path: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, RoundedLayer], list[SourceTensor]]:
-    """A file's weights, in few bits and by themselves: all that its model has."""
+    """A file's weights, low-bit and others: all weights of its model."""
     layers, tensors = read_gguf_tensors(path, config)
     check_shapes(layers, shapes, path)
     found = {*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)}

@@ -39,7 +39,7 @@ from runtime.tensor_file import read_header, read_metadata
 CORPUS_FORMAT_VERSION = 2  # 1: what it says of itself had no digest
 _CLOSING = b"\xff\xff\xff\xff"
 _TOKEN_BYTES = 4
-_MIN_SHARE = 8  # one in so many
+_MIN_SHARE = 8  # one in this many
 _NUM_READ = 32  # rows read one by one
 _NUM_KEPT = 4096
 _MAX_BYTES_COPIED = 256 * 2**20  # takes a quarter of a second to open
@@ -157,8 +157,8 @@ class Corpus:
     def ngram_counts(self, max_size: int) -> list[NgramCounts]:
         """For each size up to `max_size`. Reads the whole file."""
         counts, text, rows = [], self._array("tokens"), self._array("suffix_array")
-        is_whole = np.ones(self.info.num_tokens, dtype=bool)  # rows whose documents go on for so many tokens
-        is_same = np.append(False, is_whole[1:])  # rows that share so many tokens with the one before
+        is_whole = np.ones(self.info.num_tokens, dtype=bool)  # rows whose documents continue for this many tokens
+        is_same = np.append(False, is_whole[1:])  # rows that share this many tokens with the one before
         for size in range(1, max_size + 1):
             tokens = text[np.minimum(rows + (size - 1), len(text) - 1)]
             is_whole &= tokens >= 0

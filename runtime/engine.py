@@ -243,7 +243,7 @@ class Engine:
         """Compute what admitted sequences have not computed yet, and their drafts.
 
         Returns (draft_len + 1, vocab) logits of each: row i is after i draft tokens. `num_computed` stays below the
-        last token; whoever accepts tokens moves it on.
+        last token; the caller that accepts tokens advances it.
         """
         for sequence, draft in zip(sequences, drafts, strict=True):
             if len(draft.tokens) > self.max_draft_len_of(sequence):
@@ -261,8 +261,8 @@ class Engine:
     def forward_copy(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
         """Run the self-draft copy like `forward`: into the same K/V cache, and of no more tokens than fit a draft.
 
-        Its K/V are nobody's: `num_computed` of a sequence that is stepped or released must stay at what the target has
-        computed, whose step computes these tokens again, and writes over them before it reads.
+        Its K/V never count: `num_computed` of a sequence that is stepped or released must stay at what the target has
+        computed, whose step computes these tokens again, and overwrites their K/V before it reads.
         """
         rows = [generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)]
         return self._forward_apart(rows, by_copy=True)
@@ -286,7 +286,7 @@ class Engine:
         return min(self.max_draft_len, sequence.max_draft_len)
 
     def raise_cache_is_taken(self, request: Request) -> NoReturn:
-        """Say that others hold what the request needs, though it would fit: nobody gives it back while it waits."""
+        """Report that other requests hold the blocks that this one needs, and do not release them while it waits."""
         raise SpecDecError(
             f"no room for {request.name} in the K/V cache: {self._blocks.num_free_blocks} of "
             f"{self._blocks.num_blocks - 1} blocks are free, and sequences of another generation hold the rest",
@@ -316,7 +316,7 @@ class Engine:
         self._pool.occupy()
 
     def time_step(self, rows: list[Row]) -> float:
-        """Seconds of the compiled step for these rows. What it writes into the K/V cache is nobody's."""
+        """Seconds of the compiled step for these rows. Its writes to the K/V cache are unused."""
         before = self.step_time_s
         self._forward(rows)
         return self.step_time_s - before

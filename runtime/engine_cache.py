@@ -114,7 +114,7 @@ def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[P
 
 @contextmanager
 def _entry(name: Path, identity: str, make: Callable[[Path], object]) -> Iterator[Path]:
-    """The cache's entry, made if it is not there, which nobody removes in the block."""
+    """The cache's entry, made if it is not there, and protected from removal in the block."""
     readable = re.sub(r"[^\w.-]", "_", name.expanduser().resolve().name)
     engines = cache_dir() / "engines"
     entry = engines / f"{readable}-{identity[:16]}"
@@ -124,7 +124,7 @@ def _entry(name: Path, identity: str, make: Callable[[Path], object]) -> Iterato
             remove_left_over(entry)
         else:
             with MAKING, locked_entry(entry, _say_that_it_waits):
-                if not _is_engine(entry):  # or somebody has built it in the meantime
+                if not _is_engine(entry):  # another process may have built it in the meantime
                     shutil.rmtree(entry, ignore_errors=True)
                     make(entry)
         with used_entry(entry) as is_there:

@@ -2,7 +2,7 @@
 
 Output is written to a hidden sibling, given to the disk and renamed, so a directory that exists is complete; an
 interrupted command leaves nothing behind. What a killed one leaves, the next one removes: a process holds a lock on
-the directory that it writes, and without that lock it is nobody's any more.
+the directory that it writes, and without that lock the directory is abandoned.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def recover_directory(path: Path) -> None:
         return
     old = _hidden_siblings(path, "old")
     if old and all(_is_abandoned(directory) for directory in _hidden_siblings(path, "tmp")):
-        with contextlib.suppress(OSError):  # somebody else was faster, or it may not be written here
+        with contextlib.suppress(OSError):  # another process was faster, or it may not be written here
             old[0].rename(path)
 
 
@@ -112,7 +112,7 @@ def locked_directory(directory: Path, mode: int = 0o777) -> Iterator[None]:
 
 
 def _make_locked(directory: Path, mode: int) -> int | None:
-    """The descriptor that holds the lock; None if somebody took the directory for abandoned before it was locked."""
+    """The descriptor that holds the lock; None if another process removed the directory before it was locked."""
     directory.mkdir(mode)
     descriptor = None
     try:
@@ -210,12 +210,12 @@ def _umask() -> int:
 
 
 def _hidden_sibling(path: Path, suffix: str) -> Path:
-    """A name that nobody else uses. It is known before there is anything of that name, so nothing is left behind."""
+    """A unique name. It is known before anything of that name exists, so nothing is left behind."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{suffix}")
 
 
 def _hidden_siblings(path: Path, suffix: str) -> list[Path]:
-    """Those that there are, whoever made them."""
+    """Existing ones of any process."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.{suffix}")
     with contextlib.suppress(OSError):
         return [sibling for sibling in path.parent.iterdir() if name.fullmatch(sibling.name)]

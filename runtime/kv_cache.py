@@ -60,7 +60,7 @@ class BlockManager:
 
     @property
     def num_cache_tokens(self) -> int:
-        """Tokens that fit when nobody else has any."""
+        """Tokens that fit into an otherwise empty cache."""
         return (self.num_blocks - 1) * self.block_size
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -159,7 +159,7 @@ class BlockManager:
     def _take_over(self, source: int, num_matched: int) -> int:
         """A block of our own that starts with the first `num_matched` tokens of `source`: itself, or one to copy to.
 
-        The source itself if nobody holds it and nothing is lost (all its tokens match), or nothing else is free.
+        The source itself if its ref count is 0 and nothing is lost (all its tokens match), or nothing else is free.
         """
         unheld = self._num_holders[source] == 0
         if unheld and (num_matched == len(self._nodes[source].tokens) or len(self._free) == 1):
@@ -187,7 +187,7 @@ class BlockManager:
             parent = self._nodes[existing].id
 
     def _forget(self, block: int) -> None:
-        """Make the block's content findable by nobody."""
+        """Remove the block's content from the trie."""
         node = self._nodes.pop(block, None)
         if node is not None:
             del self._children[node.parent][node.tokens]

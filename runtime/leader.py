@@ -93,7 +93,7 @@ class Leader:
         return stepped
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence that nobody waits for any more; what it computed can be found by others."""
+        """Abort a sequence; its computed blocks stay available to others."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
@@ -110,7 +110,7 @@ class Leader:
         let_go(self.engine, self.drafter, sequences)
 
     def _admit(self) -> None:
-        """Let waiting sequences join while there is room; once blocks ran out, not until somebody has finished."""
+        """Admit waiting sequences while there is room; after blocks ran out, not until a sequence has finished."""
         while self.waiting and len(self.running) < self.engine.max_batch_size and not (self._is_full and self.running):
             if not self.engine.admit(self.waiting[0]):
                 return
@@ -128,7 +128,7 @@ class Leader:
     def _compute_context(self) -> list[Sequence]:
         """Spend max_num_tokens on prompts, the oldest first; returns the sequences whose next step gives a token.
 
-        A generation step waits for nobody: its few tokens are computed whatever is left to spend.
+        A generation step is never delayed: its few tokens are computed regardless of the remaining budget.
         """
         budget, ready = self.engine.max_num_tokens, []
         for sequence in self.running:

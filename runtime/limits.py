@@ -31,7 +31,7 @@ def check_lengths(request: Request, build: BuildConfig) -> None:
 
 
 def check_cache_size(request: Request, num_tokens: int, num_cache_tokens: int) -> None:
-    """An empty K/V cache could hold so many tokens of the request."""
+    """An empty K/V cache could hold this many tokens of the request."""
     if num_tokens > num_cache_tokens:
         raise SpecDecError(
             f"K/V cache of {num_cache_tokens} tokens is too small for {request.name}: it needs {num_tokens}",

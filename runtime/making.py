@@ -1,4 +1,4 @@
-"""One thread of a process at a time makes a model, or builds or opens an engine, whoever asks for it."""
+"""Lock that lets one thread of a process at a time initialize a model, or build or open an engine."""
 
 import functools
 import os

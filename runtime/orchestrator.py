@@ -48,7 +48,7 @@ def generate(
 def step_once(engine: Engine, request: Request, tokens: Seq[int], draft: Seq[int]) -> Sequence:
     """One step of a request of which nothing was kept: `tokens` are its prompt's and what it has generated.
 
-    For whoever drafts elsewhere, another server's model for one. The sequence that is returned owns no blocks.
+    For callers that draft elsewhere, such as by another server's model. The returned sequence owns no blocks.
     """
     check_requests(engine, None, [request])
     sequence, drafts = Sequence.start(request), [Draft(list(draft))]
@@ -93,6 +93,6 @@ def _generate_group(
 
 
 def _admit(engine: Engine, running: deque[Sequence], admitted: list[Sequence]) -> None:
-    """Move from the front of `running` what fits. Who stays behind is first in the next step, so nobody waits long."""
+    """Take the sequences from the front of `running` that fit. The others come first in the next step."""
     while running and engine.admit(running[0]):
         admitted.append(running.popleft())

@@ -104,7 +104,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     """None: as many as there is room for."""
     truncate_prompt_tokens: int | None = None
-    """Keep so many last tokens of a prompt; None: all."""
+    """Keep this many last tokens of a prompt; None: all."""
     logprobs: int | None = None
     penalize_prompt: bool = True
     """True if presence and frequency penalties count the prompt's tokens too; if not, they may be negative."""

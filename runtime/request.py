@@ -18,7 +18,7 @@ from runtime.stats import FinishReason, RequestStats, TokenLogprobs
 
 
 class StopCheck(Protocol):
-    """Finds stop words in generated tokens; owned by whoever knows the tokenizer."""
+    """Finds stop words in generated tokens; owned by code that knows the tokenizer."""
 
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
         """True if the last of `tokens` completed a stop word."""
@@ -41,7 +41,7 @@ class Request:
     return_index: int = 0
     keep_logits: bool = False
     num_logprobs: int | None = None
-    """Log-probabilities of so many best tokens are kept for each generated token, and its own; None: none are."""
+    """Log-probabilities of this many best tokens are kept for each generated token, and its own; None: none are."""
     num_prompt_logprobs: int | None = None
     """The same for each token of the prompt after the first."""
     label: str | None = None

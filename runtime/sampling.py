@@ -202,7 +202,7 @@ class Sampler:
         return self._occurrences.at(prefix, draft_tokens)
 
     def noise_key(self, position: int) -> int:
-        """64 bits of a position, by which its noise is made; the noise is nobody's where the best token is taken."""
+        """64-bit key of a position's noise; the noise is unused in greedy decoding."""
         return 0 if self.is_greedy else self._number(position, "noise")
 
     def scores(self, prefix: list[int], logits: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ _EXAMPLES = {
 
 
 _LONG = (run, chat, serve, batch, doctor, tune, summarize)
-"""Commands with so many flags that `--help` shows the common ones."""
+"""Commands with many flags, of which `--help` shows the common ones."""
 
 
 _METAVARS = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT", "bool": "", "list[str]": "TEXT"}
@@ -292,7 +292,7 @@ def _open_closed_streams() -> None:
 def _keep_out_of_the_common_directory() -> None:
     """torch makes a directory of a known name for its compiler as soon as it is imported: in ours, unless told where.
 
-    Where there can be none, whoever needs it says why.
+    If there can be none, the code that needs it reports why.
     """
     with suppress(SpecDecError):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(temporary_dir() / "inductor"))

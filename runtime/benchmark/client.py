@@ -158,7 +158,7 @@ def request_body(endpoint: Endpoint, model: str, content: Content, max_tokens: i
 
 
 async def _beginning(response: httpx2.Response) -> str:
-    """The text of a response, as much of it as anybody needs."""
+    """The text of a response, up to a limit."""
     data = b""
     async for piece in response.aiter_bytes():
         data += piece

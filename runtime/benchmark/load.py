@@ -1,4 +1,4 @@
-"""Sends requests to a server at their times, not more than so many at once, and gathers what came."""
+"""Load generator: sends requests to a server at their times, with bounded concurrency, and collects the responses."""
 
 import asyncio
 import time

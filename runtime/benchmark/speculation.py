@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SpeculationCounts:
-    """Counts of one response or of many. `num_steps` is None where nobody told."""
+    """Counts of one response or of many. `num_steps` is None if it is unknown."""
 
     num_drafts: int
     num_draft_tokens: int

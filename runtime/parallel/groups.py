@@ -22,7 +22,7 @@ from runtime.parallel.processes import shared_memory
 
 Way = Literal["shared", "gloo", "nccl"]
 _HERE = "127.0.0.1"
-_WAITS = timedelta(days=1)  # whoever ends is noticed at once, and whoever computes is waited for
+_WAITS = timedelta(days=1)  # an ended rank is noticed at once, and a computing one is waited for
 _keys = itertools.count(1)
 _here = threading.local()
 
@@ -64,7 +64,7 @@ class Group(Protocol):
         """Have this thread compute with it; once the others have joined, if that takes them all."""
 
     def stop(self) -> None:
-        """Once another rank's process has ended, have whoever waits for it wait no more: RuntimeError there."""
+        """After another rank's process has ended, abort waits for it: RuntimeError there."""
 
     def leave(self) -> None: ...
 
@@ -101,7 +101,7 @@ class _Memory:
 
 
 class _Distributed:
-    """A group of torch's. It is joined in a thread of its own: whoever waits for the others hears if one has ended."""
+    """A group of torch's. It is joined in a thread of its own, so that waiting ends if another rank has."""
 
     def __init__(self, way: Way, port: int, rank: int, tp_size: int, store: TCPStore | None) -> None:
         self.rank, self.size, self._way = rank, tp_size, way

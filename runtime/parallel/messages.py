@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 STEP, POOL, COPY = 0, 1, 2
-"""A batch to compute; a new K/V pool of so many blocks and tokens in each; a block to copy to another."""
+"""A batch to compute; a new K/V pool, with numbers of blocks and of tokens per block; a block to copy to another."""
 
 
 def send(pipe: int, *parts: Seq[int] | Tensor) -> None:
-    """Raises OSError where nobody reads any more."""
+    """Raises OSError if the reader has closed."""
     flat = [np.asarray(part, dtype=np.int64).ravel() for part in parts]
     numbers = np.concatenate([np.array([sum(map(len, flat))], dtype=np.int64), *flat])
     left = memoryview(numbers.tobytes())

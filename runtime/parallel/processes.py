@@ -20,13 +20,13 @@ from runtime.errors import SpecDecError
 
 _LOOKS_S = 0.1
 _STOPPED_S = 4.0
-"""A process that somebody stops for longer is given up."""
+"""A process that is stopped for longer is given up."""
 _ENDS_S = 2.0
 _START = "from runtime.parallel.worker import main; main()"
 
 
 def shared_memory(num_bytes: int) -> int:
-    """A file of zeros without a name, by its number; whoever makes it closes it."""
+    """A file of zeros without a name, by its descriptor, which the caller closes."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("specdec", os.MFD_CLOEXEC)
     else:

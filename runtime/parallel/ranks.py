@@ -167,7 +167,7 @@ def _uninterrupted() -> Iterator[None]:
     """Ctrl-C waits until a step is over: in the middle of it other ranks would wait for this one."""
     answer = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(answer):
-        yield  # nobody is interrupted here
+        yield  # no interrupts here
         return
     came: list[tuple[int, FrameType | None]] = []
     signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))

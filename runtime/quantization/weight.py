@@ -1,4 +1,4 @@
-"""A linear layer's weight in few bits: what a checkpoint holds of one, whoever rounded it, and which numbers it means.
+"""A linear layer's low-bit weight: its form in a checkpoint, from any quantizer, and the numbers it stands for.
 
     weight[n, k] = scales[n, g] x (values[n, j] - zeros[n, g])                    zeros are 0 where there are none, or
     weight[n, k] = scales[n, g] x (values[n, j] + 2^(bits - 1)) + offsets[n, g]   where there are offsets

@@ -14,13 +14,13 @@ from runtime.stats import FinishReason
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, and how to draft for it. With `drafts_by_default` as the server does, else by `drafter` or nobody."""
+    """A request, and how to draft for it. `drafts_by_default`: by the server's drafter; else by `drafter`, if any."""
 
     request: Request
     drafts_by_default: bool = True
     drafter: Drafter | None = None
     counts_output: bool = True
-    """False: only the prompt was asked about, and the token that is generated with it is nobody's."""
+    """False: only the prompt is scored, and the token generated with it is discarded."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The leader loop of a server: a thread of its own, into which requests come and from which answers are read.
 
-Whoever asks waits for nobody: `submit` puts requests into a queue that has an end, and `cancel` marks answers that the
+Callers never block: `submit` puts requests into a bounded queue, and `cancel` marks answers that the
 loop drops before its next step. No error of a request ends the loop: those in the step that failed are told, and what
 comes later is answered. It ends with its engine, by `failure`.
 """
@@ -112,7 +112,7 @@ class ServingLoop:
         return answers
 
     def cancel(self, answers: Iterable[Answer]) -> None:
-        """Let nobody wait for these any more: before the next step they are gone."""
+        """Cancel these answers; they are removed before the next step."""
         with self._condition:
             for answer in answers:
                 if not answer.progress.is_over:
@@ -189,7 +189,7 @@ class ServingLoop:
         self._tell([self._fail(answer, cause) for answer in self.unfinished()])
 
     def _fail_step(self, error: BaseException) -> None:
-        """Tell those of the step that failed; if nobody was in it, the one who could not get in."""
+        """Fail the answers in the step; if there were none, the one that could not be admitted."""
         cause = StepFailed(f"the step failed: {error or type(error).__name__}", hint="the server's log says where")
         failed = list(self._leader.running) or list(self._leader.waiting)[:1]
         answers = []

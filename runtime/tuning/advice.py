@@ -27,7 +27,7 @@ class FixedLost:
 def fixed_lost(session: Session, sequences: Seq[Sequence], batch_size: int) -> FixedLost | None:
     """Advice on finished requests that a lookup drafted for with a fixed length, `batch_size` at once.
 
-    None where that did not lose, where automatic lengths would have lost as much, or where nobody knows.
+    None if that did not lose, if automatic lengths would have lost as much, or if it is unknown.
     """
     speculation, engine = session.speculation, session.engine
     is_known = speculation.lookup and speculation.draft_len_mode == "fixed" and engine.config.step_costs

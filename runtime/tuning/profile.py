@@ -99,7 +99,7 @@ def drafter_record(speculation: Speculation) -> dict[str, Any] | None:
 
 
 def _one_record(drafter: DrafterSpec) -> dict[str, Any]:
-    """Paths are absolute: whoever reads it may be elsewhere."""
+    """Paths are absolute, because the reader's working directory may differ."""
     record = dataclasses.asdict(drafter)  # type: ignore[call-overload]  # every spec is a dataclass
     for name, setting in drafter.settings().items():
         if setting.is_path and record[name] is not None:
