@@ -215,8 +215,12 @@ def save_gguf(
     architecture: str = "llama",
     edit: Callable[[gguf.GGUFWriter], None] | None = None,
     vocab_size: int = VOCAB_SIZE,
+    is_tied: bool = False,
 ) -> Meant:
-    """A model whose layers are of one type, and its embeddings of Q8_0; what the package makes of them."""
+    """A model whose layers are of one type, and its embeddings of Q8_0; what the package makes of them.
+
+    A file of a tied model has no output layer.
+    """
     model, rng = gguf_model(architecture, vocab_size), np.random.default_rng(3)
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -233,6 +237,8 @@ def save_gguf(
     meant: Meant = {}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
+        if is_tied and name == "lm_head.weight":
+            continue
         weight = tensor.numpy()
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads

@@ -57,7 +57,8 @@ def plan_pieces(
         else _copied(tensor, dtype, losses)
         for tensor in source.tensors
     ]
-    read = {name: _read(name, layer, source, dtype) for name, layer in source.layers.items()}
+    layers = source.layers | _tied_head(source)
+    read = {name: _read(name, layer, source, dtype) for name, layer in layers.items()}
     pieces += [piece for piece, _ in read.values()]
     kept = {name: weight for name, (_, weight) in read.items() if weight is not None}
     _check_activations(precision, {precision.qformat} if rounded else {weight.kind for weight in kept.values()})
@@ -65,7 +66,7 @@ def plan_pieces(
         pieces += _untied_head(source, precision, rounded, losses)
         return pieces, _rounded_as(source, precision, rounded)
     if kept:
-        return pieces, _read_as(source, precision, kept)
+        return pieces, _read_as(source, precision, layers, kept)
     if precision.kv_cache is not None:
         return pieces, Quantization(None, precision.kv_cache, source="none", unrounded=source.name)
     return pieces, None
@@ -109,9 +110,24 @@ def _tied(source: Source) -> SourceTensor:
 def _untied_head(source: Source, precision: Precision, sizes: dict[str, int], losses: Losses) -> list[Piece]:
     """A rounded copy of the embeddings for logits, where they are both."""
     head = source.head
-    if head not in sizes or any(tensor.name == f"{head}.weight" for tensor in source.tensors):
+    if head is None or head not in sizes or _has_own_weight(source, head):
         return []
     return [_rounded(_tied(source), precision, sizes[head], losses, name=head)]
+
+
+def _tied_head(source: Source) -> dict[str, RoundedLayer]:
+    """The output layer of quantized embeddings that it is tied to (GGUF): every token reads all of it, in the file's bits.
+
+    The embeddings themselves are looked up, a row a token, and are written as the numbers that they mean.
+    """
+    if source.head is None or source.head in source.layers or _has_own_weight(source, source.head):
+        return {}
+    layers = source.layers.items()
+    return {source.head: layer for name, layer in layers if name.endswith("embed_tokens")}
+
+
+def _has_own_weight(source: Source, name: str) -> bool:
+    return any(tensor.name == f"{name}.weight" for tensor in source.tensors)
 
 
 def _copied(tensor: SourceTensor, dtype: torch.dtype, losses: Losses) -> Piece:
@@ -170,8 +186,10 @@ def _rounded_as(source: Source, precision: Precision, sizes: dict[str, int]) -> 
     )
 
 
-def _read_as(source: Source, precision: Precision, kept: dict[str, QuantizedWeight]) -> Quantization:
-    algorithms = {source.layers[name].quant_algo for name in kept}
+def _read_as(
+    source: Source, precision: Precision, layers: Mapping[str, RoundedLayer], kept: dict[str, QuantizedWeight]
+) -> Quantization:
+    algorithms = {layers[name].quant_algo for name in kept}
     sizes = {weight.group_size for weight in kept.values() if weight.group_size != weight.shape[1]}
     return Quantization(
         algorithms.pop() if len(algorithms) == 1 else "MIXED_PRECISION",
