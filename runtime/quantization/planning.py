@@ -116,14 +116,14 @@ def _untied_head(source: Source, precision: Precision, sizes: dict[str, int], lo
 
 
 def _tied_head(source: Source) -> dict[str, RoundedLayer]:
-    """The output layer of quantized embeddings that it is tied to (GGUF): every token reads all of it, in the file's bits.
+    """The output layer of quantized embeddings that it is tied to (GGUF): in the file's bits, all read by each token.
 
     The embeddings themselves are looked up, a row a token, and are written as the numbers that they mean.
     """
     if source.head is None or source.head in source.layers or _has_own_weight(source, source.head):
         return {}
-    layers = source.layers.items()
-    return {source.head: layer for name, layer in layers if name.endswith("embed_tokens")}
+    embeddings = [layer for name, layer in source.layers.items() if name.endswith("embed_tokens")]
+    return {source.head: embeddings[0]} if embeddings else {}
 
 
 def _has_own_weight(source: Source, name: str) -> bool:

@@ -145,7 +145,6 @@ def test_output_layer_of_a_tied_gguf_keeps_the_embeddings_bits(kind: Q, tmp_path
     assert config.quantization is not None and "lm_head" not in config.quantization.exclude_modules
 
 
-
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
 def test_config_in_a_file_of_its_own_is_read(kind: str, tmp_path: Path) -> None:
     """As AutoGPTQ and AutoAWQ wrote it before config.json had a place for it."""
