@@ -84,16 +84,15 @@ def check_logits(step: StepFunction, model: PreTrainedModel, shape: StepShape, t
                 f"the engine's logits differ from transformers' by more than {tolerance:g} of their norm: "
                 f"{check.relative_difference:.2e} (largest difference {check.max_abs_difference:.2e})"
             )
-            if shape.kv_cache is None:
-                judge = _JUDGE_32_BITS if parameter.dtype == torch.float32 else _JUDGE_16_BITS
-                exact = _logits_in(judge.dtype, model, sequences)
-                both = [_compare(logits, exact, tolerance).relative_difference for logits in (torch.cat(ours), theirs)]
-                if both[0] <= max(tolerance, min(judge.more_rounding * both[1], judge.most_rounding)):
-                    return _with_distances(check, judge.dtype, both)
-                said += (
-                    f"; from {str(judge.dtype).removeprefix('torch.')} of the same weights they differ by "
-                    f"{both[0]:.2e}, transformers' by {both[1]:.2e}"
-                )
+            judge = _JUDGE_32_BITS if parameter.dtype == torch.float32 else _JUDGE_16_BITS
+            exact = _logits_in(judge.dtype, model, sequences)
+            both = [_compare(logits, exact, tolerance).relative_difference for logits in (torch.cat(ours), theirs)]
+            if both[0] <= max(tolerance, min(judge.more_rounding * both[1], judge.most_rounding)):
+                return _with_distances(check, judge.dtype, both)
+            said += (
+                f"; from {str(judge.dtype).removeprefix('torch.')} of the same weights they differ by "
+                f"{both[0]:.2e}, transformers' by {both[1]:.2e}"
+            )
     raise SpecDecError(said, hint="the model is not computed correctly and no engine was written; please report it")
 
 

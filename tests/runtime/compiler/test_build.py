@@ -177,40 +177,48 @@ def test_wrong_scaling_fails_the_build(tmp_path: Path) -> None:
 
 
 def make_steep_checkpoint(
-    work_dir: Path, deviation: float, family: str = "llama", precision: Precision = UNROUNDED
+    work_dir: Path, family: str, num_layers: int, deviation: float, precision: Precision = UNROUNDED
 ) -> Path:
     """Of large weights, whose logits transformers' own bfloat16 rounds to something else than float32's."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     model = make_model(
         family,
         hidden_size=256,
         intermediate_size=256,
         num_attention_heads=8,
         num_key_value_heads=2,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
+        **({"layer_types": kinds * (num_layers // len(kinds))} if family == "gemma3" else {}),
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+            elif "q_norm" in name or "k_norm" in name:
+                parameter.fill_(8)
     return make_checkpoint(model, work_dir, "bfloat16", precision)
 
 
 @pytest.mark.parametrize(
-    ("deviation", "precision"),
+    ("model", "precision"),
     [
-        (0.2, UNROUNDED),
-        (0.3, UNROUNDED),
-        (0.3, Precision("int8", 64, activations="int16")),
-        (0.3, Precision("int4", 64, activations="float")),
-        (0.3, Precision("fp8")),
+        (("llama", 2, 0.2), UNROUNDED),
+        (("llama", 2, 0.3), UNROUNDED),
+        (("llama", 2, 0.3), Precision("int8", 64, activations="int16")),
+        (("llama", 2, 0.3), Precision("int4", 64, activations="float")),
+        (("llama", 2, 0.3), Precision("fp8")),
+        (("llama", 6, 0.3), Precision(kv_cache="INT8")),
+        (("llama", 6, 0.3), Precision(kv_cache="FP8")),
+        (("gemma3", 9, 0.1), Precision(kv_cache="INT8")),
     ],
     ids=str,
 )
 def test_right_step_is_not_refused_for_what_transformers_rounds(
-    deviation: float, precision: Precision, tmp_path: Path
+    model: tuple[str, int, float], precision: Precision, tmp_path: Path
 ) -> None:
-    checkpoint_dir = make_steep_checkpoint(tmp_path, deviation, precision=precision)
+    """As it is of Gemma 3 270M, whether K/V are in 8 bits or not."""
+    checkpoint_dir = make_steep_checkpoint(tmp_path, *model, precision)
     check = build(checkpoint_dir, tmp_path / "engine").logits_check
     assert check.relative_difference > check.tolerance == 5e-2
     assert check.from_float32 is not None and check.transformers_from_float32 is not None
@@ -218,7 +226,7 @@ def test_right_step_is_not_refused_for_what_transformers_rounds(
     assert read_engine_config(tmp_path / "engine").logits_check == check
 
 
-@pytest.mark.parametrize("precision", [UNROUNDED, Precision("int8", 64)], ids=["unrounded", "int8"])
+@pytest.mark.parametrize("precision", [UNROUNDED, Precision("int8", 64), Precision(kv_cache="INT8")], ids=str)
 @pytest.mark.parametrize(
     ("family", "broken"),
     [
@@ -230,7 +238,7 @@ def test_right_step_is_not_refused_for_what_transformers_rounds(
 def test_wrong_step_is_refused_by_float32_too(
     family: str, broken: Callable[..., Tensor], precision: Precision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    checkpoint_dir = make_steep_checkpoint(tmp_path, 0.2, family, precision)
+    checkpoint_dir = make_steep_checkpoint(tmp_path, family, 2, 0.2, precision)
     monkeypatch.setattr(PagedInputs, "mask", functools.partialmethod(functools.partial(broken, PagedInputs.mask)))
     with pytest.raises(SpecDecError, match=r"more than 0.05 of .*; from float32 of the same weights they differ by \d"):
         build(checkpoint_dir, tmp_path / "engine")
@@ -244,8 +252,9 @@ def below_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("below_rounding")
-def test_float64_decides_where_transformers_rounds_float32(tmp_path: Path) -> None:
-    checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path)
+@pytest.mark.parametrize("precision", [UNROUNDED, Precision(kv_cache="INT8"), Precision(kv_cache="FP8")], ids=str)
+def test_float64_decides_where_transformers_rounds_float32(precision: Precision, tmp_path: Path) -> None:
+    checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, "float32", precision)
     check = build(checkpoint_dir, tmp_path / "engine").logits_check
     assert check.relative_difference > check.tolerance == 1e-8
     assert check.from_float64 is not None and check.transformers_from_float64 is not None
