@@ -5,7 +5,6 @@ logits as transformers' own eager attention on the machine that built it.
 """
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,7 @@ from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.checking import check_logits, check_products, is_batch_invariant
 from runtime.compiler.compilation import CACHE, PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
 from runtime.compiler.identity import weights_digest
-from runtime.compiler.kernels import compile_kernels, describe_kernels, flush_denormals, load_kernels
+from runtime.compiler.kernels import compile_kernels, describe_kernels, flush_denormals, load_kernels, no_compiler
 from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_machine, measure_steps
 from runtime.compiler.model import Step, load_model, load_whole_model, probe_config, split_config
 from runtime.compiler.opening import current_environment, open_copy
@@ -420,8 +419,4 @@ def _raise_machine_error(error: Exception) -> None:
     if isinstance(cause, OSError):
         raise cause
     if type(cause).__name__ == "InvalidCxxCompiler":
-        raise SpecDecError(
-            f"no working C++ compiler to build with: {os.environ.get('CXX') or 'g++'}",
-            hint="install one (the package `g++`) or name it in the variable CXX",
-            fact="no_compiler",
-        ) from error
+        raise no_compiler() from error

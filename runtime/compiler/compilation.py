@@ -15,7 +15,7 @@ import warnings
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,10 +101,10 @@ def compile_aot(
             "aot_inductor.precompile_headers": False,  # for one program it takes as long as reading them
             "aot_inductor.package_constants_in_so": not hands_over,
             "aot_inductor.package_constants_on_disk_format": "pickle_weights" if hands_over else None,
-            **(_own_loops() if arithmetic is not None else {}),
         }
         arguments, _ = program.example_inputs
-        with _instructions_looked_up(), _one_loop_a_region():
+        with _instructions_looked_up(), _one_loop_a_region(), named_compiler():
+            options |= _own_loops() if arithmetic is not None else {}
             made = torch._inductor.aot_compile(program.module(check_guards=False), arguments, options=options)
     assert isinstance(made, list)  # because it is to be packaged
     constants = [file for file in made if isinstance(file, Weights)]
@@ -158,6 +158,12 @@ def _one_loop_a_region() -> Iterator[None]:
         yield
     finally:
         WorkSharing.parallel = before  # type: ignore[method-assign]
+
+
+def named_compiler() -> AbstractContextManager[None]:
+    """Inductor calls the compiler that compiles the kernels. By itself it takes an empty CXX for a compiler's name."""
+    patched: AbstractContextManager[None] = torch._inductor.config.patch({"cpp.cxx": (None, cxx_compiler())})
+    return patched
 
 
 @contextmanager
@@ -266,7 +272,7 @@ class CompiledStep:
             flush_denormals_of_openmp()
         # Or sizes that are equal in the first call would have to be equal in all.
         equal_by_chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-        with _compiler_cache(self.cache_dir), equal_by_chance, _instructions_looked_up():
+        with _compiler_cache(self.cache_dir), equal_by_chance, _instructions_looked_up(), named_compiler():
             logits: Tensor = self._compiled(*at_least_two(batch).tensors(), *pools)
         return logits[: len(batch.logit_indices)]
 

@@ -60,7 +60,15 @@ def compile_kernels(path: Path, march: str = "native") -> None:
 
 def cxx_compiler() -> str:
     """The command of the C++ compiler, as Inductor takes it too."""
-    return os.environ.get("CXX") or "g++"
+    return os.environ.get("CXX", "").strip() or "g++"
+
+
+def no_compiler() -> SpecDecError:
+    return SpecDecError(
+        f"no working C++ compiler to build with: {cxx_compiler()}",
+        hint="install one (the package `g++`) or name it in the variable CXX",
+        fact="no_compiler",
+    )
 
 
 def _sources() -> str:
@@ -121,12 +129,8 @@ def _run_at_once(compiler: str, calls: list[list[str]]) -> None:
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
                 processes.append(stack.enter_context(process))
                 stack.callback(process.kill)  # before it is waited for, if another failed
-        except OSError as error:
-            raise SpecDecError(
-                f"no working C++ compiler to build with: {compiler}",
-                hint="install one (the package `g++`) or name it in the variable CXX",
-                fact="no_compiler",
-            ) from error
+        except (OSError, ValueError) as error:  # ValueError: a quote in CXX is not closed
+            raise no_compiler() from error
         for process in processes:
             said = process.communicate()[1].strip()
             if process.returncode != 0:

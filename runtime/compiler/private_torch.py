@@ -21,6 +21,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch._inductor.aoti_compile_and_package": ("package_path", "inductor_configs"),
     "torch._inductor.config.patch": (),
     "torch._inductor.config.freezing": (),
+    "torch._inductor.config.cpp.cxx": (),
     "torch._inductor.config.cpp.threads": (),
     "torch._inductor.config.cpp.min_chunk_size": (),
     "torch._inductor.config.cpp.dynamic_threads": (),

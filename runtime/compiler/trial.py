@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from runtime.compiler.compilation import named_compiler
+
 
 def main() -> None:
     """The device is the last argument, such as `cuda:0`."""
@@ -22,7 +24,8 @@ def main() -> None:
         package = str(Path(directory) / "trial.pt2")
         # Headers are not precompiled: for one program it takes longer than reading them.
         options = {"aot_inductor.precompile_headers": False}
-        torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=options)
+        with named_compiler():
+            torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=options)
         index = -1 if device.index is None else device.index
         loader: Any = torch._C._aoti.AOTIModelPackageLoader(package, "model", False, 1, index)
         for tokens in (x, x[:2]):

@@ -18,6 +18,8 @@ from command_line import PROMPT, Specdec, tree
 from shared import once
 from waiting import HANG_S
 
+from runtime.bundle import read_engine_config
+
 # A file that may not grow beyond so many bytes fails like a full disk. Ignored, the signal becomes an OSError.
 # Each command is run in a process of its own, which has the modules that take seconds to import from its parent.
 WITH_LIMITS = """
@@ -209,7 +211,23 @@ def without_compiler(tmp_path: Path) -> dict[str, str]:
     return {"PATH": str(tmp_path / "bin"), "CXX": "", **caches}
 
 
-@pytest.mark.parametrize("named", [pytest.param("", marks=pytest.mark.slow), "/none/g++"], ids=["unset", "named"])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["aot", "torch-compile"])
+def test_an_engine_is_built_where_the_variable_for_a_compiler_is_empty(
+    compiler: str, llama_checkpoint_dir: Path, tmp_path: Path, specdec_process: Specdec
+) -> None:
+    arguments = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", "--compiler", compiler]
+    environment = {"CXX": "", "SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
+    result = specdec_process("build", *arguments, "--max-input-len", 64, environment=environment)
+    assert result.exit_code == 0, result.stderr
+    assert read_engine_config(tmp_path / "engine").build_config.compiler == compiler
+
+
+@pytest.mark.parametrize(
+    "named",
+    [pytest.param("", marks=pytest.mark.slow), "/none/g++", "/tmp", "g++ '"],
+    ids=["unset", "named", "directory", "quote"],
+)
 def test_machine_without_a_compiler_is_one_error(
     named: str, without_compiler: dict[str, str], llama_checkpoint_dir: Path, tmp_path: Path, specdec_process: Specdec
 ) -> None:

@@ -1,4 +1,4 @@
-"""Which instructions Inductor may use for the loops between the kernels."""
+"""Which compiler Inductor calls, and which instructions it may use for the loops between the kernels."""
 
 import os
 import subprocess
@@ -39,3 +39,19 @@ def test_what_the_compiler_does_not_know_is_not_used(tmp_path: Path) -> None:
 @pytest.mark.slow  # torch compiles and loads a library for each set
 def test_they_are_those_that_torch_finds_by_trying(tmp_path: Path) -> None:
     assert instructions("ours", tmp_path / "ours") == instructions("torch's", tmp_path / "theirs")
+
+
+NAMED = """
+from runtime.compiler.compilation import named_compiler
+from torch._inductor.cpp_builder import get_cpp_compiler
+with named_compiler():
+    print(get_cpp_compiler())
+"""
+
+
+@pytest.mark.parametrize("named", ["", "  ", "g++", "/usr/bin/env"])
+def test_an_empty_name_of_a_compiler_means_gnus(named: str) -> None:
+    """Inductor reads the variable when it is imported, and takes no name for one."""
+    run = [sys.executable, "-c", NAMED]
+    found = subprocess.run(run, env=os.environ | {"CXX": named}, capture_output=True, text=True, check=True).stdout
+    assert found == f"{named.strip() or 'g++'}\n"
