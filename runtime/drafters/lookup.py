@@ -1,9 +1,97 @@
-"""What all lookups have in common: where a draft ends early."""
+"""What lookups have in common: a text of tokens that is searched, and where a draft ends early.
+
+A text is kept as a `str` with a character for each token, which needs no index: Python finds a pattern in a thousand
+tokens within a microsecond, so that reading a long prompt costs nothing, and a step little beside its attention to the
+same tokens. An occurrence of a pattern counts where a token follows it, and is given by its end, that token's place.
+"""
+
+from collections.abc import Iterable
+
+from runtime.request import Sequence
+
+_NUM_CHARACTERS = 0x110000
+"""Ids beyond would share a character: a draft could then be wrong, but is still made of the text's own tokens."""
+MAX_OCCURRENCES = 64
+"""Of a pattern that occurs oftener the last so many count, so that a text that only repeats itself costs no more."""
+
+
+class Text:
+    """A sequence's tokens, as far as they have been read."""
+
+    def __init__(self) -> None:
+        self.characters = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.characters)
+
+    def read(self, sequence: Sequence) -> None:
+        """Take in the tokens that are new."""
+        self.characters += as_characters(sequence.tokens[len(self.characters) :])
+
+    def find(self, tail: str, most: int) -> tuple[int, list[int]]:
+        """(n, ends): the longest end of `tail` that occurs here, of at most so many tokens, and where, the last first.
+
+        (0, []) where none does.
+        """
+        n, last = self.find_longest(tail, most)
+        return n, self.ends_before(tail[-n:], last) if n else []
+
+    def find_longest(self, tail: str, most: int) -> tuple[int, int]:
+        """The same with the last place only, or 0. Each search is for one token more than was found, before where
+        that was: together they read the text once.
+        """
+        characters, num_tail = self.characters, len(tail)
+        n, end, limit, most = 0, 0, len(characters) - 1, min(most, num_tail)
+        while n < most and (start := characters.rfind(tail[num_tail - n - 1 :], 0, limit)) >= 0:
+            n, end = n + 1, start + n + 1
+            limit = end - 1
+            while n < most and n < end and characters[end - n - 1] == tail[num_tail - n - 1]:
+                n += 1
+        return n, end
+
+    def ends_before(self, pattern: str, last: int) -> list[int]:
+        """Where the pattern occurs, from its last place on backwards."""
+        ends, size, find = [last], len(pattern), self.characters.rfind
+        for _ in range(MAX_OCCURRENCES - 1):
+            if (start := find(pattern, 0, ends[-1] - 1)) < 0:
+                break
+            ends.append(start + size)
+        return ends
+
+    def match_len(self, tail: str, ends: list[int]) -> int:
+        """How many tokens before one of these places are the last ones of `tail`, at most."""
+        return max(num_common_before(self.characters, end, tail, len(tail)) for end in ends)
+
+
+def as_characters(tokens: Iterable[int]) -> str:
+    return "".join([chr(token % _NUM_CHARACTERS) for token in tokens])
+
+
+def num_common_before(characters: str, end: int, tail: str, most: int) -> int:
+    """How many tokens before `end` are the last ones of `tail`, at most `most`: by halves, compared as slices."""
+    low, high = 0, min(most, end, len(tail))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if characters[end - middle : end] == tail[len(tail) - middle :]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def most_frequent(tokens: list[int]) -> int:
+    """Of equals the first."""
+    if tokens.count(tokens[0]) == len(tokens):
+        return tokens[0]
+    counts: dict[int, int] = {}
+    for token in tokens:
+        counts[token] = counts.get(token, 0) + 1
+    return max(counts, key=counts.__getitem__)
 
 
 def cut_at_end_id(tokens: list[int], end_ids: frozenset[int]) -> list[int]:
     """The tokens before the first end id. It need not be drafted: it comes as the bonus token at no cost."""
-    for i, token in enumerate(tokens):
-        if token in end_ids:
-            return tokens[:i]
-    return tokens
+    if end_ids.isdisjoint(tokens):
+        return tokens
+    return tokens[: next(i for i, token in enumerate(tokens) if token in end_ids)]

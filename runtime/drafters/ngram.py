@@ -7,57 +7,25 @@ is the shortest). Other rankings choose another occurrence. A pattern is mapped 
 continuation is read from the sequence itself. A public pool is asked where the sequence has no match.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import get_args
 
-from runtime.drafters.lookup import cut_at_end_id
+from runtime.drafters.lookup import Text, as_characters, cut_at_end_id, most_frequent, num_common_before
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.specs import NgramRanking
 from runtime.errors import UsageError
 from runtime.request import Draft, Sequence
 
-Pattern = tuple[int, ...]
 _LONGEST_MATCH = 32
 """How far back it is looked how long a match is, which says how right its draft may be."""
-_LONGEST_INDEXED = 16
-"""Patterns of every size up to this are kept. Longer ones would take memory by the square of their size: they are
-looked for where their last so many tokens occurred."""
 
 
 @dataclass
 class _History:
-    """Patterns of one request. `num_indexed` tokens have been seen as the end of a pattern that has a follower."""
+    """One request, and its tokens that were looked at."""
 
     sequence: Sequence
-    ends: dict[Pattern, int] = field(default_factory=dict)
-    counts: dict[Pattern, dict[int, int]] = field(default_factory=dict)
-    places: dict[Pattern, list[int]] = field(default_factory=dict)
-    """Where each pattern of the longest size that is indexed ended, if there may be longer ones."""
-    num_indexed: int = 0
-
-
-def _keep_first(history: _History, pattern: Pattern, end: int, follower: int) -> None:
-    history.ends.setdefault(pattern, end)
-
-
-def _keep_last(history: _History, pattern: Pattern, end: int, follower: int) -> None:
-    history.ends[pattern] = end
-
-
-def _keep_most_frequent(history: _History, pattern: Pattern, end: int, follower: int) -> None:
-    counts = history.counts.setdefault(pattern, {})
-    count = counts[follower] = counts.get(follower, 0) + 1
-    chosen = history.ends.get(pattern)
-    if chosen is None or count >= counts[history.sequence.tokens[chosen]]:
-        history.ends[pattern] = end
-
-
-_KEEP: dict[NgramRanking, Callable[[_History, Pattern, int, int], None]] = {
-    "oldest": _keep_first,
-    "leftmost": _keep_first,
-    "recent": _keep_last,
-    "frequent": _keep_most_frequent,
-}
+    text: Text = field(default_factory=Text)
 
 
 class NgramLookup:
@@ -89,14 +57,12 @@ class NgramLookup:
                 f"n-gram sizes are not from 1 up: {min_matching_ngram_size} to {max_matching_ngram_size}",
                 hint="1 <= min_matching_ngram_size <= max_matching_ngram_size",
             )
-        if ranking not in _KEEP:
-            raise UsageError(f"unknown ranking: {ranking}", hint=f"one of {', '.join(_KEEP)}")
+        if ranking not in get_args(NgramRanking):
+            raise UsageError(f"unknown ranking: {ranking}", hint=f"one of {', '.join(get_args(NgramRanking))}")
         self.max_matching_ngram_size = max_matching_ngram_size
         self.min_matching_ngram_size = min_matching_ngram_size
         self.ranking = ranking
         self.pool = pool
-        self._longest_indexed = min(max_matching_ngram_size, _LONGEST_INDEXED)
-        self._keep = _KEEP[ranking]
         self._histories: dict[int, _History] = {}
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
@@ -106,9 +72,8 @@ class NgramLookup:
         """What may follow these tokens after a sequence that was looked at before. Nothing is learned of them."""
         if (history := self._histories.get(sequence.request.id)) is None:
             return Draft([])
-        tokens = [*sequence.tokens, *drafted]
-        size, end = self._find_indexed(history, tokens)
-        return self._found(sequence, tokens, end, max_draft_len) if size else Draft([])
+        tail = as_characters([*sequence.tokens, *drafted])
+        return self._found(history, [*sequence.tokens, *drafted], tail, max_draft_len) or Draft([])
 
     def forget(self, request_id: int) -> None:
         history = self._histories.pop(request_id, None)
@@ -116,77 +81,46 @@ class NgramLookup:
             self.pool.add(history.sequence)
 
     def _lookup(self, sequence: Sequence, max_draft_len: int) -> Draft:
-        tokens = sequence.tokens
-        history = self._histories.setdefault(sequence.request.id, _History(sequence))
+        history = self._histories.get(sequence.request.id)
+        if history is None:
+            history = self._histories[sequence.request.id] = _History(sequence)
         history.sequence = sequence
-        self._index(history)
+        history.text.read(sequence)
         draft_len = min(max_draft_len, sequence.max_draft_len)
         if self.ranking == "leftmost" and draft_len:
             draft_len = max_draft_len
-        size, end = self._find_long(history) or self._find_indexed(history, tokens)
-        if size:
-            return self._found(sequence, tokens, end, draft_len)
+        found = self._found(history, sequence.tokens, history.text.characters, draft_len)
+        if found is not None:
+            return found
         match_len, draft = 0, list[int]()
-        if self.pool is not None and (found := self.pool.find(tokens)) is not None:
-            match_len = found[0]
-            draft = self.pool.draft(tokens, draft_len)
+        if self.pool is not None and (public := self.pool.find(sequence.tokens)) is not None:
+            match_len = public[0]
+            draft = self.pool.draft(sequence.tokens, draft_len)
         return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
 
-    def _found(self, sequence: Sequence, tokens: list[int], end: int, draft_len: int) -> Draft:
-        draft = self._continue(tokens, end, draft_len)
-        match_len = _num_common_before(tokens, end, max(_LONGEST_MATCH, self.max_matching_ngram_size))
-        return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
-
-    def _find_indexed(self, history: _History, tokens: list[int]) -> tuple[int, int]:
-        """(size, end) of the longest pattern that is kept and ends the tokens, as the ranking chooses; (0, 0): none."""
-        longest = min(self._longest_indexed, len(tokens) - 1)
-        for n in range(longest, self.min_matching_ngram_size - 1, -1):
-            if (end := history.ends.get(tuple(tokens[-n:]))) is not None:
-                return n, end
-        return 0, 0
-
-    def _find_long(self, history: _History) -> tuple[int, int] | None:
-        """The same for patterns longer than those; None if there is none."""
-        tokens = history.sequence.tokens
-        places = history.places.get(tuple(tokens[-_LONGEST_INDEXED:]), [])
-        sizes = [_num_common_before(tokens, end, self.max_matching_ngram_size) for end in places]
-        size = max(sizes, default=0)
-        if size < max(self.min_matching_ngram_size, _LONGEST_INDEXED + 1):
+    def _found(self, history: _History, tokens: list[int], tail: str, draft_len: int) -> Draft | None:
+        """What follows the longest pattern that ends `tokens`, whose characters are `tail`; None if there is none."""
+        size, last = history.text.find_longest(tail, self.max_matching_ngram_size)
+        if size < self.min_matching_ngram_size:
             return None
-        pattern = tuple(tokens[-size:])
-        found = _History(history.sequence)
-        for end, own_size in zip(places, sizes, strict=True):
-            if own_size == size:
-                self._keep(found, pattern, end, tokens[end])
-        return size, found.ends[pattern]
+        end = self._choose(history, tail[-size:], last)
+        draft = self._continue(tokens, end, draft_len)
+        most = max(_LONGEST_MATCH, self.max_matching_ngram_size)
+        match_len = num_common_before(history.text.characters, end, tail, most)
+        return Draft(cut_at_end_id(draft, history.sequence.request.end_ids), match_len=match_len)
+
+    def _choose(self, history: _History, pattern: str, last: int) -> int:
+        """Of the places where the pattern ends, of which this is the last, the one that the ranking means."""
+        if self.ranking == "recent":
+            return last
+        if self.ranking != "frequent":
+            return history.text.characters.index(pattern) + len(pattern)
+        ends, tokens = history.text.ends_before(pattern, last), history.sequence.tokens
+        follower = most_frequent([tokens[end] for end in ends])
+        return next(end for end in ends if tokens[end] == follower)
 
     def _continue(self, tokens: list[int], end: int, draft_len: int) -> list[int]:
         draft = tokens[end : end + draft_len]
         if self.ranking in ("recent", "frequent") and len(draft) < draft_len:
             draft = (draft * draft_len)[:draft_len]
         return draft
-
-    def _index(self, history: _History) -> None:
-        """Add the patterns that have a follower by now; those at the very end have none yet."""
-        tokens = history.sequence.tokens
-        if self.max_matching_ngram_size > _LONGEST_INDEXED:
-            for end in range(max(history.num_indexed + 1, _LONGEST_INDEXED), len(tokens)):
-                history.places.setdefault(tuple(tokens[end - _LONGEST_INDEXED : end]), []).append(end)
-        for n in range(self.min_matching_ngram_size, min(self._longest_indexed, len(tokens) - 1) + 1):
-            first = max(history.num_indexed + 1, n)
-            patterns = zip(*(tokens[first - n + i : len(tokens) - n + i] for i in range(n)), strict=True)
-            for end, pattern in enumerate(patterns, first):
-                self._keep(history, pattern, end, tokens[end])
-        history.num_indexed = max(history.num_indexed, len(tokens) - 1)
-
-
-def _num_common_before(tokens: list[int], end: int, most: int) -> int:
-    """How many tokens before `end` are the sequence's last ones, at most `most`: by halves, compared as slices."""
-    low, high = 0, min(most, end)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tokens[end - middle : end] == tokens[-middle:]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -9,8 +9,8 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from runtime.drafters.automaton import History
 from runtime.drafters.pool import NgramPool
-from runtime.drafters.suffix import History
 from runtime.request import Sequence
 
 ROOT = -1
