@@ -74,7 +74,7 @@ def table(rows: list[tuple[str, dict[str, dict[str, float]]]]) -> Iterator[str]:
     """A Markdown table: milliseconds, slowdowns over the first row, and each peer's time per token over specdec's."""
     _, quiet = rows[0]
     peers = [system for system in quiet if system != "specdec"]
-    cells = ["beside", *(f"{system}, TPOT" for system in quiet), *(f"{peer} ÷ specdec" for peer in peers), "TTFT"]
+    cells = ["load", *(f"{system}, TPOT" for system in quiet), *(f"{peer} ÷ specdec" for peer in peers), "TTFT"]
     yield f"| {' | '.join(cells)} |"
     yield "|---" * len(cells) + "|"
     for beside, times in rows:

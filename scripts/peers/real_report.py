@@ -71,12 +71,12 @@ def summary(document: dict[str, Any], titles: dict[str, str]) -> str:
     """All kinds of prompts together, all models in one table: greedy / sampled."""
     machine = document["machine"]
     lines = [
-        "Published models from their GGUF files, on Spec-Bench's six kinds of prompts, beside llama.cpp and Hugging",
-        "Face with the same file, and OpenVINO GenAI with the same numbers, rounded its own way. All kinds together,",
+        "Published models from their GGUF files, on Spec-Bench's six kinds of prompts, against llama.cpp and Hugging",
+        "Face with the same file, and OpenVINO GenAI, which requantizes the same weights. All kinds together,",
         f"greedy / sampled, {document['date']}, {document['num_threads']} threads of an {machine['cpu']};",
-        "[by kind of prompt](docs/benchmarks.md#real-models), and the rest of the benchmarks.",
+        "[benchmarks](docs/benchmarks.md#real-models) has the kinds of prompts, and all other figures.",
         "",
-        "| | ms a token | ÷ ours | tokens per step | TTFT | command to first token | memory |",
+        "| | ms per token | ÷ ours | tokens per step | TTFT | command to first token | memory |",
         "|---|---|---|---|---|---|---|",
     ]
     for model, title in titles.items():
@@ -130,7 +130,7 @@ def heading(document: dict[str, Any], title: str, records: Records) -> list[str]
     return [
         f"**{title}**, {document['date']}, {document['num_threads']} threads on {machine['num_cores']} cores of an "
         f"{machine['cpu']} ({others}); {len(prompts)} prompts of {min(prompts.values())} to {max(prompts.values())} "
-        f"tokens, outputs of up to {document['output_len']}. Milliseconds a token, greedy / sampled:",
+        f"tokens, outputs of up to {document['output_len']}. Milliseconds per token, greedy / sampled:",
         "",
     ]
 
@@ -147,7 +147,7 @@ def times(records: Records, starts: dict[str, float]) -> list[str]:
         cells += others(modes, starts.get(system))
         lines.append(f"| {label(system, variant)} | {' | '.join(cells)} |")
     if first := starts.get("specdec, first"):
-        lines += ["", f"The first command of all, which builds the engine, has its first token after {first:.0f} s."]
+        lines += ["", f"The very first command, which builds the engine, takes {first:.0f} s to its first token."]
     return lines
 
 
