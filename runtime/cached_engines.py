@@ -14,13 +14,13 @@ class CachedEngine:
     path: Path
     num_bytes: int
     used_s: float
-    """When it was used last, in seconds since 1970."""
+    """Time of last use, in seconds since 1970."""
     is_used: bool
-    """By a process, now."""
+    """True if a process uses it now."""
 
 
 def cached_engines() -> list[CachedEngine]:
-    """Those that are whole, the one that was used last first."""
+    """Complete engines, the last used first."""
     directory = cache_dir() / "engines"
     paths = [path for path in directory.iterdir() if _is_entry(path)] if directory.is_dir() else []
     found = [CachedEngine(path, directory_bytes(path), path.stat().st_mtime, is_used(path)) for path in paths]
@@ -35,7 +35,7 @@ def other_bytes() -> int:
 
 
 def engines_to_prune(engines: list[CachedEngine], max_bytes: int) -> list[CachedEngine]:
-    """Those to remove until the engines take no more than `max_bytes`; those in use are passed over."""
+    """Engines to remove so that the rest take no more than `max_bytes`; those in use are passed over."""
     num_bytes = sum(engine.num_bytes for engine in engines)
     chosen = []
     for engine in reversed(engines):

@@ -155,7 +155,7 @@ class Corpus:
         return [document[:-1] for document in np.split(tokens, ends[:-1] + 1)]
 
     def ngram_counts(self, max_size: int) -> list[NgramCounts]:
-        """For each size up to `max_size`. Reads the whole file."""
+        """Counts of n-grams, by size up to `max_size`. Reads the whole file."""
         counts, text, rows = [], self._array("tokens"), self._array("suffix_array")
         is_whole = np.ones(self.info.num_tokens, dtype=bool)  # rows whose documents continue for this many tokens
         is_same = np.append(False, is_whole[1:])  # rows that share this many tokens with the one before
@@ -279,7 +279,7 @@ class Corpus:
         return sorted(runs, key=lambda run: (run.start - run.end, run.token))
 
     def _reader(self, num_bytes: int, depth: int = 0) -> Callable[[int], bytes]:
-        """So many bytes of a suffix, `depth` tokens into it."""
+        """Reader of a suffix's bytes, `depth` tokens into it."""
         data, base = self._bytes, self._first + _TOKEN_BYTES * depth
         if isinstance(data, CorpusFile):
             return data.reader(num_bytes, base)

@@ -24,7 +24,7 @@ class CorpusFile:
         self._stamp = stamp_of(os.fstat(self._descriptor))
 
     def reader(self, num_bytes: int, base: int) -> Callable[[int], bytes]:
-        """So many bytes from a place on, which is counted in four bytes from `base` on."""
+        """Reader of bytes at a position, which is counted in units of four bytes from `base` on."""
         pread, descriptor = os.pread, self._descriptor
 
         def read(position: int) -> bytes:

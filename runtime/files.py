@@ -274,7 +274,7 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 class Stamp(NamedTuple):
-    """Which file it is, and since when it is what it is: another stamp, another content."""
+    """Identity and version of a file: another stamp means another content."""
 
     device: int
     inode: int

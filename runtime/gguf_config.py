@@ -236,7 +236,7 @@ def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
 
 
 def rows_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """For queries and keys of Llama, whose rows llama.cpp reorders: from where each row comes. None: they stay.
+    """Source row of each row, for queries and keys of Llama, whose rows llama.cpp reorders; None: unchanged.
 
     Two heads of 4 rows: the halves (0, 1) and (2, 3) of the first lie as 0, 2, 1, 3: (0, 2, 1, 3, 4, ...).
     """

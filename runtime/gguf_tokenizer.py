@@ -100,7 +100,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     ),
     "minicpm5": PreTokenizer((r"\p{N}{1,3}", _MINICPM5), ignores_merges=True),
 }
-"""By what files call them (`tokenizer.ggml.pre`), each as llama.cpp splits texts."""
+"""Pre-tokenizers by their names in files (`tokenizer.ggml.pre`), each as llama.cpp splits texts."""
 
 _UNKNOWN, _CONTROL = 2, 3  # `tokenizer.ggml.token_type`
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
@@ -179,7 +179,7 @@ class _Said:
         return None
 
     def added_tokens(self) -> Iterator[AddedToken]:
-        """Those that are found in texts before anything is split, the longest first."""
+        """Tokens that are matched in texts before any split, the longest first."""
         types = self.values("token_type", int)
         for i, token in enumerate(self.tokens):
             kind = types[i] if i < len(types) else 1

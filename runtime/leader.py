@@ -60,7 +60,7 @@ class Leader:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.failed: list[Sequence] = []
-        """Those that could not go on, by their `error`."""
+        """Sequences that failed, by their `error`."""
         self._is_full = False
 
     @property

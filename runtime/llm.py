@@ -234,7 +234,7 @@ class LLM:
         return self._sessions[speculation]
 
     def _open_by_default(self, speculation: Speculation) -> Session:
-        """With drafts cut to what pays, where that is the default and it is known; whole ones elsewhere."""
+        """Open with automatic draft lengths, where they are the default and step costs are known; else with fixed ones."""
         mode = speculation.default_mode(is_leader=self.mode == "leader")
         try:
             return self.open_session(speculation.in_mode(mode), self._stack)
@@ -291,7 +291,7 @@ class LLM:
         )
 
     def _with_own_penalties(self, params: SamplingParams) -> SamplingParams:
-        """With the model's penalties where none are given; the first time that they change an output they are told."""
+        """Apply the model's penalties if none are given; the first change of an output is reported."""
         own = {name: value for name, value in self.model_defaults.penalties.items() if getattr(params, name) is None}
         told = {name: value for name, value in own.items() if value != getattr(GREEDY, name)}
         if told and not self._has_told_penalties:
@@ -418,8 +418,9 @@ class LLM:
 
 
 def _within_vocabulary(end_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
-    """Those that can end an output, with a warning of the others: a class of transformers has one by default, whatever
-    the vocabulary."""
+    """End ids within the vocabulary, with a warning for the others: a class of transformers has one by default,
+    whatever the vocabulary.
+    """
     foreign = sorted(i for i in end_ids if i >= vocab_size)
     if foreign:
         message = f"the model's end id is outside its vocabulary of {vocab_size}, and ends nothing: {foreign[0]}"

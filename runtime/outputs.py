@@ -23,7 +23,7 @@ class Output:
     finish_reason: FinishReason | None
     stats: RequestStats
     logprobs: list[TokenLogprobs] | None
-    """For each token, where `SamplingParams.logprobs` asks for them."""
+    """Log-probabilities of each token, if `SamplingParams.logprobs` asks for them."""
     generation_logits: Tensor | None = None
     """(num_tokens, vocab) float32, where `SamplingParams.return_generation_logits` asks for them."""
 
@@ -40,11 +40,11 @@ class Piece:
     stats: RequestStats
     """Statistics of the request so far."""
     logprobs: Seq[TokenLogprobs] | None
-    """For each of these tokens, where `SamplingParams.logprobs` asks for them."""
+    """Log-probabilities of these tokens, if `SamplingParams.logprobs` asks for them."""
     prompt_index: int = 0
-    """Which of the prompts it is of."""
+    """Index of the prompt."""
     index: int = 0
-    """Which of the prompt's `n` outputs."""
+    """Index of the output among the prompt's `n`."""
 
     def __str__(self) -> str:
         return self.text

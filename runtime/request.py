@@ -49,7 +49,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """For errors."""
+        """Name for errors."""
         return self.label or f"request {self.id}"
 
     def with_prompt(self, request_id: int, prompt_tokens: Seq[int], return_index: int = 0) -> "Request":

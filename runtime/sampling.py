@@ -266,7 +266,7 @@ class Sampler:
             prefix += [] if next_token is None else [next_token]
 
     def _argmaxes(self, prefix: list[int], logits: Tensor) -> Iterator[int]:
-        """On a CPU by NumPy: torch looks at one number after the other."""
+        """Argmax of each row, on a CPU by NumPy: torch looks at one number after the other."""
         if logits.device.type == "cpu":
             rows = logits.float().numpy()
             tokens = rows.argmax(axis=-1).tolist()
@@ -289,7 +289,9 @@ class Sampler:
         return self._uniform(position, f"draft from {start}")
 
     def uniform(self, position: int, purpose: Purpose) -> float:
-        """In [0, 1), the same for the same arguments. 52 bits: times a sum of probabilities it stays below the sum."""
+        """Uniform number in [0, 1), the same for the same arguments. 52 bits: times a sum of probabilities it stays
+        below the sum.
+        """
         return self._uniform(position, purpose)
 
     def _uniform(self, position: int, purpose: str) -> float:

@@ -35,11 +35,11 @@ class SourceTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
-    """In bytes from the file's beginning."""
+    """Offset in bytes from the file's beginning."""
     stamp: Stamp
     """The file's when its header was read."""
     rows: tuple[int, ...] | None = None
-    """From where in the file each row comes, where their order is another one there."""
+    """Position of each row in the file, if their order differs there."""
     shift: float = 0.0
     """Offset added to the numbers in the file."""
 

@@ -53,7 +53,7 @@ def _made_in(parent: Path) -> Path:
 
 
 def _remove(directory: Path, process_id: int, lock: ExitStack) -> None:
-    """Not by what was forked from the process: it does not own the directory."""
+    """Remove the directory, unless this process is a fork: it does not own the directory."""
     if os.getpid() == process_id:
         shutil.rmtree(directory, ignore_errors=True)
         lock.close()
@@ -61,7 +61,7 @@ def _remove(directory: Path, process_id: int, lock: ExitStack) -> None:
 
 @contextmanager
 def own_temporary_files() -> Iterator[None]:
-    """In the block compilers, and the loaders of what they made, keep their files in a directory of this process."""
+    """Make compilers, and the loaders of their output, keep their files in a directory of this process in the block."""
     directory = temporary_dir()
     before = {name: os.environ.get(name) for name in _VARIABLES}
     pythons, tempfile.tempdir = tempfile.tempdir, str(directory)

@@ -90,7 +90,7 @@ def _read_json(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def _parse_entry(name: str, entry: Any) -> TensorEntry:
-    """With the offsets as they stand in the header, from where the tensors begin."""
+    """Parse an entry, with its offsets relative to the first tensor as in the header."""
     if not isinstance(entry, dict):
         _refuse(f"`{name}` is not described")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))

@@ -295,7 +295,7 @@ class TextStream:
     before: Seq[int] = ()
     """The prompt's tokens."""
     starts: list[int] = field(default_factory=list, init=False)
-    """For each token the characters that come before those it has a part in."""
+    """Start of each token's characters in the text."""
     _texts: Texts = field(init=False)
     _num_decoded: int = field(default=0, init=False)
     _num_shown: int = field(default=0, init=False)
@@ -345,7 +345,7 @@ class TextStream:
 
 
 def token_starts(tokenizer: Tokenizer, tokens: Seq[int]) -> list[int]:
-    """For each token of a text the characters that come before those it has a part in."""
+    """Start of the characters of each token of a text."""
     stream = TextStream(tokenizer)
     stream.next_piece(tokens, finished=True)
     return stream.starts

@@ -1,4 +1,4 @@
-"""From tokens to text: the bytes that each token stands for, read as UTF-8.
+"""Decoding of tokens to text: the bytes that each token stands for, read as UTF-8.
 
 A character may be made by several tokens, each with some of its bytes. So text is decoded from the bytes of the tokens,
 one token after the other: read in pieces, however they are cut, it is the text that it is as a whole. `tokenizers`
@@ -32,7 +32,9 @@ class Texts(Protocol):
 
 
 def texts_after(tokenizer: Tokenizer, before: Seq[int], num_before: int | None = None) -> Texts:
-    """For the tokens after the first `num_before` of these, or all: a character that begins there is completed here."""
+    """Make the texts of the tokens after the first `num_before` of these, or of all: a character that begins there is
+    completed here.
+    """
     num_before = len(before) if num_before is None else num_before
     of_token = token_bytes(tokenizer)
     if of_token is None:
@@ -68,7 +70,9 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
 
 
 def _token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
-    """By the steps of the decoder of `tokenizers`: GPT-2's alphabet of bytes, or SentencePiece's spaces and bytes."""
+    """Decode by the steps of the decoder of `tokenizers`: GPT-2's alphabet of bytes, or SentencePiece's spaces and
+    bytes.
+    """
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if decoder is None:
         return None
@@ -119,7 +123,7 @@ def _byte_fallback(token: str) -> bytes:
 
 
 class _OfBytes:
-    """By the bytes of the tokens."""
+    """Decoder by the tokens' bytes."""
 
     def __init__(self, bytes_of: TokenBytes, before: Seq[int], num_before: int) -> None:
         self._bytes_of = bytes_of
@@ -150,7 +154,7 @@ class _OfBytes:
 
 
 class _InContext:
-    """By the tokenizer, of each token after those before it."""
+    """Decoder by the tokenizer, of each token after those before it."""
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
         self._tokenizer, self._before, self._pending = tokenizer, before, list[int]()

@@ -103,7 +103,7 @@ class SavedTokenizer:
     def decode(
         self, tokens: list[int], /, *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
-        """To the letter: nothing is cleaned up."""
+        """Decode verbatim: nothing is cleaned up."""
         assert not clean_up_tokenization_spaces
         return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 

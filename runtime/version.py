@@ -1,4 +1,4 @@
-"""Which specdec this is."""
+"""Version of specdec."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,4 +1,4 @@
-"""When requests are sent: all at once, or as a Poisson process."""
+"""Arrival times of requests: all at once, or as a Poisson process."""
 
 import math
 

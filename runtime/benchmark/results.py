@@ -85,7 +85,7 @@ def _tokens_by_second(answers: Seq[Answer]) -> list[float]:
 
 
 def _peak_concurrency(answers: Seq[Answer]) -> int:
-    """At one moment; who leaves at that moment is not counted."""
+    """Peak number of simultaneous requests; one that ends at that moment is not counted."""
     events = sorted([(answer.start_s, 1) for answer in answers] + [(answer.end_s, -1) for answer in answers])
     counts = np.cumsum([change for _, change in events])
     return int(counts.max()) if len(counts) else 0

@@ -58,7 +58,7 @@ def acceptance_below_profile(symptoms: Symptoms) -> Judgement | None:
 
 
 def acceptance_falls_with_context(symptoms: Symptoms) -> Judgement | None:
-    """By the first token of each draft, whose fate depends on no other's: its shares in the halves of all contexts."""
+    """Share of drafts with a correct first token, whose fate depends on no other's, in either half of all contexts."""
     drafting = symptoms.drafting
     steps = sorted((s for s in drafting.steps if s.num_drafted), key=_context_len) if drafting else []
     if len(steps) < 2 * MIN_DRAFTS_PER_HALF:
@@ -244,7 +244,7 @@ def reuse_never_hits(symptoms: Symptoms) -> Judgement | None:
 
 
 def speculation_changes_output(symptoms: Symptoms) -> Judgement | None:
-    """Only where the engine repeats itself can the drafter be what made the difference."""
+    """Compare outputs with and without the drafter, if the engine repeats itself."""
     outputs = symptoms.outputs
     if outputs is None or symptoms.drafting is None or outputs.num_unrepeatable:
         return None

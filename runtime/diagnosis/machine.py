@@ -26,14 +26,14 @@ def examine_machine(when_built: MachineSpeed | None, memory_bytes: int) -> Machi
 
 
 def cores() -> set[int]:
-    """Those that this process may use."""
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def num_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
-    """By affinity, or as much of their time as control groups leave: 1.5 for 150 ms in every 100."""
+    """Number of cores by affinity, or their time share by control groups: 1.5 for 150 ms in every 100."""
     quotas = (_quota_of(directory) for _, directory in groups_above("cpu", root, membership))
     return min([float(len(cores())), *(quota for quota in quotas if quota is not None)])
 
@@ -79,7 +79,7 @@ def _cores_of(path: Path) -> set[int]:
 
 
 def huge_pages(path: Path = _HUGE_PAGES) -> str | None:
-    """Which of `always [madvise] never` is chosen; None where the system does not say."""
+    """Choice among `always [madvise] never`; None if the system has none."""
     try:
         return path.read_text().partition("[")[2].partition("]")[0] or None
     except OSError:

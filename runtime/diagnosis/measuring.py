@@ -251,14 +251,14 @@ def _is_same_kind(one: StepCost, other: StepCost) -> bool:
 
 
 def _spread(costs: list[StepCost]) -> list[StepCost]:
-    """From the shortest to the longest."""
+    """Steps from the shortest to the longest."""
     ordered = sorted(costs, key=lambda cost: cost.seconds)
     last, wanted = len(ordered) - 1, min(_NUM_CELLS, len(ordered))
     return [ordered[i * last // max(wanted - 1, 1)] for i in range(wanted)]
 
 
 def _look_at_weights(path: Path) -> Weights:
-    """By their bits: in arithmetic such numbers are taken for 0."""
+    """Inspect weights by their bits: arithmetic would flush denormal numbers to 0."""
     num_sampled = num_denormal = 0
     with path.open("rb") as file:
         for tensor in read_header(file).tensors.values():

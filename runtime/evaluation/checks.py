@@ -14,7 +14,7 @@ class Difference:
 
     request: Count
     position: Count
-    """In the output."""
+    """Position in the output."""
     token: int | None
     """None where the output has ended."""
     token_without_drafter: int | None
@@ -59,7 +59,7 @@ class DistributionCheck:
     p_value: Share
     threshold: float
     power: Share
-    """With which a fault of detectable_total_variation would have been found."""
+    """Probability of detecting a fault of detectable_total_variation."""
     detectable_total_variation: Share | None
     """The smallest fault that would have been found with probability `power`, a mean over num_tokens; None: none."""
     required_total_variation: Share
@@ -69,4 +69,4 @@ class DistributionCheck:
 
 
 LosslessCheck = TokenCheck | DistributionCheck
-"""By the rule that fits; `rule` says which."""
+"""Lossless check by the rule that fits; `rule` names it."""

@@ -162,7 +162,7 @@ def _interval_record(interval: Interval) -> Record:
 
 
 def _waiting(metric: Metric, a: Record, b: Record) -> str | None:
-    """In `run` all requests are there from the start: who comes later has waited for those before."""
+    """Reason not to compare latencies of `run`: all its requests are there from the start, and later ones wait."""
     if a["command"] == "run" and metric.name in ("ttft_s", "latency_s"):
         return "requests wait for each other"
     return None

@@ -202,7 +202,7 @@ class _Prefix:
 
 
 def _choose_prefixes(session: Session, sequences: Seq[Sequence]) -> tuple[list[_Prefix], int]:
-    """Those after which the target is not sure of the next token, and how many draws to make from each.
+    """Choose texts after which the target is uncertain of the next token, and the number of draws from each.
 
     Chosen by the target's distributions alone, before anything is drawn, which leaves the p-value what it is. Where it
     is sure nearly everywhere, draws can still find tokens that it would never choose.

@@ -75,7 +75,7 @@ class SystemRun:
         return Work(self.times.wall_s, sum(len(sample.output_tokens) for sample in self.samples))
 
     def work_on(self, chosen: list[int]) -> Work:
-        """On some of the samples only."""
+        """Work on some of the samples only."""
         samples = [self.samples[i] for i in chosen]
         return Work(sum(s.wall_s for s in samples), sum(len(s.output_tokens) for s in samples))
 

@@ -62,7 +62,7 @@ def equal_shares(cores: Seq[int], device_ids: Seq[int]) -> list[list[int]]:
 
 @cache
 def usable_cores() -> frozenset[int]:
-    """Those that this process may use: as it was first asked, before it was pinned to some of them."""
+    """Cores that this process may use, as found before it was pinned to some of them."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))

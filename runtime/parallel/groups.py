@@ -48,7 +48,7 @@ class Meeting:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """Those that a process must inherit."""
+        """Files that a process must inherit."""
         return (self.number,) if self.way == "shared" else ()
 
     def close(self) -> None:

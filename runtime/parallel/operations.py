@@ -14,7 +14,7 @@ from torch import Tensor
 from runtime.parallel.groups import distributed_group
 
 _NAMESPACES = {True: "specdec", False: "specdec_distributed"}
-"""By whether ranks share memory."""
+"""Namespaces of the operations, by whether ranks share memory."""
 _SCHEMAS = (
     "all_reduce(Tensor x) -> Tensor",
     "gather_columns(Tensor x, int size) -> Tensor",

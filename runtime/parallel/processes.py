@@ -172,7 +172,7 @@ class Processes:
 
 
 def _is_stopped(pid: int) -> bool:
-    """By Linux's word for it; elsewhere nobody says."""
+    """True if Linux reports the process as stopped; elsewhere False."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in ("T", "t")

@@ -36,7 +36,7 @@ class Format:
     name: str
     parts: tuple[str, ...]
     scheme_of: Callable[[str], "Scheme"]
-    """By a layer's name."""
+    """Scheme for a layer's name."""
     unused: tuple[str, ...] = ()
     """Tensors beside them that say how activations or K/V are rounded, which is not done here."""
 

@@ -34,7 +34,7 @@ class Source:
     config: dict[str, Any]
     """Without what it says of rounding."""
     tensors: list[SourceTensor]
-    """Those that stand for themselves."""
+    """Tensors outside quantized layers."""
     layers: dict[str, RoundedLayer]
     linears: list[str]
     """The layers that can be rounded."""
@@ -43,7 +43,7 @@ class Source:
     name: str
     """The model's, as it was given."""
     format: str | None = None
-    """In which its layers are rounded."""
+    """Format of its quantized layers."""
 
 
 def plan_pieces(

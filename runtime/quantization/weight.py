@@ -88,7 +88,7 @@ class QuantizedWeight:
         return 8 if self.kind == "int4" else 128
 
     def tensors(self) -> dict[str, Tensor]:
-        """By the names that they have behind the layer's in a file."""
+        """Tensors by the suffixes of their names in a file."""
         named = {f"{_PREFIX}{field.name}": getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

@@ -55,7 +55,7 @@ class ServingLoop:
         self._condition = Condition()
         self._arrived: deque[Answer] = deque()
         self._answers: dict[int, Answer] = {}
-        """Those that are not over, by the ids of their requests."""
+        """Unfinished answers, by the ids of their requests."""
         self._has_cancelled = False
         self._is_stopping = False
         self._thread = Thread(target=self._run, name="specdec-serving", daemon=True)
@@ -120,7 +120,7 @@ class ServingLoop:
             self._condition.notify()
 
     def unfinished(self) -> list[Answer]:
-        """Those on their way, the oldest first."""
+        """Unfinished answers, the oldest first."""
         with self._condition:
             return list(self._answers.values())
 

@@ -19,7 +19,7 @@ def private_grid(max_draft_len: int) -> list[Speculation]:
 
 
 def public(lookups: Iterable[Speculation]) -> list[Speculation]:
-    """With a pool in which the outputs of finished requests are found."""
+    """Variants with a public pool of finished requests' outputs."""
     return [one.with_drafters([replace(one.lookup, pool="public")]) for one in lookups if one.lookup]  # type: ignore[type-var]
 
 

@@ -20,7 +20,7 @@ from runtime.tuning.replay import Trace
 from runtime.tuning.search import NUM_LIVE, Advance, Cost, Replayer, Search, best_candidates
 
 _LARGEST_FACTOR = 1.25
-"""By which the machine may differ from when its steps were measured before it is worth a warning."""
+"""Largest factor between the machine's speeds now and at build without a warning."""
 _LONGEST_DRAFT = 1000
 """Without an engine nothing else bounds the drafts that a replay proposes at every position."""
 

@@ -48,7 +48,7 @@ class Measured:
         return sum_stats(s.stats for s in self.generation.sequences).counts(self.candidate.max_draft_len or 0)
 
     def is_faster_than(self, other: "Measured") -> bool:
-        """By more than noise, which is told batch by batch."""
+        """True if it is faster by more than noise, judged batch by batch."""
         own, others = ([math.log(s.total) for batches in m.batches for s in batches] for m in (self, other))
         shift = paired_shift(others, own)
         return shift is not None and shift.high < 0 and self.seconds < other.seconds
@@ -68,7 +68,7 @@ class LiveRun:
 
     @property
     def num_rounds(self) -> int:
-        """At least."""
+        """Minimum number of rounds."""
         return max(_MIN_ROUNDS, -(-MIN_PAIRS // self.num_batches))
 
     def measure(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:

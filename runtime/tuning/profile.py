@@ -25,7 +25,7 @@ _AGAIN = "tune again"
 
 @dataclass(frozen=True)
 class ProfileEngine:
-    """Which engine it is for; the directory is for messages only."""
+    """Engine of the profile; the directory is for messages only."""
 
     engine_dir: str
     digest: str

@@ -114,7 +114,7 @@ class Search:
             self._try([*lengths, *auto], advance)
 
     def _drafters(self, advance: Advance) -> list[Speculation]:
-        """Those to replay on all traces."""
+        """Drafters to replay on all traces."""
         if self.named:
             is_lookup = self.named.lookup is not None
             return [self.named.in_mode("fixed").with_length(self.max_draft_len)] if is_lookup else []
