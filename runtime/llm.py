@@ -234,7 +234,7 @@ class LLM:
         return self._sessions[speculation]
 
     def _open_by_default(self, speculation: Speculation) -> Session:
-        """Open with automatic draft lengths, where they are the default and step costs are known; else with fixed ones."""
+        """Open with automatic draft lengths, if they are the default and step costs are known; else with fixed ones."""
         mode = speculation.default_mode(is_leader=self.mode == "leader")
         try:
             return self.open_session(speculation.in_mode(mode), self._stack)
