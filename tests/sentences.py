@@ -24,6 +24,10 @@ _VARYING = (
     (r"\b[0-9a-f]{12,64}\b", "HEX"),
     (r"\b[\d.,]+ ([kMGT]i?B)\b", r"N \1"),
     (r"[\d,]+ bytes, written with [\d,]+", "N bytes, written with N"),
+    (r"127\.0\.0\.1:\d+", "127.0.0.1:PORT"),
+    (r" ?warning: \w+ take [\d.]+ times as long as when they were measured; .*? build the engine again", ""),
+    (r"\b[\d.]+ s\b", "N s"),
+    (r"\bp = [\d.e-]+", "p = P"),
     (r"line \d+ column \d+ \(char \d+\)", "line N column N (char N)"),
 )
 """What depends on the machine or the run."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Specdec, edit_json, ids_of
+from sentences import Said
 from shared import record_anew
 from tiny import hf_greedy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
@@ -130,20 +131,20 @@ def test_marked_answers_have_the_same_text(specdec: Specdec, engine_dir: Path, t
     assert texts[0] == texts[1]
 
 
-def test_tokenizer_without_a_template_is_one_error(specdec: Specdec, llama_engine_dir: Path) -> None:
+def test_tokenizer_without_a_template_is_one_error(specdec: Specdec, llama_engine_dir: Path, said: Said) -> None:
     for command in (["chat"], ["run", "The dog", "--apply-chat-template"]):
         result = specdec(*command, "--engine-dir", llama_engine_dir)
         assert result.exit_code == 1
-        assert result.stderr.startswith("error: the tokenizer has no chat template: ")
+        said(result)
 
 
 @pytest.mark.parametrize("command", [["chat"], ["run", "The dog", "--apply-chat-template"]], ids=["chat", "run"])
 def test_template_is_looked_for_before_an_engine_is_built(
-    command: list[str], specdec: Specdec, llama_dir: Path
+    command: list[str], specdec: Specdec, llama_dir: Path, said: Said
 ) -> None:
     result = specdec(*command, "--model-dir", llama_dir)
     assert result.exit_code == 1 and "compiling" not in result.stderr
-    assert result.stderr.startswith(f"error: the tokenizer has no chat template: {llama_dir}\nhint: ")
+    said(result, llama_dir)
 
 
 def test_shipped_model_can_be_talked_with() -> None:
@@ -175,20 +176,21 @@ def test_run_takes_texts_and_messages_as_conversations(
 @pytest.mark.parametrize(
     ("messages", "wrong"),
     [
-        ([], "is not a list of messages"),
-        ("hello", "is not a list of messages"),
-        ([{"role": "user"}], "has a message without a role and text"),
-        ([{"role": "user", "content": 3}], "has a message without a role and text"),
-        ([{"role": "cat", "content": "miaow"}], "the chat template refuses the conversation: what role?"),
+        ([], ""),
+        ("hello", ""),
+        ([{"role": "user"}], ""),
+        ([{"role": "user", "content": 3}], ""),
+        ([{"role": "cat", "content": "miaow"}], ""),
     ],
 )
 def test_conversation_that_is_none_is_one_error(
-    messages: object, wrong: str, specdec: Specdec, engine_dir: Path, tmp_path: Path
+    messages: object, wrong: str, specdec: Specdec, engine_dir: Path, tmp_path: Path, said: Said
 ) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     result = specdec("run", "--engine-dir", engine_dir, "--input-file", tmp_path / "in.jsonl")
     assert result.exit_code == 1 and result.stdout == ""
-    assert wrong in result.stderr and result.stderr.count("hint: ") == 1
+    assert result.stderr.count("hint: ") == 1
+    said(result, *wrong.split("; "))
 
 
 FAILING = [
@@ -208,11 +210,12 @@ def with_template(engine_dir: Path, directory: Path, template: str) -> Path:
 
 
 @pytest.mark.parametrize("template", FAILING)
-def test_template_that_fails_is_our_error(template: str, engine_dir: Path, tmp_path: Path) -> None:
+def test_template_that_fails_is_our_error(template: str, engine_dir: Path, tmp_path: Path, said: Said) -> None:
     """Templates come with models: they are not trusted, and fail in all the ways of a program."""
     found = ChatTemplate(with_template(engine_dir, tmp_path / "own", template), {"model_type": "llama"})
-    with pytest.raises(SpecDecError, match=r"^the chat template fails on the conversation: \w+Error"):
+    with pytest.raises(SpecDecError) as error:
         found.render([{"role": "user", "content": "The dog"}])
+    said(error)
 
 
 def test_template_that_fails_is_one_error_of_every_command(

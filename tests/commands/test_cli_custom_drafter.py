@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import PROMPTS, Result, assert_valid, each, ids_of, tree
+from sentences import Said
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -177,8 +178,9 @@ def test_drafter_that_edits_a_sequence_is_one_error(run: Run, factory: str) -> N
     assert_one_error(run("--drafter", f"custom_drafters:{factory}", "--max-output-len", 6), 1, "custom_drafters")
 
 
-def test_where_a_drafter_failed_is_shown_with_debug(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_drafter_failed_is_shown_with_debug(run: Run, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     monkeypatch.setenv("SPECDEC_DEBUG", "1")
-    with pytest.raises(Exception, match="failed: KeyError") as raised:
+    with pytest.raises(Exception) as raised:
         run("--drafter", "custom_drafters:Raises", "--max-output-len", 6)
+    said(raised, "KeyError")
     assert isinstance(raised.value.__cause__, KeyError)

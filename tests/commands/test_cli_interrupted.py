@@ -15,6 +15,7 @@ from pathlib import Path
 import forks
 import pytest
 from command_line import PROMPT, Specdec, tree
+from sentences import Said
 from shared import once
 from waiting import HANG_S
 
@@ -229,7 +230,12 @@ def test_an_engine_is_built_where_the_variable_for_a_compiler_is_empty(
     ids=["unset", "named", "directory", "quote"],
 )
 def test_machine_without_a_compiler_is_one_error(
-    named: str, without_compiler: dict[str, str], llama_checkpoint_dir: Path, tmp_path: Path, specdec_process: Specdec
+    named: str,
+    without_compiler: dict[str, str],
+    llama_checkpoint_dir: Path,
+    tmp_path: Path,
+    specdec_process: Specdec,
+    said: Said,
 ) -> None:
     """A model that is compiled already would be found in the compiler's cache."""
     arguments = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", "--compiler", "aot"]
@@ -238,7 +244,7 @@ def test_machine_without_a_compiler_is_one_error(
     assert result.exit_code == 1
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
-    assert f"error: no working C++ compiler to build with: {named or 'g++'}\nhint: install one" in result.stderr
+    said(result, named or "g++")
     assert [name for name in tree(tmp_path) if not name.startswith(("bin", "cache"))] == []
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import NGRAM, PROMPTS, Result, Specdec, assert_valid, draft_model, each, tree
+from sentences import Said
 from tiny import eager_logits
 from transformers import PreTrainedModel
 
@@ -140,7 +141,7 @@ def test_logprobs_are_those_of_the_logits(
         assert [token for token, _ in one["top"]] == row.topk(2).indices.tolist()
 
 
-def test_logprobs_are_for_the_document(run: Run) -> None:
+def test_logprobs_are_for_the_document(run: Run, said: Said) -> None:
     result = run("--logprobs", 2)
     assert result.exit_code == 2
-    assert "`--logprobs` is for the JSON document: 2" in result.stderr
+    said(result, "`--logprobs`", "2")

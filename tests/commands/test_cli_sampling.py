@@ -10,6 +10,7 @@ import pytest
 import torch
 from command_line import NGRAM, PROMPT, PROMPTS, Result, draft_model, each, ids_of, texts_of
 from draft_models import MakeDraftEngineDir, with_noise
+from sentences import Said
 from tiny import eager_logits, hf_greedy, make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -338,11 +339,11 @@ def test_outputs_of_one_prompt_are_labelled(run: Run) -> None:
     assert all(f"[Text {i // 2} Seq {i % 2}] {text}\n" in streamed for i, text in enumerate(texts) if text)
 
 
-def test_greedy_outputs_of_one_prompt_are_the_same_and_that_is_said(run: Run) -> None:
+def test_greedy_outputs_of_one_prompt_are_the_same_and_that_is_said(run: Run, said: Said) -> None:
     result = run("--num-return-sequences", 2, "--max-output-len", 6, "--json")
     first, second = ids_of(result.document)
     assert first == second
-    assert result.stderr == ("warning: greedy outputs of one prompt are all the same: `--num-return-sequences 2`\n")
+    said(result, "`--num-return-sequences 2`")
 
 
 def test_prompts_cut_are_counted_once_however_many_outputs_they_have(run: Run) -> None:
