@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -21,7 +21,7 @@ from commands.serving.completions import CompletionReply
 from commands.serving.errors import HTTPError, as_http_error
 from commands.serving.group import ClientGone, Clock, Group, submit
 from commands.serving.metrics import ServerMetrics
-from commands.serving.openapi import openapi_schema
+from commands.serving.openapi import STREAM, errors, openapi_schema
 from commands.serving.page import page_response
 from commands.serving.parsing import parse_body
 from commands.serving.replies import TokenTexts
@@ -31,6 +31,8 @@ from commands.serving.served import ServedModel
 from runtime.errors import SpecDecError
 from runtime.serving.answer import Asked
 from runtime.text import encode_text
+
+_REFUSED = errors(401, 403)
 
 T = TypeVar("T")
 G = TypeVar("G", bound=Generation)
@@ -108,7 +110,7 @@ def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, versio
 
 
 def _generation_routes(server: Server) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=_REFUSED | errors(500, 503, 504) | STREAM)
 
     @router.post("/v1/completions", **_body(CompletionRequest))
     async def completions(request: Request) -> Response:
@@ -141,33 +143,35 @@ def _model_routes(server: Server, version: str) -> APIRouter:
             "max_model_len": served.max_model_len,
         }
 
-    @router.get("/v1/models")
-    @router.get("/models")
+    @router.get("/v1/models", responses=_REFUSED)
+    @router.get("/models", responses=_REFUSED)
     async def models() -> dict[str, Any]:
         """The model that is served, by each of its names."""
         return {"object": "list", "data": [card(name) for name in served.names]}
 
-    @router.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}", responses=_REFUSED | errors(404))
     async def model(name: str) -> dict[str, Any]:
         """One name of the model."""
         served.check_name(name)
         return card(name)
 
-    @router.get("/health")
+    unready: dict[int | str, dict[str, Any]] = {503: {"description": "requests are not taken"}}
+
+    @router.get("/health", response_class=Response, responses=errors(403) | unready)
     async def health() -> Response:
         """200 while requests are taken, 503 when not."""
         return Response(status_code=200 if loop.takes_requests else 503)
 
-    @router.get("/version")
+    @router.get("/version", responses=_REFUSED)
     async def version_of_server() -> dict[str, str]:
         return {"version": version}
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse, responses=_REFUSED)
     async def metrics() -> Response:
         """Prometheus metrics by vLLM's names."""
         return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @router.get("/requests")
+    @router.get("/requests", responses=_REFUSED)
     async def requests() -> dict[str, Any]:
         """Sequences on their way."""
         now = time.perf_counter()
@@ -192,7 +196,7 @@ def _request_entry(answer: Any, now: float) -> dict[str, Any]:
 
 
 def _token_routes(server: Server) -> APIRouter:
-    router, served = APIRouter(), server.served
+    router, served = APIRouter(responses=_REFUSED), server.served
 
     @router.post("/tokenize", **_body(TokenizeRequest))
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -255,6 +259,7 @@ def _body(model: type[Any]) -> dict[str, Any]:
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {
         "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+        "responses": errors(400, 404, 408, 413),
     }
 
 

@@ -1,22 +1,24 @@
-"""What openapi.json says that routes do not: bodies that are read by hand, streams, errors as they are, the key."""
+"""openapi.json beyond what FastAPI makes of the routes: bodies that are read by hand, errors in their form, the key."""
 
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
 
 from commands.serving.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-_REFUSALS = {"401": "no key, or a wrong one", "403": "a page of a foreign origin"}
-_OF_BODIES = {
-    "400": "what was asked is wrong or too long",
-    "404": "another model",
-    "408": "the body did not come in time",
-    "413": "the body is too long",
+_STATUSES = {
+    400: "what was asked is wrong or too long",
+    401: "no key, or a wrong one",
+    403: "a page of a foreign origin",
+    404: "another model",
+    408: "the body did not come in time",
+    413: "the body is too long",
+    500: "a step failed",
+    503: "the queue is full, or the server shuts down",
+    504: "it took too long",
 }
-_OF_ANSWERS = {"500": "a step failed", "503": "the queue is full, or the server shuts down", "504": "it took too long"}
 _TEXT = {"type": "string"}
 _NULLABLE = {"anyOf": [_TEXT, {"type": "null"}]}
 _ERROR = {
@@ -30,6 +32,13 @@ _ERROR = {
         }
     },
 }
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _TEXT}}}}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The responses of a route that answers with these."""
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {status: {"description": _STATUSES[status], "content": content} for status in statuses}
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
@@ -39,34 +48,10 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
         (model, "validation") for model in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
     ]
     _, described = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
-    components = schema.setdefault("components", {})
-    schemas = components.setdefault("schemas", {})
-    schemas.update(described["$defs"], Error=_ERROR)
-    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own form of errors, which is never sent
-        schemas.pop(name, None)
-    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    for path, methods in schema["paths"].items():
-        for operation in methods.values():
-            _complete(path, operation)
+    key = {"type": "http", "scheme": "bearer"}
+    schema["components"] = {"schemas": described["$defs"] | {"Error": _ERROR}, "securitySchemes": {"key": key}}
+    for operation in (operation for methods in schema["paths"].values() for operation in methods.values()):
+        operation["responses"].pop("422", None)  # FastAPI's own form of errors, which is never sent
+        # A server without a key asks for none.
+        operation["security"] = [{}, {"key": []}] if "401" in operation["responses"] else []
     return schema
-
-
-def _complete(path: str, operation: dict[str, Any]) -> None:
-    responses = operation["responses"]
-    responses.pop("422", None)
-    answers = path.endswith("completions")
-    errors = _REFUSALS | (_OF_BODIES if "requestBody" in operation else {}) | (_OF_ANSWERS if answers else {})
-    if path == "/v1/models/{name}":
-        errors = errors | {"404": _OF_BODIES["404"]}
-    # A server without a key asks for none.
-    operation["security"] = [{}, {"key": []}]
-    if path == "/health":
-        errors, operation["security"] = {"403": _REFUSALS["403"]}, []
-        responses["200"].pop("content", None)
-        responses["503"] = {"description": "requests are not taken"}
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    responses.update({status: {"description": why, "content": error} for status, why in errors.items()})
-    if answers:
-        responses["200"]["content"]["text/event-stream"] = {"schema": _TEXT}
-    if path == "/metrics":
-        responses["200"]["content"] = {CONTENT_TYPE_LATEST.partition(";")[0]: {"schema": _TEXT}}
