@@ -193,15 +193,6 @@ class Corpus:
         self.check_is_the_same()  # now: what was read before was of the file that was opened
         return match
 
-    def continuations(self, match: Match) -> list[Continuation]:
-        """The tokens that followed in at least one eighth of the occurrences, the most frequent first.
-
-        Of tokens that are as frequent the one with the lower id comes first.
-        """
-        found = [Continuation(run.token, run.end - run.start) for run in self._runs(match)]
-        self.check_is_the_same()
-        return found
-
     def continuation(self, match: Match, max_len: int) -> list[Continuation]:
         """Draft the most frequent continuation: the most frequent token, then the most frequent after that one.
 

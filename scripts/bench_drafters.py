@@ -4,7 +4,7 @@ Every line of the traces has `prompt_ids`, `output_ids` and, if it likes, `categ
 before. The cost is that of a proposal after 50,000 tokens of history, made of the traces and growing by one to four
 tokens at a time, with the pool as the replay left it. Half the lines are also counted apart from the other half.
 
-    python scripts/bench_drafters.py TRACES [--max-draft-len 10] [--num-nodes 32] [--max-new-tokens N] [--json]
+    python scripts/bench_drafters.py TRACES [--max-draft-len 10] [--max-new-tokens N] [--json]
 """
 
 import argparse
@@ -25,11 +25,10 @@ from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
-from runtime.drafters.tree import TreeDrafter
 from runtime.errors import SpecDecError
 from runtime.request import Request, Sequence
 from runtime.stats import RequestStats
-from runtime.tuning.replay import Trace, TreeStats, replay, replay_trees
+from runtime.tuning.replay import Trace, replay
 
 
 def iteration_s(batch_size: int, context_len: int, draft_len: int) -> float:
@@ -55,16 +54,11 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix, growth 4, public": lambda: SuffixLookup(growth=4, pool=NgramPool()),
     "suffix, auto, public": lambda: AdaptiveDrafter(SuffixLookup(pool=NgramPool()), iteration_s),
 }
-TREE_DRAFTERS: dict[str, Callable[[], TreeDrafter]] = {
-    "tree": lambda: TreeDrafter(),
-    "tree, public": lambda: TreeDrafter(pool=NgramPool()),
-}
 
 
 @dataclass(frozen=True)
 class Settings:
     max_draft_len: int
-    num_nodes: int
     max_new_tokens: int | None
 
 
@@ -85,9 +79,7 @@ def read_traces(path: Path) -> list[Trace]:
     return traces
 
 
-def make_record(
-    name: str, traces: list[Trace], stats: Seq[RequestStats | TreeStats], times: list[float]
-) -> dict[str, Any]:
+def make_record(name: str, traces: list[Trace], stats: Seq[RequestStats], times: list[float]) -> dict[str, Any]:
     """Figures of one drafter, over all traces, by category and by half."""
     categories = sorted({trace.category for trace in traces if trace.category is not None})
     by_category = {c: [s for t, s in zip(traces, stats, strict=True) if t.category == c] for c in categories}
@@ -101,7 +93,7 @@ def make_record(
     }
 
 
-def counts(stats: Iterable[RequestStats | TreeStats]) -> dict[str, Any]:
+def counts(stats: Iterable[RequestStats]) -> dict[str, Any]:
     total = dict.fromkeys(("num_generated_tokens", "num_steps", "num_draft_tokens", "num_accepted_draft_tokens"), 0)
     for one in stats:
         for key in total:
@@ -132,11 +124,6 @@ def measure(traces: list[Trace], settings: Settings) -> Iterable[dict[str, Any]]
         stats = replay(traces, drafter, settings.max_draft_len, max_new_tokens=settings.max_new_tokens)
         times = time_proposals(traces, lambda s, d=drafter: d.propose([s], settings.max_draft_len))
         yield make_record(name, traces, stats, times)
-    for name, make_tree in TREE_DRAFTERS.items():
-        tree_drafter = make_tree()
-        trees = replay_trees(traces, tree_drafter, settings.num_nodes)
-        times = time_proposals(traces, lambda s, d=tree_drafter: d.propose_tree(s, settings.num_nodes))
-        yield make_record(f"{name}, {settings.num_nodes} nodes", traces, trees, times)
 
 
 def print_table(records: Iterable[dict[str, Any]], traces: list[Trace]) -> None:
@@ -156,11 +143,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", type=Path, help=".jsonl with prompt_ids, output_ids and category")
     parser.add_argument("--max-draft-len", type=int, default=10)
-    parser.add_argument("--num-nodes", type=int, default=32, help="of a tree")
     parser.add_argument("--max-new-tokens", type=int, help="budget of every request instead of its output's length")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
-    settings = Settings(arguments.max_draft_len, arguments.num_nodes, arguments.max_new_tokens)
+    settings = Settings(arguments.max_draft_len, arguments.max_new_tokens)
     try:
         traces = read_traces(arguments.traces)
     except SpecDecError as error:

@@ -30,11 +30,6 @@ class Report:
     """Results by the machine and the process that they come from, where there are several."""
 
     @property
-    def num_answered(self) -> int:
-        """Those with a result now that had none."""
-        return sum(self.workers.values())
-
-    @property
     def tokens_per_second(self) -> float | None:
         return self.counts.num_generated_tokens / self.wall_s if self.wall_s else None
 

@@ -56,10 +56,6 @@ class SuffixAutomaton:
             return _ROOT, 0
         return self._with_follower(*self._cut(target, n + 1))
 
-    def followers(self, state: int) -> dict[int, int]:
-        """Follower -> how often it came after the state's patterns."""
-        return {token: self.num_occurrences[target] for token, target in self.next[state].items()}
-
     def _with_follower(self, state: int, n: int) -> tuple[int, int]:
         """Only what occurs nowhere but at the end has none, and what is shorter may have one."""
         while state != _ROOT and not self.next[state]:

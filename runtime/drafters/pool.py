@@ -98,11 +98,6 @@ class NgramPool:
                 return n, followers.best
         return None
 
-    def counts(self, pattern: tuple[int, ...]) -> dict[int, int]:
-        """Follower -> how often it came after the pattern; to be read only."""
-        followers = self._followers.get(pattern)
-        return {} if followers is None else followers.counts
-
     def draft(self, tokens: list[int], draft_len: int) -> list[int]:
         """`find` again and again, each token found becoming part of the next pattern."""
         tail, draft = tokens[-self.max_matching_ngram_size :], list[int]()

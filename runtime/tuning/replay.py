@@ -13,7 +13,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from runtime.drafters.protocol import Drafter, check_drafts, check_num_drafts
-from runtime.drafters.tree import Tree, TreeDrafter
 from runtime.request import Draft, Request, Sequence, Verdict
 from runtime.stats import RequestStats
 
@@ -25,16 +24,6 @@ class Trace:
     prompt_tokens: tuple[int, ...]
     output_tokens: tuple[int, ...]
     category: str | None = None
-
-
-@dataclass
-class TreeStats:
-    """Counts of tree drafts; the words are those of `RequestStats`, a draft token is a node."""
-
-    num_steps: int = 0
-    num_generated_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,36 +99,6 @@ def replay_batches(
                 drafter.forget(sequence.request.id)
         replayed.stats += [sequence.stats for sequence in sequences]
     return replayed
-
-
-def replay_trees(traces: Iterable[Trace], drafter: TreeDrafter, num_nodes: int) -> list[TreeStats]:
-    """The same with trees of at most `num_nodes` nodes, of which the target accepts the longest path that is right."""
-    all_stats = []
-    for i, trace in enumerate(traces):
-        sequence, stats = _start(trace, i, None), TreeStats()
-        while not _is_done(sequence, trace):
-            tree = drafter.propose_tree(sequence, num_nodes)
-            path = accepted_path(tree, _remaining(trace, sequence))
-            new_tokens = sequence.commit(Draft(path), _verify(path, _remaining(trace, sequence)))
-            stats.num_steps += 1
-            stats.num_generated_tokens += len(new_tokens)
-            stats.num_draft_tokens += len(tree.tokens)
-            stats.num_accepted_draft_tokens += len(path)
-        drafter.forget(i)
-        all_stats.append(stats)
-    return all_stats
-
-
-def accepted_path(tree: Tree, target_tokens: Seq[int]) -> list[int]:
-    """The longest path from the root that is a beginning of `target_tokens`."""
-    node, path = -1, list[int]()
-    for token in target_tokens:
-        child = tree.child(node, token)
-        if child is None:
-            break
-        node = child
-        path.append(token)
-    return path
 
 
 def _start(

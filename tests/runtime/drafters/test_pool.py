@@ -12,7 +12,6 @@ from strength import examples
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.suffix import SuffixLookup
-from runtime.drafters.tree import TreeDrafter
 from runtime.errors import UsageError
 from runtime.request import Request, Sequence
 
@@ -82,7 +81,6 @@ def test_most_frequent_token_gives_way_when_its_occurrences_are_gone() -> None:
         pool.add(sequence_of(([], output)))
     assert pool.find([1]) == (1, 2)
     pool.add(sequence_of(([], [0, 0])))
-    assert pool.counts((1,)) == {3: 2, 2: 1}
     assert pool.find([1]) == (1, 3)
 
 
@@ -116,7 +114,7 @@ def test_prompts_are_no_ones_draft() -> None:
     pool.add(sequence_of(([1, 2, 3], [4])))
     assert pool.find([1]) is None and pool.find([2]) is None
     assert pool.find([2, 3]) == (2, 4)
-    assert pool.counts((3,)) == {4: 1}
+    assert pool.find([3]) == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +145,6 @@ def test_private_is_the_default(make: Any) -> None:
     drafter.forget(0)
     (draft,) = drafter.propose([sequence_of(([5], [7]), 1)], 3)
     assert drafter.pool is None and draft.tokens == []
-
-
-def test_trees_learn_from_finished_requests() -> None:
-    drafter = TreeDrafter(pool=NgramPool())
-    drafter.propose_tree(sequence_of(([1], [7, 8, 9]), 0), 4)
-    drafter.forget(0)
-    assert drafter.propose_tree(sequence_of(([5], [7]), 1), 4).tokens == [8, 9]
 
 
 @pytest.mark.parametrize("settings", [{"max_tokens": 0}, {"max_matching_ngram_size": 0}])

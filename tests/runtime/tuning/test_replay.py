@@ -9,24 +9,19 @@ import bench_drafters
 import pytest
 import torch
 from bench_drafters import read_traces
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lookups import MAKE_DRAFTER
-from strength import examples
 from tiny import hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from runtime import leader, orchestrator
 from runtime.drafters.ngram import NgramLookup
-from runtime.drafters.pool import NgramPool
 from runtime.drafters.suffix import SuffixLookup
-from runtime.drafters.tree import ROOT, Tree, TreeDrafter
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Request, Sequence
 from runtime.stats import RequestStats, sum_stats
-from runtime.tuning.replay import Trace, TreeStats, accepted_path, replay, replay_trees
+from runtime.tuning.replay import Trace, replay
 
 SAMPLE = Path(__file__).parents[2] / "data" / "traces.jsonl"
 """Greedy outputs of the shipped model `demo`: its first articles, and one that is not let end and repeats itself."""
@@ -127,7 +122,6 @@ def test_without_drafts_every_step_yields_one_token() -> None:
 
 def test_empty_output_takes_no_step() -> None:
     assert [stats.num_steps for stats in replay([Trace((1, 1), ())], SuffixLookup(), 4)] == [0]
-    assert replay_trees([Trace((1, 1), ())], TreeDrafter(), 4) == [TreeStats()]
 
 
 def test_drafter_that_drafts_too_much_is_an_error() -> None:
@@ -219,79 +213,6 @@ def test_what_the_drafters_are_worth_on_spec_bench(drafter: str, least: float, s
     assert tokens_per_step(replay(spec_bench, MAKE_DRAFTER[drafter](), 10)) > least
 
 
-@pytest.mark.parametrize(
-    ("every", "figure", "more"),
-    [pytest.param(20, 1.7258, 0.15, id="28 traces"), pytest.param(5, None, 0.2, id="112", marks=pytest.mark.slow)],
-)
-def test_what_trees_are_worth_on_spec_bench(
-    every: int, figure: float | None, more: float, spec_bench: list[Trace]
-) -> None:
-    """32 nodes against lines of 10."""
-    traces = spec_bench[::every]
-    trees = replay_trees(traces, TreeDrafter(pool=NgramPool()), 32)
-    per_step = sum(t.num_generated_tokens for t in trees) / sum(t.num_steps for t in trees)
-    assert per_step > tokens_per_step(replay(traces, SuffixLookup(pool=NgramPool()), 10)) + more
-    assert figure is None or per_step == pytest.approx(figure, abs=0.0002)
-
-
-@given(
-    nodes=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 2)), max_size=20),
-    target=st.lists(st.integers(0, 2), max_size=6),
-)
-@settings(max_examples=examples(500), deadline=None, derandomize=True)
-def test_tree_verification_tries_each_branch_alone(nodes: list[tuple[int, int]], target: list[int]) -> None:
-    tree = Tree()
-    for parent, token in nodes:
-        node = parent % (len(tree.tokens) + 1) - 1  # -1 is the root
-        if tree.child(node, token) is None:
-            tree.add(node, token)
-    alone = [tree.path(node) for node in range(len(tree.tokens))]
-    right = [path for path in alone if path == target[: len(path)]]
-    assert accepted_path(tree, target) == max(right, key=len, default=[])
-
-
-@given(
-    prompt=st.lists(st.integers(0, 3), min_size=1, max_size=30),
-    num_nodes=st.integers(0, 12),
-    max_new_tokens=st.integers(1, 20),
-    earlier=st.lists(st.integers(0, 3), max_size=10),
-    end_id=st.integers(0, 8),
-)
-@settings(max_examples=examples(300), deadline=None, derandomize=True)
-def test_tree_has_its_size_and_no_branch_twice(
-    prompt: list[int], num_nodes: int, max_new_tokens: int, earlier: list[int], end_id: int
-) -> None:
-    drafter = TreeDrafter(pool=NgramPool())
-    assert drafter.pool is not None
-    drafter.pool.add(Sequence(Request(9, (), 10), earlier))
-    request = Request(0, tuple(prompt), max_new_tokens, frozenset({end_id}))
-    tree = drafter.propose_tree(Sequence(request, list(prompt)), num_nodes)
-    assert len(tree.tokens) <= num_nodes
-    assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
-    paths = [tuple(tree.path(node)) for node in range(len(tree.tokens))]
-    assert len(set(paths)) == len(paths)
-    assert all(len(path) <= max_new_tokens - 1 and end_id not in path[:-1] for path in paths)
-
-
-def test_tree_branches_where_the_past_did() -> None:
-    """After 1 came 5 three times, 6 twice and 7 once; two nodes are the two likeliest."""
-    text = [1, 5, 1, 5, 1, 6, 1, 7, 1, 6, 1, 5, 1]
-    sequence = Sequence(Request(0, tuple(text), 50), text)
-    tree = TreeDrafter().propose_tree(sequence, 3)
-    assert tree.parents.count(ROOT) >= 2
-    assert {tree.tokens[i] for i in range(3) if tree.parents[i] == ROOT} >= {5, 6}
-
-
-def test_tree_goes_deep_where_one_path_is_nearly_certain() -> None:
-    """In a text that repeats itself ten nodes are about as good as a line of ten."""
-    endless = [trace for trace in read_traces(SAMPLE) if trace.category == "endless"]
-    (tree,) = replay_trees(endless, TreeDrafter(), 10)
-    (line,) = replay(endless, SuffixLookup(), 10)
-    assert tree.num_generated_tokens == line.num_generated_tokens == 300
-    assert tree.num_steps <= 1.1 * line.num_steps < 70
-    assert tree.num_accepted_draft_tokens <= tree.num_draft_tokens <= 10 * tree.num_steps
-
-
 def test_bench_prints_a_row_for_each_drafter(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,7 +221,7 @@ def test_bench_prints_a_row_for_each_drafter(
     monkeypatch.setattr("sys.argv", ["bench_drafters.py", str(SAMPLE)])
     bench_drafters.main()
     header, _, *rows = capsys.readouterr().out.splitlines()
-    assert "digest" in header and len(rows) == len(bench_drafters.DRAFTERS) + len(bench_drafters.TREE_DRAFTERS)
+    assert "digest" in header and len(rows) == len(bench_drafters.DRAFTERS)
     leftmost = sum_stats(replay(read_traces(SAMPLE), NgramLookup(3, ranking="leftmost"), 10)).counts(10)
     assert f"| {leftmost['tokens_per_step']:.3f} |" in rows[0]
 
