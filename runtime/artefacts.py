@@ -254,12 +254,12 @@ def _check_cache(directory: Path) -> Iterator[FileCheck]:
         if path.name.startswith("."):
             yield FileCheck(name, "no_checksum", note=_LEFT_OVER)
         elif read_kept_digest(path) is None:
-            yield FileCheck(name, "damaged", _size(path), "is not what was kept; it is read no more")
+            yield FileCheck(name, "damaged", _size(path), "does not match its digest; it is ignored")
         else:
             yield FileCheck(name, "ok", _size(path))
     for path in _children(directory):
         if path.match("kernels-*.so"):
-            note = "is not what was kept; it is compiled again" if read_sealed(path) is None else None
+            note = "does not match its digest; it is recompiled" if read_sealed(path) is None else None
             yield FileCheck(path.name, "damaged" if note else "ok", _size(path), note)
         elif path.is_file():
             yield FileCheck(path.name, "no_checksum", _size(path))

@@ -52,7 +52,7 @@ class ChatTemplate:
             ) from None
         except TemplateError as error:
             raise SpecDecError(
-                f"the chat template refuses the conversation: {error}", hint="see which roles the model knows"
+                f"the chat template refuses the conversation: {error}", hint="check which roles the model supports"
             ) from None
         except Exception as error:  # a template is a program that comes with a model, and fails as programs do
             raise SpecDecError(

@@ -263,8 +263,7 @@ def _check_names(names: Iterable[str], shapes: dict[str, tuple[int, ...]], model
     missing = sorted(set(shapes) - set(names) - {"lm_head.weight"})
     if missing:
         raise SpecDecError(
-            f"the language model inside does not have the weights that it has by itself, such as `{missing[0]}`: "
-            f"{model_dir}",
+            f"the language model inside lacks weights that it has on its own, such as `{missing[0]}`: {model_dir}",
             hint="the model is incomplete, or of a family whose names specdec does not know",
         )
 

@@ -395,7 +395,7 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
         raise SpecDecError(error.message, hint=DAMAGED, fact="damaged_corpus") from None
     if info.info_digest != document_digest(record, _INFO_DIGEST):
         raise SpecDecError(
-            f"the corpus is damaged, what it says of itself has changed: {path}", hint=DAMAGED, fact="damaged_corpus"
+            f"the corpus is damaged, its metadata has changed: {path}", hint=DAMAGED, fact="damaged_corpus"
         )
     offsets = {}
     lengths = {"tokens": info.num_tokens + info.num_documents, "suffix_array": info.num_tokens}

@@ -27,7 +27,7 @@ class CostModel:
             self._grids.setdefault(cost.batch_size, {}).setdefault(cost.context_len, {})[cost.num_tokens] = cost.seconds
         if not self._grids:
             raise SpecDecError(
-                "nothing is known of what the engine's steps cost",
+                "the engine's step costs are unknown",
                 hint="build it again, with memory free for a K/V cache to measure them with",
                 fact="no_step_costs",
             )

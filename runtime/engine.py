@@ -290,7 +290,7 @@ class Engine:
         raise SpecDecError(
             f"no room for {request.name} in the K/V cache: {self._blocks.num_free_blocks} of "
             f"{self._blocks.num_blocks - 1} blocks are free, and sequences of another generation hold the rest",
-            hint="finish or close what else generates with this engine; a draft model needs an engine of its own",
+            hint="finish or close other generations on this engine; a draft model needs an engine of its own",
         )
 
     def compute_context(self, sequence: Sequence, num_tokens: int) -> None:

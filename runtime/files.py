@@ -39,7 +39,7 @@ def check_output_directory(path: Path, *, replace: bool) -> None:
         if not ours:
             raise SpecDecError(
                 f"output directory holds something other than a checkpoint or engine: {path}",
-                hint="only what specdec wrote is replaced; choose another directory or remove this one",
+                hint="only specdec's own output is replaced; choose another directory or remove this one",
                 fact="not_ours",
             )
 

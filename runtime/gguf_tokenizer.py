@@ -128,9 +128,7 @@ def make_gguf_tokenizer(path: Path) -> Any:
     said = {key.removeprefix(TOKENIZER): value for key, value in metadata.items() if key.startswith(TOKENIZER)}
     unknown = sorted(set(said) - _USED - _IRRELEVANT)
     if unknown:
-        raise SpecDecError(
-            f"it is not known what this key means for a tokenizer, `{TOKENIZER}{unknown[0]}`: {path}", hint=_OTHER
-        )
+        raise SpecDecError(f"unknown tokenizer key, `{TOKENIZER}{unknown[0]}`: {path}", hint=_OTHER)
     try:
         backend, special = _make(_Said(said, path))
         return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=metadata.get(CHAT_TEMPLATE), **special)  # type: ignore[no-untyped-call]

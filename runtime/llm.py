@@ -298,7 +298,7 @@ class LLM:
             self._has_told_penalties = True
             values = ", ".join(f"{name} {value:g}" for name, value in told.items())
             warnings.warn(
-                f"applied, as the model's generation_config.json asks for it: {values}; "
+                f"applied, from the model's generation_config.json: {values}; "
                 f"{' and '.join(f'{name} {getattr(GREEDY, name):g}' for name in told)} would be off",
                 SpecDecWarning,
                 stacklevel=4,
@@ -431,7 +431,7 @@ def _within_vocabulary(end_ids: frozenset[int], vocab_size: int) -> frozenset[in
 def _tell_what_is_not_done(defaults: ModelDefaults) -> None:
     if defaults.not_done:
         names = ", ".join(defaults.not_done)
-        message = f"the model's generation_config.json asks for what specdec does not do, and it is left out: {names}"
+        message = f"the model's generation_config.json has unsupported settings, which are ignored: {names}"
         warnings.warn(message, SpecDecWarning, stacklevel=3)
 
 

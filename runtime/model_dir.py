@@ -32,7 +32,7 @@ def warn_of_adapter(model_dir: Path) -> None:
     """A warning where an adapter lies beside the model: transformers loads it too, where PEFT is installed."""
     if (model_dir / _ADAPTER).is_file():
         warnings.warn(
-            f"an adapter lies beside the model, and is left out: {model_dir / _ADAPTER}; to have it answer, merge it "
+            f"an adapter next to the model is ignored: {model_dir / _ADAPTER}; to have it answer, merge it "
             "into the model (PEFT's `merge_and_unload`)",
             SpecDecWarning,
             stacklevel=4,

@@ -100,7 +100,7 @@ def read_tensors(model_dir: Path) -> list[SourceTensor]:
     shards = sorted(model_dir.glob("*-of-*.safetensors"))
     if shards:
         raise SpecDecError(
-            f"the weights are in shards ({shards[0].name}), and the index that says what is where is missing: {index}",
+            f"the weights are in shards ({shards[0].name}), and their index is missing: {index}",
             hint="download or save the model again",
         )
     _refuse_pickle(model_dir)

@@ -38,7 +38,7 @@ def temporary_dir() -> Path:
 def _made_in(parent: Path) -> Path:
     if (found := parent.stat()).st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise SpecDecError(
-            f"others may replace what lies in the directory for temporary files: {parent}",
+            f"other users may replace files in the directory for temporary files: {parent}",
             hint=f"TMPDIR names another, or `chmod +t {parent}`",
         )
     for left_over in parent.glob(f"{_PREFIX}*"):

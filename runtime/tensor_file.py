@@ -102,7 +102,7 @@ def _parse_entry(name: str, entry: Any) -> TensorEntry:
     if math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:
         _refuse(f"`{name}` has a shape that no memory is large enough for")
     if (end - start) * 8 != math.prod(shape) * _NUM_BITS[dtype]:
-        _refuse(f"`{name}` has {end - start:,} bytes, which is not what its shape wants")
+        _refuse(f"`{name}` has {end - start:,} bytes, which does not match its shape")
     return TensorEntry(dtype, tuple(shape), start, end)
 
 

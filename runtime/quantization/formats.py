@@ -259,7 +259,7 @@ def _gptq(said: dict[str, Any], where: str) -> Format:
     if bits not in (4, 8):
         _refuse(f"GPTQ weights of {bits} bits", where)
     if said.get("dynamic"):
-        _refuse("GPTQ weights of which some layers are rounded in a way of their own (`dynamic`)", where)
+        _refuse("GPTQ weights with per-layer settings (`dynamic`)", where)
     layout = said.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         _refuse(f"GPTQ weights in the layout `{layout}`", where)
@@ -274,7 +274,7 @@ def _gptq(said: dict[str, Any], where: str) -> Format:
         zeros = unpack(parts["qzeros"], bits).short().t() + (added - 2 ** (bits - 1))
         if is_symmetric and not zeros.is_meta and bool(zeros.any()):
             raise SpecDecError(
-                f"config.json says `sym`, and zero points of `{name}` are not in the middle", hint=_DAMAGED
+                f"config.json has `sym`, but zero points of `{name}` are not in the middle", hint=_DAMAGED
             )
         order = None
         if said.get("desc_act"):

@@ -207,7 +207,7 @@ class ServingLoop:
             if answers:
                 self._on_progress(answers)
         except Exception:
-            _LOG.exception("nobody could be told of a step")
+            _LOG.exception("notifying the listener of a step failed")
 
     def _fail(self, answer: Answer, error: SpecDecError | None) -> Answer:
         answer.progress = replace(answer.progress, error=error)

@@ -274,7 +274,7 @@ def test_draft_engine_without_costs_is_refused_before_anything_is_run(
 ) -> None:
     arguments = ["--engine-dir", self_draft_engine_dir, "--input-text", "The dog", "--max-output-len", 4]
     named = ["--draft-engine-dir", draft_engine_dir, "--draft-target-model-config", "2"]
-    words = ("draft engine: nothing is known of what the engine's steps cost", "`specdec build`")
+    words = ("draft engine: the engine's step costs are unknown", "`specdec build`")
     assert_one_clear_error(specdec("tune", *arguments, *named), 1, words)
 
 
@@ -377,7 +377,7 @@ MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] =
     (TUNE + "--traces t.jsonl --max-draft-len 11", 1, ("takes drafts of at most 10 tokens", "11"), None),
     (TUNE + "--traces t.jsonl --ngram-config [4,2,[0]] --ngram-corpus none", 1, ("no such corpus: none",), None),
     ("tune --engine-dir none --traces t.jsonl", 1, ("none",), None),
-    (TUNE + "--traces t.jsonl", 1, ("nothing is known of what the engine's steps cost", "`specdec build`"),
+    (TUNE + "--traces t.jsonl", 1, ("the engine's step costs are unknown", "`specdec build`"),
      lambda d: edit_json(d / "engine" / "config.json", step_costs=[])),
     (TUNE + "--traces t.jsonl", 1, ("built without drafts", "draft_tokens_external"),
      lambda d: edit_json(d / "engine" / "config.json", build_config__max_draft_len=0)),

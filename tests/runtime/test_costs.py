@@ -83,7 +83,7 @@ def test_prompt_is_computed_in_pieces() -> None:
 
 
 def test_engine_without_costs_is_an_error() -> None:
-    with pytest.raises(SpecDecError, match="nothing is known of what the engine's steps cost"):
+    with pytest.raises(SpecDecError, match="the engine's step costs are unknown"):
         CostModel([], 0.0)
 
 

@@ -98,7 +98,7 @@ def test_masks_that_gpt_2_once_saved_are_no_weights(tmp_path: Path) -> None:
 def test_an_adapter_beside_a_model_is_told_of_and_one_alone_refused(tmp_path: Path) -> None:
     model_dir = saved(tmp_path / "model")
     (model_dir / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base", "peft_type": "LORA"}')
-    with pytest.warns(SpecDecWarning, match="an adapter lies beside the model, and is left out"):
+    with pytest.warns(SpecDecWarning, match="an adapter next to the model is ignored"):
         convert(model_dir, tmp_path / "out", None, replace=False, progress=lambda done, total: None)
     (model_dir / "config.json").unlink()
     with pytest.raises(SpecDecError, match="this is an adapter and no model .PEFT., made for some/base"):
@@ -201,7 +201,7 @@ def ragged_fp8(directory: Path) -> None:
 
 
 FORMATS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "gptq-dynamic": (gptq_with_exceptions, "GPTQ weights of which some layers are rounded in a way of their own"),
+    "gptq-dynamic": (gptq_with_exceptions, "GPTQ weights with per-layer settings"),
     "awq-activations": (awq_with_scaled_activations, "AWQ weights whose activations are scaled"),
     "quanto": (quanto, "weights quantized by quanto are not read"),
     "mlx": (mlx, "weights quantized by MLX in 4 bits are not read"),

@@ -63,7 +63,7 @@ def test_link_in_its_place_is_not_followed(parent: Path, tmp_path: Path) -> None
 
 def test_parent_in_which_others_may_replace_files_is_refused(parent: Path) -> None:
     parent.chmod(0o777)
-    with pytest.raises(SpecDecError, match=f"others may replace what lies in .*: {parent}"):
+    with pytest.raises(SpecDecError, match=f"other users may replace files in .*: {parent}"):
         temporary_dir()
     parent.chmod(0o1777)
     assert temporary_dir().is_dir()

@@ -123,7 +123,7 @@ DAMAGES = [
         "zero points though symmetric",
         save_gptq,
         lambda d: edit_quantization(d, sym=True),
-        "config.json says `sym`, and zero points of",
+        "config.json has `sym`, but zero points of",
     ),
     (
         "packed shape",
