@@ -85,6 +85,8 @@ class Draft:
     """(draft_len, vocab) float64, the distribution each token was drawn from; None: a lookup, one-hot."""
     match_len: int = field(default=0, compare=False)
     """Tokens of the pattern whose continuation this is: a lookup's confidence. 0: not a lookup."""
+    survivals: list[float] | None = field(default=None, compare=False)
+    """P(at least 1 accepted), P(at least 2 accepted), ..., where the drafter has learned how often it is right."""
 
     def cut(self, max_len: int) -> "Draft":
         """The first `max_len` tokens. A length that does not depend on the tokens leaves verification exact."""

@@ -23,7 +23,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, inf
-from time import perf_counter
+from time import thread_time
 
 from runtime.drafters.allocation import allocate
 from runtime.drafters.meter import Clock, Meter
@@ -110,7 +110,7 @@ class AdaptiveDrafter:
             self._num_off += 1
             self._count(len(sequences), prices, 0.0)
             return [Draft([])] * len(sequences)
-        start = perf_counter()
+        start = thread_time()  # what looking needs itself, whoever else runs
         looked_at = [sequences[i] for i in rows]
         found = dict(zip(rows, self.drafter.propose(looked_at, max_draft_len), strict=True))
         drafts = [found.get(i) or Draft([]) for i in range(len(sequences))]
@@ -122,7 +122,7 @@ class AdaptiveDrafter:
         survivals = [self._survivals(s, d) for s, d in zip(sequences, drafts, strict=True)]
         choice = self._choose(survivals, prices)
         if self._meter is not None:
-            self._meter.looked(looked_at, perf_counter() - start)
+            self._meter.looked(looked_at, thread_time() - start)
         if any(survivals):  # or there was nothing to send, which says nothing about what pays
             look_s = _LOOK_S if self._meter is None else max(self._meter.look_s, _LOOK_S)
             mean_gain = self._mean_gain(len(sequences)) * _GAIN_MEMORY
@@ -157,6 +157,8 @@ class AdaptiveDrafter:
 
     def _remember(self, sequences: list[Sequence], drafts: list[Draft]) -> None:
         for sequence, draft in zip(sequences, drafts, strict=True):
+            if draft.survivals is not None:
+                continue
             # What is not known before drafting cannot be chosen by.
             match_len = self._match_len if self._is_asked_for_what_pays else draft.match_len
             self._outcomes.remember(sequence, draft.tokens, match_len)
@@ -164,6 +166,8 @@ class AdaptiveDrafter:
     def _survivals(self, sequence: Sequence, draft: Draft) -> list[float]:
         if not draft.tokens:
             return []
+        if draft.survivals is not None:
+            return draft.survivals
         return self._outcomes.survivals(sequence, draft.match_len, len(draft.tokens))
 
     def _choose(self, survivals: list[list[float]], prices: "_Prices", draft_len: int = 0) -> "_Choice":

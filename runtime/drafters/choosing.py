@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from runtime.drafters.leads import Leads
 from runtime.drafters.outcomes import SURE, Outcomes
 from runtime.drafters.protocol import Drafter, Suggest, check_drafts, check_request, look_ahead
 from runtime.errors import UsageError
@@ -77,6 +78,7 @@ class ChoosingChain:
             raise UsageError("a chain has no drafters: []", hint="name at least one")
         self._iteration_s, self._vocab_size = iteration_s, vocab_size
         self._found = [Outcomes() for _ in self.lookups]
+        self._leads = Leads(len(self.lookups))
         self._drafted = [Outcomes() for _ in self.models]
         self._found_now: dict[int, _Found] = {}
         """By request, while models draft."""
@@ -93,6 +95,8 @@ class ChoosingChain:
         for outcomes in (*self._found, *self._drafted):
             for sequence in sequences:
                 outcomes.learn(sequence)
+        for sequence in sequences:
+            self._leads.learn(sequence)
         found = self._look_up(sequences, max_draft_len)
         drafts = [one.draft for one in found]
         self._found_now = {sequence.request.id: one for sequence, one in zip(sequences, found, strict=True)}
@@ -113,6 +117,7 @@ class ChoosingChain:
     def forget(self, request_id: int) -> None:
         for outcomes in (*self._found, *self._drafted):
             outcomes.forget(request_id)
+        self._leads.forget(request_id)
         self._found_now.pop(request_id, None)  # of a step that failed
         for drafter in self._members:
             drafter.forget(request_id)
@@ -123,17 +128,28 @@ class ChoosingChain:
 
     def _look_up(self, sequences: list[Sequence], max_draft_len: int) -> list[_Found]:
         """The best that was found for each sequence; of equals the first."""
-        best: list[_Found | None] = [None] * len(sequences)
-        for lookup, outcomes in zip(self.lookups, self._found, strict=True):
-            drafts = lookup.propose(sequences, max_draft_len)
-            check_drafts(drafts, len(sequences), max_draft_len, self._vocab_size)  # before a model reads them
-            for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-                outcomes.remember(sequence, draft.tokens, draft.match_len)
-                worth = outcomes.expected_tokens(sequence, draft.match_len, len(draft.tokens))
-                seconds = self._iteration_s(len(sequences), _context_len(sequence), len(draft.tokens))
-                found, before = _Found(draft, worth, worth / seconds), best[i]
-                best[i] = found if before is None or found.rank > before.rank else before
-        return [one or _Found(Draft([]), 1.0, 0.0) for one in best]
+        found: list[list[tuple[int, _Found]]] = [[] for _ in sequences]
+        for number, (lookup, outcomes) in enumerate(zip(self.lookups, self._found, strict=True)):
+            rows = [i for i, sequence in enumerate(sequences) if self._leads.looks(number, sequence)]
+            drafts = lookup.propose([sequences[i] for i in rows], max_draft_len) if rows else []
+            check_drafts(drafts, len(rows), max_draft_len, self._vocab_size)  # before a model reads them
+            for i, draft in zip(rows, drafts, strict=True):
+                found[i].append((number, self._weigh(sequences[i], draft, outcomes, len(sequences))))
+        best = []
+        for sequence, ones in zip(sequences, found, strict=True):
+            number, one = max(ones, key=lambda one: one[1].rank, default=(0, _Found(Draft([]), 1.0, 0.0)))
+            self._leads.remember(sequence, number, [(number, one.draft) for number, one in ones])
+            best.append(one)
+        return best
+
+    def _weigh(self, sequence: Sequence, draft: Draft, outcomes: Outcomes, batch_size: int) -> _Found:
+        """What a draft that was looked up is worth, by how right those before it were."""
+        outcomes.remember(sequence, draft.tokens, draft.match_len)
+        survivals = outcomes.survivals(sequence, draft.match_len, len(draft.tokens)) if draft.tokens else []
+        worth = 1 + sum(survivals)
+        rate = worth / self._iteration_s(batch_size, _context_len(sequence), len(draft.tokens))
+        weighed = Draft(draft.tokens, draft.probs, draft.match_len, None if draft.probs is not None else survivals)
+        return _Found(weighed, worth, rate)
 
     def _suggest(self, sequence: Sequence, drafted: list[int]) -> list[int]:
         """What the copy should look at after these tokens of its draft.

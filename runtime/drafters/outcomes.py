@@ -6,6 +6,7 @@ that.
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import cache
 
 from runtime.request import Sequence
 
@@ -74,7 +75,9 @@ class Outcomes:
 
     def learn(self, sequence: Sequence) -> None:
         """Count the drafts that by now are known to be right, or where they went wrong."""
-        history = self._history(sequence)
+        history = self._histories.get(sequence.request.id)
+        if history is None or not history.pending:
+            return
         still_pending = []
         for start, tokens, match_len in history.pending:
             known = sequence.tokens[start : start + len(tokens)]
@@ -93,15 +96,16 @@ class Outcomes:
         kind = _class_of(match_len)
         own = self._history(sequence).survivals.get(kind, _NOTHING_KNOWN)
         shared = self._shared.get(kind, _NOTHING_KNOWN)
+        right, reached, own_right, own_reached = shared.right, shared.reached, own.right, own.reached
+        num_shared, num_own, are_cut = len(reached), len(own_reached), self._are_cut
         survivals, survives, share = list[float](), 1.0, 0.0
-        for i in range(max_len):
-            first_guess = _FIRST_GUESSES[min(kind + i, SURE) if kind else 0]  # what was right so far is a match too
+        for i, first_guess in enumerate(_first_guesses(kind, max_len)):
             # Or no draft would be longer than those before.
-            share = max(share, first_guess) if self._are_cut else first_guess
-            if i < len(shared.reached):
-                share = (shared.right[i] + _PRIOR_WEIGHT * share) / (shared.reached[i] + _PRIOR_WEIGHT)
-            if i < len(own.reached):
-                share = (own.right[i] + _SHARED_WEIGHT * share) / (own.reached[i] + _SHARED_WEIGHT)
+            share = max(share, first_guess) if are_cut else first_guess
+            if i < num_shared:
+                share = (right[i] + _PRIOR_WEIGHT * share) / (reached[i] + _PRIOR_WEIGHT)
+            if i < num_own:
+                share = (own_right[i] + _SHARED_WEIGHT * share) / (own_reached[i] + _SHARED_WEIGHT)
             survives *= share
             survivals.append(survives)
         return survivals
@@ -115,6 +119,12 @@ class Outcomes:
 
     def _history(self, sequence: Sequence) -> _History:
         return self._histories.setdefault(sequence.request.id, _History())
+
+
+@cache
+def _first_guesses(kind: int, num: int) -> list[float]:
+    """Of the next tokens in order: what was right so far is a match too."""
+    return [_FIRST_GUESSES[min(kind + i, SURE) if kind else 0] for i in range(num)]
 
 
 def _class_of(match_len: int) -> int:

@@ -98,7 +98,7 @@ def test_tokens_that_cost_more_than_they_yield_are_no_longer_sent(per_token: flo
 def test_a_large_batch_is_looked_at_as_a_whole_only_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing is right a lookup is asked for one request in four, and for all of them once drafts are right."""
     watch, output = Watch(), list(range(100, 400))
-    monkeypatch.setattr("runtime.drafters.adaptive.perf_counter", watch)
+    monkeypatch.setattr("runtime.drafters.adaptive.thread_time", watch)
     lookup = Right([0] * 300)
     adaptive = AdaptiveDrafter(lookup, lambda batch_size, context_len, n: (8 + 0.2 * n * batch_size) / 1e3, clock=watch)
     sequences, num_wrong = rows(*range(16)), 30

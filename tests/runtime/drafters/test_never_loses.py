@@ -75,6 +75,19 @@ def test_automatic_is_never_slower_than_no_drafter(text: str, prices: str, batch
     assert automatic <= seconds(traces, None, costs, batch_size) * (1 + MOST_LOST)
 
 
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("prices", PRICES)
+@pytest.mark.parametrize("text", TEXTS)
+def test_both_lookups_are_as_fast_as_the_better_one(text: str, prices: str, batch_size: int) -> None:
+    """Nearly: which that is has to be learned."""
+    costs, traces = cost_model(prices), TEXTS[text]()
+    each = {
+        name: seconds(traces, AdaptiveDrafter(make(costs), costs.iteration_s), costs, batch_size)
+        for name, make in MAKE.items()
+    }
+    assert each["both"] <= min(each["n-gram"], each["suffix"]) * 1.04
+
+
 @pytest.mark.parametrize("prices", PRICES)
 def test_where_fixed_drafts_lose_automatic_ones_gain(prices: str) -> None:
     """Sixteen at once, half of which copy: all of every draft costs more than it gains."""
