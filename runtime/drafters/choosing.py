@@ -1,9 +1,9 @@
 """Several drafters: for each sequence the draft that is worth most.
 
-Lookups cost little, and all of them look that may have the best draft (`runtime.drafters.leads`). What one has found is sent as it is where its drafts with a match of that
-length yielded more tokens per second so far than those of the others, and than what a model drafts. Elsewhere the model
-drafts, and a copy of the target's looks at what was looked up in one of its steps, before each of them: what it would
-have drafted itself it need not compute one by one.
+Lookups cost little, and all of them look that may have the best draft (`runtime.drafters.leads`). What one has found is
+sent as it is where its drafts with a match of that length yielded more tokens per second so far than those of the
+others, and than what a model drafts. Elsewhere the model drafts, and a copy of the target's looks at what was looked up
+in one of its steps, before each of them: what it would have drafted itself it need not compute one by one.
 
 Which of the drafts is chosen before a model draws anything, by what was generated and drafted before: in each step it
 draws by other numbers (`Sampler.draft_uniform`). A drafter among the lookups that has drawn its tokens is not weighed
