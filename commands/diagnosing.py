@@ -7,16 +7,15 @@ from commands.documents.doctor import doctor_document
 from commands.inputs.dataset import DEMO, load_samples
 from commands.inputs.prompts import Prompt, without_padding
 from commands.options.doctor import DoctorInputs, DoctorOptions
+from commands.options.engine import EngineChoice
 from commands.options.remedies import REMEDIES
-from commands.options.speculation import Chosen
 from commands.output import Output
 from commands.tables.doctor import show
-from runtime.bundle import Bundle, read_bundle
+from runtime.bundle import read_bundle
 from runtime.diagnosis.judging import judge
 from runtime.diagnosis.measuring import examine_draft_model, measure
 from runtime.diagnosis.symptoms import ExpectedAcceptance
 from runtime.drafters.specs import Speculation
-from runtime.engine import KVCacheConfig
 from runtime.errors import SpecDecError
 from runtime.llm import LLM
 from runtime.params import SamplingParams
@@ -27,19 +26,20 @@ _NUM_PROMPTS = 4
 
 
 def diagnose(
-    bundle: Bundle,
+    choice: EngineChoice,
     inputs: DoctorInputs,
     options: DoctorOptions,
-    chosen: Chosen,
     prompts: list[Prompt] | None,
-    kv_cache: KVCacheConfig,
     output: Output,
 ) -> None:
     """Measure, judge and show; SpecDecError (exit code 1) if there is a finding. Without prompts its own are asked."""
-    is_auto = options.mode == "leader" and bool(bundle.config.step_costs)
-    speculation, devices = chosen.speculation, chosen.device_ids
+    bundle, speculation = choice.bundle or read_bundle(choice.engine_dir), choice.speculation
+    is_auto = choice.mode == "leader" and bool(bundle.config.step_costs)
     speculation = speculation.in_mode(speculation.draft_len_mode or speculation.default_mode(is_leader=is_auto))
-    with LLM(bundle, tokenizer=inputs.tokenizer_dir, mode=options.mode, kv_cache=kv_cache, device_ids=devices) as llm:
+    kv_cache = choice.kv_cache.config()
+    with LLM(
+        bundle, tokenizer=choice.tokenizer_dir, mode=choice.mode, kv_cache=kv_cache, device_ids=choice.device_ids
+    ) as llm:
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=options.max_output_len)
         if prompts is None:
             requests = _own_requests(llm, params, speculation)
@@ -47,10 +47,10 @@ def diagnose(
             requests = _requests(llm, params, without_padding(prompts, inputs.input_file, llm.end_ids))
         with output.phases() as phase:
             pair = examine_draft_model(llm, speculation)
-            symptoms = measure(llm, speculation, _expected(chosen.profile), pair, requests, phase)
+            symptoms = measure(llm, speculation, _expected(choice.profile), pair, requests, phase)
     judgements = judge(symptoms)
     show(judgements, output)
-    output.document(doctor_document(bundle, chosen.with_speculation(speculation), options, len(requests), judgements))
+    output.document(doctor_document(replace(choice, speculation=speculation), options, len(requests), judgements))
     found = [(name, judgement) for name, judgement in judgements.items() if judgement and judgement.is_fault]
     if found:
         name, judgement = found[0]

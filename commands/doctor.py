@@ -1,8 +1,10 @@
 """`specdec doctor`: what is wrong with an engine, its drafter and the machine, with a number and a remedy for each."""
 
-from commands.inputs.paths import check_models
+from pathlib import Path
+
 from commands.inputs.prompts import read_prompts
 from commands.options.doctor import DoctorInputs, DoctorOptions
+from commands.options.engine import USUAL_ENGINE, EngineChoice
 from commands.options.expand import expand_groups
 from commands.options.kv_cache import KVCacheOptions
 from commands.options.speculation import SpeculationOptions
@@ -23,18 +25,25 @@ def doctor(
     looks at the draft model, the K/V cache, the weights and the machine. Exits with 1 if something is found. Greedy.
     """
     speculation.check_profile((), inputs.model.model_dir)
-    chosen = speculation.resolve()
-    kv_cache.check(is_leader=options.mode == "leader", disable_reuse=False)
+    named, device_ids = speculation.resolve()
     inputs.model.check(inputs.engine_dir)
-    chosen = chosen.or_profile(speculation.profile, inputs.engine).check()
+    choice = EngineChoice(
+        inputs.engine_dir or Path(USUAL_ENGINE),
+        inputs.tokenizer_dir,
+        named,
+        device_ids,
+        options.mode,
+        kv_cache.fitting(is_leader=options.mode == "leader"),
+        model_dir=inputs.model.model_dir,
+        built_for=inputs.model.engines,
+        profile=speculation.profile,
+    )
     has_prompts = bool(inputs.input_text) or inputs.input_file is not None
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if has_prompts else None
-    check_models(inputs.engine, inputs.model.model_dir, inputs.tokenizer_dir, chosen.speculation)
+    choice = choice.checked()
 
     from commands.diagnosing import diagnose
-    from commands.engines import engines_of_models
-    from runtime.bundle import read_bundle
+    from commands.sessions import engines_made
 
-    with engines_of_models(inputs.model.models(), inputs.engine, chosen.speculation, output) as engines:
-        chosen = chosen.with_speculation(engines.speculation)
-        diagnose(read_bundle(engines.engine_dir), inputs, options, chosen, prompts, kv_cache.config(), output)
+    with engines_made(choice, output) as made:
+        diagnose(made, inputs, options, prompts, output)

@@ -1,63 +1,78 @@
-"""What `run` and `summarize` do alike: a model and a session from their options, and the check of its outputs."""
+"""Engines and sessions of what the command line chose, and the check of their outputs."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from commands.documents.settings import Setup
-from commands.engines import Models, engines_of_models
-from commands.options.speculation import Chosen
+from commands.options.engine import EngineChoice
 from commands.output import Output
 from runtime.bundle import read_bundle
-from runtime.engine import DEFAULT_MAX_NUM_TOKENS, KVCacheConfig
+from runtime.drafters.spec import DrafterSpec
+from runtime.engine import DEFAULT_MAX_NUM_TOKENS
+from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.evaluation.checks import LosslessCheck
 from runtime.evaluation.lossless import NUM_PREFIXES, check_outputs
 from runtime.llm import LLM
-from runtime.params import SamplingParams
 from runtime.request import Request, Sequence
-from runtime.session import Mode, OnTokens, Session
+from runtime.session import OnTokens, Session
 
-
-@dataclass(frozen=True)
-class SessionOptions:
-    """What the command line says of a session."""
-
-    engine_dir: Path
-    tokenizer_dir: Path | None
-    chosen: Chosen
-    params: SamplingParams
-    kv_cache: KVCacheConfig
-    mode: Mode = "orchestrator"
-    max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS
+_DEFAULT_MAX_BATCH_SIZE = 4
+_MIN_DRAFT_LEN = 10  # so that other draft lengths can be tried without building again
 
 
 @contextmanager
-def open_setup(options: SessionOptions) -> Iterator[Setup]:
-    """Open the engine and the drafter; SpecDecError if they cannot serve the options."""
-    chosen = options.chosen
+def open_setup(choice: EngineChoice) -> Iterator[Setup]:
+    """Open the engine and the drafter; SpecDecError if they cannot serve the choice."""
     llm = LLM(
-        chosen.bundle or read_bundle(options.engine_dir),
-        tokenizer=options.tokenizer_dir,
-        mode=options.mode,
-        kv_cache=options.kv_cache,
-        max_num_tokens=options.max_num_tokens,
-        device_ids=chosen.device_ids,
+        choice.bundle or read_bundle(choice.engine_dir),
+        tokenizer=choice.tokenizer_dir,
+        mode=choice.mode,
+        kv_cache=choice.kv_cache.config(),
+        max_num_tokens=choice.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
+        device_ids=choice.device_ids,
     )
     with llm:
-        llm.request_of(options.params)  # its words and ids are checked before a draft model is opened
-        session = llm.session_of(chosen.speculation)
-        yield Setup(llm, session, options.params, chosen.profile)
+        llm.request_of(choice.params)  # its words and ids are checked before a draft model is opened
+        yield Setup(llm, llm.session_of(choice.speculation), choice.params, choice.profile)
 
 
 @contextmanager
-def open_setup_of_models(models: Models, options: SessionOptions, output: Output) -> Iterator[Setup]:
+def open_setup_of_models(choice: EngineChoice, output: Output) -> Iterator[Setup]:
     """`open_setup`, with engines made of the models that are given in the place of engines."""
-    with engines_of_models(models, options.engine_dir, options.chosen.speculation, output) as engines:
-        chosen = options.chosen.with_speculation(engines.speculation)
-        with open_setup(replace(options, engine_dir=engines.engine_dir, chosen=chosen)) as setup:
-            yield setup
+    with engines_made(choice, output) as made, open_setup(made) as setup:
+        yield setup
+
+
+@contextmanager
+def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]:
+    """The choice with an engine in the place of each model that it names, built with a display of what is done."""
+    built_for, speculation = choice.built_for, choice.speculation
+    with ExitStack() as stack:
+
+        def engine_of(name: str, max_draft_len: int, self_draft: Literal["int8", "int4"] | None = None) -> Path:
+            settings = EngineSettings(
+                None if built_for.dtype == "auto" else built_for.dtype,
+                built_for.max_batch_size or _DEFAULT_MAX_BATCH_SIZE,
+                built_for.max_seq_len,
+                max_draft_len,
+                self_draft,
+                compiler=built_for.compiler,
+            )
+            engine = engine_of_model(name, settings, use_cache=not built_for.no_cache, phases=output.phases)
+            return stack.enter_context(engine)
+
+        def with_engine(one: DrafterSpec) -> DrafterSpec:
+            return one.with_draft_model(engine_of(one.draft_model, 0)) if isinstance(one.draft_model, str) else one
+
+        if choice.model_dir is not None:
+            self_draft = built_for.self_draft or ("int4" if speculation.needs_copy else None)
+            engine_dir = engine_of(choice.model_dir, max(speculation.max_draft_len or 0, _MIN_DRAFT_LEN), self_draft)
+            choice = replace(choice, engine_dir=engine_dir)
+        yield replace(choice, speculation=speculation.with_drafters(map(with_engine, speculation)))
 
 
 @contextmanager

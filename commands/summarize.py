@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.inputs.dataset import Columns, Sample, load_samples
-from commands.inputs.paths import check_models
 from commands.options.cluster import ClusterOptions
+from commands.options.engine import EngineChoice, EngineOptions
 from commands.options.expand import expand_groups
-from commands.options.kv_cache import KVCacheOptions
-from commands.options.leader import LeaderOptions
-from commands.options.speculation import SpeculationOptions
 from commands.options.summarize import EvaluationOptions, SummarizeInputs, SummarizeResults
 from commands.output import Output, check_new_directory
 from runtime.errors import SpecDecError
@@ -22,17 +19,14 @@ from runtime.models import read_model_config, resolve_model
 
 if TYPE_CHECKING:
     from commands.documents.settings import Setup
-    from commands.sessions import SessionOptions
     from runtime.evaluation.systems import EvaluateEngine
 
 
 @expand_groups
 def summarize(
+    engine: EngineOptions,
     inputs: SummarizeInputs,
     evaluation: EvaluationOptions,
-    speculation: SpeculationOptions,
-    kv_cache: KVCacheOptions,
-    leader: LeaderOptions,
     results: SummarizeResults,
     output: Output,
 ) -> None:
@@ -41,39 +35,29 @@ def summarize(
     The first sample is a warm-up and is run once more. Greedy unless sampling is asked for. In orchestrator mode (V1)
     unless flags of leader mode (V2) are given.
     """
-    chosen = leader.chosen(inputs.engine_dir, speculation)
-    kv_cache.check(is_leader=leader.loop == "leader", disable_reuse=leader.disable_kv_cache_reuse)
     inputs.check()
     evaluation.check(inputs.hf_model_dir)
     results.check(test_engine=evaluation.test_engine, test_hf=evaluation.test_hf)
-    chosen = chosen.or_profile(speculation.profile, inputs.engine).check(check_lossless=results.check_lossless)
-    results.check_files([*inputs.paths, *speculation.paths, *leader.paths])
+    results.check_files([*inputs.paths, *engine.paths])
     params = evaluation.common.params(seed=evaluation.random_seed, max_tokens=evaluation.output_len)
-    bundle = check_models(inputs.engine, leader.model_dir, inputs.tokenizer_dir, chosen.speculation)
-    if bundle is not None:
-        evaluation.check_fits(bundle.config.build_config, leader.loop)
+    choice = engine.choose(params, evaluation.common.max_num_tokens, check_lossless=results.check_lossless)
+    if choice.bundle is not None:
+        evaluation.check_fits(choice.bundle.config.build_config, choice.mode)
     hf_dir = _hf_dir(inputs, evaluation)
     if results.output_dir is not None:
         check_new_directory(results.output_dir)
     samples = _load_samples(inputs, evaluation, results)
 
     from commands.evaluating import Systems, evaluate
-    from commands.sessions import SessionOptions, open_setup_of_models
-    from runtime.engine import DEFAULT_MAX_NUM_TOKENS
 
-    cache = kv_cache.config(disable_reuse=leader.disable_kv_cache_reuse)
-    num_tokens = evaluation.common.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
-    options = SessionOptions(inputs.engine, inputs.tokenizer_dir, chosen, params, cache, leader.loop, num_tokens)
-    with open_setup_of_models(leader.models(), options, output) as setup:
-        if bundle is None:
-            evaluation.check_fits(setup.llm.engine.config.build_config, leader.loop)
-        systems = Systems(_evaluate_engine(setup, options, leader, evaluation.cluster), hf_dir)
+    with choice.open(output) as setup:
+        if choice.bundle is None:
+            evaluation.check_fits(setup.llm.bundle.config.build_config, choice.mode)
+        systems = Systems(_evaluate_engine(setup, choice, evaluation.cluster), hf_dir)
         evaluate(setup, systems, samples, inputs, evaluation, results, output)
 
 
-def _evaluate_engine(
-    setup: "Setup", options: "SessionOptions", leader: LeaderOptions, cluster: ClusterOptions
-) -> "EvaluateEngine":
+def _evaluate_engine(setup: "Setup", choice: EngineChoice, cluster: ClusterOptions) -> "EvaluateEngine":
     """In this process, or by workers, who open the engines that were opened here."""
     if cluster.ray is None:
         from runtime.evaluation.systems import evaluate_engine
@@ -82,9 +66,8 @@ def _evaluate_engine(
 
     from commands.batching.evaluating import evaluate_by_workers
 
-    chosen = options.chosen.with_speculation(setup.session.speculation)
-    options = replace(options, engine_dir=setup.llm.bundle.directory, chosen=chosen)
-    return evaluate_by_workers(options, leader.models() if leader.model_dir is not None else None, cluster)
+    choice = replace(choice, engine_dir=setup.llm.bundle.directory, speculation=setup.session.speculation)
+    return evaluate_by_workers(choice, cluster)
 
 
 def _hf_dir(inputs: SummarizeInputs, evaluation: EvaluationOptions) -> Path | None:

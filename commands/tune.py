@@ -3,9 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from commands.inputs.paths import check_drafter, check_readable
+from commands.inputs.paths import check_readable
 from commands.inputs.prompts import read_prompts
 from commands.options.drafters import TunedFlags
+from commands.options.engine import EngineChoice
 from commands.options.expand import expand_groups, given_flags
 from commands.options.tune import TuneInputs, TuneOptions, named_drafter
 from commands.output import Output, check_output_files
@@ -23,8 +24,7 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
     What a draft model or the model's own copy drafts no record tells: those are run with drafts of each length. Flags
     that name a drafter, or several, tune that only.
     """
-    chosen = named_drafter(flags, options.drafters)
-    named = chosen.speculation
+    named, device_ids = named_drafter(flags, options.drafters)
     options.check(inputs, named)
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if inputs.traces is None else []
     if options.output is not None:
@@ -35,12 +35,13 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
     if inputs.engine_dir is not None:
         config = read_bundle(inputs.engine_dir).config
         named.check_has_copy(has_copy=config.build_config.self_draft is not None)
-        check_device_ids(chosen.device_ids, config.mapping.tp_size)
+        check_device_ids(device_ids, config.mapping.tp_size)
     if inputs.model.model_dir is not None:
         read_model_config(resolve_model(inputs.model.model_dir))
     if inputs.tokenizer_dir is not None:
         resolve_tokenizer(inputs.tokenizer_dir)
-    check_drafter(named, None)
+    named.check_fits(None)
+    named.check_files()
 
     from commands.tuning import tune_engine, tune_traces
     from runtime.tuning.job import Scope
@@ -50,8 +51,14 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
         tune_traces(inputs, options, scope, output)
         return
 
-    from commands.engines import engines_of_models
+    from commands.sessions import engines_made
 
-    with engines_of_models(inputs.model.models(), inputs.engine_dir or Path(), named, output) as engines:
-        inputs, scope = replace(inputs, engine_dir=engines.engine_dir), replace(scope, named=engines.speculation)
-        tune_engine(inputs, options, scope, chosen.device_ids, prompts, output)
+    choice = EngineChoice(
+        inputs.engine_dir or Path(),
+        speculation=named,
+        model_dir=inputs.model.model_dir,
+        built_for=inputs.model.engines,
+    )
+    with engines_made(choice, output) as made:
+        inputs, scope = replace(inputs, engine_dir=made.engine_dir), replace(scope, named=made.speculation)
+        tune_engine(inputs, options, scope, device_ids, prompts, output)

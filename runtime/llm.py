@@ -249,8 +249,7 @@ class LLM:
         if not speculation:
             return Session(self.engine, self.mode, speculation.in_mode("fixed"))
         config = self.bundle.config
-        has_copy = config.build_config.self_draft is not None
-        speculation.check_fits(config.build_config.max_draft_len, has_copy=has_copy)
+        speculation.check_fits(config.build_config)
         check_corpora(speculation, self.tokenizer, config.vocab_size)
         target = TargetIdentity(self.bundle, self.tokenizer_dir, self.tokenizer)
         opening = Opening(

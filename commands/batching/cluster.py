@@ -20,10 +20,10 @@ from ray.exceptions import RayActorError, RayError
 
 from commands.batching.dispatch import Crew, NotAnswered
 from commands.batching.model import model_digest
-from commands.engines import Models, engines_of_models
 from commands.options.cluster import ClusterOptions
+from commands.options.engine import EngineChoice
 from commands.output import Output, warn
-from commands.sessions import SessionOptions
+from commands.sessions import engines_made
 from runtime.bundle import read_bundle
 from runtime.config import BuildConfig
 from runtime.engine_cache import engine_of_checkpoint
@@ -56,9 +56,9 @@ class Job(Protocol):
     """What a worker opens, and how."""
 
     @property
-    def session(self) -> SessionOptions: ...
+    def choice(self) -> EngineChoice: ...
 
-    def with_session(self, session: SessionOptions) -> "Job": ...
+    def with_choice(self, choice: EngineChoice) -> "Job": ...
 
     def opened(self) -> AbstractContextManager[Model]: ...
 
@@ -68,21 +68,19 @@ class WorkerJob:
     """What a worker opens, and where it finds it, if the engine's directory is not to be seen from there."""
 
     job: Job
-    models: Models | None
-    """The model that the engine was made of, where no engine was named."""
     checkpoint_dir: Path | None
 
     def everywhere(self) -> "WorkerJob":
         """With paths that do not depend on the current directory."""
-        session = self.job.session
-        session = replace(
-            session,
-            engine_dir=session.engine_dir.absolute(),
-            tokenizer_dir=None if session.tokenizer_dir is None else session.tokenizer_dir.absolute(),
-            chosen=replace(session.chosen, bundle=None),
+        choice = self.job.choice
+        choice = replace(
+            choice,
+            engine_dir=choice.engine_dir.absolute(),
+            tokenizer_dir=None if choice.tokenizer_dir is None else choice.tokenizer_dir.absolute(),
+            bundle=None,
         )
         checkpoint_dir = None if self.checkpoint_dir is None else self.checkpoint_dir.absolute()
-        return replace(self, job=self.job.with_session(session), checkpoint_dir=checkpoint_dir)
+        return replace(self, job=self.job.with_choice(choice), checkpoint_dir=checkpoint_dir)
 
 
 @dataclass(frozen=True)
@@ -138,14 +136,12 @@ def open_anywhere(work: WorkerJob, wanted: str, build: BuildConfig) -> Iterator[
     """The model by the engine that is there; without one, or with one of another processor, by one that is built."""
     job = work.job
     with ExitStack() as stack:
-        if work.models is not None:
-            quiet = Output(quiet=True)
-            speculation = job.session.chosen.speculation
-            engines = stack.enter_context(engines_of_models(work.models, job.session.engine_dir, speculation, quiet))
-            model = stack.enter_context(_open_same(job, engines.engine_dir, wanted))
+        if job.choice.model_dir is not None:
+            made = stack.enter_context(engines_made(job.choice, Output(quiet=True)))
+            model = stack.enter_context(_open_same(job, made.engine_dir, wanted))
         else:
             try:
-                model = stack.enter_context(_open_same(job, job.session.engine_dir, wanted))
+                model = stack.enter_context(_open_same(job, job.choice.engine_dir, wanted))
             except SpecDecError as error:
                 if work.checkpoint_dir is None or error.fact not in ("no_engine", "other_environment"):
                     raise
@@ -156,12 +152,12 @@ def open_anywhere(work: WorkerJob, wanted: str, build: BuildConfig) -> Iterator[
 
 @contextmanager
 def _open_same(job: Job, engine_dir: Path, wanted: str) -> Iterator[Model]:
-    if model_digest(engine_dir, job.session.tokenizer_dir) != wanted:
+    if model_digest(engine_dir, job.choice.tokenizer_dir) != wanted:
         raise SpecDecError(
             f"this machine has another model than the one the work was begun with: {engine_dir}",
             hint="give it the same one",
         )
-    with job.with_session(replace(job.session, engine_dir=engine_dir)).opened() as model:
+    with job.with_choice(replace(job.choice, engine_dir=engine_dir)).opened() as model:
         yield model
 
 
@@ -194,7 +190,7 @@ class RayCrew:
 
     def __init__(self, work: WorkerJob, num_workers: int, num_cpus: int) -> None:
         self._num_workers, self._num_cpus = num_workers, num_cpus
-        session = work.job.session
+        session = work.job.choice
         config = read_bundle(session.engine_dir).config
         self._on_gpu = config.environment.device == "cuda"
         wanted = model_digest(session.engine_dir, session.tokenizer_dir)

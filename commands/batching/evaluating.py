@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from commands.batching.cluster import WorkerJob, ray_crew
 from commands.batching.dispatch import answer_all
 from commands.documents.settings import Setup
-from commands.engines import Models
 from commands.options.cluster import ClusterOptions
-from commands.sessions import SessionOptions, open_setup
+from commands.options.engine import EngineChoice
+from commands.sessions import open_setup
 from runtime.errors import SpecDecError
 from runtime.evaluation.systems import (
     Batches,
@@ -54,15 +54,15 @@ class BatchAnswered:
 class EvaluationJob:
     """What a worker opens, and the prompt that it warms up with."""
 
-    session: SessionOptions
+    choice: EngineChoice
     first_prompt: list[int]
 
-    def with_session(self, session: SessionOptions) -> "EvaluationJob":
-        return replace(self, session=session)
+    def with_choice(self, choice: EngineChoice) -> "EvaluationJob":
+        return replace(self, choice=choice)
 
     @contextmanager
     def opened(self) -> Iterator["EvaluationModel"]:
-        with open_setup(self.session) as setup:
+        with open_setup(self.choice) as setup:
             model = EvaluationModel(setup)
             warm_up(model.question, setup.session, self.first_prompt)
             yield model
@@ -93,14 +93,14 @@ class EvaluationModel:
 
 
 def evaluate_by_workers(
-    options: SessionOptions, models: Models | None, cluster: ClusterOptions
+    choice: EngineChoice, cluster: ClusterOptions
 ) -> Callable[[Question, Session, Batches, Callable[[], None]], list[SystemRun]]:
-    """What stands in the place of `evaluate_engine`; `models`: what the engine was made of, if none was named."""
+    """What stands in the place of `evaluate_engine`."""
 
     def evaluate(
         question: Question, session: Session, batches: Batches, advance: Callable[[], None]
     ) -> list[SystemRun]:
-        work = WorkerJob(EvaluationJob(options, batches[0][0]), models, cluster.checkpoint_dir)
+        work = WorkerJob(EvaluationJob(choice, batches[0][0]), cluster.checkpoint_dir)
         numbered = enumerate(zip(batches, places_of(batches), strict=True))
         asked = [BatchAsked(str(i), prompts, place) for i, (prompts, place) in numbered]
         answers: dict[int, list[SystemRun]] = {}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from commands.batching.answering import BatchModel
 from commands.options.batch import BatchDefaults
-from commands.sessions import SessionOptions, open_setup
+from commands.options.engine import EngineChoice
+from commands.sessions import open_setup
 from runtime.bundle import read_bundle
 from runtime.cache import digest, read_digest
 from runtime.checksums import NOT_RECORDED
@@ -22,17 +23,17 @@ from runtime.tokenizer import TOKENIZER_FILES
 class Job:
     """A model, its settings, and what requests call it."""
 
-    session: SessionOptions
+    choice: EngineChoice
     names: tuple[str, ...]
     defaults: BatchDefaults
 
-    def with_session(self, session: SessionOptions) -> "Job":
-        return replace(self, session=session)
+    def with_choice(self, choice: EngineChoice) -> "Job":
+        return replace(self, choice=choice)
 
     @contextmanager
     def opened(self) -> Iterator[BatchModel]:
         """The model with its loop; SpecDecError if it cannot be opened."""
-        with open_setup(self.session) as setup:
+        with open_setup(self.choice) as setup:
             model = BatchModel(setup.llm, setup.session, self.names, self.defaults)
             try:
                 yield model
@@ -42,15 +43,15 @@ class Job:
     @property
     def draft_len_mode(self) -> DraftLenMode:
         """As it is asked for, or else what pays, where that is known."""
-        speculation = self.session.chosen.speculation
-        if speculation.draft_len_mode is None and read_bundle(self.session.engine_dir).config.step_costs:
+        speculation = self.choice.speculation
+        if speculation.draft_len_mode is None and read_bundle(self.choice.engine_dir).config.step_costs:
             return speculation.default_mode(is_leader=True)
         return speculation.draft_len_mode or "fixed"
 
     def digest(self) -> str:
         """Of all that results depend on. Drafts are not among it, but where they choose what is sampled."""
-        speculation = self.session.chosen.speculation
-        parts = [model_digest(self.session.engine_dir, self.session.tokenizer_dir), *self.names, repr(self.defaults)]
+        speculation = self.choice.speculation
+        parts = [model_digest(self.choice.engine_dir, self.choice.tokenizer_dir), *self.names, repr(self.defaults)]
         if speculation.may_draw_by_probs:
             parts += [repr(speculation.drafters), self.draft_len_mode]
         return digest(parts)

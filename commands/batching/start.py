@@ -11,11 +11,11 @@ from commands.batching.lines import BatchRequest
 from commands.batching.model import Job, check_same_everywhere
 from commands.batching.running import run_batch
 from commands.documents.batch import batch_document
-from commands.engines import Models, engines_of_models
 from commands.options.batch import BatchDefaults, BatchFiles
 from commands.options.cluster import ClusterOptions
+from commands.options.engine import EngineChoice
 from commands.output import Output
-from commands.sessions import SessionOptions
+from commands.sessions import engines_made
 from commands.tables.batch import show
 
 OpenCrew = Callable[[int], AbstractContextManager[Crew[BatchRequest, Outcome]]]
@@ -23,27 +23,24 @@ OpenCrew = Callable[[int], AbstractContextManager[Crew[BatchRequest, Outcome]]]
 
 def start_batch(
     files: BatchFiles,
-    session: SessionOptions,
-    models: Models,
+    choice: EngineChoice,
     names: tuple[str, ...],
     defaults: BatchDefaults,
     cluster: ClusterOptions,
     output: Output,
 ) -> None:
     """SpecDecError if it cannot be begun, or not be gone on with; what has been answered is kept in any case."""
-    speculation = session.chosen.speculation
+    speculation = choice.speculation
     check_same_everywhere(speculation)
     if speculation.draft_len_mode is None and speculation.may_draw_by_probs:
         speculation = speculation.in_mode("fixed")  # or interrupted batches would not end as others do
-    with engines_of_models(models, session.engine_dir, speculation, output) as engines:
-        chosen = session.chosen.with_speculation(engines.speculation)
-        job = Job(replace(session, engine_dir=engines.engine_dir, chosen=chosen), names, defaults)
+    with engines_made(replace(choice, speculation=speculation), output) as made:
+        job = Job(made, names, defaults)
         open_crew: OpenCrew = partial(_own_crew, job)
         if cluster.ray is not None:
             from commands.batching.cluster import WorkerJob, ray_crew
 
-            of_models = models if models.model_dir is not None else None
-            open_crew = partial(ray_crew, WorkerJob(job, of_models, cluster.checkpoint_dir), cluster)
+            open_crew = partial(ray_crew, WorkerJob(job, cluster.checkpoint_dir), cluster)
         report = run_batch(files.input_file, files.output_file, job.digest(), open_crew, output)
     document = batch_document(report, files, job, cluster)
     show(document, output)

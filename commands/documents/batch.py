@@ -71,9 +71,9 @@ def batch_document(report: Report, files: BatchFiles, job: Job, cluster: Cluster
         input_file=str(files.input_file),
         output_file=str(files.output_file),
         settings=BatchSettings(
-            engine_dir=str(job.session.engine_dir),
+            engine_dir=str(job.choice.engine_dir),
             model_names=list(job.names),
-            drafters=job.session.chosen.speculation.names,
+            drafters=job.choice.speculation.names,
             draft_len_mode=job.draft_len_mode,
             defaults=BatchDefaultsRecord(**dataclasses.asdict(job.defaults)),
             ray=cluster.ray,

@@ -8,10 +8,9 @@ from pydantic import Field
 from commands.documents.drafters import DrafterNames
 from commands.documents.records import Head, Record, document_head
 from commands.options.doctor import DoctorOptions
+from commands.options.engine import EngineChoice
 from commands.options.leader import Loop
 from commands.options.remedies import REMEDIES
-from commands.options.speculation import Chosen
-from runtime.bundle import Bundle
 from runtime.config import Size
 from runtime.diagnosis.judging import Judgement
 from runtime.drafters.specs import DraftLenMode
@@ -52,19 +51,18 @@ class DoctorDocument(Head):
 
 
 def doctor_document(
-    bundle: Bundle,
-    chosen: Chosen,
+    choice: EngineChoice,
     options: DoctorOptions,
     num_prompts: int,
     judgements: Mapping[str, Judgement | None],
 ) -> dict[str, Any]:
     document = DoctorDocument(
         **document_head("doctor"),
-        engine_dir=str(bundle.directory),
+        engine_dir=str(choice.engine_dir),
         settings=DoctorSettings(
-            drafters=chosen.speculation.names,
-            draft_len_mode=chosen.speculation.draft_len_mode or "fixed",
-            profile=None if chosen.profile is None else str(chosen.profile),
+            drafters=choice.speculation.names,
+            draft_len_mode=choice.speculation.draft_len_mode or "fixed",
+            profile=None if choice.profile is None else str(choice.profile),
             mode=options.mode,
             max_output_len=options.max_output_len,
         ),

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SAMPLING
-from commands.options.single import TokenizerDir
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import SamplingConfig
 
@@ -92,13 +91,8 @@ class BatchDefaults:
 
 @dataclass(frozen=True)
 class BatchModelOptions:
-    """Who answers; `engine_dir` is None where a model may be given instead."""
+    """What the model is called, and how it answers."""
 
-    engine_dir: Annotated[
-        Path | None,
-        typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
-    ] = None
-    tokenizer_dir: TokenizerDir = None
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -117,11 +111,3 @@ class BatchModelOptions:
         ),
     ] = None
     defaults: BatchDefaults = field(default_factory=BatchDefaults)
-
-    @property
-    def engine(self) -> Path:
-        """The engine's directory, the usual one where none is named."""
-        return self.engine_dir or Path("engine_outputs")
-
-    def names(self, model: str | None) -> tuple[str, ...]:
-        return tuple(self.served_model_name or [Path(model or self.engine).expanduser().resolve().name])

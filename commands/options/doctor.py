@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from commands.options.engine import EngineDir
 from commands.options.leader import Loop, ModelOptions
 from commands.options.panels import INPUT, RUNTIME
 from commands.options.single import TokenizerDir
@@ -15,10 +16,7 @@ from commands.options.single import TokenizerDir
 class DoctorInputs:
     """The engine, and what it is asked."""
 
-    engine_dir: Annotated[
-        Path | None,
-        typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
-    ] = None
+    engine_dir: EngineDir = None
     model: ModelOptions = field(default_factory=ModelOptions)
     input_text: Annotated[
         list[str] | None,
@@ -33,11 +31,6 @@ class DoctorInputs:
         typer.Option(help="Prompts in a file, as `run` takes it.", rich_help_panel=INPUT, show_default=False),
     ] = None
     tokenizer_dir: TokenizerDir = None
-
-    @property
-    def engine(self) -> Path:
-        """The engine's directory, the usual one where none is named."""
-        return self.engine_dir or Path("engine_outputs")
 
 
 @dataclass(frozen=True)

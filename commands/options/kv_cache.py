@@ -1,6 +1,6 @@
 """The flags of the K/V cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class KVCacheOptions:
     """How large the K/V cache is, and whether what it holds is found again.
 
-    Leader mode has a flag of its own not to find it: the methods' `disable_reuse`.
+    Leader mode has a flag of its own not to find it: `disable_reuse`.
     """
 
     kv_cache_enable_block_reuse: Annotated[
@@ -45,17 +45,20 @@ class KVCacheOptions:
         ),
     ] = None
 
-    def config(self, *, disable_reuse: bool = False) -> "KVCacheConfig":
+    def config(self) -> "KVCacheConfig":
         from runtime.engine import KVCacheConfig
 
         return KVCacheConfig(
-            not (self.no_kv_cache_enable_block_reuse or disable_reuse),
+            not self.no_kv_cache_enable_block_reuse,
             self.max_tokens_in_paged_kv_cache,
             self.kv_cache_free_gpu_memory_fraction,
         )
 
-    def check(self, *, is_leader: bool, disable_reuse: bool) -> None:
-        """UsageError for no block reuse in orchestrator mode, and in leader mode for a yes and a no."""
+    def fitting(self, *, is_leader: bool, disable_reuse: bool = False) -> "KVCacheOptions":
+        """With what leader mode's flag says too.
+
+        UsageError for no block reuse in orchestrator mode, and in leader mode for a yes and a no.
+        """
         if not is_leader and self.no_kv_cache_enable_block_reuse:
             raise UsageError(
                 "orchestrator mode needs block reuse: `--no-kv-cache-enable-block-reuse`", hint="leave the flag out"
@@ -70,3 +73,4 @@ class KVCacheOptions:
             raise UsageError(
                 f"`--kv-cache-enable-block-reuse` and `--{flag}` cannot be given together", hint="choose one"
             )
+        return replace(self, no_kv_cache_enable_block_reuse=self.no_kv_cache_enable_block_reuse or disable_reuse)

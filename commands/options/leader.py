@@ -2,23 +2,19 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from commands.options.drafters import chooses_drafter
 from commands.options.expand import given_flags
 from commands.options.panels import LEADER
-from commands.options.speculation import Chosen, LeaderFlags, SpeculationOptions, algorithms
+from commands.options.speculation import LeaderFlags, SpeculationOptions, algorithms
 from commands.output import warn
 from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, Compiler
 from runtime.errors import UsageError
 
-if TYPE_CHECKING:
-    from commands.engines import Models
-
 Loop = Literal["orchestrator", "leader"]
-_DEFAULT_MAX_BATCH_SIZE = 4
 
 
 @dataclass(frozen=True)
@@ -93,9 +89,6 @@ class ModelOptions:
 
     model_dir: ModelDir = None
     engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
-
-    def models(self) -> "Models":
-        return _models(self.model_dir, self.engines)
 
     def check(self, engine_dir: Path | None) -> None:
         """UsageError for a model and an engine, or for settings of an engine that is not to be built."""
@@ -184,29 +177,13 @@ class LeaderOptions:
         """What is read, where the models are given as directories."""
         return [Path(model) for model in (self.model_dir, self.draft_model_dir) if model]
 
-    def models(self) -> "Models":
-        return _models(self.model_dir, self.engines)
-
-    def check(self, engine_dir: Path | None, options: SpeculationOptions) -> None:
-        """UsageError for flags of orchestrator mode, for a model and an engine in one place, or for settings of an
-        engine that is not to be built."""
+    def flags(self, engine_dir: Path | None, options: SpeculationOptions) -> LeaderFlags:
+        """What they say of drafting. UsageError for flags of orchestrator mode, for a model and an engine in one place,
+        or for settings of an engine that is not to be built."""
         _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
         _refuse_both("--draft-model-dir", self.draft_model_dir, "--draft-engine-dir", options.flags.draft_engine_dir)
         if self.model_dir is None and self.draft_model_dir is None:
             _refuse_settings(self.engines)
-
-    def chosen(self, engine_dir: Path | None, options: SpeculationOptions, *, is_either: bool = True) -> Chosen:
-        """How to draft, by the flags of the one mode or the other; UsageError for those that do not fit together.
-
-        `is_either` False: always as in leader mode.
-        """
-        options.check_profile(self.drafting_flags, self.model_dir)
-        if is_either and self.loop == "orchestrator" and not self.are_given:
-            return options.resolve()
-        self.check(engine_dir, options)
-        return options.resolve(self._flags(options))
-
-    def _flags(self, options: SpeculationOptions) -> LeaderFlags:
         values = {
             "spec_decode_max_draft_len": self.spec_decode_max_draft_len,
             "max_matching_ngram_size": self.max_matching_ngram_size,
@@ -224,20 +201,6 @@ class LeaderOptions:
             drafts_by_copy=self.engines.self_draft is not None,
             sends_what_pays=options.draft_len_mode != "fixed" and self.mode != "orchestrator",
         )
-
-
-def _models(model_dir: str | None, engines: ModelEngineOptions) -> "Models":
-    from commands.engines import Models
-
-    return Models(
-        model_dir,
-        None if engines.dtype == "auto" else engines.dtype,
-        engines.max_batch_size or _DEFAULT_MAX_BATCH_SIZE,
-        engines.max_seq_len,
-        use_cache=not engines.no_cache,
-        self_draft=engines.self_draft,
-        compiler=engines.compiler,
-    )
 
 
 def _refuse_both(flag: str, model: str | None, engine_flag: str, engine: Path | None) -> None:

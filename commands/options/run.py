@@ -9,7 +9,7 @@ import typer
 
 from commands.options.generation import GenerationOptions
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SAMPLING
-from commands.options.single import CheckLossless, OutputTraces, Report, Stats, TokenizerDir
+from commands.options.single import CheckLossless, OutputTraces, Report, Stats
 from commands.output import Output, check_output_files, check_report
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import SamplingParams
@@ -19,14 +19,10 @@ MAX_NUM_RETURN_SEQUENCES = 1024
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What is read; `engine_dir` is None where a model may be given instead."""
+    """What is read."""
 
     prompt: Annotated[
         list[str] | None, typer.Argument(help="Prompts; `-` is what standard input holds.", show_default=False)
-    ] = None
-    engine_dir: Annotated[
-        Path | None,
-        typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
     ] = None
     input_text: Annotated[
         list[str] | None, typer.Option(help="Prompt; repeatable.", rich_help_panel=INPUT, show_default=False)
@@ -52,16 +48,10 @@ class RunInputs:
             rich_help_panel=INPUT,
         ),
     ] = False
-    tokenizer_dir: TokenizerDir = None
-
-    @property
-    def engine(self) -> Path:
-        """The engine's directory, the usual one where none is named."""
-        return self.engine_dir or Path("engine_outputs")
 
     @property
     def paths(self) -> list[Path]:
-        return [path for path in (self.engine, self.tokenizer_dir, self.input_file) if path is not None]
+        return [] if self.input_file is None else [self.input_file]
 
     @property
     def texts(self) -> list[str]:

@@ -2,13 +2,12 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from commands.options.panels import INPUT, SERVER
-from commands.options.single import MaxNumTokens, TokenizerDir
+from commands.options.panels import SERVER
+from commands.options.single import MaxNumTokens
 from runtime.errors import UsageError
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+|null")  # as browsers write it: RFC 6454, section 6.2
@@ -16,19 +15,9 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+|null")  # as browsers writ
 
 @dataclass(frozen=True)
 class ServeInputs:
-    """What is served; `engine_dir` is None where a model may be given instead."""
+    """How it is served."""
 
-    engine_dir: Annotated[
-        Path | None,
-        typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
-    ] = None
-    tokenizer_dir: TokenizerDir = None
     max_num_tokens: MaxNumTokens = None
-
-    @property
-    def engine(self) -> Path:
-        """The engine's directory, the usual one where none is named."""
-        return self.engine_dir or Path("engine_outputs")
 
 
 @dataclass(frozen=True)
@@ -87,10 +76,6 @@ class ServerOptions:
             show_default="the server's own page",
         ),
     ] = None
-
-    def names(self, engine: Path, model: str | None) -> tuple[str, ...]:
-        """What the model is called: no path of this machine."""
-        return tuple(self.served_model_name or [Path(model or engine).expanduser().resolve().name])
 
     def check(self) -> None:
         """UsageError for a key that no header can carry, and an origin that no browser names: nobody would get in."""

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,9 +14,6 @@ from commands.options.panels import SPECULATION
 from runtime.drafters.spec import Devices, DrafterSpec, Setting, fields_of
 from runtime.drafters.specs import DRAFTERS, DraftLenMode, Speculation
 from runtime.errors import UsageError
-
-if TYPE_CHECKING:
-    from runtime.bundle import Bundle
 
 _TRTLLM_DRAFT_LEN = 4
 _AUTO = "AUTO"
@@ -97,53 +94,14 @@ class SpeculationOptions:
                 hint="name the engine that was tuned, or give the drafter by its flags",
             )
 
-    def resolve(self, leader: LeaderFlags | None = None) -> "Chosen":
+    def resolve(self, leader: LeaderFlags | None = None) -> tuple[Speculation, Devices]:
         """By these flags, and those of leader mode where they count; not by the profile."""
         return speculation_from_flags(given_flags(self.flags), self.drafters, self.draft_len_mode, leader)
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """How to draft, and what else is given with it: the target's devices, None for its first ones, or a profile."""
-
-    speculation: Speculation = field(default_factory=Speculation)
-    device_ids: Devices = None
-    profile: Path | None = None
-    bundle: "Bundle | None" = None
-    """The engine's, where the profile was held against it."""
-
-    def with_speculation(self, speculation: Speculation) -> "Chosen":
-        return replace(self, speculation=speculation)
-
-    def or_profile(self, profile: Path | None, engine_dir: Path) -> "Chosen":
-        """What the profile has for this engine, if there is one; SpecDecError if it cannot be used."""
-        if profile is None:
-            return self
-        from runtime.bundle import read_bundle
-        from runtime.tuning.profile import profile_for
-
-        bundle = read_bundle(engine_dir)
-        return Chosen(profile_for(profile, bundle).speculation, None, profile, bundle)
-
-    def check(self, *, check_lossless: bool = False) -> "Chosen":
-        """Itself; UsageError for what needs a drafter where there is none."""
-        if self.speculation:
-            return self
-        if self.speculation.draft_len_mode == "auto":
-            raise UsageError(
-                "`--draft-len-mode auto` needs a drafter: there is none", hint="`--suffix-config [10,[0]]` is one"
-            )
-        if check_lossless:
-            raise UsageError(
-                "`--check-lossless` compares a drafter with none, and there is no drafter",
-                hint="`--ngram-config [10,2,[0]]` is one",
-            )
-        return self
-
-
 def speculation_from_flags(
     given: Mapping[str, Any], drafters: str | None, draft_len_mode: DraftLenMode | None, leader: LeaderFlags | None
-) -> Chosen:
+) -> tuple[Speculation, Devices]:
     """The drafters that flags ask for, `given` as `{"--ngram-config": "[10,2,[0]]"}`, and the target's devices.
 
     `leader` None: as TensorRT-LLM's orchestrator mode (V1) has it, where each drafter needs its own flag. UsageError
@@ -161,7 +119,7 @@ def speculation_from_flags(
             hint="name the same devices in each",
         )
     speculation = Speculation(tuple(drafter for drafter, _ in chosen), draft_len_mode)
-    return Chosen(speculation, devices[0] if devices else None)
+    return speculation, devices[0] if devices else None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from commands.options.cluster import ClusterOptions
 from commands.options.generation import GenerationOptions
 from commands.options.leader import Loop
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SAMPLING
-from commands.options.single import CheckLossless, OutputTraces, Report, Stats, TokenizerDir
+from commands.options.single import CheckLossless, OutputTraces, Report, Stats
 from commands.output import check_output_files, check_report, warn
 from runtime.config import BuildConfig
 from runtime.errors import SpecDecError, UsageError
@@ -22,19 +22,14 @@ OUTPUT_DIR_FILES = ("engine.out", "hf.out", "summary.json")
 
 @dataclass(frozen=True)
 class SummarizeInputs:
-    """Engine, models and dataset; `engine_dir` is None where a model may be given instead."""
+    """The dataset, and the model that Hugging Face runs."""
 
-    engine_dir: Annotated[
-        Path | None,
-        typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default="engine_outputs"),
-    ] = None
     hf_model_dir: Annotated[
         str | None,
         typer.Option(
             help="Model that `--test-hf` runs: directory, GGUF file, hub id or shipped name.", rich_help_panel=INPUT
         ),
     ] = None
-    tokenizer_dir: TokenizerDir = None
     dataset: Annotated[
         str,
         typer.Option(
@@ -67,16 +62,10 @@ class SummarizeInputs:
     ] = 923
 
     @property
-    def engine(self) -> Path:
-        """The engine's directory, the usual one where none is named."""
-        return self.engine_dir or Path("engine_outputs")
-
-    @property
     def paths(self) -> list[Path]:
         """What is read."""
-        models = [] if self.hf_model_dir is None else [Path(self.hf_model_dir)]
-        paths = (self.engine, self.tokenizer_dir, self.dataset_dir, Path(self.dataset), *models)
-        return [path for path in paths if path is not None]
+        given = (self.dataset_dir, self.dataset, self.hf_model_dir)
+        return [Path(path) for path in given if path is not None]
 
     def check(self) -> None:
         """UsageError for texts that are their own references."""

@@ -12,7 +12,8 @@ from commands.options.expand import given_flags
 from commands.options.leader import ModelOptions
 from commands.options.panels import INPUT, OUTPUT, RUNTIME, SPECULATION
 from commands.options.single import EndId, TokenizerDir
-from commands.options.speculation import Chosen, Drafters, speculation_from_flags
+from commands.options.speculation import Drafters, speculation_from_flags
+from runtime.drafters.spec import Devices
 from runtime.drafters.specs import Speculation
 from runtime.errors import UsageError
 
@@ -161,7 +162,7 @@ def _refuse(reason: str, given: Mapping[str, object], hint: str) -> None:
             raise UsageError(f"`{flag}` {reason}: {value}", hint=hint)
 
 
-def named_drafter(flags: Any, drafters: str | None) -> Chosen:
+def named_drafter(flags: Any, drafters: str | None) -> tuple[Speculation, Devices]:
     """What the flags name to be tuned; nothing for the grid, which of the options knows `--ngram-pool` only."""
     if drafters is not None and "custom" in drafters:
         raise UsageError(

@@ -177,7 +177,7 @@ def _own_drafter(served: ServedModel, asked: Speculative) -> Drafter | None:
         if drafter is None:
             raise HTTPError(400, "this server has no drafter, and the request names none", param="speculative")
     else:
-        Speculation((own,)).check_fits(served.llm.engine.max_draft_len, has_copy=False)
+        Speculation((own,)).check_fits(served.llm.bundle.config.build_config)
         opened = own.open_lookup(None)
         drafter = ShortDrafter(opened.drafter, opened.max_draft_len or served.llm.engine.max_draft_len)
     return drafter if asked.draft_len is None else ShortDrafter(drafter, asked.draft_len)

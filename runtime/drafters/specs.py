@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from runtime.drafters.spec import DRAFTERS as DRAFTERS
 from runtime.drafters.spec import Description, Devices, DrafterSpec, Entry, ListForm, Setting, TextForm
-from runtime.errors import SpecDecError, UsageError
+from runtime.errors import SpecDecError, UsageError, draft_engine_errors
 
 if TYPE_CHECKING:
+    from runtime.config import BuildConfig
     from runtime.costs import CostModel
     from runtime.drafters.meter import Clock
     from runtime.drafters.opening import OpenDrafter, Opening
@@ -510,10 +511,30 @@ class Speculation:
                 fact="no_self_draft",
             )
 
-    def check_fits(self, engine_max_draft_len: int, *, has_copy: bool) -> None:
-        """SpecDecError if the engine was built for shorter drafts, for none, or without the copy that is to draft."""
-        self.check_has_copy(has_copy=has_copy)
+    def check_files(self) -> None:
+        """SpecDecError for a model or a corpus that is not there, as far as that is found without torch."""
+        from runtime.corpus import Corpus
+
+        for drafter in self.drafters:
+            if drafter.draft_model is not None:
+                _check_draft_model(drafter.draft_model)
+            for corpus in drafter.corpora:
+                Corpus.open(corpus)
+
+    def check_fits(self, build: "BuildConfig | None") -> None:
+        """SpecDecError if the engine was built for shorter drafts, for none, or without the copy that is to draft.
+
+        `build` None: it is built for these drafts yet.
+        """
         wanted = self.max_draft_len
+        if build is None:
+            from runtime.config import MAX_DRAFT_LEN
+
+            if (wanted or 0) > MAX_DRAFT_LEN:
+                raise UsageError(f"engines take drafts of at most {MAX_DRAFT_LEN} tokens: {wanted}", hint="lower it")
+            return
+        engine_max_draft_len = build.max_draft_len
+        self.check_has_copy(has_copy=build.self_draft is not None)
         if self and (engine_max_draft_len == 0 or (wanted or 0) > engine_max_draft_len):
             takes = f"takes drafts of at most {engine_max_draft_len} tokens"
             built = takes if engine_max_draft_len else "was built without drafts"
@@ -523,6 +544,18 @@ class Speculation:
                 fact="draft_len",
                 max_draft_len=wanted or 10,
             )
+
+
+def _check_draft_model(model: str | Path) -> None:
+    """A path is an engine's directory, a name a model."""
+    from runtime.bundle import is_engine_dir, read_bundle
+    from runtime.models import read_model_config, resolve_model
+
+    with draft_engine_errors():
+        if isinstance(model, Path):
+            read_bundle(model)
+        elif not is_engine_dir(Path(model)):
+            read_model_config(resolve_model(model))
 
 
 NO_SPECULATION = Speculation((), "fixed")

@@ -28,13 +28,10 @@ from commands.batching.dispatch import answer_all  # noqa: E402
 from commands.batching.lines import look_through  # noqa: E402
 from commands.batching.model import Job, model_digest  # noqa: E402
 from commands.options.batch import BatchDefaults  # noqa: E402
-from commands.options.speculation import Chosen  # noqa: E402
-from commands.sessions import SessionOptions  # noqa: E402
+from commands.options.engine import EngineChoice  # noqa: E402
 from runtime.bundle import read_bundle  # noqa: E402
 from runtime.drafters.specs import NO_SPECULATION  # noqa: E402
-from runtime.engine import KVCacheConfig  # noqa: E402
 from runtime.errors import SpecDecError  # noqa: E402
-from runtime.params import SamplingParams  # noqa: E402
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ROOT = Path(__file__).parents[2]
@@ -52,9 +49,7 @@ def cluster() -> Iterator[Any]:
 
 
 def job_of(engine_dir: Path) -> Job:
-    chosen = Chosen(NO_SPECULATION)
-    session = SessionOptions(engine_dir, None, chosen, SamplingParams(), KVCacheConfig(), "leader")
-    return Job(session, ("engine",), BatchDefaults())
+    return Job(EngineChoice(engine_dir, speculation=NO_SPECULATION, mode="leader"), ("engine",), BatchDefaults())
 
 
 def run(directory: Path, engine_dir: Path, environment: dict[str, str], *others: object) -> Result:
@@ -100,7 +95,7 @@ def test_lost_machines_cost_nothing_but_time(
     requests_file = look_through(write(tmp_path / "requests.jsonl", requests(40)), job.digest())
     lines, workers = [], set()
     with connected(cluster.address):
-        crew = RayCrew(WorkerJob(job, None, None), NUM_NODES, 1)
+        crew = RayCrew(WorkerJob(job, None), NUM_NODES, 1)
         asked = requests_file.read(requests_file.places)
         for number, outcome in enumerate(answer_all(crew, asked, failed_outcome)):
             lines.append(outcome.line)
@@ -140,7 +135,7 @@ def test_a_rank_that_ends_costs_its_worker(
     requests_file = look_through(tmp_path / "requests.jsonl", job.digest())
     lines, ranks = [], set()
     with connected(cluster.address):
-        crew = RayCrew(WorkerJob(job, None, None), 1, 1)
+        crew = RayCrew(WorkerJob(job, None), 1, 1)
         for number, outcome in enumerate(answer_all(crew, requests_file.read(requests_file.places), failed_outcome)):
             lines.append(outcome.line)
             if number in (3, 20):
@@ -210,17 +205,17 @@ def test_a_machine_without_the_engine_builds_its_own_of_the_checkpoint(
     job = job_of(llama_uncompiled_dir)
     wanted = model_digest(llama_uncompiled_dir, None)
     build = read_bundle(llama_uncompiled_dir).config.build_config
-    elsewhere = replace(job, session=replace(job.session, engine_dir=tmp_path / "none"))
+    elsewhere = replace(job, choice=replace(job.choice, engine_dir=tmp_path / "none"))
     with (
         pytest.raises(SpecDecError, match="engine directory does not exist"),
-        open_anywhere(WorkerJob(elsewhere, None, None), wanted, build),
+        open_anywhere(WorkerJob(elsewhere, None), wanted, build),
     ):
         pass
-    with open_anywhere(WorkerJob(elsewhere, None, llama_checkpoint_dir), wanted, build) as model:
+    with open_anywhere(WorkerJob(elsewhere, llama_checkpoint_dir), wanted, build) as model:
         assert model.window > 0
     with (
         pytest.raises(SpecDecError, match="another model"),
-        open_anywhere(WorkerJob(job, None, None), "of another", build),
+        open_anywhere(WorkerJob(job, None), "of another", build),
     ):
         pass
 

@@ -10,7 +10,7 @@ from sentences import Said
 
 from commands.options.drafters import DrafterFlags
 from commands.options.leader import LeaderOptions, ModelEngineOptions
-from commands.options.speculation import Chosen, SpeculationOptions, parse_drafter_names
+from commands.options.speculation import SpeculationOptions, parse_drafter_names
 from runtime.drafters.spec import Devices, DrafterSpec
 from runtime.drafters.specs import (
     CustomDrafter,
@@ -27,9 +27,8 @@ DRAFT = Path("draft-engine")
 
 def parse_config(flag: str, text: str, **more: Any) -> tuple[DrafterSpec, Devices]:
     """The drafter of one list, and the target's devices."""
-    chosen = SpeculationOptions(DrafterFlags(**{flag: text, **more})).resolve()
-    (drafter,) = chosen.speculation
-    return drafter, chosen.device_ids
+    (drafter,), device_ids = SpeculationOptions(DrafterFlags(**{flag: text, **more})).resolve()
+    return drafter, device_ids
 
 
 @pytest.mark.parametrize("text", ["[10,2,[0]]", " [ 10 , 2 , [ 0 ] ] ", "(10, 2, (0,))", "10,2,[0]"])
@@ -185,14 +184,14 @@ def test_draft_target_model_config_needs_an_engine(said: Said) -> None:
 
 
 def test_flags_name_their_drafter() -> None:
-    def chosen(**flags: Any) -> Chosen:
+    def chosen(**flags: Any) -> tuple[Speculation, Devices]:
         return SpeculationOptions(DrafterFlags(**flags)).resolve()
 
     draft_model = chosen(draft_target_model_config="[4,[0],[1],True]", draft_engine_dir=DRAFT)
-    assert chosen() == Chosen(Speculation())
-    assert chosen(ngram_config="[10,2,[0]]") == Chosen(Speculation((NgramDrafter(10, 2),)), (0,))
-    assert draft_model == Chosen(Speculation((DraftTargetDrafter(DRAFT, 4, True, (0,)),)), (1,))
-    assert chosen(drafter="my_drafter:make") == Chosen(Speculation((CustomDrafter("my_drafter", "make"),)))
+    assert chosen() == (Speculation(), None)
+    assert chosen(ngram_config="[10,2,[0]]") == (Speculation((NgramDrafter(10, 2),)), (0,))
+    assert draft_model == (Speculation((DraftTargetDrafter(DRAFT, 4, True, (0,)),)), (1,))
+    assert chosen(drafter="my_drafter:make") == (Speculation((CustomDrafter("my_drafter", "make"),)), None)
 
 
 @pytest.mark.parametrize("text", ["[10,[0]]", " [ 10 , [ 0 ] ] ", "(10, (0,))"])
@@ -243,7 +242,7 @@ SETTINGS: dict[str, DrafterSpec] = {
 
 def parse(drafters: str | None = None, **flags: Any) -> tuple[DrafterSpec, ...]:
     """By the flags of orchestrator mode."""
-    return SpeculationOptions(DrafterFlags(**flags), drafters=drafters).resolve().speculation.drafters
+    return SpeculationOptions(DrafterFlags(**flags), drafters=drafters).resolve()[0].drafters
 
 
 def flags_of(*names: str) -> dict[str, Any]:
@@ -259,7 +258,7 @@ def leader(
 def choose(options: LeaderOptions, drafters: str | None = None, **flags: Any) -> tuple[DrafterSpec, ...]:
     """By the flags of leader mode, and those of both modes."""
     speculation = SpeculationOptions(DrafterFlags(**flags), drafters=drafters)
-    return options.chosen(None, speculation, is_either=False).speculation.drafters
+    return speculation.resolve(options.flags(None, speculation))[0].drafters
 
 
 def test_options_of_ngram_lookup_are_its_settings() -> None:
@@ -276,10 +275,11 @@ def test_draft_model_alone_says_what_drafts(tmp_path: Path) -> None:
 
 def test_lookups_are_long_where_they_send_only_what_pays() -> None:
     """A length that is given is the longest; TensorRT-LLM's 4 stays where all of a draft is sent."""
-    fixed = leader("NGRAM").chosen(None, SpeculationOptions(draft_len_mode="fixed"), is_either=False)
+    options = SpeculationOptions(draft_len_mode="fixed")
+    fixed, _ = options.resolve(leader("NGRAM").flags(None, options))
     assert choose(leader("NGRAM")) == (NgramDrafter(10, 2),)
     assert choose(leader("NGRAM", 3)) == (NgramDrafter(3, 2),)
-    assert fixed.speculation == Speculation((NgramDrafter(4, 2),), "fixed")
+    assert fixed == Speculation((NgramDrafter(4, 2),), "fixed")
     assert choose(replace(leader("NGRAM"), mode="orchestrator")) == (NgramDrafter(4, 2),)
     assert choose(leader("SELF")) == (SelfDrafter(4),)
 

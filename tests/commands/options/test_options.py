@@ -8,11 +8,12 @@ import pytest
 from sentences import Said
 
 from commands.options.drafters import DrafterFlags
+from commands.options.engine import check_needed_drafter
 from commands.options.generation import GenerationOptions
 from commands.options.kv_cache import KVCacheOptions
 from commands.options.leader import LeaderOptions, ModelEngineOptions
 from commands.options.sampling import SamplingOptions
-from commands.options.speculation import Chosen, SpeculationOptions
+from commands.options.speculation import SpeculationOptions
 from runtime.drafters.specs import DraftLenMode, Speculation, SuffixDrafter
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import GREEDY, SamplingConfig
@@ -53,20 +54,20 @@ def test_block_reuse_is_what_orchestrator_mode_needs_and_leader_mode_asks_once(
 ) -> None:
     options = KVCacheOptions(reuse, no_reuse)
     if wrong is None:
-        options.check(is_leader=is_leader, disable_reuse=disable_reuse)
+        options.fitting(is_leader=is_leader, disable_reuse=disable_reuse)
         return
     with pytest.raises(UsageError) as raised:
-        options.check(is_leader=is_leader, disable_reuse=disable_reuse)
+        options.fitting(is_leader=is_leader, disable_reuse=disable_reuse)
     assert raised.value.message == wrong
     assert raised.value.hint
 
 
 @pytest.mark.parametrize(("check_lossless", "draft_len_mode"), [(True, "fixed"), (False, "auto")])
 def test_what_needs_a_drafter_says_so(check_lossless: bool, draft_len_mode: DraftLenMode, said: Said) -> None:
-    for fine in (Chosen(Speculation((SuffixDrafter(10),), draft_len_mode)), Chosen(Speculation((), "fixed"))):
-        assert fine.check(check_lossless=check_lossless and bool(fine.speculation)) is fine
+    check_needed_drafter(Speculation((SuffixDrafter(10),), draft_len_mode), check_lossless=check_lossless)
+    check_needed_drafter(Speculation((), "fixed"), check_lossless=False)
     with pytest.raises(UsageError) as raised:
-        Chosen(Speculation((), draft_len_mode)).check(check_lossless=check_lossless)
+        check_needed_drafter(Speculation((), draft_len_mode), check_lossless=check_lossless)
     said(raised)
     assert raised.value.hint
 
@@ -115,10 +116,10 @@ def test_leader_mode_is_asked_for_by_any_of_its_flags() -> None:
     ],
 )
 def test_engine_that_is_there_is_not_built_anew(engines: ModelEngineOptions, message: str, said: Said) -> None:
-    LeaderOptions("demo", engines=engines).check(None, SpeculationOptions())
-    LeaderOptions(draft_model_dir="demo", engines=engines).check(None, SpeculationOptions())
+    LeaderOptions("demo", engines=engines).flags(None, SpeculationOptions())
+    LeaderOptions(draft_model_dir="demo", engines=engines).flags(None, SpeculationOptions())
     with pytest.raises(UsageError) as raised:
-        LeaderOptions(engines=engines).check(None, SpeculationOptions())
+        LeaderOptions(engines=engines).flags(None, SpeculationOptions())
     said(raised, *message.split("; "))
 
 

@@ -1,0 +1,170 @@
+"""How a command opens an engine: its flags become an `EngineChoice`, which is looked through before torch is imported.
+
+choice = engine.choose(params)
+with choice.open(output) as setup: ...
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from commands.options.kv_cache import KVCacheOptions
+from commands.options.leader import LeaderOptions, Loop, ModelEngineOptions
+from commands.options.panels import INPUT
+from commands.options.single import TokenizerDir
+from commands.options.speculation import SpeculationOptions
+from commands.output import Output
+from runtime.bundle import Bundle, read_bundle
+from runtime.chat import has_chat_template, raise_no_chat_template
+from runtime.drafters.spec import Devices
+from runtime.drafters.specs import Speculation
+from runtime.errors import UsageError
+from runtime.models import read_model_config, resolve_model, resolve_tokenizer
+from runtime.params import SamplingParams
+
+if TYPE_CHECKING:
+    from commands.documents.settings import Setup
+
+USUAL_ENGINE = "engine_outputs"
+
+EngineDir = Annotated[
+    Path | None,
+    typer.Option(help="Engine directory made by `build`.", rich_help_panel=INPUT, show_default=USUAL_ENGINE),
+]
+"""None where a model may be given instead."""
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """An engine, or the model to make one of, and how it drafts and answers. `speculation` names models until they are
+    opened; `bundle` is the engine's, where there is one."""
+
+    engine_dir: Path = Path(USUAL_ENGINE)
+    tokenizer_dir: Path | None = None
+    speculation: Speculation = field(default_factory=Speculation)
+    device_ids: Devices = None
+    """The target's; None: its first ones."""
+    mode: Loop = "orchestrator"
+    kv_cache: KVCacheOptions = field(default_factory=KVCacheOptions)
+    max_num_tokens: int | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    model_dir: str | None = None
+    built_for: ModelEngineOptions = field(default_factory=ModelEngineOptions)
+    profile: Path | None = None
+    bundle: Bundle | None = None
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model where no name is given: no path of this machine."""
+        return Path(self.model_dir or self.engine_dir).expanduser().resolve().name
+
+    def checked(self, *, check_lossless: bool = False) -> "EngineChoice":
+        """With the profile's drafter, if there is a profile, and the engine's config.
+
+        SpecDecError for what cannot be opened, as far as that is found without torch, or what needs a drafter where
+        there is none.
+        """
+        bundle, speculation, device_ids = None, self.speculation, self.device_ids
+        if self.profile is not None:  # which is refused beside a model
+            from runtime.tuning.profile import profile_for
+
+            bundle = read_bundle(self.engine_dir)
+            speculation, device_ids = profile_for(self.profile, bundle).speculation, None
+        check_needed_drafter(speculation, check_lossless=check_lossless)
+        if self.tokenizer_dir is not None:
+            resolve_tokenizer(self.tokenizer_dir)
+        if self.model_dir is not None:
+            read_model_config(resolve_model(self.model_dir))
+        else:
+            bundle = bundle or read_bundle(self.engine_dir)
+        speculation.check_fits(None if bundle is None else bundle.config.build_config)
+        speculation.check_files()
+        return replace(self, speculation=speculation, device_ids=device_ids, bundle=bundle)
+
+    def check_chat_template(self) -> None:
+        """SpecDecError for a model whose tokenizer has no chat template: before an engine is built of it."""
+        if self.tokenizer_dir is not None:
+            found = resolve_tokenizer(self.tokenizer_dir)
+        elif self.model_dir is not None:
+            found = resolve_model(self.model_dir)
+        else:
+            return
+        if not has_chat_template(found):
+            raise_no_chat_template(str(self.tokenizer_dir or self.model_dir))
+
+    def open(self, output: Output) -> "AbstractContextManager[Setup]":
+        """The engine and the drafter; SpecDecError if they cannot serve the choice."""
+        from commands.sessions import open_setup_of_models
+
+        return open_setup_of_models(self, output)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which engine, with what K/V cache and in which loop, and how it drafts."""
+
+    engine_dir: EngineDir = None
+    tokenizer_dir: TokenizerDir = None
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    kv_cache: KVCacheOptions = field(default_factory=KVCacheOptions)
+    leader: LeaderOptions = field(default_factory=LeaderOptions)
+
+    @property
+    def paths(self) -> list[Path]:
+        """What is read."""
+        own = [self.engine_dir or Path(USUAL_ENGINE), self.tokenizer_dir]
+        return [*(path for path in own if path is not None), *self.speculation.paths, *self.leader.paths]
+
+    def check_is_leader(self, who: str) -> None:
+        if self.leader.mode == "orchestrator":
+            raise UsageError(f"{who} runs in leader mode: `--mode orchestrator`", hint="leave the flag out")
+
+    def choose(
+        self,
+        params: SamplingParams,
+        max_num_tokens: int | None,
+        default_mode: Loop | None = None,
+        *,
+        check_lossless: bool = False,
+    ) -> EngineChoice:
+        """What the flags say, looked through. SpecDecError for what does not fit together, or cannot be opened.
+
+        `default_mode` None: leader mode where flags of it are given, orchestrator mode elsewhere.
+        """
+        leader, mode = self.leader, self.leader.mode or default_mode or self.leader.loop
+        self.speculation.check_profile(leader.drafting_flags, leader.model_dir)
+        has_leader_flags = default_mode is not None or mode == "leader" or leader.are_given
+        leader_flags = leader.flags(self.engine_dir, self.speculation) if has_leader_flags else None
+        speculation, device_ids = self.speculation.resolve(leader_flags)
+        choice = EngineChoice(
+            self.engine_dir or Path(USUAL_ENGINE),
+            self.tokenizer_dir,
+            speculation,
+            device_ids,
+            mode,
+            self.kv_cache.fitting(is_leader=mode == "leader", disable_reuse=leader.disable_kv_cache_reuse),
+            max_num_tokens,
+            params,
+            leader.model_dir,
+            leader.engines,
+            self.speculation.profile,
+        )
+        return choice.checked(check_lossless=check_lossless)
+
+
+def check_needed_drafter(speculation: Speculation, *, check_lossless: bool) -> None:
+    """UsageError for what needs a drafter where there is none."""
+    if speculation:
+        return
+    if speculation.draft_len_mode == "auto":
+        raise UsageError(
+            "`--draft-len-mode auto` needs a drafter: there is none", hint="`--suffix-config [10,[0]]` is one"
+        )
+    if check_lossless:
+        raise UsageError(
+            "`--check-lossless` compares a drafter with none, and there is no drafter",
+            hint="`--ngram-config [10,2,[0]]` is one",
+        )
