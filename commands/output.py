@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commands import progress
-from commands.options.panels import OUTPUT
+from commands.options.shared import OUTPUT
 from commands.tables.fitting import fitted
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import try_new_file
@@ -205,3 +205,17 @@ def fixed_lost_line(lost: "FixedLost | None") -> list[str]:
 
 def megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def check_readable(paths: list[Path]) -> None:
+    """SpecDecError for one that is no file or cannot be read. Nothing is read: a pipe gives what it holds once."""
+    for path in paths:
+        reason = None
+        if not path.exists():
+            reason = "No such file or directory"
+        elif path.is_dir():
+            reason = "Is a directory"
+        elif not os.access(path, os.R_OK):
+            reason = "Permission denied"
+        if reason is not None:
+            raise SpecDecError(f"cannot read the file ({reason}): {path}", hint="check the path")

@@ -45,23 +45,23 @@ def batch(directory: Path, threads: int, *flags: object) -> dict[str, Any]:
 
 
 def measure_overhead(num: int) -> None:
-    from commands.batching import cluster
-    from commands.batching.answering import Outcome, failed_outcome
-    from commands.batching.dispatch import answer_all
-    from commands.batching.lines import BatchRequest
+    from commands.batch import ray_workers
+    from commands.batch.answering import Outcome, failed_outcome
+    from commands.batch.dispatch import answer_all
+    from commands.batch.lines import BatchRequest
 
     class Idle:
         """Opens nothing, and answers at once with a line of the usual length."""
 
-        def open(self, *given: Any) -> cluster.Opened:
-            return cluster.Opened("idle", 8)
+        def open(self, *given: Any) -> ray_workers.Opened:
+            return ray_workers.Opened("idle", 8)
 
         async def answer(self, request: BatchRequest) -> Outcome:
             return Outcome(request.id, b"x" * 600)
 
-    cluster.Worker = Idle  # type: ignore[misc, assignment]
+    ray_workers.Worker = Idle  # type: ignore[misc, assignment]
 
-    class Crew(cluster.RayCrew):
+    class Crew(ray_workers.RayCrew):
         """Two processes; of more workers each has several windows, so that the command does what it does for many."""
 
         def __init__(self, num_workers: int) -> None:
@@ -76,7 +76,7 @@ def measure_overhead(num: int) -> None:
     requests = [BatchRequest(str(i), str(i), "POST", "/v1/completions", {"prompt": "x" * 400}) for i in range(num)]
     for num_workers in (2, 1000):
         times, own_times = [], []
-        with cluster.connected("local"):
+        with ray_workers.connected("local"):
             crew = Crew(num_workers)
             for _ in range(5):
                 start, own_start = time.perf_counter(), time.process_time()
@@ -89,8 +89,8 @@ def measure_overhead(num: int) -> None:
 
 def measure_files(num: int) -> None:
     """What the command does for each request without Ray: in memory, and with results of 600 bytes on this disk."""
-    from commands.batching.lines import look_through
-    from commands.batching.results import open_results
+    from commands.batch.lines import look_through
+    from commands.batch.results import open_results
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

@@ -1,4 +1,4 @@
-"""The JSON schemas of `commands/schemas/`, made of the records of `commands/documents/`."""
+"""The JSON schemas of `commands/schemas/`, made of the records of the commands."""
 
 import json
 import re
@@ -8,19 +8,18 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from commands.documents.batch import BatchDocument
-from commands.documents.bench import BenchDocument
-from commands.documents.build import BuildDocument
-from commands.documents.cache import CacheListDocument, CachePruneDocument
-from commands.documents.compare import CompareDocument
-from commands.documents.convert import ConvertDocument
-from commands.documents.corpus import CorpusDocument
-from commands.documents.doctor import DoctorDocument
+from commands.batch.report import BatchDocument
+from commands.bench.report import BenchDocument
+from commands.build.report import BuildDocument, ConvertDocument
+from commands.cache.report import CacheListDocument, CachePruneDocument
+from commands.compare.document import CompareDocument
+from commands.corpus.report import CorpusDocument
+from commands.doctor.report import DoctorDocument
 from commands.documents.records import Record
-from commands.documents.run import RunDocument
-from commands.documents.summarize import SummarizeDocument
-from commands.documents.tune import TuneDocument
-from commands.documents.verify import VerifyDocument
+from commands.run.document import RunDocument
+from commands.summarize.document import SummarizeDocument
+from commands.tune.document import TuneDocument
+from commands.verify.report import VerifyDocument
 
 DIRECTORY = Path(__file__).parents[1] / "commands" / "schemas"
 DOCUMENTS: dict[str, type[Record]] = {

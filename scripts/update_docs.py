@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import schemas
 import typer.main
 
-from commands.options.panels import sort_by_panel
+from commands.options.shared import sort_by_panel
 from specdec_cli.app import app
 
 ROOT = Path(__file__).parents[1]

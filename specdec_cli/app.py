@@ -21,25 +21,24 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from commands.batch import batch
-from commands.bench import bench
-from commands.build import build
-from commands.cache import list_engines, prune
-from commands.chat import chat
-from commands.compare import compare
-from commands.convert import convert
-from commands.corpus import create, merge, stats
-from commands.doctor import doctor
-from commands.options.hints import hint_of, message_of
-from commands.options.panels import COMMON, sort_by_panel
+from commands.batch.command import batch
+from commands.bench.command import bench
+from commands.build.command import build
+from commands.cache.command import list_engines, prune
+from commands.chat.command import chat
+from commands.compare.command import compare
+from commands.convert.command import convert
+from commands.corpus.command import create, merge, stats
+from commands.doctor.command import doctor
+from commands.options.hints import hint_of, message_of, usage_message
+from commands.options.shared import COMMON, sort_by_panel
 from commands.options.spellings import empty_value, normalize_name, one_value_each, split_flags_without_effect
-from commands.options.usage import usage_message
 from commands.output import fail, warn
-from commands.run import run
+from commands.run.command import run
 from commands.serve import serve
-from commands.summarize import summarize
-from commands.tune import tune
-from commands.verify import verify
+from commands.summarize.command import summarize
+from commands.tune.command import tune
+from commands.verify.command import verify
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.temporary import temporary_dir
 from specdec_cli.launched import is_spare

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from commands.options.panels import CLUSTER
+from commands.options.shared import CLUSTER
 from runtime.errors import SpecDecError, UsageError
 
 

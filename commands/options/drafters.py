@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from commands.options.panels import SPECULATION
+from commands.options.shared import SPECULATION
 from runtime.drafters.spec import DrafterSpec, Setting, fields_of
 from runtime.drafters.specs import DRAFTERS, Speculation
 

@@ -13,8 +13,7 @@ import typer
 
 from commands.options.kv_cache import KVCacheOptions
 from commands.options.leader import LeaderOptions, Loop, ModelEngineOptions
-from commands.options.panels import INPUT
-from commands.options.single import TokenizerDir
+from commands.options.shared import INPUT, TokenizerDir
 from commands.options.speculation import SpeculationOptions
 from commands.output import Output
 from runtime.bundle import Bundle, read_bundle

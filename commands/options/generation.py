@@ -1,15 +1,113 @@
-"""The flags of generation that `run` and `summarize` share."""
+"""The flags of generation that `run`, `chat` and `summarize` share: sampling, and what ends an output."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import typer
 
-from commands.options.panels import RUNTIME
-from commands.options.sampling import SamplingOptions
-from commands.options.single import EndId, MaxNumTokens, end_id_params
+from commands.options.shared import RUNTIME, SAMPLING, EndId, MaxNumTokens, end_id_params
+from commands.output import warn
 from runtime.errors import UsageError
 from runtime.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """What shapes the distribution of tokens; None where nothing was given. The seed is the command's."""
+
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="Divides the logits; 0 is greedy.", rich_help_panel=SAMPLING, show_default="1.0; a chat's: the model's"
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Sample among this many best tokens; 1 is greedy, 0 leaves all.",
+            rich_help_panel=SAMPLING,
+            show_default="1; 0 with --temperature, --top-p or --min-p; a chat's: the model's",
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample among the best tokens of this total probability; 0.0 is off.",
+            rich_help_panel=SAMPLING,
+            show_default="0.0; a chat's: the model's",
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Leave out tokens below this share of the best one's probability; 0.0 is off.",
+            rich_help_panel=SAMPLING,
+            show_default="0.0; a chat's: the model's",
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Divides positive scores of tokens that occurred, and multiplies negative ones; 1.0 is off.",
+            rich_help_panel=SAMPLING,
+            show_default="the model's, or 1.0",
+        ),
+    ] = None
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken off the score of tokens that occurred.", rich_help_panel=SAMPLING)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken off the score of a token for each time it occurred.", rich_help_panel=SAMPLING)
+    ] = 0.0
+    no_repeat_ngram_size: Annotated[
+        int | None,
+        typer.Option(
+            help="No n-gram of this size comes twice, the prompt included; 0 is off.",
+            rich_help_panel=SAMPLING,
+            show_default="the model's, or 0",
+        ),
+    ] = None
+    bad_words: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text whose tokens are banned, with or without a space before it; repeatable.",
+            rich_help_panel=SAMPLING,
+            show_default="none",
+        ),
+    ] = None
+
+    def for_chat(self, defaults: Mapping[str, Any]) -> "SamplingOptions":
+        """With the model's own values where none are given, unless greedy was asked for, or the model is greedy."""
+        given = {name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(self, name) is not None}
+        if self.temperature == 0 or self.top_k == 1 or (given and defaults.get("temperature") == 0):
+            return self
+        return replace(self, **{name: value for name, value in defaults.items() if name not in given})
+
+    def params(self, **others: Any) -> SamplingParams:
+        """The parameters as given, and `others`, which are the command's. UsageError for one that is out of range.
+
+        Without `--top-k` TensorRT-LLM is greedy, whatever temperature it is given. Here, to give one is to ask for
+        samples.
+        """
+        asks_to_sample = self.temperature is not None or bool(self.top_p) or bool(self.min_p)
+        top_k = (0 if asks_to_sample else 1) if self.top_k is None else self.top_k
+        if self.top_k == 1 and asks_to_sample:
+            warn("`--top-k 1` is greedy: `--temperature`, `--top-p` and `--min-p` have no effect")
+        if self.temperature == 0 and (top_k > 1 or self.top_p or self.min_p):
+            warn("`--temperature 0` is greedy: `--top-k`, `--top-p` and `--min-p` have no effect")
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=top_k,
+            top_p=self.top_p or 0.0,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            no_repeat_ngram_size=self.no_repeat_ngram_size,
+            bad_words=self.bad_words,
+            **others,
+        )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.options.panels import KV_CACHE
+from commands.options.shared import KV_CACHE
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import typer
 
 from commands.options.drafters import chooses_drafter
 from commands.options.expand import given_flags
-from commands.options.panels import LEADER
+from commands.options.shared import LEADER
 from commands.options.speculation import LeaderFlags, SpeculationOptions, algorithms
 from commands.output import warn
 from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, Compiler

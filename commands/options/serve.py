@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from commands.options.panels import SERVER
-from commands.options.single import MaxNumTokens
+from commands.options.shared import SERVER, MaxNumTokens
 from runtime.errors import UsageError
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+|null")  # as browsers write it: RFC 6454, section 6.2

@@ -10,7 +10,7 @@ import typer
 
 from commands.options.drafters import DrafterFlags, as_flag, config_flag, users_of
 from commands.options.expand import given_flags
-from commands.options.panels import SPECULATION
+from commands.options.shared import SPECULATION
 from runtime.drafters.spec import Devices, DrafterSpec, Setting, fields_of
 from runtime.drafters.specs import DRAFTERS, DraftLenMode, Speculation
 from runtime.errors import UsageError

@@ -15,7 +15,7 @@ def import_all() -> None:
     import torch
     from transformers import AutoTokenizer  # noqa: F401
 
-    import commands.batching.start
+    import commands.batch.work
     import commands.html.report  # noqa: F401
     import runtime.checkpoint
     import runtime.compiler.build

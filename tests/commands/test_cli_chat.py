@@ -250,7 +250,7 @@ def test_flags_of_run_that_mean_nothing_here_are_not_ignored(
     assert result.exit_code == 2 and "`--num-return-sequences 2`" in result.stderr
     modes = []
     monkeypatch.setattr(
-        "commands.conversing.Conversation.hear", lambda self, line: modes.append(self.setup.session.mode)
+        "commands.chat.work.Conversation.hear", lambda self, line: modes.append(self.setup.session.mode)
     )
     for mode in ("orchestrator", "leader"):
         type_lines("The dog")

@@ -21,7 +21,7 @@ from tiny import make_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from waiting import HANG_S
 
-from commands.options.remedies import REMEDIES
+from commands.doctor.report import REMEDIES
 from runtime.bundle import read_bundle
 from runtime.diagnosis.judging import DIAGNOSES
 from runtime.drafters.specs import NgramDrafter, Speculation

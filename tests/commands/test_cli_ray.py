@@ -22,12 +22,12 @@ ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from commands.batching.answering import failed_outcome  # noqa: E402
-from commands.batching.cluster import RayCrew, WorkerJob, connected, open_anywhere  # noqa: E402
-from commands.batching.dispatch import answer_all  # noqa: E402
-from commands.batching.lines import look_through  # noqa: E402
-from commands.batching.model import Job, model_digest  # noqa: E402
-from commands.options.batch import BatchDefaults  # noqa: E402
+from commands.batch.answering import failed_outcome  # noqa: E402
+from commands.batch.command import BatchDefaults  # noqa: E402
+from commands.batch.dispatch import answer_all  # noqa: E402
+from commands.batch.lines import look_through  # noqa: E402
+from commands.batch.model import Job, model_digest  # noqa: E402
+from commands.batch.ray_workers import RayCrew, WorkerJob, connected, open_anywhere  # noqa: E402
 from commands.options.engine import EngineChoice  # noqa: E402
 from runtime.bundle import read_bundle  # noqa: E402
 from runtime.drafters.specs import NO_SPECULATION  # noqa: E402

@@ -17,9 +17,9 @@ from sentences import Said
 from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from commands.documents.rouge import rouge_scores
-from commands.inputs.batches import by_category, make_batches
 from commands.inputs.dataset import Sample, summarization_prompt
+from commands.summarize.rouge import rouge_scores
+from commands.summarize.work import by_category, make_batches
 from runtime.evaluation import systems
 
 Summarize = Callable[..., Result]

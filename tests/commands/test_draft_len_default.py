@@ -98,7 +98,7 @@ def test_default_of_batch(specdec: Specdec, dear_dir: Path, tmp_path: Path, flag
     assert (document["num_draft_tokens"] > 0) == (mode == "fixed")
 
 
-@pytest.mark.parametrize(("command", "module"), [("chat", "commands.chat"), ("serve", "commands.serve")])
+@pytest.mark.parametrize(("command", "module"), [("chat", "commands.chat.command"), ("serve", "commands.serve")])
 def test_default_of_chat_and_serve(
     command: str, module: str, specdec: Specdec, dear_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +110,7 @@ def test_default_of_chat_and_serve(
         lambda setup, *others: modes.append(setup.session.speculation.draft_len_mode),
     )
     monkeypatch.setattr(
-        "commands.conversing.Conversation.__init__",
+        "commands.chat.work.Conversation.__init__",
         lambda self, setup, *others: modes.append(setup.session.speculation.draft_len_mode),
     )
     for flags in ([], ["--draft-len-mode", "fixed"]):

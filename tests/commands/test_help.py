@@ -6,7 +6,7 @@ import pytest
 import typer.main
 from command_line import Specdec
 
-from commands.options.panels import COMMON, PANELS
+from commands.options.shared import COMMON, PANELS
 from specdec_cli.app import app
 
 LONG = ["run", "chat", "serve", "batch", "doctor", "tune", "summarize"]

@@ -11,7 +11,7 @@ import pytest
 from sentences import Said
 from waiting import HANG_S
 
-from commands.documents.rouge import ROUGE_TYPES, rouge_scores
+from commands.summarize.rouge import ROUGE_TYPES, rouge_scores
 from runtime.errors import SpecDecError
 
 ROOT = Path(__file__).parents[3]
@@ -138,7 +138,7 @@ def test_unequal_counts_are_refused() -> None:
 
 TWO_PROCESSES = """
 import os, sys
-from commands.documents.rouge import rouge_scores
+from commands.summarize.rouge import rouge_scores
 assert "evaluate" not in sys.modules and "torch" not in sys.modules
 import evaluate  # which takes seconds, once for both
 children = []

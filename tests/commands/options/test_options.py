@@ -9,10 +9,9 @@ from sentences import Said
 
 from commands.options.drafters import DrafterFlags
 from commands.options.engine import check_needed_drafter
-from commands.options.generation import GenerationOptions
+from commands.options.generation import GenerationOptions, SamplingOptions
 from commands.options.kv_cache import KVCacheOptions
 from commands.options.leader import LeaderOptions, ModelEngineOptions
-from commands.options.sampling import SamplingOptions
 from commands.options.speculation import SpeculationOptions
 from runtime.drafters.specs import DraftLenMode, Speculation, SuffixDrafter
 from runtime.errors import SpecDecError, UsageError

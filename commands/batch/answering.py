@@ -1,0 +1,242 @@
+"""An opened model that answers the requests of a batch file, many at a time, as the server answers its clients'.
+
+A result says what its request and the model determine, and nothing else: no time, no random id, nothing of how it was
+drafted or what was found in the cache. So it is the same bytes whenever and wherever it is made.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from commands.batch.command import BatchDefaults
+from commands.batch.dispatch import NotAnswered
+from commands.batch.lines import BatchRequest
+from commands.serving.asking import ask_chat, ask_completion
+from commands.serving.chat import ChatReply
+from commands.serving.completions import CompletionReply
+from commands.serving.errors import HTTPError, as_http_error
+from commands.serving.parsing import validate_body
+from commands.serving.replies import TokenTexts
+from commands.serving.schema import ChatRequest, CompletionRequest, Generation
+from commands.serving.served import ServedModel, check_can_serve, prepare_chat
+from runtime.cache import digest
+from runtime.errors import SpecDecError
+from runtime.llm import LLM
+from runtime.serving.answer import Answer, Asked
+from runtime.serving.loop import ServingLoop, StepFailed
+from runtime.session import Session
+
+_MAX_QUEUE_LEN = 1 << 14
+_USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
+_OF_STREAMS = ("stream", "return_token_kinds")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What answers cost, which no result says."""
+
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        mine, others = vars(self), vars(other)
+        return Counts(**{name: mine[name] + others[name] for name in mine})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a request: its line of the results."""
+
+    id: str
+    line: bytes
+    counts: Counts = field(default_factory=Counts)
+    is_error: bool = False
+    worker: str = ""
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request on its way."""
+
+    request: BatchRequest
+    body: Generation
+    num_left: int
+    on_done: Callable[["Pending"], None]
+    answers: list[Answer] = field(default_factory=list)
+
+
+class BatchModel:
+    """Answers requests in the running batch of a loop; `close` it."""
+
+    def __init__(self, llm: LLM, session: Session, names: tuple[str, ...], defaults: BatchDefaults) -> None:
+        check_can_serve(llm)
+        loop = ServingLoop(session, _MAX_QUEUE_LEN, _tell)
+        values = llm.model_defaults.sampling | defaults.sampling
+        self._served = ServedModel(llm, loop, names, 0, prepare_chat(llm), values)
+        self._texts, self._defaults = TokenTexts(self._served), defaults
+        loop.start()
+
+    @property
+    def window(self) -> int:
+        """So many requests keep the batch full."""
+        return 2 * self._served.llm.engine.max_batch_size
+
+    @property
+    def failure(self) -> SpecDecError | None:
+        """Why the engine answers nothing any more; None while it does."""
+        return self._served.loop.failure
+
+    def close(self) -> None:
+        self._served.loop.stop(0)
+
+    def submit(self, request: BatchRequest, on_done: Callable[[Pending], None]) -> Outcome | None:
+        """Begin to answer; `on_done` is called in the loop's thread. An outcome if there is nothing to wait for.
+
+        SpecDecError when the engine has ended, which is nobody's result.
+        """
+        try:
+            body, asked = self._ask(request)
+            pending = Pending(request, body, len(asked), on_done)
+            pending.answers = self._served.loop.submit(asked, pending)
+        except SpecDecError as error:
+            if self.failure is not None:
+                raise
+            return _failed(request, as_http_error(error))
+        except HTTPError as error:
+            return _failed(request, error)
+        except Exception as error:  # one line among many thousands ends none of the others
+            return _failed(request, HTTPError(500, f"the request failed: {type(error).__name__}: {error}"))
+        return None
+
+    async def answer(self, request: BatchRequest) -> Outcome | NotAnswered:
+        """For an event loop, in which many are awaited."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Pending] = loop.create_future()
+
+        def on_done(pending: Pending) -> None:
+            loop.call_soon_threadsafe(done.set_result, pending)
+
+        return self.submit(request, on_done) or self.outcome(await done)
+
+    def outcome(self, pending: Pending) -> Outcome | NotAnswered:
+        """Of a request that is done; to be called by whoever submitted it. SpecDecError when the engine has ended."""
+        error = next((answer.progress.error for answer in pending.answers if answer.progress.error), None)
+        if isinstance(error, StepFailed):
+            if self.failure is not None:
+                raise self.failure
+            return NotAnswered(pending.request.id, error.message)
+        if error is not None:
+            return _failed(pending.request, as_http_error(error))
+        reply = self._reply(pending).document()
+        reply |= {"id": f"{reply['id'].partition('-')[0]}-{pending.request.id.rpartition('_')[2]}", "created": 0}
+        reply["usage"] = {name: reply["usage"][name] for name in _USAGE}
+        del reply["metrics"]
+        line = result_line(pending.request, 200, reply, None)
+        return Outcome(pending.request.id, line, _counts(pending.answers))
+
+    def _ask(self, request: BatchRequest) -> tuple[Generation, list[Asked]]:
+        if request.method != "POST":
+            raise HTTPError(405, f"{request.method} {request.url}: Method Not Allowed")
+        if request.url == "/v1/completions":
+            completion = self._completed(validate_body(request.body, CompletionRequest), request)
+            return completion, ask_completion(self._served, completion)
+        if request.url == "/v1/chat/completions":
+            chat = self._completed(validate_body(request.body, ChatRequest), request)
+            return chat, ask_chat(self._served, chat)
+        raise HTTPError(404, f"{request.method} {request.url[:200]}: Not Found")
+
+    def _completed(self, body: Any, request: BatchRequest) -> Any:
+        """The body with what it leaves to us: the number of tokens, and a seed of its own."""
+        for name in _OF_STREAMS:
+            if getattr(body, name):
+                raise HTTPError(400, f"a batch is answered whole: `{name}`", param=name, code="unsupported")
+        self._served.check_name(body.model)
+        changes: dict[str, Any] = {}
+        if body.seed is None:
+            changes["seed"] = seed_of(request.custom_id, self._defaults.random_seed)
+        if body.max_tokens is None and getattr(body, "max_completion_tokens", None) is None:
+            changes["max_tokens"] = self._defaults.max_output_len
+        return body.model_copy(update=changes)
+
+    def _reply(self, pending: Pending) -> CompletionReply | ChatReply:
+        if isinstance(pending.body, CompletionRequest):
+            return CompletionReply(self._served, pending.body, pending.answers, self._texts)
+        assert isinstance(pending.body, ChatRequest)
+        return ChatReply(self._served, pending.body, pending.answers, self._texts)
+
+
+class OwnCrew:
+    """The model in this process."""
+
+    def __init__(self, model: BatchModel) -> None:
+        self._model = model
+        self._done: SimpleQueue[Pending | Outcome] = SimpleQueue()
+        self._num_sent = 0
+
+    @property
+    def num_free(self) -> int:
+        return self._model.window - self._num_sent
+
+    def send(self, request: BatchRequest) -> None:
+        outcome = self._model.submit(request, self._done.put)
+        self._num_sent += 1
+        if outcome is not None:
+            self._done.put(outcome)
+
+    def receive(self) -> list[Outcome | NotAnswered]:
+        done = [self._done.get()]
+        while not self._done.empty():
+            done.append(self._done.get())
+        self._num_sent -= len(done)
+        return [one if isinstance(one, Outcome) else self._model.outcome(one) for one in done]
+
+
+def seed_of(custom_id: str, random_seed: int) -> int:
+    """A seed for a request that names none: its own, and always the same."""
+    return int(digest([str(random_seed), custom_id])[:15], 16)
+
+
+def failed_outcome(request: BatchRequest, failure: str) -> Outcome:
+    """The end of a request that fails again and again by itself."""
+    return _failed(request, HTTPError(500, failure, code="internal_error"))
+
+
+def result_line(request: BatchRequest, status: int, body: dict[str, Any], error: dict[str, Any] | None) -> bytes:
+    """OpenAI's form of a result. An error stands in the body too, as a server would have sent it."""
+    response = {"status_code": status, "request_id": request.id.removeprefix("batch_"), "body": body}
+    line = {"id": request.id, "custom_id": request.custom_id, "response": response, "error": error}
+    return json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _failed(request: BatchRequest, error: HTTPError) -> Outcome:
+    line = result_line(request, error.status, error.body, error.body["error"])
+    return Outcome(request.id, line, is_error=True)
+
+
+def _counts(answers: list[Answer]) -> Counts:
+    all_stats = [answer.sequence.stats for answer in answers]
+    return Counts(
+        sum(len(answer.request.prompt_tokens) for answer in answers),
+        sum(stats.num_generated_tokens for stats in all_stats),
+        sum(stats.num_steps for stats in all_stats),
+        sum(stats.num_spec_steps for stats in all_stats),
+        sum(stats.num_draft_tokens for stats in all_stats),
+        sum(stats.num_accepted_draft_tokens for stats in all_stats),
+    )
+
+
+def _tell(answers: list[Answer]) -> None:
+    """In the loop's thread, after a step: whoever waits for a request whose last answer is over is told."""
+    for answer in answers:
+        pending = answer.owner
+        if answer.progress.is_over and isinstance(pending, Pending):
+            pending.num_left -= 1
+            if not pending.num_left:
+                pending.on_done(pending)

@@ -1,0 +1,138 @@
+"""`specdec batch`, its flags: a file of requests becomes a file of results, however often it is interrupted."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from commands.options.cluster import ClusterOptions
+from commands.options.engine import EngineOptions
+from commands.options.expand import expand_groups
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING
+from commands.output import Output, check_output_files, check_readable
+from runtime.errors import SpecDecError, UsageError
+from runtime.params import SamplingConfig, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFiles:
+    """What is asked, and where the results go."""
+
+    input_file: Annotated[
+        Path,
+        typer.Option(
+            "--input-file",
+            "-i",
+            help="Requests, one a line: OpenAI's batch form, or objects with a `prompt` or `messages`.",
+            rich_help_panel=INPUT,
+        ),
+    ]
+    output_file: Annotated[
+        Path,
+        typer.Option(
+            "--output-file",
+            "-o",
+            help="Results, a line for each request, in OpenAI's form. Started again, the command goes on where it was.",
+            rich_help_panel=OUTPUT,
+        ),
+    ]
+
+    def check(self) -> None:
+        """SpecDecError unless the requests can be read twice, and the results are another file."""
+        path = self.input_file
+        if path.exists() and not path.is_file():
+            what = "Is a directory" if path.is_dir() else "not a regular file, and it is read twice"
+            raise SpecDecError(f"cannot read the file ({what}): {path}", hint="give a file")
+        if path.exists() and self.output_file.exists() and path.samefile(self.output_file):
+            raise UsageError(f"the output would replace what is read: {self.output_file}", hint="choose another path")
+
+
+@dataclass(frozen=True)
+class BatchDefaults:
+    """What holds for requests that say nothing else."""
+
+    max_output_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens to generate where a request does not say `max_tokens`.",
+            rich_help_panel=SAMPLING,
+            show_default="16; in a chat as many as fit",
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="Where a request does not say; 0 is greedy.",
+            rich_help_panel=SAMPLING,
+            show_default="the model's, or 1",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Where a request does not say.", rich_help_panel=SAMPLING, show_default="the model's, or 0"),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Where a request does not say.", rich_help_panel=SAMPLING, show_default="the model's, or 1"),
+    ] = None
+    random_seed: Annotated[
+        int,
+        typer.Option(help="With `custom_id` the seed of a request that names none.", rich_help_panel=SAMPLING),
+    ] = 0
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Those that are given."""
+        values = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def check(self) -> None:
+        """UsageError for a value that is out of range."""
+        SamplingConfig(**self.sampling)
+
+
+@dataclass(frozen=True)
+class BatchModelOptions:
+    """What the model is called, and how it answers."""
+
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What requests call the model; repeatable, the first is told in results.",
+            rich_help_panel=INPUT,
+            show_default="the directory's name",
+        ),
+    ] = None
+    max_num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of prompts computed at a time.",
+            rich_help_panel=RUNTIME,
+            show_default="512",
+        ),
+    ] = None
+    defaults: BatchDefaults = field(default_factory=BatchDefaults)
+
+
+@expand_groups
+def batch(
+    files: BatchFiles, engine: EngineOptions, model: BatchModelOptions, cluster: ClusterOptions, output: Output
+) -> None:
+    """Answer a file of requests, with speculation in a running batch, on this machine or with Ray on many.
+
+    Started again after a kill or Ctrl-C it goes on where it was, and in the end the results are the same bytes.
+    """
+    files.check()
+    model.defaults.check()
+    cluster.check()
+    engine.check_is_leader("a batch")
+    check_readable([files.input_file])
+    check_output_files([files.output_file], [files.input_file, *engine.leader.paths])
+    choice = engine.choose(SamplingParams(), model.max_num_tokens, "leader")
+
+    from commands.batch.work import start_batch
+
+    start_batch(files, choice, tuple(model.served_model_name or [choice.model_name]), model.defaults, cluster, output)

@@ -1,0 +1,296 @@
+"""`specdec bench`, its flags: load on an OpenAI-compatible server, ours or another's, and what it made of it."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from commands.bench.contents import (
+    DEFAULT_NUM_RANDOM,
+    RANDOM,
+    Content,
+    as_many,
+    dataset_contents,
+    file_contents,
+    random_contents,
+)
+from commands.inputs.dataset import DEMO, EvalTask
+from commands.options.expand import expand_groups
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING
+from commands.output import Output, check_output_files, check_report
+from runtime.errors import UsageError
+
+Endpoint = Literal["completions", "chat"]
+_DEFAULT_INPUT_LEN = 256
+
+
+@dataclass(frozen=True)
+class BenchServer:
+    """Who is asked."""
+
+    base_url: Annotated[
+        str, typer.Option(metavar="URL", help="Address of the server, with or without `/v1`.", rich_help_panel=RUNTIME)
+    ] = "http://127.0.0.1:8000"
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model to ask for.", rich_help_panel=RUNTIME, show_default="the server's first"),
+    ] = None
+    endpoint: Annotated[
+        Endpoint,
+        typer.Option(
+            help="`/v1/completions` or `/v1/chat/completions`.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = "completions"
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key to send; as the variable SPECDEC_API_KEY, else OPENAI_API_KEY, other users of the machine do not "
+            "see it.",
+            envvar=["SPECDEC_API_KEY", "OPENAI_API_KEY"],
+            show_envvar=False,
+            rich_help_panel=RUNTIME,
+            show_default=False,
+        ),
+    ] = None
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds to wait for the next piece of an answer.", rich_help_panel=RUNTIME)
+    ] = 600.0
+
+    def check(self) -> None:
+        """UsageError for what is no address, or no key that a header can hold."""
+        if not self.base_url.startswith(("http://", "https://")):
+            raise UsageError(f"`--base-url` is no HTTP address: {self.base_url}", hint="http://127.0.0.1:8000 is one")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise UsageError("`--api-key` has characters that no header can hold", hint="check what was pasted")
+
+
+@dataclass(frozen=True)
+class BenchPrompts:
+    """What is asked."""
+
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            help="`demo`, `random` words, a hub id, or a .jsonl, .csv or .parquet file such as Spec-Bench's.",
+            rich_help_panel=INPUT,
+            show_default="demo",
+        ),
+    ] = None
+    input_file: Annotated[
+        Path | None,
+        typer.Option(help="Prompts in a file, as `run` takes it.", rich_help_panel=INPUT, show_default=False),
+    ] = None
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests to send.",
+            rich_help_panel=INPUT,
+            show_default=f"all there are; {DEFAULT_NUM_RANDOM} for `random`",
+        ),
+    ] = None
+    eval_task: Annotated[
+        EvalTask | None,
+        typer.Option(
+            help="What the dataset asks for, as in `summarize`.",
+            rich_help_panel=INPUT,
+            metavar="[summarize|code_completion|question]",
+            show_default="question; summarize for `demo`",
+        ),
+    ] = None
+    dataset_dir: Annotated[
+        Path | None,
+        typer.Option(help="Local directory that holds the dataset.", rich_help_panel=INPUT, show_default=False),
+    ] = None
+    text_column: Annotated[
+        str | None,
+        typer.Option(help="Column of the prompt.", rich_help_panel=INPUT, show_default="by the task"),
+    ] = None
+    input_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="Words of a `random` prompt.",
+            rich_help_panel=INPUT,
+            show_default=str(_DEFAULT_INPUT_LEN),
+        ),
+    ] = None
+
+    @property
+    def paths(self) -> list[Path]:
+        """What is read."""
+        return [path for path in (self.input_file, Path(self.dataset) if self.dataset else None) if path is not None]
+
+    @property
+    def source(self) -> str:
+        """Where the prompts are from, for people and documents."""
+        return str(self.input_file) if self.input_file is not None else self.dataset or DEMO
+
+    def check(self) -> None:
+        """UsageError for two sources of prompts, or for a flag of another source."""
+        if self.input_file is not None and self.dataset is not None:
+            raise UsageError(f"both `--dataset` and `--input-file` given: {self.dataset}", hint="pass one of the two")
+        of_datasets = {
+            "--eval-task": self.eval_task,
+            "--dataset-dir": self.dataset_dir,
+            "--text-column": self.text_column,
+        }
+        for flag, value in of_datasets.items():
+            if value is not None and (self.input_file is not None or self.dataset == RANDOM):
+                raise UsageError(
+                    f"`{flag}` is about a dataset, and {self.source} is none: {value}", hint="leave it out"
+                )
+        if self.input_len is not None and self.dataset != RANDOM:
+            raise UsageError(
+                f"`--input-len` is for `--dataset random`, and the prompts are those of {self.source}: "
+                f"{self.input_len}",
+                hint="leave it out",
+            )
+
+    def contents(self, endpoint: Endpoint, seed: int) -> list[Content]:
+        """The prompts, read or made."""
+        if self.dataset == RANDOM:
+            num_prompts = self.num_prompts or DEFAULT_NUM_RANDOM
+            return random_contents(num_prompts, self.input_len or _DEFAULT_INPUT_LEN, seed)
+        if self.input_file is not None:
+            return as_many(file_contents(self.input_file, endpoint), self.num_prompts)
+        contents = dataset_contents(self.source, self.eval_task, self.dataset_dir, self.text_column, seed)
+        return as_many(contents, self.num_prompts)
+
+
+@dataclass(frozen=True)
+class BenchTraffic:
+    """How fast it is asked, and how much of it."""
+
+    request_rate: Annotated[
+        float,
+        typer.Option(
+            help="Requests a second, as a Poisson process; `inf` sends them all at once.", rich_help_panel=RUNTIME
+        ),
+    ] = math.inf
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests under way at most.", rich_help_panel=RUNTIME, show_default="any number"),
+    ] = None
+    num_warmups: Annotated[
+        int, typer.Option(min=0, help="Requests before the clock starts.", rich_help_panel=RUNTIME)
+    ] = 1
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 128
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Ask for all tokens (`ignore_eos`, of vLLM and others).", rich_help_panel=RUNTIME
+        ),
+    ] = False
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Temperature to ask for; 0 is greedy.", rich_help_panel=SAMPLING)
+    ] = 0.0
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Seed of arrivals, of the order of prompts, and of random ones.", rich_help_panel=RUNTIME
+        ),
+    ] = 0
+    extra_body: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='More fields for every request, such as `{"speculative": false}`.',
+            rich_help_panel=RUNTIME,
+            show_default=False,
+        ),
+    ] = None
+
+    def check(self) -> None:
+        if not self.request_rate > 0:
+            raise UsageError(f"`--request-rate` must be more than 0: {self.request_rate}", hint="`inf` has no limit")
+        if not math.isfinite(self.temperature):
+            raise UsageError(f"`--temperature` is no number: {self.temperature}", hint="0 is greedy")
+        assert isinstance(self.extra, dict)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What is asked for beside the prompt; UsageError for what is no JSON object."""
+        try:
+            given = json.loads(self.extra_body) if self.extra_body is not None else {}
+        except (ValueError, RecursionError):
+            given = None
+        if not isinstance(given, dict):
+            raise UsageError(
+                f"`--extra-body` is no JSON object: {self.extra_body}", hint='{"speculative": false} is one'
+            )
+        ignore = {"ignore_eos": True} if self.ignore_eos else {}
+        return {"temperature": self.temperature, **ignore, **given}
+
+
+@dataclass(frozen=True)
+class BenchResults:
+    """What is made of the answers."""
+
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METRIC:MS",
+            help="Count the requests that meet these: `ttft:200 tpot:50 e2el:2000`, in milliseconds.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None
+    metric_percentiles: Annotated[
+        str, typer.Option(metavar="P,…", help="Percentiles to give of each metric.", rich_help_panel=OUTPUT)
+    ] = "90,95,99"
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html",
+            help="Write a page with the numbers, charts and requests; it needs no other file.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """UsageError for an objective or a percentile that is none, or a page by another file's name."""
+        from runtime.benchmark.objectives import parse_objectives
+
+        parse_objectives(self.goodput or [])
+        assert self.percentiles
+        check_report(self.report)
+
+    @property
+    def percentiles(self) -> list[float]:
+        try:
+            values = [float(word) for word in self.metric_percentiles.split(",")]
+        except ValueError:
+            values = [math.nan]
+        if not all(0 <= value <= 100 for value in values):
+            raise UsageError(
+                f"`--metric-percentiles` is no list of numbers from 0 to 100: {self.metric_percentiles}",
+                hint="90,99 is one",
+            )
+        return values
+
+
+@expand_groups
+def bench(
+    server: BenchServer, prompts: BenchPrompts, traffic: BenchTraffic, results: BenchResults, output: Output
+) -> None:
+    """Measure a running server: time to the first token, time per token, throughput, and tokens per step.
+
+    Any server with OpenAI's HTTP interface. The JSON has the keys of `vllm bench serve`.
+    """
+    server.check()
+    traffic.check()
+    results.check()
+    prompts.check()
+    check_output_files([results.report] if results.report else [], prompts.paths)
+    contents = prompts.contents(server.endpoint, traffic.seed)
+
+    from commands.bench.work import benchmark
+
+    benchmark(server, prompts, contents, traffic, results, output)

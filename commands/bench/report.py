@@ -1,0 +1,212 @@
+"""What `bench` prints: the JSON document, or latencies, throughput and what the server tells of its speculation."""
+
+import math
+import re
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from rich.table import Table
+
+from commands.bench.command import BenchPrompts, BenchResults, BenchServer, BenchTraffic, Endpoint
+from commands.documents.records import Head, Positive, Record, absent, document_head
+from commands.output import Output, number
+from runtime.benchmark.load import LoadResult
+from runtime.benchmark.objectives import Objective, parse_objectives
+from runtime.benchmark.results import results as numbers_of
+from runtime.config import Count, Size
+
+Backend = Literal["openai", "openai-chat"]
+_SUMMARY_KEY = r"^(mean|median|std|p[0-9.]+)_(ttft|tpot|itl|e2el)_ms$"
+
+
+class BenchSettings(Record):
+    """What the command was told."""
+
+    base_url: str
+    endpoint: Endpoint
+    dataset: str
+    output_len: Size
+    num_warmups: Count
+    seed: Count
+    extra_body: dict[str, Any]
+    goodput: dict[Objective, float] = Field(description="milliseconds by metric")
+    metric_percentiles: list[int | float]
+
+
+class BenchDocument(Head):
+    """What `specdec bench --json` prints. Times in milliseconds have the key of a metric and how it is summed up, such
+    as `p99_ttft_ms`; null where nothing was measured."""
+
+    model_config = ConfigDict(
+        extra="allow",
+        json_schema_extra={
+            "patternProperties": {_SUMMARY_KEY: {"anyOf": [{"type": "number"}, {"type": "null"}]}},
+            "additionalProperties": False,
+        },
+    )
+    __pydantic_extra__: dict[str, float | None]
+
+    command: Literal["bench"]
+    date: str = Field(pattern=r"^\d{8}-\d{6}$", description="UTC, as 20260131-235959")
+    endpoint_type: Backend
+    backend: Backend
+    label: None
+    model_id: str
+    tokenizer_id: None = Field(description="the server counts the tokens")
+    num_prompts: Size
+    request_rate: Literal["inf"] | Positive
+    burstiness: Annotated[float, Field(ge=1, le=1)] = Field(description="arrivals are a Poisson process")
+    max_concurrency: Size | None
+    settings: BenchSettings
+    duration: float = Field(description="seconds from the first request to the last answer")
+    completed: Count
+    failed: Count
+    total_input_tokens: Count
+    total_output_tokens: Count
+    request_throughput: float
+    request_goodput: float | None = Field(
+        description="requests a second that met every objective; null where there are none"
+    )
+    output_throughput: float
+    total_token_throughput: float
+    max_output_tokens_per_s: float | None = Field(
+        description="of the busiest second; a request's tokens are spread evenly over its chunks"
+    )
+    output_tokens_by_second: list[float] = Field(description="from when the first request was sent")
+    max_concurrent_requests: Count
+    spec_decode_source: Literal["responses", "prometheus"] | None = Field(
+        description="where the server tells of its speculation; null where it does not, and then the other keys are "
+        "missing"
+    )
+    spec_decode_num_drafts: Count = absent()
+    spec_decode_draft_tokens: Count = absent()
+    spec_decode_accepted_tokens: Count = absent()
+    spec_decode_acceptance_rate: float | None = absent("percent")
+    spec_decode_acceptance_length: float | None = absent()
+    spec_decode_per_position_acceptance_rates: list[float] = absent("shares of all drafts")
+    num_steps: Count = absent()
+    tokens_per_step: float | None
+    input_lens: list[Count] = Field(description="by request, in the order of arrival; so are those below")
+    output_lens: list[Count]
+    ttfts: list[float] = Field(description="seconds; 0 for a request that failed")
+    itls: list[list[float]]
+    latencies: list[float]
+    start_times: list[float] = Field(description="seconds after the start")
+    queue_times: list[float] = Field(description="seconds that a request waited here because of the concurrency")
+    generated_texts: list[str]
+    errors: list[str] = Field(description="empty where a request was answered")
+
+    @model_validator(mode="after")
+    def _check_summary_keys(self) -> "BenchDocument":
+        for key in self.model_extra or {}:
+            if not re.match(_SUMMARY_KEY, key):
+                raise ValueError(f"{key} is no key of a summary")
+        return self
+
+
+def bench_document(
+    result: LoadResult, server: BenchServer, prompts: BenchPrompts, traffic: BenchTraffic, results: BenchResults
+) -> dict[str, Any]:
+    backend: Backend = "openai" if server.endpoint == "completions" else "openai-chat"
+    objectives = parse_objectives(results.goodput or [])
+    document = BenchDocument(
+        **document_head("bench"),
+        date=datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        endpoint_type=backend,
+        backend=backend,
+        label=None,
+        model_id=result.model,
+        tokenizer_id=None,
+        num_prompts=len(result.answers),
+        request_rate="inf" if math.isinf(traffic.request_rate) else traffic.request_rate,
+        burstiness=1.0,
+        max_concurrency=traffic.concurrency,
+        settings=BenchSettings(
+            base_url=server.base_url,
+            endpoint=server.endpoint,
+            dataset=prompts.source,
+            output_len=traffic.output_len,
+            num_warmups=traffic.num_warmups,
+            seed=traffic.seed,
+            extra_body=traffic.extra,
+            goodput=objectives,
+            metric_percentiles=list(results.percentiles),
+        ),
+        **numbers_of(result, objectives, results.percentiles),
+    )
+    return document.as_json()
+
+
+METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "latency"}
+"""What vLLM's names of the metrics are called."""
+
+
+def show(document: dict[str, Any], output: Output) -> None:
+    settings = document["settings"]
+    output.result(
+        f"{document['model_id']} at {settings['base_url']}: {document['num_prompts']:,} prompts of "
+        f"{settings['dataset']}, {settings['output_len']} tokens of output, {_traffic(document)}"
+    )
+    output.result(_table(document))
+    for line in _lines(document):
+        output.result(line)
+    if output.quiet:
+        output.text(_lines(document)[0])
+
+
+def _traffic(document: dict[str, Any]) -> str:
+    rate, concurrency = document["request_rate"], document["max_concurrency"]
+    sent = "all at once" if rate == "inf" else f"{rate:g} requests/s"
+    return sent if concurrency is None else f"{sent}, at most {concurrency} under way"
+
+
+def percentile_names(document: dict[str, Any]) -> list[str]:
+    """`p90` and so on, as they stand in the keys."""
+    return [f"p{percentile:g}" for percentile in document["settings"]["metric_percentiles"]]
+
+
+def _table(document: dict[str, Any]) -> Table:
+    columns = ["mean", "median", "std", *percentile_names(document)]
+    table = Table()
+    for name in ("", *(column.upper() if column.startswith("p") else column for column in columns)):
+        table.add_column(name, justify="right" if name else "left")
+    for metric, title in METRICS.items():
+        table.add_row(title, *(_milliseconds(document[f"{column}_{metric}_ms"]) for column in columns))
+    return table
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f} ms"
+
+
+def _lines(document: dict[str, Any]) -> list[str]:
+    failed = f", {document['failed']:,} failed" if document["failed"] else ""
+    lines = [
+        f"{document['completed']:,} requests in {document['duration']:,.2f} s{failed}: "
+        f"{number(document['request_throughput'])} requests/s, {number(document['output_throughput'], 1)} tokens/s "
+        f"({number(document['total_token_throughput'], 1)} with the prompts')",
+        f"{document['total_input_tokens']:,} tokens of prompts, {document['total_output_tokens']:,} of output; at most "
+        f"{document['max_concurrent_requests']:,} requests under way, "
+        f"{number(document['max_output_tokens_per_s'], 1)} tokens in a second",
+    ]
+    if document["request_goodput"] is not None:
+        asked = ", ".join(f"{METRICS[name]} {ms:g} ms" for name, ms in document["settings"]["goodput"].items())
+        lines.append(f"goodput: {number(document['request_goodput'])} requests/s within {asked}")
+    if document["tokens_per_step"] is not None:
+        lines.append(_speculation_line(document))
+    return lines
+
+
+def _speculation_line(document: dict[str, Any]) -> str:
+    steps = (
+        f"{number(document['tokens_per_step'])} tokens per step: {document['total_output_tokens']:,} in "
+        f"{document['num_steps']:,} steps"
+    )
+    if not document["spec_decode_draft_tokens"]:
+        return f"{steps}; nothing was drafted"
+    return (
+        f"{steps}; {document['spec_decode_accepted_tokens']:,} of {document['spec_decode_draft_tokens']:,} draft "
+        f"tokens accepted ({number(document['spec_decode_acceptance_rate'], 1)} %), mean acceptance length "
+        f"{number(document['spec_decode_acceptance_length'])}"
+    )

@@ -1,0 +1,265 @@
+"""`specdec build`, its flags: a checkpoint becomes an engine bundle."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from commands.options.expand import expand_groups
+from commands.options.shared import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, Force
+from commands.output import Output, check_new_directory, check_readable
+from runtime.checkpoint_dir import check_self_draft, open_checkpoint
+from runtime.config import (
+    MAX_BATCH_SIZE,
+    MAX_DRAFT_LEN,
+    MAX_SEQ_LEN,
+    MAX_TOKENS_PER_BLOCK,
+    BuildConfig,
+    Compiler,
+    SelfDraft,
+    SpeculativeDecodingMode,
+)
+from runtime.errors import UsageError
+from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
+
+DEFAULT_MAX_INPUT_LEN = 1024
+MAX_WORKERS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """What is built of what, and for which requests. The longest sequence is the model's where None is given."""
+
+    checkpoint_dir: Annotated[Path, typer.Option(help="Checkpoint made by `convert`.", rich_help_panel=INPUT)]
+    output_dir: Annotated[Path, typer.Option(help="Engine directory to write.", rich_help_panel=OUTPUT)]
+    max_batch_size: Annotated[
+        int, typer.Option(min=1, max=MAX_BATCH_SIZE, help="Sequences per step.", rich_help_panel=RUNTIME)
+    ] = 4
+    max_input_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_SEQ_LEN,
+            help="Tokens in a prompt.",
+            rich_help_panel=RUNTIME,
+            show_default="1024, or three quarters of max_seq_len where that is less",
+        ),
+    ] = None
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            max=MAX_SEQ_LEN,
+            help="Tokens in prompt and output together; max_draft_len is added to it.",
+            rich_help_panel=RUNTIME,
+            show_default="the model's positions",
+        ),
+    ] = None
+    max_draft_len: Annotated[
+        int, typer.Option(min=0, max=MAX_DRAFT_LEN, help="Tokens in a draft; 0 for none.", rich_help_panel=SPECULATION)
+    ] = 0
+    self_draft: Annotated[
+        Literal["none", "int8", "int4"],
+        typer.Option(
+            metavar="NAME",
+            help="Put a copy of the linear weights, rounded to int8 or int4, into the engine: by it the model drafts "
+            "for itself.",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = "none"
+    self_draft_group_size: Annotated[
+        int | None,
+        typer.Option(
+            min=-1,
+            help="Inputs of the copy's layers that share a scale; -1: all of an output's.",
+            rich_help_panel=SPECULATION,
+            show_default="64",
+        ),
+    ] = None
+    speculative_decoding_mode: Annotated[
+        SpeculativeDecodingMode,
+        typer.Option(
+            help="How drafts reach the engine: none or draft_tokens_external.",
+            rich_help_panel=SPECULATION,
+            metavar="NAME",
+        ),
+    ] = "none"
+    use_paged_context_fmha: Annotated[
+        Literal["enable", "disable"],
+        typer.Option(help="Attention over the paged K/V cache; drafts need it.", rich_help_panel=KV_CACHE),
+    ] = "enable"
+    tokens_per_block: Annotated[
+        int,
+        typer.Option(
+            min=1, max=MAX_TOKENS_PER_BLOCK, help="Tokens in a K/V block; a power of two.", rich_help_panel=KV_CACHE
+        ),
+    ] = 32
+    compiler: Annotated[
+        Compiler | None,
+        typer.Option(
+            help="`aot` compiles ahead of time; `torch-compile` serves models that cannot be exported; "
+            "`none` computes the model as it is.",
+            rich_help_panel=RUNTIME,
+            show_default="aot; on a GPU none, unless packages run there",
+        ),
+    ] = None
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="What the engine runs on; `auto` is a GPU where there is one.", rich_help_panel=RUNTIME),
+    ] = "auto"
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_WORKERS,
+            help="Processes that build at once, of a model that is split over devices: each has a rank's weights.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = 1
+    quality_text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text on which rounded weights are compared with the model that they were rounded from: 2,000 tokens.",
+            rich_help_panel=INPUT,
+            show_default="the demo's articles for the demo",
+        ),
+    ] = None
+    force: Force = False
+
+    def config(self, max_seq_len: int, compiler: Compiler) -> BuildConfig:
+        """For prompts and outputs of `max_seq_len` together, to which drafts are added."""
+        max_input_len = self.max_input_len
+        if max_input_len is None:
+            max_input_len = max(1, min(DEFAULT_MAX_INPUT_LEN, max_seq_len * 3 // 4))
+        return BuildConfig(
+            compiler=compiler,
+            max_batch_size=self.max_batch_size,
+            max_input_len=max_input_len,
+            max_seq_len=max_seq_len + self.max_draft_len,
+            max_draft_len=self.max_draft_len,
+            tokens_per_block=self.tokens_per_block,
+            speculative_decoding_mode=self.speculative_decoding_mode,
+            self_draft=self.copy,
+        )
+
+    @property
+    def copy(self) -> SelfDraft | None:
+        """How the copy that drafts is rounded."""
+        if self.self_draft == "none":
+            return None
+        group_size = self.self_draft_group_size or 64
+        return SelfDraft(self.self_draft, None if group_size == -1 else group_size)
+
+    def check(self) -> None:
+        """UsageError for settings of drafts that do not fit together, or blocks of a size that cannot be."""
+        if self.speculative_decoding_mode == "draft_tokens_external" and self.max_draft_len == 0:
+            raise UsageError(
+                "`--speculative-decoding-mode draft_tokens_external` needs a draft length: --max-draft-len 0",
+                hint="`--max-draft-len 10` allows drafts of up to 10 tokens",
+            )
+        if self.max_draft_len > 0 and self.speculative_decoding_mode == "none":
+            raise UsageError(
+                f"`--max-draft-len {self.max_draft_len}` needs a mode",
+                hint="`--speculative-decoding-mode draft_tokens_external`",
+            )
+        if self.max_draft_len > 0 and self.use_paged_context_fmha == "disable":
+            raise UsageError(
+                "drafts need attention over the paged K/V cache: --use-paged-context-fmha disable",
+                hint="`--use-paged-context-fmha enable`",
+            )
+        if self.self_draft != "none" and self.max_draft_len == 0:
+            raise UsageError(
+                f"`--self-draft` needs a draft length: {self.self_draft}",
+                hint="`--speculative-decoding-mode draft_tokens_external --max-draft-len 8` allows drafts of up to 8 "
+                "tokens",
+            )
+        if self.self_draft_group_size is not None and self.self_draft == "none":
+            raise UsageError(
+                f"`--self-draft-group-size` is of the copy that drafts: {self.self_draft_group_size}",
+                hint="`--self-draft int4` puts one into the engine",
+            )
+        if self.self_draft_group_size == 0:
+            raise UsageError("a group has at least one input: --self-draft-group-size 0", hint="64 is the default")
+        if self.tokens_per_block & (self.tokens_per_block - 1):
+            raise UsageError(
+                f"`--tokens-per-block` must be a power of two: {self.tokens_per_block}",
+                hint="`--tokens-per-block 32` is the default",
+            )
+
+
+@expand_groups
+def build(options: BuildOptions, output: Output) -> None:
+    """Build a compiled engine from a checkpoint, and check its logits against transformers before writing it.
+
+    Drafts need `--speculative-decoding-mode draft_tokens_external`, `--max-draft-len` and
+    `--use-paged-context-fmha enable`, as in TensorRT-LLM.
+    """
+    options.check()
+    check_output_directory(options.output_dir, replace=options.force)
+    check_new_directory(options.output_dir)
+    checkpoint = open_checkpoint(options.checkpoint_dir)
+    check_self_draft(checkpoint, options.copy)
+    if options.quality_text is not None:
+        check_readable([options.quality_text])
+    check_output_is_not_input(options.output_dir, options.checkpoint_dir)
+
+    from commands.build.report import BuildDocument, built_table
+    from runtime.compiler.build import Effort, build_engine, default_max_seq_len
+    from runtime.compiler.choosing import compiler_for
+    from runtime.compiler.quality import measure_quality, quality_text, record_quality
+    from runtime.engine import resolve_device
+
+    checkpoint_dir, output_dir = options.checkpoint_dir, options.output_dir
+    text = quality_text(checkpoint, options.quality_text)
+    target = resolve_device(options.device, 0)
+    max_seq_len = default_max_seq_len(checkpoint_dir) if options.max_seq_len is None else options.max_seq_len
+    settings = options.config(max_seq_len, compiler_for(target, options.compiler))
+    if options.max_input_len is None and settings.max_input_len < DEFAULT_MAX_INPUT_LEN:
+        output.warning(
+            f"`--max-input-len` is {settings.max_input_len}, because a request has room for {max_seq_len} tokens"
+        )
+    start, phase_times = time.perf_counter(), _PhaseTimes()
+    with output.phases() as show:
+
+        def phase(name: str) -> None:
+            phase_times.begin(name)
+            show(name)
+
+        effort = Effort(num_workers=options.workers)
+        config = build_engine(
+            checkpoint_dir, output_dir, settings, target, replace=options.force, phase=phase, effort=effort
+        )
+        if text is not None:
+            phase("comparing with the unrounded model")
+            config = record_quality(output_dir, config, measure_quality(checkpoint_dir, *text))
+    phase_times.end()
+    elapsed, size = time.perf_counter() - start, directory_bytes(output_dir)
+    if config.compiler_note:
+        output.warning(f"built with `--compiler torch-compile`: the model {config.compiler_note}")
+    output.result(built_table(config, output_dir, size, elapsed, phase_times.seconds))
+    document = BuildDocument(
+        engine_dir=str(output_dir),
+        engine=config,
+        size_bytes=size,
+        build_time_s=elapsed,
+        phase_times_s=phase_times.seconds,
+    )
+    output.document(document.as_json())
+
+
+class _PhaseTimes:
+    """Seconds per phase, in order."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._name, self._start = "", 0.0
+
+    def begin(self, name: str) -> None:
+        self.end()
+        self._name, self._start = name, time.perf_counter()
+
+    def end(self) -> None:
+        if self._name:
+            self.seconds[self._name] = time.perf_counter() - self._start

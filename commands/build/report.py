@@ -1,0 +1,110 @@
+"""What `convert` and `build` print: their JSON documents, a table of the engine, and how weights are rounded."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from rich.table import Table
+
+from commands.documents.records import Record
+from commands.output import megabytes
+from runtime.config import CheckpointConfig, EngineConfig, LogitsCheck, Measure, Quantization, SelfDraft, Size, as_json
+
+
+class BuildDocument(Record):
+    """What `specdec build --json` prints."""
+
+    engine_dir: str
+    engine: EngineConfig
+    size_bytes: Size = Field(description="of all files")
+    build_time_s: Measure
+    phase_times_s: dict[str, Measure] = Field(description="seconds of each phase, in order")
+
+
+class ConvertDocument(Record):
+    """What `specdec convert --json` prints."""
+
+    checkpoint_dir: str
+    model_dir: str = Field(description="as given")
+    checkpoint: CheckpointConfig
+    size_bytes: Size = Field(description="of all files")
+    convert_time_s: Measure
+
+
+def described(found: Quantization) -> str:
+    """Such as `W4A16 weights in groups of 64, activations int8`."""
+    pieces = []
+    if found.quant_algo is not None:
+        zeros = ", with zero points" if found.has_zero_point else ""
+        groups = "" if found.group_size is None else f" in groups of {found.group_size}"
+        source = "" if found.source == "rounded" else f" from {found.source}"
+        pieces.append(f"{found.quant_algo} weights{groups}{zeros}{source}, activations {found.activations}")
+    if found.kv_cache_quant_algo is not None:
+        pieces.append(f"{found.kv_cache_quant_algo} K/V")
+    return " and ".join(pieces)
+
+
+def described_quality(quality: dict[str, Any]) -> str:
+    """Of its JSON."""
+    return (
+        f"KL divergence {quality['mean_kl']:.2g} from {quality['unrounded']} unrounded, the same most probable token "
+        f"at {quality['top1_agreement']:.2%} of {quality['num_tokens']:,} tokens of {quality['text']}"
+    )
+
+
+def described_checkpoint(config: CheckpointConfig) -> str:
+    found, tp_size = config.quantization, config.mapping.tp_size
+    kind = config.dtype if found is None else f"{config.dtype} with {described(found)}"
+    return kind if tp_size == 1 else f"{kind}, split over {tp_size} devices"
+
+
+def _kv_cache(config: EngineConfig) -> str:
+    from runtime.kv_cache import bytes_per_block, kv_dtype
+
+    shape, block_size = config.step_shape, config.build_config.tokens_per_block
+    num_bytes = bytes_per_block(config.layers, block_size, kv_dtype(config.dtype, shape.kv_cache)) // block_size
+    return f"blocks of {block_size} tokens, {shape.kv_cache or config.dtype}, {num_bytes:,} bytes a token"
+
+
+def built_table(config: EngineConfig, output_dir: Path, size: int, elapsed: float, phases: dict[str, float]) -> Table:
+    build, check = config.build_config, config.logits_check
+    table = Table(title=f"Engine {output_dir}", title_justify="left", show_header=False)
+    table.add_row("model", f"{config.pretrained_config['model_type']}, {config.dtype}, {len(config.layers)} layers")
+    if config.quantization is not None:
+        table.add_row("weights", described(config.quantization))
+    if config.quality is not None:
+        table.add_row("rounding", described_quality(as_json(config.quality)))
+    table.add_row(
+        "runs on", f"{config.environment.device} ({config.environment.capability}), torch {config.environment.torch}"
+    )
+    if config.mapping.tp_size > 1:
+        table.add_row("split", f"over {config.mapping.tp_size} devices")
+    table.add_row("compiler", build.compiler)
+    table.add_row(
+        "limits",
+        f"batch {build.max_batch_size}, input {build.max_input_len}, input + output {build.max_request_len} tokens",
+    )
+    table.add_row("drafts", f"up to {build.max_draft_len} tokens" if build.max_draft_len else "none")
+    if build.self_draft is not None:
+        table.add_row("copy that drafts", _described_copy(build.self_draft))
+    table.add_row("K/V cache", _kv_cache(config))
+    table.add_row("logits check", _described_check(check))
+    table.add_row("size", megabytes(size))
+    table.add_row("time", f"{elapsed:.1f} s (" + ", ".join(f"{name} {s:.1f} s" for name, s in phases.items()) + ")")
+    return table
+
+
+def _described_check(check: LogitsCheck) -> str:
+    said = f"{check.relative_difference:.1e} from transformers' eager attention, relative (allowed {check.tolerance:g})"
+    for bits, ours, theirs in (
+        ("float32", check.from_float32, check.transformers_from_float32),
+        ("float64", check.from_float64, check.transformers_from_float64),
+    ):
+        if ours is not None and theirs is not None:
+            said += f"; {ours:.1e} from {bits}, transformers' {theirs:.1e}"
+    return said
+
+
+def _described_copy(self_draft: SelfDraft) -> str:
+    size = self_draft.group_size
+    return f"linear weights in {self_draft.qformat}, {'by output' if size is None else f'in groups of {size}'}"

@@ -1,0 +1,72 @@
+"""`specdec cache list` and `prune`: the engines that `--model-dir` has made, and how much room they may take."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from commands.options.expand import expand_groups
+from commands.options.shared import RUNTIME
+from commands.output import Output
+from runtime.errors import UsageError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneOptions:
+    """How much may stay."""
+
+    max_size: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="What engines may take together: bytes, or as 500M, 20G, 1.5T.",
+            rich_help_panel=RUNTIME,
+        ),
+    ]
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.", rich_help_panel=RUNTIME)
+    ] = False
+
+
+@expand_groups
+def list_engines(output: Output) -> None:
+    """Show the engines in the cache: their size, when they were used last, and whether a process uses them now."""
+    from commands.cache.report import cache_list_document, show_cache
+    from runtime.cached_engines import cached_engines, other_bytes
+
+    engines, others = cached_engines(), other_bytes()
+    show_cache(engines, others, output)
+    output.document(cache_list_document(engines, others))
+
+
+@expand_groups
+def prune(options: PruneOptions, output: Output) -> None:
+    """Remove engines from the cache, those first that were not used for longest, and none that is in use.
+
+    What is removed is built again when it is needed.
+    """
+    max_bytes = parse_size(options.max_size)
+
+    from commands.cache.report import cache_prune_document, show_pruned
+    from runtime import cached_engines
+
+    engines = cached_engines.cached_engines()
+    chosen = cached_engines.engines_to_prune(engines, max_bytes)
+    removed = chosen if options.dry_run else cached_engines.prune(chosen)
+    left = sum(engine.num_bytes for engine in engines if engine not in removed)
+    show_pruned(removed, left, options.dry_run, output)
+    if left > max_bytes:
+        num_used = sum(engine not in removed for engine in engines)
+        output.warning(f"{num_used} in use: they take more than `--max-size`, {left:,} bytes")
+    output.document(cache_prune_document(removed, left, options.dry_run))
+
+
+def parse_size(text: str) -> int:
+    """UsageError for what is no size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise UsageError(f"`--max-size` is no size: {text}", hint="write bytes, or a number with K, M, G or T: 20G")
+    return int(float(found[1]) * _UNITS[found[2].upper()])

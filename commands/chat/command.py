@@ -1,0 +1,62 @@
+"""`specdec chat`, its flags: a conversation in the terminal."""
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import typer
+
+from commands.options.engine import EngineOptions
+from commands.options.expand import expand_groups
+from commands.options.shared import INPUT, OUTPUT
+from commands.output import Output
+from commands.run.command import RunGeneration
+from runtime.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What the model is told first, and what is shown."""
+
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told first.", rich_help_panel=INPUT, show_default=False)
+    ] = None
+    show_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--show-tokens", help="Mark accepted, recovered and bonus tokens in the answers.", rich_help_panel=OUTPUT
+        ),
+    ] = False
+
+
+@expand_groups
+def chat(engine: EngineOptions, chat: ChatOptions, generation: RunGeneration) -> None:
+    """Talk with a model that was trained for conversations, and watch it speculate.
+
+    `/stats` has the last answer's numbers, `/reset` forgets the conversation, `/quit` leaves; Ctrl-C ends an answer.
+    What was said before is found in the K/V cache. Without flags of sampling answers are sampled as the model's
+    generation_config.json says, and are greedy where it says nothing.
+    """
+    generation.common.check()
+    params = generation.params(None)
+    if params.n > 1:
+        raise UsageError(f"a chat has one answer: `--num-return-sequences {params.n}`", hint="leave the flag out")
+    choice = engine.choose(params, generation.common.max_num_tokens, "leader")
+    choice.check_chat_template()
+
+    from commands.chat.work import HELP, Conversation, lines_of_user, values_line
+
+    output = Output()
+    with choice.open(output) as setup:
+        own = setup.llm.model_defaults.sampling
+        setup = replace(setup, params=generation.for_chat(own).params(None))
+        if setup.params != params:
+            output.result(f"sampled as the model's generation_config.json says: {values_line(own)}")
+        conversation = Conversation(setup, output, chat.system, chat.show_tokens)
+        setup.llm.chat_template  # noqa: B018  # that there is one is found before the first line
+        output.result(HELP)
+        for line in lines_of_user():
+            if not conversation.hear(line.rstrip("\n")):
+                break
+    if conversation.num_unanswered and not sys.stdin.isatty():
+        raise typer.Exit(1)

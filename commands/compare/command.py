@@ -1,0 +1,35 @@
+"""`specdec compare`: two documents of `run` or `summarize` side by side, and which differences exceed the noise."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.options.expand import expand_groups
+from commands.output import Output
+from runtime.errors import SpecDecError
+
+
+@expand_groups
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="What `run --json` or `summarize --json` printed.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another one, of the same command.")],
+    output: Output,
+) -> None:
+    """Compare two documents: settings, metrics, and which differences are more than noise.
+
+    Counts such as tokens per step are exact for greedy output. Times are compared request by request, and need six.
+    """
+    from commands.compare.document import compare_document, read_document
+    from commands.compare.tables import show
+
+    document_a, document_b = read_document(a), read_document(b)
+    if document_a["command"] != document_b["command"]:
+        raise SpecDecError(
+            f"the documents are of different commands: {a} of `{document_a['command']}`, {b} of "
+            f"`{document_b['command']}`",
+            hint="compare two of the same command",
+        )
+    document = compare_document(a, b, document_a, document_b)
+    show(document, output)
+    output.document(document)

@@ -1,0 +1,141 @@
+"""The JSON document of `specdec compare`, and those that it compares, read again."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from commands.documents.records import SCHEMA_VERSION, Head, Record, document_head
+from commands.run.document import RunDocument
+from commands.summarize.document import SummarizeDocument
+from runtime.config import Count, Measure
+from runtime.errors import SpecDecError
+from runtime.evaluation.comparison import Unit, compare_documents
+from runtime.reading import parse_json, read_utf8, shown
+
+
+class DifferentSetting(Record):
+    """A setting, or a fact of the engine or the versions, that differs."""
+
+    name: str
+    a: Any = Field(description="null where this side does not have it")
+    b: Any = Field(description="null where this side does not have it")
+
+
+class ComparedRequests(Record):
+    """Which requests are the same."""
+
+    num_a: Count
+    num_b: Count
+    num_same_prompt: Count
+    num_identical_outputs: Count = Field(description="of those of the same prompt, outputs with the same ids")
+    paired: bool = Field(description="whether every request of each has its prompt in the other")
+
+
+class IntervalRecord(Record):
+    """Where a ratio lies."""
+
+    ratio: Measure = Field(description="typical ratio of B to A of an observation (Hodges-Lehmann)")
+    low: Measure
+    high: Measure
+
+
+class ComparedMetric(Record):
+    """A metric of both documents."""
+
+    title: str
+    unit: Unit
+    a: float | None
+    b: float | None
+    difference: float | None = Field(description="b - a")
+    ratio: float | None = Field(description="b / a; null where a is 0 or either is null")
+    interval: IntervalRecord | None = Field(
+        description="where the ratio of an observation lies; null where nothing can be said, or counts are exact"
+    )
+    num_observations: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = Field(
+        description="of A and of B; requests that ran together are one observation of their time"
+    )
+    verdict: Literal["same", "different", "within noise", "unknown"]
+    method: Literal["exact", "paired", "unpaired", "none"] = Field(
+        description="exact: counts that would be the same again; paired: Wilcoxon's signed ranks; "
+        "unpaired: Mann and Whitney's ranks"
+    )
+    reason: str | None
+
+
+class CompareDocument(Head):
+    """What `specdec compare --json` prints."""
+
+    command: Literal["compare"]
+    compared_command: Literal["run", "summarize"]
+    a: str = Field(description="path of A.json")
+    b: str = Field(description="path of B.json")
+    settings: list[DifferentSetting] = Field(description="settings, engine and versions that differ")
+    requests: ComparedRequests
+    level: float = Field(gt=0, lt=1, description="of the intervals")
+    control: IntervalRecord | None = Field(
+        description="time for a token of the engine without a drafter, B / A; null where the documents do not have it "
+        "or the engines differ"
+    )
+    metrics: dict[str, ComparedMetric]
+
+
+def compare_document(a: Path, b: Path, document_a: dict[str, Any], document_b: dict[str, Any]) -> dict[str, Any]:
+    document = CompareDocument(
+        **document_head("compare"),
+        compared_command=document_a["command"],
+        a=str(a),
+        b=str(b),
+        **compare_documents(document_a, document_b),
+    )
+    return document.as_json()
+
+
+_DOCUMENTS: dict[str, type[Record]] = {"run": RunDocument, "summarize": SummarizeDocument}
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """A document of `run` or `summarize`, as `--json` printed it; SpecDecError for anything else."""
+    text = read_utf8(path)
+    data = parse_json(text, path)
+    command = data.get("command") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or "schema_version" not in data or not isinstance(command, str):
+        raise SpecDecError(
+            f"not a document of specdec: {path}", hint="give what `specdec run --json` or `summarize --json` printed"
+        )
+    if command not in _DOCUMENTS:
+        raise SpecDecError(
+            f"not a document of `run` or `summarize` but of `{command}`: {path}",
+            hint="give what `specdec run --json` or `summarize --json` printed",
+        )
+    if data["schema_version"] != SCHEMA_VERSION:
+        raise SpecDecError(
+            f"the schema version is {data['schema_version']}, and this specdec reads {SCHEMA_VERSION}: {path}",
+            hint="make it again with this specdec",
+        )
+    try:
+        _DOCUMENTS[command].model_validate_json(text)
+    except ValidationError as error:
+        found = min(error.errors(include_url=False), key=lambda one: len(one["loc"]))
+        raise SpecDecError(
+            f"the document is not as its schema says, at {_said(found, data)}: {path}",
+            hint="it is damaged or was edited; make it again",
+        ) from error
+    return data
+
+
+def _said(error: ErrorDetails, data: Any) -> str:
+    """The place, the value there, and what is wrong with it. Names of types, which pydantic has among the keys, go."""
+    place, key = "$", error["loc"][-1]
+    is_unknown = error["type"] in ("extra_forbidden", "unexpected_keyword_argument")
+    for part in error["loc"][:-1] if is_unknown else error["loc"]:
+        if isinstance(part, int) and isinstance(data, list):
+            place, data = f"{place}[{part}]", data[part]
+        elif isinstance(data, dict) and part in data:
+            place, data = f"{place}.{part}", data[part]
+    if is_unknown:
+        return f"{place}: {key!r} is an unknown key"
+    if error["type"] == "missing":
+        return f"{place}: {key!r} is a required key"
+    return f"{place}: {shown(data)} {error['msg'].removeprefix('Input ').removeprefix('Value ')}"

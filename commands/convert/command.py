@@ -1,0 +1,195 @@
+"""`specdec convert`: a Hugging Face model becomes a checkpoint."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from commands.options.expand import expand_groups
+from commands.options.shared import INPUT, KV_CACHE, OUTPUT, ROUNDING, RUNTIME, Force
+from commands.output import Output, check_new_directory, megabytes
+from runtime.config import KVCacheQuantAlgo, Precision, QuantFormat
+from runtime.errors import UsageError
+from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
+from runtime.models import read_model_config, resolve_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """What is converted, and to what. `pp_size` is TensorRT-LLM's, and refused."""
+
+    model_dir: Annotated[
+        str,
+        typer.Option(
+            help="Model directory, GGUF file, hub id, or shipped name (`demo`, `demo-draft`).", rich_help_panel=INPUT
+        ),
+    ]
+    output_dir: Annotated[Path, typer.Option(help="Checkpoint directory to write.", rich_help_panel=OUTPUT)]
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        typer.Option(help="Dtype of the weights; `auto` keeps the one they were saved in.", rich_help_panel=RUNTIME),
+    ] = "auto"
+    qformat: Annotated[
+        Literal["full_prec", "int8", "int4", "fp8", "int8_wo", "int4_wo"],
+        typer.Option(
+            help="Round the linear layers' weights: `full_prec`, `int8`, `int4` or `fp8`; `int8_wo` and `int4_wo` are "
+            "TensorRT-LLM's names.",
+            rich_help_panel=ROUNDING,
+            metavar="FORMAT",
+        ),
+    ] = "full_prec"
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Inputs that share a scale: 32, 64 or 128; -1 for all of an output's.",
+            rich_help_panel=ROUNDING,
+            show_default="64, for fp8 -1",
+        ),
+    ] = None
+    quantize_lm_head: Annotated[
+        bool, typer.Option("--quantize-lm-head", help="Round the output layer too.", rich_help_panel=ROUNDING)
+    ] = False
+    use_weight_only: Annotated[
+        bool,
+        typer.Option(
+            "--use-weight-only",
+            help="TensorRT-LLM's `--qformat` with `--weight-only-precision`.",
+            rich_help_panel=ROUNDING,
+        ),
+    ] = False
+    weight_only_precision: Annotated[
+        Literal["int8", "int4"] | None,
+        typer.Option(help="What `--use-weight-only` rounds to.", rich_help_panel=ROUNDING, show_default="int8"),
+    ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        typer.Option(help="Dtype of keys and values; `auto` is the weights'.", rich_help_panel=KV_CACHE),
+    ] = "auto"
+    activations: Annotated[
+        Literal["float", "int8", "int16"] | None,
+        typer.Option(
+            help="Activation format for quantized layers.",
+            rich_help_panel=ROUNDING,
+            show_default="int8 for weights in int4, int16 for int8, float for fp8",
+        ),
+    ] = None
+    tp_size: Annotated[
+        int,
+        typer.Option(
+            help="Split the weights over so many devices, whose ranks compute a step together.",
+            rich_help_panel=RUNTIME,
+            min=1,
+            max=64,
+        ),
+    ] = 1
+    pp_size: Annotated[int, typer.Option(hidden=True)] = 1
+    force: Force = False
+
+    def check(self) -> None:
+        """UsageError for what says the same twice, or nothing."""
+        if self.pp_size != 1:
+            raise UsageError(
+                f"layers are not spread over devices one after another: --pp-size {self.pp_size}",
+                hint="`--tp-size` splits each layer",
+            )
+        if self.weight_only_precision is not None and not self.use_weight_only:
+            raise UsageError(
+                f"`--weight-only-precision {self.weight_only_precision}` needs `--use-weight-only`",
+                hint=f"`--qformat {self.weight_only_precision}` says the same",
+            )
+        if self.use_weight_only and self.qformat != "full_prec":
+            raise UsageError(
+                f"`--use-weight-only` and `--qformat {self.qformat}` say the same twice", hint="leave one of them out"
+            )
+        if self._qformat == "fp8" and self.activations not in (None, "float"):
+            raise UsageError(
+                f"`--activations {self.activations}` needs weights that are integers: --qformat fp8",
+                hint="leave it out",
+            )
+        if self._qformat is None:
+            self._check_unrounded()
+        elif self.group_size not in (None, *_GROUP_SIZES):
+            raise UsageError(
+                f"`--group-size` is 32, 64, 128 or -1: {self.group_size}", hint="`--group-size 64` is int4's default"
+            )
+
+    def _check_unrounded(self) -> None:
+        """UsageError for a setting of rounding where nothing is rounded."""
+        flags = {
+            "--group-size": self.group_size is not None,
+            "--quantize-lm-head": self.quantize_lm_head,
+        }
+        if given := next((flag for flag, is_given in flags.items() if is_given), None):
+            raise UsageError(f"`{given}` needs weights to round", hint="`--qformat int4` rounds them")
+
+    @property
+    def _qformat(self) -> QuantFormat | None:
+        if self.use_weight_only:
+            return self.weight_only_precision or "int8"
+        return _FORMATS[self.qformat]
+
+    @property
+    def precision(self) -> Precision:
+        """What is rounded, and to what."""
+        default = -1 if self._qformat == "fp8" else 64
+        size = default if self.group_size is None else self.group_size
+        return Precision(
+            self._qformat,
+            None if size == -1 else size,
+            self.quantize_lm_head,
+            _KV_CACHE[self.kv_cache_dtype],
+            self.activations,
+        )
+
+
+_GROUP_SIZES = (32, 64, 128, -1)
+_FORMATS: dict[str, QuantFormat | None] = {
+    "full_prec": None, "int8": "int8", "int4": "int4", "fp8": "fp8", "int8_wo": "int8", "int4_wo": "int4",
+}  # fmt: skip
+_KV_CACHE: dict[str, KVCacheQuantAlgo | None] = {"auto": None, "int8": "INT8", "fp8": "FP8"}
+
+
+@expand_groups
+def convert(options: ConvertOptions, output: Output) -> None:
+    """Convert a Hugging Face model into a checkpoint: config.json, and rank0.safetensors of each device.
+
+    Weights are copied tensor by tensor, so a model larger than memory converts.
+    """
+    options.check()
+    output_dir = options.output_dir
+    check_output_directory(output_dir, replace=options.force)
+    check_new_directory(output_dir)
+    source = resolve_model(options.model_dir)
+    read_model_config(source)
+    check_output_is_not_input(output_dir, source)
+
+    from commands.build.report import ConvertDocument, described_checkpoint
+    from runtime import checkpoint
+
+    start = time.perf_counter()
+    with output.byte_progress("converting") as progress:
+        dtype = None if options.dtype == "auto" else options.dtype
+        config = checkpoint.convert(
+            source,
+            output_dir,
+            dtype,
+            replace=options.force,
+            progress=progress,
+            precision=options.precision,
+            tp_size=options.tp_size,
+        )
+    elapsed, size = time.perf_counter() - start, directory_bytes(output_dir)
+    output.result(
+        f"Converted {config.pretrained_config['model_type']} to {described_checkpoint(config)}: "
+        f"{megabytes(size)} in {elapsed:.1f} s → {output_dir}"
+    )
+    document = ConvertDocument(
+        checkpoint_dir=str(output_dir),
+        model_dir=options.model_dir,
+        checkpoint=config,
+        size_bytes=size,
+        convert_time_s=elapsed,
+    )
+    output.document(document.as_json())

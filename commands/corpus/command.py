@@ -1,0 +1,173 @@
+"""`specdec corpus create`, `merge` and `stats`: text or traces become a file that n-gram lookup drafts from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from commands.inputs.prompts import check_text
+from commands.options.expand import expand_groups
+from commands.options.shared import INPUT, OUTPUT
+from commands.output import Output, check_output_files, check_readable
+from runtime.errors import SpecDecError, UsageError
+from runtime.models import resolve_tokenizer
+from runtime.reading import read_json_lines, read_utf8, shown
+
+if TYPE_CHECKING:
+    from runtime.tokenizer import Tokenizer
+
+_MAX_NGRAM_SIZE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusInputs:
+    """What a corpus is made of."""
+
+    tokenizer_dir: Annotated[
+        Path,
+        typer.Option(
+            help="Tokenizer of the model the corpus is for: an engine, checkpoint or model directory, or a GGUF file.",
+            rich_help_panel=INPUT,
+        ),
+    ]
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Prompts with outputs, as `--output-traces` writes them; each is a document. Repeatable.",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
+    ] = None
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help=".txt, a document, or .jsonl with a document's `text` on each line. Repeatable.",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
+    ] = None
+
+    def paths(self) -> list[Path]:
+        """Traces and texts. UsageError for none, or for a kind of text that is not known."""
+        paths = [*(self.traces or []), *(self.text or [])]
+        if not paths:
+            raise UsageError(
+                "a corpus is made of traces or text", hint="`--traces FILE`, `--text FILE` or several of them"
+            )
+        for path in self.text or []:
+            if path.suffix.lower() not in (".txt", ".jsonl"):
+                raise UsageError(f"unknown kind of text file: {path}", hint="use `.txt` or `.jsonl`")
+        return paths
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusFile:
+    """Where a corpus is written."""
+
+    output_file: Annotated[Path, typer.Option("--output", help="Corpus file to write.", rich_help_panel=OUTPUT)]
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the output file if it is a corpus.", rich_help_panel=OUTPUT)
+    ] = False
+
+    def check(self, inputs: list[Path]) -> None:
+        """SpecDecError unless the file can be written, and is new or, with `--force`, a corpus."""
+        from runtime.corpus import is_corpus
+
+        path = self.output_file
+        check_output_files([path], inputs)
+        if not path.exists():
+            return
+        if not self.force:
+            raise SpecDecError(f"output file exists: {path}", hint="`--force` replaces it")
+        if not path.is_file() or not is_corpus(path):
+            raise SpecDecError(
+                f"output file is something other than a corpus: {path}",
+                hint="`--force` replaces only what specdec wrote; choose another name or remove this one",
+            )
+
+
+@expand_groups
+def create(inputs: CorpusInputs, corpus_file: CorpusFile, output: Output) -> None:
+    """Make a corpus of texts, or of what a model has answered before.
+
+    `run` and `summarize` draft from it with `--ngram-corpus`.
+    """
+    paths = inputs.paths()
+    corpus_file.check(paths)
+    resolve_tokenizer(inputs.tokenizer_dir)
+    check_readable(paths)
+
+    from commands.corpus.report import show_written
+    from commands.inputs.traces import read_traces
+    from runtime.corpus import Corpus, write_corpus
+    from runtime.text import open_tokenizer, tokenizer_digest, tokenizer_vocab_size
+
+    tokenizer = open_tokenizer(inputs.tokenizer_dir)
+    vocab_size, digest = tokenizer_vocab_size(tokenizer), tokenizer_digest(tokenizer)
+    documents: list[list[int]] = []
+    for path in inputs.traces or []:
+        documents += [[*t.prompt_tokens, *t.output_tokens] for t in read_traces(path, tokenizer, vocab_size)]
+    for path in inputs.text or []:
+        documents += _read_texts(path, tokenizer)
+    output_file = corpus_file.output_file
+    write_corpus(output_file, documents, vocab_size=vocab_size, tokenizer_digest=digest, replace=corpus_file.force)
+    show_written(Corpus.open(output_file), output)
+
+
+@expand_groups
+def merge(
+    inputs: Annotated[list[Path], typer.Argument(metavar="FILE", help="Corpora with the same tokenizer.")],
+    corpus_file: CorpusFile,
+    output: Output,
+) -> None:
+    """Make one corpus of several."""
+    if len(inputs) < 2:
+        raise UsageError(f"there is nothing to merge it with: {inputs[0]}", hint="name two corpora or more")
+    corpus_file.check(inputs)
+    resolved = [path.resolve() for path in inputs]
+    twice = next((path for path in inputs if resolved.count(path.resolve()) > 1), None)
+    if twice is not None:
+        raise UsageError(f"the corpora name one file twice: {twice}", hint="name each once")
+    from commands.corpus.report import show_written
+    from runtime.corpus import Corpus, merge_corpora
+
+    merge_corpora(corpus_file.output_file, [Corpus.open(path) for path in inputs], replace=corpus_file.force)
+    show_written(Corpus.open(corpus_file.output_file), output)
+
+
+@expand_groups
+def stats(corpus_file: Annotated[Path, typer.Argument(metavar="FILE", help="A corpus.")], output: Output) -> None:
+    """Say what is in a corpus, and how often its n-grams repeat: what does not repeat cannot be found again."""
+    from commands.corpus.report import corpus_document, corpus_table, ngram_record, ngram_table
+    from runtime.corpus import Corpus
+
+    corpus = Corpus.open(corpus_file)
+    ngrams = [ngram_record(counts) for counts in corpus.ngram_counts(_MAX_NGRAM_SIZE) if counts.num_distinct]
+    output.result(corpus_table(corpus))
+    output.result(ngram_table(ngrams))
+    output.document(corpus_document(corpus, ngrams))
+
+
+def _read_texts(path: Path, tokenizer: "Tokenizer") -> list[list[int]]:
+    """The tokens of each document of a text file."""
+    from runtime.text import encode_text
+
+    content = read_utf8(path)
+    texts = [(content, str(path))]
+    if path.suffix.lower() == ".jsonl":
+        texts = []
+        for number, row in read_json_lines(content, path):
+            if "text" not in row:
+                raise SpecDecError(
+                    f"line {number} of {path} has no `text`, it has: {shown(sorted(row))}",
+                    hint='write {"text": "..."}; traces are given with `--traces`',
+                )
+            where = f"line {number} of {path}"
+            texts.append((check_text(row["text"], f"`text` on {where}"), where))
+    documents = []
+    for document, where in texts:
+        documents.append(encode_text(tokenizer, document))
+        if not documents[-1]:
+            raise SpecDecError(f"the tokenizer makes nothing of the text: {where}", hint="leave it out")
+    return documents

@@ -1,0 +1,90 @@
+"""`specdec doctor`, its flags: what is wrong with an engine, its drafter and the machine, and a remedy for each."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.inputs.prompts import read_prompts
+from commands.options.engine import USUAL_ENGINE, EngineChoice, EngineDir
+from commands.options.expand import expand_groups
+from commands.options.kv_cache import KVCacheOptions
+from commands.options.leader import Loop, ModelOptions
+from commands.options.shared import INPUT, RUNTIME, TokenizerDir
+from commands.options.speculation import SpeculationOptions
+from commands.output import Output
+
+
+@dataclass(frozen=True)
+class DoctorInputs:
+    """The engine, and what it is asked."""
+
+    engine_dir: EngineDir = None
+    model: ModelOptions = field(default_factory=ModelOptions)
+    input_text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompt; repeatable. Those that are asked in earnest tell most.",
+            rich_help_panel=INPUT,
+            show_default="4 shipped articles, cut to what fits",
+        ),
+    ] = None
+    input_file: Annotated[
+        Path | None,
+        typer.Option(help="Prompts in a file, as `run` takes it.", rich_help_panel=INPUT, show_default=False),
+    ] = None
+    tokenizer_dir: TokenizerDir = None
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """How the prompts are answered."""
+
+    max_output_len: Annotated[
+        int, typer.Option(min=1, help="Tokens to generate from a prompt.", rich_help_panel=RUNTIME)
+    ] = 64
+    mode: Annotated[
+        Loop,
+        typer.Option(
+            metavar="NAME", help="The loop: orchestrator (V1) or leader (V2), as for `run`.", rich_help_panel=RUNTIME
+        ),
+    ] = "orchestrator"
+
+
+@expand_groups
+def doctor(
+    inputs: DoctorInputs,
+    options: DoctorOptions,
+    speculation: SpeculationOptions,
+    kv_cache: KVCacheOptions,
+    output: Output,
+) -> None:
+    """Look for what makes an engine slow or speculation useless, and say what to do about it.
+
+    Answers a few prompts without the drafter, with it, and without it again, times steps beside those of the build, and
+    looks at the draft model, the K/V cache, the weights and the machine. Exits with 1 if something is found. Greedy.
+    """
+    speculation.check_profile((), inputs.model.model_dir)
+    named, device_ids = speculation.resolve()
+    inputs.model.check(inputs.engine_dir)
+    choice = EngineChoice(
+        inputs.engine_dir or Path(USUAL_ENGINE),
+        inputs.tokenizer_dir,
+        named,
+        device_ids,
+        options.mode,
+        kv_cache.fitting(is_leader=options.mode == "leader"),
+        model_dir=inputs.model.model_dir,
+        built_for=inputs.model.engines,
+        profile=speculation.profile,
+    )
+    has_prompts = bool(inputs.input_text) or inputs.input_file is not None
+    prompts = read_prompts(inputs.input_text or [], inputs.input_file) if has_prompts else None
+    choice = choice.checked()
+
+    from commands.doctor.work import diagnose
+    from commands.sessions import engines_made
+
+    with engines_made(choice, output) as made:
+        diagnose(made, inputs, options, prompts, output)

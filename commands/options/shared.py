@@ -1,0 +1,97 @@
+"""The panels of `--help`, in the order of all commands; flags that several groups have as a field of their own."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampling"
+KV_CACHE, RUNTIME, LEADER, SERVER = "KV cache", "Runtime", "Leader mode (V2)", "Server"
+ROUNDING, CLUSTER = "Rounding", "Cluster"
+PANELS = (INPUT, SERVER, CLUSTER, RUNTIME, ROUNDING, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
+
+COMMON = frozenset(
+    {
+        "help_all", "prompt", "engine_dir", "hf_model_dir", "input_text", "input_file", "apply_chat_template", "system",
+        "dataset",
+        "max_output_len", "output_len", "test_engine", "test_hf", "batch_size", "max_ite", "stop_words",
+        "ngram_config", "draft_len_mode", "profile", "draft_target_model_config", "draft_engine_dir",
+        "temperature", "top_k", "top_p", "random_seed",
+        "model_dir", "draft_model_dir", "streaming",
+        "check_accuracy", "check_lossless", "stats", "show_tokens", "report",
+        "json", "quiet",
+        "host", "port", "api_key", "served_model_name", "max_queue_len",
+        "output_file", "ray", "num_workers", "traces", "output",
+    }
+)  # fmt: skip
+"""What `--help` shows of a command with many flags; `--help-all` shows all."""
+
+
+def sort_by_panel(params: list[Any]) -> list[Any]:
+    """A command's parameters in the order of their panels; arguments and what has no panel first."""
+    places = {panel: i for i, panel in enumerate(PANELS)}
+    return sorted(params, key=lambda param: places.get(getattr(param, "rich_help_panel", None) or "", -1))
+
+
+TokenizerDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Tokenizer to use instead of the engine's own: a directory or GGUF file.",
+        rich_help_panel=INPUT,
+        show_default="engine's",
+    ),
+]
+EndId = Annotated[
+    int | None,
+    typer.Option(min=0, help="Token id that ends an output.", rich_help_panel=RUNTIME, show_default="the model's own"),
+]
+MaxNumTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens of prompts computed at a time, so that a long one does not stall the others.",
+        rich_help_panel=RUNTIME,
+        show_default="512",
+    ),
+]
+OutputTraces = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write prompt and output ids as JSON lines, which `corpus create` reads.",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+    ),
+]
+CheckLossless = Annotated[
+    bool,
+    typer.Option(
+        "--check-lossless",
+        help="Compare with the same engine without a drafter; exit 1 if speculation changed the output.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Stats = Annotated[
+    Literal["summary", "detailed", "none"],
+    typer.Option(
+        help="`summary` is the tables; `detailed` adds acceptance by draft length and position and tokens per step "
+        "over time, and to `--json` the counts of each step; `none` leaves outputs and checks only.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.html",
+        help="Write a page with charts, tables, settings and marked outputs; it needs no other file.",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+    ),
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace the output directory if specdec wrote it.", rich_help_panel=OUTPUT)
+]
+
+
+def end_id_params(end_id: int | None) -> dict[str, Any]:
+    """What `--end-id` means to `SamplingParams`: this id alone ends an output, or the model's own do."""
+    return {} if end_id is None else {"stop_token_ids": [end_id], "ignore_eos": True}

@@ -1,0 +1,212 @@
+"""`specdec run`, its flags: generate, with or without speculation, and say how it went."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from commands.inputs.prompts import read_prompts
+from commands.options.engine import EngineOptions
+from commands.options.expand import expand_groups
+from commands.options.generation import GenerationOptions
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, CheckLossless, OutputTraces, Report, Stats
+from commands.output import Output, check_output_files, check_report
+from runtime.errors import SpecDecError, UsageError
+from runtime.params import SamplingParams
+
+MAX_NUM_RETURN_SEQUENCES = 1024
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What is read."""
+
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="Prompts; `-` is what standard input holds.", show_default=False)
+    ] = None
+    input_text: Annotated[
+        list[str] | None, typer.Option(help="Prompt; repeatable.", rich_help_panel=INPUT, show_default=False)
+    ] = None
+    input_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts: .txt (one a line), .jsonl (`prompt`, `prompt_ids` or `messages`), .csv or .npy (token "
+            "ids); `-` is standard input, one a line.",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
+    ] = None
+    max_input_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Keep this many last tokens of a prompt.", rich_help_panel=INPUT, show_default="all"),
+    ] = None
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--apply-chat-template",
+            help="Give texts as what a user says, by the tokenizer's chat template.",
+            rich_help_panel=INPUT,
+        ),
+    ] = False
+
+    @property
+    def paths(self) -> list[Path]:
+        return [] if self.input_file is None else [self.input_file]
+
+    @property
+    def texts(self) -> list[str]:
+        """Prompts by argument, then those by flag."""
+        return [*(self.prompt or []), *(self.input_text or [])]
+
+
+@dataclass(frozen=True)
+class RunGeneration:
+    """How much is generated, and how."""
+
+    max_output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 128
+    common: GenerationOptions = field(default_factory=GenerationOptions)
+    random_seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)] = 0
+    num_return_sequences: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_NUM_RETURN_SEQUENCES, help="Outputs for each prompt.", rich_help_panel=SAMPLING),
+    ] = 1
+
+    def for_chat(self, defaults: Mapping[str, Any]) -> "RunGeneration":
+        """With the model's own sampling where none is given."""
+        return replace(self, common=replace(self.common, sampling=self.common.sampling.for_chat(defaults)))
+
+    def params(self, logprobs: int | None) -> SamplingParams:
+        """How to answer every prompt."""
+        return self.common.params(
+            n=self.num_return_sequences, seed=self.random_seed, max_tokens=self.max_output_len, logprobs=logprobs
+        )
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """What is printed, written and checked of the outputs."""
+
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Print text as it is generated.", rich_help_panel=OUTPUT)
+    ] = False
+    streaming_interval: Annotated[
+        int | None, typer.Option(min=1, help="Steps between two prints.", rich_help_panel=OUTPUT, show_default="5")
+    ] = None
+    output_csv: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write prompt and output ids, padded with the end id.", rich_help_panel=OUTPUT, show_default=False
+        ),
+    ] = None
+    output_npy: Annotated[
+        Path | None, typer.Option(help="The same as int32 array.", rich_help_panel=OUTPUT, show_default=False)
+    ] = None
+    output_generation_logits: Annotated[
+        bool,
+        typer.Option(
+            "--output-generation-logits",
+            help="Write the target's float32 logits of every generated token, to `logits_generation.npy` if no other "
+            "name is given.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = False
+    output_logits_npy: Annotated[
+        Path | None,
+        typer.Option(
+            help="The same to this name with `_generation` put in, as in TensorRT-LLM.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Give the log-probabilities of each generated token and of this many best ones in `--json`.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None
+    output_traces: OutputTraces = None
+    check_lossless: CheckLossless = False
+    stats: Stats = "summary"
+    show_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--show-tokens", help="Mark accepted, recovered and bonus tokens in the outputs.", rich_help_panel=OUTPUT
+        ),
+    ] = False
+    report: Report = None
+
+    @property
+    def logits_file(self) -> Path | None:
+        """Where logits are written: TensorRT-LLM's run.py writes `--output_logits_npy x.npy` to x_generation.npy."""
+        if not self.output_generation_logits and self.output_logits_npy is None:
+            return None
+        path = self.output_logits_npy or Path("logits.npy")
+        return path.with_name(f"{path.stem}_generation.npy")
+
+    def check(self, output: Output) -> None:
+        """UsageError for what cannot be on stdout together, or is nowhere else."""
+        if self.logprobs is not None and not output.json:
+            raise UsageError(f"`--logprobs` is for the JSON document: {self.logprobs}", hint="give `--json` too")
+        if self.streaming_interval is not None and not self.streaming:
+            raise UsageError(
+                f"`--streaming-interval` needs `--streaming`: {self.streaming_interval}", hint="give both or neither"
+            )
+        if self.streaming and output.json:
+            raise UsageError("`--streaming` and `--json` both want stdout", hint="choose one")
+        if self.show_tokens and self.streaming:
+            raise UsageError(
+                "`--show-tokens` marks whole outputs, and `--streaming` prints them as they come", hint="choose one"
+            )
+        if self.show_tokens and not output.human:
+            wanted = "JSON" if output.json else "the result only"
+            raise UsageError(
+                f"`--show-tokens` marks outputs for people, and stdout is to have {wanted}",
+                hint="`--json --stats detailed` has the counts of each step, from which the marks follow",
+            )
+
+    def check_files(self, inputs: list[Path]) -> None:
+        """SpecDecError unless all that is asked for can be written, without replacing an input."""
+        check_report(self.report)
+        logits = self.output_logits_npy
+        if logits is not None and (logits.name in ("", "..") or logits.is_dir()):
+            raise SpecDecError(f"cannot write the file (Is a directory): {logits}", hint="choose another path")
+        outputs = (self.output_csv, self.output_npy, self.logits_file, self.output_traces, self.report)
+        check_output_files([path for path in outputs if path is not None], inputs)
+
+
+@expand_groups
+def run(
+    engine: EngineOptions, inputs: RunInputs, generation: RunGeneration, results: RunResults, output: Output
+) -> None:
+    """Generate from prompts, speculating with a drafter if one is given.
+
+    In orchestrator mode (V1) unless flags of leader mode (V2) are given: then requests join and leave a running batch.
+    `--mode` chooses, and the flags of either drafter work in both.
+
+    Greedy unless sampling is asked for. Greedy output is exactly what the model generates without speculation, and so
+    is sampled output with the same seed; with `use_logits` sampled output has the same distribution.
+    """
+    generation.common.check()
+    results.check(output)
+    results.check_files([*inputs.paths, *engine.paths])
+    params = generation.params(results.logprobs)
+    _warn_of_equal_outputs(params, output)
+    prompts = read_prompts(inputs.texts, inputs.input_file)
+    choice = engine.choose(params, generation.common.max_num_tokens, check_lossless=results.check_lossless)
+    if inputs.apply_chat_template or any(prompt.messages for prompt in prompts):
+        choice.check_chat_template()
+
+    from commands.run.work import answer
+
+    with choice.open(output) as setup:
+        answer(setup, prompts, inputs, results, output)
+
+
+def _warn_of_equal_outputs(params: SamplingParams, output: Output) -> None:
+    if params.n > 1 and params.config().is_greedy:
+        output.warning(f"greedy outputs of one prompt are all the same: `--num-return-sequences {params.n}`")

@@ -1,0 +1,171 @@
+"""What `run` does with a session: generate, show, write and check."""
+
+import io
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import typer
+
+from commands.documents.settings import Setup
+from commands.html.report import write_report
+from commands.inputs.prompts import Prompt, without_padding
+from commands.inputs.traces import write_traces
+from commands.output import Output, fixed_lost_line, speedup_line
+from commands.run.command import RunInputs, RunResults
+from commands.run.document import Compared, run_document
+from commands.run.tables import StreamPrinter, make_labels, show_outputs, show_stats
+from commands.sessions import lossless_check, token_progress
+from commands.tables.lossless import exit_if_too_little_to_tell, fail_unless_lossless, lossless_lines
+from runtime.evaluation.steps import all_pieces
+from runtime.files import write_file
+from runtime.generation import Generation, Interrupted, Unanswered
+from runtime.request import Request, Sequence
+from runtime.text import stop_words_of
+from runtime.tuning.advice import fixed_lost
+
+_STREAMING_INTERVAL = 5  # TensorRT-LLM's
+
+
+def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunResults, output: Output) -> None:
+    """Generate, show and write; exit 1 if a request or a check fails, 130 after Ctrl-C, with what had finished."""
+    prompts, requests = _make_requests(setup, prompts, inputs, results, output)
+    labels = make_labels(len(requests), setup.params.n)
+    generation, failed = _generate(setup, requests, labels, results, output)
+    num_unfinished = len(requests) - len(generation.sequences)
+    if not results.streaming:
+        show_outputs(setup.llm, prompts, generation, labels, output, show_tokens=results.show_tokens)
+    if generation.sequences:
+        show_stats(generation, labels, setup.session.max_draft_len, results.stats, output)
+        if results.stats != "none" and output.human:
+            batch_size = setup.llm.bundle.config.build_config.max_batch_size
+            for line in fixed_lost_line(fixed_lost(setup.session, generation.sequences, batch_size)):
+                output.result(line)
+        _write_files(prompts, generation, results, output)
+    compared = _compare(setup, requests, generation, results, output) if results.check_lossless else None
+    settings = {"max_input_length": inputs.max_input_length, "max_output_len": setup.params.max_tokens}
+    document = run_document(
+        setup,
+        prompts,
+        generation,
+        settings,
+        compared,
+        num_unfinished=num_unfinished,
+        per_step=results.stats == "detailed",
+    )
+    output.document(document)
+    if results.report is not None:
+        write_report(results.report, document, all_pieces(setup.llm.tokenizer, generation.sequences))
+        output.result(f"report written: {results.report}")
+    if failed is not None:
+        raise failed
+    if num_unfinished or (results.check_lossless and compared is None):
+        raise typer.Exit(130)
+    fail_unless_lossless(document["checks"])
+    exit_if_too_little_to_tell(document["checks"])
+
+
+def _make_requests(
+    setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunResults, output: Output
+) -> tuple[list[Prompt], list[Request]]:
+    """The requests, as many as outputs are asked for of each prompt, and the prompt of each."""
+    template = replace(setup.llm.request_of(setup.params), keep_logits=results.logits_file is not None)
+    prompts = without_padding(prompts, inputs.input_file, template.end_ids)
+    requests, num_truncated = list[Request](), 0
+    for prompt in prompts:
+        messages = prompt.conversation(apply_chat_template=inputs.apply_chat_template)
+        content = prompt.content if messages is None else setup.llm.chat_template.encode(messages)
+        tokens, truncated = setup.llm.encode(content, inputs.max_input_length)
+        requests += [template.with_prompt(len(requests) + i, tokens, i) for i in range(setup.params.n)]
+        num_truncated += truncated
+    if num_truncated:
+        output.warning(f"prompts cut to their last {inputs.max_input_length} tokens: {num_truncated}")
+    return [prompt for prompt in prompts for _ in range(setup.params.n)], requests
+
+
+def _generate(
+    setup: Setup, requests: list[Request], labels: list[str], results: RunResults, output: Output
+) -> tuple[Generation, Unanswered | None]:
+    """Answer the requests, printing text as it comes if asked to; after Ctrl-C what had finished, with a warning.
+
+    If a request failed what the others came to, and its error.
+    """
+    if results.check_lossless:
+        setup.session.warm_up(requests)  # or the first of the two runs would pay for the first step
+    try:
+        if results.streaming:
+            interval = results.streaming_interval or _STREAMING_INTERVAL
+            printer = StreamPrinter(setup.llm, stop_words_of(requests[0]), output, interval, labels)
+            return setup.session.run(requests, on_tokens=printer), None
+        with token_progress("generating", requests, output) as on_tokens:
+            return setup.session.run(requests, on_tokens=on_tokens), None
+    except Interrupted as interrupted:
+        num_finished = len(interrupted.finished.sequences)
+        output.warning(f"interrupted: {num_finished} of {len(requests)} requests had finished")
+        return interrupted.finished, None
+    except Unanswered as unanswered:
+        return unanswered.finished, unanswered
+
+
+def _write_files(prompts: list[Prompt], generation: Generation, results: RunResults, output: Output) -> None:
+    end_ids = generation.sequences[0].request.end_ids
+    write_ids(generation.sequences, min(end_ids, default=0), results.output_csv, results.output_npy)
+    if results.logits_file is not None:
+        write_logits(generation.sequences, results.logits_file)
+        output.result(f"logits written: {results.logits_file}")
+    if results.output_traces is not None:
+        write_traces(results.output_traces, [(s, prompts[s.request.id].category) for s in generation.sequences])
+
+
+def _compare(
+    setup: Setup, requests: list[Request], generation: Generation, results: RunResults, output: Output
+) -> Compared | None:
+    """`_compare_with_no_drafter`; None, with a warning, after Ctrl-C before it or in it."""
+    if len(generation.sequences) == len(requests):
+        with suppress(KeyboardInterrupt):
+            return _compare_with_no_drafter(setup, requests, generation, results, output)
+    output.warning("lossless check left out: not every request was answered")
+    return None
+
+
+def _compare_with_no_drafter(
+    setup: Setup, requests: list[Request], generation: Generation, results: RunResults, output: Output
+) -> Compared:
+    """Generate again without a drafter; what came of it, shown too."""
+    with token_progress("without a drafter", requests, output) as on_tokens:
+        baseline = setup.session.run_without_drafter(requests, on_tokens)
+    speedup = generation.work.speedup_over(baseline.work)
+    check = lossless_check(setup.session, generation.sequences, baseline.sequences, output)
+    if results.stats != "none":
+        output.result(speedup_line(speedup))
+    for line in lossless_lines(asdict(check)):
+        output.result(line)
+    return Compared(speedup, check)
+
+
+def write_ids(sequences: list[Sequence], pad_id: int, csv: Path | None, npy: Path | None) -> None:
+    """Rows of prompt and output ids, padded to the longest, as TensorRT-LLM's run.py writes them."""
+    longest = max(len(sequence.tokens) for sequence in sequences)
+    rows = np.array([s.tokens + [pad_id] * (longest - len(s.tokens)) for s in sequences], dtype=np.int32)
+    if csv is not None:
+        _write(csv, lambda file: np.savetxt(file, rows, fmt="%d", delimiter=","))
+    if npy is not None:
+        _write(npy, lambda file: np.save(file, rows))
+
+
+def write_logits(sequences: list[Sequence], path: Path) -> None:
+    """(outputs, longest output, vocab) float32; NaN after the end of an output."""
+    logits = torch.nn.utils.rnn.pad_sequence(
+        [torch.stack(sequence.logits) for sequence in sequences], batch_first=True, padding_value=float("nan")
+    )
+    _write(path, lambda file: np.save(file, logits.numpy()))
+
+
+def _write(path: Path, save: Callable[[io.BytesIO], None]) -> None:
+    """The file whole or as it was; numpy itself does not notice that a disk is full."""
+    file = io.BytesIO()
+    save(file)
+    write_file(path, file.getvalue())

@@ -1,0 +1,300 @@
+"""`specdec summarize`, its flags: ROUGE, acceptance and speed on a dataset, beside Hugging Face's `generate`.
+
+The engine answers every batch twice, with the drafter and without, one after the other and each with an empty K/V
+cache: `speedup` compares those two.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from commands.inputs.dataset import DEMO, Columns, EvalTask, Sample, load_samples
+from commands.options.cluster import ClusterOptions
+from commands.options.engine import EngineChoice, EngineOptions
+from commands.options.expand import expand_groups
+from commands.options.generation import GenerationOptions
+from commands.options.leader import Loop
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, CheckLossless, OutputTraces, Report, Stats
+from commands.output import Output, check_new_directory, check_output_files, check_report, warn
+from runtime.config import BuildConfig
+from runtime.errors import SpecDecError, UsageError
+from runtime.models import read_model_config, resolve_model
+
+if TYPE_CHECKING:
+    from commands.documents.settings import Setup
+    from runtime.evaluation.systems import EvaluateEngine
+
+
+_DEFAULT_THRESHOLD = 15.0
+OUTPUT_DIR_FILES = ("engine.out", "hf.out", "summary.json")
+
+
+@dataclass(frozen=True)
+class SummarizeInputs:
+    """The dataset, and the model that Hugging Face runs."""
+
+    hf_model_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Model that `--test-hf` runs: directory, GGUF file, hub id or shipped name.", rich_help_panel=INPUT
+        ),
+    ] = None
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="`demo`, a hub id such as ccdv/cnn_dailymail, or a .jsonl, .csv or .parquet file.",
+            rich_help_panel=INPUT,
+        ),
+    ] = DEMO
+    dataset_dir: Annotated[
+        Path | None,
+        typer.Option(help="Local directory that holds the dataset.", rich_help_panel=INPUT, show_default=False),
+    ] = None
+    eval_task: Annotated[
+        EvalTask,
+        typer.Option(
+            help="What the dataset asks for.", rich_help_panel=INPUT, metavar="[summarize|code_completion|question]"
+        ),
+    ] = "summarize"
+    text_column: Annotated[
+        str | None,
+        typer.Option(help="The dataset's column of texts.", rich_help_panel=INPUT, show_default="article, prompt, …"),
+    ] = None
+    reference_column: Annotated[
+        str | None,
+        typer.Option(
+            help="The dataset's column of references.", rich_help_panel=INPUT, show_default="highlights, reference, …"
+        ),
+    ] = None
+    max_input_length: Annotated[
+        int, typer.Option(min=1, help="Keep this many last tokens of a prompt.", rich_help_panel=INPUT)
+    ] = 923
+
+    @property
+    def paths(self) -> list[Path]:
+        """What is read."""
+        given = (self.dataset_dir, self.dataset, self.hf_model_dir)
+        return [Path(path) for path in given if path is not None]
+
+    def check(self) -> None:
+        """UsageError for texts that are their own references."""
+        if self.text_column is not None and self.text_column == self.reference_column:
+            raise UsageError(
+                f"`--text-column` and `--reference-column` name one column: {self.text_column}", hint="name two"
+            )
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Which systems answer how many samples, how, and where.
+
+    The seed stands before the other flags of sampling in `--help`.
+    """
+
+    test_engine: Annotated[bool, typer.Option("--test-engine", help="Run the engine.", rich_help_panel=RUNTIME)] = False
+    test_hf: Annotated[bool, typer.Option("--test-hf", help="Run Hugging Face.", rich_help_panel=RUNTIME)] = False
+    batch_size: Annotated[
+        int,
+        typer.Option(min=1, help="Samples answered together; in leader mode some may wait.", rich_help_panel=RUNTIME),
+    ] = 1
+    max_ite: Annotated[int, typer.Option(min=1, help="Batches to run.", rich_help_panel=RUNTIME)] = 20
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 100
+    random_seed: Annotated[
+        int, typer.Option(min=0, help="Order of the dataset, and seed of sampling.", rich_help_panel=SAMPLING)
+    ] = 0
+
+    common: GenerationOptions = field(default_factory=GenerationOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
+
+    def check(self, hf_model_dir: str | None) -> None:
+        """UsageError if there is nothing to test, or no model to test, or no engine for workers."""
+        self.common.check()
+        self.cluster.check()
+        if not (self.test_engine or self.test_hf):
+            raise UsageError("nothing to test", hint="`--test-engine`, `--test-hf` or both")
+        if self.test_hf and hf_model_dir is None:
+            raise UsageError(
+                "`--test-hf` needs `--hf-model-dir`", hint="`--hf-model-dir` names the model the engine was made from"
+            )
+        if self.cluster.ray is not None and not self.test_engine:
+            raise UsageError("`--ray` has workers run the engine", hint="`--test-engine`")
+
+    def check_fits(self, build: BuildConfig, loop: Loop) -> None:
+        """SpecDecError for larger batches than the loop takes, or outputs that leave no room for a prompt."""
+        if self.batch_size > build.max_batch_size and loop == "orchestrator":
+            raise SpecDecError(
+                f"`--batch-size` exceeds the engine's max_batch_size {build.max_batch_size}: {self.batch_size}",
+                hint="lower it, build with a larger `specdec build --max-batch-size`, or let samples wait: "
+                "`--mode leader`",
+            )
+        if self.output_len >= build.max_request_len:
+            raise SpecDecError(
+                f"`--output-len` leaves no room for a prompt in the engine's {build.max_request_len} tokens: "
+                f"{self.output_len}",
+                hint="lower it, or build with a larger `specdec build --max-seq-len`",
+            )
+
+    def record(self, inputs: SummarizeInputs, num_samples: int) -> dict[str, Any]:
+        """What the document's `settings` say of the dataset and of how it is answered."""
+        return {
+            "dataset": inputs.dataset,
+            "eval_task": inputs.eval_task,
+            "batch_size": self.batch_size,
+            "output_len": self.output_len,
+            "max_input_length": inputs.max_input_length,
+            "num_samples": num_samples,
+            "random_seed": self.random_seed,
+            "hf_model_dir": inputs.hf_model_dir,
+        }
+
+
+@dataclass(frozen=True)
+class SummarizeResults:
+    """What is checked, printed and written."""
+
+    check_accuracy: Annotated[
+        bool,
+        typer.Option("--check-accuracy", help="Exit 1 if ROUGE-1 is below the threshold.", rich_help_panel=OUTPUT),
+    ] = False
+    rouge1_threshold: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=100.0, help="ROUGE-1 x 100 to reach.", rich_help_panel=OUTPUT, show_default="15.0"),
+    ] = None
+    rouge1_max_loss: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=100.0,
+            help="With `--check-accuracy` and `--test-hf`: ROUGE-1 x 100 the engine may have less than it.",
+            rich_help_panel=OUTPUT,
+            show_default="no limit",
+        ),
+    ] = None
+    check_lossless: CheckLossless = False
+    stats: Stats = "summary"
+    report: Report = None
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write outputs (engine.out, hf.out) and summary.json here.", rich_help_panel=OUTPUT, show_default=False
+        ),
+    ] = None
+    output_traces: OutputTraces = None
+
+    @property
+    def threshold(self) -> float:
+        return _DEFAULT_THRESHOLD if self.rouge1_threshold is None else self.rouge1_threshold
+
+    def check(self, *, test_engine: bool, test_hf: bool) -> None:
+        """UsageError for what is the engine's where it is not run."""
+        if self.rouge1_max_loss is not None:
+            given = f"`--rouge1-max-loss {self.rouge1_max_loss:g}`"
+            if not self.check_accuracy:
+                raise UsageError(f"{given} needs `--check-accuracy`", hint="`--check-accuracy`")
+            if not test_hf:
+                raise UsageError(f"{given} compares with Hugging Face", hint="`--test-hf`, `--hf-model-dir`")
+        if self.rouge1_threshold is not None and not self.check_accuracy:
+            warn(f"`--rouge1-threshold` has no effect without `--check-accuracy`: {self.rouge1_threshold:g}")
+        if test_engine:
+            return
+        if self.check_accuracy:
+            raise UsageError("`--check-accuracy` checks the engine", hint="`--test-engine`")
+        if self.check_lossless:
+            raise UsageError("`--check-lossless` checks the engine", hint="`--test-engine`")
+        if self.output_traces is not None:
+            raise UsageError("`--output-traces` writes the engine's outputs", hint="`--test-engine`")
+
+    def check_files(self, inputs: list[Path]) -> None:
+        """SpecDecError unless each can be written; `--output-dir` has files of its own, and may be going to be made."""
+        check_report(self.report)
+        outputs = [path for path in (self.output_traces, self.report) if path is not None]
+        new_dir = None
+        if self.output_dir is not None:
+            place = self.output_dir.resolve()
+            if any(source.is_dir() and source.resolve() in (place, *place.parents) for source in inputs):
+                raise UsageError(
+                    f"`--output-dir` is in a directory that is read: {self.output_dir}", hint="choose another"
+                )
+            taken = [(self.output_dir / name).resolve() for name in OUTPUT_DIR_FILES]
+            for path in outputs:
+                if path.resolve() in taken:
+                    raise UsageError(f"two outputs have the same file: {path}", hint="give each a name of its own")
+            new_dir = None if self.output_dir.exists() else self.output_dir
+        check_output_files(outputs, inputs, new_dir=new_dir)
+
+
+@expand_groups
+def summarize(
+    engine: EngineOptions,
+    inputs: SummarizeInputs,
+    evaluation: EvaluationOptions,
+    results: SummarizeResults,
+    output: Output,
+) -> None:
+    """Measure quality and speed on a dataset: ROUGE, acceptance, latency and throughput, by category.
+
+    The first sample is a warm-up and is run once more. Greedy unless sampling is asked for. In orchestrator mode (V1)
+    unless flags of leader mode (V2) are given.
+    """
+    inputs.check()
+    evaluation.check(inputs.hf_model_dir)
+    results.check(test_engine=evaluation.test_engine, test_hf=evaluation.test_hf)
+    results.check_files([*inputs.paths, *engine.paths])
+    params = evaluation.common.params(seed=evaluation.random_seed, max_tokens=evaluation.output_len)
+    choice = engine.choose(params, evaluation.common.max_num_tokens, check_lossless=results.check_lossless)
+    if choice.bundle is not None:
+        evaluation.check_fits(choice.bundle.config.build_config, choice.mode)
+    hf_dir = _hf_dir(inputs, evaluation)
+    if results.output_dir is not None:
+        check_new_directory(results.output_dir)
+    samples = _load_samples(inputs, evaluation, results)
+
+    from commands.summarize.work import Systems, evaluate
+
+    with choice.open(output) as setup:
+        if choice.bundle is None:
+            evaluation.check_fits(setup.llm.bundle.config.build_config, choice.mode)
+        systems = Systems(_evaluate_engine(setup, choice, evaluation.cluster), hf_dir)
+        evaluate(setup, systems, samples, inputs, evaluation, results, output)
+
+
+def _evaluate_engine(setup: "Setup", choice: EngineChoice, cluster: ClusterOptions) -> "EvaluateEngine":
+    """In this process, or by workers, who open the engines that were opened here."""
+    if cluster.ray is None:
+        from runtime.evaluation.systems import evaluate_engine
+
+        return evaluate_engine
+
+    from commands.summarize.workers import evaluate_by_workers
+
+    choice = replace(choice, engine_dir=setup.llm.bundle.directory, speculation=setup.session.speculation)
+    return evaluate_by_workers(choice, cluster)
+
+
+def _hf_dir(inputs: SummarizeInputs, evaluation: EvaluationOptions) -> Path | None:
+    """Hugging Face's model, where it is to be run; SpecDecError if there is none."""
+    if inputs.hf_model_dir is None or not evaluation.test_hf:  # TensorRT-LLM's command lines have it always
+        return None
+    directory = resolve_model(inputs.hf_model_dir)
+    read_model_config(directory)
+    return directory
+
+
+def _load_samples(inputs: SummarizeInputs, evaluation: EvaluationOptions, results: SummarizeResults) -> list[Sample]:
+    """The samples to answer; SpecDecError if references are needed and there are none."""
+    samples = load_samples(
+        inputs.dataset,
+        eval_task=inputs.eval_task,
+        dataset_dir=inputs.dataset_dir,
+        max_samples=evaluation.max_ite * evaluation.batch_size,
+        seed=evaluation.random_seed,
+        columns=Columns(inputs.text_column, inputs.reference_column),
+    )
+    if results.check_accuracy and all(sample.reference is None for sample in samples):
+        raise SpecDecError(
+            f"`--check-accuracy` compares outputs with references, and there are none: {inputs.dataset}",
+            hint="leave the flag out, or add a column `reference`",
+        )
+    return samples

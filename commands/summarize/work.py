@@ -1,0 +1,227 @@
+"""What `summarize` does with a session: answer the samples, check, write and show."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from commands.documents.settings import Setup
+from commands.html.report import write_report
+from commands.inputs.dataset import EvalTask, Sample, summarization_prompt
+from commands.inputs.traces import write_traces
+from commands.output import Output, fixed_lost_line, warn
+from commands.sessions import lossless_check
+from commands.summarize.command import EvaluationOptions, SummarizeInputs, SummarizeResults
+from commands.summarize.document import Asked, Evaluation, summary_document, write_outputs
+from commands.summarize.rouge import num_without_letters
+from commands.summarize.tables import show_summary
+from commands.tables.lossless import exit_if_too_little_to_tell, fail_unless_lossless
+from runtime.errors import SpecDecError
+from runtime.evaluation.steps import all_pieces
+from runtime.evaluation.systems import (
+    Batches,
+    EvaluateEngine,
+    EvaluationInterrupted,
+    HuggingFace,
+    Question,
+    SystemRun,
+    evaluate_hf,
+    joined,
+    places_of,
+)
+from runtime.session import Session
+from runtime.text import encode
+from runtime.tokenizer import Tokenizer
+from runtime.tuning.advice import fixed_lost
+
+_NUM_SHOWN = 3  # of the differences between two models
+
+
+@dataclass(frozen=True)
+class Systems:
+    """What answers: the engine, in this process or by workers, and Hugging Face's model if it is to."""
+
+    evaluate_engine: EvaluateEngine
+    hf_dir: Path | None
+
+
+def evaluate(
+    setup: Setup,
+    systems: Systems,
+    samples: list[Sample],
+    inputs: SummarizeInputs,
+    options: EvaluationOptions,
+    results: SummarizeResults,
+    output: Output,
+) -> None:
+    """Answer, check, write and show; SpecDecError if a check fails.
+
+    After Ctrl-C exit 130 with what was answered, and no check.
+    """
+    if options.batch_size > 1:
+        samples = by_category(samples)
+    build = setup.llm.engine.config.build_config
+    fitting = max(1, min(inputs.max_input_length, build.max_input_len, build.max_request_len - options.output_len))
+    prompts = encode_samples(samples, inputs.eval_task, setup.llm.tokenizer, fitting)
+    if options.test_engine:
+        _check_samples(setup, samples, prompts)
+    _warn_of_other_letters(samples, output)
+    answers = _run_systems(setup, make_batches(samples, prompts, options.batch_size), systems, options, output)
+    runs = answers.runs
+    if answers.is_interrupted:
+        chosen = answers.answered
+        output.warning(f"interrupted: {len(chosen)} of {len(samples)} samples were answered, and only they are counted")
+        samples, prompts = [samples[i] for i in chosen], [prompts[i] for i in chosen]
+        results = replace(results, check_accuracy=False, check_lossless=False)
+    evaluation = Evaluation(samples, prompts, runs, answers.hf_differences)
+    settings = options.record(inputs, len(samples))
+    asked = _asked(setup.session, runs, results, output)
+    document = summary_document(setup, evaluation, settings, asked, per_step=results.stats == "detailed")
+    if results.output_dir is not None:
+        write_outputs(results.output_dir, setup.llm, runs, document)
+    if results.output_traces is not None:
+        categories = [sample.category for sample in samples]
+        write_traces(results.output_traces, zip(runs[0].sequences, categories, strict=True))
+    show_summary(document, samples, runs, results.stats, output)
+    if results.stats != "none" and options.test_engine and output.human:
+        for line in fixed_lost_line(fixed_lost(setup.session, runs[0].sequences, options.batch_size)):
+            output.result(line)
+    output.document(document)
+    if results.report is not None:
+        pieces = all_pieces(setup.llm.tokenizer, runs[0].sequences)
+        write_report(results.report, document, pieces or [None] * len(samples))
+        output.result(f"report written: {results.report}")
+    if answers.is_interrupted:
+        raise typer.Exit(130)
+    fail_unless_lossless(document["checks"])
+    _fail_unless_accurate(document["checks"])
+    exit_if_too_little_to_tell(document["checks"])
+
+
+def _warn_of_other_letters(samples: list[Sample], output: Output) -> None:
+    references = [sample.reference for sample in samples if sample.reference is not None]
+    if number := num_without_letters(references):
+        output.warning(
+            f"ROUGE knows no letters but a to z: its scores mean nothing for {number} of {len(references)} references"
+        )
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Of each system; what makes Hugging Face's model another one than the engine's; whether Ctrl-C came, and the
+    places of the samples that were answered."""
+
+    runs: list[SystemRun]
+    hf_differences: list[str]
+    is_interrupted: bool
+    answered: list[int]
+
+
+def _check_samples(setup: Setup, samples: list[Sample], prompts: list[list[int]]) -> None:
+    """SpecDecError, with its place in the dataset, for a sample that cannot be answered; before the first is."""
+    template = setup.llm.request_of(setup.params)
+    zipped = enumerate(zip(samples, prompts, strict=True))
+    setup.session.check_requests([replace(template.with_prompt(i, p), label=sample.where) for i, (sample, p) in zipped])
+
+
+def _run_systems(
+    setup: Setup, batches: Batches, systems: Systems, options: EvaluationOptions, output: Output
+) -> _Answers:
+    """The engine with its drafter and without, and Hugging Face, where they are asked for."""
+    question = Question(setup.llm, setup.llm.request_of(setup.params))
+    runs: list[SystemRun] = []
+    places, hf_dir = places_of(batches), systems.hf_dir
+    everyone = [i for place in places for i in place]
+    if options.test_engine:
+        try:
+            with output.progress("engine", len(batches)) as advance:
+                runs += systems.evaluate_engine(question, setup.session, batches, advance)
+        except EvaluationInterrupted as interrupted:
+            if not interrupted.answers:
+                raise
+            answered = [i for batch in sorted(interrupted.answers) for i in places[batch]]
+            return _Answers(joined(interrupted.answers), [], True, answered)
+    differences: list[str] = []
+    if hf_dir is not None:
+        try:
+            hugging_face = HuggingFace.load(hf_dir, question)
+            differences = hugging_face.differences
+            if differences:
+                _warn_of_another_model(hf_dir, differences, output)
+            with output.progress("Hugging Face", len(batches)) as advance:
+                runs.append(evaluate_hf(hugging_face, batches, advance))
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            output.warning("Hugging Face left out: interrupted")
+            return _Answers(runs, [], True, everyone)
+    return _Answers(runs, differences, False, everyone)
+
+
+def _warn_of_another_model(hf_dir: Path, differences: list[str], output: Output) -> None:
+    shown = "; ".join(differences[:_NUM_SHOWN])
+    more = f"; {len(differences) - _NUM_SHOWN} more" if len(differences) > _NUM_SHOWN else ""
+    output.warning(
+        f"`--hf-model-dir {hf_dir}` is another model than the engine's, and there is no speedup over it ({shown}{more})"
+    )
+
+
+def _asked(session: Session, runs: list[SystemRun], results: SummarizeResults, output: Output) -> Asked:
+    """The checks that are asked for; the lossless one made."""
+    lossless = None
+    if results.check_lossless:
+        lossless = lossless_check(session, runs[0].sequences, runs[1].sequences, output)
+    if not results.check_accuracy:
+        return Asked(lossless=lossless)
+    return Asked(results.threshold, results.rouge1_max_loss, lossless)
+
+
+def _fail_unless_accurate(checks: dict[str, Any]) -> None:
+    """SpecDecError (exit code 1) if the check was made and failed."""
+    check = checks.get("accuracy")
+    if check is None or check["passed"]:
+        return
+    if check["rouge1"] < check["threshold"]:
+        raise SpecDecError(
+            f"ROUGE-1 is below the threshold {check['threshold']:g}: {check['rouge1']:.2f}",
+            hint="look at the outputs, or set `--rouge1-threshold`",
+        )
+    raise SpecDecError(
+        f"ROUGE-1 is more than {check['max_loss']:g} below Hugging Face's {check['hf_rouge1']:.2f}: "
+        f"{check['rouge1']:.2f}",
+        hint="round to more bits or in smaller groups: `specdec convert --qformat FORMAT --group-size N`",
+    )
+
+
+def by_category(samples: list[Sample]) -> list[Sample]:
+    """The samples of the category that comes first, then those of the next; otherwise in order."""
+    order = {category: i for i, category in enumerate(dict.fromkeys(sample.category for sample in samples))}
+    return sorted(samples, key=lambda sample: order[sample.category])
+
+
+def make_batches(samples: list[Sample], prompts: list[list[int]], batch_size: int) -> list[list[list[int]]]:
+    """Prompts answered together; all of one category, because a batch's time cannot be divided between two."""
+    batches: list[list[list[int]]] = []
+    previous = None
+    for sample, prompt in zip(samples, prompts, strict=True):
+        if not batches or len(batches[-1]) == batch_size or sample.category != previous:
+            batches.append([])
+        batches[-1].append(prompt)
+        previous = sample.category
+    return batches
+
+
+def encode_samples(
+    samples: list[Sample], eval_task: EvalTask, tokenizer: Tokenizer | None, max_input_length: int
+) -> list[list[int]]:
+    """Token ids of each sample's prompt, cut to their last tokens with a warning."""
+    prompts, num_truncated = [], 0
+    for sample in samples:
+        text = summarization_prompt(sample.text) if eval_task == "summarize" else sample.text
+        tokens, truncated = encode(text, tokenizer, max_input_length)
+        prompts.append(tokens)
+        num_truncated += truncated
+    if num_truncated:
+        warn(f"prompts cut to their last {max_input_length} tokens: {num_truncated} of {len(prompts)}")
+    return prompts

@@ -1,0 +1,142 @@
+"""The batches of `summarize`, answered by Ray's workers: a batch is a request, and answered as in one process.
+
+A worker has the same engine, drafter and settings, and begins each batch with an empty cache. So tokens and counts are
+those of one process, whoever answers which batch; only what drafters carry from one batch to the next is each worker's
+own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from commands.batch.dispatch import answer_all
+from commands.batch.ray_workers import WorkerJob, ray_crew
+from commands.documents.settings import Setup
+from commands.options.cluster import ClusterOptions
+from commands.options.engine import EngineChoice
+from commands.sessions import open_setup
+from runtime.errors import SpecDecError
+from runtime.evaluation.systems import (
+    Batches,
+    EvaluationInterrupted,
+    Question,
+    SystemRun,
+    answer_batch,
+    joined,
+    places_of,
+    warm_up,
+)
+from runtime.session import Session
+
+_WINDOW = 2  # the next batch is there when one is done
+
+
+@dataclass(frozen=True)
+class BatchAsked:
+    """Prompts to answer together, and their places among all."""
+
+    id: str
+    prompts: list[list[int]]
+    place: range
+
+
+@dataclass(frozen=True)
+class BatchAnswered:
+    """By each system, or why it cannot be."""
+
+    id: str
+    runs: list[SystemRun]
+    error: SpecDecError | None = None
+    worker: str = ""
+
+
+@dataclass(frozen=True)
+class EvaluationJob:
+    """What a worker opens, and the prompt that it warms up with."""
+
+    choice: EngineChoice
+    first_prompt: list[int]
+
+    def with_choice(self, choice: EngineChoice) -> "EvaluationJob":
+        return replace(self, choice=choice)
+
+    @contextmanager
+    def opened(self) -> Iterator["EvaluationModel"]:
+        with open_setup(self.choice) as setup:
+            model = EvaluationModel(setup)
+            warm_up(model.question, setup.session, self.first_prompt)
+            yield model
+
+
+class EvaluationModel:
+    """Answers one batch after the other."""
+
+    window = _WINDOW
+
+    def __init__(self, setup: Setup) -> None:
+        self.question = Question(setup.llm, setup.llm.request_of(setup.params))
+        self._session = setup.session
+
+    @property
+    def failure(self) -> SpecDecError | None:
+        """Why an engine answers nothing any more; None while they do."""
+        draft_engine = self._session.draft_engine
+        return self.question.llm.engine.failure or (draft_engine.failure if draft_engine else None)
+
+    async def answer(self, batch: BatchAsked) -> BatchAnswered:
+        try:
+            runs = answer_batch(self.question, self._session, batch.prompts, batch.place)
+        except SpecDecError as error:
+            plain = SpecDecError(error.message, hint=error.hint, fact=error.fact, **error.values)
+            return BatchAnswered(batch.id, [], plain)
+        return BatchAnswered(batch.id, [_portable(run) for run in runs])
+
+
+def evaluate_by_workers(
+    choice: EngineChoice, cluster: ClusterOptions
+) -> Callable[[Question, Session, Batches, Callable[[], None]], list[SystemRun]]:
+    """What stands in the place of `evaluate_engine`."""
+
+    def evaluate(
+        question: Question, session: Session, batches: Batches, advance: Callable[[], None]
+    ) -> list[SystemRun]:
+        work = WorkerJob(EvaluationJob(choice, batches[0][0]), cluster.checkpoint_dir)
+        numbered = enumerate(zip(batches, places_of(batches), strict=True))
+        asked = [BatchAsked(str(i), prompts, place) for i, (prompts, place) in numbered]
+        answers: dict[int, list[SystemRun]] = {}
+        try:
+            with ray_crew(work, cluster, len(asked)) as crew:
+                for answered in answer_all(crew, iter(asked), _give_up):
+                    answers[int(answered.id)] = _own(question, answered)
+                    advance()
+        except KeyboardInterrupt:
+            raise EvaluationInterrupted(answers) from None
+        return joined(answers)
+
+    return evaluate
+
+
+def _portable(run: SystemRun) -> SystemRun:
+    """Without what cannot be sent: a tokenizer's stop words, and what sequences sampled by."""
+    for sequence in run.sequences:
+        sequence.request = replace(sequence.request, stop_check=None)
+        vars(sequence).pop("sampler", None)
+    return run
+
+
+def _own(question: Question, answered: BatchAnswered) -> list[SystemRun]:
+    """The answers with requests of this process; SpecDecError if there are none."""
+    if answered.error is not None:
+        raise answered.error
+    for run in answered.runs:
+        run.workers[answered.worker] = len(run.samples)
+        for sequence in run.sequences:
+            request = sequence.request
+            sequence.request = question.template.with_prompt(request.id, request.prompt_tokens)
+    return answered.runs
+
+
+def _give_up(batch: BatchAsked, failure: str) -> BatchAnswered:
+    last = batch.place[-1] + 1
+    samples = f"sample {last}" if len(batch.place) == 1 else f"samples {batch.place[0] + 1} to {last}"
+    raise SpecDecError(f"{failure}: {samples}", hint="Ray's logs say why; run it without `--ray` to see it here")

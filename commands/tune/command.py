@@ -1,0 +1,228 @@
+"""`specdec tune`, its flags: find the drafter and the draft length for an engine and its requests, if one pays."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from commands.inputs.prompts import read_prompts
+from commands.options.drafters import TunedFlags, chooses_drafter
+from commands.options.engine import EngineChoice
+from commands.options.expand import expand_groups, given_flags
+from commands.options.leader import ModelOptions
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, SPECULATION, EndId, TokenizerDir
+from commands.options.speculation import Drafters, speculation_from_flags
+from commands.output import Output, check_output_files, check_readable
+from runtime.bundle import read_bundle
+from runtime.drafters.spec import Devices
+from runtime.drafters.specs import Speculation
+from runtime.errors import UsageError
+from runtime.models import read_model_config, resolve_model, resolve_tokenizer
+from runtime.parallel.devices import check_device_ids
+
+DEFAULT_OUTPUT_LEN, DEFAULT_LIVE_PROMPTS = 128, 8
+
+
+@dataclass(frozen=True)
+class TuneInputs:
+    """What is tuned for, and on what: traces, or prompts."""
+
+    engine_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Engine to tune for; without one, or a model, traces are replayed.",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
+    ] = None
+    model: ModelOptions = field(default_factory=ModelOptions)
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts with outputs, as `--output-traces` writes them.", rich_help_panel=INPUT, show_default=False
+        ),
+    ] = None
+    input_text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompt, answered without a drafter first; repeatable.",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
+    ] = None
+    input_file: Annotated[
+        Path | None,
+        typer.Option(help="Prompts in a file, as `run` takes it.", rich_help_panel=INPUT, show_default=False),
+    ] = None
+    tokenizer_dir: TokenizerDir = None
+
+    @property
+    def has_engine(self) -> bool:
+        return self.engine_dir is not None or self.model.model_dir is not None
+
+    @property
+    def paths(self) -> list[Path]:
+        """What is read."""
+        paths = (self.engine_dir, self.traces, self.input_file, self.tokenizer_dir)
+        return [path for path in paths if path is not None]
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """How candidates are tried, and where the best is written; None where nothing was given."""
+
+    max_output_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens to generate from a prompt.",
+            rich_help_panel=RUNTIME,
+            show_default=str(DEFAULT_OUTPUT_LEN),
+        ),
+    ] = None
+    end_id: EndId = None
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests answered together.", rich_help_panel=RUNTIME, show_default="1"),
+    ] = None
+    num_live_prompts: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests that the best candidates are timed on.",
+            rich_help_panel=RUNTIME,
+            show_default=str(DEFAULT_LIVE_PROMPTS),
+        ),
+    ] = None
+    max_draft_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest draft to try.",
+            rich_help_panel=SPECULATION,
+            show_default="10, or the engine's or the drafter's if shorter",
+        ),
+    ] = None
+    drafters: Drafters = None
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PROFILE.json",
+            help="Write what is recommended, for `run --profile` and `summarize --profile`.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None
+
+    def check(self, inputs: TuneInputs, named: Speculation) -> None:
+        """UsageError for nothing to tune for or on, or for options that mean nothing there."""
+        inputs.model.check(inputs.engine_dir)
+        if not inputs.has_engine:
+            self._check_without_engine(inputs.traces)
+            if named and named.lookup is None:
+                raise UsageError(
+                    "no record tells what a model, or several drafters, would draft: `--engine-dir` is missing",
+                    hint="name the engine, to run them; without one a lookup is replayed",
+                )
+        if inputs.traces is not None:
+            given = {
+                "--input-text": inputs.input_text,
+                "--input-file": inputs.input_file,
+                "--max-output-len": self.max_output_len,
+            }
+            _refuse("cannot be given with `--traces`, which has prompts and outputs", given, "leave one of the two out")
+        elif not inputs.input_text and inputs.input_file is None:
+            raise UsageError(
+                "nothing to tune on",
+                hint="`--traces` has recorded outputs, `--input-file` and `--input-text` have prompts",
+            )
+        longest = named.max_draft_len
+        if longest and self.max_draft_len is not None and self.max_draft_len > longest:
+            raise UsageError(
+                f"`--max-draft-len` exceeds the drafter's own, {longest}: {self.max_draft_len}",
+                hint="lower it, or raise the drafter's",
+            )
+
+    def _check_without_engine(self, traces: Path | None) -> None:
+        given = {
+            "--output": self.output,
+            "--batch-size": self.batch_size,
+            "--num-live-prompts": self.num_live_prompts,
+            "--end-id": self.end_id,
+        }
+        hint = "name the engine, or leave the flag out: recorded outputs alone are counted, not timed"
+        _refuse("needs `--engine-dir`", given, hint)
+        if traces is None:
+            raise UsageError(
+                "nothing to tune for", hint="`--engine-dir` names an engine, `--traces` what one has generated"
+            )
+
+
+def _refuse(reason: str, given: Mapping[str, object], hint: str) -> None:
+    """UsageError for the first of these flags that was given."""
+    for flag, value in given.items():
+        if value is not None:
+            raise UsageError(f"`{flag}` {reason}: {value}", hint=hint)
+
+
+def named_drafter(flags: Any, drafters: str | None) -> tuple[Speculation, Devices]:
+    """What the flags name to be tuned; nothing for the grid, which of the options knows `--ngram-pool` only."""
+    if drafters is not None and "custom" in drafters:
+        raise UsageError(
+            f"`tune` tries no drafter of your own: {drafters}", hint="`specdec run --stats` shows what one is worth"
+        )
+    given = given_flags(flags)
+    if drafters is None and not chooses_drafter(flags):
+        given.pop("--ngram-pool", None)
+    return speculation_from_flags(given, drafters, None, None)
+
+
+@expand_groups
+def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Output) -> None:
+    """Find the drafter and the draft length that pay.
+
+    Replays what was generated through many drafters, which needs no model. With an engine it predicts from what its
+    steps cost how long each would take, times the best three and no drafter, and recommends the fastest. Greedy.
+    What a draft model or the model's own copy drafts no record tells: those are run with drafts of each length. Flags
+    that name a drafter, or several, tune that only.
+    """
+    named, device_ids = named_drafter(flags, options.drafters)
+    options.check(inputs, named)
+    prompts = read_prompts(inputs.input_text or [], inputs.input_file) if inputs.traces is None else []
+    if options.output is not None:
+        read = [value for value in given_flags(flags).values() if isinstance(value, Path)]
+        check_output_files([options.output], [*inputs.paths, *read])
+    if inputs.traces is not None:
+        check_readable([inputs.traces])
+    if inputs.engine_dir is not None:
+        config = read_bundle(inputs.engine_dir).config
+        named.check_has_copy(has_copy=config.build_config.self_draft is not None)
+        check_device_ids(device_ids, config.mapping.tp_size)
+    if inputs.model.model_dir is not None:
+        read_model_config(resolve_model(inputs.model.model_dir))
+    if inputs.tokenizer_dir is not None:
+        resolve_tokenizer(inputs.tokenizer_dir)
+    named.check_fits(None)
+    named.check_files()
+
+    from commands.tune.work import tune_engine, tune_traces
+    from runtime.tuning.job import Scope
+
+    scope = Scope(named, flags.ngram_pool == "public", options.max_draft_len)
+    if not inputs.has_engine:
+        tune_traces(inputs, options, scope, output)
+        return
+
+    from commands.sessions import engines_made
+
+    choice = EngineChoice(
+        inputs.engine_dir or Path(),
+        speculation=named,
+        model_dir=inputs.model.model_dir,
+        built_for=inputs.model.engines,
+    )
+    with engines_made(choice, output) as made:
+        inputs, scope = replace(inputs, engine_dir=made.engine_dir), replace(scope, named=made.speculation)
+        tune_engine(inputs, options, scope, device_ids, prompts, output)
