@@ -6,10 +6,10 @@ from typing import Any
 
 from markupsafe import Markup
 
+from commands.bench.report import METRICS, percentile_names
 from commands.html.page import page
 from commands.html.svg import Column, area_chart, column_chart
 from commands.output import number
-from commands.bench.report import METRICS, percentile_names
 from runtime.files import write_file
 
 _MAX_ROWS, _NUM_BINS = 500, 24
