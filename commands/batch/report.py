@@ -1,20 +1,45 @@
 """What `batch` prints at its end: the JSON document, or a table."""
 
 import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import Field
 from rich.table import Table
 
+from commands.batch.answering import Counts
 from commands.batch.command import BatchFiles
 from commands.batch.model import Job
-from commands.batch.work import Report
 from commands.documents.drafters import DrafterNames
 from commands.documents.records import Head, Record, document_head
 from commands.options.cluster import ClusterOptions
 from commands.output import Output, number, percent
 from runtime.config import Count, Measure, Share, Size
 from runtime.drafters.specs import DraftLenMode
+
+
+@dataclass
+class Report:
+    """What was done in this run."""
+
+    num_requests: int
+    num_done_before: int
+    num_failed: int = 0
+    counts: Counts = field(default_factory=Counts)
+    opening_s: float = 0.0
+    wall_s: float = 0.0
+    workers: Counter[str] = field(default_factory=Counter)
+    """Results by the machine and the process that they come from, where there are several."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.counts.num_generated_tokens / self.wall_s if self.wall_s else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        counts = self.counts
+        return counts.num_accepted_tokens / counts.num_draft_tokens if counts.num_draft_tokens else None
 
 
 class BatchDefaultsRecord(Record):

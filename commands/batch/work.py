@@ -1,19 +1,18 @@
 """What `batch` does once its flags have been looked at: the engine, the workers, the results, and what is told."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from commands.batch.answering import Counts, Outcome, OwnCrew, failed_outcome
+from commands.batch.answering import Outcome, OwnCrew, failed_outcome
 from commands.batch.command import BatchDefaults, BatchFiles
 from commands.batch.dispatch import Crew, answer_all
 from commands.batch.lines import BatchRequest, look_through
 from commands.batch.model import Job, check_same_everywhere
-from commands.batch.report import batch_document, show
+from commands.batch.report import Report, batch_document, show
 from commands.batch.results import Results, open_results
 from commands.options.cluster import ClusterOptions
 from commands.options.engine import EngineChoice
@@ -59,29 +58,6 @@ def start_batch(
 def _own_crew(job: Job, num_requests: int) -> Iterator[Crew[BatchRequest, Outcome]]:
     with job.opened() as model:
         yield OwnCrew(model)
-
-
-@dataclass
-class Report:
-    """What was done in this run."""
-
-    num_requests: int
-    num_done_before: int
-    num_failed: int = 0
-    counts: Counts = field(default_factory=Counts)
-    opening_s: float = 0.0
-    wall_s: float = 0.0
-    workers: Counter[str] = field(default_factory=Counter)
-    """Results by the machine and the process that they come from, where there are several."""
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return self.counts.num_generated_tokens / self.wall_s if self.wall_s else None
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        counts = self.counts
-        return counts.num_accepted_tokens / counts.num_draft_tokens if counts.num_draft_tokens else None
 
 
 def run_batch(
