@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
-from commands.options.engine import EngineOptions
+from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
 from commands.options.serve import ServeInputs, ServerOptions
 from commands.output import Output

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from commands.documents.settings import Setup
-from commands.options.engine import EngineChoice
+from commands.options.engine_choice import EngineChoice
 from commands.output import Output
 from runtime.bundle import read_bundle
 from runtime.drafters.spec import DrafterSpec

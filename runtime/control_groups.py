@@ -1,7 +1,9 @@
-"""The control groups that a process is in: what Linux, or a container, leaves it of the machine."""
+"""What Linux, or a container, leaves a process of the machine: its control groups, and the memory it may still take."""
 
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -21,3 +23,28 @@ def groups_above(controller: str, root: Path = ROOT, membership: Path = MEMBERSH
         group = base / place.lstrip("/")
         # In a container the group's own path may not be there: its files are at the root.
         yield from ((version, directory) for directory in (group, *group.parents) if directory.is_relative_to(base))
+
+
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+_UNLIMITED = 1 << 60  # version 1 writes a number near 2^63
+
+
+def free_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int:
+    """Bytes. Pages of files that a group holds are given up when they are needed, and count as free."""
+    groups = groups_above("memory", root, membership)
+    left = (left for version, directory in groups for left in _left_by(directory, *_FILES[version]))
+    return min([int(psutil.virtual_memory().available), *left])
+
+
+def _left_by(directory: Path, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
+    try:
+        most = int((directory / limit).read_text())
+        used = int((directory / usage).read_text())
+        stats = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or `max`: no limit
+        return
+    if most < _UNLIMITED:
+        yield max(most - used + int(stats.get(reclaimable, 0)), 0)

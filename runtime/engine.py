@@ -21,8 +21,8 @@ from runtime.compiler.compilation import StepFunction
 from runtime.compiler.kernels import flush_denormals, openmp_alone
 from runtime.compiler.opening import check_environment, check_shape, open_copy
 from runtime.config import EngineConfig
+from runtime.control_groups import free_memory
 from runtime.errors import SpecDecError, UsageError
-from runtime.free_memory import free_memory
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
 from runtime.making import MAKING

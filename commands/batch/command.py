@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from commands.options.cluster import ClusterOptions
-from commands.options.engine import EngineOptions
+from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
+from commands.options.ray_flags import ClusterOptions
 from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING
 from commands.output import Output, check_output_files, check_readable
 from runtime.errors import SpecDecError, UsageError

@@ -19,9 +19,9 @@ import torch
 from ray.exceptions import RayActorError, RayError
 
 from commands.batch.dispatch import Crew, NotAnswered
-from commands.batch.model import model_digest
-from commands.options.cluster import ClusterOptions
-from commands.options.engine import EngineChoice
+from commands.batch.job import model_digest
+from commands.options.engine_choice import EngineChoice
+from commands.options.ray_flags import ClusterOptions
 from commands.output import Output, warn
 from commands.sessions import engines_made
 from runtime.bundle import read_bundle

@@ -10,12 +10,12 @@ from pathlib import Path
 from commands.batch.answering import Outcome, OwnCrew, failed_outcome
 from commands.batch.command import BatchDefaults, BatchFiles
 from commands.batch.dispatch import Crew, answer_all
+from commands.batch.job import Job, check_same_everywhere
 from commands.batch.lines import BatchRequest, look_through
-from commands.batch.model import Job, check_same_everywhere
 from commands.batch.report import Report, batch_document, show
-from commands.batch.results import Results, open_results
-from commands.options.cluster import ClusterOptions
-from commands.options.engine import EngineChoice
+from commands.batch.results_file import Results, open_results
+from commands.options.engine_choice import EngineChoice
+from commands.options.ray_flags import ClusterOptions
 from commands.output import Output, number, percent
 from commands.progress import Pace
 from commands.sessions import engines_made

@@ -9,9 +9,8 @@ from commands.bench.contents import Content
 from commands.bench.report import bench_document, show
 from commands.html.bench import write_bench_report
 from commands.output import Output
-from runtime.benchmark.arrivals import arrival_times
 from runtime.benchmark.client import Client
-from runtime.benchmark.load import Load, LoadResult, run_load
+from runtime.benchmark.load import Load, LoadResult, arrival_times, run_load
 from runtime.errors import SpecDecError
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from commands.options.engine import EngineOptions
+from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, OUTPUT
 from commands.output import Output

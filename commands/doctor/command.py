@@ -7,12 +7,11 @@ from typing import Annotated
 import typer
 
 from commands.inputs.prompts import read_prompts
-from commands.options.engine import USUAL_ENGINE, EngineChoice, EngineDir
+from commands.options.engine_choice import USUAL_ENGINE, EngineChoice, EngineDir, KVCacheOptions
 from commands.options.expand import expand_groups
-from commands.options.kv_cache import KVCacheOptions
-from commands.options.leader import Loop, ModelOptions
+from commands.options.leader_flags import Loop, ModelOptions
 from commands.options.shared import INPUT, RUNTIME, TokenizerDir
-from commands.options.speculation import SpeculationOptions
+from commands.options.speculation_flags import SpeculationOptions
 from commands.output import Output
 
 

@@ -8,8 +8,8 @@ from pydantic import Field
 from commands.doctor.command import DoctorOptions
 from commands.documents.drafters import DrafterNames
 from commands.documents.records import Head, Record, document_head
-from commands.options.engine import EngineChoice
-from commands.options.leader import Loop
+from commands.options.engine_choice import EngineChoice
+from commands.options.leader_flags import Loop
 from commands.output import Output
 from runtime.config import Size
 from runtime.diagnosis.judging import Judgement

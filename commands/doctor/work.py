@@ -7,7 +7,7 @@ from commands.doctor.command import DoctorInputs, DoctorOptions
 from commands.doctor.report import REMEDIES, doctor_document, show
 from commands.inputs.dataset import DEMO, load_samples
 from commands.inputs.prompts import Prompt, without_padding
-from commands.options.engine import EngineChoice
+from commands.options.engine_choice import EngineChoice
 from commands.output import Output
 from runtime.bundle import read_bundle
 from runtime.diagnosis.judging import judge

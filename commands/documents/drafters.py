@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 from pydantic import AfterValidator, Field, create_model
 
 from commands.documents.records import Record, absent
-from commands.options.drafters import config_flag
+from commands.options.drafter_flags import config_flag
 from runtime.config import Count
 from runtime.drafters.spec import Devices, DrafterSpec, Setting, TextForm, with_first_devices
 from runtime.drafters.specs import DRAFTERS

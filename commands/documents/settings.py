@@ -9,7 +9,7 @@ from pydantic import Field
 
 from commands.documents.drafters import ChosenDrafters
 from commands.documents.records import Record, Token, absent
-from commands.options.leader import Loop
+from commands.options.leader_flags import Loop
 from runtime.bundle import Bundle
 from runtime.config import (
     Arithmetic,

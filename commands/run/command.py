@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from commands.inputs.prompts import read_prompts
-from commands.options.engine import EngineOptions
+from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
-from commands.options.generation import GenerationOptions
+from commands.options.sampling_flags import GenerationOptions
 from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, CheckLossless, OutputTraces, Report, Stats
 from commands.output import Output, check_output_files, check_report
 from runtime.errors import SpecDecError, UsageError

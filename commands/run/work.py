@@ -19,7 +19,7 @@ from commands.run.command import RunInputs, RunResults
 from commands.run.document import Compared, run_document
 from commands.run.tables import StreamPrinter, make_labels, show_outputs, show_stats
 from commands.sessions import lossless_check, token_progress
-from commands.tables.lossless import exit_if_too_little_to_tell, fail_unless_lossless, lossless_lines
+from commands.tables.lossless_check import exit_if_too_little_to_tell, fail_unless_lossless, lossless_lines
 from runtime.evaluation.steps import all_pieces
 from runtime.files import write_file
 from runtime.generation import Generation, Interrupted, Unanswered

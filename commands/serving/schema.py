@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from commands.options.drafters import config_flag
+from commands.options.drafter_flags import config_flag
 from runtime.drafters.spec import ListForm
 from runtime.drafters.specs import LOOKUPS
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.inputs.dataset import DEMO, Columns, EvalTask, Sample, load_samples
-from commands.options.cluster import ClusterOptions
-from commands.options.engine import EngineChoice, EngineOptions
+from commands.options.engine_choice import EngineChoice, EngineOptions
 from commands.options.expand import expand_groups
-from commands.options.generation import GenerationOptions
-from commands.options.leader import Loop
+from commands.options.leader_flags import Loop
+from commands.options.ray_flags import ClusterOptions
+from commands.options.sampling_flags import GenerationOptions
 from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, CheckLossless, OutputTraces, Report, Stats
 from commands.output import Output, check_new_directory, check_output_files, check_report, warn
 from runtime.config import BuildConfig

@@ -16,7 +16,7 @@ from commands.summarize.command import EvaluationOptions, SummarizeInputs, Summa
 from commands.summarize.document import Asked, Evaluation, summary_document, write_outputs
 from commands.summarize.rouge import num_without_letters
 from commands.summarize.tables import show_summary
-from commands.tables.lossless import exit_if_too_little_to_tell, fail_unless_lossless
+from commands.tables.lossless_check import exit_if_too_little_to_tell, fail_unless_lossless
 from runtime.errors import SpecDecError
 from runtime.evaluation.steps import all_pieces
 from runtime.evaluation.systems import (

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from commands.inputs.prompts import read_prompts
-from commands.options.drafters import TunedFlags, chooses_drafter
-from commands.options.engine import EngineChoice
+from commands.options.drafter_flags import TunedFlags, chooses_drafter
+from commands.options.engine_choice import EngineChoice
 from commands.options.expand import expand_groups, given_flags
-from commands.options.leader import ModelOptions
+from commands.options.leader_flags import ModelOptions
 from commands.options.shared import INPUT, OUTPUT, RUNTIME, SPECULATION, EndId, TokenizerDir
-from commands.options.speculation import Drafters, speculation_from_flags
+from commands.options.speculation_flags import Drafters, speculation_from_flags
 from commands.output import Output, check_output_files, check_readable
 from runtime.bundle import read_bundle
 from runtime.drafters.spec import Devices

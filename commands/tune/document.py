@@ -9,7 +9,7 @@ from pydantic import Field
 
 from commands.documents.drafters import DeviceIds, TunedDrafter
 from commands.documents.records import Counts, Head, Positive, Record, document_head
-from commands.options.drafters import written_flags
+from commands.options.drafter_flags import written_flags
 from runtime.config import Measure, Size
 from runtime.drafters.specs import DraftLenMode, Speculation
 from runtime.stats import RequestStats, sum_stats

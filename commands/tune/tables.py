@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from commands.options.drafters import written_flags
+from commands.options.drafter_flags import written_flags
 from commands.output import Output, number, percent
 from commands.tune.document import Tuning, categories_of, stats_of_category
 from runtime.drafters.specs import Speculation

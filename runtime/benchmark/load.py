@@ -1,6 +1,7 @@
 """Load generator: sends requests to a server at their times, with bounded concurrency, and collects the responses."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -8,9 +9,25 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from runtime.benchmark.client import Answer, Client, Content, Endpoint, ServerError, refused, request_body
 from runtime.benchmark.speculation import SpeculationCounts, counts_of_prometheus, total_counts
 from runtime.errors import SpecDecError
+
+
+def arrival_times(num_requests: int, request_rate: float, seed: int) -> list[float]:
+    """Seconds from the first request to each, in order: gaps are exponential with mean 1 / `request_rate`.
+
+    An infinite rate sends all at once. Unlike `vllm bench serve`, which stretches the whole to num_requests /
+    request_rate seconds, the gaps are left as they were drawn, so that arrivals are Poisson.
+    """
+    if math.isinf(request_rate):
+        return [0.0] * num_requests
+    gaps = np.random.default_rng(seed).exponential(1 / request_rate, num_requests - 1)
+    times: list[float] = [0.0, *np.cumsum(gaps).tolist()]
+    return times
+
 
 _WARM_UP = "One, two, three, four,"
 

@@ -10,19 +10,84 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Condition, Thread
 
 from runtime.drafters.opening import ShortDrafter
-from runtime.drafters.protocol import Drafter, check_request
+from runtime.drafters.protocol import Drafter, check_num_drafts, check_request
 from runtime.errors import SpecDecError
 from runtime.leader import Leader
-from runtime.request import Sequence
+from runtime.request import Draft, Sequence
 from runtime.serving.answer import Answer, Asked, Progress
-from runtime.serving.routing import DrafterRouter
-from runtime.serving.totals import Totals
 from runtime.session import Session
+
+
+@dataclass
+class Totals:
+    """Counts that only grow. Each is written by one thread, after every step."""
+
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_position: list[int] = field(default_factory=list)
+    num_finished: dict[str, int] = field(default_factory=dict)
+    """By why: stop, length, abort or error."""
+
+    def count_step(self, sequence: Sequence, num_new_tokens: int) -> None:
+        """The last step of a sequence; with the first one its prompt."""
+        stats = sequence.stats
+        if stats.num_steps == 1:
+            self.num_prompt_tokens += len(sequence.request.prompt_tokens)
+        self.num_generated_tokens += num_new_tokens
+        num_drafted, num_accepted = stats.per_step_drafted[-1], stats.per_step_accepted[-1]
+        if num_drafted:
+            self.num_drafts += 1
+            self.num_draft_tokens += num_drafted
+            self.num_accepted_tokens += num_accepted
+            missing = num_drafted - len(self.num_accepted_per_position)
+            self.num_accepted_per_position += [0] * missing
+            for i in range(num_accepted):
+                self.num_accepted_per_position[i] += 1
+
+    def count_end(self, reason: str) -> None:
+        self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
+
+
+class DrafterRouter:
+    """Asks each request's drafter; `default` for those without one of their own."""
+
+    def __init__(self, default: Drafter | None) -> None:
+        self.default = default
+        self._own: dict[int, Drafter | None] = {}
+
+    def assign(self, request_id: int, drafter: Drafter | None) -> None:
+        """Draft for a request by this drafter alone, or not at all, until it is forgotten."""
+        self._own[request_id] = drafter
+
+    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        drafts = [Draft([])] * len(sequences)
+        places: dict[int, list[int]] = {}
+        drafters: dict[int, Drafter] = {}
+        for i, sequence in enumerate(sequences):
+            drafter = self._own.get(sequence.request.id, self.default)
+            if drafter is not None:
+                drafters[id(drafter)] = drafter
+                places.setdefault(id(drafter), []).append(i)
+        for key, indices in places.items():
+            proposed = drafters[key].propose([sequences[i] for i in indices], max_draft_len)
+            check_num_drafts(proposed, len(indices))
+            for i, draft in zip(indices, proposed, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def forget(self, request_id: int) -> None:
+        drafter = self._own.pop(request_id, self.default)
+        if drafter is not None:
+            drafter.forget(request_id)
+
 
 _LOG = logging.getLogger(__name__)
 

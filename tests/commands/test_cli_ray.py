@@ -25,10 +25,10 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from commands.batch.answering import failed_outcome  # noqa: E402
 from commands.batch.command import BatchDefaults  # noqa: E402
 from commands.batch.dispatch import answer_all  # noqa: E402
+from commands.batch.job import Job, model_digest  # noqa: E402
 from commands.batch.lines import look_through  # noqa: E402
-from commands.batch.model import Job, model_digest  # noqa: E402
 from commands.batch.ray_workers import RayCrew, WorkerJob, connected, open_anywhere  # noqa: E402
-from commands.options.engine import EngineChoice  # noqa: E402
+from commands.options.engine_choice import EngineChoice  # noqa: E402
 from runtime.bundle import read_bundle  # noqa: E402
 from runtime.drafters.specs import NO_SPECULATION  # noqa: E402
 from runtime.errors import SpecDecError  # noqa: E402

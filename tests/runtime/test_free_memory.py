@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runtime.free_memory import free_memory
+from runtime.control_groups import free_memory
 
 MIB = 1 << 20
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from sentences import Said
 
-from commands.options.drafters import DrafterFlags
-from commands.options.leader import LeaderOptions, ModelEngineOptions
-from commands.options.speculation import SpeculationOptions, parse_drafter_names
+from commands.options.drafter_flags import DrafterFlags
+from commands.options.leader_flags import LeaderOptions, ModelEngineOptions
+from commands.options.speculation_flags import SpeculationOptions, parse_drafter_names
 from runtime.drafters.spec import Devices, DrafterSpec
 from runtime.drafters.specs import (
     CustomDrafter,

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from sentences import Said
 
-from commands.options.drafters import DrafterFlags
-from commands.options.engine import check_needed_drafter
-from commands.options.generation import GenerationOptions, SamplingOptions
-from commands.options.kv_cache import KVCacheOptions
-from commands.options.leader import LeaderOptions, ModelEngineOptions
-from commands.options.speculation import SpeculationOptions
+from commands.options.drafter_flags import DrafterFlags
+from commands.options.engine_choice import KVCacheOptions, check_needed_drafter
+from commands.options.leader_flags import LeaderOptions, ModelEngineOptions
+from commands.options.sampling_flags import GenerationOptions, SamplingOptions
+from commands.options.speculation_flags import SpeculationOptions
 from runtime.drafters.specs import DraftLenMode, Speculation, SuffixDrafter
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import GREEDY, SamplingConfig

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from commands.options.drafters import DrafterFlags, as_flag, config_flag, users_of
+from commands.options.drafter_flags import DrafterFlags, as_flag, config_flag, users_of
 from commands.options.expand import given_flags
 from commands.options.shared import SPECULATION
 from runtime.drafters.spec import Devices, DrafterSpec, Setting, fields_of

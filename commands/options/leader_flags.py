@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from commands.options.drafters import chooses_drafter
+from commands.options.drafter_flags import chooses_drafter
 from commands.options.expand import given_flags
 from commands.options.shared import LEADER
-from commands.options.speculation import LeaderFlags, SpeculationOptions, algorithms
+from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
 from commands.output import warn
 from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, Compiler
 from runtime.errors import UsageError

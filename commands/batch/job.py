@@ -7,7 +7,7 @@ from pathlib import Path
 
 from commands.batch.answering import BatchModel
 from commands.batch.command import BatchDefaults
-from commands.options.engine import EngineChoice
+from commands.options.engine_choice import EngineChoice
 from commands.sessions import open_setup
 from runtime.bundle import read_bundle
 from runtime.cache import digest, read_digest
