@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ MAY_IMPORT = {
     "commands": {"commands", "runtime"},
     "runtime": {"runtime"},
 }
+HEAVY = {"torch", "transformers", "datasets", "evaluate", "safetensors"}
+MOST_MODULES, MOST_OF_ONE_IMPORTER, MOST_NAMES_TWICE = 244, 71, 20
 NEVER_IN_RUNTIME = {"typer", "click", "rich", "datasets", "evaluate"}
 # The nouns: of runtime's modules they import these and no others.
 NOUNS = {
@@ -207,9 +210,23 @@ def test_functions_are_short_and_narrow() -> None:
                     assert num_lines <= 60, f"{module}.{node.name} has {num_lines} lines"
 
 
-def test_runtime_has_no_import_cycle() -> None:
+def everywhere() -> dict[str, Path]:
+    return {name: path for package in PACKAGES for name, path in modules(package).items()}
+
+
+def test_places_are_few() -> None:
+    """Limits on lines and parameters are easily met by scattering code; these hold that a change has one place."""
+    paths = everywhere()
+    importers = Counter(name for path in paths.values() for name in imports(path) & paths.keys())
+    names = Counter(path.name for path in paths.values())
+    assert len(paths) <= MOST_MODULES
+    assert sum(num > 1 for num in names.values()) <= MOST_NAMES_TWICE
+    assert sum(num == 1 for num in importers.values()) <= MOST_OF_ONE_IMPORTER
+
+
+def test_no_import_cycle() -> None:
     """Imports inside functions are left out: they run later."""
-    graph = {module: imports(path, at_import_only=True) for module, path in modules("runtime").items()}
+    graph = {module: imports(path, at_import_only=True) for module, path in everywhere().items()}
     done: set[str] = set()
 
     def visit(module: str, above: tuple[str, ...]) -> None:
@@ -224,6 +241,21 @@ def test_runtime_has_no_import_cycle() -> None:
     assert done == set(graph)
 
 
+@pytest.mark.parametrize("command", [name for name in modules("commands") if name.endswith(".command")])
+def test_a_command_is_there_before_torch(command: str) -> None:
+    """What `--help` may not import is in other files of the command's folder, such as `work.py`."""
+    graph = {module: imports(path, at_import_only=True) for module, path in everywhere().items()}
+    found, left = set[str](), [command]
+    while left:
+        module = left.pop()
+        if module not in found:
+            found.add(module)
+            left += graph.get(module, ())
+    assert found & {name for name in graph if name.startswith("commands.options")}
+    assert not {name.split(".")[0] for name in found} & HEAVY
+    assert not {name for name in found if name.endswith((".work", ".report", ".document", ".tables"))}
+
+
 @pytest.mark.skipif(not (ROOT / "specdec_cli" / "app.py").exists(), reason="specdec_cli/app.py is missing yet")
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["corpus", "create", "--help"]])
 def test_help_loads_no_torch(arguments: list[str]) -> None:
@@ -232,4 +264,4 @@ def test_help_loads_no_torch(arguments: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     loaded = {line.split("|")[-1].strip().split(".")[0] for line in result.stderr.splitlines() if "|" in line}
     assert "typer" in loaded
-    assert not loaded & {"torch", "transformers", "datasets", "evaluate", "safetensors"}
+    assert not loaded & HEAVY
