@@ -1,4 +1,4 @@
-"""What Linux, or a container, leaves a process of the machine: its control groups, and the memory it may still take."""
+"""Control groups of this process, and the memory that they and the machine leave it."""
 
 from collections.abc import Iterator
 from pathlib import Path

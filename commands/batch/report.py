@@ -1,4 +1,4 @@
-"""What `batch` prints at its end: the JSON document, or a table."""
+"""Output of `batch` at its end: the JSON document, or a table."""
 
 import dataclasses
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What `batch` does once its flags have been looked at: the engine, the workers, the results, and what is told."""
+"""Work of `batch` after its flags are checked: the engine, the workers, the results, the report."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What `bench` prints: the JSON document, or latencies, throughput and what the server tells of its speculation."""
+"""Output of `bench`: the JSON document, or latencies, throughput and what the server tells of its speculation."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What `bench` does once its prompts are read: send them, and show what came."""
+"""Work of `bench` once its prompts are read: sends them, and shows what came."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What `convert` and `build` print: their JSON documents, a table of the engine, and how weights are rounded."""
+"""Output of `convert` and `build`: their JSON documents, a table of the engine, and how weights are rounded."""
 
 from pathlib import Path
 from typing import Any

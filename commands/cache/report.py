@@ -1,4 +1,4 @@
-"""What `cache list` and `cache prune` print."""
+"""Output of `cache list` and `cache prune`."""
 
 from datetime import datetime
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""What `chat` does with a session: reads what the user says, streams the answers, remembers both."""
+"""Work of `chat` with a session: reads what the user says, streams the answers, remembers both."""
 
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What the `corpus` commands print of a corpus and of its n-grams."""
+"""Output of the `corpus` commands: a corpus, and its n-grams."""
 
 from typing import Annotated, Any
 

@@ -1,4 +1,4 @@
-"""What `doctor` prints: every finding with its remedy, and what else was looked at."""
+"""Output of `doctor`: every finding with its remedy, and what else was looked at."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

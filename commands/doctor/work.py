@@ -1,4 +1,4 @@
-"""What `doctor` does: prompts that fit, symptoms, diagnoses, and an exit code."""
+"""Work of `doctor`: prompts that fit, symptoms, diagnoses, and an exit code."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How a command opens an engine: its flags become an `EngineChoice`, which is looked through before torch is imported.
+"""Opening an engine from the command line: flags become an `EngineChoice`, which is checked before torch is imported.
 
 choice = engine.choose(params)
 with choice.open(output) as setup: ...

@@ -1,4 +1,4 @@
-"""What `run` does with a session: generate, show, write and check."""
+"""Work of `run` with a session: generate, show, write and check."""
 
 import io
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What `summarize` does with a session: answer the samples, check, write and show."""
+"""Work of `summarize` with a session: answer the samples, check, write and show."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `tune` does, from traces or prompts to a recommendation: with an engine, or by replay alone."""
+"""Work of `tune`, from traces or prompts to a recommendation: with an engine, or by replay alone."""
 
 from dataclasses import replace
 from pathlib import Path

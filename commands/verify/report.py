@@ -1,4 +1,4 @@
-"""What `verify` prints: each file, its size, and what was found of it."""
+"""Output of `verify`: each file, its size, and what was found of it."""
 
 from collections import Counter
 from dataclasses import asdict
