@@ -34,7 +34,7 @@ class Totals:
     num_accepted_tokens: int = 0
     num_accepted_per_position: list[int] = field(default_factory=list)
     num_finished: dict[str, int] = field(default_factory=dict)
-    """By why: stop, length, abort or error."""
+    """Numbers of finished answers, by reason: stop, length, abort or error."""
 
     def count_step(self, sequence: Sequence, num_new_tokens: int) -> None:
         """The last step of a sequence; with the first one its prompt."""
