@@ -1,4 +1,4 @@
-"""How much of each draft to send: as many tokens as pay for themselves, none where none does.
+"""Automatic draft lengths: as many tokens as pay for themselves, none where none does.
 
 A step with more draft tokens takes longer, by what the engine's cost model says, and yields more, by how often such
 drafts were right so far. A token is worth sending while the tokens it promises cost less time than they do on average:
@@ -45,13 +45,11 @@ _LOOK_SHARE, _LONGEST_REST = 0.005, 64
 _LOOK_S = 20e-6
 """About what a lookup and counting its outcomes take for a sequence, where no clock tells."""
 _FIRST_GAIN, _GAIN_MEMORY = 3.0, 0.93
-"""The average gain of steps begins at so many times what looking takes: 16 steps that gain nothing end it. In large
-batches, whose steps are arithmetic and seldom pay for drafts, it begins below 1."""
+"""Initial mean gain, in multiples of the time of looking up: 16 steps without a gain end looking. In large batches,
+whose steps are compute-bound and seldom pay for drafts, it starts below 1."""
 _RATE_MEMORY = 0.98
 _CAUTION = 0.25
-"""What a token of a lookup must promise beyond what its time is worth, in tokens that come without drafts in so much
-time. The likeliest of many are those that were overestimated, prices are of another hour, and a token that just pays
-gains nothing. With twice as much drafts of 10 on Spec-Bench keep 0.966 of their tokens per step, with this 0.97."""
+"""Margin that a token of a lookup must gain beyond its time, in tokens that come without drafts in that time."""
 _CONTEXT_STEP = 64
 """Contexts are rounded, so that the cost model need not be asked anew at every step."""
 
@@ -80,7 +78,7 @@ class AdaptiveDrafter:
         self._num_off = 0
         """Steps in a row that nothing was drafted for, or only looked at."""
         self._mean_gains: dict[int, float] = {}
-        """Of the steps so far, as many times what looking takes, by the size of batches; it fades."""
+        """Mean gain of past steps, in multiples of the time of looking up, by batch size; it decays."""
         self._meter = Meter(clock) if clock is not None else None
         self._known_prices: dict[tuple[int, int, int], _Prices] = {}
 
@@ -110,7 +108,7 @@ class AdaptiveDrafter:
             self._num_off += 1
             self._count(len(sequences), prices, 0.0)
             return [Draft([])] * len(sequences)
-        start = thread_time()  # what looking needs itself, whoever else runs
+        start = thread_time()  # time of looking up itself, without other threads
         looked_at = [sequences[i] for i in rows]
         found = dict(zip(rows, self.drafter.propose(looked_at, max_draft_len), strict=True))
         drafts = [found.get(i) or Draft([]) for i in range(len(sequences))]
@@ -147,7 +145,7 @@ class AdaptiveDrafter:
             lengths = [1] * len(sequences)
         drafts = self.drafter.propose(sequences, max(lengths))
         self._remember(sequences, drafts)
-        if self._draft_s is None:  # somebody's own, who may draw by another rule where more is asked for
+        if self._draft_s is None:  # a user's drafter, which may draw by another rule if asked for more
             return drafts
         return [draft.cut(length) for draft, length in zip(drafts, lengths, strict=True)]
 
@@ -171,7 +169,9 @@ class AdaptiveDrafter:
         return self._outcomes.survivals(sequence, draft.match_len, len(draft.tokens))
 
     def _choose(self, survivals: list[list[float]], prices: "_Prices", draft_len: int = 0) -> "_Choice":
-        """What to send of drafts of such survivals, after `draft_len` steps of a draft model; and count it."""
+        """Choose how much to send of drafts with these survivals, after `draft_len` steps of a draft model; and count
+        it.
+        """
         seconds, rate = self._seconds(prices, sum(map(len, survivals))), self._rate(prices)
         least = self._least_rate(prices)
         lengths = allocate(survivals, [least * s for s in seconds])
@@ -181,7 +181,7 @@ class AdaptiveDrafter:
         return _Choice(lengths, num_accepted / rate - cost_s)
 
     def _count(self, num_tokens: float, prices: "_Prices", cost_s: float) -> None:
-        """A step that yields so many tokens, and takes so much longer than without drafts."""
+        """A step's tokens, and its additional time over one without drafts."""
         self._num_tokens = self._num_tokens * _RATE_MEMORY + num_tokens
         self._num_without = self._num_without * _RATE_MEMORY + prices.batch_size + cost_s * prices.rate_without
 
@@ -215,11 +215,11 @@ class AdaptiveDrafter:
         return range(0) if self._num_off % interval else range(len(sequences))
 
     def _nothing_pays(self, prices: "_Prices") -> bool:
-        """Whether even a token that is sure to be accepted costs more than it is worth."""
+        """True if even a token that is certain to be accepted costs more than it gains."""
         return self._least_rate(prices) * prices.cheapest_s * self._factor >= 1
 
     def _seconds(self, prices: "_Prices", most: int) -> list[float]:
-        """Of a step with 0, 1, ... draft tokens, by what such tokens cost now."""
+        """Seconds of a step with 0, 1, ... draft tokens, by what such tokens cost now."""
         seconds, factor = prices.of_drafts(most), self._factor
         return seconds if factor == 1 else [seconds[0] + factor * (one - seconds[0]) for one in seconds]
 
@@ -253,7 +253,7 @@ class _Choice:
 
 
 class _Prices:
-    """What steps of a batch size cost, whose contexts have such a mean: each row's attention takes its own."""
+    """Step costs for a batch size and a mean context: each row's attention has its own."""
 
     def __init__(
         self,

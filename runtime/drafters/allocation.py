@@ -1,4 +1,4 @@
-"""Which tokens of a step's drafts to send: those that are likeliest to be accepted, until the next costs too much.
+"""Allocation of a step's draft tokens: those likeliest to be accepted are sent, until the next costs too much.
 
 What a step costs depends on how many tokens it has in all its rows together, not on whose they are (`runtime.batch`
 folds rows). And a draft token is accepted no oftener than the one before it. So of any number of tokens the likeliest

@@ -57,7 +57,7 @@ class SuffixAutomaton:
         return self._with_follower(*self._cut(target, n + 1))
 
     def _with_follower(self, state: int, n: int) -> tuple[int, int]:
-        """Only what occurs nowhere but at the end has none, and what is shorter may have one."""
+        """Longest suffix with a follower: a text that occurs only at the end has none, and a shorter one may have."""
         while state != _ROOT and not self.next[state]:
             state = self.links[state]
             n = self.lengths[state]

@@ -19,7 +19,7 @@ class DrafterChain:
             raise UsageError("a chain has no drafters: []", hint="name at least one")
 
     def check_request(self, request: Request) -> None:
-        """What the members say who have something to say about a request before it starts."""
+        """Run the members' checks of a request before it starts."""
         for drafter in self.drafters:
             check_request(drafter, request)
 

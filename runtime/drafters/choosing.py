@@ -42,7 +42,7 @@ class DraftingModel:
     step_s: Callable[[int, int], float]
     """(batch size, context length) -> seconds for one more token of every draft."""
     copy: LooksAtSuggestions | None = None
-    """Whose drafts they are, where it looks at what may come next."""
+    """Self-draft among the members, if it verifies suggestions."""
 
     @property
     def steps_per_token(self) -> float:
@@ -51,7 +51,7 @@ class DraftingModel:
 
 @dataclass(frozen=True)
 class _Found:
-    """What was looked up for a sequence, the tokens that a step yields with it, and those of a second."""
+    """Lookup found for a sequence, the tokens that a step yields with it, and those per second."""
 
     draft: Draft
     worth: float
@@ -81,13 +81,13 @@ class ChoosingChain:
         self._leads = Leads(len(self.lookups))
         self._drafted = [Outcomes() for _ in self.models]
         self._found_now: dict[int, _Found] = {}
-        """By request, while models draft."""
+        """Lookups of the current step by request, while models draft."""
         for model in self.models:
             if model.copy is not None:
                 model.copy.ask(self._suggest)
 
     def check_request(self, request: Request) -> None:
-        """What the members say who have something to say about a request before it starts."""
+        """Run the members' checks of a request before it starts."""
         for drafter in self._members:
             check_request(drafter, request)
 
@@ -143,7 +143,7 @@ class ChoosingChain:
         return best
 
     def _weigh(self, sequence: Sequence, draft: Draft, outcomes: Outcomes, batch_size: int) -> _Found:
-        """What a draft that was looked up is worth, by how right those before it were."""
+        """Weight of a lookup's draft, by the acceptance of those before it."""
         outcomes.remember(sequence, draft.tokens, draft.match_len)
         survivals = outcomes.survivals(sequence, draft.match_len, len(draft.tokens)) if draft.tokens else []
         worth = 1 + sum(survivals)
@@ -152,7 +152,7 @@ class ChoosingChain:
         return _Found(weighed, worth, rate)
 
     def _suggest(self, sequence: Sequence, drafted: list[int]) -> list[int]:
-        """What the copy should look at after these tokens of its draft.
+        """Tokens that the copy should verify after these tokens of its draft.
 
         A step with more tokens takes longer: no more than are likely to be right.
         """

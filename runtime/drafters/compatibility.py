@@ -1,4 +1,4 @@
-"""Whether drafter and target mean the same by every token id, found out before anything is opened."""
+"""Compatibility of drafter and target in their token ids, checked before anything is opened."""
 
 import filecmp
 import warnings
@@ -15,7 +15,7 @@ from runtime.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TargetIdentity:
-    """What a drafter has to agree with."""
+    """Properties of the target that a drafter must match."""
 
     bundle: Bundle
     tokenizer_dir: Path

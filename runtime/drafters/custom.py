@@ -1,4 +1,4 @@
-"""Somebody's own drafter: imported, checked, and guarded, so that its failures are told as its own."""
+"""Drafter of the user's own: imported, checked, and guarded, so that its failures are reported as its own."""
 
 import importlib
 import sys
@@ -61,7 +61,7 @@ class _FunctionDrafter:
 
 
 class GuardedDrafter:
-    """Somebody's drafter, whose failures are theirs to mend, with a note of whether it ever gave probabilities."""
+    """User's drafter whose failures are attributed to it, with a record of whether it ever returned probabilities."""
 
     def __init__(self, name: str, drafter: Drafter) -> None:
         self._name, self._drafter = name, drafter
@@ -89,7 +89,7 @@ def _guarded(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         return call(*arguments)
     except SpecDecError:
         raise
-    except (Exception, SystemExit) as error:  # somebody else's code
+    except (Exception, SystemExit) as error:  # a user's code
         raise SpecDecError(
             f"the drafter `{name}` failed: {type(error).__name__}: {error}",
             hint="the traceback shows where",

@@ -66,7 +66,7 @@ class DraftModel:
         return follower
 
     def _is_ready(self, follower: Sequence, in_step: list[Sequence]) -> bool:
-        """Whether the K/V cache holds its tokens so far, and the draft model can read them all.
+        """True if the K/V cache holds its tokens so far, and the draft model can read them all.
 
         If need be requests that are not in this step give their blocks back.
         """
@@ -79,7 +79,7 @@ class DraftModel:
         return self.engine.extend(follower) if follower.block_table else self.engine.admit(follower)
 
     def _release_idle(self, in_step: list[Sequence]) -> bool:
-        """Whether there were blocks to take from followers of other requests."""
+        """True if blocks could be taken from the draft sequences of other requests."""
         ids = {sequence.request.id for sequence in in_step}
         idle = [f for request_id, f in self._followers.items() if request_id not in ids and f.block_table]
         for follower in idle:

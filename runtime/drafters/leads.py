@@ -1,8 +1,8 @@
-"""Which of several lookups need not look: those whose drafts, where they were chosen, were no better than the others'.
+"""Lookups that may rest: those whose chosen drafts were no better than the others'.
 
-All of them look at first. The one whose drafts have most right tokens always looks. Of the others is learned their
-lead: how many tokens more were right than of the best other draft, per look, counted where theirs was chosen. A lookup
-without a lead rests: it looks for one request in sixteen, by which its lead goes on being learned.
+Initially all of them look. The one whose drafts have most right tokens always looks. For each other one its lead is
+learned: the number of right tokens beyond the best other draft, per look, counted when its draft was chosen. A lookup
+without a lead rests: it looks for one request in sixteen, so that its lead is still learned.
 """
 
 from runtime.drafters.outcomes import num_common
@@ -13,14 +13,14 @@ _MEMORY, _FIRST_LEAD, _LEAST_LEAD, _INTERVAL = 0.995, 0.1, 0.02, 16
 
 
 class Leads:
-    """Of `num_lookups`, which are called by their numbers."""
+    """State of `num_lookups` lookups, which are identified by their numbers."""
 
     def __init__(self, num_lookups: int) -> None:
         self._leads = [_FIRST_LEAD] * num_lookups
         self._num_right = [0.0] * num_lookups
-        """Of a draft, on average; it fades."""
+        """Mean number of right tokens of a draft; it decays."""
         self._pending: dict[int, tuple[int, int, list[tuple[int, list[int]]]]] = {}
-        """Of a request: the position that drafts were for, whose was chosen, and the drafts of all that looked."""
+        """Pending drafts of a request: their position, the chosen lookup, and the drafts of all that looked."""
 
     def looks(self, number: int, sequence: Sequence) -> bool:
         if self._leads[number] >= _LEAST_LEAD or sequence.request.id % _INTERVAL == 0:
@@ -28,7 +28,7 @@ class Leads:
         return number == self._num_right.index(max(self._num_right))
 
     def remember(self, sequence: Sequence, chosen: int, drafts: list[tuple[int, Draft]]) -> None:
-        """What those that looked have found, of which one was chosen; drawn drafts were not weighed."""
+        """Remember the drafts of lookups, one of which was chosen; drawn drafts were not weighed."""
         if len(drafts) > 1 and all(draft.probs is None for _, draft in drafts):
             found = [(number, draft.tokens) for number, draft in drafts]
             self._pending[sequence.request.id] = len(sequence.tokens), chosen, found

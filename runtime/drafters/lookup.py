@@ -1,4 +1,4 @@
-"""What lookups have in common: a text of tokens that is searched, and where a draft ends early.
+"""Shared parts of lookups: a text of tokens that is searched, and where a draft ends early.
 
 A text is kept as a `str` with a character for each token, which needs no index: Python finds a pattern in a thousand
 tokens within a microsecond, so that reading a long prompt costs nothing, and a step little beside its attention to the
@@ -12,7 +12,7 @@ from runtime.request import Sequence
 _NUM_CHARACTERS = 0x110000
 """Ids beyond would share a character: a draft could then be wrong, but is still made of the text's own tokens."""
 MAX_OCCURRENCES = 64
-"""Of a pattern that occurs oftener the last so many count, so that a text that only repeats itself costs no more."""
+"""Limit on the occurrences counted per pattern, the last ones, so that purely repetitive text costs no more."""
 
 
 class Text:
@@ -30,9 +30,9 @@ class Text:
         self.characters += as_characters(sequence.tokens[len(self.characters) :])
 
     def find(self, tail: str, most: int) -> tuple[int, list[int]]:
-        """(n, ends): the longest end of `tail` that occurs here, of at most so many tokens, and where, the last first.
+        """(n, ends): length of the longest suffix of `tail` that occurs here, up to `most`, and its ends, last first.
 
-        (0, []) where none does.
+        (0, []) if none does.
         """
         n, last = self.find_longest(tail, most)
         return n, self.ends_before(tail[-n:], last) if n else []
@@ -51,7 +51,7 @@ class Text:
         return n, end
 
     def ends_before(self, pattern: str, last: int) -> list[int]:
-        """Where the pattern occurs, from its last place on backwards."""
+        """Ends of the pattern's occurrences, from the last one backwards."""
         ends, size, find = [last], len(pattern), self.characters.rfind
         for _ in range(MAX_OCCURRENCES - 1):
             if (start := find(pattern, 0, ends[-1] - 1)) < 0:
@@ -60,7 +60,7 @@ class Text:
         return ends
 
     def match_len(self, tail: str, ends: list[int]) -> int:
-        """How many tokens before one of these places are the last ones of `tail`, at most."""
+        """Number of tokens before one of these places that equal the last ones of `tail`, up to a limit."""
         return max(num_common_before(self.characters, end, tail, len(tail)) for end in ends)
 
 
@@ -69,7 +69,7 @@ def as_characters(tokens: Iterable[int]) -> str:
 
 
 def num_common_before(characters: str, end: int, tail: str, most: int) -> int:
-    """How many tokens before `end` are the last ones of `tail`, at most `most`: by halves, compared as slices."""
+    """Number of tokens before `end` that equal the last ones of `tail`, at most `most`: by bisection, as slices."""
     low, high = 0, min(most, end, len(tail))
     while low < high:
         middle = (low + high + 1) // 2
@@ -81,7 +81,7 @@ def num_common_before(characters: str, end: int, tail: str, most: int) -> int:
 
 
 def most_frequent(tokens: list[int]) -> int:
-    """Of equals the first."""
+    """Most frequent item; among equals the first."""
     if tokens.count(tokens[0]) == len(tokens):
         return tokens[0]
     counts: dict[int, int] = {}

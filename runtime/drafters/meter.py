@@ -1,4 +1,4 @@
-"""What drafts cost now, beside their prices, and how long looking for them takes.
+"""Current costs of drafts, relative to measured ones, and the time of looking them up.
 
 Prices were measured when an engine was built, of steps whose rows all had equal drafts, on a machine that may have been
 busier. The times of steps are held against them: over the price of a step without drafts, time is a line by what its
@@ -15,11 +15,10 @@ Clock = Callable[[], float]
 
 _MEMORY, _LOOK_MEMORY = 0.98, 0.9
 _PRIOR, _PRIOR_SLOPE, _PRIOR_SPREAD = 12.0, 1.3, 0.2
-"""Before anything is known drafts are taken to add so many times their price, as if so many steps had said so, in which
-what drafts added differed by a fifth of a step: rows of unequal lengths cost more than those that were measured (1.1 to
-2 times, SmolLM2 135M, 2 to 16 rows)."""
+"""Prior: its weight in steps, the drafts' real cost over the measured one, and the spread in steps: rows of unequal
+lengths cost more than measured ones (1.1 to 2 times, SmolLM2 135M, 2 to 16 rows)."""
 _MOST = 4.0
-"""A step that took longer than so many times its price was disturbed by something else."""
+"""Factor beyond which a step's time over its predicted cost counts as a disturbance."""
 
 
 class Meter:
@@ -30,7 +29,7 @@ class Meter:
         self._last = clock()
         self._ids: set[int] = set()
         self._prices = (0.0, 0.0)
-        """Of the step that is under way: without drafts, and with those that were sent."""
+        """Predicted costs of the step in progress: without drafts, and with those sent."""
         self._weight = self._mean_added = self._mean_time = 0.0
         self._added_squares = self._products = 0.0
         """Sums of (added - its mean)^2 and of (added - its mean) (time - its mean)."""

@@ -17,7 +17,7 @@ from runtime.errors import UsageError
 from runtime.request import Draft, Sequence
 
 _LONGEST_MATCH = 32
-"""How far back it is looked how long a match is, which says how right its draft may be."""
+"""Limit on the reported match length, which predicts acceptance."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class NgramLookup:
         return [self._lookup(sequence, max_draft_len) for sequence in sequences]
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        """What may follow these tokens after a sequence that was looked at before. Nothing is learned of them."""
+        """Continuation after these tokens, which follow an indexed sequence. They are not indexed."""
         if (history := self._histories.get(sequence.request.id)) is None:
             return Draft([])
         tail = as_characters([*sequence.tokens, *drafted])
@@ -99,7 +99,7 @@ class NgramLookup:
         return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
 
     def _found(self, history: _History, tokens: list[int], tail: str, draft_len: int) -> Draft | None:
-        """What follows the longest pattern that ends `tokens`, whose characters are `tail`; None if there is none."""
+        """Continuation of the longest pattern that ends `tokens`, whose characters are `tail`; None if absent."""
         size, last = history.text.find_longest(tail, self.max_matching_ngram_size)
         if size < self.min_matching_ngram_size:
             return None
@@ -110,7 +110,7 @@ class NgramLookup:
         return Draft(cut_at_end_id(draft, history.sequence.request.end_ids), match_len=match_len)
 
     def _choose(self, history: _History, pattern: str, last: int) -> int:
-        """Of the places where the pattern ends, of which this is the last, the one that the ranking means."""
+        """Choose an occurrence of the pattern by the ranking; this is the last one."""
         if self.ranking == "recent":
             return last
         if self.ranking != "frequent":

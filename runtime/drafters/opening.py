@@ -42,12 +42,12 @@ class OpenDrafter:
 
     @property
     def is_model(self) -> bool:
-        """Whether its drafts cost time."""
+        """True if its drafts cost time."""
         return self.draft_model is not None or self.self_draft is not None
 
     @property
     def gives_probs(self) -> bool:
-        """Whether drafts of sampling requests have been drawn from probabilities that they tell."""
+        """True if drafts of sampling requests were drawn from probabilities that they contain."""
         models = [model for model in (self.draft_model, self.self_draft) if model is not None]
         return any(drafter.has_given_probs for drafter in self.guarded) or any(model.use_logits for model in models)
 
@@ -59,7 +59,9 @@ class OpenDrafter:
 
 @dataclass(frozen=True)
 class Opening:
-    """What drafters are opened for. `costs`, where drafts are to be no longer than what pays. `stack` closes them."""
+    """Context in which drafters are opened. `costs`, where drafts are to be no longer than what pays. `stack` closes
+    them.
+    """
 
     engine: Engine
     costs: CostModel | None
@@ -139,7 +141,7 @@ def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
 
 
 def _drafting_model(one: OpenDrafter, target: EngineConfig, *, has_costs: bool) -> DraftingModel:
-    """With what its steps cost, where that and what the target's cost was measured; else they are taken to be free."""
+    """Draft model with its step costs, if they and the target's were measured; else drafting counts as free."""
     assert one.max_draft_len is not None
     if one.draft_model is not None:
         config = one.draft_model.engine.config
@@ -156,7 +158,7 @@ def _drafting_model(one: OpenDrafter, target: EngineConfig, *, has_costs: bool) 
 
 
 def _always_the_same(batch_size: int, context_len: int, draft_len: float) -> float:
-    """What steps take where nobody measured them."""
+    """Constant step costs, if none were measured."""
     return 1.0
 
 

@@ -1,4 +1,4 @@
-"""How often drafts were right so far: position by position, for each length of match, of one request and of all.
+"""Acceptance statistics of drafts: position by position, for each length of match, of one request and of all.
 
 What a draft would have yielded is seen from what was generated, whether it was sent or not, because drafts never change
 that.
@@ -15,17 +15,19 @@ _MATCH_LENS = (0, 1, 2, 3, 4, 6, 9, 16)
 SURE = 16
 """A model's drafts are taken to be as right as lookups with so long a match, until it is known how right they are."""
 _FIRST_GUESSES = (0.33, 0.25, 0.5, 0.65, 0.7, 0.7, 0.75, 0.75, 0.75, *[0.83] * 7, 0.88)
-"""How often the next token is right after a match of 0, 1, ... tokens. Lookups in the outputs of SmolLM2 135M for
-Spec-Bench are so: 0.20 to 0.27 of 1 token, 0.47 to 0.52 of 2, 0.80 to 0.96 of 16. 0: not a lookup, and nobody knows."""
+"""Prior acceptance of the next token after a match of 0, 1, ... tokens. Lookups in the outputs of SmolLM2 135M for
+Spec-Bench are so: 0.20 to 0.27 of 1 token, 0.47 to 0.52 of 2, 0.80 to 0.96 of 16. 0: not a lookup, so unknown.
+"""
 _OWN_MEMORY, _SHARED_MEMORY = 0.9, 0.995
-"""What remains of a count when another draft is counted."""
+"""Decay of a count for each further draft."""
 _SHARED_WEIGHT, _PRIOR_WEIGHT = 8.0, 4.0
-"""How many drafts of the request itself count as much as all others', and of others as much as the first guess."""
+"""Numbers of drafts at which a request's own statistics weigh as much as all requests', and those as much as the prior.
+"""
 
 
 @dataclass
 class _Survival:
-    """How many drafts reached each position, and how many of them were right there; both fade."""
+    """Numbers of drafts that reached each position, and of those that were right there; both decay."""
 
     memory: float
     reached: list[float] = field(default_factory=list)
@@ -46,7 +48,7 @@ _NOTHING_KNOWN = _Survival(memory=0.0)
 
 @dataclass
 class _History:
-    """What is known of one request: counts by match length, and drafts whose outcome is not known yet."""
+    """Statistics of one request: counts by match length, and drafts whose outcome is not known yet."""
 
     survivals: dict[int, _Survival] = field(default_factory=dict)
     pending: list[tuple[int, list[int], int]] = field(default_factory=list)
@@ -92,7 +94,7 @@ class Outcomes:
         history.pending = still_pending
 
     def survivals(self, sequence: Sequence, match_len: int, max_len: int) -> list[float]:
-        """Of a draft of `max_len` tokens: P(at least 1 accepted), P(at least 2 accepted), ..., which fall."""
+        """Survival of a draft of `max_len` tokens: P(at least 1 accepted), P(at least 2 accepted), ..., decreasing."""
         kind = _class_of(match_len)
         own = self._history(sequence).survivals.get(kind, _NOTHING_KNOWN)
         shared = self._shared.get(kind, _NOTHING_KNOWN)
@@ -123,7 +125,7 @@ class Outcomes:
 
 @cache
 def _first_guesses(kind: int, num: int) -> list[float]:
-    """Of the next tokens in order: what was right so far is a match too."""
+    """Prior for the next tokens in order: what was right so far is a match too."""
     return [_FIRST_GUESSES[min(kind + i, SURE) if kind else 0] for i in range(num)]
 
 
@@ -132,7 +134,7 @@ def _class_of(match_len: int) -> int:
 
 
 def num_common(left: list[int], right: list[int]) -> int:
-    """How many first tokens are the same."""
+    """Length of the common prefix."""
     length = min(len(left), len(right))
     if left[:length] == right[:length]:
         return length

@@ -14,7 +14,7 @@ from runtime.request import Sequence
 
 @dataclass(slots=True)
 class _Followers:
-    """What came after a pattern and how often; `counts` is in the order of the last occurrences."""
+    """Followers of a pattern and their counts; `counts` is in the order of the last occurrences."""
 
     best: int = -1
     counts: dict[int, int] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class _Followers:
 class _Text:
     tokens: list[int]
     num_context: int
-    """So many of its first tokens are the end of the prompt."""
+    """Number of its first tokens that are the end of the prompt."""
 
     @property
     def num_generated(self) -> int:

@@ -20,7 +20,7 @@ _MAX_GUESSES = 2
 
 @dataclass
 class _Place:
-    """Where a request is in the prediction: the token that is expected next, and how sure that is."""
+    """Position of a request in the prediction: the expected next token, and the confidence in it."""
 
     next: int = 0
     num_seen: int = 0
@@ -81,7 +81,7 @@ class PredictionLookup:
             place.next += ahead.index(output[-1]) + 1
 
     def _match_len(self, end: int, output: list[int]) -> int:
-        """How many of the output's last tokens the prediction has before `end`."""
+        """Number of the output's last tokens that precede `end` in the prediction."""
         n = _SHORTEST
         while n < min(_LONGEST, end, len(output)) and self.prediction[end - n - 1] == output[-n - 1]:
             n += 1

@@ -24,7 +24,7 @@ class Proposal:
     tokens: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
     sureness: list[int] = field(default_factory=list)
-    """How sure the model was of each token, where that is asked (`runtime.drafters.sureness`)."""
+    """Confidence of the model in each token, if requested (`runtime.drafters.sureness`)."""
     survives: float = 1.0
     """The probability that all its tokens are accepted, by that."""
     has_ended: bool = False

@@ -1,4 +1,4 @@
-"""What a loop asks of whatever proposes draft tokens, and the check that it got that."""
+"""Interface between a loop and a drafter, and the checks of what it proposes."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -36,17 +36,17 @@ def check_request(drafter: Drafter | None, request: Request) -> None:
 
 
 def look_ahead(drafter: Drafter, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-    """What a drafter that has a method of this name would propose if these tokens came next; else an empty draft.
+    """Propose a draft as if these tokens came next, for drafters with a method of this name; else an empty draft.
 
     It was asked for the sequence before, though perhaps not since its last tokens came, and must not learn from what
-    was drafted, which nobody has verified.
+    was drafted, which is not verified yet.
     """
     ahead = getattr(drafter, "look_ahead", None)
     return Draft([]) if ahead is None else ahead(sequence, drafted, max_draft_len)
 
 
 def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size: int) -> None:
-    """SpecDecError unless these are drafts that the target can take: anybody may write a drafter."""
+    """SpecDecError unless these are drafts that the target can take: users write drafters too."""
     check_num_drafts(drafts, num_sequences)
     for draft in drafts:
         if not isinstance(draft.tokens, list):

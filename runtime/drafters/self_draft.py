@@ -4,7 +4,7 @@ The copy computes the last token and its own drafts one at a time, and writes th
 the target has computed. The target's step computes the same tokens again and overwrites them before it reads. So there
 is no second cache and no second prompt, and what the copy attends to is exact up to the last token that was accepted.
 
-Nobody else sees the copy's K/V: it computes for followers of the sequences, and what of a sequence is published, or
+No other sequence sees the copy's K/V: it computes for draft sequences, and what of a sequence is published, or
 found again, ends at the sequence's own `num_computed`.
 """
 
@@ -42,7 +42,7 @@ class SelfDraft:
 
     @property
     def steps_per_token(self) -> float:
-        """Of the copy, for a token of a draft: less than one by what was suggested rightly, lately."""
+        """Copy's steps per drafted token: less than one with recent correct suggestions."""
         return self._num_steps / self._num_drafted if self._num_drafted else 1.0
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:

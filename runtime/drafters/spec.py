@@ -1,4 +1,4 @@
-"""What describes a drafter: its settings, the list that chooses it, its names. `runtime.drafters.specs` has them all.
+"""Description of a drafter: its settings, the list that chooses it, its names. `runtime.drafters.specs` has them all.
 
 Flags, lists, documents, schemas, labels, `tune`'s candidates and profiles are made of these descriptions. Nothing here
 imports torch: a drafter's algorithm is imported when it is opened.
@@ -23,7 +23,7 @@ Devices = tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Setting:
-    """What is said of a field besides its type and default, as `Annotated` metadata.
+    """Description of a field besides its type and default, as `Annotated` metadata.
 
     Flags are written as Python names: `ngram_ranking`.
     """
@@ -34,11 +34,11 @@ class Setting:
     leader_flag: str | None = None
     """The flag of leader mode (V2) that gives it to every drafter that has it."""
     leader_default: int | None = None
-    """In leader mode, where that is not the field's own default."""
+    """Default in leader mode, if it is not the field's own."""
     at_least: int | None = None
     is_path: bool = False
     key: str | None = None
-    """In documents, where that is not the field's name."""
+    """Key in documents, if it is not the field's name."""
 
 
 def fields_of(spec: "DrafterSpec | type[DrafterSpec]") -> "tuple[dataclasses.Field[Any], ...]":
@@ -168,7 +168,7 @@ class TextForm:
         return f"{self}; the current directory is searched too."
 
     def parse(self, text: str, flag: str) -> tuple[dict[str, Any], Devices]:
-        """As `ListForm.parse`; no devices."""
+        """Parse like `ListForm.parse`; no devices."""
         first, colon, second = text.partition(":")
         if not (first and colon and second):
             raise UsageError(
@@ -182,21 +182,21 @@ class TextForm:
 
 @dataclass(frozen=True)
 class Description:
-    """How a drafter is called and chosen. Flags are written as Python names."""
+    """Names of a drafter, and how it is chosen. Flags are written as Python names."""
 
     name: str
-    """In lists of drafters and in documents."""
+    """Name in lists of drafters and in documents."""
     title: str
-    """In sentences and reports."""
+    """Name in sentences and reports."""
     help: str
     flag: str
     form: ListForm | TextForm
     algorithm: str | None = None
     """The name in leader mode (V2)."""
     note: str = ""
-    """What the flag's help says after the form."""
+    """Text after the form in the flag's help."""
     is_tuned: bool = True
-    """Whether `tune` and profiles know it."""
+    """True if `tune` and profiles know it."""
 
 
 def with_first_devices(record: dict[str, Any], first: Callable[[Any], Any]) -> dict[str, Any]:
@@ -218,11 +218,11 @@ class DrafterSpec:
 
     description: ClassVar[Description]
     is_model: ClassVar[bool] = False
-    """Whether its drafts cost steps of a model."""
+    """True if its drafts cost steps of a model."""
     is_lookup: ClassVar[bool] = False
-    """Whether recorded outputs are all that is needed to know what it would draft."""
+    """True if recorded outputs suffice to know what it would draft."""
     needs_copy: ClassVar[bool] = False
-    """Whether the target's engine must have a copy of its model that drafts."""
+    """True if the target's engine must have a self-draft copy."""
 
     def __init_subclass__(cls) -> None:
         if "description" in vars(cls):
@@ -247,7 +247,7 @@ class DrafterSpec:
 
     @property
     def draws_by_probs(self) -> bool:
-        """Whether its drafts choose what is sampled, by rejection sampling."""
+        """True if its drafts affect sampled tokens, by rejection sampling."""
         return False
 
     @property
@@ -261,7 +261,7 @@ class DrafterSpec:
         return None
 
     def with_draft_model(self, engine_dir: Path) -> "DrafterSpec":
-        """With this engine as its draft model; for those that have one."""
+        """Copy with this engine as its draft model; for drafters that have one."""
         raise NotImplementedError
 
     @property
@@ -271,18 +271,18 @@ class DrafterSpec:
 
     @property
     def label(self) -> str:
-        """With what tells it from others of its kind, for tables."""
+        """Label that distinguishes it from others of its kind, for tables."""
         return self.description.title
 
     @classmethod
     def grid(cls, max_draft_len: int) -> "list[DrafterSpec]":
-        """What `tune` tries of it by replay; for lookups."""
+        """Candidates of `tune` by replay; for lookups."""
         return []
 
     @classmethod
     @cache
     def settings(cls) -> dict[str, Setting]:
-        """Of each field."""
+        """Settings of the fields."""
         found = {}
         for name, hint in get_type_hints(cls, include_extras=True).items():
             metadata = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Setting)]

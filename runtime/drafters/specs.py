@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from runtime.drafters.protocol import Drafter
 
 __all__ = ["ChainDrafter", "DraftTargetDrafter", "NgramDrafter", "SelfDrafter", "SuffixDrafter"]
-"""What users of Python import, by way of `specdec_cli`."""
+"""Names that users of Python import, by way of `specdec_cli`."""
 
 NgramRanking = Literal["oldest", "leftmost", "recent", "frequent"]
 PoolKind = Literal["private", "public"]
@@ -392,7 +392,7 @@ def _as_spec(drafter: "DrafterSpec | Drafter | DraftFunction") -> DrafterSpec:
 
 @dataclass(frozen=True)
 class Speculation:
-    """How to draft: the drafters, of whose drafts each sequence gets the one that is worth most, and their lengths.
+    """Speculation settings: the drafters, the most profitable of whose drafts each sequence gets, and their lengths.
 
     None without drafters. `draft_len_mode` None: `default_mode`.
     """
@@ -405,7 +405,7 @@ class Speculation:
         drafter: "DrafterSpec | ChainDrafter | Drafter | DraftFunction | None",
         draft_len_mode: DraftLenMode | None = None,
     ) -> "Speculation":
-        """By what users of Python give. UsageError for what is no drafter."""
+        """Speculation from a drafter as users of Python give it. UsageError for what is no drafter."""
         if drafter is None:
             return Speculation((), draft_len_mode)
         drafters = drafter.drafters if isinstance(drafter, ChainDrafter) else (_as_spec(drafter),)
@@ -419,7 +419,7 @@ class Speculation:
 
     @property
     def drafter(self) -> "AnySpec | None":
-        """As Python's `LLM` takes it."""
+        """Drafter for Python's `LLM`."""
         if len(self.drafters) > 1:
             return ChainDrafter(self.drafters)
         return self.drafters[0] if self.drafters else None
@@ -439,12 +439,12 @@ class Speculation:
 
     @property
     def needs_copy(self) -> bool:
-        """Whether the engine must have a copy of its model that drafts."""
+        """True if the engine must have a self-draft copy."""
         return any(drafter.needs_copy for drafter in self.drafters)
 
     @property
     def draws_by_probs(self) -> bool:
-        """Whether drafts choose what is sampled, by rejection sampling. Nobody knows of users' own."""
+        """True if drafts affect sampled tokens, by rejection sampling. False for users' own, where it is unknown."""
         return any(drafter.draws_by_probs for drafter in self.drafters)
 
     @property
@@ -454,12 +454,12 @@ class Speculation:
 
     @property
     def shares_pool(self) -> bool:
-        """Whether requests find what others left."""
+        """True if requests find continuations that others left."""
         return any(isinstance(drafter, LookupDrafter) and drafter.pool == "public" for drafter in self.drafters)
 
     @property
     def max_draft_len(self) -> int | None:
-        """That of the drafter with the longest drafts, 0 without one; None where one has no bound."""
+        """Length of the longest drafts, 0 without a drafter; None where one has no bound."""
         known = [drafter.max_draft_len for drafter in self.drafters if drafter.max_draft_len is not None]
         return max(known, default=0) if len(known) == len(self.drafters) else None
 
@@ -474,7 +474,7 @@ class Speculation:
 
     @property
     def lengths_label(self) -> str:
-        """How long its drafts are, each drafter's."""
+        """Draft lengths of the drafters, as text."""
         lengths = ", ".join(str(drafter.max_draft_len) for drafter in self.drafters)
         if not lengths:
             return "-"
@@ -487,7 +487,7 @@ class Speculation:
         return replace(self, draft_len_mode=draft_len_mode)
 
     def with_length(self, max_draft_len: int) -> "Speculation":
-        """With drafts of at most so many tokens: those of models, or of all drafters where there is none."""
+        """Copy with drafts of at most `length` tokens: of models, or of all drafters if there is none."""
         return self.with_drafters(
             replace(drafter, max_draft_len=min(max_draft_len, drafter.max_draft_len or max_draft_len))  # type: ignore[type-var]
             if drafter.is_model or not self.has_model

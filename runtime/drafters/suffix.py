@@ -8,7 +8,7 @@ from runtime.errors import UsageError
 from runtime.request import Draft, Sequence
 
 _LONGEST_MATCH = 31
-"""Of what is longer so many tokens are the match, which grows with the draft. SuffixDecoding's trees end at 64."""
+"""Limit on the length of a match, which grows with the draft. SuffixDecoding's trees end at 64."""
 _PUBLIC_MARGIN = 2
 """Tokens by which a public match must be longer than a private one to be followed."""
 
@@ -43,7 +43,7 @@ class SuffixLookup:
         return [self._look_up(sequence, max_draft_len) for sequence in sequences]
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        """What may follow these tokens after a sequence that was looked at before. Nothing is learned of them."""
+        """Continuation after these tokens, which follow an indexed sequence. They are not indexed."""
         if (history := self._histories.get(sequence.request.id)) is None:
             return Draft([])
         new = sequence.tokens[history.text.num_tokens :]
@@ -63,7 +63,7 @@ class SuffixLookup:
         return self._follow(history, [], min(max_draft_len, sequence.max_draft_len))
 
     def _follow(self, history: _History, drafted: list[int], draft_len: int) -> Draft:
-        """What comes after the text and these tokens, which are no part of it."""
+        """Continuation after the text and these tokens, which are not part of it."""
         text, tokens, longest = history.text, history.sequence.tokens, self._longest_match
         num_read, draft, ends, n, match_len = text.num_tokens, list[int](), list[int](), 0, 0
         while len(draft) < draft_len:

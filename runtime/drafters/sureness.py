@@ -1,4 +1,5 @@
-"""Where a model that drafts should stop: how sure it is of the next token, and whether that is worth its time.
+"""Early stop of a draft by the model's confidence: how sure it is of the next token, and whether that is worth its
+time.
 
 A token is worth sending while the tokens that it promises, which is the probability that it and all before it are
 accepted, take less time in the target's step than tokens do on average; and the next is worth computing while the same
@@ -32,7 +33,7 @@ class Sureness:
         self._iteration_s, self._draft_s = iteration_s, draft_s
         self._right, self._seen = [0.0] * _NUM_CLASSES, [0.0] * _NUM_CLASSES
         self._pending: dict[int, tuple[int, list[int], list[int]]] = {}
-        """Of a request: position of its draft's first token, its tokens, and how sure the model was of each."""
+        """Pending draft of a request: position of its first token, its tokens, and the model's confidence in each."""
         self._num_tokens = self._seconds = 0.0
         self._least_to_send = self._least_to_go_on = 0.0
 
