@@ -1,4 +1,4 @@
-"""Which way of computing products is the fastest here: measured, because processors differ in it by factors.
+"""Choice of the fastest matmul kernel on this machine, by measurement, because processors differ in it by factors.
 
 vdpbf16ps has half the rate of float32 on Intel's Sapphire Rapids and twice that on AMD's Zen 5. One arithmetic serves
 steps of few and of many tokens, or a token's logits would depend on the company it is computed in.

@@ -33,7 +33,7 @@ SEE_MODELS = "docs/models.md lists the model families that work"
 
 @dataclass
 class PagedInputs:
-    """What attention needs beside the model's own tensors; travels as the forward keyword `paged`."""
+    """Inputs of attention besides the model's own tensors; passed as the forward keyword `paged`."""
 
     key_pools: list[Tensor]  # per layer (num_blocks, Hk, D, block_size)
     value_pools: list[Tensor]  # per layer (num_blocks, Hk, block_size, Dv)

@@ -65,7 +65,7 @@ _ROUNDED_TOLERANCE = {"int8": 0.2, "int16": 5e-2}
 
 @dataclass(frozen=True)
 class _Compiled:
-    """How a step was compiled: the settings as they came out, why if not as asked, and by which products."""
+    """Result of compiling a step: the effective settings, the reason for a fallback, and the matmul kernel."""
 
     build: BuildConfig
     note: str | None = None
@@ -78,10 +78,10 @@ Phase = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Effort:
-    """What a build takes, of which the step that is built shows nothing."""
+    """Build options that leave no trace in the step."""
 
     measure_costs: bool = True
-    """False where nobody will ask what steps cost."""
+    """False if step costs will not be needed."""
     num_workers: int = 1
     """Processes that make ranks' steps at once, each with the memory that a rank's weights take."""
 
@@ -163,7 +163,7 @@ class _Weights:
         return load_model(self.pretrained, self.paths[rank], *self._kind, self.splitting)
 
     def shape(self, build: BuildConfig) -> StepShape:
-        """Of a rank's step."""
+        """Shape of a rank's step."""
         quantization = self.checkpoint.quantization
         kv_cache = None if quantization is None else quantization.kv_cache_quant_algo
         layers = probe_config(self.pretrained, self.splitting)
@@ -210,7 +210,7 @@ def _machine_errors() -> Iterator[None]:
 
 
 def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, directory: Path) -> StepFunction:
-    """What was compiled, opened as an engine does; `torch-compile` compiles when it is called."""
+    """Open the compiled step as an engine does; `torch-compile` compiles when it is called."""
     checkpoint, compiler = weights.checkpoint, shape.build_config.compiler
     if compiler == "torch-compile" and weights.splitting is not None:
         (directory / CACHE).mkdir()  # for what rank 0 compiles
@@ -252,7 +252,7 @@ def _checked(
     shape: StepShape,
     compiled: _Compiled,
 ) -> EngineConfig:
-    """What the engine is, once the step's logits are known to be right."""
+    """Engine config, after the step's logits have been checked."""
     activations = None if checkpoint.quantization is None else checkpoint.quantization.activations
     logits_check = _check(step, model, shape, activations)
     return EngineConfig(
@@ -348,7 +348,7 @@ def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
 
 
 def _arithmetic(model: PreTrainedModel, build: BuildConfig) -> Arithmetic | None:
-    """That of linear layers which are compiled ahead of time."""
+    """Matmul kernel of linear layers compiled ahead of time."""
     parameter = next(model.parameters())
     if build.compiler != "aot" or parameter.device.type != "cpu":
         return None
@@ -405,7 +405,7 @@ def _compile_ranks(weights: _Weights, shape: StepShape, directory: Path, num_wor
 
 
 def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: int) -> _Compiled:
-    """In this process, or in one that has loaded nothing yet."""
+    """Compile a rank's step, in this process or in a fresh one."""
     load_kernels(directory / LIBRARY)
     describe_kernels()
     flush_denormals()

@@ -1,4 +1,4 @@
-"""What a compiled step is compared with before an engine is written: transformers, and itself in other company."""
+"""Checks of a compiled step before an engine is written: against transformers, and against itself in other batches."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -168,7 +168,7 @@ def check_products(model: PreTrainedModel, tolerance: float) -> None:
 
 
 def is_batch_invariant(step: StepFunction, model: PreTrainedModel, shape: StepShape) -> bool:
-    """Whether two sequences' logits are the same bits computed in one step, and each by itself in pieces and tokens.
+    """True if two sequences' logits are bitwise the same in one step and each by itself in chunks and tokens.
 
     A sample: it finds a step whose products or sums depend on its size, and proves nothing.
     """

@@ -1,4 +1,4 @@
-"""Which compiler makes a step where nobody has named one: on a GPU none that may end the process.
+"""Choice of a compiler by default: on a GPU, none that may crash the process.
 
 On the one machine with a GPU that was tried, opening a package that was compiled ahead of time ended the process by a
 segmentation fault. So a small one is compiled, opened and run in a child process first, once on each machine.
@@ -47,7 +47,7 @@ def compiler_for(device: torch.device, asked: Compiler | None) -> Compiler:
 
 
 def packages_run(device: torch.device) -> bool:
-    """Whether a package was opened and run on the device, in a child process; what came of it is kept in the cache."""
+    """True if a package was opened and run on the device, in a child process; the result is cached."""
     name = digest([repr(current_environment(device)), cxx_compiler(), sys.executable])
     record = cache_dir() / f"packages-{name[:16]}"
     known = read_sealed(record)
@@ -61,7 +61,7 @@ def packages_run(device: torch.device) -> bool:
 
 
 def ends_well(command: Seq[str]) -> bool:
-    """Whether the child process ends by itself, and says that all is right. What it prints is nobody's."""
+    """True if the child process ends by itself and reports success. Its output is discarded."""
     paths = [os.path.abspath(path) for path in sys.path]
     with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
         environment = os.environ | {

@@ -224,7 +224,7 @@ def wanted_layout(package: Path) -> Layout:
 
 
 def shape_of_package(package: Path) -> StepShape:
-    """What the packaged step was compiled for."""
+    """Shape that the packaged step was compiled for."""
     return parse(StepShape, _read_extra(package, _SHAPE), f"{package}: {_SHAPE}")
 
 

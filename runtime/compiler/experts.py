@@ -19,7 +19,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @contextmanager
 def experts_by_kernel(model: PreTrainedModel) -> Iterator[None]:
-    """In the block a model's experts are computed by the kernel, which must be loaded."""
+    """Compute a model's experts by the kernel, which must be loaded, in the block."""
     before = model.get_experts_implementation()
     model.set_experts_implementation(_KERNEL)
     try:
@@ -34,7 +34,7 @@ def kernel_experts(
     top_k_index: Tensor,  # (S, k) int64
     top_k_weights: Tensor,  # (S, k)
 ) -> Tensor:  # (S, C)
-    """As `batched_mm_experts_forward` of transformers, which takes a copy of a token's experts for each token."""
+    """Replacement of transformers' `batched_mm_experts_forward`, which copies a token's experts for each token."""
     names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
     if not all(_can_serve(experts, name) for name in names):
         output: Tensor = batched_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)

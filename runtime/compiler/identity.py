@@ -1,4 +1,4 @@
-"""Which model an engine was made of: told by its config, its tokenizer and its weights, not by the directory's name."""
+"""Identity of an engine's model: by its config, its tokenizer and its weights, not by the directory's name."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def weights_digest(model: PreTrainedModel, dtype: torch.dtype) -> str:
 def differences(
     model: PreTrainedModel, model_dir: Path, bundle: Bundle, tokenizer: Tokenizer | None, dtype: torch.dtype
 ) -> list[str]:
-    """What makes transformers' `model`, loaded from `model_dir`, another one than the engine's; nothing if none."""
+    """Differences between transformers' `model`, loaded from `model_dir`, and the engine's; empty if none."""
     found = _config_differences(model, bundle)
     if tokenizer is not None and _has_another_tokenizer(model_dir, bundle, tokenizer):
         found.append("the tokenizer")

@@ -77,7 +77,7 @@ def _sources() -> str:
 
 
 def processor() -> str:
-    """What `-march=native` depends on; a cache may be shared by machines of several kinds."""
+    """Processor as `-march=native` sees it; a cache may be shared by machines of several kinds."""
     return f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()} {' '.join(_processor_flags())}"
 
 
@@ -96,7 +96,7 @@ def _processor_flags() -> list[str]:
 
 
 def _toolchain(compiler: str) -> str:
-    """What the compiler says of itself, and the C library's version; no compiler says nothing."""
+    """Version of the compiler and of the C library; empty without a compiler."""
     said = ""
     with contextlib.suppress(OSError, ValueError):
         said = subprocess.run([*shlex.split(compiler), "-v"], capture_output=True, text=True).stderr
@@ -104,7 +104,9 @@ def _toolchain(compiler: str) -> str:
 
 
 def _run_compiler(compiler: str, library: Path, march: str) -> None:
-    """In two pieces at once, of about equal size: torch's headers take long to read, so there are no more."""
+    """Run the compiler on two parts of about equal size at once: parsing torch's headers dominates, so more would not
+    pay.
+    """
     torch_dir = Path(torch.__file__).parent
     flags = [*_FLAGS, f'-DSPECDEC_SOURCES="{_sources()}"', march, f"-I{torch_dir / 'include'}"]
     pieces = [[source for source in _SOURCES if (source.stem == "paged_attention") == alone] for alone in (True, False)]

@@ -71,7 +71,7 @@ def _replace(graph: Graph, x: Node, layers: list[Node], arithmetic: int, *, has_
 
 
 def _rounded_layers(graph: Graph) -> list[list[Node]]:
-    """Those that read one input, and whose weights can be packed as one."""
+    """Quantized layers that read one input, and whose weights can be packed as one."""
     groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.specdec.quantized_linear.default:
@@ -106,7 +106,7 @@ def _call(graph: Graph, target: Any, *arguments: Any) -> Node:
 
 
 def _joined(graph: Graph, nodes: list[Node], index: int) -> Node:
-    """That argument of all nodes, one below the other."""
+    """Concatenate that argument of all nodes."""
     parts = [node.args[index] for node in nodes]
     if len(parts) == 1:
         return parts[0]  # type: ignore[return-value]

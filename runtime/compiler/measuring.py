@@ -19,8 +19,9 @@ _CONTEXT_NUM_TOKENS = (64, 256, 512)
 """Pieces of prompts, beside the short rows of generation steps."""
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _MAX_CONTEXT_TOKENS = 8 * 2048
-"""In all rows together. Beyond what is measured, and between, the cost model goes on in lines: memory and time for
-measuring stay bounded."""
+"""Limit on the context tokens of all rows together. Beyond what is measured, and between, the cost model goes on in
+lines: memory and time for measuring stay bounded.
+"""
 _MAX_PASSES, _MAX_S = 5, 15.0
 """A model that is too slow for that is measured in one pass, after one that warms up."""
 _NUM_HOST_STEPS = 24
@@ -56,7 +57,7 @@ def measure_steps(engine: Engine, *, with_prompts: bool = True) -> tuple[StepCos
 
 
 def time_cell(engine: Engine, batch_size: int, context_len: int, num_tokens: int) -> float:
-    """Seconds of one step; it overwrites K/V, of which the cache must hold none that anybody needs."""
+    """Seconds of one step; it overwrites K/V, so the cache must hold none that are needed."""
     num_logits = num_tokens if num_tokens <= engine.max_draft_len + 1 else 1
     return engine.time_step(_rows(engine, batch_size, context_len, num_tokens, num_logits))
 

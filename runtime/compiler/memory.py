@@ -42,7 +42,7 @@ def huge_pages(num_bytes: int) -> Tensor:
 def give_back(memory: Tensor) -> None:
     """Let the system have the pages of what `huge_pages` made, and of all that shares it: they are zeros from now on.
 
-    For memory that somebody still refers to, and nobody reads again.
+    For memory that is still referenced, but never read again.
     """
     if hasattr(mmap, "MADV_DONTNEED"):
         storage = memory.untyped_storage()

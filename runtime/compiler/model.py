@@ -79,12 +79,12 @@ def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def renames_weights(config: PreTrainedConfig) -> bool:
-    """Whether transformers may find the model's weights under other names than the model has for them."""
+    """True if transformers may load the model's weights from other names than its own."""
     return get_checkpoint_conversion_mapping(config.model_type) is not None  # type: ignore[no-untyped-call]
 
 
 def own_names(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
-    """What the model calls the weights that files have under these names, as far as transformers only renames them."""
+    """Model's names of weights stored under these names, as far as transformers only renames them."""
     mapping = get_model_conversion_mapping(_model_without_memory(config))
     renamings = [one for one in mapping if type(one) is WeightRenaming]
     return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
@@ -98,7 +98,7 @@ def fuse_experts(config: PreTrainedConfig, pieces: Seq[Piece], splitting: Splitt
 
 
 def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
-    """How the config's model is split over so many ranks; None for one. SpecDecError where it is not."""
+    """Split of the config's model over `tp_size` ranks; None for one. SpecDecError where it is not."""
     if tp_size == 1:
         return None
     with MAKING, torch.device("meta"):

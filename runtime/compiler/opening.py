@@ -52,7 +52,7 @@ _BUILD_AGAIN = "build it again"
 
 
 def current_environment(device: torch.device) -> Environment:
-    """What a step compiled here, for `device`, depends on."""
+    """Environment that a step compiled here, for `device`, depends on."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         capability = f"{torch.cuda.get_device_name(device)} sm_{major}{minor}"
@@ -205,7 +205,7 @@ def _check_is_shape(made_for: StepShape, config: EngineConfig, where: Path) -> N
 
 
 def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
-    """As far as the model has a say in it, where that is opened and not a package."""
+    """Shape as far as the model determines it, if it is opened without a package."""
     from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 
     pretrained = parse_pretrained_config(config.pretrained_config, str(where))

@@ -1,4 +1,4 @@
-"""What a model's configuration says, and which of them specdec runs.
+"""Model configurations, and the check that specdec supports them.
 
 transformers reads them; ours is only the check that it is of a model that we run correctly.
 """
@@ -91,7 +91,7 @@ def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
 
 
 def last_words(error: Exception) -> str:
-    """What a validator of transformers has to say, without the names of those that pass it on."""
+    """Message of a validator of transformers, without the names of those that pass it on."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
     return re.sub(r"^\w+Error: ", "", line)
 
@@ -134,8 +134,9 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 
 def parse_language_model(data: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
-    """As `parse_pretrained_config`, but of a model for several kinds of input, such as Gemma 3, the config of the
-    language model inside, and its JSON."""
+    """Parse like `parse_pretrained_config`, but return for a multimodal model, such as Gemma 3, the config of the
+    language model inside, and its JSON.
+    """
     config = _read_config(data, where)
     inner = _language_model_inside(config, data)
     if inner is not None:
@@ -176,14 +177,14 @@ def num_positions(config: PreTrainedConfig) -> int | None:
 
 
 def _changes(rope: dict[str, Any], config: PreTrainedConfig) -> bool:
-    """Whether `longrope` has other factors for long sequences in transformers' model."""
+    """True if `longrope` has other factors for long sequences in transformers' model."""
     if config.model_type == "phimoe":
         return _type(rope) == "longrope" and rope.get("long_mscale") != rope.get("short_mscale")
     return _type(rope) == "longrope"
 
 
 def why_positions_end(config: PreTrainedConfig) -> str:
-    """What there are `num_positions` of, for an error."""
+    """Reason for the limit `num_positions`, for an error."""
     ends_with_model = num_positions(config) == getattr(config, "max_position_embeddings", None)
     return "the model has" if ends_with_model else "before its longrope factors change"
 

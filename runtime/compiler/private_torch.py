@@ -1,4 +1,4 @@
-"""What building uses of torch that torch promises to nobody. It is looked for first.
+"""Private API of torch that building uses. It is looked for first.
 
 In another torch one of them may be gone or called otherwise. That would fail somewhere in the export, and be taken for
 a model that cannot be exported.

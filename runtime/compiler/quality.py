@@ -1,4 +1,4 @@
-"""What rounding weights and K/V changed: the model's probabilities beside those of the model as it was."""
+"""Quantization error of weights and K/V: the model's probabilities against those of the unquantized model."""
 
 import dataclasses
 import json

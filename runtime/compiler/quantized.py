@@ -18,7 +18,7 @@ _LARGEST = {8: 127, 16: 127 * 256 + 127}
 
 
 def round_tokens(x: Tensor, columns: int, bits: int) -> Tensor:
-    """The numbers nearest to (..., inputs) `x` that so many bits hold: of each token, group of columns by group."""
+    """(..., inputs) `x` quantized to this number of bits, per token and group of columns."""
     groups = x.float().reshape(*x.shape[:-1], -1, columns)
     steps = groups.abs().amax(-1, keepdim=True) / _LARGEST[bits]
     is_nothing = steps < torch.finfo(torch.float32).tiny
@@ -40,7 +40,7 @@ class QuantizedLinear(nn.Module):
     order: Tensor | None
 
     packed: Tensor | None
-    """The weight as the kernels want it, where nobody packs it for a compiled step."""
+    """The weight in the kernels' layout, if it is not packed for a compiled step."""
 
     def __init__(
         self, weight: QuantizedWeight, bias: nn.Parameter | None, activations: Activations, *, with_kernels: bool
@@ -110,13 +110,13 @@ def pack_layers(model: nn.Module) -> None:
 
 
 def placeholders(weights: dict[str, QuantizedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
-    """In the place of the weights for as long as the model is loaded, of their shapes and of no memory."""
+    """Placeholders of the weights' shapes, without memory, while the model is loaded."""
     return {f"{name}.weight": torch.zeros((), dtype=dtype).expand(weight.shape) for name, weight in weights.items()}
 
 
 @contextmanager
 def without_kernels(model: nn.Module) -> Iterator[None]:
-    """In the block quantized layers are computed by torch: what the kernels are compared with."""
+    """Compute quantized layers by torch in the block, as the reference for the kernels."""
     layers = [(layer, layer.with_kernels) for layer in quantized_layers(model)]
     for layer, _ in layers:
         layer.with_kernels = False

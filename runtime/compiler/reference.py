@@ -17,7 +17,7 @@ from runtime.kv_cache import KVPool
 ROUNDED = "specdec_rounded"
 
 RoundKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Of a layer's keys and values, (1, Hk, n, D) and (1, Hk, n, Dv), those that attention sees."""
+"""Quantizer of a layer's visible keys and values, (1, Hk, n, D) and (1, Hk, n, Dv)."""
 
 
 def rounded_attention(
@@ -30,7 +30,7 @@ def rounded_attention(
     round_kv: RoundKV,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers' eager attention, in float32. Returns (1, n, H, Dv)."""
+    """Attention over quantized K/V like transformers' eager attention, in float32. Returns (1, n, H, Dv)."""
     key, value = round_kv(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     num_groups = query.shape[1] // key.shape[1]
     keys, values = (numbers.float().repeat_interleave(num_groups, 1) for numbers in (key, value))
@@ -54,7 +54,7 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Stored:
-    """Those that an engine's step has stored of a sequence, where they are what ours are rounded to.
+    """K/V stored by an engine's step for a sequence, if they are valid roundings of ours.
 
     A rank has stored the first heads; others are as they are rounded by themselves. The last bits of what is rounded
     decide between two neighbours, and have no share in whether a step is right.
@@ -63,7 +63,7 @@ class Stored:
     pool: KVPool
     block_table: list[int]
     tolerance: float
-    """By how much what is rounded may differ, over the largest number of its token and head."""
+    """Tolerance of quantized values, relative to the largest number of their token and head."""
 
     def __call__(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys = self.pool.keys[layer][self.block_table].permute(1, 0, 3, 2)

@@ -24,7 +24,7 @@ def _scales(numbers: Tensor, largest: float) -> Tensor:
 
 
 def numbers_of(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is stored, as numbers of `dtype`."""
+    """Dequantize stored values to `dtype`."""
     return (stored.float() * scales.unsqueeze(-1)).to(dtype)
 
 

@@ -1,7 +1,7 @@
 """An exported step that computes only the tokens whose logits are wanted, from its last attention on.
 
 A model picks them before its output layer. For a prompt that is one token, and the last layer's feed-forward network
-has computed all others for nobody. Operations that take tokens one by one say the same of a picked token when the
+has computed all others in vain. Token-wise operations give the same result for a picked token when the
 picking is done before them. (llama.cpp does so in its graphs of each family; here it is done to whatever was exported.)
 """
 
@@ -56,7 +56,7 @@ def select_early(program: ExportedProgram, indices: str) -> None:
 
 
 def _is_token_wise(node: Node, num_tokens: int | torch.SymInt) -> bool:
-    """Whether (1, S, C) comes of tensors (1, S, ...), each token of its own."""
+    """True if (1, S, C) depends on tensors (1, S, ...) token by token."""
     target: Any = node.target
     if node.op != "call_function" or not _has_tokens(node, num_tokens):
         return False

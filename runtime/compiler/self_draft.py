@@ -22,7 +22,7 @@ from runtime.quantization.rounding import group_size_for, round_weight
 from runtime.quantization.weight import QuantizedWeight, take_quantized
 
 COPY_ACTIVATIONS: Activations = "int8"
-"""What the copy's layers multiply: drafts are verified, so they may be as fast as can be."""
+"""Activations of the copy's layers: drafts are verified, so the fastest format is best."""
 
 
 def round_layers(
@@ -81,7 +81,7 @@ def write_layers(copied: PreTrainedModel, directory: Path) -> None:
 
 
 def read_layers(directory: Path) -> dict[str, QuantizedWeight]:
-    """What `write_layers` wrote; SpecDecError where that is damaged."""
+    """Read the output of `write_layers`; SpecDecError if it is damaged."""
     try:
         return take_quantized(read_weights(directory / WEIGHTS))
     except SafetensorError as error:

@@ -15,11 +15,11 @@ from runtime.parallel.splitting import Split, Splitting
 
 @dataclass(frozen=True)
 class Ranks:
-    """Those that compute a layer together."""
+    """Ranks that compute a layer together."""
 
     tp_size: int
     shares_memory: bool
-    """Whether what they do together is the kernels', or torch.distributed's."""
+    """True if the ranks' collectives are the kernels', and not torch.distributed's."""
 
 
 class SummedLinear(nn.Module):

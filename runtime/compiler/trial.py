@@ -1,4 +1,4 @@
-"""What a child process does to find out whether packages that are compiled ahead of time run on a device: one of them.
+"""Child process that finds out whether packages compiled ahead of time run on a device, by running one.
 
 Ends with exit status 0 if it did and computed what torch computes. Opening one may end the process by a signal.
 """

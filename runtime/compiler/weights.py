@@ -37,7 +37,7 @@ def save_weights(path: Path, weights: dict[str, Tensor], known: Mapping[str, Ten
     mode = path.stat().st_mode
     own = {name: weight.detach().clone() for name, weight in weights.items() if name not in shared}
     save_file(own, path, metadata={_SHARED: json.dumps(shared)} if shared else None)
-    path.chmod(mode)  # or nobody else could read it
+    path.chmod(mode)  # or no other user could read it
 
 
 def _find(weight: Tensor, known: Mapping[str, Tensor]) -> str | None:
@@ -75,7 +75,7 @@ def _layout_in(tensors: dict[str, TensorEntry]) -> Layout:
 
 
 def _shared(path: Path, metadata: dict[str, str], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of the tensors of another step those that the file names."""
+    """Tensors of another step that the file names."""
     try:
         names = dict(json.loads(metadata.get(_SHARED, "{}")))
     except (ValueError, TypeError, RecursionError) as error:

@@ -160,7 +160,7 @@ inline void pair_rows(const S* first, const S* second, int64_t count, at::BFloat
   }
 }
 
-// Of registers for products of so many rows: sums in 0 to 3, a in 4, b in 5 to 7.
+// Tile shapes for products of each number of rows: sums in registers 0 to 3, a in 4, b in 5 to 7.
 constexpr auto kShapesOfRows = [] {
   std::array<TileShapes, kTileHeight + 1> shapes;
   for (int64_t rows = 0; rows <= kTileHeight; ++rows)

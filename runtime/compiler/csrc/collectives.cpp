@@ -1,9 +1,9 @@
-// What ranks of one machine do together, over memory that they share: each writes its part there, says so by a number that
-// grows, and reads the others'. Sums are taken in the order of ranks, so all have the same bits, in every run.
+// Collectives of the ranks of one machine over shared memory: each writes its part, increments a counter, and reads the
+// others' parts. Sums are taken in the order of ranks, so all have the same bits, in every run.
 //
-// A rank has two places for parts, used in turn: who has written its next part has read all of the last ones, so a place
-// is free again when its owner has seen everybody's next. A rank that waits looks at the number for a while, then lets
-// other threads have the core, then sleeps; nobody who publishes calls the system unless somebody sleeps.
+// A rank has two buffers for parts, used in turn: a rank that has written its next part has read all previous ones, so a
+// buffer is free again when its owner has seen the next part of every rank. A waiting rank spins on the counter for a
+// while, then yields the core, then sleeps; publishing makes no system call unless a rank sleeps.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -256,7 +256,7 @@ TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def("leave_group(int key) -> ()", leave_group);
   library.def("shared_bytes(int size) -> int", Group::num_bytes);
 }
-// What a step calls is declared in runtime/parallel/operations.py, for every device.
+// Operations called by a step are declared in runtime/parallel/operations.py, for every device.
 TORCH_LIBRARY_IMPL(specdec, CPU, library) {
   library.impl("all_reduce", all_reduce);
   library.impl("gather_columns", gather_columns);

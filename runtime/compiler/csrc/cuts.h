@@ -1,9 +1,9 @@
-// What a request leaves of a position's logits: scores after biases, penalties, bans and temperature, and which of them
-// top-k, top-p and min-p keep. Nothing is sorted: the score at a cut is found by halving the range that it can be in, and
-// passes over what is in the range, which is soon short.
+// Truncation of a position's logits by a request: scores after biases, penalties, bans and temperature, and those that
+// top-k, top-p and min-p keep. Nothing is sorted: the score at a cut is found by bisection, with passes over the scores in
+// the remaining range, which soon is short.
 //
-// Scores are taken in pieces, which threads share. What is added up is added up piece by piece, so that it does not depend
-// on how many threads there are, or on what else they do.
+// Scores are processed in pieces, which threads share. Sums are taken piece by piece, so that they do not depend on the
+// number of threads or their other work.
 
 #pragma once
 
@@ -47,7 +47,7 @@ inline Lanes exp_lanes(Lanes x) {
   return x > -87.0f ? power : Lanes{};
 }
 
-// How a request chooses (`runtime.params.SamplingConfig`).
+// Sampling parameters of a request (`runtime.params.SamplingConfig`).
 struct Rules {
   double is_greedy, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
 };
@@ -67,7 +67,7 @@ struct Range {
   bool empty() const { return first == last; }
 };
 
-// As transformers computes it: each product is rounded before it is used.
+// Penalized score as transformers computes it: each product is rounded before it is used.
 inline float penalized(float score, const Entry& entry, const Rules& rules) {
   const auto repetition = static_cast<float>(rules.repetition_penalty);
   const double frequency = static_cast<float>(rules.frequency_penalty);
@@ -77,7 +77,7 @@ inline float penalized(float score, const Entry& entry, const Rules& rules) {
   return score - static_cast<float>(frequency * entry.count);
 }
 
-// Whether there is a score that is no number or infinite, and between which the others are, of those that are not -inf.
+// Range of the scores other than -inf, and whether any of them is NaN or infinite.
 struct Extent {
   bool is_wrong = false;
   float smallest = kLargestFloat, largest = kNever;
@@ -238,7 +238,7 @@ class Candidates {
   }
 
  private:
-  // Those of first <= score <= last, parted at `mid`.
+  // Scores with first <= score <= last, partitioned at `mid`.
   struct Parts {
     double upper_weight = 0;
     int64_t num_upper = 0;
@@ -328,13 +328,13 @@ class Candidates {
   int64_t size_;
 };
 
-// Which scores are left: those above `least`, and of those equal to it the ones from `first_equal` on.
+// Scores that remain: those above `least`, and among those equal to it the ones from `first_equal` on.
 struct Cut {
   float least;
   int64_t first_equal;
 };
 
-// Where the `wanted`-th of those with this score is, counted from the end; 0 if there are fewer.
+// Position of the `wanted`-th entry with this score, counted from the end; 0 if there are fewer.
 inline int64_t place_from_end(const Scores& scores, float score, double wanted) {
   double found = 0;
   for (int64_t i = registers(scores.size) - kLanes; i >= 0; i -= kLanes) {

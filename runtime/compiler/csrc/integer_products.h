@@ -14,7 +14,7 @@
 
 #include "packed_weight.h"
 
-// Of a register's numbers, two by two.
+// Reduces a register's numbers pairwise.
 template <int n = kLanes, typename V, typename Use>
 inline int32_t reduce(V numbers, const Use& use) {
   if constexpr (n == 1) {
@@ -133,7 +133,7 @@ void with_signs(const uint8_t* group, int64_t padded, int8_t* to) {
     load_numbers<kind>(group, k, numbers);
     fetch_ahead(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
     for (int i = 0; i < 2; ++i) {
-      // Of 8 bits the uppermost is turned; of 4 bits 8 is taken away, from no byte more than it has.
+      // 8-bit values: flip the top bit; 4-bit values: subtract 8 without borrows between bytes.
       const Words with_sign = kind == PackedWeight::kInt8 ? numbers[i] ^ half
                                                           : (((numbers[i] | 0x80808080u) - half) ^ 0x80808080u);
       std::memcpy(to + 4 * kLanes * i, &with_sign, sizeof with_sign);
@@ -201,7 +201,7 @@ inline void multiply_groups(const int8_t* first, const int8_t* second, int64_t w
 }
 #endif
 
-// Of tokens of so many digits.
+// Products of tokens with this number of digits.
 template <int digits, PackedWeight::Kind kind>
 struct IntegerProducts {
   const RoundedTokens& x;
@@ -224,8 +224,8 @@ struct IntegerProducts {
   }
 
  private:
-  // What groups from g on add to the sums of tokens from `row` on, one way for all instructions: of each the products, then
-  // the offsets. integers(j, r, i): what a token was multiplied to in a group.
+  // Adds the groups from g on to the sums of tokens from `row` on, in the same order for all instructions: each group's
+  // products, then its offsets. integers(j, r, i) is a token's integer product in a group.
   template <int count, typename Integers>
   void add_groups(int64_t panel, int64_t g, int64_t row, int64_t rows, const Integers& integers, float* sums) const {
     if (weight.has_offsets) add_groups<count, true>(panel, g, row, rows, integers, sums);

@@ -32,7 +32,7 @@ struct Inputs {
   float scale;
 
   static constexpr bool is_rounded = !std::is_same_v<T, S>;
-  // Of a block's keys, or of its values.
+  // Scales of a block's keys, or of its values.
   float* scales_of(int64_t block, int64_t head, bool of_values) const {
     return scales + ((block * Hk + head) * 2 + of_values) * block_size;
   }
@@ -102,7 +102,7 @@ float round_to(const T* numbers, int64_t count, S* to, int64_t stride) {
   return scale;
 }
 
-// In 8 bits the scale of the keys is NaN.
+// Stores a token's K/V; in 8 bits, numbers that are not finite are marked by a NaN scale of the keys.
 template <typename T, typename S>
 void write_new(const Inputs<T, S>& in, int64_t token) {
   const int64_t block = in.slots[token] / in.block_size, offset = in.slots[token] % in.block_size;

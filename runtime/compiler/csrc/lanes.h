@@ -1,5 +1,5 @@
-// What the kernels share: as many floats as a register holds, numbers of 16 bits widened to them, and a template's number
-// of rows chosen at run time.
+// Shared parts of the kernels: vectors of floats, conversion of 16-bit numbers, and run-time dispatch to a template's
+// number of rows.
 
 #pragma once
 
@@ -29,8 +29,8 @@ constexpr int64_t kLanes = 4, kTileRows = 12;
 constexpr int64_t kLanes = 4, kTileRows = 6;
 #endif
 
-// How products are computed (`runtime.config.ARITHMETICS`): in float32, or by instructions for pairs of bfloat16 or for
-// tiles (AMX), where the processor has them. Two of them differ in the last bits.
+// Matmul kernels (`runtime.config.ARITHMETICS`): float32, or instructions for pairs of bfloat16 or for tiles (AMX) if the
+// processor has them. They differ in the last bits.
 enum Arithmetic : int64_t { kFloat32, kPairs, kTiles };
 
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
@@ -114,7 +114,7 @@ inline Lanes widen(const c10::Float8_e4m3fn* p) {
 #endif
 }
 
-// To the nearest, of two to the even one. The number must be one of the format's range.
+// Rounds to nearest, ties to even. The number must be in the format's range.
 inline void narrow(Lanes v, int8_t* to) {
   const Bytes narrowed = __builtin_convertvector((Words)(v + 12582912.0f) & 0xffu, Bytes);
   std::memcpy(to, &narrowed, sizeof narrowed);

@@ -1,4 +1,4 @@
-// What concerns the library as a whole: which sources it was compiled from, and how its threads compute.
+// Library-wide operations: the digest of its sources, and the float mode of its threads.
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
@@ -11,7 +11,7 @@ namespace {
 // Found in the file too: engines bring a library each, and a process can load only one of them.
 __attribute__((used)) const char kMark[] = "specdec-kernels-of:" SPECDEC_SOURCES;
 
-// Those that begin later do as the one that began them; but some may be there already.
+// Flushes denormals in OpenMP's existing threads; new threads inherit the mode of their creator.
 void flush_denormals_of_openmp() {
   at::parallel_for(0, at::get_num_threads(), 1, [](int64_t, int64_t) { at::globalContext().setFlushDenormal(true); });
 }

@@ -13,7 +13,7 @@
 
 namespace {
 
-// What the processor has for bfloat16.
+// Matmul kernels that the processor supports for bfloat16.
 std::vector<int64_t> arithmetics() {
   std::vector<int64_t> all{kFloat32};
 #if defined(__AVX512BF16__)

@@ -30,7 +30,7 @@ void share_loop(void (*compute)(void*, int64_t, int64_t), void* of) {
   share_tasks(num_parts, [&](int64_t part) { compute(of, part, num_parts); });
 }
 
-// What holds while this thread computes a step.
+// Scope of a step computed by this thread.
 class InStep {
  public:
   explicit InStep(int64_t num_tokens) : had_few_tokens_(has_few_tokens), was_alone_(keep_openmp_alone(true)) {

@@ -1,7 +1,7 @@
-// What the compiler's loops call instead of OpenMP, put into every package: OpenMP's names, hidden, so that a package's own
-// loops find these, and all else of the process finds OpenMP's. A parallel region has one loop, whose iterations the
-// compiler divides among as many threads as it is told of, and nothing that waits for another thread. So its threads need
-// not be there at once: they are parts, and the kernels' threads compute one after the other.
+// Replacements of OpenMP's entry points, compiled into every package with hidden visibility, so that a package's own loops
+// find these, and the rest of the process finds OpenMP's. A parallel region has one loop, whose iterations the compiler
+// divides among the reported number of threads, and no synchronization between them. So its threads need not exist at once:
+// they become tasks, which the kernels' threads take one after the other.
 
 #define SPECDEC_HIDDEN __attribute__((visibility("hidden")))
 

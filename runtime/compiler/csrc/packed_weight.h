@@ -39,7 +39,7 @@ struct PackedWeight {
   int32_t half() const { return kind == kInt8 ? 128 : kind == kInt4 ? 8 : 0; }
   const uint8_t* group(int64_t panel, int64_t g) const { return data + (panel * groups + g) * bytes; }
 
-  // Whether two groups' sums may be added before they are multiplied by scales.
+  // True if two groups' sums may be added before they are multiplied by scales.
   bool have_same_scales(int64_t panel, int64_t g, int64_t other) const {
     const int64_t values = value_bytes();
     return !has_offsets && !std::memcmp(group(panel, g) + values, group(panel, other) + values, bytes - values);
@@ -82,7 +82,7 @@ void with_kind(PackedWeight::Kind kind, const Call& call) {
 template <PackedWeight::Kind kind>
 inline Lanes number(Words byte) {
   if constexpr (kind == PackedWeight::kE4m3) {
-    // What is less than normal, 0 too, is taken for normal at first, and gets its leading 1 taken away: see lanes.h.
+    // Subnormal numbers and 0 are first decoded as normal, then their implicit leading 1 is subtracted: see lanes.h.
     const Lanes size = (Lanes)(((byte & 0x7fu) << 20) + (120u << 23)), less = size * 2.0f - 0x1p-6f;
     return (Lanes)((Words)(less < size ? less : size) | (byte & 0x80u) << 24);
   } else {
@@ -91,7 +91,7 @@ inline Lanes number(Words byte) {
   }
 }
 
-// Of 4 columns' numbers two as a pair of bfloat16: the first and the third, or the second and the fourth.
+// Pair of bfloat16 from the numbers of 4 columns: the first and the third, or the second and the fourth.
 template <PackedWeight::Kind kind>
 inline Words pairs_of(Words four, int first) {
 #if defined(__AVX512BW__)
@@ -168,7 +168,7 @@ struct WidenedWeight {
   int64_t columns;
   const float* totals;
 
-  // As large for any number of tokens, because sums end with a piece.
+  // Depth of a piece, the same for any number of tokens, because sums end with a piece.
   int64_t depth(int64_t) const { return std::max<int64_t>(kTogether / columns, 1) * columns; }
 
   template <typename Product>
@@ -189,7 +189,7 @@ struct WidenedWeight {
         }
       });
     };
-    // For one tile e4m3 is widened where it is multiplied, while what comes next is read.
+    // One tile only: e4m3 is widened during the product, overlapped with the next read.
     if (num_tiles == 1 && packed.kind == PackedWeight::kE4m3) return use_piece(narrow<PackedWeight::kE4m3>(panel, first));
     struct alignas(64) Column { at::BFloat16 numbers[kPanel]; };
     thread_local std::vector<Column> widened;

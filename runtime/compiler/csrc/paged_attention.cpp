@@ -21,7 +21,7 @@
 namespace {
 
 constexpr int64_t kChunk = 128, kTasksPerThread = 2;
-// Of a task: where tokens are few, and where they are many, for which keys and values are copied as tiles want them.
+// Rows per task for few tokens, and for many, for which keys and values are copied into the tile layout.
 constexpr int64_t kFewRowsPerTask = 36, kRowsPerTask = 96;
 // Keys are divided at multiples of this position whatever else is computed: a row's parts, and the order in which they
 // are added up, are a function of its position alone, and so are the bits of its output.
@@ -117,7 +117,7 @@ void weigh(const Inputs<T, S>& in, const Task& task, const Seen& seen, int64_t h
   }
 }
 
-// What keys and values are multiplied by.
+// Operand type of the products with keys and values.
 template <Arithmetic arithmetic>
 struct Factor { using Type = float; };
 template <>
@@ -210,7 +210,7 @@ void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Pa
 }
 
 #if defined(__AMX_BF16__)
-// In tiles, for which pairs of rows are copied: head by head, so that the copies stay in the first-level cache.
+// Computes attention with AMX tiles, which need row pairs copied: head by head, so that the copies stay in L1.
 template <typename T, typename S>
 void attend_in_tiles(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Partial& out, int64_t width) {
   const int64_t num_rows = task.num_rows, depth = round_up(in.D, kTileDepth);
@@ -264,7 +264,7 @@ void attend_in_tiles(const Inputs<T, S>& in, const Task& task, const Seen& seen,
 }
 #endif
 
-// Whether keys and values lie as vectors want them.
+// True if keys and values have a layout that vector loads can use.
 template <typename T, typename S>
 bool reads_in_place(const Inputs<T, S>& in) {
   return in.block_size % kLanes == 0 && in.Dv % kLanes == 0 && in.D % 2 == 0;

@@ -36,10 +36,9 @@ Lines<T> make_lines(int64_t count) {
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kManyTiles = 3, kPanelsTogether = 4;
 
-// Of a panel a piece stays in a cache, as floats, while many tokens are multiplied by it: a short one in the first-level
-// cache, where that has room for it beside the tokens, as one of 48 KB has (measured beside panels that are read where they
-// lie). One of 32 KB has not: there a long piece stays in the second-level cache, and a tile's sums are loaded less often
-// (measured beside short ones). The bits are the same.
+// Piece of a panel that stays in a cache, as floats, while many tokens are multiplied by it: a short piece in L1 if it fits
+// there together with the tokens, as in 48 KB (measured against panels read in place). An L1 of 32 KB is too small: there a
+// long piece stays in L2, and a tile's sums are loaded less often (measured against short ones). The bits are the same.
 constexpr int64_t kShortPiece = 8192, kLongPiece = 32768;
 inline bool has_room_for_pieces() {
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
@@ -66,11 +65,11 @@ inline void fetch_ahead(const T* p, int64_t count, int64_t ahead = kAhead) {
     fetch_line(reinterpret_cast<const char*>(p) + ahead + byte);
 }
 
-// Of the bfloat16 weight's columns two make a pair, of other weights each stands by itself.
+// Columns per group: two of a bfloat16 weight form a pair, other weights' columns stand alone.
 template <typename T>
 constexpr int64_t kGroup = std::is_same_v<T, at::BFloat16> ? 2 : 1;
 
-// What products read is a panel in memory, or a piece of one of another form, with from_column() and for_pairs().
+// Products read a panel in memory, or a piece of a panel in another form, through from_column() and for_pairs().
 template <typename T>
 inline const T* from_column(const T* panel, int64_t k) { return panel + k * kPanel; }
 template <typename P>
@@ -178,8 +177,8 @@ inline void store_pairs(const P& panel, int64_t depth, at::BFloat16* to) {
   });
 }
 
-// Of R rows and each panel that is read: (panels, R, kPanel). One loop over all sums, which is unrolled before the compiler
-// looks what can stay in registers; of two loops the outer is unrolled later, and all sums would go through memory.
+// Loads the sums of R rows and each panel that is read: (panels, R, kPanel). A single loop over all sums is unrolled before
+// register allocation; with two loops the outer one is unrolled later, and all sums would go through memory.
 template <int R, int W>
 inline void load_sums(const float* from, Lanes (&sums)[R][W]) {
 #pragma GCC unroll 64
@@ -230,7 +229,7 @@ struct Outputs {
 // Tiles of about equal size: 13 rows are 6 and 7.
 struct EvenTiles {
   struct State {
-    // What is written is fetched before: while lines come one after the other, no later number can be stored.
+    // Prefetch the output: while its lines arrive one after the other, no later number can be stored.
     template <typename T>
     void prepare(const Outputs<T>& outputs) {
       for (int64_t r = 0; r < outputs.rows; ++r)
@@ -305,7 +304,7 @@ struct InFloat32 : EvenTiles {
     use(CachedPiece{copy});
   }
 
-  // By itself, or not all sums get a register.
+  // Not inlined, or some sums would not get a register.
   template <typename P>
   [[gnu::noinline]] void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start,
                              State&) const {
@@ -316,7 +315,7 @@ struct InFloat32 : EvenTiles {
     });
   }
 
-  // Of tokens whose numbers lie so far apart, those of a column and those of a row.
+  // Adds the products of tokens with these strides between columns and between rows.
   template <int R, typename P>
   [[gnu::always_inline]] static void add_rows(const float* factors, int64_t to_row, int64_t to_column, int64_t depth,
                                               const P& panel, float* to, bool start) {
@@ -377,8 +376,8 @@ struct InPairs : EvenTiles {
 #endif
 
 #if defined(__AMX_BF16__)
-// As many of a panel's columns as tiles hold, in memory: where they lie, or where they are stored, in turn in one of two
-// places, and a step before tiles read them, which would have to wait for what was stored just now.
+// Columns of a panel for the tiles, in memory: in place, or copied to one of two buffers in turn, one step before the tiles
+// read them, because loads stall on recent stores.
 template <typename P>
 struct TileColumns {
   static constexpr int64_t kMost = 32;
@@ -457,8 +456,8 @@ struct InTiles {
     }
 
     void prepare(const Outputs<at::BFloat16>&) {}
-    // To write takes other parts of the processor than to multiply: a tile's outputs are written little by little while the
-    // next is computed.
+    // Writing and multiplying use different parts of the processor: a tile's outputs are written gradually while the next
+    // is computed.
     void write(const Outputs<at::BFloat16>& outputs) {
       write_some(waiting_.rows);
       waiting_ = outputs;
@@ -514,7 +513,7 @@ struct InTiles {
     });
   }
 
-  // With tokens in one block of 16, or in two; `width` columns at a time.
+  // Products of tokens in one block of 16, or in two; `width` columns at a time.
   template <int B, typename P>
   static void add_blocks(const at::BFloat16* tokens, int64_t stride, int64_t rows, int64_t depth, int64_t width,
                          const P& panel, float* to, bool start, State& state) {
@@ -556,7 +555,7 @@ struct InTiles {
     if constexpr (B == 2) _tile_stored(3, below + kLanes, kRowBytes);
   }
 
-  // With tokens in one block of 16, and two panels.
+  // Products of tokens in one block of 16 with two panels.
   static void add_two_panels(const at::BFloat16* tokens, int64_t, int64_t rows, int64_t depth, int64_t width,
                              const TwoPanels<at::BFloat16>& panels, float* to, bool start, State& state) {
     state.use<1>(rows, width);
@@ -604,7 +603,7 @@ struct Panels {
 
   static int64_t depth(int64_t most) { return most; }
 
-  // Whether a panel is never copied, and a piece of it is all of it.
+  // True if a panel is never copied, and one piece is the whole panel.
   template <typename Product>
   static bool reads_in_place(int64_t K) { return Product::kReadsInPlace && K <= Product::depth(1); }
 
@@ -627,7 +626,7 @@ struct Panels {
   }
 };
 
-// So many outputs' biases as what a tile's sums begin with.
+// Initial sums of a tile from the outputs' biases.
 template <typename T>
 inline void start_sums(const T* bias, int64_t width, int64_t rows, float* sums) {
   float initial[kPanel] = {};
@@ -675,9 +674,9 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
   // A task is a panel, or of many tokens some panels; or with many threads a part of the tokens of these.
   const int64_t together = tiles >= kManyTiles ? kPanelsTogether : 1, groups = (panels + together - 1) / together;
   const int64_t parts = std::clamp<int64_t>((4 * num_threads() + groups - 1) / groups, 1, tiles);
-  // So many tiles take a piece of each of these panels in turn. Where panels come in short pieces, as many as stay in a cache
-  // (with long ones fewer are no faster). Where they are read whole, one, whose outputs of all panels are then written
-  // together: rows lie in pages of their own, and to find a page takes longer than to write.
+  // Number of tiles that take a piece of each of these panels in turn. With short pieces, as many as stay in a cache (with
+  // long ones fewer are no faster). If panels are read whole, one, whose outputs for all panels are then written together:
+  // rows are in different pages, and a TLB miss costs more than the write.
   const int64_t most_tiles = weight.template reads_in_place<Product>(K) ? 1 : kRowsInCache / Product::kMostRows;
   share_tasks(groups * parts, [&](int64_t task) {
     struct alignas(64) Row { float sums[kPanel]; };
@@ -723,7 +722,7 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
   });
 }
 
-// In the arithmetic that is asked for, where the processor has it for T.
+// Runs the requested matmul kernel, if the processor has it for T.
 template <typename T, typename Weight>
 void multiply_in(int64_t arithmetic, const T* tokens, const Weight& weight, const T* bias, T* out, int64_t M, int64_t K,
                  int64_t N) {

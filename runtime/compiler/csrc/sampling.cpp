@@ -49,7 +49,7 @@ struct Best {
   int64_t token = -1;
 };
 
-// What noise can be at most is known by fewer operations than what it is; a token that cannot win by that is passed over.
+// An upper bound on the noise is cheaper than the noise; a token that cannot win with it is skipped.
 Best draw(const Scores& scores, const Cut& cut, const Noise& noise, int64_t begin, int64_t end) {
   Best best;
   Words tokens;
@@ -124,7 +124,7 @@ int64_t choose(const Position& position, Room& room) {
   return draw(scores, find_cut(scores, position.rules, room), position.key);
 }
 
-// As `choose_rows` takes them.
+// Positions for `choose_rows`.
 std::vector<Position> positions_of(const at::TensorList rows, const at::Tensor& rules, const at::Tensor& keys,
                                    const at::Tensor& entries, const at::Tensor& bans, const at::Tensor& bounds) {
   std::vector<Position> positions;

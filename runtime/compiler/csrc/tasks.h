@@ -28,8 +28,8 @@
 #include <immintrin.h>
 #endif
 
-// How long a helper waits for work, and a caller for helpers, before it sleeps. Longer, and a helper has used up its time
-// when there is work, where something else runs on its core; shorter, and it is asleep when the next kernel begins.
+// Time for which a helper spins for work, and a caller for helpers, before sleeping. Longer, and under other load a helper
+// has used up its time slice when work arrives; shorter, and it is asleep when the next kernel begins.
 constexpr std::chrono::microseconds kHelperWaits{200}, kCallerWaits{30};
 
 inline void relax() {
@@ -40,7 +40,7 @@ inline void relax() {
 #endif
 }
 
-// How arithmetic treats numbers too small to be normal; helpers do as their caller does.
+// Mode for denormal numbers; helpers inherit their caller's.
 inline uint64_t float_mode() {
 #if defined(__x86_64__)
   return _mm_getcsr();
@@ -68,7 +68,7 @@ inline void wait_while(const std::atomic<uint32_t>& value, uint32_t same, std::c
   }
 }
 
-// Whether this thread does a task: what that shares it does alone, as helpers do, or two threads would be at one task.
+// True while this thread runs a task: nested parallel work runs on this thread alone, or two threads would share one task.
 inline thread_local bool in_task = false;
 
 class Team {
@@ -165,8 +165,8 @@ inline thread_local OwnTeam own_team;
 
 inline int64_t num_threads() { return threads_of_tasks ? threads_of_tasks : at::get_num_threads(); }
 
-// Whether torch's own loops are computed by this thread alone; tasks are shared among as many threads as before. OpenMP's
-// threads wait for more work after a loop, for 15 ms in GNU's, on the cores that ours want. Returns what it was before.
+// Makes this thread compute torch's own loops alone; tasks are still shared among all threads. OpenMP's threads spin after
+// a loop, for 15 ms in GNU's, on the cores that ours need. Returns the previous setting.
 inline bool keep_openmp_alone([[maybe_unused]] bool alone) {
   const bool was_alone = threads_of_tasks != 0;
 #if defined(_OPENMP)

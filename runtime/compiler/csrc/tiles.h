@@ -17,7 +17,7 @@ constexpr int kFewRows = 4;  // for which tiles are mostly empty
 
 constexpr int64_t kTileHeight = 16;
 
-// How many rows, of how many bytes, each of the tiles has.
+// Rows of each tile, and bytes per row.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
