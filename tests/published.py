@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from byte_tokenizers import byte_level
-from families import random_model
 from safetensors.torch import load_file, save_file
 from tiny import hf_greedy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
+
+from scripts.tools.families import random_model
 
 REAL_DIR = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()
 DATA = Path(__file__).parent / "data" / "published_configs.json"

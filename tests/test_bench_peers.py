@@ -1,4 +1,4 @@
-"""bench_peers.py on a tiny model, without OpenVINO and llama.cpp: systems take turns, and it writes what they did.
+"""bench/peers.py on a tiny model, without OpenVINO and llama.cpp: systems take turns, and it writes what they did.
 
 Where SPECDEC_LLAMACPP_PYTHON names a Python with llama-cpp-python and gguf, llama.cpp is run, too.
 """
@@ -9,14 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bench_peers
 import pytest
 import torch
-from peers import report
 from shared import once
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_peers.py"
+from scripts.bench import peers as bench_peers
+from scripts.bench import peers_report as report
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = [sys.executable, "-m", "scripts.bench.peers"]
 SETTINGS = "--models tiny --dtypes float32 --prompts 1 --runs 1 --prompt-len 64 --output-len 8 --threads 1 --no-details"
 
 
@@ -27,8 +29,8 @@ def output_dir(shared: Path, kernels: Path) -> Path:
         files = ["--json", str(directory / "peers.json"), "--png", str(directory / "peers.png")]
         peers = ("SPECDEC_OPENVINO_PYTHON", "SPECDEC_LLAMACPP_PYTHON")
         env = {name: value for name, value in os.environ.items() if name not in peers}
-        command = [sys.executable, SCRIPT, *SETTINGS.split(), *files]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        command = [*SCRIPT, *SETTINGS.split(), *files]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         (directory / "stdout").write_text(done.stdout)
 
@@ -102,7 +104,8 @@ def test_models_have_the_parameters_in_their_names() -> None:
 @pytest.mark.parametrize("dtype", bench_peers.FORMATS)
 def test_llama_cpp_gives_specdecs_tokens(dtype: str, tmp_path: Path, kernels: Path) -> None:
     own = f"--dtypes {dtype} --peers llama.cpp --json {tmp_path / 'peers.json'}"
-    done = subprocess.run([sys.executable, SCRIPT, *SETTINGS.split(), *own.split()], capture_output=True, text=True)
+    command = [*SCRIPT, *SETTINGS.split(), *own.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (result,) = json.loads((tmp_path / "peers.json").read_text())["results"]
     rows = [row for row in result["systems"] if row["name"].startswith("llama.cpp")]
@@ -133,7 +136,7 @@ def test_the_chart_is_a_png(output_dir: Path) -> None:
 def test_what_it_does_not_know_is_wrong_usage(
     arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_peers.py", *arguments.split()])
+    monkeypatch.setattr(sys, "argv", ["peers.py", *arguments.split()])
     with pytest.raises(SystemExit) as exit_status:
         bench_peers.parse_arguments()
     assert exit_status.value.code == 2
@@ -143,15 +146,8 @@ def test_what_it_does_not_know_is_wrong_usage(
 @pytest.mark.slow
 def test_busy_machines_table_has_a_row_for_each_load(output_dir: Path) -> None:
     arguments = "--model tiny --dtype float32 --peers hugging-face --prompt-len 32 --output-len 8 --threads 1 --runs 1"
-    command = [
-        sys.executable,
-        SCRIPT.with_name("bench_busy.py"),
-        *arguments.split(),
-        "--foreign",
-        "0,1",
-        "--beside-itself",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    busy = [sys.executable, "-m", "scripts.bench.busy", "--foreign", "0,1", "--beside-itself"]
+    done = subprocess.run([*busy, *arguments.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows] == ["| beside", "| 0 foreign", "| 1 foreign", "| another specdec"]

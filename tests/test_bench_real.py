@@ -1,4 +1,4 @@
-"""bench_real.py: its tables are sums over what was measured, and what was measured is kept."""
+"""bench/real.py: its tables are sums over what was measured, and what was measured is kept."""
 
 import json
 import subprocess
@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bench_real
 import pytest
-from peers import real_report
 from test_real_model import smollm2  # noqa: F401  # a fixture
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_real.py"
+from scripts.bench import real as bench_real
+from scripts.bench import real_report
+
+ROOT = Path(__file__).parents[1]
 
 
 def record(kind: str, tpot_s: float, num_tokens: int, **given: Any) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def test_tables_go_between_their_marks(tmp_path: Path) -> None:
 def test_what_it_does_not_know_is_wrong_usage(
     arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_real.py", "--json", "x.json", *arguments.split()])
+    monkeypatch.setattr(sys, "argv", ["real.py", "--json", "x.json", *arguments.split()])
     with pytest.raises(SystemExit) as exit_status:
         bench_real.parse_arguments()
     assert exit_status.value.code == 2 and message in capsys.readouterr().err
@@ -92,8 +93,8 @@ def test_what_was_measured_is_not_measured_again(smollm2: Path, tmp_path: Path) 
     questions.write_text("".join(json.dumps({"category": c, "turns": [f"What is {c}?"]}) + "\n" for c in categories))
     own = "--models smollm2 --systems specdec --kinds chat,rag --prompts 1 --output-len 4"
     files = ["--json", tmp_path / "real.json", "--work-dir", tmp_path / "work", "--spec-bench", tmp_path]
-    command = [sys.executable, SCRIPT, *own.split(), *files]
-    first = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "scripts.bench.real", *own.split(), *files]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert first.returncode == 0, first.stderr
     measured = json.loads((tmp_path / "real.json").read_text())
     assert {(r["kind"], r["variant"], r["mode"]) for r in measured["records"]} == {
@@ -103,6 +104,6 @@ def test_what_was_measured_is_not_measured_again(smollm2: Path, tmp_path: Path) 
         for mode in real_report.MODES
     }
     assert all(1 <= r["num_output_tokens"] <= 4 and r["ttft_s"] > 0 for r in measured["records"])
-    again = subprocess.run(command, capture_output=True, text=True)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert again.stdout == first.stdout
     assert json.loads((tmp_path / "real.json").read_text())["records"] == measured["records"]

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import typer.main
-import update_docs
 from shared import once
 
 from commands.options.spellings import _WITHOUT_EFFECT, normalize_name
+from scripts.tools import update_docs
 from specdec_cli.app import app
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +77,7 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_flag_tables_are_those_of_the_commands(page: str) -> None:
-    assert update_docs.with_tables(PAGES[page]) == PAGES[page], "run scripts/update_docs.py"
+    assert update_docs.with_tables(PAGES[page]) == PAGES[page], "run scripts/tools/update_docs.py"
 
 
 def test_every_command_has_its_flag_table() -> None:

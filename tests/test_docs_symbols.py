@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import update_docs
 
 import specdec_cli
+from scripts.tools import update_docs
 
 ROOT = Path(__file__).parents[1]
 PAGES = {name: text for name, text in update_docs.read_pages().items() if name != "docs/changelog.md"}

@@ -1,7 +1,6 @@
 """Scripts: what `install.sh` says while it works, with a pip that only pretends; the kernels' benchmark in small."""
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -10,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_kernels import torch_held_to
-from bench_rounded import FORMATS
-from mutate import TESTS
-from mutations import cpp_mutations, mutations
 from waiting import HANG_S
+
+from scripts.bench.kernels import torch_held_to
+from scripts.bench.rounded import FORMATS
+from scripts.tools.mutate import TESTS
+from scripts.tools.mutations import cpp_mutations, mutations
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,8 +59,8 @@ def test_an_installation_that_fails_ends_there(checkout: Path) -> None:
 
 def bench_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
     sizes = "--sets native --rows 1 3 --layer 64 96 --context 40 --vocab-size 100 --seconds 0"
-    command = [sys.executable, ROOT / "scripts" / "bench_kernels.py", *sizes.split(), *arguments]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    command = [sys.executable, "-m", "scripts.bench.kernels", *sizes.split(), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_every_kernel_has_a_line_beside_torchs_own(kernels: Path) -> None:
@@ -84,9 +84,8 @@ def test_a_slow_kernel_is_named_and_ends_in_an_exit_code(kernels: Path) -> None:
 
 def test_every_format_of_rounded_weights_is_measured(kernels: Path) -> None:
     sizes = "--layers 64x96 --rows 1 3 --seconds 0 --megabytes 1"
-    command = [sys.executable, ROOT / "scripts" / "bench_rounded.py", *sizes.split()]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "scripts.bench.rounded", *sizes.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| 64x96")]
     assert [name.strip() for _, name, *_ in lines] == ["bfloat16", *FORMATS]

@@ -1,7 +1,7 @@
 """What documents are made of: records, whose fields say what a key holds, and those that several documents have.
 
-The schemas in `commands/schemas/` are made of them (`scripts/schemas.py`). Nothing here, nor any document's own module,
-imports torch: `compare` reads documents without it.
+The schemas in `commands/schemas/` are made of them (`scripts/tools/schemas.py`). Nothing here, nor any document's own
+module, imports torch: `compare` reads documents without it.
 """
 
 from typing import Annotated, Any, Literal, get_args

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import transformers.generation.logits_process  # noqa: F401  # takes seconds, which are no case's
-from oracle import CheckedEngine, ExactModel, Failure, Injected, has_ended, one_by_one
 
 from runtime import leader, orchestrator
 from runtime.config import BuildConfig
@@ -36,6 +35,7 @@ from runtime.drafters.sureness import Sureness
 from runtime.engine import KVCacheConfig
 from runtime.params import GREEDY, SamplingConfig
 from runtime.request import Draft, Request, Sequence
+from scripts.campaigns.oracle import CheckedEngine, ExactModel, Failure, Injected, has_ended, one_by_one
 
 VOCAB_SIZE = 12
 TIME_LIMIT_S = 30

@@ -1,6 +1,6 @@
 """The joint distribution of a text's next three tokens, with every drafter, against brute force on an exact model.
 
-python scripts/campaigns/distributions.py [--texts 4000] [--drafters custom ...] [--samplings plain ...]
+python -m scripts.campaigns.distributions [--texts 4000] [--drafters custom ...] [--samplings plain ...]
 
 Drafters, fixed and automatic draft lengths, both loops, penalties and cuts, all with all. The costs that automatic
 lengths are chosen by are the worst that could be: a draft of one token or of three never pays, one of two always does,
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from oracle import ExactModel, engine_config, one_by_one
 from torch import Tensor
 
 from runtime import leader, orchestrator
@@ -43,6 +42,7 @@ from runtime.engine import Engine, KVCacheConfig
 from runtime.evaluation.chi_squared import detectable_total_variation, p_value_of
 from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence
+from scripts.campaigns.oracle import ExactModel, engine_config, one_by_one
 
 VOCAB_SIZE, NUM_TOKENS, MAX_DRAFT_LEN = 4, 3, 3
 END_ID = 3

@@ -1,8 +1,8 @@
 """Random requests through both loops with every drafter, against a model that is an exact function of its K/V cache.
 
-python scripts/campaigns/exact_oracle.py                     10,000 random cases
-python scripts/campaigns/exact_oracle.py --every-failure 40  of 40 cases every call fails, before and after its work
-python scripts/campaigns/exact_oracle.py --planted           plants each fault of faults.py: the cases must find it
+python -m scripts.campaigns.exact_oracle                     10,000 random cases
+python -m scripts.campaigns.exact_oracle --every-failure 40  of 40 cases every call fails, before and after its work
+python -m scripts.campaigns.exact_oracle --planted           plants each fault of faults.py: the cases must find it
 
 What a case is: cases.py; the model: oracle.py. Exit 1 if an output is wrong, or if a fault is not found.
 """
@@ -16,11 +16,10 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-import cases
-from faults import FAULTS, planted
-from oracle import Failure
-
 from runtime.corpus import Corpus
+from scripts.campaigns import cases
+from scripts.campaigns.faults import FAULTS, planted
+from scripts.campaigns.oracle import Failure
 
 PLANTED_CASES = 400
 

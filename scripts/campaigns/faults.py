@@ -1,21 +1,17 @@
 """Faults to plant in the running code, so that the exact oracle has something to find.
 
-scripts/mutate.py asks which faults the tests nearest to them catch; here one campaign has to find all of them.
+scripts/tools/mutate.py asks which faults the tests nearest to them catch; here one campaign has to find all of them.
 """
 
 import ast
 import importlib
 import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-from mutations import mutations
+from scripts.tools.mutations import mutations
 
 _BY_FUNCTION = {
     "batch:_pieces": "without 14",

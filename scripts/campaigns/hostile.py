@@ -1,8 +1,8 @@
 """Files that are not what was written: each file of each artefact damaged in many ways, and then verified and opened.
 
-python scripts/campaigns/hostile.py                          2,000 random cases
-python scripts/campaigns/hostile.py --num-cases 100 --first 700
-python scripts/campaigns/hostile.py --compiler aot           of an engine that has kernels and a compiled step
+python -m scripts.campaigns.hostile                          2,000 random cases
+python -m scripts.campaigns.hostile --num-cases 100 --first 700
+python -m scripts.campaigns.hostile --compiler aot           of an engine that has kernels and a compiled step
 
 With AddressSanitizer in what is native: CXX names a script that does `exec g++ -fsanitize=address "$@"`, LD_PRELOAD
 g++'s libasan.so and libstdc++.so.6 (`g++ -print-file-name=`), SPECDEC_CACHE_DIR a new directory, and ASAN_OPTIONS says
@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import forks
-from forks import use_directories
+from scripts.campaigns import forks
+from scripts.campaigns.forks import use_directories
 
 MAY_BE_CHANGED = ("generation_config.json", "chat_template.jinja")
 _PATIENCE = 60_000  # a command that has not ended after so many looks hangs: at least two minutes

@@ -1,10 +1,10 @@
 """Kills commands at random moments: what they leave is whole or absent, and the same call made again succeeds.
 
-python scripts/campaigns/kill.py                     100 kills of all commands in turn
-python scripts/campaigns/kill.py --kills 10 --first 700
-python scripts/campaigns/kill.py --kills 10 --only batch     whose results are an undisturbed call's, byte for byte
-python scripts/campaigns/kill.py --slow              the same with a disk that is slow (a C++ compiler makes it so)
-python scripts/campaigns/kill.py --disks             full and read-only disks (root: they are mounted), and no kills
+python -m scripts.campaigns.kill                     100 kills of all commands in turn
+python -m scripts.campaigns.kill --kills 10 --first 700
+python -m scripts.campaigns.kill --kills 10 --only batch     whose results are an undisturbed call's, byte for byte
+python -m scripts.campaigns.kill --slow              the same with a disk that is slow (a C++ compiler makes it so)
+python -m scripts.campaigns.kill --disks             full and read-only disks (root: they are mounted), and no kills
 
 A command is killed (signal 9) half the time at any moment, and half the time while it writes; what it would replace is
 there or not. After the kill, what was there must still be read, old or new, and what was not is whole or absent. After
@@ -27,9 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import forks
 import numpy as np
-from forks import use_directories
 
 from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
 from runtime.cache import read_kept_digest
@@ -38,6 +36,8 @@ from runtime.config import BuildConfig
 from runtime.corpus import Corpus
 from runtime.engine_cache import EngineSettings
 from runtime.tuning.profile import read_profile
+from scripts.campaigns import forks
+from scripts.campaigns.forks import use_directories
 
 MODEL = "demo-draft"
 TEXT = "def area(w, h):\n    return w * h\n\ndef area(w, h):\n    return w * h\n" * 8
@@ -327,7 +327,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.slow:
         with slow_disk() as environment:
-            again = [sys.executable, *(argument for argument in sys.argv if argument != "--slow")]
+            arguments = [argument for argument in sys.argv[1:] if argument != "--slow"]
+            again = [sys.executable, "-m", "scripts.campaigns.kill", *arguments]
             sys.exit(subprocess.run(again, env=environment).returncode)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

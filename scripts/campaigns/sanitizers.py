@@ -1,6 +1,6 @@
 """The kernels and how they share their work, without torch, under AddressSanitizer and ThreadSanitizer.
 
-python scripts/campaigns/sanitizers.py [address thread]
+python -m scripts.campaigns.sanitizers [address thread]
 
 Compiles the programs of tests/runtime/compiler/standalone/ for this processor and for plain x86-64, and runs them;
 UndefinedBehaviorSanitizer is beside AddressSanitizer. Exit 1 if one does not compile, or if anything is said.
@@ -13,9 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-from cross import INCLUDES, STANDALONE
+from scripts.tools.cross import INCLUDES, STANDALONE
 
 SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],

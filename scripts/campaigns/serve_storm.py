@@ -1,8 +1,8 @@
 """Clients that come together, go away at any moment and send nonsense: what is left of a server afterwards.
 
-python scripts/campaigns/serve_storm.py                       a server of the demo, 1,000 requests on 32 connections
-python scripts/campaigns/serve_storm.py --num-requests 200    the same, shorter
-python scripts/campaigns/serve_storm.py --every-failure       say every failure, not the first ten
+python -m scripts.campaigns.serve_storm                       a server of the demo, 1,000 requests on 32 connections
+python -m scripts.campaigns.serve_storm --num-requests 200    the same, shorter
+python -m scripts.campaigns.serve_storm --every-failure       say every failure, not the first ten
 
 Of the requests a tenth is malformed; half of the others are cancelled at a random moment. What was not cancelled must
 be what the same request was answered with when it was alone, nothing may be a 500, `/health` must answer in 50 ms, and

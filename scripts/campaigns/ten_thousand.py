@@ -1,6 +1,6 @@
 """10,000 requests in leader mode in one run, beside the same requests one by one.
 
-python scripts/campaigns/ten_thousand.py [--requests 10000] [--pools 1 1.5 8] [--drafters none "ngram, pool"]
+python -m scripts.campaigns.ten_thousand [--requests 10000] [--pools 1 1.5 8] [--drafters none "ngram, pool"]
 
 Prompts have 1 to 600 tokens; outputs end at budgets, end ids and stop words; some are sampled, with penalties and cuts.
 The K/V cache has room for `pool` times the longest request. Every output must be what the exact model says of its text
@@ -16,8 +16,6 @@ import time
 from collections import Counter
 
 import psutil
-from cases import TARGET, VOCAB_SIZE, StopAt
-from oracle import CheckedEngine, one_by_one
 
 from runtime import leader
 from runtime.config import BuildConfig
@@ -29,6 +27,8 @@ from runtime.drafters.suffix import SuffixLookup
 from runtime.engine import KVCacheConfig
 from runtime.params import GREEDY, SamplingConfig
 from runtime.request import Request
+from scripts.campaigns.cases import TARGET, VOCAB_SIZE, StopAt
+from scripts.campaigns.oracle import CheckedEngine, one_by_one
 
 MAX_PROMPT, MAX_NEW_TOKENS, MAX_DRAFT_LEN = 600, 24, 6
 DRAFTERS = ("none", "ngram, pool", "suffix", "chain")

@@ -3,11 +3,20 @@
 from typing import Any
 
 import pytest
-from distributions import SAMPLINGS, SMALLEST_P_VALUE, Drawing, adapted, make_corpus, make_drafter, make_target, measure
-from faults import planted
 
 from runtime.corpus import Corpus
 from runtime.request import Draft, Sequence
+from scripts.campaigns.distributions import (
+    SAMPLINGS,
+    SMALLEST_P_VALUE,
+    Drawing,
+    adapted,
+    make_corpus,
+    make_drafter,
+    make_target,
+    measure,
+)
+from scripts.campaigns.faults import planted
 
 NUM_TEXTS = 1000
 FOUND = 0.2

@@ -1,11 +1,11 @@
 """A share of the exact oracle's campaign, scripts/campaigns/exact_oracle.py: random cases, failures, planted faults."""
 
-import cases
 import pytest
-from exact_oracle import count_cases, fail_everywhere, find
-from faults import FAULTS, planted
 
 from runtime.corpus import Corpus
+from scripts.campaigns import cases
+from scripts.campaigns.exact_oracle import count_cases, fail_everywhere, find
+from scripts.campaigns.faults import FAULTS, planted
 
 QUICKLY_FOUND = (
     "batch:pack without 12",

@@ -4,10 +4,10 @@ import os
 import signal
 from pathlib import Path
 
-import forks
-import hostile
 import pytest
-from hostile import Case, Outcome, what_is_wrong
+
+from scripts.campaigns import forks, hostile
+from scripts.campaigns.hostile import Case, Outcome, what_is_wrong
 
 NUM_CASES = 40
 

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import forks
-import kill
 import pytest
-from kill import Campaign
 from waiting import HANG_S, wait_until
 
 from runtime import files
+from scripts.campaigns import forks, kill
+from scripts.campaigns.kill import Campaign
 
 
 @pytest.fixture(scope="module")

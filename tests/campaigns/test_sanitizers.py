@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import sanitizers
-from sanitizers import PROGRAMS, SANITIZERS, find
 
 from runtime.compiler.kernels import SOURCES_DIR
+from scripts.campaigns import sanitizers
+from scripts.campaigns.sanitizers import PROGRAMS, SANITIZERS, find
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)

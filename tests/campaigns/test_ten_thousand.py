@@ -1,7 +1,8 @@
 """A share of scripts/campaigns/ten_thousand.py: its memory needs the whole campaign, which has time to settle."""
 
 import pytest
-from ten_thousand import make_drafter, make_engine, run
+
+from scripts.campaigns.ten_thousand import make_drafter, make_engine, run
 
 
 @pytest.mark.parametrize(

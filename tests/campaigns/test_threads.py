@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TARGET, VOCAB_SIZE
-from oracle import CheckedEngine, ExactModel, one_by_one
 from shared import MakeEngineDir
 from tiny import make_model
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -26,6 +24,8 @@ from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import SpecDecError
 from runtime.params import SamplingConfig
 from runtime.request import Request
+from scripts.campaigns.cases import TARGET, VOCAB_SIZE
+from scripts.campaigns.oracle import CheckedEngine, ExactModel, one_by_one
 
 ROOT = Path(__file__).parents[2]
 LOOPS: list[Any] = [orchestrator, leader]

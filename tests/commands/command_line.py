@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from schemas import DOCUMENTS
-
 from runtime.checksums import config_digest
+from scripts.tools.schemas import DOCUMENTS
 
 NGRAM = "[4,2,[0]]"
 NGRAM_RECORD: dict[str, Any] = {

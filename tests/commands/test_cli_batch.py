@@ -16,7 +16,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import forks
 import pytest
 from command_line import PROMPTS, Result, Specdec, assert_valid, draft_model, tree
 from gate import Gate
@@ -27,6 +26,7 @@ from waiting import wait_until
 
 from commands.serving.asking import _DEFAULT_MAX_TOKENS
 from runtime.drafters.ngram import NgramLookup
+from scripts.campaigns import forks
 from specdec_cli import LLM, NgramDrafter, SamplingParams
 
 Row = dict[str, Any]

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import forks
 import pytest
 from command_line import PROMPT, Specdec, tree
 from sentences import Said
@@ -20,6 +19,7 @@ from shared import once
 from waiting import HANG_S
 
 from runtime.bundle import read_engine_config
+from scripts.campaigns import forks
 
 # A file that may not grow beyond so many bytes fails like a full disk. Ignored, the signal becomes an OSError.
 # Each command is run in a process of its own, which has the modules that take seconds to import from its parent.

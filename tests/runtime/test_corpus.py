@@ -394,7 +394,7 @@ def test_lookup_reads_little_of_the_file(tmp_path: Path) -> None:
 
 
 def test_lookup_reads_little_of_a_text_of_frequent_tokens(tmp_path: Path) -> None:
-    """Bisections of 200,000 rows, for one to three sizes. Times are in `bench_corpus.py`."""
+    """Bisections of 200,000 rows, for one to three sizes. Times are in `bench/corpus.py`."""
     rng = random.Random(0)
     documents = [[int(rng.paretovariate(0.5)) % 5000 for _ in range(1000)] for _ in range(200)]
     corpus = make(tmp_path / "c", documents)

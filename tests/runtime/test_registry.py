@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from runtime.checkpoint import convert
 from runtime.errors import SpecDecError
+from scripts.tools import families
 
 # An exception's name, or what Python and torch say in one.
 INNER_ERROR = re.compile(r"\w(Error|Exception)\b|object has no attribute|unexpected keyword|meta tensor|Traceback")

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from serve_storm import Outcome, cache_usage, expected_of, make_bodies, storm, wait_until_idle
 from serving_models import Listening
 
 from runtime.drafters.specs import NgramDrafter
+from scripts.campaigns.serve_storm import Outcome, cache_usage, expected_of, make_bodies, storm, wait_until_idle
 
 
 def test_a_storm_leaves_nothing_behind(make_listening: Callable[..., Listening]) -> None:
@@ -35,6 +35,6 @@ def test_a_wrong_answer_is_noticed(make_listening: Callable[..., Listening], mon
     async def wrong(port: int, bodies: list[dict[str, object]]) -> list[list[str]]:
         return [[*texts[:-1], texts[-1] + "?"] for texts in await expected_of(port, bodies)]
 
-    monkeypatch.setattr("serve_storm.expected_of", wrong)
+    monkeypatch.setattr("scripts.campaigns.serve_storm.expected_of", wrong)
     outcome = asyncio.run(storm(listening.port, make_bodies(3, 5, 1), 20, 4, 3))
     assert outcome.failures and outcome.num_right == 0

@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from schemas import DIRECTORY, DOCUMENTS, schema_text
+
+from scripts.tools.schemas import DIRECTORY, DOCUMENTS, schema_text
 
 METRICS = (
     "num_spec_steps",
@@ -30,7 +31,7 @@ def schema(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_schema_is_what_is_made_of_its_record(name: str) -> None:
     found = (DIRECTORY / f"{name}.json").read_text(encoding="utf-8")
-    assert found == schema_text(name), "run scripts/update_docs.py"
+    assert found == schema_text(name), "run scripts/tools/update_docs.py"
 
 
 def test_every_schema_is_of_a_record() -> None:

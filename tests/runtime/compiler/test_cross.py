@@ -4,7 +4,8 @@ The smallest registers are always tried: what is laid out by them is not what th
 """
 
 import pytest
-from cross import run, targets
+
+from scripts.tools.cross import run, targets
 
 TARGETS = targets()
 

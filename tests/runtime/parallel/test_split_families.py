@@ -1,9 +1,8 @@
 """Of transformers' families those that are split answer with Hugging Face's tokens, each as small as
-scripts/families.py makes it."""
+scripts/tools/families.py makes it."""
 
 from pathlib import Path
 
-import families
 import pytest
 from ranks_as_threads import split_engine
 
@@ -11,6 +10,7 @@ from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.leader import generate
 from runtime.request import Request
+from scripts.tools import families
 
 SPLIT = [
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "cohere", "cohere2", "cohere2_moe",

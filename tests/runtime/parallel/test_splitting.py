@@ -3,7 +3,6 @@
 from collections import Counter
 from pathlib import Path
 
-import families
 import pytest
 import torch
 from quantized import save_gptq
@@ -18,6 +17,7 @@ from runtime.compiler.model import probe_config, split_config
 from runtime.compiler.pretrained import parse_language_model
 from runtime.config import Mapping, Precision
 from runtime.errors import SpecDecError, SpecDecWarning
+from scripts.tools import families
 
 REFUSED = {
     "gpt2": "no plan",
@@ -148,7 +148,7 @@ def test_a_plan_of_another_kind_is_refused_by_name(family: str, changes: dict[st
 
 @pytest.mark.slow
 def test_every_family_that_runs_is_split_or_refused_by_name() -> None:
-    """Of transformers' registry, each as small as scripts/families.py makes it; docs/devices.md has the numbers."""
+    """Of transformers' registry, each as small as scripts/tools/families.py has it; docs/devices.md has the numbers."""
     outcomes = {family: outcome for family in families.FAMILIES if (outcome := splitting_of(family)) is not None}
     assert [family for family, outcome in outcomes.items() if outcome == "split"] == SPLIT
     assert Counter(outcomes.values()) == {"split": 66, "no plan": 19, "not supported": 1}

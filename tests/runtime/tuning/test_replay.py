@@ -5,10 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import bench_drafters
 import pytest
 import torch
-from bench_drafters import read_traces
 from lookups import MAKE_DRAFTER
 from tiny import hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
@@ -22,6 +20,8 @@ from runtime.errors import SpecDecError
 from runtime.request import Draft, Request, Sequence
 from runtime.stats import RequestStats, sum_stats
 from runtime.tuning.replay import Trace, replay
+from scripts.bench import drafters as bench_drafters
+from scripts.bench.drafters import read_traces
 
 SAMPLE = Path(__file__).parents[2] / "data" / "traces.jsonl"
 """Greedy outputs of the shipped model `demo`: its first articles, and one that is not let end and repeats itself."""
@@ -218,7 +218,7 @@ def test_bench_prints_a_row_for_each_drafter(
 ) -> None:
     monkeypatch.setattr(bench_drafters, "HISTORY", 500)
     monkeypatch.setattr(bench_drafters, "NUM_TIMED", 5)
-    monkeypatch.setattr("sys.argv", ["bench_drafters.py", str(SAMPLE)])
+    monkeypatch.setattr("sys.argv", ["drafters.py", str(SAMPLE)])
     bench_drafters.main()
     header, _, *rows = capsys.readouterr().out.splitlines()
     assert "digest" in header and len(rows) == len(bench_drafters.DRAFTERS)

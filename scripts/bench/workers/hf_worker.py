@@ -1,0 +1,86 @@
+"""The worker of Hugging Face: `generate`, uncompiled, with its default attention and cache.
+
+Denormals are flushed to zero as in the other systems: random weights produce them, and they are computed slowly.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from scripts.bench.workers.worker import Job, Variant, serve
+
+
+class StepStreamer(BaseStreamer):
+    """Calls `arrived` once per step. What `generate` puts first is the prompt."""
+
+    def __init__(self, arrived: Any) -> None:
+        self._arrived = arrived
+        self._has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._has_prompt:
+            self._arrived()
+        self._has_prompt = True
+
+    def end(self) -> None:
+        pass
+
+
+def load_model(model: str, dtype: str) -> Any:
+    """Of a directory, or a GGUF file, whose weights are then of the dtype."""
+    path = Path(model)
+    source, file = (path.parent, path.name) if path.is_file() else (path, None)
+    loaded = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), gguf_file=file)
+    loaded.generation_config = GenerationConfig(pad_token_id=0)  # jobs say how tokens are chosen, and what ends them
+    return loaded.eval()
+
+
+def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(settings["num_threads"])
+    torch.set_flush_denormal(True)
+    model = load_model(settings["model_dir"], settings["dtype"])
+    options: dict[str, dict[str, Any]] = {
+        "none": {},
+        "ngram": {
+            "prompt_lookup_num_tokens": settings["ngram_draft_len"],
+            "max_matching_ngram_size": settings["ngram_size"],
+        },
+    }
+    if settings["draft_model_dir"]:
+        draft_model = load_model(settings["draft_model_dir"], settings["dtype"])
+        draft_model.generation_config.num_assistant_tokens = settings["draft_model_draft_len"]
+        draft_model.generation_config.num_assistant_tokens_schedule = "constant"
+        draft_model.generation_config.assistant_confidence_threshold = 0.0
+        options["draft-target"] = {"assistant_model": draft_model}
+
+    def variant(own_options: dict[str, Any]) -> Variant:
+        def generate(job: Job, arrived: Any) -> list[int]:
+            ids = torch.tensor([job.prompt])
+            torch.manual_seed(job.seed)
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=job.max_new_tokens,
+                eos_token_id=list(job.end_ids) or None,
+                streamer=StepStreamer(arrived),
+                do_sample=job.sampling is not None,
+                **(asdict(job.sampling) if job.sampling else {}),
+                **own_options,
+            )
+            return list(output[0, len(job.prompt) :].tolist())
+
+        return generate
+
+    note = f"uncompiled, {model.config._attn_implementation} attention, denormals flushed"
+    return {name: variant(own_options) for name, own_options in options.items()}, note
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,331 @@
+"""Every decoder of transformers' registry, made tiny with random weights, against Hugging Face: a Markdown table.
+
+Each is converted, built without a compiler, and answers three prompts in one batch, without drafts and with those of an
+n-gram lookup, in float32. `equal`: token for token what Hugging Face's `generate` answers. `refused`: what `convert` or
+`build` says. `not tried`: transformers itself makes no such model of a small config, or does not generate with it.
+`wrong` is a bug, and the exit code is 1.
+
+    python -m scripts.tools.families [FAMILY ...]
+    python -m scripts.tools.families --write       into docs/models.md, between `<!-- families -->` and `<!-- end -->`
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+from transformers.utils import logging as transformers_logging
+
+from runtime.checkpoint import convert
+from runtime.compiler.build import Effort, build_engine
+from runtime.config import BuildConfig
+from runtime.drafters.ngram import NgramLookup
+from runtime.engine import Engine
+from runtime.errors import SpecDecError
+from runtime.files import write_json
+from runtime.orchestrator import generate
+from runtime.request import Request
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+_MARKED = re.compile(r"(<!-- families -->).*?(<!-- end -->)", re.DOTALL)
+FAMILIES = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}))
+VOCAB_SIZE, NUM_LAYERS, MAX_DRAFT_LEN = 48, 4, 6
+PROMPT_LENGTHS, NUM_NEW_TOKENS = (21, 34, 5), 24  # beyond several windows of 8
+# Standard deviations of weights and of embeddings: the first with which outputs tell anything. Large embeddings that
+# are the last layer too repeat a token for ever.
+STDS = ((0.3, 0.3), (0.3, 0.03), (0.6, 0.6), (0.15, 0.15), (1.0, 1.0))
+
+# The names that families give their sizes, by the value that is small enough.
+_NAMES_BY_SIZE = {
+    0: "pad_token_id num_nextn_predict_layers",
+    1: "bos_token_id first_k_dense_replace num_dense_layers topk_group num_shared_experts n_shared_experts "
+    "moe_num_shared_experts moe_layer_start_index",
+    2: "eos_token_id num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_k "
+    "n_group num_expert_group max_window_layers sliding_window_pattern _sliding_window_pattern "
+    "global_attn_every_n_layers num_kv_shared_layers zero_expert_num no_rope_layer_interval "
+    "swa_num_key_value_heads n_groups mamba_n_groups num_query_groups encoder_layers depth "
+    "attention_layers_period linear_num_key_heads index_topk_blocks",
+    NUM_LAYERS: "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers num_decoder_layers "
+    "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads "
+    "num_decoder_attention_heads swa_num_attention_heads num_experts num_local_experts n_routed_experts "
+    "moe_num_experts linear_num_value_heads linear_num_heads index_n_heads qk_rope_head_dim mamba_num_heads "
+    "rotary_dim hidden_size_per_layer_input laurel_rank index_topk",
+    8: "head_dim kv_channels v_head_dim qk_nope_head_dim swa_head_dim index_head_dim sliding_window "
+    "sliding_window_size attention_window_size attention_chunk_size window_size local_attention "
+    "local_attention_window_len dim_head d_head linear_head_dim linear_key_head_dim linear_value_head_dim "
+    "attention_head_size mamba_d_head mamba_head_dim mamba_headdim mamba_n_heads mamba_d_state ssm_state_size "
+    "state_size time_step_rank chunk_size mamba_chunk_size d_rel rel_extent",
+    12: "qk_head_dim",
+    16: "kv_lora_rank q_lora_rank o_lora_rank moe_intermediate_size shared_expert_intermediate_size "
+    "router_hidden_size shared_experts_intermediate_size expert_ffn_hidden_size gated_norm_rank adapter_rank "
+    "query_pre_attn_scalar",
+    32: "hidden_size d_model n_embd embedding_size dim emb_dim word_embed_proj_dim embedding_dim "
+    "attention_hidden_size input_embedding_size output_embedding_size lru_width mamba_d_ssm "
+    "adapter_in_dim adapter_input_size text_hidden_size audio_hidden_size embed_dim out_hidden_size projection_dim",
+    VOCAB_SIZE: "vocab_size vocab_size_per_layer_input intermediate_size ffn_hidden_size ffn_dim decoder_ffn_dim "
+    "dim_ff dff d_inner intermediate_size_mlp encoder_ffn_dim shared_intermediate_size dense_intermediate_size",
+    256: "max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length "
+    "original_max_position_embeddings max_target_positions",
+}
+SMALL = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
+# What the names alone do not tell.
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MROPE = {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 32, "intermediate_size": 8}},
+    "emu3": {"vocabulary_map": {"<image>": 40}},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 4},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 8},
+    "qwen2_vl_text": _MROPE,
+    "qwen2_5_vl_text": _MROPE,
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    family: str
+    verdict: Literal["equal", "refused", "not tried", "wrong"]
+    why: str = ""
+
+
+def small_config(model_type: str, given: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """A family's own default config with small sizes, and one layer of each kind that it has, in turn.
+
+    `given`: of a config inside another, what it has there.
+    """
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class(**(given or {})).to_dict()
+    num_layers = next((default[name] for name in _LAYER_COUNTS if isinstance(default.get(name), int)), None)
+    settings: dict[str, Any] = {}
+    for name, value in default.items():
+        if name in SMALL and (value is not None or name == "num_key_value_heads"):
+            settings[name] = [SMALL[name]] * min(len(value), NUM_LAYERS) if isinstance(value, list) else SMALL[name]
+        elif isinstance(value, list) and len(value) == num_layers:
+            kinds = list(dict.fromkeys(value))
+            settings[name] = [kinds[i % len(kinds)] for i in range(NUM_LAYERS)]
+        elif isinstance(value, dict) and value.get("model_type") in CONFIG_MAPPING:
+            settings[name] = small_config(value["model_type"], value).to_dict()
+    if "kv_lora_rank" in settings:  # every head has keys and values of its own, once they are unpacked
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
+        settings.pop("head_dim", None)  # the rotary part's, as the family has it
+    if default.get("is_decoder") is False and not default.get("is_encoder_decoder"):
+        settings["is_decoder"] = True  # a family of encoders whose causal class needs to be told
+    config: PreTrainedConfig = config_class(**settings | OVERRIDES.get(model_type, {}))
+    return config
+
+
+_LAYER_COUNTS = [name for name in _NAMES_BY_SIZE[NUM_LAYERS].split() if name.endswith(("layers", "layer", "blocks"))]
+
+
+def random_model(family: str, config: PreTrainedConfig, std: float, embedding_std: float) -> PreTrainedModel:
+    """The same weights on every call, so large that logits are far apart; none is as it was made."""
+    torch.manual_seed(zlib.crc32(family.encode()))
+    several_inputs = config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    auto_class = AutoModelForMultimodalLM if several_inputs else AutoModelForCausalLM
+    model: PreTrainedModel = auto_class.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for tensor in model.state_dict(keep_vars=True).values():
+            if tensor.is_floating_point() and tensor.dim() == 1:
+                tensor.add_(0.2 * torch.randn_like(tensor))
+            elif tensor.is_floating_point() and isinstance(tensor, torch.nn.Parameter):
+                tensor.normal_(std=std)
+        model.get_input_embeddings().weight.normal_(std=embedding_std)
+    return model.eval()
+
+
+def prompts() -> list[list[int]]:
+    """A phrase repeated with some tokens changed, so that lookups find continuations, right and wrong ones."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for length in PROMPT_LENGTHS:
+        tokens = torch.randint(3, VOCAB_SIZE, (7,), generator=generator).repeat(length)[:length]
+        changed = torch.rand(length, generator=generator) < 0.15
+        tokens[changed] = torch.randint(3, VOCAB_SIZE, (int(changed.sum()),), generator=generator)
+        rows.append(tokens.tolist())
+    return rows
+
+
+def hugging_face_outputs(model: PreTrainedModel) -> list[list[int]]:
+    outputs = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
+
+
+def make_engine(model_dir: Path, work_dir: Path) -> Engine:
+    """Converted and built; SpecDecError where that is refused."""
+    convert(model_dir, work_dir / "checkpoint", "float32", replace=True, progress=lambda done, total: None)
+    build = BuildConfig("none", 4, 64, 128, MAX_DRAFT_LEN, 4, "draft_tokens_external")
+    build_engine(
+        work_dir / "checkpoint",
+        work_dir / "engine",
+        build,
+        torch.device("cpu"),
+        replace=True,
+        phase=lambda name: None,
+        effort=Effort(measure_costs=False),
+    )
+    return Engine.open(work_dir / "engine")
+
+
+def engine_outputs(engine: Engine, *, ngram: bool) -> list[list[int]]:
+    requests = [Request(i, tuple(prompt), NUM_NEW_TOKENS) for i, prompt in enumerate(prompts())]
+    drafter = NgramLookup(2) if ngram else None
+    outputs = {s.request.id: s.output_tokens for s, _ in generate(engine, requests, drafter, MAX_DRAFT_LEN)}
+    return [outputs[i] for i in range(len(requests))]
+
+
+def refusal(config: PreTrainedConfig, work_dir: Path) -> str | None:
+    """What `convert` has against a config, before it looks for weights."""
+    (work_dir / "config").mkdir(exist_ok=True)
+    write_json(work_dir / "config" / "config.json", PreTrainedConfig._encode_special_floats(config.to_dict()))
+    try:
+        convert(work_dir / "config", work_dir / "checkpoint", None, replace=True, progress=lambda done, total: None)
+    except SpecDecError as error:
+        return None if error.message.startswith("file is missing: ") else error.message
+    raise AssertionError("converted without weights")
+
+
+def try_family(family: str, work_dir: Path) -> Outcome:
+    config, reason = own_or_small_config(family)
+    if config is not None and (why := refusal(config, work_dir)):
+        return Outcome(family, "refused", why)
+    if config is None or reason:
+        return Outcome(family, "not tried", f"there is no small config of it: {reason}")
+    try:
+        expected = save_telling_model(family, config, work_dir / "model")
+    except Exception as error:  # transformers' alone: nothing of ours has run
+        return Outcome(family, "not tried", f"transformers does not generate with it: {last_line(error)}")
+    if expected is None:
+        return Outcome(family, "not tried", "small ones with random weights repeat one token")
+    return compare(family, expected, work_dir)
+
+
+def save_telling_model(family: str, config: PreTrainedConfig, model_dir: Path) -> list[list[int]] | None:
+    """Save the first random model whose outputs tell anything, and return them; None if none's do."""
+    for stds in STDS:
+        model = random_model(family, config, *stds)
+        outputs = hugging_face_outputs(model)
+        if telling(outputs):
+            model.save_pretrained(model_dir)
+            return outputs
+    return None
+
+
+def own_or_small_config(family: str) -> tuple[PreTrainedConfig | None, str]:
+    """Its small config; else its own, which is too large to try, or None, and why."""
+    try:
+        return small_config(family), ""
+    except Exception as error:
+        reason = last_line(error)
+    try:
+        return CONFIG_MAPPING[family](), reason
+    except Exception:  # what a family's code stumbles over; why its small config fails says more
+        return None, reason
+
+
+def telling(outputs: list[list[int]]) -> bool:
+    """They depend on their prompts, and are not a token or two over and over."""
+    return len({tuple(output) for output in outputs}) == len(outputs) and sum(len(set(o)) for o in outputs) > 7
+
+
+def compare(family: str, expected: list[list[int]], work_dir: Path) -> Outcome:
+    try:
+        with make_engine(work_dir / "model", work_dir) as engine:
+            for ngram in (False, True):
+                if engine_outputs(engine, ngram=ngram) != expected:
+                    return Outcome(family, "wrong", "other tokens" + (" with drafts" if ngram else ""))
+    except SpecDecError as error:
+        return Outcome(
+            family, "refused", error.message.replace(f": {work_dir / 'model'}", "").replace(f"{work_dir}/", "")
+        )
+    except Exception as error:
+        return Outcome(family, "wrong", last_line(error))
+    return Outcome(family, "equal")
+
+
+def last_line(error: Exception) -> str:
+    """The last of what an exception says: transformers' validators put before it whom they speak for."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    line = lines[0].partition(" but it")[0] if isinstance(error, ImportError) else lines[-1]
+    return re.sub(r"^\w+Error: ", "", line.strip())
+
+
+def try_families(families: list[str]) -> Iterator[Outcome]:
+    for family in families:
+        with tempfile.TemporaryDirectory() as directory:
+            outcome = try_family(family, Path(directory))
+        print(f"{family}: {outcome.verdict} {outcome.why}", file=sys.stderr, flush=True)
+        yield outcome
+
+
+def table(outcomes: list[Outcome]) -> str:
+    rows = [f"| {outcome.family} | {described(outcome)} |" for outcome in outcomes]
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    return "\n".join(
+        [f"With transformers {transformers.__version__}: {counted}.", "", "| family | result |", "|---|---|", *rows]
+    )
+
+
+def described(outcome: Outcome) -> str:
+    return f"{outcome.verdict}: {outcome.why.replace('|', '/')}" if outcome.why else outcome.verdict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="all, if none is named")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
+    arguments = parser.parse_args()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    outcomes = list(try_families(arguments.families or list(FAMILIES)))
+    made = table(outcomes)
+    print(made)
+    if arguments.write:
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(_MARKED.sub(lambda match: f"{match[1]}\n\n{made}\n\n{match[2]}", page), encoding="utf-8")
+    sys.exit(any(outcome.verdict == "wrong" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()

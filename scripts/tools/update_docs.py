@@ -1,0 +1,138 @@
+"""Keeps README.md, docs/ and commands/schemas/ true: flag tables come from the commands, schemas from the records of
+documents, the walk's output from running it.
+
+python -m scripts.tools.update_docs           flag tables and schemas
+python -m scripts.tools.update_docs --walk    the same, and the output of the walk's commands, run in a new directory
+python -m scripts.tools.update_docs --check   exit 1 if flag tables or schemas are not up to date
+
+The walk: every ```bash block between `<!-- walk -->` and `<!-- end walk -->`, in the order of the pages in `WALK`, all
+in one directory. What a block prints is pasted after it where `<!-- output: NAME -->` ... `<!-- end -->` asks for it.
+`<!-- output: NAME, without: │ ROUGE-2 .. │ latency; By category .. -->` leaves out the lines from the first one that
+begins with `│ ROUGE-2` to the one before `│ latency`, and those from `By category` to the end; an ellipsis stands
+for them.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer.main
+
+from commands.options.shared import sort_by_panel
+from scripts.tools import schemas
+from specdec_cli.app import app
+
+ROOT = Path(__file__).parents[2]
+WALK = ("README.md", "docs/drafters.md", "docs/leader-mode.md", "docs/reports.md")
+_REGION = re.compile(r"<!-- walk -->\n(.*?)<!-- end walk -->", re.DOTALL)
+_OUTPUT = r"<!-- output: (?P<name>[\w-]+)(?:, without: (?P<without>.*?))? -->\n"
+_BLOCK = re.compile(rf"```bash\n(?P<command>.*?)```\n(?:{_OUTPUT})?", re.DOTALL)
+
+
+class WalkBlock(NamedTuple):
+    """One shell block of the walk, and the name under which its output is pasted, if it is."""
+
+    command: str
+    name: str | None
+
+
+def read_pages() -> dict[str, str]:
+    """README.md and the chapters: path from the root -> text."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
+
+
+def flag_table(command: Any) -> str:
+    """A Markdown table of a command's visible options, grouped as in its `--help`."""
+    rows = []
+    for option in sort_by_panel(command.params):
+        if not option.hidden and option.name not in ("help", "help_all"):
+            names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+            if option.param_type_name == "argument":
+                names = f"`{option.metavar}`"
+            rows.append(f"| {names} | {_default(option)} | {option.help} |")
+    return "\n".join(["| flag | default | meaning |", "|---|---|---|", *rows])
+
+
+def _default(option: Any) -> str:
+    if option.required:
+        return "required"
+    if isinstance(option.show_default, str):
+        return option.show_default
+    if option.default is None or option.default is False or option.default == []:
+        return ""
+    return "on" if option.default is True else f"`{option.default}`"
+
+
+def with_tables(text: str) -> str:
+    """A page with every block between `<!-- flags: NAME -->` and `<!-- end -->` made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        command: Any = typer.main.get_command(app)
+        for name in match[1].split():
+            command = command.commands[name]
+        return f"<!-- flags: {match[1]} -->\n\n{flag_table(command)}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- flags: ([\w ]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def walk_blocks(pages: dict[str, str]) -> list[WalkBlock]:
+    """The walk's shell blocks, in order."""
+    regions = [region for page in WALK for region in _REGION.findall(pages[page])]
+    return [WalkBlock(match["command"], match["name"]) for region in regions for match in _BLOCK.finditer(region)]
+
+
+def run_walk(blocks: list[WalkBlock], directory: Path) -> dict[str, str]:
+    """Run the blocks in `directory`; returns what those with a name printed on stdout."""
+    environment_bin = Path(sys.executable).parent
+    outputs = {}
+    for block in blocks:
+        script = f'set -e\nexport PATH="{environment_bin}:$PATH"\n{block.command}'
+        result = subprocess.run(["bash", "-c", script], cwd=directory, stdout=subprocess.PIPE, text=True, check=True)
+        if block.name:
+            outputs[block.name] = result.stdout
+    return outputs
+
+
+def shortened(output: str, without: str | None) -> str:
+    """The lines of an output but for those that `without` names, as `FIRST .. NEXT; FIRST .. NEXT`."""
+    lines = [line.rstrip() for line in output.rstrip().splitlines()]
+    for span in (without or "").split(";") if without else []:
+        first, _, following = (part.strip() for part in span.partition(".."))
+        start = next(i for i, line in enumerate(lines) if line.startswith(first))
+        after = range(start + 1, len(lines))
+        end = next(i for i in after if lines[i].startswith(following)) if following else len(lines)
+        lines[start:end] = ["…"]
+    return "\n".join(lines)
+
+
+def with_walk(text: str, outputs: dict[str, str]) -> str:
+    """A page with the walk's outputs pasted anew."""
+
+    def block(match: re.Match[str]) -> str:
+        return f"{match['marker']}```text\n{shortened(outputs[match['name']], match['without'])}\n```\n<!-- end -->"
+
+    return re.sub(rf"(?P<marker>{_OUTPUT}).*?<!-- end -->", block, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    pages = read_pages()
+    updated = {page: with_tables(text) for page, text in pages.items()}
+    if "--check" in sys.argv[1:]:
+        stale = [page for page in pages if updated[page] != pages[page]]
+        stale += [str(path.relative_to(ROOT)) for path in schemas.stale_schemas()]
+        sys.exit(f"out of date: {', '.join(stale)}; run scripts/tools/update_docs.py" if stale else 0)
+    if "--walk" in sys.argv[1:]:
+        with tempfile.TemporaryDirectory() as directory:
+            outputs = run_walk(walk_blocks(pages), Path(directory))
+        updated = {page: with_walk(text, outputs) for page, text in updated.items()}
+    for page, text in updated.items():
+        (ROOT / page).write_text(text, encoding="utf-8")
+    schemas.write_schemas()
+
+
+if __name__ == "__main__":
+    main()
