@@ -1,4 +1,4 @@
-"""Where output goes: results on stdout, everything else on stderr.
+"""Destinations of output: results on stdout, everything else on stderr.
 
 With `--json` stdout gets one document and nothing more; with `--quiet` only the bare result. With either there is no
 progress.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Output:
-    """How one command talks; a group of options of all commands."""
+    """Output of one command; a group of options of all commands."""
 
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.", rich_help_panel=OUTPUT)] = (
         False
@@ -78,11 +78,11 @@ class Output:
         return progress.bytes_done(stderr(), description) if self.human else nullcontext(lambda done, total: None)
 
     def paced(self, description: str, total: int) -> AbstractContextManager[progress.Pace]:
-        """Called as each of so many things is done, with what is to be said of all."""
+        """Progress callback per item of a known number, with a remark on all of them."""
         return progress.paced(stderr(), description, total) if self.human else nullcontext(lambda count, said: None)
 
     def progress(self, description: str, total: int) -> AbstractContextManager[progress.Advance]:
-        """Called as each of so many things, or several of them, are done."""
+        """Progress callback per item, or per several items, of a known number."""
         return progress.counting(stderr(), description, total) if self.human else nullcontext(lambda count=1: None)
 
 
@@ -170,7 +170,7 @@ def check_new_directory(path: Path) -> None:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """For tables; a dash where there was nothing to measure."""
+    """Number for tables; a dash if there was nothing to measure."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
@@ -194,7 +194,7 @@ def speedup_line(speedup: float) -> str:
 
 
 def fixed_lost_line(lost: "FixedLost | None") -> list[str]:
-    """What a fixed draft length cost, where it lost, and automatic ones would have given; nothing where it did not."""
+    """Line on a fixed draft length that lost, and the estimate for automatic ones; empty where it did not lose."""
     if lost is None:
         return []
     return [

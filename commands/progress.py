@@ -24,7 +24,7 @@ _REFRESHES_PER_S = 4  # drawing takes time from what is measured
 
 
 class Advance(Protocol):
-    """Called when so many more things are done."""
+    """Called with the number of further items done."""
 
     def __call__(self, count: int = 1) -> None: ...
 
@@ -55,7 +55,7 @@ def counting(console: Console, description: str, total: int) -> Iterator[Advance
 
 
 class Pace(Protocol):
-    """Called when so many more things are done, with what is to be said of all of them."""
+    """Called with the number of further items done, and a remark on all of them."""
 
     def __call__(self, count: int, said: str) -> None: ...
 
@@ -119,7 +119,7 @@ def bytes_done(console: Console, description: str) -> Iterator[Callable[[int, in
 
 @contextmanager
 def phases(console: Console) -> Iterator[Callable[[str], None]]:
-    """One thing after the other, each with its time, of which nobody knows how long they take."""
+    """Phases of unknown length, one after the other, each with its time."""
     current, start = "", time.perf_counter()
     columns = (
         SpinnerColumn("line", finished_text=" "),

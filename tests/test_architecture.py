@@ -1,11 +1,13 @@
 """Imports go one way: specdec_cli -> commands -> runtime, and within runtime from engines down to nouns."""
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -265,3 +267,31 @@ def test_help_loads_no_torch(arguments: list[str]) -> None:
     loaded = {line.split("|")[-1].strip().split(".")[0] for line in result.stderr.splitlines() if "|" in line}
     assert "typer" in loaded
     assert not loaded & HEAVY
+
+
+HEADLESS = re.compile(
+    r"(What\w*|Who\w*|Which\w*|Where\w*|When\w*|How|Whether|That|Those|Of|As|By|So|In|With|For|From|At|On|To|Not|Only|Nobody)\b"
+)
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Lines and texts of docstrings, of fields and constants too."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for before, statement in itertools.pairwise([None, *body] if isinstance(body, list) else []):
+            if isinstance(before, ast.Assign | ast.AnnAssign | None) and isinstance(statement, ast.Expr):
+                value = getattr(statement.value, "value", None)
+                if isinstance(value, str):
+                    yield statement.lineno, value
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_begin_with_a_verb_or_a_noun(package: str) -> None:
+    """A relative clause without a head ("What the step takes") leaves the reader to guess the subject."""
+    found = {
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in modules(package).values()
+        for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
+        if HEADLESS.match(text)
+    }
+    assert found == set()

@@ -36,7 +36,7 @@ _OF_STREAMS = ("stream", "return_token_kinds")
 
 @dataclass(frozen=True)
 class Counts:
-    """What answers cost, which no result says."""
+    """Costs of answers, which no result contains."""
 
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
@@ -52,7 +52,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a request: its line of the results."""
+    """Outcome of a request: its line of the results."""
 
     id: str
     line: bytes
@@ -85,7 +85,7 @@ class BatchModel:
 
     @property
     def window(self) -> int:
-        """So many requests keep the batch full."""
+        """Number of requests that keep the batch full."""
         return 2 * self._served.llm.engine.max_batch_size
 
     @property
@@ -99,7 +99,7 @@ class BatchModel:
     def submit(self, request: BatchRequest, on_done: Callable[[Pending], None]) -> Outcome | None:
         """Begin to answer; `on_done` is called in the loop's thread. An outcome if there is nothing to wait for.
 
-        SpecDecError when the engine has ended, which is nobody's result.
+        SpecDecError when the engine has ended, which is no request's result.
         """
         try:
             body, asked = self._ask(request)
@@ -116,7 +116,7 @@ class BatchModel:
         return None
 
     async def answer(self, request: BatchRequest) -> Outcome | NotAnswered:
-        """For an event loop, in which many are awaited."""
+        """Answer a request, for an event loop in which many are awaited."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Pending] = loop.create_future()
 
@@ -126,7 +126,7 @@ class BatchModel:
         return self.submit(request, on_done) or self.outcome(await done)
 
     def outcome(self, pending: Pending) -> Outcome | NotAnswered:
-        """Of a request that is done; to be called by whoever submitted it. SpecDecError when the engine has ended."""
+        """Outcome of a finished request; to be called by its submitter. SpecDecError when the engine has ended."""
         error = next((answer.progress.error for answer in pending.answers if answer.progress.error), None)
         if isinstance(error, StepFailed):
             if self.failure is not None:
@@ -233,7 +233,7 @@ def _counts(answers: list[Answer]) -> Counts:
 
 
 def _tell(answers: list[Answer]) -> None:
-    """In the loop's thread, after a step: whoever waits for a request whose last answer is over is told."""
+    """Notify, in the loop's thread after a step, those that wait for requests whose last answer is over."""
     for answer in answers:
         pending = answer.owner
         if answer.progress.is_over and isinstance(pending, Pending):

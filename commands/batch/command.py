@@ -17,7 +17,7 @@ from runtime.params import SamplingConfig, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFiles:
-    """What is asked, and where the results go."""
+    """Request and result files."""
 
     input_file: Annotated[
         Path,
@@ -50,7 +50,7 @@ class BatchFiles:
 
 @dataclass(frozen=True)
 class BatchDefaults:
-    """What holds for requests that say nothing else."""
+    """Defaults for requests."""
 
     max_output_len: Annotated[
         int | None,
@@ -84,7 +84,7 @@ class BatchDefaults:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Those that are given."""
+        """Sampling flags that are given."""
         values = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -95,7 +95,7 @@ class BatchDefaults:
 
 @dataclass(frozen=True)
 class BatchModelOptions:
-    """What the model is called, and how it answers."""
+    """Name and settings of the model."""
 
     served_model_name: Annotated[
         list[str] | None,

@@ -1,4 +1,6 @@
-"""Who answers which request when, whoever the workers are: enough for each to be busy, and nobody's fault for others.
+"""Dispatch of requests to any kind of workers: each gets enough to stay busy, and no request suffers from another's
+fault. A request that was in a failed step, or in a worker that died, is retried. If that happens repeatedly it is
+retried alone, and if it fails alone, that is its result.
 
 A request that was in a step that failed, or in a worker that died, is asked again. If that happens again and again it
 is asked alone, and if it fails alone, that is its result.
@@ -30,7 +32,7 @@ class NotAnswered:
     id: str
     failure: str
     is_lost: bool = False
-    """Whether its worker died."""
+    """True if its worker died."""
 
 
 class Crew(Protocol[_Asked, _Answered]):
@@ -44,7 +46,7 @@ class Crew(Protocol[_Asked, _Answered]):
     def send(self, request: _Asked) -> None: ...
 
     def receive(self) -> Iterable[_Answered | NotAnswered]:
-        """Wait until something has happened; what came, if anything. SpecDecError if nobody is left."""
+        """Wait until something has happened; what came, if anything. SpecDecError if no worker is left."""
         ...
 
 
@@ -84,7 +86,7 @@ class _Waiting(Generic[Request]):
         return bool(self._next or self._again or self._suspects)
 
     def next(self, *, is_idle: bool) -> Request | None:
-        """What to send now: while there are suspects nothing, until nobody works, and then one of them."""
+        """Next request to send: while there are suspects none, until no worker is busy, and then one of them."""
         if (self._suspects or self._alone is not None) and not is_idle:
             return None
         self._alone = self._suspects.popleft() if self._suspects else None

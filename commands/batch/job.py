@@ -1,4 +1,6 @@
-"""Which model answers: what its results depend on, as one digest, and how it is opened, here or on another machine."""
+"""Identity of the model that answers: the digest of what its results depend on, and how it is opened, here or on
+another machine.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,14 +44,14 @@ class Job:
 
     @property
     def draft_len_mode(self) -> DraftLenMode:
-        """As it is asked for, or else what pays, where that is known."""
+        """Requested draft length mode; by default automatic where it is known to be safe."""
         speculation = self.choice.speculation
         if speculation.draft_len_mode is None and read_bundle(self.choice.engine_dir).config.step_costs:
             return speculation.default_mode(is_leader=True)
         return speculation.draft_len_mode or "fixed"
 
     def digest(self) -> str:
-        """Of all that results depend on. Drafts are not among it, but where they choose what is sampled."""
+        """Digest of everything that results depend on. Drafts are included only if they affect samples."""
         speculation = self.choice.speculation
         parts = [model_digest(self.choice.engine_dir, self.choice.tokenizer_dir), *self.names, repr(self.defaults)]
         if speculation.may_draw_by_probs:
@@ -58,7 +60,7 @@ class Job:
 
 
 def model_digest(engine_dir: Path, tokenizer_dir: Path | None) -> str:
-    """Of the model, of what its engine was built for, and of its tokenizer: the same for engines of all processors."""
+    """Digest of the model, its build settings and its tokenizer: the same for engines of all processors."""
     config = read_bundle(engine_dir).config
     tokenizer = engine_dir if tokenizer_dir is None else resolve_tokenizer(tokenizer_dir)
     files = [tokenizer] if is_gguf(tokenizer) else [tokenizer / name for name in TOKENIZER_FILES]

@@ -32,7 +32,7 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a request stands in its file."""
+    """Position of a request in its file."""
 
     id: str
     custom_id: str
@@ -126,7 +126,7 @@ def _plain_request(row: dict[str, Any], number: int) -> tuple[Any, Any, Any, Any
 
 
 def _is_writable(text: str) -> bool:
-    """Whether UTF-8 has it: JSON may hold half of a pair of surrogates."""
+    """True if UTF-8 can encode it: JSON may contain a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -53,7 +53,7 @@ class Model(Protocol):
 
 
 class Job(Protocol):
-    """What a worker opens, and how."""
+    """Settings with which a worker opens an engine."""
 
     @property
     def choice(self) -> EngineChoice: ...
@@ -65,13 +65,13 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """What a worker opens, and where it finds it, if the engine's directory is not to be seen from there."""
+    """Settings of a worker, and where it finds its engine if it cannot see the engine's directory."""
 
     job: Job
     checkpoint_dir: Path | None
 
     def everywhere(self) -> "WorkerJob":
-        """With paths that do not depend on the current directory."""
+        """Copy with paths that do not depend on the current directory."""
         choice = self.job.choice
         choice = replace(
             choice,
@@ -85,7 +85,7 @@ class WorkerJob:
 
 @dataclass(frozen=True)
 class Opened:
-    """What a worker says once it has opened the model, or why it cannot."""
+    """Report of a worker that has opened the model, or cannot."""
 
     worker: str
     window: int = 0
@@ -95,7 +95,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a worker says instead of an outcome once its model has failed."""
+    """Report of a worker whose model has failed, instead of an outcome."""
 
     why: str
 
@@ -163,7 +163,7 @@ def _open_same(job: Job, engine_dir: Path, wanted: str) -> Iterator[Model]:
 
 @dataclass(frozen=True)
 class _Arrived:
-    """What a call came to: of a request, or without one of opening the model."""
+    """Result of a call for a request, or, without one, of opening the model."""
 
     member: "_Member"
     request_id: str | None
@@ -230,7 +230,7 @@ class RayCrew:
         ref.future().add_done_callback(lambda result: self._arrived.put(_Arrived(member, request_id, result)))
 
     def _take(self, arrived: _Arrived) -> list[Any]:
-        """What has come of one call. Of a worker that died all that it had is lost."""
+        """Take the result of one call. Of a worker that died all that it had is lost."""
         member = arrived.member
         if member not in self._members:
             return []
@@ -290,7 +290,7 @@ def ray_crew(work: WorkerJob, options: ClusterOptions, num_requests: int) -> Ite
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """With Ray, quietly. It reports to nobody, and prints nothing among results: that a worker died is told here."""
+    """Connect to Ray, quietly. It sends no usage reports and prints nothing among results."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         _connect(address)
@@ -317,7 +317,7 @@ def _dashboard(address: str) -> bool | None:
 
 
 def _equal_share(num_workers: int) -> int:
-    """Of the cluster's cores, and no more than the smallest machine has."""
+    """Equal share of the cluster's cores, at most as many as the smallest machine has."""
     cpus = _cpus_of_machines()
     return max(int(min(sum(cpus) / num_workers, min(cpus))), 1)
 

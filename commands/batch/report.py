@@ -21,7 +21,7 @@ from runtime.drafters.specs import DraftLenMode
 
 @dataclass
 class Report:
-    """What was done in this run."""
+    """Summary of this run."""
 
     num_requests: int
     num_done_before: int
@@ -43,7 +43,7 @@ class Report:
 
 
 class BatchDefaultsRecord(Record):
-    """What holds for requests that say nothing else."""
+    """Defaults for requests."""
 
     max_output_len: Size | None
     temperature: Measure | None
@@ -53,7 +53,7 @@ class BatchDefaultsRecord(Record):
 
 
 class BatchSettings(Record):
-    """What the command was told."""
+    """Settings of the command."""
 
     engine_dir: str
     model_names: list[str] = Field(min_length=1)
@@ -64,7 +64,7 @@ class BatchSettings(Record):
 
 
 class BatchDocument(Head):
-    """What `specdec batch --json` prints."""
+    """Document of `specdec batch --json`."""
 
     command: Literal["batch"]
     input_file: str

@@ -1,7 +1,7 @@
 """The file of results: lines are appended as they come, and the whole is put in order when all are there.
 
 Until then they stand in a file beside it (`results.jsonl.partial`), which is taken up again after whatever ended the
-process: what stands in it is done, and a torn end is cut off. Each result is in it once, whoever made it.
+process: its results are final, and a torn end is cut off. Each result is in it once, from any worker.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ _START = b'{"id":"batch_req_'
 
 @dataclass(frozen=True)
 class _Line:
-    """Where a result stands."""
+    """Position of a result."""
 
     path: Path
     start: int
@@ -150,7 +150,7 @@ def open_results(path: Path, places: Sequence[Place]) -> Iterator[Results]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO]:
-    """The file at `path`, made if it is not there, and nobody else's while the block lasts."""
+    """The file at `path`, created if missing, with exclusive access in the block."""
     while True:
         try:
             file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
@@ -191,7 +191,7 @@ def _ids_of(line: bytes) -> tuple[str, str] | None:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether a line may be the beginning of a result; after a power failure it may be zeros."""
+    """True if a line may be the beginning of a result; after a power failure it may be zeros."""
     beginning = line.rstrip(b"\0\n")
     return beginning.startswith(_START) or _START.startswith(beginning)
 

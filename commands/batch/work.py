@@ -32,7 +32,7 @@ def start_batch(
     cluster: ClusterOptions,
     output: Output,
 ) -> None:
-    """SpecDecError if it cannot be begun, or not be gone on with; what has been answered is kept in any case."""
+    """SpecDecError if it cannot be started or resumed; existing results are kept in any case."""
     speculation = choice.speculation
     check_same_everywhere(speculation)
     if speculation.draft_len_mode is None and speculation.may_draw_by_probs:

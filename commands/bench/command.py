@@ -29,7 +29,7 @@ _DEFAULT_INPUT_LEN = 256
 
 @dataclass(frozen=True)
 class BenchServer:
-    """Who is asked."""
+    """Server to benchmark."""
 
     base_url: Annotated[
         str, typer.Option(metavar="URL", help="Address of the server, with or without `/v1`.", rich_help_panel=RUNTIME)
@@ -70,7 +70,7 @@ class BenchServer:
 
 @dataclass(frozen=True)
 class BenchPrompts:
-    """What is asked."""
+    """Prompts to send."""
 
     dataset: Annotated[
         str | None,
@@ -123,12 +123,12 @@ class BenchPrompts:
 
     @property
     def paths(self) -> list[Path]:
-        """What is read."""
+        """Paths to read."""
         return [path for path in (self.input_file, Path(self.dataset) if self.dataset else None) if path is not None]
 
     @property
     def source(self) -> str:
-        """Where the prompts are from, for people and documents."""
+        """Source of the prompts, for people and documents."""
         return str(self.input_file) if self.input_file is not None else self.dataset or DEMO
 
     def check(self) -> None:
@@ -165,7 +165,7 @@ class BenchPrompts:
 
 @dataclass(frozen=True)
 class BenchTraffic:
-    """How fast it is asked, and how much of it."""
+    """Rate and amount of requests."""
 
     request_rate: Annotated[
         float,
@@ -215,7 +215,7 @@ class BenchTraffic:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What is asked for beside the prompt; UsageError for what is no JSON object."""
+        """Additional fields of every request; UsageError for anything but a JSON object."""
         try:
             given = json.loads(self.extra_body) if self.extra_body is not None else {}
         except (ValueError, RecursionError):
@@ -230,7 +230,7 @@ class BenchTraffic:
 
 @dataclass(frozen=True)
 class BenchResults:
-    """What is made of the answers."""
+    """Outputs of a benchmark."""
 
     goodput: Annotated[
         list[str] | None,

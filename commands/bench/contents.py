@@ -66,7 +66,7 @@ def _content(prompt: Prompt, number: int, path: Path, endpoint: str) -> Content:
 
 
 def as_many(contents: list[Content], num_prompts: int | None) -> list[Content]:
-    """So many of them, from the first again where there are fewer."""
+    """Repeat prompts up to a number."""
     if num_prompts is None:
         return contents
     if num_prompts > len(contents):

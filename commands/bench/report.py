@@ -21,7 +21,7 @@ _SUMMARY_KEY = r"^(mean|median|std|p[0-9.]+)_(ttft|tpot|itl|e2el)_ms$"
 
 
 class BenchSettings(Record):
-    """What the command was told."""
+    """Settings of the command."""
 
     base_url: str
     endpoint: Endpoint
@@ -35,8 +35,9 @@ class BenchSettings(Record):
 
 
 class BenchDocument(Head):
-    """What `specdec bench --json` prints. Times in milliseconds have the key of a metric and how it is summed up, such
-    as `p99_ttft_ms`; null where nothing was measured."""
+    """Document of `specdec bench --json`. Times in milliseconds have the key of a metric and how it is summed up, such
+    as `p99_ttft_ms`; null where nothing was measured.
+    """
 
     model_config = ConfigDict(
         extra="allow",
@@ -139,7 +140,7 @@ def bench_document(
 
 
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "latency"}
-"""What vLLM's names of the metrics are called."""
+"""Headings of the metrics, by vLLM's names."""
 
 
 def show(document: dict[str, Any], output: Output) -> None:

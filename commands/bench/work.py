@@ -53,7 +53,7 @@ def benchmark(
 
 
 def _check(result: LoadResult, output: Output) -> None:
-    """Warn of requests that failed, and of tokens that nobody counted."""
+    """Warn of requests that failed, and of tokens not counted by the server."""
     errors = [answer.error for answer in result.answers if answer.error is not None]
     if len(errors) == len(result.answers):
         raise SpecDecError(f"every request failed, the first with: {errors[0]}", hint="see what the server prints")

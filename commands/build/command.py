@@ -30,7 +30,7 @@ MAX_WORKERS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What is built of what, and for which requests. The longest sequence is the model's where None is given."""
+    """Source and limits of a build. The longest sequence is the model's where None is given."""
 
     checkpoint_dir: Annotated[Path, typer.Option(help="Checkpoint made by `convert`.", rich_help_panel=INPUT)]
     output_dir: Annotated[Path, typer.Option(help="Engine directory to write.", rich_help_panel=OUTPUT)]
@@ -129,7 +129,7 @@ class BuildOptions:
     force: Force = False
 
     def config(self, max_seq_len: int, compiler: Compiler) -> BuildConfig:
-        """For prompts and outputs of `max_seq_len` together, to which drafts are added."""
+        """Build config for prompts and outputs of `max_seq_len` together, to which drafts are added."""
         max_input_len = self.max_input_len
         if max_input_len is None:
             max_input_len = max(1, min(DEFAULT_MAX_INPUT_LEN, max_seq_len * 3 // 4))
@@ -146,7 +146,7 @@ class BuildOptions:
 
     @property
     def copy(self) -> SelfDraft | None:
-        """How the copy that drafts is rounded."""
+        """Quantization of the self-draft copy."""
         if self.self_draft == "none":
             return None
         group_size = self.self_draft_group_size or 64

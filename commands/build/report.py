@@ -12,7 +12,7 @@ from runtime.config import CheckpointConfig, EngineConfig, LogitsCheck, Measure,
 
 
 class BuildDocument(Record):
-    """What `specdec build --json` prints."""
+    """Document of `specdec build --json`."""
 
     engine_dir: str
     engine: EngineConfig
@@ -22,7 +22,7 @@ class BuildDocument(Record):
 
 
 class ConvertDocument(Record):
-    """What `specdec convert --json` prints."""
+    """Document of `specdec convert --json`."""
 
     checkpoint_dir: str
     model_dir: str = Field(description="as given")
@@ -45,7 +45,7 @@ def described(found: Quantization) -> str:
 
 
 def described_quality(quality: dict[str, Any]) -> str:
-    """Of its JSON."""
+    """Description of the quality, from its JSON."""
     return (
         f"KL divergence {quality['mean_kl']:.2g} from {quality['unrounded']} unrounded, the same most probable token "
         f"at {quality['top1_agreement']:.2%} of {quality['num_tokens']:,} tokens of {quality['text']}"

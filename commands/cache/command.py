@@ -16,7 +16,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions:
-    """How much may stay."""
+    """Size limit of `cache prune`."""
 
     max_size: Annotated[
         str,

@@ -23,7 +23,7 @@ class CachedEngineRecord(Record):
 
 
 class CacheListDocument(Head):
-    """What `specdec cache list --json` prints."""
+    """Document of `specdec cache list --json`."""
 
     command: Literal["cache list"]
     engines: list[CachedEngineRecord] = Field(description="the one that was used last first")
@@ -31,7 +31,7 @@ class CacheListDocument(Head):
 
 
 class CachePruneDocument(Head):
-    """What `specdec cache prune --json` prints."""
+    """Document of `specdec cache prune --json`."""
 
     command: Literal["cache prune"]
     dry_run: bool

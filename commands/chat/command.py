@@ -16,7 +16,7 @@ from runtime.errors import UsageError
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What the model is told first, and what is shown."""
+    """System message and output of `chat`."""
 
     system: Annotated[
         str | None, typer.Option(help="What the model is told first.", rich_help_panel=INPUT, show_default=False)

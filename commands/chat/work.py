@@ -69,7 +69,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": said})
 
     def _request(self) -> Request:
-        """For the conversation, and as many tokens as it has room for."""
+        """Request for the conversation, with as many tokens as fit."""
         llm = self.setup.llm
         template = llm.request_of(self.setup.params)
         prompt = llm.chat_template.encode(self.messages)
@@ -144,7 +144,7 @@ class _MarkedStream:
 
 
 def lines_of_user() -> Iterator[str]:
-    """What is typed, with editing and history on a terminal; Ctrl-C gives the line up, Ctrl-D ends."""
+    """Lines typed by the user, with editing and history on a terminal; Ctrl-C discards the line, Ctrl-D ends."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield from sys.stdin
         return

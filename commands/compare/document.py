@@ -24,7 +24,7 @@ class DifferentSetting(Record):
 
 
 class ComparedRequests(Record):
-    """Which requests are the same."""
+    """Overlap of the requests."""
 
     num_a: Count
     num_b: Count
@@ -34,7 +34,7 @@ class ComparedRequests(Record):
 
 
 class IntervalRecord(Record):
-    """Where a ratio lies."""
+    """Confidence interval of a ratio."""
 
     ratio: Measure = Field(description="typical ratio of B to A of an observation (Hodges-Lehmann)")
     low: Measure
@@ -65,7 +65,7 @@ class ComparedMetric(Record):
 
 
 class CompareDocument(Head):
-    """What `specdec compare --json` prints."""
+    """Document of `specdec compare --json`."""
 
     command: Literal["compare"]
     compared_command: Literal["run", "summarize"]

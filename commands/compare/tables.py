@@ -1,4 +1,4 @@
-"""What `compare` prints: settings that differ, metrics side by side, and what limits their meaning."""
+"""Tables of `compare`: settings that differ, metrics side by side, and the limits of their meaning."""
 
 import json
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def _values(metric: dict[str, Any]) -> list[str]:
 
 
 def _form(unit: str, values: list[float]) -> Callable[[float], str]:
-    """For values of this unit and size."""
+    """Format for values of this unit and size."""
     match unit:
         case "share":
             return percent

@@ -18,7 +18,7 @@ from runtime.models import read_model_config, resolve_model
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """What is converted, and to what. `pp_size` is TensorRT-LLM's, and refused."""
+    """Source and format of a conversion. `pp_size` is TensorRT-LLM's, and refused."""
 
     model_dir: Annotated[
         str,
@@ -132,7 +132,7 @@ class ConvertOptions:
 
     @property
     def precision(self) -> Precision:
-        """What is rounded, and to what."""
+        """Quantization chosen by the flags."""
         default = -1 if self._qformat == "fp8" else 64
         size = default if self.group_size is None else self.group_size
         return Precision(

@@ -22,7 +22,7 @@ _MAX_NGRAM_SIZE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusInputs:
-    """What a corpus is made of."""
+    """Inputs of a corpus."""
 
     tokenizer_dir: Annotated[
         Path,
@@ -63,7 +63,7 @@ class CorpusInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFile:
-    """Where a corpus is written."""
+    """Output file of a corpus."""
 
     output_file: Annotated[Path, typer.Option("--output", help="Corpus file to write.", rich_help_panel=OUTPUT)]
     force: Annotated[

@@ -22,7 +22,7 @@ class NgramRecord(Record):
 
 
 class CorpusDocument(Record):
-    """What `specdec corpus create`, `merge` and `stats` print with `--json`."""
+    """Document of `specdec corpus create`, `merge` and `stats` with `--json`."""
 
     corpus: str
     format_version: Annotated[int, Field(ge=CORPUS_FORMAT_VERSION, le=CORPUS_FORMAT_VERSION)]

@@ -38,7 +38,7 @@ class DoctorInputs:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """How the prompts are answered."""
+    """Settings for answering the prompts."""
 
     max_output_len: Annotated[
         int, typer.Option(min=1, help="Tokens to generate from a prompt.", rich_help_panel=RUNTIME)

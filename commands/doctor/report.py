@@ -17,7 +17,7 @@ from runtime.drafters.specs import DraftLenMode
 
 
 class DoctorSettings(Record):
-    """What the command was told."""
+    """Settings of the command."""
 
     drafters: DrafterNames
     draft_len_mode: DraftLenMode
@@ -40,7 +40,7 @@ class Diagnosis(Record):
 
 
 class DoctorDocument(Head):
-    """What `specdec doctor --json` prints."""
+    """Document of `specdec doctor --json`."""
 
     command: Literal["doctor"]
     engine_dir: str = Field(description="as given")

@@ -70,7 +70,9 @@ def _requests(llm: LLM, params: SamplingParams, prompts: list[Prompt]) -> list[R
 
 
 def _own_requests(llm: LLM, params: SamplingParams, speculation: Speculation) -> list[Request]:
-    """Of the shipped articles, each cut to its last tokens that fit the engine, the draft model's and the K/V cache."""
+    """Requests made of the shipped articles, each cut to its last tokens that fit the engine, the draft engine and the
+    K/V cache.
+    """
     if llm.tokenizer is None:
         raise SpecDecError(
             "the engine has no tokenizer to read the shipped articles with", hint="give prompts of token ids"

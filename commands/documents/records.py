@@ -1,4 +1,4 @@
-"""What documents are made of: records, whose fields say what a key holds, and those that several documents have.
+"""Building blocks of documents: records, whose fields describe their keys, and those common to several documents.
 
 The schemas in `commands/schemas/` are made of them (`scripts/tools/schemas.py`). Nothing here, nor any document's own
 module, imports torch: `compare` reads documents without it.
@@ -28,7 +28,7 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True, protected_namespaces=())
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON has it; a key that was not given is left out."""
+        """JSON form; a key that was not given is left out."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
@@ -38,7 +38,7 @@ def absent(description: str | None = None) -> Any:
 
 
 class Head(Record):
-    """What documents begin with, so that a program (and `compare`) knows what it reads."""
+    """First keys of a document, by which a program (and `compare`) recognizes it."""
 
     command: str
     schema_version: SchemaVersion

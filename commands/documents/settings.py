@@ -1,4 +1,4 @@
-"""What made the numbers of a document: the engines, the drafter, and how tokens were chosen."""
+"""Settings behind the numbers of a document: the engines, the drafter, and sampling."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class EngineRecord(Record):
 
 
 class Sampling(Record):
-    """How tokens are chosen; top_k 1 or temperature 0 is greedy."""
+    """Sampling settings; top_k 1 or temperature 0 is greedy."""
 
     temperature: Measure
     top_k: Count
@@ -75,7 +75,7 @@ class Sampling(Record):
 
 
 class SessionSettings(ChosenDrafters):
-    """What `run` and `summarize` were told alike."""
+    """Settings common to `run` and `summarize`."""
 
     sampling: Sampling
     end_ids: list[Token]

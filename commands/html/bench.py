@@ -48,7 +48,7 @@ def bench_page(document: dict[str, Any]) -> str:
 
 
 def _distribution(title: str, key: str, document: dict[str, Any]) -> Markup:
-    """How many requests were answered in which time."""
+    """Histogram of requests by latency."""
     seconds = zip(document[key], document["errors"], strict=True)
     values = [value * 1e3 for value, error in seconds if not error]
     width = _round_width(max(values, default=0.0) / _NUM_BINS)

@@ -30,7 +30,7 @@ _MAX_RANGES = 40
 _PROMPT_START, _PROMPT_END = 3000, 1000  # characters shown of a long prompt
 
 Pieces = list[Piece] | None
-"""An output's tokens; None for Hugging Face's, whose steps nobody counted."""
+"""An output's tokens; None for Hugging Face's, whose steps are not counted."""
 
 
 def write_report(path: Path, document: dict[str, Any], outputs: Seq[Pieces]) -> None:

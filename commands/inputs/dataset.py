@@ -80,7 +80,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a row's text and reference are; None for the names that datasets usually have."""
+    """Columns of a row's text and reference; None for the names that datasets usually have."""
 
     text: str | None = None
     reference: str | None = None

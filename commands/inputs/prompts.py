@@ -30,13 +30,13 @@ class Prompt:
 
     @property
     def content(self) -> str | tuple[int, ...]:
-        """What is encoded, where it is no conversation."""
+        """Content to encode, unless it is a conversation."""
         assert self.text is not None or self.ids is not None
         return self.text if self.text is not None else self.ids or ()
 
     @property
     def shown(self) -> str:
-        """What people see of it."""
+        """Text shown to people."""
         if self.messages is not None:
             return self.messages[-1]["content"]
         return self.text if self.text is not None else f"{len(self.ids or ())} token ids"
@@ -114,7 +114,7 @@ def check_text(value: object, where: str) -> str:
 
 
 def check_category(row: dict[str, object], where: str) -> str | None:
-    """What a JSON line says of its kind, None for nothing. Raises SpecDecError, naming `where`, unless it is text."""
+    """Check the category of a JSON line, None if absent. Raises SpecDecError, naming `where`, unless it is text."""
     category = row.get("category")
     return None if category in (None, "") else check_text(category, where)
 

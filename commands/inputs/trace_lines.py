@@ -13,12 +13,12 @@ _FORM = 'write {"prompt_ids": [...], "output_ids": [...]}, or `prompt` and `outp
 
 
 def line_digest(row: dict[str, object]) -> str:
-    """Of all that a line says but its digest."""
+    """Digest of the rest of a line."""
     return document_digest(row, "digest")[:_DIGEST_LEN]
 
 
 def check_digest(row: dict[str, object], where: str) -> bool:
-    """Whether a line has a digest; SpecDecError for one that is not the line's."""
+    """True if a line has a digest; SpecDecError if it does not match."""
     if "digest" not in row:
         _check_is_ones_own(row, where)
         return False
@@ -48,7 +48,7 @@ def check_one_form(row: dict[str, object], name: str, where: str) -> None:
 
 
 def is_like_traces(path: Path) -> bool:
-    """Whether a file is by its name or by how it begins one of JSON lines with prompts, however damaged."""
+    """True if a file looks, by its name or its beginning, like JSON lines with prompts, however damaged."""
     if path.suffix.lower() == ".jsonl":
         return True
     with path.open("rb") as file:
@@ -57,7 +57,7 @@ def is_like_traces(path: Path) -> bool:
 
 
 def check_trace_lines(path: Path) -> tuple[int, int]:
-    """How many traces a file holds, and how many of them have a digest; SpecDecError names the line of what is none."""
+    """Count the traces of a file, and those with a digest; SpecDecError names the line of an invalid one."""
     num_lines = num_with_digest = 0
     for number, row in read_json_lines(read_utf8(path), path):
         where = f"line {number} of {path}"

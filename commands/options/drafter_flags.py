@@ -65,7 +65,7 @@ def _setting_option(setting: Setting, field: "dataclasses.Field[Any]") -> Any:
 if TYPE_CHECKING:
 
     class DrafterFlags:
-        """Those of every drafter, by their Python names."""
+        """Flags of all drafters, by their Python names."""
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -77,13 +77,13 @@ else:
 
 
 def chooses_drafter(flags: Any) -> bool:
-    """Whether a flag of these chooses a drafter."""
+    """True if one of these flags chooses a drafter."""
     given = {field.name for field in dataclasses.fields(flags) if getattr(flags, field.name) is not None}
     return any(spec.description.flag in given for spec in DRAFTERS.values())
 
 
 def written_flags(speculation: Speculation, device_ids: tuple[int, ...]) -> str:
-    """What `run` is told to draft in this way, with the target on these devices."""
+    """Flags with which `run` drafts in this way, with the target on these devices."""
     flags: dict[str, str] = {}
     for drafter in speculation:
         own: dict[str, str] = {}

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KVCacheOptions:
-    """How large the K/V cache is, and whether what it holds is found again.
+    """Size of the K/V cache, and whether its content is reused.
 
-    Leader mode has a flag of its own not to find it: `disable_reuse`.
+    Leader mode has its own flag to turn reuse off: `disable_reuse`.
     """
 
     kv_cache_enable_block_reuse: Annotated[
@@ -71,7 +71,7 @@ class KVCacheOptions:
         )
 
     def fitting(self, *, is_leader: bool, disable_reuse: bool = False) -> "KVCacheOptions":
-        """With what leader mode's flag says too.
+        """Copy that includes leader mode's flag.
 
         UsageError for no block reuse in orchestrator mode, and in leader mode for a yes and a no.
         """
@@ -122,11 +122,11 @@ class EngineChoice:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model where no name is given: no path of this machine."""
+        """Default name of the model for clients, without local paths."""
         return Path(self.model_dir or self.engine_dir).expanduser().resolve().name
 
     def checked(self, *, check_lossless: bool = False) -> "EngineChoice":
-        """With the profile's drafter, if there is a profile, and the engine's config.
+        """Check the options; returns a copy with the profile's drafter, if there is a profile, and the engine's config.
 
         SpecDecError for what cannot be opened, as far as that is found without torch, or what needs a drafter where
         there is none.
@@ -168,7 +168,7 @@ class EngineChoice:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Which engine, with what K/V cache and in which loop, and how it drafts."""
+    """Engine, K/V cache, loop and drafter."""
 
     engine_dir: EngineDir = None
     tokenizer_dir: TokenizerDir = None
@@ -178,7 +178,7 @@ class EngineOptions:
 
     @property
     def paths(self) -> list[Path]:
-        """What is read."""
+        """Paths to read."""
         own = [self.engine_dir or Path(USUAL_ENGINE), self.tokenizer_dir]
         return [*(path for path in own if path is not None), *self.speculation.paths, *self.leader.paths]
 
@@ -194,7 +194,7 @@ class EngineOptions:
         *,
         check_lossless: bool = False,
     ) -> EngineChoice:
-        """What the flags say, looked through. SpecDecError for what does not fit together, or cannot be opened.
+        """Resolve and check the flags. SpecDecError for what does not fit together, or cannot be opened.
 
         `default_mode` None: leader mode where flags of it are given, orchestrator mode elsewhere.
         """

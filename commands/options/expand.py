@@ -77,7 +77,7 @@ def given_flags(group: Any) -> dict[str, Any]:
 
 
 def _spellings(flag: Parameter) -> list[str]:
-    """What an option is called; nothing for an argument."""
+    """Names of an option; empty for an argument."""
     options = [one for one in getattr(flag.annotation, "__metadata__", ()) if isinstance(one, OptionInfo)]
     words = [word for option in options for word in (option.default, *(option.param_decls or ()))]
     given = [word.removeprefix("--") for word in words if isinstance(word, str) and word.startswith("--")]
@@ -92,7 +92,7 @@ def _flags_of(parameter: Parameter) -> Iterable[Parameter]:
 
 
 def _value_of(parameter: Parameter, values: Mapping[str, Any]) -> Any:
-    """What the command gets for the parameter."""
+    """Value of the parameter for the command."""
     if not _is_group(parameter.annotation):
         return values[parameter.name]
     return parameter.annotation(**{f.name: _value_of(f, values) for f in _fields_of(parameter.annotation)})

@@ -1,4 +1,4 @@
-"""Which flag to turn: for what the library says is wrong, the command line's own hint, and the flag's name.
+"""Hints that name the flag to turn: the command line's own remedies for the library's errors, and the flags' names.
 
 One table from facts (`SpecDecError.fact`) to hints. The values of an error stand in braces; an error without a fact, or
 with one that the library's own words are best for, keeps its hint. Of several pieces of advice those are given whose
@@ -114,17 +114,17 @@ MESSAGES: dict[str, str] = {
     "ngram_sizes": "`--min-matching-ngram-size` exceeds the longest, {longest}: {shortest}",
     "top_k": "`--top-k` exceeds the vocabulary of {size}: {top_k}",
 }
-"""Where the value is a flag's, its name."""
+"""Messages about a flag's value, with the flag's name."""
 
 
 def message_of(error: SpecDecError) -> str:
-    """What is wrong, with the flag's name where it is a flag's value."""
+    """Message of the error, with the flag's name if it is about a flag's value."""
     template = MESSAGES.get(error.fact or "")
     return error.message if template is None else template.format(**_values(error))
 
 
 def hint_of(error: SpecDecError) -> str | None:
-    """What to do about an error on the command line."""
+    """Remedy for an error on the command line."""
     if error.fact == "other_environment":
         return _rebuild(**error.values)
     template = HINTS.get(error.fact or "")

@@ -19,7 +19,7 @@ Loop = Literal["orchestrator", "leader"]
 
 @dataclass(frozen=True)
 class ModelEngineOptions:
-    """What engines are made of models for; None where nothing was given."""
+    """Build settings of a model's engine; None where nothing was given."""
 
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"] | None,
@@ -154,7 +154,7 @@ class LeaderOptions:
 
     @property
     def are_given(self) -> bool:
-        """Whether there are flags by which leader mode is meant."""
+        """True if there are flags that imply leader mode."""
         return bool(given_flags(replace(self, mode=None)))
 
     @property
@@ -163,7 +163,7 @@ class LeaderOptions:
 
     @property
     def drafting_flags(self) -> list[str]:
-        """Those that choose a drafter."""
+        """Flags that choose a drafter."""
         values = {
             "--spec-decode-algo": self.spec_decode_algo,
             "--spec-decode-max-draft-len": self.spec_decode_max_draft_len,
@@ -174,12 +174,13 @@ class LeaderOptions:
 
     @property
     def paths(self) -> list[Path]:
-        """What is read, where the models are given as directories."""
+        """Paths to read, if the models are given as directories."""
         return [Path(model) for model in (self.model_dir, self.draft_model_dir) if model]
 
     def flags(self, engine_dir: Path | None, options: SpeculationOptions) -> LeaderFlags:
-        """What they say of drafting. UsageError for flags of orchestrator mode, for a model and an engine in one place,
-        or for settings of an engine that is not to be built."""
+        """Drafting flags. UsageError for flags of orchestrator mode, for a model and an engine in one place, or for
+        settings of an engine that is not to be built.
+        """
         _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
         _refuse_both("--draft-model-dir", self.draft_model_dir, "--draft-engine-dir", options.flags.draft_engine_dir)
         if self.model_dir is None and self.draft_model_dir is None:

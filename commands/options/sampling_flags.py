@@ -14,7 +14,7 @@ from runtime.params import SamplingParams
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """What shapes the distribution of tokens; None where nothing was given. The seed is the command's."""
+    """Parameters that shape the distribution of tokens; None where nothing was given. The seed is the command's."""
 
     temperature: Annotated[
         float | None,
@@ -78,7 +78,9 @@ class SamplingOptions:
     ] = None
 
     def for_chat(self, defaults: Mapping[str, Any]) -> "SamplingOptions":
-        """With the model's own values where none are given, unless greedy was asked for, or the model is greedy."""
+        """Parameters for a chat, with the model's own values where none are given, unless greedy was asked for, or the
+        model is greedy.
+        """
         given = {name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(self, name) is not None}
         if self.temperature == 0 or self.top_k == 1 or (given and defaults.get("temperature") == 0):
             return self
@@ -112,7 +114,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How tokens are chosen and what ends an output; beams and Python sessions are TensorRT-LLM's, and refused."""
+    """Sampling and ends of outputs; beams and Python sessions are TensorRT-LLM's, and refused."""
 
     end_id: EndId = None
     stop_words: Annotated[
@@ -132,5 +134,5 @@ class GenerationOptions:
             raise UsageError("there is no Python session to choose: `--use-py-session`", hint="leave the flag out")
 
     def params(self, **others: Any) -> SamplingParams:
-        """How to answer a prompt; `others` are the command's. UsageError for a value that is out of range."""
+        """Sampling parameters for a prompt; `others` are the command's. UsageError for a value that is out of range."""
         return self.sampling.params(stop=self.stop_words, **end_id_params(self.end_id), **others)

@@ -14,14 +14,14 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+|null")  # as browsers writ
 
 @dataclass(frozen=True)
 class ServeInputs:
-    """How it is served."""
+    """Settings of serving."""
 
     max_num_tokens: MaxNumTokens = None
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where the server listens, who may ask, and how long anything may take."""
+    """Address, access and time limits of the server."""
 
     host: Annotated[
         str, typer.Option(help="Address to listen at; 0.0.0.0 is every network's.", rich_help_panel=SERVER)
@@ -77,7 +77,7 @@ class ServerOptions:
     ] = None
 
     def check(self) -> None:
-        """UsageError for a key that no header can carry, and an origin that no browser names: nobody would get in."""
+        """UsageError for a key that no header can carry, or an origin that no browser sends: they lock everyone out."""
         key = self.api_key
         if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
             raise UsageError("the API key has characters that HTTP has no room for", hint="take letters and digits")

@@ -24,7 +24,7 @@ COMMON = frozenset(
         "output_file", "ray", "num_workers", "traces", "output",
     }
 )  # fmt: skip
-"""What `--help` shows of a command with many flags; `--help-all` shows all."""
+"""Flags that `--help` shows for a command with many; `--help-all` shows all."""
 
 
 def sort_by_panel(params: list[Any]) -> list[Any]:
@@ -93,5 +93,5 @@ Force = Annotated[
 
 
 def end_id_params(end_id: int | None) -> dict[str, Any]:
-    """What `--end-id` means to `SamplingParams`: this id alone ends an output, or the model's own do."""
+    """Meaning of `--end-id` for `SamplingParams`: only this id ends an output; without it the model's own do."""
     return {} if end_id is None else {"stop_token_ids": [end_id], "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""How to draft, by flags of either mode: V1's lists, V2's algorithms, or a profile. All become one `Speculation`."""
+"""Drafting by flags of either mode: V1's lists, V2's algorithms, or a profile. All become one `Speculation`."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
@@ -33,18 +33,18 @@ Drafters = Annotated[
 
 @dataclass(frozen=True)
 class LeaderFlags:
-    """What leader mode's flags say of drafting, by their Python names; those that are not given are left out."""
+    """Drafting settings among leader mode's flags, by their Python names; those that are not given are left out."""
 
     values: Mapping[str, Any]
     algorithm: str | None = None
     drafts_by_copy: bool = False
-    """Whether the engine is built with a copy that drafts."""
+    """True if the engine is built with a self-draft copy."""
     sends_what_pays: bool = True
 
 
 @dataclass(frozen=True)
 class SpeculationOptions:
-    """How to draft; None where nothing was given."""
+    """Drafting flags; None where nothing was given."""
 
     flags: DrafterFlags = field(default_factory=DrafterFlags)
     draft_len_mode: Annotated[
@@ -71,7 +71,7 @@ class SpeculationOptions:
 
     @property
     def paths(self) -> list[Path]:
-        """What is read."""
+        """Paths to read."""
         given = [*given_flags(self.flags).values(), self.profile]
         return [path for path in given if isinstance(path, Path)]
 
@@ -95,7 +95,7 @@ class SpeculationOptions:
             )
 
     def resolve(self, leader: LeaderFlags | None = None) -> tuple[Speculation, Devices]:
-        """By these flags, and those of leader mode where they count; not by the profile."""
+        """Resolve by these flags, and those of leader mode where they count; not by the profile."""
         return speculation_from_flags(given_flags(self.flags), self.drafters, self.draft_len_mode, leader)
 
 
@@ -187,7 +187,7 @@ class _Flags:
         ]
 
     def _own_value(self, setting: Setting) -> Any:
-        """What the setting's own flags say, of this mode or the other; None if they are not given."""
+        """Value from the setting's own flags, of this mode or the other; None if they are not given."""
         value = self.given.get(setting.flag or "")
         return value if value is not None or not self.leader else self.leader.values.get(setting.leader_flag or "")
 
@@ -273,7 +273,7 @@ class _Flags:
             )
 
     def _list_says(self, spec: type[DrafterSpec], flag: str) -> bool:
-        """Whether the drafter's own flag is given, and says what this one of leader mode would."""
+        """True if the drafter's own flag is given with the value of this flag of leader mode."""
         if spec.description.name not in self.configs:
             return False
         said = spec.description.form.fields

@@ -1,4 +1,4 @@
-"""How flags may be spelled: hyphens or underscores, others' names and those of before, and flags without effect."""
+"""Spellings of flags: hyphens or underscores, others' and former names, and flags without effect."""
 
 from itertools import islice
 

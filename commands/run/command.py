@@ -21,7 +21,7 @@ MAX_NUM_RETURN_SEQUENCES = 1024
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What is read."""
+    """Paths to read."""
 
     prompt: Annotated[
         list[str] | None, typer.Argument(help="Prompts; `-` is what standard input holds.", show_default=False)
@@ -63,7 +63,7 @@ class RunInputs:
 
 @dataclass(frozen=True)
 class RunGeneration:
-    """How much is generated, and how."""
+    """Amount and method of generation."""
 
     max_output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 128
     common: GenerationOptions = field(default_factory=GenerationOptions)
@@ -74,11 +74,11 @@ class RunGeneration:
     ] = 1
 
     def for_chat(self, defaults: Mapping[str, Any]) -> "RunGeneration":
-        """With the model's own sampling where none is given."""
+        """Parameters for a chat, with the model's own sampling where none is given."""
         return replace(self, common=replace(self.common, sampling=self.common.sampling.for_chat(defaults)))
 
     def params(self, logprobs: int | None) -> SamplingParams:
-        """How to answer every prompt."""
+        """Sampling parameters for every prompt."""
         return self.common.params(
             n=self.num_return_sequences, seed=self.random_seed, max_tokens=self.max_output_len, logprobs=logprobs
         )
@@ -86,7 +86,7 @@ class RunGeneration:
 
 @dataclass(frozen=True)
 class RunResults:
-    """What is printed, written and checked of the outputs."""
+    """Outputs and checks of `run`."""
 
     streaming: Annotated[
         bool, typer.Option("--streaming", help="Print text as it is generated.", rich_help_panel=OUTPUT)
@@ -142,7 +142,7 @@ class RunResults:
 
     @property
     def logits_file(self) -> Path | None:
-        """Where logits are written: TensorRT-LLM's run.py writes `--output_logits_npy x.npy` to x_generation.npy."""
+        """File for logits, `x_generation.npy` for `--output_logits_npy x.npy`, as in TensorRT-LLM's run.py."""
         if not self.output_generation_logits and self.output_logits_npy is None:
             return None
         path = self.output_logits_npy or Path("logits.npy")

@@ -31,20 +31,20 @@ class RunRequest(Record):
 
 
 class RunSettings(SessionSettings):
-    """What the command was told."""
+    """Settings of the command."""
 
     max_input_length: Size | None
     max_output_len: Size
 
 
 class RunChecks(Record):
-    """What was checked."""
+    """Results of the checks."""
 
     lossless: Lossless = absent("--check-lossless")
 
 
 class RunDocument(Head):
-    """What `specdec run --json` prints."""
+    """Document of `specdec run --json`."""
 
     command: Literal["run"]
     requests: list[RunRequest]
@@ -59,7 +59,7 @@ class RunDocument(Head):
 
 @dataclass(frozen=True)
 class Compared:
-    """What the engine without a drafter is compared by."""
+    """Figures for comparison with the engine without a drafter."""
 
     speedup: float
     check: LosslessCheck

@@ -1,4 +1,4 @@
-"""What `run` shows of a generation: text as it comes, outputs, the table of requests."""
+"""Output of `run` for a generation: streamed text, outputs, the table of requests."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ class StreamPrinter:
 
 
 def make_labels(num_requests: int, num_return_sequences: int) -> list[str]:
-    """As TensorRT-LLM's run.py names outputs: `Text 0`, or `Text 0 Seq 1` where a prompt has several."""
+    """Labels of outputs like those of TensorRT-LLM's run.py: `Text 0`, or `Text 0 Seq 1` where a prompt has several."""
     if num_return_sequences == 1:
         return [f"Text {i}" for i in range(num_requests)]
     return [f"Text {i // num_return_sequences} Seq {i % num_return_sequences}" for i in range(num_requests)]
@@ -82,7 +82,7 @@ def show_outputs(
 
 
 def show_stats(generation: Generation, labels: list[str], max_draft_len: int, stats: str, output: Output) -> None:
-    """What `--stats` asks for."""
+    """Show the tables that `--stats` selects."""
     if stats == "none":
         return
     total = generation.total(max_draft_len)

@@ -40,7 +40,7 @@ G = TypeVar("G", bound=Generation)
 
 @dataclass(frozen=True)
 class Server:
-    """What the routes have in common."""
+    """Shared state of the routes."""
 
     served: ServedModel
     clock: Clock
@@ -230,7 +230,7 @@ def _token_routes(server: Server) -> APIRouter:
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        """What clients that make prompts themselves have to know."""
+        """Tokenizer information for clients that make prompts themselves."""
         return served.tokenizer_info
 
     return router
@@ -255,7 +255,7 @@ def _check_tokens(served: ServedModel, tokens: Seq[int]) -> None:
 
 
 def _body(model: type[Any]) -> dict[str, Any]:
-    """What openapi.json says of a body that is read by hand."""
+    """OpenAPI description of a body that is parsed by hand."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {
         "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},

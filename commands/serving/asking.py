@@ -1,4 +1,4 @@
-"""From what a client sent to what the loop is asked: prompts to tokens, fields to parameters, and how to draft."""
+"""Requests to the loop from clients' bodies: prompts to tokens, fields to parameters, and drafting."""
 
 import dataclasses
 import secrets
@@ -27,7 +27,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True)
 class Drafting:
-    """How to draft for all sequences of a request."""
+    """Drafting for all sequences of a request."""
 
     by_default: bool = True
     drafter: Drafter | None = None
@@ -146,7 +146,7 @@ def _stops(served: ServedModel, body: Generation) -> tuple[list[str], list[int]]
 
 
 def _drafting(served: ServedModel, body: Generation) -> Drafting:
-    """Who drafts: as `speculative` says, after the prediction if there is one."""
+    """Drafting of a request: by `speculative`, after the prediction if there is one."""
     if body.speculative is False:
         return Drafting(by_default=False)
     default = served.loop.default_drafter

@@ -37,7 +37,7 @@ class ChatReply:
         return Chunks(self._first, self._of_piece, self._last)
 
     def _first(self, index: int) -> Iterator[dict[str, Any]]:
-        """Who speaks."""
+        """First chunk, with the role."""
         choice: dict[str, Any] = {"index": index, "delta": {"role": "assistant", "content": ""}}
         yield self._chunk([choice | {"logprobs": None, "finish_reason": None}])
 

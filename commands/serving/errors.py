@@ -27,7 +27,7 @@ _TYPES = {
 
 
 class HTTPError(Exception):
-    """What a request is answered with in the place of an answer."""
+    """Error response to a request."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class HTTPError(Exception):
 
 
 def as_http_error(error: SpecDecError, param: str | None = None) -> HTTPError:
-    """What the server's own errors are to a client."""
+    """HTTP error for an error of the server's own."""
     message = f"{error.message} ({error.hint})" if error.hint else error.message
     if isinstance(error, QueueFull):
         return HTTPError(503, message, code="queue_full")
@@ -61,7 +61,7 @@ def as_http_error(error: SpecDecError, param: str | None = None) -> HTTPError:
 
 
 def of_validation(error: ValidationError, body: dict[str, Any]) -> HTTPError:
-    """What is wrong with the first field that is, where the client wrote it, and why.
+    """HTTP error for the first invalid field, with its path and the reason.
 
     A field of several forms has an error for each. The one that is told is of the form that was meant: its kind is
     right but not its value, or it is wrong deeper inside.

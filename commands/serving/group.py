@@ -22,7 +22,7 @@ class Group:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     is_client_gone: bool = False
     ended_by: HTTPError | None = None
-    """Why nobody waits for it any longer, though it is not over."""
+    """Reason to stop waiting for it, though it is not finished."""
 
     @property
     def is_over(self) -> bool:
@@ -35,7 +35,7 @@ class Group:
                 raise as_http_error(answer.progress.error)
 
     async def step(self) -> None:
-        """Wait until answers got on. ClientGone if nobody reads them, HTTPError if one cannot go on."""
+        """Wait for progress of the answers. ClientGone if the client has disconnected, HTTPError if one has failed."""
         await self.changed.wait()
         self.changed.clear()
         if self.is_client_gone:
@@ -50,7 +50,7 @@ class Group:
 
 
 class ClientGone(Exception):
-    """Nobody reads the answer."""
+    """Client disconnected."""
 
 
 class Clock:
@@ -91,7 +91,7 @@ def unfinished_groups(loop: ServingLoop) -> set[Group]:
 
 @asynccontextmanager
 async def watched(group: Group, loop: ServingLoop, receive: Receive) -> AsyncIterator[None]:
-    """While the block lasts it is noticed if the client goes away. Afterwards nobody works on the answers."""
+    """Watch for the client's disconnection in the block, and cancel unfinished answers afterwards."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

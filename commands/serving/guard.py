@@ -1,4 +1,4 @@
-"""Who may ask: an application around the server's turns away whoever has no key, or comes from a foreign page."""
+"""Access control: an application around the server's that rejects clients without a key, or from a foreign page."""
 
 import hmac
 import ipaddress
@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from commands.serving.errors import HTTPError
 
 _OPEN_PATHS = frozenset({"/", "/health"})
-"""What needs no key: the page, which asks for it, and what a load balancer looks at."""
+"""Paths without a key: the page, which asks for it, and those for load balancers."""
 _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::\d*)?")
 """A name or an address, and perhaps a port: RFC 9110, section 7.2."""
 

@@ -13,7 +13,7 @@ from runtime.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of an answer. `logprobs` are of the tokens whose text begins in it, `starts` where they do.
+    """New part of an answer. `logprobs` are of the tokens whose text begins in it, `starts` where they do.
 
     `starts` counts characters of the answer. Of tokens that a stop word cut off nothing is told.
     """
@@ -27,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the pieces of a stream are written: what comes first, for each piece, and at the end."""
+    """Format of a stream's chunks: the first ones, one per piece, and the last ones."""
 
     first: Callable[[int], Iterable[dict[str, Any]]]
     of_piece: Callable[[int, Piece], Iterable[dict[str, Any]]]
@@ -51,7 +51,7 @@ class PieceStream:
         self._text = TextStream(self.tokenizer, stop_words_of(request), request.prompt_tokens)
 
     def next(self) -> Piece | None:
-        """What came since the last time; None if nothing did, or it had been over."""
+        """New part since the last call; None if there is none, or it was already over."""
         progress = self.answer.progress
         if self._is_over or (progress.num_tokens == self._num_read and not progress.is_over):
             return None

@@ -1,4 +1,4 @@
-"""What clients read: choices, log-probabilities, usage, and how speculation went."""
+"""Response bodies: choices, log-probabilities, usage, and speculation metrics."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -41,7 +41,7 @@ def usage(answers: Seq[Answer], num_prompts: int, *, counts_output: bool = True)
 
 
 def metrics(answers: Seq[Answer]) -> dict[str, Any]:
-    """How speculation went, over all answers to a request, which are over."""
+    """Speculation metrics over all answers to a request, which are finished."""
     stats = sum_stats(answer.sequence.stats for answer in answers)
     accepted = stats.accepted_per_position
     return {
@@ -70,7 +70,7 @@ class TokenTexts:
         self._tokenizer, self._shown, self._bytes_of = tokenizer, shown, token_bytes(tokenizer)
 
     def text_of(self, token: int) -> str:
-        """Of a special token, which is not shown in texts, its name."""
+        """Text of a token; for a special token, which is not shown in texts, its name."""
         return self._shown(token) or str(self._tokenizer.convert_ids_to_tokens(token) or "")
 
     def completion_logprobs(

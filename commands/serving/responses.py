@@ -22,7 +22,7 @@ _ERROR_TIMEOUT_S = 5
 
 @dataclass(frozen=True)
 class Waiting:
-    """What an answer is waited for with: the loop it comes from, how long, and how the client's leaving is heard of."""
+    """Context of waiting for an answer: its loop, the time limit, and the client's disconnection."""
 
     loop: ServingLoop
     receive: Receive
@@ -33,7 +33,7 @@ class Waiting:
 
 
 async def whole(group: Group, waiting: Waiting) -> None:
-    """Until all answers are there; HTTPError if one cannot be, ClientGone if nobody is left to read them."""
+    """Until all answers are there; HTTPError if one cannot be, ClientGone if the client has disconnected."""
     async with watched(group, waiting.loop, waiting.receive):
         try:
             async with asyncio.timeout(waiting.timeout_s):
@@ -57,7 +57,7 @@ class EventStream(Response):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with watched(self._group, self._waiting.loop, receive):
-            # A client that goes away, however it is noticed, has nobody left to be told.
+            # There is no response to a client that has disconnected, however that was noticed.
             with suppress(ClientGone, OSError):
                 try:
                     async with asyncio.timeout(self._waiting.timeout_s):

@@ -24,7 +24,7 @@ from runtime.session import Session
 
 @dataclass(frozen=True)
 class Serving:
-    """How it is served."""
+    """Settings of serving."""
 
     address: Address
     names: tuple[str, ...]
@@ -64,7 +64,7 @@ def open_served(llm: LLM, session: Session, clock: Clock, names: tuple[str, ...]
 
 
 def guarded_app(served: ServedModel, clock: Clock, options: ServerOptions, *, is_of_this_machine: bool = False) -> Any:
-    """The application, with whoever may not ask turned away."""
+    """The application behind its access control."""
     origins = options.allowed_origins or []
     inner = make_app(served, clock, options.request_timeout, version("specdec-cli"))
     app = Guard(inner, options.api_key, origins, is_of_this_machine=is_of_this_machine)

@@ -1,4 +1,4 @@
-"""What clients may send: the fields of OpenAI's completions and chat, vLLM's further ones, and our own.
+"""Request bodies: the fields of OpenAI's completions and chat, vLLM's further ones, and our own.
 
 Unknown fields are ignored. Those that clients know and this server does not do are refused, unless they have the value
 that asks for nothing (`REFUSED`).
@@ -66,7 +66,7 @@ def _config_fields() -> dict[str, Any]:
 if TYPE_CHECKING:
 
     class Speculative(OwnLength):
-        """How to draft for one request. `draft_len` alone shortens the server's own drafts."""
+        """Drafting for one request. `draft_len` alone shortens the server's own drafts."""
 else:
     Speculative = create_model(
         "Speculative",
@@ -89,7 +89,7 @@ class Prediction(Lenient):
 
 
 class Generation(Lenient):
-    """What completions and chat have in common."""
+    """Fields common to completions and chat."""
 
     model: str | None = Field(None, description="The model's name; 404 for another one.")
     max_tokens: Annotated[int, Field(ge=0)] | None = None

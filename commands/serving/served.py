@@ -21,12 +21,12 @@ class ServedModel:
     llm: LLM
     loop: ServingLoop
     names: tuple[str, ...]
-    """What clients may call it, the first one being what it is called in answers."""
+    """Names that clients may use for the model; the first is the one in answers."""
     created: int
     """Seconds since 1970."""
     has_chat_template: bool
     defaults: dict[str, Any] = field(default_factory=dict)
-    """For fields that a client leaves out."""
+    """Defaults of fields that a client leaves out."""
 
     @property
     def name(self) -> str:
@@ -102,12 +102,12 @@ class ServedModel:
 
 
 def _config_of(tokenizer: Any) -> dict[str, Any]:
-    """What transformers would save of a tokenizer's special tokens."""
+    """Config that transformers would save for a tokenizer's special tokens."""
     return {**tokenizer.special_tokens_map, "tokenizer_class": type(tokenizer).__name__}
 
 
 def _content(token: Any) -> str | None:
-    """Of a special token, which is a text or an object with one."""
+    """Text of a special token, which is a string or an object with one."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
@@ -119,7 +119,7 @@ def check_can_serve(llm: LLM) -> None:
 
 
 def prepare_chat(llm: LLM) -> bool:
-    """Whether there is a chat template, which is opened before the first client waits for it."""
+    """True if there is a chat template, which is loaded before the first client waits for it."""
     is_there = has_chat_template(llm.tokenizer_dir)
     if is_there:
         llm.chat_template  # noqa: B018  # it is kept

@@ -21,12 +21,12 @@ from runtime.serving.loop import ServingLoop, Stopping
 _LOG = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 15
 _SENDING_S = 2
-"""What clients that read slowly have for the end of their answers, after the last of them is computed or given up."""
+"""Time for slow clients to read the end of their answers, after the last of them is computed or aborted."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server listens."""
+    """Listening address of the server."""
 
     host: str
     port: int
@@ -91,7 +91,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _end_unfinished(self) -> None:
-        """Whoever still waits is told: uvicorn would only cut its connection."""
+        """Notify waiting clients: uvicorn would only cut their connections."""
         groups = unfinished_groups(self._serving)
         for group in groups:
             cause = Stopping("the server is shutting down, and the answer is not finished", hint="ask again later")
@@ -129,7 +129,7 @@ def serve(
 
 @contextmanager
 def errors_logged() -> Iterator[None]:
-    """What goes wrong is told on stderr, with where."""
+    """Log errors on stderr, with their location."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     handler.addFilter(_is_no_cancelling)

@@ -74,7 +74,7 @@ class SummarizeInputs:
 
     @property
     def paths(self) -> list[Path]:
-        """What is read."""
+        """Paths to read."""
         given = (self.dataset_dir, self.dataset, self.hf_model_dir)
         return [Path(path) for path in given if path is not None]
 
@@ -88,7 +88,7 @@ class SummarizeInputs:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """Which systems answer how many samples, how, and where.
+    """Systems, samples and outputs of an evaluation.
 
     The seed stands before the other flags of sampling in `--help`.
     """
@@ -137,7 +137,7 @@ class EvaluationOptions:
             )
 
     def record(self, inputs: SummarizeInputs, num_samples: int) -> dict[str, Any]:
-        """What the document's `settings` say of the dataset and of how it is answered."""
+        """Settings of the dataset and of generation for the document."""
         return {
             "dataset": inputs.dataset,
             "eval_task": inputs.eval_task,
@@ -152,7 +152,7 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class SummarizeResults:
-    """What is checked, printed and written."""
+    """Checks and outputs of `summarize`."""
 
     check_accuracy: Annotated[
         bool,
@@ -261,7 +261,7 @@ def summarize(
 
 
 def _evaluate_engine(setup: "Setup", choice: EngineChoice, cluster: ClusterOptions) -> "EvaluateEngine":
-    """In this process, or by workers, who open the engines that were opened here."""
+    """Evaluate in this process, or by workers, who open the engines that were opened here."""
     if cluster.ray is None:
         from runtime.evaluation.systems import evaluate_engine
 

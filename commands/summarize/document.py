@@ -85,7 +85,7 @@ class OtherSystem(_Times, _OfOthers):
 
 
 class Systems(Record):
-    """Of each system that was run."""
+    """Values per system that was run."""
 
     engine: EngineSystem = absent()
     engine_no_drafter: EngineSystem = absent()
@@ -110,7 +110,7 @@ class Category(Record):
 
 
 class Identical(Record):
-    """How many outputs are token for token the same."""
+    """Number of outputs that are token for token the same."""
 
     num_identical: Count
     num_samples: Size
@@ -127,7 +127,7 @@ class Accuracy(Record):
 
 
 class SummarizeChecks(Record):
-    """What was compared and checked."""
+    """Results of comparisons and checks."""
 
     identical_to_hf: Identical = absent()
     identical_to_no_drafter: Identical = absent()
@@ -136,7 +136,7 @@ class SummarizeChecks(Record):
 
 
 class SummarizeSettings(SessionSettings):
-    """What the command was told."""
+    """Settings of the command."""
 
     dataset: str
     eval_task: EvalTask
@@ -149,7 +149,7 @@ class SummarizeSettings(SessionSettings):
 
 
 class SummarizeDocument(Head):
-    """What `specdec summarize --json` prints."""
+    """Document of `specdec summarize --json`."""
 
     command: Literal["summarize"]
     requests: list[SummarizeRequest]
@@ -300,7 +300,7 @@ def _category(max_draft_len: int, samples: list[Sample], runs: list["SystemRun"]
 
 
 def _counts(max_draft_len: int, answers: list[Any], work: "Work | None") -> dict[str, Any]:
-    """What the engine counted of a category, if it was run."""
+    """Counts of the engine for a category, if it was run."""
     from runtime.generation import total_record
 
     if work is None:
@@ -317,8 +317,7 @@ def _speedup(base: "Work | None", engine: "Work | None") -> float | None:
 def _checks(
     setup: Setup, evaluation: Evaluation, rouge: dict[SystemName, Rouge | None], asked: Asked
 ) -> SummarizeChecks:
-    """How many outputs are token for token those of the other systems, left out where draws differ by nature; and what
-    is asked for."""
+    """Numbers of outputs equal to the other systems', left out where draws differ by nature; and requested checks."""
     checks: dict[str, Any] = {}
     runs = {run.name: run for run in evaluation.runs}
     engine, is_same_model = runs.get("engine"), not evaluation.hf_differences

@@ -33,7 +33,9 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[str]) -> dict[
 
 
 def num_without_letters(references: Iterable[str]) -> int:
-    """How many have no letter a to z: `rouge_score` drops all others, and what it says of these means nothing."""
+    """Number of texts without a letter a to z: `rouge_score` drops all other characters, so their scores are
+    meaningless.
+    """
     return sum(re.search("[a-z]", reference.lower()) is None for reference in references)
 
 

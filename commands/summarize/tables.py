@@ -1,4 +1,4 @@
-"""What `summarize` shows: views of its document."""
+"""Tables of `summarize`: views of its document."""
 
 from collections.abc import Callable
 from pathlib import Path

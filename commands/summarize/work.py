@@ -40,7 +40,7 @@ _NUM_SHOWN = 3  # of the differences between two models
 
 @dataclass(frozen=True)
 class Systems:
-    """What answers: the engine, in this process or by workers, and Hugging Face's model if it is to."""
+    """Systems that answer: the engine, in this process or by workers, and optionally Hugging Face's model."""
 
     evaluate_engine: EvaluateEngine
     hf_dir: Path | None
@@ -109,8 +109,9 @@ def _warn_of_other_letters(samples: list[Sample], output: Output) -> None:
 
 @dataclass(frozen=True)
 class _Answers:
-    """Of each system; what makes Hugging Face's model another one than the engine's; whether Ctrl-C came, and the
-    places of the samples that were answered."""
+    """Answers of each system; differences between Hugging Face's model and the engine's; whether Ctrl-C came, and the
+    places of the samples that were answered.
+    """
 
     runs: list[SystemRun]
     hf_differences: list[str]

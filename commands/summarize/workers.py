@@ -1,7 +1,7 @@
 """The batches of `summarize`, answered by Ray's workers: a batch is a request, and answered as in one process.
 
 A worker has the same engine, drafter and settings, and begins each batch with an empty cache. So tokens and counts are
-those of one process, whoever answers which batch; only what drafters carry from one batch to the next is each worker's
+those of one process, regardless of the worker; only what drafters carry from one batch to the next is each worker's
 own.
 """
 
@@ -42,7 +42,7 @@ class BatchAsked:
 
 @dataclass(frozen=True)
 class BatchAnswered:
-    """By each system, or why it cannot be."""
+    """Answers of each system to a batch, or the error."""
 
     id: str
     runs: list[SystemRun]
@@ -52,7 +52,7 @@ class BatchAnswered:
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """What a worker opens, and the prompt that it warms up with."""
+    """Settings with which a worker opens an engine, and its warm-up prompt."""
 
     choice: EngineChoice
     first_prompt: list[int]
@@ -95,7 +95,7 @@ class EvaluationModel:
 def evaluate_by_workers(
     choice: EngineChoice, cluster: ClusterOptions
 ) -> Callable[[Question, Session, Batches, Callable[[], None]], list[SystemRun]]:
-    """What stands in the place of `evaluate_engine`."""
+    """Replacement of `evaluate_engine` by workers."""
 
     def evaluate(
         question: Question, session: Session, batches: Batches, advance: Callable[[], None]

@@ -55,7 +55,7 @@ def _measure(renderable: RenderableType, console: Console) -> Measurement:
 
 
 def _widths_of(column: Column, console: Console) -> _Widths:
-    """Of a column: headers and texts may be wrapped at spaces, numbers, which stand on the right, may not."""
+    """Minimum and natural width of a column: headers and texts wrap at spaces, right-aligned numbers do not."""
     header, cells = _measure(column.header, console), [_measure(cell, console) for cell in column.cells]
     is_whole = column.no_wrap or column.justify == "right"
     least = max(header.minimum, *(cell.maximum if is_whole else cell.minimum for cell in cells))
@@ -102,7 +102,7 @@ def _share(widths: list[_Widths], room: int) -> list[int]:
 
 
 def _blocks(table: Table, console: Console) -> list[RenderableType]:
-    """For each row its first cell, and below it a line for each other cell; bars, which are no text, are left out."""
+    """Rows as blocks: the first cell, and below it a line per other cell; bars, which are no text, are left out."""
     labels = [str(column.header) for column in table.columns]
     label_width = max(len(label) for label in labels[1:])
     blocks: list[RenderableType] = []

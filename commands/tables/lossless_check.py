@@ -29,7 +29,7 @@ def fail_unless_lossless(checks: dict[str, Any]) -> None:
 
 
 def exit_if_too_little_to_tell(checks: dict[str, Any]) -> None:
-    """With a warning, if the check was made and could not tell; for the end, when no other check has failed."""
+    """Exit, with a warning, if the check had too little to tell; at the end, when no other check has failed."""
     check = checks.get("lossless")
     if check is not None and check["passed"] is None:
         warn(
@@ -68,7 +68,7 @@ def _distribution_lines(check: dict[str, Any]) -> list[str]:
 
 
 def power_line(check: dict[str, Any]) -> str:
-    """How large a fault would have been found, in words."""
+    """Smallest detectable fault, in words."""
     detectable, required = check["detectable_total_variation"], check["required_total_variation"]
     found = "no fault" if detectable is None else f"a total variation distance of {detectable:.2g}"
     wanted = f", and {required:g} is asked for" if check["passed"] is None else ""

@@ -30,7 +30,7 @@ _ASCII_BRACKETS: dict[TokenKind, str] = {"accepted": "[]", "recovered": "<>", "b
 
 
 def mark_for_stdout() -> Mark:
-    """How tokens are marked where stdout goes."""
+    """Marks of tokens for the kind of stdout."""
     console = stdout()
     if console.is_terminal and not console.no_color and console.color_system is not None:
         return _by_colour(console)

@@ -27,7 +27,7 @@ DEFAULT_OUTPUT_LEN, DEFAULT_LIVE_PROMPTS = 128, 8
 
 @dataclass(frozen=True)
 class TuneInputs:
-    """What is tuned for, and on what: traces, or prompts."""
+    """Inputs of `tune`: traces, or prompts."""
 
     engine_dir: Annotated[
         Path | None,
@@ -64,14 +64,14 @@ class TuneInputs:
 
     @property
     def paths(self) -> list[Path]:
-        """What is read."""
+        """Paths to read."""
         paths = (self.engine_dir, self.traces, self.input_file, self.tokenizer_dir)
         return [path for path in paths if path is not None]
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How candidates are tried, and where the best is written; None where nothing was given."""
+    """Settings of the search, and the output file; None where nothing was given."""
 
     max_output_len: Annotated[
         int | None,
@@ -168,7 +168,7 @@ def _refuse(reason: str, given: Mapping[str, object], hint: str) -> None:
 
 
 def named_drafter(flags: Any, drafters: str | None) -> tuple[Speculation, Devices]:
-    """What the flags name to be tuned; nothing for the grid, which of the options knows `--ngram-pool` only."""
+    """Drafters named by the flags for tuning; none for the grid, which knows only `--ngram-pool` of the options."""
     if drafters is not None and "custom" in drafters:
         raise UsageError(
             f"`tune` tries no drafter of your own: {drafters}", hint="`specdec run --stats` shows what one is worth"

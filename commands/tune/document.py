@@ -53,7 +53,7 @@ class Tried(Candidate):
 
 
 class Factors(Record):
-    """What no drafter took / predicted, which scales predictions."""
+    """Ratios of the measured to the predicted time without a drafter, which scale predictions."""
 
     prompts: Positive
     steps: Positive
@@ -76,7 +76,7 @@ class Timed(Candidate):
 
 
 class TuneSettings(Record):
-    """What the command was told."""
+    """Settings of the command."""
 
     engine_dir: str | None
     device_ids: DeviceIds | None = Field(description="the target's, one for each of its ranks")
@@ -88,7 +88,7 @@ class TuneSettings(Record):
 
 
 class TuneDocument(Head):
-    """What `specdec tune --json` prints."""
+    """Document of `specdec tune --json`."""
 
     command: Literal["tune"]
     num_traces: Size
@@ -111,7 +111,7 @@ class TuneDocument(Head):
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was replayed, *no drafter* first, and with an engine what was run once, and what was timed."""
+    """Replayed candidates, *no drafter* first, and with an engine those run once, and those timed."""
 
     search: Search
     settings: TuneSettings

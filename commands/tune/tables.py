@@ -1,4 +1,4 @@
-"""What `tune` shows: everything it tried, the best by category, what the engine made of the best, and what to type."""
+"""Tables of `tune`: every candidate, the best by category, its timing on the engine, and the command to use it."""
 
 from collections.abc import Sequence
 
@@ -56,7 +56,7 @@ def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Out
 
 
 def _tried_line(tuning: Tuning) -> str:
-    """What was replayed, and what was not."""
+    """Line on the candidates that were replayed, and those that were not."""
     candidates = [one.candidate for one in tuning.replayed]
     lengths = sorted({candidate.max_draft_len or 0 for candidate in candidates if candidate})
     num_tokens = sum(len(trace.output_tokens) for trace in tuning.traces)

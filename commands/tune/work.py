@@ -47,7 +47,7 @@ def tune_engine(
     prompts: list[Prompt],
     output: Output,
 ) -> None:
-    """With an engine: predict, time the best, recommend."""
+    """Tune with an engine: predict, time the best, recommend."""
     assert inputs.engine_dir is not None
     bundle = read_bundle(inputs.engine_dir)
     scope = replace(scope, named=scope.named.with_drafters(map(_with_own_devices, scope.named)))
@@ -111,7 +111,7 @@ def _figures(confirmation: Confirmation, batch_size: int) -> Figures:
 
 
 def _with_own_devices(drafter: DrafterSpec) -> DrafterSpec:
-    """With the devices that a draft model has by itself, by which flags and a profile then name them."""
+    """Draft model with its default devices made explicit, for flags and a profile."""
     if not isinstance(drafter, DraftTargetDrafter):
         return drafter
     with draft_engine_errors():

@@ -15,7 +15,7 @@ from runtime.config import Count
 
 
 class FileRecord(Record):
-    """What was found of a file."""
+    """Result of checking one file."""
 
     name: str = Field(description="its path in the directory")
     status: Status
@@ -24,7 +24,7 @@ class FileRecord(Record):
 
 
 class VerifyDocument(Record):
-    """What `specdec verify --json` prints."""
+    """Document of `specdec verify --json`."""
 
     path: str = Field(description="as given")
     kind: Kind = Field(description="what it was found to be")
@@ -43,7 +43,7 @@ def verify_document(path: Path, found: ArtefactCheck) -> dict[str, Any]:
 
 
 _MAX_SOUND = 40
-"""So many files that are as they were written are named; a cache has thousands. Others are named always."""
+"""Limit on the number of intact files listed; a cache has thousands. Others are named always."""
 
 
 def show(path: Path, found: ArtefactCheck, output: Output) -> None:
