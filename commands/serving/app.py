@@ -13,9 +13,9 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from commands.serving.asking import ask_chat, ask_completion, chat_tokens
-from commands.serving.bodies import read_body
 from commands.serving.chat import ChatReply
 from commands.serving.completions import CompletionReply
 from commands.serving.errors import HTTPError, as_http_error
@@ -33,6 +33,8 @@ from runtime.serving.answer import Asked
 from runtime.text import encode_text
 
 _REFUSED = errors(401, 403)
+_MAX_BODY_BYTES = 4 << 20
+_READ_TIMEOUT_S = 30
 
 T = TypeVar("T")
 G = TypeVar("G", bound=Generation)
@@ -60,7 +62,7 @@ class Server:
         self, request: Request, model: type[G], ask: Callable[[ServedModel, G], list[Asked]]
     ) -> tuple[G, Group]:
         """The body that was sent, and the answers that are on their way."""
-        raw = await read_body(request)
+        raw = await _read_body(request)
 
         def prepare() -> tuple[G, list[Asked]]:
             body = parse_body(raw, model)
@@ -201,7 +203,7 @@ def _token_routes(server: Server) -> APIRouter:
     @router.post("/tokenize", **_body(TokenizeRequest))
     async def tokenize(request: Request) -> dict[str, Any]:
         """A text's tokens, or a conversation's."""
-        raw = await read_body(request)
+        raw = await _read_body(request)
 
         def work() -> dict[str, Any]:
             body = parse_body(raw, TokenizeRequest)
@@ -216,7 +218,7 @@ def _token_routes(server: Server) -> APIRouter:
     @router.post("/detokenize", **_body(DetokenizeRequest))
     async def detokenize(request: Request) -> dict[str, str]:
         """The text of tokens, special ones included."""
-        raw = await read_body(request)
+        raw = await _read_body(request)
 
         def work() -> dict[str, str]:
             body = parse_body(raw, DetokenizeRequest)
@@ -252,6 +254,29 @@ def _check_tokens(served: ServedModel, tokens: Seq[int]) -> None:
     foreign = next((token for token in tokens if token >= size), None)
     if foreign is not None:
         raise HTTPError(400, f"a token is outside the vocabulary of {size}: {foreign}", param="tokens")
+
+
+async def _read_body(request: Request) -> bytes:
+    """The whole body; HTTPError if it is too long or too slow, ClientGone if its sender went away."""
+    announced = request.headers.get("content-length", "")
+    if announced.isascii() and announced.isdigit() and int(announced) > _MAX_BODY_BYTES:
+        raise _too_long()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_READ_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > _MAX_BODY_BYTES:
+                    raise _too_long()
+    except TimeoutError:
+        raise HTTPError(408, f"the body did not come within {_READ_TIMEOUT_S} s") from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return bytes(body)
+
+
+def _too_long() -> HTTPError:
+    return HTTPError(413, f"the body is longer than {_MAX_BODY_BYTES} bytes", code="body_too_long")
 
 
 def _body(model: type[Any]) -> dict[str, Any]:
