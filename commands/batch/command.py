@@ -24,7 +24,7 @@ class BatchFiles:
         typer.Option(
             "--input-file",
             "-i",
-            help="Requests, one a line: OpenAI's batch form, or objects with a `prompt` or `messages`.",
+            help="Requests, one per line: OpenAI's batch format, or objects with a `prompt` or `messages`.",
             rich_help_panel=INPUT,
         ),
     ]
@@ -33,7 +33,7 @@ class BatchFiles:
         typer.Option(
             "--output-file",
             "-o",
-            help="Results, a line for each request, in OpenAI's form. Started again, the command goes on where it was.",
+            help="Results, one line per request, in OpenAI's format. If the file is partial, the command resumes.",
             rich_help_panel=OUTPUT,
         ),
     ]
@@ -56,7 +56,7 @@ class BatchDefaults:
         int | None,
         typer.Option(
             min=1,
-            help="Tokens to generate where a request does not say `max_tokens`.",
+            help="Default for `max_tokens`.",
             rich_help_panel=SAMPLING,
             show_default="16; in a chat as many as fit",
         ),
@@ -64,22 +64,22 @@ class BatchDefaults:
     temperature: Annotated[
         float | None,
         typer.Option(
-            help="Where a request does not say; 0 is greedy.",
+            help="Default for requests; 0 is greedy.",
             rich_help_panel=SAMPLING,
             show_default="the model's, or 1",
         ),
     ] = None
     top_k: Annotated[
         int | None,
-        typer.Option(help="Where a request does not say.", rich_help_panel=SAMPLING, show_default="the model's, or 0"),
+        typer.Option(help="Default for requests.", rich_help_panel=SAMPLING, show_default="the model's, or 0"),
     ] = None
     top_p: Annotated[
         float | None,
-        typer.Option(help="Where a request does not say.", rich_help_panel=SAMPLING, show_default="the model's, or 1"),
+        typer.Option(help="Default for requests.", rich_help_panel=SAMPLING, show_default="the model's, or 1"),
     ] = None
     random_seed: Annotated[
         int,
-        typer.Option(help="With `custom_id` the seed of a request that names none.", rich_help_panel=SAMPLING),
+        typer.Option(help="With `custom_id`, determines the seed of requests without one.", rich_help_panel=SAMPLING),
     ] = 0
 
     @property
@@ -100,7 +100,7 @@ class BatchModelOptions:
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
-            help="What requests call the model; repeatable, the first is told in results.",
+            help="Name of the model in requests; repeatable, the first appears in results.",
             rich_help_panel=INPUT,
             show_default="the directory's name",
         ),
@@ -109,7 +109,7 @@ class BatchModelOptions:
         int | None,
         typer.Option(
             min=1,
-            help="Tokens of prompts computed at a time.",
+            help="Prompt tokens per step (chunked prefill).",
             rich_help_panel=RUNTIME,
             show_default="512",
         ),

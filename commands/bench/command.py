@@ -36,7 +36,7 @@ class BenchServer:
     ] = "http://127.0.0.1:8000"
     model: Annotated[
         str | None,
-        typer.Option(help="Model to ask for.", rich_help_panel=RUNTIME, show_default="the server's first"),
+        typer.Option(help="Model to request.", rich_help_panel=RUNTIME, show_default="the server's first"),
     ] = None
     endpoint: Annotated[
         Endpoint,
@@ -48,8 +48,8 @@ class BenchServer:
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Key to send; as the variable SPECDEC_API_KEY, else OPENAI_API_KEY, other users of the machine do not "
-            "see it.",
+            help="Key to send; safer in the environment, as SPECDEC_API_KEY or OPENAI_API_KEY, where others cannot see "
+            "it.",
             envvar=["SPECDEC_API_KEY", "OPENAI_API_KEY"],
             show_envvar=False,
             rich_help_panel=RUNTIME,
@@ -57,7 +57,7 @@ class BenchServer:
         ),
     ] = None
     timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds to wait for the next piece of an answer.", rich_help_panel=RUNTIME)
+        float, typer.Option(min=0.001, help="Seconds to wait for the next chunk of an answer.", rich_help_panel=RUNTIME)
     ] = 600.0
 
     def check(self) -> None:
@@ -170,12 +170,12 @@ class BenchTraffic:
     request_rate: Annotated[
         float,
         typer.Option(
-            help="Requests a second, as a Poisson process; `inf` sends them all at once.", rich_help_panel=RUNTIME
+            help="Requests per second, as a Poisson process; `inf` sends them all at once.", rich_help_panel=RUNTIME
         ),
     ] = math.inf
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests under way at most.", rich_help_panel=RUNTIME, show_default="any number"),
+        typer.Option(min=1, help="Limit on requests in flight.", rich_help_panel=RUNTIME, show_default="any number"),
     ] = None
     num_warmups: Annotated[
         int, typer.Option(min=0, help="Requests before the clock starts.", rich_help_panel=RUNTIME)
@@ -184,11 +184,11 @@ class BenchTraffic:
     ignore_eos: Annotated[
         bool,
         typer.Option(
-            "--ignore-eos", help="Ask for all tokens (`ignore_eos`, of vLLM and others).", rich_help_panel=RUNTIME
+            "--ignore-eos", help="Request all tokens (`ignore_eos` of vLLM and others).", rich_help_panel=RUNTIME
         ),
     ] = False
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Temperature to ask for; 0 is greedy.", rich_help_panel=SAMPLING)
+        float, typer.Option(min=0.0, help="Temperature to request; 0 is greedy.", rich_help_panel=SAMPLING)
     ] = 0.0
     seed: Annotated[
         int,
@@ -236,19 +236,19 @@ class BenchResults:
         list[str] | None,
         typer.Option(
             metavar="METRIC:MS",
-            help="Count the requests that meet these: `ttft:200 tpot:50 e2el:2000`, in milliseconds.",
+            help="Objectives for goodput: `ttft:200 tpot:50 e2el:2000`, in milliseconds.",
             rich_help_panel=OUTPUT,
             show_default=False,
         ),
     ] = None
     metric_percentiles: Annotated[
-        str, typer.Option(metavar="P,…", help="Percentiles to give of each metric.", rich_help_panel=OUTPUT)
+        str, typer.Option(metavar="P,…", help="Percentiles of each metric.", rich_help_panel=OUTPUT)
     ] = "90,95,99"
     report: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.html",
-            help="Write a page with the numbers, charts and requests; it needs no other file.",
+            help="Write a self-contained page with the numbers, charts and requests.",
             rich_help_panel=OUTPUT,
             show_default=False,
         ),

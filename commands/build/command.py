@@ -64,8 +64,7 @@ class BuildOptions:
         Literal["none", "int8", "int4"],
         typer.Option(
             metavar="NAME",
-            help="Put a copy of the linear weights, rounded to int8 or int4, into the engine: by it the model drafts "
-            "for itself.",
+            help="Add a copy of the linear weights, quantized to int8 or int4, to the engine, for self-drafting.",
             rich_help_panel=SPECULATION,
         ),
     ] = "none"
@@ -73,7 +72,7 @@ class BuildOptions:
         int | None,
         typer.Option(
             min=-1,
-            help="Inputs of the copy's layers that share a scale; -1: all of an output's.",
+            help="Inputs per scale in the copy's layers; -1: one scale per output.",
             rich_help_panel=SPECULATION,
             show_default="64",
         ),
@@ -81,7 +80,7 @@ class BuildOptions:
     speculative_decoding_mode: Annotated[
         SpeculativeDecodingMode,
         typer.Option(
-            help="How drafts reach the engine: none or draft_tokens_external.",
+            help="Source of drafts: none or draft_tokens_external.",
             rich_help_panel=SPECULATION,
             metavar="NAME",
         ),
@@ -99,29 +98,29 @@ class BuildOptions:
     compiler: Annotated[
         Compiler | None,
         typer.Option(
-            help="`aot` compiles ahead of time; `torch-compile` serves models that cannot be exported; "
-            "`none` computes the model as it is.",
+            help="`aot` compiles ahead of time; `torch-compile` is for models that cannot be exported; "
+            "`none` runs eagerly.",
             rich_help_panel=RUNTIME,
             show_default="aot; on a GPU none, unless packages run there",
         ),
     ] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        typer.Option(help="What the engine runs on; `auto` is a GPU where there is one.", rich_help_panel=RUNTIME),
+        typer.Option(help="Device of the engine; `auto` is a GPU if there is one.", rich_help_panel=RUNTIME),
     ] = "auto"
     workers: Annotated[
         int,
         typer.Option(
             min=1,
             max=MAX_WORKERS,
-            help="Processes that build at once, of a model that is split over devices: each has a rank's weights.",
+            help="Parallel build processes for a model split over devices: each holds a rank's weights.",
             rich_help_panel=RUNTIME,
         ),
     ] = 1
     quality_text: Annotated[
         Path | None,
         typer.Option(
-            help="Text on which rounded weights are compared with the model that they were rounded from: 2,000 tokens.",
+            help="Text on which the quantized model is compared with the original: 2,000 tokens.",
             rich_help_panel=INPUT,
             show_default="the demo's articles for the demo",
         ),

@@ -22,12 +22,12 @@ class PruneOptions:
         str,
         typer.Option(
             metavar="SIZE",
-            help="What engines may take together: bytes, or as 500M, 20G, 1.5T.",
+            help="Total size of engines: bytes, or 500M, 20G, 1.5T.",
             rich_help_panel=RUNTIME,
         ),
     ]
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.", rich_help_panel=RUNTIME)
+        bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.", rich_help_panel=RUNTIME)
     ] = False
 
 

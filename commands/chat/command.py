@@ -18,9 +18,9 @@ from runtime.errors import UsageError
 class ChatOptions:
     """System message and output of `chat`."""
 
-    system: Annotated[
-        str | None, typer.Option(help="What the model is told first.", rich_help_panel=INPUT, show_default=False)
-    ] = None
+    system: Annotated[str | None, typer.Option(help="System message.", rich_help_panel=INPUT, show_default=False)] = (
+        None
+    )
     show_tokens: Annotated[
         bool,
         typer.Option(

@@ -12,8 +12,8 @@ from runtime.errors import SpecDecError
 
 @expand_groups
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A.json", help="What `run --json` or `summarize --json` printed.")],
-    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another one, of the same command.")],
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="Document of `run --json` or `summarize --json`.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another document of the same command.")],
     output: Output,
 ) -> None:
     """Compare two documents: settings, metrics, and which differences are more than noise.

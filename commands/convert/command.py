@@ -29,12 +29,12 @@ class ConvertOptions:
     output_dir: Annotated[Path, typer.Option(help="Checkpoint directory to write.", rich_help_panel=OUTPUT)]
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
-        typer.Option(help="Dtype of the weights; `auto` keeps the one they were saved in.", rich_help_panel=RUNTIME),
+        typer.Option(help="Dtype of the weights; `auto` keeps the saved one.", rich_help_panel=RUNTIME),
     ] = "auto"
     qformat: Annotated[
         Literal["full_prec", "int8", "int4", "fp8", "int8_wo", "int4_wo"],
         typer.Option(
-            help="Round the linear layers' weights: `full_prec`, `int8`, `int4` or `fp8`; `int8_wo` and `int4_wo` are "
+            help="Quantize linear layers' weights: `full_prec`, `int8`, `int4` or `fp8`; `int8_wo` and `int4_wo` are "
             "TensorRT-LLM's names.",
             rich_help_panel=ROUNDING,
             metavar="FORMAT",
@@ -43,13 +43,13 @@ class ConvertOptions:
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="Inputs that share a scale: 32, 64 or 128; -1 for all of an output's.",
+            help="Inputs per scale: 32, 64 or 128; -1 for one scale per output.",
             rich_help_panel=ROUNDING,
             show_default="64, for fp8 -1",
         ),
     ] = None
     quantize_lm_head: Annotated[
-        bool, typer.Option("--quantize-lm-head", help="Round the output layer too.", rich_help_panel=ROUNDING)
+        bool, typer.Option("--quantize-lm-head", help="Quantize the output layer too.", rich_help_panel=ROUNDING)
     ] = False
     use_weight_only: Annotated[
         bool,
@@ -61,7 +61,7 @@ class ConvertOptions:
     ] = False
     weight_only_precision: Annotated[
         Literal["int8", "int4"] | None,
-        typer.Option(help="What `--use-weight-only` rounds to.", rich_help_panel=ROUNDING, show_default="int8"),
+        typer.Option(help="Format for `--use-weight-only`.", rich_help_panel=ROUNDING, show_default="int8"),
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "int8", "fp8"],
@@ -78,7 +78,7 @@ class ConvertOptions:
     tp_size: Annotated[
         int,
         typer.Option(
-            help="Split the weights over so many devices, whose ranks compute a step together.",
+            help="Tensor parallelism: number of devices over which the weights are split.",
             rich_help_panel=RUNTIME,
             min=1,
             max=64,

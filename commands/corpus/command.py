@@ -34,7 +34,7 @@ class CorpusInputs:
     traces: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Prompts with outputs, as `--output-traces` writes them; each is a document. Repeatable.",
+            help="Prompts with outputs, as written by `--output-traces`; each is a document. Repeatable.",
             rich_help_panel=INPUT,
             show_default=False,
         ),

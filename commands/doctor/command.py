@@ -24,7 +24,7 @@ class DoctorInputs:
     input_text: Annotated[
         list[str] | None,
         typer.Option(
-            help="Prompt; repeatable. Those that are asked in earnest tell most.",
+            help="Prompt; repeatable. Real prompts are the most informative.",
             rich_help_panel=INPUT,
             show_default="4 shipped articles, cut to what fits",
         ),

@@ -39,7 +39,7 @@ class KVCacheOptions:
         bool,
         typer.Option(
             "--kv-cache-enable-block-reuse",
-            help="Find K/V computed before. Orchestrator mode needs it.",
+            help="Reuse K/V of common prefixes. Orchestrator mode needs it.",
             rich_help_panel=KV_CACHE,
             show_default="on",
         ),

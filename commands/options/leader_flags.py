@@ -53,7 +53,7 @@ class ModelEngineOptions:
         Literal["int8", "int4"] | None,
         typer.Option(
             metavar="NAME",
-            help="How the copy is rounded by which `--model-dir`'s model drafts for itself: int8 or int4.",
+            help="Quantization of the self-draft copy in `--model-dir`'s engine: int8 or int4.",
             rich_help_panel=LEADER,
             show_default="int4 if it is to draft",
         ),
@@ -62,21 +62,21 @@ class ModelEngineOptions:
         Compiler | None,
         typer.Option(
             metavar="NAME",
-            help="How `--model-dir`'s engine is compiled: aot, torch-compile or none.",
+            help="Compiler of `--model-dir`'s engine: aot, torch-compile or none.",
             rich_help_panel=LEADER,
             show_default="aot; on a GPU none, unless packages run there",
         ),
     ] = None
     no_cache: Annotated[
         bool,
-        typer.Option("--no-cache", help="Build `--model-dir`'s engine anew and keep nothing.", rich_help_panel=LEADER),
+        typer.Option("--no-cache", help="Build a new engine for `--model-dir` and discard it.", rich_help_panel=LEADER),
     ] = False
 
 
 ModelDir = Annotated[
     str | None,
     typer.Option(
-        help="Model: directory, GGUF file, hub id or `demo`; its engine is kept.",
+        help="Model: directory, GGUF file, hub id or `demo`; its engine is cached.",
         rich_help_panel=LEADER,
         show_default=False,
     ),
@@ -106,7 +106,7 @@ class LeaderOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"How to draft: {', '.join(algorithms())}; AUTO: what pays, of all lookups.",
+            help=f"Drafter: {', '.join(algorithms())}; AUTO: the most profitable lookup.",
             rich_help_panel=LEADER,
             show_default="no drafter",
         ),
@@ -122,7 +122,7 @@ class LeaderOptions:
         ),
     ] = None
     max_matching_ngram_size: Annotated[
-        int | None, typer.Option(min=1, help="Longest tail looked up.", rich_help_panel=LEADER, show_default="2")
+        int | None, typer.Option(min=1, help="Longest n-gram to look up.", rich_help_panel=LEADER, show_default="2")
     ] = None
     draft_model_dir: Annotated[
         str | None,
@@ -130,13 +130,13 @@ class LeaderOptions:
     ] = None
     disable_kv_cache_reuse: Annotated[
         bool,
-        typer.Option("--disable-kv-cache-reuse", help="Do not find K/V computed before.", rich_help_panel=LEADER),
+        typer.Option("--disable-kv-cache-reuse", help="Do not reuse K/V.", rich_help_panel=LEADER),
     ] = False
     disable_overlap_scheduler: Annotated[
         bool,
         typer.Option(
             "--disable-overlap-scheduler",
-            help="Accepted: nothing overlaps (docs/leader-mode.md).",
+            help="Accepted without effect (docs/leader-mode.md).",
             rich_help_panel=LEADER,
         ),
     ] = False
@@ -145,8 +145,8 @@ class LeaderOptions:
         Loop | None,
         typer.Option(
             metavar="NAME",
-            help="The loop: orchestrator (V1, one group of requests after the other) or leader (V2, requests join and "
-            "leave).",
+            help="The loop: orchestrator (V1, one group of requests after the other) or leader (V2, continuous "
+            "batching).",
             rich_help_panel=LEADER,
             show_default="leader if a flag of this panel is given",
         ),

@@ -18,7 +18,7 @@ class ClusterOptions:
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Have Ray's workers answer: `local` starts it here; an address, or `auto`.",
+            help="Use Ray workers: `local` starts Ray here; or an address, or `auto`.",
             rich_help_panel=CLUSTER,
             show_default=False,
         ),
@@ -36,7 +36,7 @@ class ClusterOptions:
     checkpoint_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Checkpoint of the engine's model: machines that cannot open the engine build their own of it.",
+            help="Checkpoint of the engine's model, from which machines that cannot open the engine build their own.",
             rich_help_panel=CLUSTER,
             show_default=False,
         ),

@@ -55,15 +55,15 @@ class SamplingOptions:
         ),
     ] = None
     presence_penalty: Annotated[
-        float, typer.Option(help="Taken off the score of tokens that occurred.", rich_help_panel=SAMPLING)
+        float, typer.Option(help="Subtracted from the score of tokens that occurred.", rich_help_panel=SAMPLING)
     ] = 0.0
     frequency_penalty: Annotated[
-        float, typer.Option(help="Taken off the score of a token for each time it occurred.", rich_help_panel=SAMPLING)
+        float, typer.Option(help="Subtracted from a token's score for each occurrence.", rich_help_panel=SAMPLING)
     ] = 0.0
     no_repeat_ngram_size: Annotated[
         int | None,
         typer.Option(
-            help="No n-gram of this size comes twice, the prompt included; 0 is off.",
+            help="No n-gram of this size occurs twice, the prompt included; 0 is off.",
             rich_help_panel=SAMPLING,
             show_default="the model's, or 0",
         ),

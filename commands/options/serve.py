@@ -24,16 +24,16 @@ class ServerOptions:
     """Address, access and time limits of the server."""
 
     host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0 is every network's.", rich_help_panel=SERVER)
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.", rich_help_panel=SERVER)
     ] = "127.0.0.1"
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 is any that is free.", rich_help_panel=SERVER)
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.", rich_help_panel=SERVER)
     ] = 8000
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar="SPECDEC_API_KEY",
-            help="What clients must send as their key. Others see a command's flags: give it in the variable.",
+            help="Key that clients must send. Other users can see a command's flags: set it in the environment.",
             rich_help_panel=SERVER,
             show_default="none is asked for",
         ),
@@ -41,21 +41,22 @@ class ServerOptions:
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
-            help="What clients call the model; repeatable, the first is told in answers.",
+            help="Name of the model for clients; repeatable, the first appears in answers.",
             rich_help_panel=SERVER,
             show_default="the directory's name",
         ),
     ] = None
     max_queue_len: Annotated[
         int,
-        typer.Option(
-            min=0, help="Sequences that may wait for the running batch; more get 503.", rich_help_panel=SERVER
-        ),
+        typer.Option(min=0, help="Sequences in the queue; further ones get a 503.", rich_help_panel=SERVER),
     ] = 128
     request_timeout: Annotated[
         float,
         typer.Option(
-            min=0.001, metavar="SECONDS", help="How long an answer may take, waiting included.", rich_help_panel=SERVER
+            min=0.001,
+            metavar="SECONDS",
+            help="Time limit for an answer, waiting included, in seconds.",
+            rich_help_panel=SERVER,
         ),
     ] = 600.0
     shutdown_timeout: Annotated[
@@ -63,14 +64,14 @@ class ServerOptions:
         typer.Option(
             min=0.0,
             metavar="SECONDS",
-            help="How long answers that run have to finish after SIGTERM or Ctrl-C.",
+            help="Time for running answers to finish after SIGTERM or Ctrl-C, in seconds.",
             rich_help_panel=SERVER,
         ),
     ] = 30.0
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(
-            help="Origin whose pages may ask, such as https://chat.example.org; `*` is any; repeatable.",
+            help="Origin whose pages may send requests, such as https://chat.example.org; `*` is any; repeatable.",
             rich_help_panel=SERVER,
             show_default="the server's own page",
         ),

@@ -49,7 +49,7 @@ MaxNumTokens = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Tokens of prompts computed at a time, so that a long one does not stall the others.",
+        help="Prompt tokens per step (chunked prefill), so that a long prompt does not stall others.",
         rich_help_panel=RUNTIME,
         show_default="512",
     ),
@@ -73,8 +73,8 @@ CheckLossless = Annotated[
 Stats = Annotated[
     Literal["summary", "detailed", "none"],
     typer.Option(
-        help="`summary` is the tables; `detailed` adds acceptance by draft length and position and tokens per step "
-        "over time, and to `--json` the counts of each step; `none` leaves outputs and checks only.",
+        help="`summary` prints tables; `detailed` adds acceptance by draft length and position and tokens per step "
+        "over time, and to `--json` the counts of each step; `none` prints outputs and checks only.",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -82,7 +82,7 @@ Report = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.html",
-        help="Write a page with charts, tables, settings and marked outputs; it needs no other file.",
+        help="Write a self-contained page with charts, tables, settings and marked outputs.",
         rich_help_panel=OUTPUT,
         show_default=False,
     ),

@@ -23,7 +23,7 @@ Drafters = Annotated[
     str | None,
     typer.Option(
         metavar="NAME,NAME",
-        help=f"Several drafters, of which each sequence gets the draft that is worth most: {', '.join(DRAFTERS)}, "
+        help=f"Several drafters; each sequence gets the most profitable draft: {', '.join(DRAFTERS)}, "
         "each with its own flag; `auto` takes all that are given.",
         rich_help_panel=SPECULATION,
         show_default=False,
@@ -51,8 +51,8 @@ class SpeculationOptions:
         DraftLenMode | None,
         typer.Option(
             metavar="[fixed|auto]",
-            help="`auto` shortens each draft to what is expected to save time, by step costs and acceptance so far, "
-            "perhaps to 0; `fixed` sends all of it.",
+            help="`auto` shortens each draft to the length expected to save time, from measured step costs and "
+            "acceptance so far; it may be 0. `fixed` sends all of it.",
             rich_help_panel=SPECULATION,
             show_default="auto in leader mode, fixed in orchestrator mode",
         ),
@@ -61,8 +61,7 @@ class SpeculationOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draft as `specdec tune` recommends for this engine, or not at all; in place of all flags that choose "
-            "a drafter.",
+            help="Use the recommendation of `specdec tune` for this engine, instead of flags that choose a drafter.",
             rich_help_panel=SPECULATION,
             show_default=False,
         ),

@@ -24,7 +24,7 @@ class RunInputs:
     """Paths to read."""
 
     prompt: Annotated[
-        list[str] | None, typer.Argument(help="Prompts; `-` is what standard input holds.", show_default=False)
+        list[str] | None, typer.Argument(help="Prompts; `-` reads standard input.", show_default=False)
     ] = None
     input_text: Annotated[
         list[str] | None, typer.Option(help="Prompt; repeatable.", rich_help_panel=INPUT, show_default=False)
@@ -46,7 +46,7 @@ class RunInputs:
         bool,
         typer.Option(
             "--apply-chat-template",
-            help="Give texts as what a user says, by the tokenizer's chat template.",
+            help="Wrap each prompt as a user message, by the tokenizer's chat template.",
             rich_help_panel=INPUT,
         ),
     ] = False
@@ -70,7 +70,7 @@ class RunGeneration:
     random_seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)] = 0
     num_return_sequences: Annotated[
         int,
-        typer.Option(min=1, max=MAX_NUM_RETURN_SEQUENCES, help="Outputs for each prompt.", rich_help_panel=SAMPLING),
+        typer.Option(min=1, max=MAX_NUM_RETURN_SEQUENCES, help="Outputs per prompt.", rich_help_panel=SAMPLING),
     ] = 1
 
     def for_chat(self, defaults: Mapping[str, Any]) -> "RunGeneration":
@@ -92,7 +92,7 @@ class RunResults:
         bool, typer.Option("--streaming", help="Print text as it is generated.", rich_help_panel=OUTPUT)
     ] = False
     streaming_interval: Annotated[
-        int | None, typer.Option(min=1, help="Steps between two prints.", rich_help_panel=OUTPUT, show_default="5")
+        int | None, typer.Option(min=1, help="Steps between prints.", rich_help_panel=OUTPUT, show_default="5")
     ] = None
     output_csv: Annotated[
         Path | None,
@@ -107,15 +107,14 @@ class RunResults:
         bool,
         typer.Option(
             "--output-generation-logits",
-            help="Write the target's float32 logits of every generated token, to `logits_generation.npy` if no other "
-            "name is given.",
+            help="Write the target's float32 logits of every generated token, by default to `logits_generation.npy`.",
             rich_help_panel=RUNTIME,
         ),
     ] = False
     output_logits_npy: Annotated[
         Path | None,
         typer.Option(
-            help="The same to this name with `_generation` put in, as in TensorRT-LLM.",
+            help="The same, to this name with `_generation` inserted, as in TensorRT-LLM.",
             rich_help_panel=OUTPUT,
             show_default=False,
         ),
@@ -124,7 +123,7 @@ class RunResults:
         int | None,
         typer.Option(
             min=0,
-            help="Give the log-probabilities of each generated token and of this many best ones in `--json`.",
+            help="Log-probabilities of each generated token and of this many best ones, in `--json`.",
             rich_help_panel=OUTPUT,
             show_default=False,
         ),

@@ -167,7 +167,7 @@ class SummarizeResults:
         typer.Option(
             min=0.0,
             max=100.0,
-            help="With `--check-accuracy` and `--test-hf`: ROUGE-1 x 100 the engine may have less than it.",
+            help="With `--check-accuracy` and `--test-hf`: allowed loss in ROUGE-1 x 100 against Hugging Face.",
             rich_help_panel=OUTPUT,
             show_default="no limit",
         ),

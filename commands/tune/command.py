@@ -41,7 +41,7 @@ class TuneInputs:
     traces: Annotated[
         Path | None,
         typer.Option(
-            help="Prompts with outputs, as `--output-traces` writes them.", rich_help_panel=INPUT, show_default=False
+            help="Prompts with outputs, as written by `--output-traces`.", rich_help_panel=INPUT, show_default=False
         ),
     ] = None
     input_text: Annotated[
@@ -91,7 +91,7 @@ class TuneOptions:
         int | None,
         typer.Option(
             min=1,
-            help="Requests that the best candidates are timed on.",
+            help="Requests on which the best candidates are timed.",
             rich_help_panel=RUNTIME,
             show_default=str(DEFAULT_LIVE_PROMPTS),
         ),
@@ -110,7 +110,7 @@ class TuneOptions:
         Path | None,
         typer.Option(
             metavar="PROFILE.json",
-            help="Write what is recommended, for `run --profile` and `summarize --profile`.",
+            help="Write the recommendation, for `run --profile` and `summarize --profile`.",
             rich_help_panel=OUTPUT,
             show_default=False,
         ),

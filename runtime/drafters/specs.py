@@ -41,7 +41,7 @@ ModelLen = Annotated[int, replace(_LENGTH, leader_default=_LONGEST_OF_MODELS)]
 SharedPool = Annotated[
     PoolKind,
     Setting(
-        "`public` looks in the outputs of the run's finished requests too, `private` does not; for suffix matching "
+        "`public` also searches the outputs of the run's finished requests, `private` does not; for suffix matching "
         "too.",
         flag="ngram_pool",
     ),
@@ -107,12 +107,12 @@ class NgramDrafter(LookupDrafter):
     max_draft_len: LookupLen = 10
     max_matching_ngram_size: Annotated[int, Setting(leader_flag="max_matching_ngram_size", at_least=1)] = 2
     min_matching_ngram_size: Annotated[
-        int, Setting("Shortest tail n-gram lookup looks up.", flag="min_matching_ngram_size", at_least=1)
+        int, Setting("Shortest n-gram to look up.", flag="min_matching_ngram_size", at_least=1)
     ] = 1
     ranking: Annotated[
         NgramRanking,
         Setting(
-            "Which earlier occurrence n-gram lookup continues: oldest, leftmost, recent or frequent.",
+            "Earlier occurrence that n-gram lookup continues: oldest, leftmost, recent or frequent.",
             flag="ngram_ranking",
         ),
     ] = "oldest"
@@ -120,7 +120,7 @@ class NgramDrafter(LookupDrafter):
     corpus: Annotated[
         Path | None,
         Setting(
-            "Corpus, made by `specdec corpus create`, in which n-gram lookup looks up what it finds nowhere else.",
+            "Corpus of `specdec corpus create`, searched by n-gram lookup if there is no other match.",
             flag="ngram_corpus",
             is_path=True,
         ),
@@ -184,7 +184,7 @@ class SuffixDrafter(LookupDrafter):
     description = Description(
         "suffix",
         "suffix matching",
-        help="Draft by suffix matching, what most often followed the longest match of any length",
+        help="Draft by suffix matching, with the most frequent continuation of the longest match of any length",
         flag="suffix_config",
         form=ListForm((Entry("max_draft_len", "max_draft_len", "count"), Entry("device_list")), ("[10,[0]]", "10")),
         algorithm="SUFFIX",
@@ -276,7 +276,7 @@ class SelfDrafter(DrafterSpec):
     description = Description(
         "self",
         "the target's own rounded copy",
-        help="Draft by the target's own copy with rounded weights, which `build --self-draft` makes",
+        help="Self-draft with the target's quantized copy, made by `build --self-draft`",
         flag="self_draft_config",
         form=ListForm(
             (

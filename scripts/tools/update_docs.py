@@ -52,7 +52,7 @@ def flag_table(command: Any) -> str:
         if not option.hidden and option.name not in ("help", "help_all"):
             names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
             if option.param_type_name == "argument":
-                names = f"`{option.metavar}`"
+                names = f"`{option.metavar or option.name.upper()}`"
             rows.append(f"| {names} | {_default(option)} | {option.help} |")
     return "\n".join(["| flag | default | meaning |", "|---|---|---|", *rows])
 
