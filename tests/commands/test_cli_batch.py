@@ -99,7 +99,11 @@ def arguments(engine_dir: Path, *others: object) -> list[object]:
 
 
 def start(arguments: list[object], directory: Path, gate: Gate | None = None) -> int:
-    """A process of the command in a directory, where its errors are too. It stands still at a gate that is given."""
+    """A process of the command in a directory, where its errors are too. It stands still at a gate that is given.
+
+    Automatic lengths would ask the drafter at the gate only while drafts pay, by what steps take.
+    """
+    arguments += ["--ngram-config", "4,2", "--draft-len-mode", "fixed"] if gate else []
     prepare = partial(gate.hold, NgramLookup) if gate else lambda: None
     with (directory / "errors").open("wb") as errors:
         return forks.start(arguments, directory, errors.fileno(), prepare=prepare)
@@ -242,7 +246,7 @@ def test_ten_kills_at_random_moments_leave_no_trace(
     while num_killed < 10:
         (directory := tmp_path / f"gate {len(num_lines)}").mkdir(exist_ok=True)
         gate = Gate(directory, num_steps=20) if num_killed % 2 else None  # of 8 to 16 tokens each; four at once
-        process = start(arguments(llama_uncompiled_dir, "--ngram-config", "4,2"), tmp_path, gate)
+        process = start(arguments(llama_uncompiled_dir), tmp_path, gate)
         if gate:
             wait_for(lambda gate=gate: gate.is_reached, process)
         else:
@@ -286,7 +290,7 @@ def test_ctrl_c_keeps_what_is_done(
     rows = [*requests(), openai("long", prompt="dog", max_tokens=100, n=20, ignore_eos=True)]
     write(tmp_path / "requests.jsonl", rows)
     partial, gate = tmp_path / "results.jsonl.partial", Gate(tmp_path, num_steps=40)
-    process = start(arguments(llama_uncompiled_dir, "--ngram-config", "4,2"), tmp_path, gate)
+    process = start(arguments(llama_uncompiled_dir), tmp_path, gate)
     wait_for(lambda: gate.is_reached, process)
     os.kill(process, signal.SIGINT)
     assert finish(process, tmp_path) == 130

@@ -182,8 +182,9 @@ def test_killed_driver_goes_on_with_another_number_of_workers(
         f"sys.path.append({str(ROOT / 'tests')!r})\nfrom gate import Waits\n"
     )
     command = ["batch", "-i", "requests.jsonl", "-o", "results.jsonl", "--engine-dir", str(llama_uncompiled_dir)]
+    fixed = ["--draft-len-mode", "fixed"]  # automatic lengths do not ask a drafter at every step
     process = subprocess.Popen(
-        [sys.executable, "-m", "specdec_cli", *command, "--ray", cluster.address, "--drafter", "held:Waits"],
+        [sys.executable, "-m", "specdec_cli", *command, "--ray", cluster.address, "--drafter", "held:Waits", *fixed],
         cwd=tmp_path,
         env=process_environment | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.DEVNULL,

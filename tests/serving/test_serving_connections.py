@@ -168,7 +168,7 @@ def test_nothing_is_left_of_a_connection_that_ended(make_listening: Callable[...
 def process(engine_dir: Path, *arguments: str, gate: Gate | None = None) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """`specdec serve` of an engine, perhaps with a gate, and the port that it listens at."""
     command = [sys.executable, "-m", "specdec_cli", "serve", "--engine-dir", str(engine_dir), "--port", "0", *arguments]
-    command += ["--drafter", "gate:Waits"] if gate else []
+    command += ["--drafter", "gate:Waits", "--draft-len-mode", "fixed"] if gate else []
     environment = os.environ | (gate.environment if gate else {})
     started = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
