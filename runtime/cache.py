@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 22
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
 _TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
 _SHA256 = re.compile("[0-9a-f]{64}")
-_PARTS = ("engines", "digests")
+_PARTS = ("engines", "digests", "programs")
 
 Range = tuple[int, int]
 """Bytes of a file: the first, and one past the last."""

@@ -19,8 +19,8 @@ CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights; 4: neither
 # files nor weights were recorded; 5: a token's bits depended on the size of its step; 6: the package did not say what
 # it was compiled for; 7: layers said whether they round what they read, not to how many bits; 8: the
-# kernels did not sample; 9: the compiler's loops were OpenMP's
-ENGINE_FORMAT_VERSION = 10
+# kernels did not sample; 9: the compiler's loops were OpenMP's; 10: a step was one program
+ENGINE_FORMAT_VERSION = 11
 
 # Beyond these nothing useful can be built, and what is asked for is most likely a slip.
 MAX_BATCH_SIZE = 1024
@@ -273,6 +273,8 @@ class EngineConfig:
     quantization: Quantization | None = None
     quality: Quality | None = None
     compiler_note: str | None = None
+    why_whole: str | None = None
+    """Reason why a step compiled ahead of time for a CPU is one program; None where each kind of layer is one."""
     arithmetic: Arithmetic | None = None
     """Matmul kernel of linear layers; None without our kernels."""
     batch_invariant: bool = False

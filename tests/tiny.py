@@ -98,6 +98,7 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MIXTURES = tuple(_MIXTURES)
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -70,6 +70,7 @@ class _Compiled:
     build: BuildConfig
     note: str | None = None
     arithmetic: Arithmetic | None = None
+    why_whole: str | None = None
 
 
 Phase = Callable[[str], None]
@@ -266,6 +267,7 @@ def _checked(
         weights_digest=weights_digest(model, getattr(torch, checkpoint.dtype)),
         quantization=checkpoint.quantization,
         compiler_note=compiled.note,
+        why_whole=compiled.why_whole,
         arithmetic=compiled.arithmetic,
         batch_invariant=bool(compiled.arithmetic) and is_batch_invariant(step, model, shape),
         mapping=checkpoint.mapping,
@@ -362,14 +364,14 @@ def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: in
         return _Compiled(build)
     arithmetic = _arithmetic(model, build)
     try:
-        uses_linear_kernel = compile_aot(Step(model), shape, directory, arithmetic, rank=rank)
+        made = compile_aot(Step(model), shape, directory, arithmetic, rank=rank)
     except Exception as error:  # export and Inductor raise many kinds; each means: not this model
         _raise_machine_error(error)
         (directory / PACKAGE).unlink(missing_ok=True)
         message = next(iter(str(error).strip().splitlines()), "")
         note = f"cannot be compiled ahead of time: {type(error).__name__}: {message}"
         return _Compiled(dataclasses.replace(build, compiler="torch-compile"), note)
-    return _Compiled(build, arithmetic=arithmetic if uses_linear_kernel else None)
+    return _Compiled(build, None, arithmetic if made.uses_kernels else None, made.why_whole)
 
 
 def _compile_all(

@@ -5,17 +5,17 @@
 `none` runs the model as it is, for debugging.
 """
 
+import dataclasses
 import json
 import logging
 import math
 import os
-import shlex
-import subprocess
+import tempfile
 import warnings
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,17 +25,26 @@ from torch import Tensor
 
 from runtime.batch import Batch, Row, at_least_two, pack
 from runtime.bundle import uses_kernels
-from runtime.compiler.kernels import SOURCES_DIR, cxx_compiler, flush_denormals_of_openmp
+from runtime.compiler.kernels import flush_denormals_of_openmp
 from runtime.compiler.memory import give_back
+from runtime.compiler.programs import (
+    LIBRARY,
+    compile_programs,
+    cpu_options,
+    instructions_looked_up,
+    named_compiler,
+    package_options,
+    run_inductor,
+)
 from runtime.compiler.weights import Layout, layout_of, save_weights
 from runtime.config import ARITHMETICS, Arithmetic, LayerShape, StepShape, as_json, parse
 from runtime.kv_cache import KVPool, kv_dtype
 from runtime.temporary import own_temporary_files
 
 if TYPE_CHECKING:
-    from torch._inductor.cpu_vec_isa import VecISA
     from torch.export import ExportedProgram
 
+    from runtime.compiler.cutting import CutStep
     from runtime.compiler.model import Step  # opening an engine must not import model code
 
 StepFunction = Callable[..., Tensor]
@@ -60,7 +69,17 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
 
 
 PACKAGE, WEIGHTS, CACHE = "rank0.pt2", "rank0.safetensors", "rank0.cache"
-_LAYOUT, _SHAPE = "weights.json", "step.json"
+_LAYOUT, _SHAPE, _CALLS = "weights.json", "step.json", "calls.json"
+
+
+@dataclass(frozen=True)
+class Made:
+    """Outcome of a compilation ahead of time."""
+
+    uses_kernels: bool
+    """True if all of its linear layers are computed by the CPU's kernels."""
+    why_whole: str | None = None
+    """Reason why it is one program, on a CPU; None where it is cut into layers."""
 
 
 def compile_aot(
@@ -70,122 +89,86 @@ def compile_aot(
     arithmetic: Arithmetic | None,
     known: Mapping[str, Tensor] | None = None,
     rank: int = 0,
-) -> bool:
-    """Write the step as an AOTInductor package, and the weights it wants to be handed (on a GPU: none).
+) -> Made:
+    """Write the step as a package, and the weights it wants to be handed (on a GPU: none).
 
     Weights that are among the `known` ones of another step are not written again. Where there are several ranks the
     package is the first's; of the others weights are written for it, and nothing is compiled. On the CPU its linear
-    layers are computed in `arithmetic`; returns whether all of them are. Whatever keeps a model from being exported is
-    raised as it comes.
+    layers are computed in `arithmetic`. Whatever keeps a model from being exported is raised as it comes.
     """
+    from runtime.compiler.cutting import cut_step, why_not_cut  # not to open an engine
+    from runtime.compiler.experts import experts_by_kernel
+
+    def export() -> "ExportedProgram":
+        return export_step(
+            step, shape.layers, shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
+        )
+
+    with _quiet(), torch.no_grad(), experts_by_kernel(step.model) if arithmetic is not None else nullcontext():
+        if arithmetic is None:
+            return _write_whole(export(), shape, directory, None, known, rank)
+        try:
+            cut = cut_step(step.model, shape.layers, export, ARITHMETICS.index(arithmetic))
+        except Exception as error:  # whatever it is about the model, the whole may do
+            made = _write_whole(export(), shape, directory, arithmetic, known, rank)
+            return dataclasses.replace(made, why_whole=why_not_cut(error))
+        _write_cut(cut, shape, directory, known, rank)
+        return Made(uses_kernels=True)
+
+
+def _write_cut(
+    cut: "CutStep", shape: StepShape, directory: Path, known: Mapping[str, Tensor] | None, rank: int
+) -> None:
+    weights = {f"{i}.{name}": weight for i, call in enumerate(cut.calls) for name, weight in call.weights.items()}
+    save_weights(directory / f"rank{rank}.safetensors", weights, known)
+    if rank > 0:
+        return
+    calls = [[call.program, call.inputs, call.outputs] for call in cut.calls]
+    extras = {_LAYOUT: layout_of(weights), _SHAPE: as_json(shape), _CALLS: calls}
+    with zipfile.ZipFile(directory / PACKAGE, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, extra in extras.items():
+            archive.writestr(f"extra/{name}", json.dumps(extra))
+        for number, files in enumerate(compile_programs(cut.programs)):
+            for name, data in files.items():
+                archive.writestr(f"{number}/{name}", data)
+
+
+def _write_whole(
+    program: "ExportedProgram",
+    shape: StepShape,
+    directory: Path,
+    arithmetic: Arithmetic | None,
+    known: Mapping[str, Tensor] | None,
+    rank: int,
+) -> Made:
     from torch.export.pt2_archive._package import package_pt2
     from torch.export.pt2_archive._package_weights import Weights
 
-    from runtime.compiler.experts import experts_by_kernel  # not to open an engine
     from runtime.compiler.linears import use_kernels
     from runtime.compiler.selection import select_early
 
-    with _quiet(), torch.no_grad(), experts_by_kernel(step.model) if arithmetic is not None else nullcontext():
-        program = export_step(
-            step, shape.layers, shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
-        )
-        select_early(program, "logit_indices")
+    select_early(program, "logit_indices")
+    hands_over = arithmetic is not None and use_kernels(program, ARITHMETICS.index(arithmetic))
+    options: dict[str, Any] = {
+        **(cpu_options() if arithmetic is not None else package_options()),
         # Freezing prepacks the weights for the CPU's matrix kernels: steps are two to three times faster.
-        # torch writes into its own `metadata`, by which a later torch-compile would not be found again.
-        hands_over = arithmetic is not None and use_kernels(program, ARITHMETICS.index(arithmetic))
-        options: dict[str, Any] = {
-            "freezing": arithmetic is not None,
-            "aot_inductor.metadata": {},
-            "aot_inductor.package": True,
-            "aot_inductor.package_cpp_only": rank > 0,  # whose program is the first's, and is not compiled again
-            "aot_inductor.precompile_headers": False,  # for one program it takes as long as reading them
-            "aot_inductor.package_constants_in_so": not hands_over,
-            "aot_inductor.package_constants_on_disk_format": "pickle_weights" if hands_over else None,
-        }
-        arguments, _ = program.example_inputs
-        with _instructions_looked_up(), _one_loop_a_region(), named_compiler():
-            options |= _own_loops() if arithmetic is not None else {}
-            made = torch._inductor.aot_compile(program.module(check_guards=False), arguments, options=options)
-    assert isinstance(made, list)  # because it is to be packaged
+        "freezing": arithmetic is not None,
+        "aot_inductor.package_cpp_only": rank > 0,  # whose program is the first's, and is not compiled again
+        "aot_inductor.package_constants_in_so": not hands_over,
+        "aot_inductor.package_constants_on_disk_format": "pickle_weights" if hands_over else None,
+    }
+    arguments, _ = program.example_inputs
+    made = run_inductor(program.module(check_guards=False), arguments, options)
     constants = [file for file in made if isinstance(file, Weights)]
     weights = {name: tensor for part in constants for name, (tensor, _) in part.items()}
     save_weights(directory / f"rank{rank}.safetensors", weights, known)
-    if rank > 0:
-        return hands_over
-    package_pt2(
-        str(directory / PACKAGE),
-        aoti_files=[file for file in made if isinstance(file, str)],
-        extra_files={_LAYOUT: json.dumps(layout_of(weights)), _SHAPE: json.dumps(as_json(shape))},
-    )
-    return hands_over
-
-
-def _own_loops() -> dict[str, Any]:
-    """Inductor's options by which a package's loops are computed by the kernels' threads: `csrc/package_loops.h`.
-
-    As many threads as there are, whatever their number here. Other compilers than GNU's do not call what is put in the
-    place of OpenMP: their loops are computed by one thread.
-    """
-    from torch._inductor.cpp_builder import is_gcc
-
-    if not is_gcc():
-        return {"cpp.threads": 1}
-    source = (SOURCES_DIR / "package_loops.h").read_text()
-    # What is said to be the declaration of an operation's C function is put into the package as it is.
-    return {
-        "cpp.threads": 4,  # for as many a loop over heads, of few tokens, is divided by tokens too
-        "cpp.min_chunk_size": 64,
-        "cpp.dynamic_threads": True,
-        "aot_inductor.custom_ops_to_c_shims": {
-            torch.ops.specdec.loop_sharer.default: [f"int specdec_loops;\n{source}"]
-        },
-    }
-
-
-@contextmanager
-def _one_loop_a_region() -> Iterator[None]:
-    """Inductor begins a parallel region for each loop: between two of one region its threads wait for each other."""
-    from torch._inductor.codegen.cpp import WorkSharing  # only to build
-
-    before = WorkSharing.parallel
-
-    def begin(self: "WorkSharing", threads: int) -> None:
-        self.close()  # type: ignore[no-untyped-call]
-        before(self, threads)  # type: ignore[no-untyped-call]
-
-    WorkSharing.parallel = begin  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        WorkSharing.parallel = before  # type: ignore[method-assign]
-
-
-def named_compiler() -> AbstractContextManager[None]:
-    """Inductor calls the compiler that compiles the kernels. By itself it takes an empty CXX for a compiler's name."""
-    patched: AbstractContextManager[None] = torch._inductor.config.patch({"cpp.cxx": (None, cxx_compiler())})
-    return patched
-
-
-@contextmanager
-def _instructions_looked_up() -> Iterator[None]:
-    """Inductor asks the compiler which instructions it knows, and does not compile and load a library for each set.
-
-    That takes 2 s for each of six, and the processor is asked elsewhere.
-    """
-
-    def knows(instructions: "VecISA", code: str) -> bool:
-        flags = instructions.build_arch_flags().split()
-        command = [*shlex.split(cxx_compiler()), *flags, "-fsyntax-only", "-x", "c++", os.devnull]
-        return subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
-
-    from torch._inductor.cpu_vec_isa import VecISA  # only to build
-
-    before = VecISA.check_build
-    VecISA.check_build = knows  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        VecISA.check_build = before  # type: ignore[method-assign]
+    if rank == 0:
+        package_pt2(
+            str(directory / PACKAGE),
+            aoti_files=[file for file in made if isinstance(file, str)],
+            extra_files={_LAYOUT: json.dumps(layout_of(weights)), _SHAPE: json.dumps(as_json(shape))},
+        )
+    return Made(hands_over)
 
 
 def export_step(
@@ -240,19 +223,42 @@ def open_aot(package: Path, weights: dict[str, Tensor], device: torch.device) ->
     It unpacks the package, and runs what it has unpacked. On the CPU it is that of the kernels, which must be loaded:
     Python's other threads do not wait for it, as they do for torch's.
     """
-    on_processor, index = device.type == "cpu", -1 if device.index is None else device.index
     with own_temporary_files():
-        loader: Any = (
-            torch.classes.specdec.Package(str(package))
-            if on_processor
-            else torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, index)
-        )
-    if weights:  # on the CPU only
-        loader.load(weights)
+        loader = _open_cut(package, weights) if _is_cut(package) else _open_whole(package, weights, device)
     step = PackagedStep(loader, weights)
     for one in list(weights.values())[:1]:  # they lie in one piece; torch never lets go of those that it was handed
         weakref.finalize(step, give_back, one).atexit = False
     return step
+
+
+def _is_cut(package: Path) -> bool:
+    with zipfile.ZipFile(package) as archive:
+        return f"extra/{_CALLS}" in archive.namelist()
+
+
+def _open_cut(package: Path, weights: dict[str, Tensor]) -> Any:
+    own: dict[str, dict[str, Tensor]] = {}
+    for name, weight in weights.items():
+        call, _, name_there = name.partition(".")
+        own.setdefault(call, {})[name_there] = weight
+    step: Any = torch.classes.specdec.CutStep()
+    with tempfile.TemporaryDirectory() as directory, zipfile.ZipFile(package) as archive:
+        archive.extractall(directory)
+        for i, (program, inputs, outputs) in enumerate(_read_extra(package, _CALLS)):
+            step.add(f"{directory}/{program}/{LIBRARY}", inputs, outputs, own.get(str(i), {}))
+    return step
+
+
+def _open_whole(package: Path, weights: dict[str, Tensor], device: torch.device) -> Any:
+    on_processor, index = device.type == "cpu", -1 if device.index is None else device.index
+    loader: Any = (
+        torch.classes.specdec.Package(str(package))
+        if on_processor
+        else torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, index)
+    )
+    if weights:  # on the CPU only
+        loader.load(weights)
+    return loader
 
 
 class CompiledStep:
@@ -272,7 +278,7 @@ class CompiledStep:
             flush_denormals_of_openmp()
         # Or sizes that are equal in the first call would have to be equal in all.
         equal_by_chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-        with _compiler_cache(self.cache_dir), equal_by_chance, _instructions_looked_up(), named_compiler():
+        with _compiler_cache(self.cache_dir), equal_by_chance, instructions_looked_up(), named_compiler():
             logits: Tensor = self._compiled(*at_least_two(batch).tensors(), *pools)
         return logits[: len(batch.logit_indices)]
 

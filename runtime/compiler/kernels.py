@@ -40,13 +40,7 @@ def compile_kernels(path: Path, march: str = "native") -> None:
     For the processor that it is compiled on, unless `march` names another of the compiler's.
     """
     compiler = cxx_compiler()
-    name = digest(
-        (
-            _sources(),
-            *_FLAGS,
-            *(march, compiler, _toolchain(compiler), torch.__version__, processor()),
-        )
-    )
+    name = digest((*_FLAGS, march, *compiled_by()))
     cached = cache_dir() / f"kernels-{name[:16]}.so"
     library = read_sealed(cached)
     if library is not None:
@@ -69,6 +63,12 @@ def no_compiler() -> SpecDecError:
         hint="install one (the package `g++`) or name it in the variable CXX",
         fact="no_compiler",
     )
+
+
+def compiled_by() -> tuple[str, ...]:
+    """All that machine code depends on which is made here, beside its source: the kernels that it calls, too."""
+    compiler = cxx_compiler()
+    return _sources(), compiler, _toolchain(compiler), torch.__version__, processor()
 
 
 def _sources() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.compiler.compilation import named_compiler
+from runtime.compiler.programs import named_compiler
 
 
 def main() -> None:

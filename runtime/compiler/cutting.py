@@ -1,0 +1,471 @@
+"""A step cut into programs that are compiled by themselves: its beginning, a layer of each kind, and its end.
+
+While the step is exported its layers are calls of an operation that computes nothing, all but the last one, which
+belongs to the end: of it only the tokens are computed whose logits are wanted. A layer of each kind is exported by
+itself. Layers are of one kind if they are made of the same modules, with the same settings and the same shapes, and
+are called in the same way; the first and the last of a kind must give the same graph.
+
+Weights are packed here, by the operations of the graph that look at nothing else, once for each layer.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from runtime.compiler.attention import PagedInputs
+from runtime.compiler.linears import use_kernels
+from runtime.compiler.selection import select_early
+from runtime.config import LayerShape
+
+torch.library.define("specdec_cut::layer", "(Tensor hidden, Tensor[] others, int layer) -> Tensor")
+torch.library.register_fake("specdec_cut::layer", lambda hidden, others, layer: torch.empty_like(hidden))
+_LAYER = torch.ops.specdec_cut.layer.default
+
+Export = Callable[[], ExportedProgram]
+
+
+class CannotBeCut(Exception):
+    """The reason why a step is compiled as a whole."""
+
+
+def why_not_cut(error: Exception) -> str:
+    """The reason of `CannotBeCut`; other errors mean that the model does not take calls in the place of its layers."""
+    if isinstance(error, CannotBeCut):
+        return str(error)
+    return f"it cannot be cut: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A program's turn in a step. Tensors are known by their place: the step's inputs come first."""
+
+    program: int
+    inputs: list[int]
+    outputs: list[int]
+    weights: dict[str, Tensor]
+    """The program's constants, by their names there."""
+
+
+@dataclass(frozen=True)
+class CutStep:
+    """Programs, and the calls that are a step; the last one's output is the logits."""
+
+    programs: list[GraphModule]
+    calls: list[Call]
+
+
+def cut_step(model: nn.Module, shapes: tuple[LayerShape, ...], export: Export, arithmetic: int) -> CutStep:
+    """The step that `export` gives of the model, with linear layers in `arithmetic`. Raises CannotBeCut."""
+    layers = _layers_of(model, len(shapes))
+    calls: dict[int, _LayerCall] = {}
+    with _layers_as_calls(layers[:-1], calls):
+        step = export()
+    select_early(step, "logit_indices")
+    _replace_products(step, arithmetic)
+    graph = step.module(check_guards=False)
+    nodes = {node.args[2]: node for node in graph.graph.nodes if node.target is _LAYER}
+    kinds: dict[str, list[int]] = {}
+    for i, node in nodes.items():
+        kinds.setdefault(
+            f"{_structure(layers[i])} {shapes[i]} {calls[i].kind} {[_form(one) for one in _inputs(node)]}", []
+        ).append(i)
+    if len(kinds) > len(nodes) // 2 + 1:
+        raise CannotBeCut(f"its {len(layers)} layers are of {len(kinds)} kinds")
+    programs, made = _Programs(), {}
+    for alike in kinds.values():
+        program = _export_layer(layers[alike[0]], nodes[alike[0]], calls[alike[0]], arithmetic)
+        if len(alike) > 1:
+            last = _export_layer(layers[alike[-1]], nodes[alike[-1]], calls[alike[-1]], arithmetic)
+            if describe(program) != describe(last):
+                raise CannotBeCut("its layers compute by their number")
+        folded = _fold(program)
+        number = programs.number(folded.graph)
+        for i in alike:
+            weights = folded.weights_of(_in_layer(layers[i], program))
+            made[nodes[i]] = _Turn(number, weights, _inputs(nodes[i]), [nodes[i]])
+    return _in_order(graph, programs, made)
+
+
+# --- layers ---
+
+
+@dataclass(frozen=True)
+class _LayerCall:
+    """A model's call of a layer: the structure of the arguments behind the first, and those that are no tensors."""
+
+    layer: int
+    structure: pytree.TreeSpec
+    arguments: list[Any]  # None in the place of tensors
+    is_tensor: list[bool]
+
+    @property
+    def kind(self) -> str:
+        arguments = [PagedInputs if isinstance(value, PagedInputs) else value for value in self.arguments]
+        return f"{self.structure} {arguments} {self.is_tensor}"
+
+
+def _layers_of(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The list of modules of which each has the attention of one layer."""
+
+    def numbers(layer: nn.Module) -> set[Any]:
+        return {module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")}
+
+    if num_layers > 1:
+        lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == num_layers]
+        for layers in lists:
+            if all(numbers(layer) == {i} for i, layer in enumerate(layers)):
+                return layers
+    raise CannotBeCut("it has no list of several layers")
+
+
+@contextmanager
+def _layers_as_calls(layers: nn.ModuleList, calls: dict[int, _LayerCall]) -> Iterator[None]:
+    """Have layers compute nothing in the block, and put how they are called into `calls`."""
+    for i, layer in enumerate(layers):
+        layer.forward = _stand_in(i, calls)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _stand_in(i: int, calls: dict[int, _LayerCall]) -> Callable[..., Tensor]:
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        arguments, structure = pytree.tree_flatten((args, kwargs))
+        is_tensor = [isinstance(value, Tensor) for value in arguments]
+        calls[i] = _LayerCall(i, structure, [None if isinstance(v, Tensor) else v for v in arguments], is_tensor)
+        tensors = [value for value in arguments if isinstance(value, Tensor)]
+        (paged,) = (value for value in arguments if isinstance(value, PagedInputs))
+        output: Tensor = torch.ops.specdec_cut.layer(hidden, [*tensors, *_tensors_of(paged, i)], i)
+        return output
+
+    return forward
+
+
+def _tensors_of(paged: PagedInputs, layer: int) -> list[Tensor]:
+    pools = [paged.key_pools, paged.value_pools, *([paged.scale_pools] if paged.scale_pools else [])]
+    return [paged.positions, paged.slot_mapping, paged.block_tables, *(pool[layer] for pool in pools)]
+
+
+def _of_tensors(tensors: list[Tensor], layer: int) -> PagedInputs:
+    """Inverse of `_tensors_of`."""
+    positions, slot_mapping, block_tables, *pools = tensors
+    keys, values, *scales = ([pool] * (layer + 1) for pool in pools)
+    return PagedInputs(keys, values, scales[0] if scales else [], positions, slot_mapping, block_tables)
+
+
+class _Layer(nn.Module):
+    """A layer, called with tensors only."""
+
+    def __init__(self, layer: nn.Module, call: _LayerCall, equal_sizes: list[list[tuple[int, int]]]) -> None:
+        super().__init__()
+        self.layer, self.call, self.equal_sizes = layer, call, equal_sizes
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        for (first, dim), *others in self.equal_sizes:
+            for other, other_dim in others:
+                torch._check(tensors[other].shape[other_dim] == tensors[first].shape[dim])  # type: ignore[no-untyped-call]
+        hidden, *rest = tensors
+        num_own = sum(self.call.is_tensor)
+        own, paged = iter(rest[:num_own]), _of_tensors(rest[num_own:], self.call.layer)
+        arguments = [
+            next(own) if is_tensor else paged if isinstance(value, PagedInputs) else value
+            for value, is_tensor in zip(self.call.arguments, self.call.is_tensor, strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(arguments, self.call.structure)
+        output = self.layer(hidden, *args, **kwargs)
+        if not isinstance(output, Tensor):
+            raise CannotBeCut("its layers return more than hidden states")
+        return output
+
+
+def _export_layer(layer: nn.Module, node: Node, call: _LayerCall, arithmetic: int) -> GraphModule:
+    """The layer's graph, for any sizes that the step leaves open where it is called."""
+    values = [source.meta["val"] for source in _inputs(node)]
+    sizes: dict[str, list[tuple[int, int]]] = {}
+    for i, value in enumerate(values):
+        for dim, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt):
+                sizes.setdefault(str(size), []).append((i, dim))
+    free = tuple(
+        {dim: Dim.DYNAMIC for dim, size in enumerate(v.shape) if isinstance(size, torch.SymInt)} for v in values
+    )
+    module = _Layer(layer, call, list(sizes.values()))
+    program = torch.export.export(module, _examples(values), strict=False, dynamic_shapes=(free,))
+    if program.graph_signature.buffers_to_mutate:
+        raise CannotBeCut("its layers remember")
+    _replace_products(program, arithmetic)
+    return program.module(check_guards=False)
+
+
+def examples_of(program: GraphModule) -> tuple[Tensor, ...]:
+    """Inputs of a program."""
+    return _examples([node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"])
+
+
+def _examples(values: list[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors of the sizes by which the step was exported."""
+
+    def size(value: int | torch.SymInt) -> int:
+        return value if isinstance(value, int) else int(value.node.hint)
+
+    return tuple(torch.zeros([size(n) for n in value.shape], dtype=value.dtype) for value in values)
+
+
+def _replace_products(program: ExportedProgram, arithmetic: int) -> None:
+    if not use_kernels(program, arithmetic):
+        raise CannotBeCut("torch computes some of its products")
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+def _structure(layer: nn.Module) -> str:
+    """Description of the layer, its weights' values and its number aside. What is no plain value is only itself."""
+    parts = []
+    for name, module in layer.named_modules():
+        settings = {
+            key: value if isinstance(value, _PLAIN) else id(value)
+            for key, value in vars(module).items()
+            if not key.startswith("_") and key not in ("layer_idx", "forward")
+        }
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        shapes = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors]
+        parts.append((name, type(module), sorted(settings.items()), shapes))
+    return repr(parts)
+
+
+def _inputs(layer: Node) -> list[Node]:
+    """Tensors that the layer is called with."""
+    hidden, others, _ = layer.args
+    return [hidden, *others]  # type: ignore[list-item, misc]
+
+
+# --- constants ---
+
+
+@dataclass(frozen=True)
+class _Folded:
+    """A graph whose constants are weights with names, and how these are made."""
+
+    graph: GraphModule
+    made_by: dict[str, Node]
+    """Nodes of the graph before it was folded."""
+
+    def weights_of(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The weights that come of the attributes that `get` finds."""
+        known: dict[Node, Tensor] = {}
+
+        def value(node: Node) -> Tensor:
+            if node not in known:
+                if node.op == "get_attr":
+                    known[node] = get(str(node.target))
+                else:
+                    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
+                    known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            return known[node]
+
+        return {name: value(node).detach().contiguous() for name, node in self.made_by.items()}
+
+
+def _fold(module: GraphModule) -> _Folded:
+    """The graph without what is computed of its constants alone: that is done once, and is a weight."""
+    constants = _constants(module.graph.nodes)
+    used = [node for node in constants if any(user not in constants for user in node.users)]
+    made_by = {f"weight_{i}": node for i, node in enumerate(used)}
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in module.graph.nodes:
+        if node not in constants:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        elif node in used:
+            copies[node] = graph.get_attr(f"weight_{used.index(node)}")
+            copies[node].meta["val"] = node.meta["val"]
+    weights = _Folded(module, made_by).weights_of(_of(module))
+    return _Folded(GraphModule(weights, graph), made_by)
+
+
+def _constants(nodes: Iterable[Node]) -> dict[Node, None]:
+    """Nodes that come of attributes alone, in order."""
+    found: dict[Node, None] = {}
+    for node in nodes:
+        inputs = node.all_input_nodes
+        if node.op == "get_attr" or (node.op == "call_function" and inputs and all(one in found for one in inputs)):
+            found[node] = None
+        for one in _written(node):
+            found.pop(one, None)
+    return found
+
+
+def _written(node: Node) -> list[Node]:
+    """The tensors that an operation writes into."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    named = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+    written = (named.get(argument.name) for argument in schema.arguments if argument.is_write)
+    return [one for one in written if isinstance(one, Node)]
+
+
+def _of(module: nn.Module) -> Callable[[str], Tensor]:
+    def get(name: str) -> Tensor:
+        parent, _, own = name.rpartition(".")
+        tensor: Tensor = getattr(module.get_submodule(parent), own)
+        return tensor
+
+    return get
+
+
+def _in_layer(layer: nn.Module, program: GraphModule) -> Callable[[str], Tensor]:
+    """Find in the layer what the program of another one reads; what the export made is the program's own."""
+
+    def get(name: str) -> Tensor:
+        try:
+            return _of(layer)(name.removeprefix("layer."))
+        except AttributeError:
+            return _of(program)(name)
+
+    return get
+
+
+# --- the step around them ---
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A call, of tensors that are known by the nodes that make them."""
+
+    program: int
+    weights: dict[str, Tensor]
+    read: list[Node]
+    made: list[Node]
+
+
+class _Programs:
+    """Programs, each once."""
+
+    def __init__(self) -> None:
+        self.graphs: list[GraphModule] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, graph: GraphModule) -> int:
+        number = self._numbers.setdefault(describe(graph), len(self.graphs))
+        if number == len(self.graphs):
+            self.graphs.append(graph)
+        return number
+
+
+def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn]) -> CutStep:
+    """The calls of a step in which layers are calls: what is before, between and behind them are programs too."""
+    nodes = list(module.graph.nodes)
+    times: dict[Node, int] = {}  # how many layers come before
+    for node in nodes:
+        times[node] = max((times[one] + (one in layers) for one in node.all_input_nodes), default=0)
+        if any(times[one] != times[node] and one.op != "placeholder" for one in _written(node)):
+            raise CannotBeCut("what one layer makes another writes into")
+    (logits,) = pytree.tree_leaves(next(node for node in nodes if node.op == "output").args)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    asked = _asked(nodes, times, layers) | {logits}
+    given = {*inputs, *layers}
+    turns: list[_Turn] = []
+    for time in range(times[logits] + 1):
+        outputs = [node for node in nodes if times[node] == time and node in asked and node not in given]
+        if outputs:
+            writing = [node for node in nodes if times[node] == time and _written(node)]
+            piece, read = _piece(module, outputs, writing, given)
+            folded = _fold(piece)
+            turns.append(_Turn(programs.number(folded.graph), folded.weights_of(_of(piece)), read, outputs))
+            given |= set(outputs)
+        turns += [turn for node, turn in layers.items() if times[node] == time]
+    return CutStep(programs.graphs, _with_places(inputs, turns))
+
+
+def _asked(nodes: list[Node], times: dict[Node, int], layers: dict[Node, _Turn]) -> set[Node]:
+    """The tensors that layers read, and those that something behind a layer reads of what is before it."""
+    constants = _constants(nodes)
+    asked = {source for turn in layers.values() for source in turn.read}
+    for node in nodes:
+        early = (one for one in node.all_input_nodes if times[one] < times[node] and one not in constants)
+        asked |= {one for one in early if isinstance(one.meta.get("val"), Tensor)}
+    return asked
+
+
+def _piece(
+    module: GraphModule, outputs: list[Node], writing: list[Node], given: set[Node]
+) -> tuple[GraphModule, list[Node]]:
+    """Cut out what computes the outputs of what is given; returns which of these it reads, too.
+
+    Operations that write into tensors belong to it, though nobody may read what they return.
+    """
+    needed: set[Node] = set()
+    waiting = outputs + writing
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += [] if node in given else node.all_input_nodes
+    nodes = [node for node in module.graph.nodes if node in needed]
+    read = [node for node in nodes if node in given]
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in read:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta["val"] = node.meta["val"]
+    for node in nodes:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    return GraphModule(module, graph), read
+
+
+def _with_places(inputs: list[Node], turns: list[_Turn]) -> list[Call]:
+    """The calls, with a place for each tensor, which becomes another's when nobody reads it again."""
+    read_last = {node: turn for turn, one in enumerate(turns) for node in one.read}
+    places = {node: place for place, node in enumerate(inputs)}
+    new, free, calls = count(len(inputs)), list[int](), list[Call]()
+    for number, turn in enumerate(turns):
+        read = [places[node] for node in turn.read]
+        over = {node for node in turn.read if read_last[node] == number and node not in inputs}
+        free += [places[node] for node in over]
+        for node in turn.made:
+            places[node] = free.pop() if free else next(new)
+        calls.append(Call(turn.program, read, [places[node] for node in turn.made], turn.weights))
+    return calls
+
+
+# --- what a graph is ---
+
+
+def describe(module: GraphModule) -> str:
+    """A graph's operations, and the form of its inputs and weights: all of it that is compiled, but for names."""
+    numbers: dict[Node, _Bare] = {}
+    lines = []
+    for node in module.graph.nodes:
+        numbers[node] = _Bare(f"%{len(numbers)}")
+        arguments = torch.fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
+        target = "" if node.op in ("placeholder", "get_attr") else node.target
+        lines.append(f"{node.op} {target} {arguments} {_form(node)}")
+    symbols: dict[str, str] = {}
+    return re.sub(r"\b[su]\d+\b", lambda found: symbols.setdefault(found[0], f"s{len(symbols)}"), "\n".join(lines))
+
+
+class _Bare(str):
+    """A name that is shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _form(node: Node) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()}"
+    return str(value) if isinstance(value, torch.SymInt) else ""

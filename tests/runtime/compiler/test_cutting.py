@@ -1,0 +1,106 @@
+"""A step that is cut into its beginning, a layer of each kind, and its end, computes what transformers does."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, MIXTURES, make_model
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from runtime.batch import pack
+from runtime.compiler.attention import KERNEL
+from runtime.compiler.compilation import example_pool, example_rows, export_step
+from runtime.compiler.cutting import CannotBeCut, CutStep, cut_step, describe
+from runtime.compiler.experts import experts_by_kernel
+from runtime.compiler.kernels import describe_kernels, load_kernels
+from runtime.compiler.model import Step, probe_config
+
+BLOCK_SIZE = 16
+# A program for each kind of layer that is not the last, and the beginning and the end.
+NUM_PROGRAMS = {"gemma3": 4, "smollm3": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded(kernels: Path) -> None:
+    load_kernels(kernels)
+    describe_kernels()
+
+
+def cut(model: PreTrainedModel) -> CutStep:
+    shapes = probe_config(deepcopy(model.config))
+    model.set_attn_implementation(KERNEL)
+    with torch.no_grad(), experts_by_kernel(model):
+        return cut_step(model, shapes, lambda: export_step(Step(model), shapes, BLOCK_SIZE, torch.float32), 0)
+
+
+def computed(step: CutStep, inputs: list[Tensor]) -> Tensor:
+    """What the calls give, one after the other, by torch's operations and the kernels."""
+    tensors = dict(enumerate(inputs))
+    for call in step.calls:
+        read = tuple(tensors[place] for place in call.inputs)
+        made = torch.func.functional_call(step.programs[call.program], call.weights, read)
+        tensors |= dict(zip(call.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+    return tensors[step.calls[-1].outputs[0]]
+
+
+@pytest.mark.parametrize("family", [family for family in (*FAMILIES, *MIXTURES) if family != "gpt2"])
+def test_cut_step_computes_what_transformers_does(family: str) -> None:
+    model = make_model(family)
+    rows = [torch.arange(3, 10), torch.arange(20, 22)]
+    with torch.no_grad():
+        expected = torch.cat([model(row[None]).logits[0, -2:] for row in rows])
+        step = cut(model)
+        assert len(step.programs) == NUM_PROGRAMS.get(family, 3)
+        pool = example_pool(probe_config(deepcopy(model.config)), 40, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+        batch = pack(example_rows([7, 2], 0, 40, BLOCK_SIZE, 2), BLOCK_SIZE, torch.device("cpu"))
+        for i, row in enumerate(rows):
+            batch.input_ids[i, : len(row)] = row
+        logits = computed(step, [*batch.tensors(), *(tensor for part in pool.tensors() for tensor in part)])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_one_kind_are_one_program_with_weights_of_their_own() -> None:
+    settings: dict[str, Any] = {"num_hidden_layers": 6}
+    step = cut(make_model("llama", **settings))
+    assert len(step.programs) == 3 and len(step.calls) == 7
+    layers = [call for call in step.calls if call.program == step.calls[1].program]
+    assert len(layers) == 5
+    first, second = (call.weights for call in layers[:2])
+    assert first.keys() == second.keys() and not any(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_program_is_the_same_in_a_deeper_model_of_that_width() -> None:
+    few, many = (cut(make_model("llama", num_hidden_layers=number)) for number in (2, 4))
+    assert [describe(program) for program in few.programs] == [describe(program) for program in many.programs]
+
+
+def test_a_wider_layer_is_another_program() -> None:
+    one, other = (cut(make_model("llama", intermediate_size=size)) for size in (48, 64))
+    changed = [describe(a) != describe(b) for a, b in zip(one.programs, other.programs, strict=True)]
+    assert changed.count(False) == 1  # the beginning
+
+
+def test_layers_that_compute_by_their_number_are_not_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = LlamaAttention.forward
+
+    def scaled(self: LlamaAttention, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        output, _ = attend(self, *args, **kwargs)
+        return output * (1 + self.layer_idx), None
+
+    monkeypatch.setattr(LlamaAttention, "forward", scaled)
+    with pytest.raises(CannotBeCut, match="its layers compute by their number"):
+        cut(make_model("llama", num_hidden_layers=4))
+
+
+def test_a_model_of_which_torch_computes_products_is_not_cut() -> None:
+    with pytest.raises(CannotBeCut, match="torch computes some of its products"):
+        cut(make_model("gpt2"))
+
+
+def test_a_model_of_one_layer_is_not_cut() -> None:
+    with pytest.raises(CannotBeCut, match="several layers"):
+        cut(make_model("llama", num_hidden_layers=1))

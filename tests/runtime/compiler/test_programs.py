@@ -1,0 +1,144 @@
+"""What is compiled of a graph is kept by what the graph is: whoever wants the same finds it, and nobody finds half."""
+
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_model
+from torch.fx import GraphModule
+from transformers import PreTrainedModel
+
+from runtime.compiler import programs
+from runtime.compiler.kernels import load_kernels
+from runtime.compiler.programs import compile_programs
+
+
+@pytest.fixture(autouse=True)
+def loaded(kernels: Path) -> None:
+    load_kernels(kernels)
+
+
+def graph(width: int) -> GraphModule:
+    module = torch.nn.LayerNorm(width)
+    free = {0: torch.export.Dim.DYNAMIC}
+    exported = torch.export.export(module, (torch.zeros(3, width),), dynamic_shapes=(free,))
+    return exported.module(check_guards=False)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
+    """The graphs that Inductor is asked for."""
+    asked: list[GraphModule] = []
+    run: Callable[..., list[Any]] = programs.run_inductor
+
+    def watched(program: GraphModule, *others: Any) -> list[Any]:
+        asked.append(program)
+        return run(program, *others)
+
+    monkeypatch.setattr(programs, "run_inductor", watched)
+    return asked
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where programs are kept; what is compiled is taken from the machine's compiler no more than once for each."""
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "programs"
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many graphs each call of a compiler has compiled, which takes no time."""
+    numbers: list[int] = []
+
+    def compile_(graphs: list[GraphModule], options: dict[str, Any]) -> list[programs.Files]:
+        if graphs:
+            numbers.append(len(graphs))
+        return [{programs.LIBRARY: str(len(numbers)).encode()} for _ in graphs]
+
+    monkeypatch.setattr(programs, "_compile", compile_)
+    return numbers
+
+
+def entries(cache: Path) -> list[Path]:
+    return [path for path in cache.iterdir() if path.suffix != ".lock"]
+
+
+def test_a_second_model_of_a_width_compiles_nothing(
+    llama_engine_dir: Path, llama: PreTrainedModel, make_engine_dir: Callable[..., Path], compiled: list[GraphModule]
+) -> None:
+    """It has other weights, and more layers."""
+    model = make_model("llama", num_hidden_layers=3, vocab_size=llama.config.vocab_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    make_engine_dir(model, compiler="aot")
+    assert compiled == []
+
+
+def test_each_graph_is_compiled_once(cache: Path, pretended: list[int]) -> None:
+    first, second = compile_programs([graph(8), graph(16)]), compile_programs([graph(16), graph(24), graph(8)])
+    assert pretended == [2, 1]
+    assert [second[0], second[2]] == [first[1], first[0]]
+
+
+def test_what_is_damaged_is_compiled_again(cache: Path, pretended: list[int]) -> None:
+    compile_programs([graph(8)])
+    (entry,) = entries(cache)
+    whole = entry.read_bytes()
+    for damaged in (b"A" + whole[1:], whole[:-1], b""):
+        entry.write_bytes(damaged)
+        assert compile_programs([graph(8)]) == [{programs.LIBRARY: str(len(pretended)).encode()}]
+    assert pretended == [1] * 4
+
+
+@pytest.mark.parametrize("of", ["torch.__version__", "runtime.compiler.kernels._sources"])
+def test_what_another_version_compiled_is_not_taken(
+    of: str, cache: Path, pretended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_programs([graph(8)])
+    monkeypatch.setattr(of, "2.14" if of.startswith("torch") else lambda: "other kernels")
+    compile_programs([graph(8)])
+    assert pretended == [1, 1] and len(entries(cache)) == 2
+
+
+def test_who_wants_what_another_compiles_waits_for_it(cache: Path, pretended: list[int]) -> None:
+    asked = [[graph(8), graph(16)], [graph(16), graph(8)], [graph(8)]]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        one, other, _ = pool.map(compile_programs, asked)
+    assert sum(pretended) == 2 and one == other[::-1]
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    tmp_path: Path, pretended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert compile_programs([graph(8)]) == [{programs.LIBRARY: b"1"}]
+
+
+def test_a_disk_that_is_full_leaves_no_half_of_a_program(
+    cache: Path, pretended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr("runtime.files._flush", fail)
+        assert compile_programs([graph(8)]) == [{programs.LIBRARY: b"1"}]
+    assert entries(cache) == []
+    compile_programs([graph(8)])
+    assert pretended == [1, 1]
+
+
+def test_a_disk_that_is_full_while_a_program_is_compiled_is_said(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'cc1plus: fatal error: x.o: No space left on device' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    with pytest.raises(OSError, match="No space left on device"):
+        programs._run([str(compiler)])
