@@ -19,7 +19,6 @@ length that was chosen before anything is drawn.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, inf
@@ -39,12 +38,12 @@ DraftSeconds = Callable[[int, int], float]
 _PROBE_INTERVAL = 16
 """Steps without a draft of a draft model, before it is asked for a token to see whether it pays again."""
 _LOOK_INTERVAL = 4
-"""While steps gain less than looking takes, on average, a lookup looks at every fourth only (in a large batch for every
-fourth request), or so rarely that it takes this share of the time:"""
+"""While steps gain less than looking takes, on average, a lookup looks at every fourth only, or so rarely that it takes
+this share of the time:"""
 _LOOK_SHARE, _LONGEST_REST = 0.005, 64
 _LOOK_S = 20e-6
 """About what a lookup and counting its outcomes take for a sequence, where no clock tells."""
-_FIRST_GAIN, _GAIN_MEMORY = 3.0, 0.93
+_LARGE_BATCH, _FIRST_GAIN, _GAIN_MEMORY = 4, 3.0, 0.93
 """Initial mean gain, in multiples of the time of looking up: 16 steps without a gain end looking. In large batches,
 whose steps are compute-bound and seldom pay for drafts, it starts below 1."""
 _RATE_MEMORY = 0.98
@@ -86,13 +85,17 @@ class AdaptiveDrafter:
         check_request(self.drafter, request)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        for sequence in sequences:
-            self._outcomes.learn(sequence)
         if not sequences:
             return []
         prices = self._prices_of(sequences, max_draft_len)
         if self._meter is not None:
             self._meter.see(sequences)
+        if self._rests(prices):
+            self._num_off += 1
+            self._count(len(sequences), prices, 0.0)
+            return [Draft([])] * len(sequences)
+        for sequence in sequences:
+            self._outcomes.learn(sequence)
         drafts = self._propose(sequences, max_draft_len, prices)
         if self._meter is not None:
             num_drafted = sum(len(draft.tokens) for draft in drafts)
@@ -103,15 +106,8 @@ class AdaptiveDrafter:
     def _propose(self, sequences: list[Sequence], max_draft_len: int, prices: "_Prices") -> list[Draft]:
         if self._is_asked_for_what_pays:
             return self._propose_what_pays(sequences, prices)
-        rows = self._rows_to_look_at(sequences, prices)
-        if not rows or self._nothing_pays(prices):
-            self._num_off += 1
-            self._count(len(sequences), prices, 0.0)
-            return [Draft([])] * len(sequences)
         start = thread_time()  # time of looking up itself, without other threads
-        looked_at = [sequences[i] for i in rows]
-        found = dict(zip(rows, self.drafter.propose(looked_at, max_draft_len), strict=True))
-        drafts = [found.get(i) or Draft([]) for i in range(len(sequences))]
+        drafts = self.drafter.propose(sequences, max_draft_len)
         if any(draft.probs is not None for draft in drafts):
             self._is_asked_for_what_pays = True
         self._remember(sequences, drafts)
@@ -120,11 +116,11 @@ class AdaptiveDrafter:
         survivals = [self._survivals(s, d) for s, d in zip(sequences, drafts, strict=True)]
         choice = self._choose(survivals, prices)
         if self._meter is not None:
-            self._meter.looked(looked_at, thread_time() - start)
+            self._meter.looked(sequences, thread_time() - start)
         if any(survivals):  # or there was nothing to send, which says nothing about what pays
             look_s = _LOOK_S if self._meter is None else max(self._meter.look_s, _LOOK_S)
             mean_gain = self._mean_gain(len(sequences)) * _GAIN_MEMORY
-            mean_gain += choice.gain_s / (look_s * len(rows)) * (1 - _GAIN_MEMORY)
+            mean_gain += choice.gain_s / (look_s * len(sequences)) * (1 - _GAIN_MEMORY)
             self._mean_gains[len(sequences).bit_length()] = mean_gain
             self._num_off = 0 if mean_gain >= 1 else self._num_off + 1
         return [draft.cut(length) for draft, length in zip(drafts, choice.lengths, strict=True)]
@@ -196,23 +192,26 @@ class AdaptiveDrafter:
         return gains.index(max(gains))
 
     def _mean_gain(self, batch_size: int) -> float:
-        first = _FIRST_GAIN if batch_size < _LOOK_INTERVAL else _GAIN_MEMORY
+        first = _FIRST_GAIN if batch_size < _LARGE_BATCH else _GAIN_MEMORY
         return self._mean_gains.get(batch_size.bit_length(), first)
 
-    def _rows_to_look_at(self, sequences: list[Sequence], prices: "_Prices") -> Seq[int]:
-        """All rows while looking pays; else now and then, or in large batches those of some requests.
+    def _rests(self, prices: "_Prices") -> bool:
+        """True if nothing is looked up in this step, because that does not pay and is not due for a new measurement.
 
-        A lookup reads all tokens of a sequence that it is asked for, the prompt's too, whenever that is.
+        Then all rows are looked up: after a step, which evicts everything from the caches, the first row takes longer
+        than the others together. Outcomes of their drafts are counted at the next lookup.
         """
-        if self._mean_gain(len(sequences)) >= 1:
-            return range(len(sequences))
+        if self._is_asked_for_what_pays:
+            return False
+        if self._nothing_pays(prices):
+            return True
+        if self._mean_gain(prices.batch_size) >= 1:
+            return False
         interval = _LOOK_INTERVAL
         if self._meter is not None:
             share = self._meter.look_with_new_s * prices.rate_without  # of the time of a step
             interval = min(max(ceil(share / _LOOK_SHARE), _LOOK_INTERVAL), _LONGEST_REST)
-        if len(sequences) >= _LOOK_INTERVAL:
-            return [i for i, sequence in enumerate(sequences) if sequence.request.id % interval == 0]
-        return range(0) if self._num_off % interval else range(len(sequences))
+        return self._num_off % interval != 0
 
     def _nothing_pays(self, prices: "_Prices") -> bool:
         """True if even a token that is certain to be accepted costs more than it gains."""

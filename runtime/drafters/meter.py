@@ -51,8 +51,10 @@ class Meter:
 
     def see(self, sequences: Seq[Sequence]) -> None:
         """Learn what the step took that these come from. A prompt that was computed for a new one is no part of it."""
+        if not self._ids:
+            return
         seconds, ids = self._clock() - self._last, {sequence.request.id for sequence in sequences}
-        (alone_s, price_s), is_known = self._prices, bool(self._ids) and ids <= self._ids
+        (alone_s, price_s), is_known = self._prices, ids <= self._ids
         self._ids = set()
         if is_known and 0 < seconds < _MOST * price_s:
             self._learn(price_s / alone_s - 1, seconds / alone_s)

@@ -1,6 +1,7 @@
 """What drafts cost now is learned from the times of steps, and looking costs little where it does not pay."""
 
 import random
+from math import ceil
 
 import numpy as np
 import pytest
@@ -95,8 +96,8 @@ def test_tokens_that_cost_more_than_they_yield_are_no_longer_sent(per_token: flo
     assert (sum(late) / len(late) > 2) == is_sent, late
 
 
-def test_a_large_batch_is_looked_at_as_a_whole_only_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While nothing is right a lookup is asked for one request in four, and for all of them once drafts are right."""
+def test_a_large_batch_is_looked_at_in_every_step_only_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing is right a lookup is asked in one step of four, for all rows, and in all once drafts are right."""
     watch, output = Watch(), list(range(100, 400))
     monkeypatch.setattr("runtime.drafters.adaptive.thread_time", watch)
     lookup = Right([0] * 300)
@@ -106,8 +107,9 @@ def test_a_large_batch_is_looked_at_as_a_whole_only_where_that_pays(monkeypatch:
         drafts = adaptive.propose(sequences, 10)
         watch.now += (8 + 0.2 * sum(len(draft.tokens) for draft in drafts)) / 1e3
         if i == num_wrong - 1:
-            assert lookup.asked == [[0, 4, 8, 12]] * num_wrong
+            assert lookup.asked == [list(range(16))] * ceil(num_wrong / 4)
+            lookup.asked.clear()
             lookup.output = output
         for sequence in sequences:
             sequence.tokens.append(output[sequence.num_generated])
-    assert lookup.asked[-1] == list(range(16))
+    assert len(lookup.asked) > (150 - num_wrong) / 2
