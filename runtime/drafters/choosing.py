@@ -1,6 +1,6 @@
 """Several drafters: for each sequence the draft that is worth most.
 
-Lookups cost little, and all of them look that may have the best draft (`runtime.drafters.leads`). What one has found is
+Lookups cost little, and all of them look that may have the best draft (`Leads`). What one has found is
 sent as it is where its drafts with a match of that length yielded more tokens per second so far than those of the
 others, and than what a model drafts. Elsewhere the model drafts, and a copy of the target's looks at what was looked up
 in one of its steps, before each of them: what it would have drafted itself it need not compute one by one.
@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from runtime.drafters.leads import Leads
-from runtime.drafters.outcomes import SURE, Outcomes
+from runtime.drafters.outcomes import SURE, Leads, Outcomes
 from runtime.drafters.protocol import Drafter, Suggest, check_drafts, check_request, look_ahead
 from runtime.errors import UsageError
 from runtime.request import Draft, Request, Sequence

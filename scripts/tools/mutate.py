@@ -74,7 +74,6 @@ TESTS = {
     "runtime/compiler/weights.py": f"{T}compiler/test_weights.py",
     "runtime/drafters/adaptive.py": f"{T}drafters/test_adaptive.py",
     "runtime/drafters/allocation.py": f"{T}drafters/test_allocation.py",
-    "runtime/drafters/automaton.py": f"{T}drafters/test_automaton.py",
     "runtime/drafters/chain.py": f"{T}drafters/test_chain.py",
     "runtime/drafters/choosing.py": f"{T}drafters/test_choosing.py",
     "runtime/drafters/corpus.py": f"{T}test_corpus.py -k draft",

@@ -1,10 +1,10 @@
 """A lookup that adds nothing to another rests; where each is right in its own places both go on."""
 
 from runtime.drafters.choosing import ChoosingChain
-from runtime.drafters.leads import _INTERVAL
+from runtime.drafters.outcomes import LOOK_INTERVAL
 from runtime.request import Draft, Request, Sequence
 
-PROBE = _INTERVAL
+PROBE = LOOK_INTERVAL
 """A request that is looked at by those that rest too."""
 ALL = {1, 2, PROBE}
 ALWAYS, NEVER, EVEN, ODD = (
