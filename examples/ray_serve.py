@@ -14,9 +14,9 @@ from typing import Any
 
 from ray import serve
 
-from commands.options.serve import ServerOptions
-from commands.serving.group import Clock
-from commands.serving.running import guarded_app, open_served
+from commands.serve.command import ServerOptions
+from commands.serve.group import Clock
+from commands.serve.work import guarded_app, open_served
 from runtime.drafters.specs import NgramDrafter
 from runtime.llm import LLM
 

@@ -35,7 +35,7 @@ from commands.options.shared import COMMON, sort_by_panel
 from commands.options.spellings import empty_value, normalize_name, one_value_each, split_flags_without_effect
 from commands.output import fail, warn
 from commands.run.command import run
-from commands.serve import serve
+from commands.serve.command import serve
 from commands.summarize.command import summarize
 from commands.tune.command import tune
 from commands.verify.command import verify

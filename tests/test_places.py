@@ -94,7 +94,7 @@ found["tune"] = [one["flags"] for one in tuned["candidates"] if one["drafter"] a
 
 from runtime.tuning.profile import drafter_record
 from specdec_cli import LLM, EchoDrafter, SamplingParams
-from commands.serving.schema import Speculative
+from commands.serve.schema import Speculative
 from runtime.drafters.specs import Speculation
 
 found["serve"] = "echo_config" in Speculative.model_fields

@@ -14,14 +14,13 @@ from typing import Any
 from commands.batch.command import BatchDefaults
 from commands.batch.dispatch import NotAnswered
 from commands.batch.lines import BatchRequest
-from commands.serving.asking import ask_chat, ask_completion
-from commands.serving.chat import ChatReply
-from commands.serving.completions import CompletionReply
-from commands.serving.errors import HTTPError, as_http_error
-from commands.serving.parsing import validate_body
-from commands.serving.replies import TokenTexts
-from commands.serving.schema import ChatRequest, CompletionRequest, Generation
-from commands.serving.served import ServedModel, check_can_serve, prepare_chat
+from commands.serve.asking import ask_chat, ask_completion
+from commands.serve.completions import ChatReply, CompletionReply
+from commands.serve.http_errors import HTTPError, as_http_error
+from commands.serve.parsing import validate_body
+from commands.serve.replies import TokenTexts
+from commands.serve.schema import ChatRequest, CompletionRequest, Generation
+from commands.serve.served import ServedModel, check_can_serve, prepare_chat
 from runtime.cache import digest
 from runtime.errors import SpecDecError
 from runtime.llm import LLM

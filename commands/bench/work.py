@@ -6,8 +6,7 @@ import typer
 
 from commands.bench.command import BenchPrompts, BenchResults, BenchServer, BenchTraffic
 from commands.bench.contents import Content
-from commands.bench.report import bench_document, show
-from commands.html.bench import write_bench_report
+from commands.bench.report import bench_document, show, write_bench_report
 from commands.output import Output
 from runtime.benchmark.client import Client
 from runtime.benchmark.load import Load, LoadResult, arrival_times, run_load

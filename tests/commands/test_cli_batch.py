@@ -24,7 +24,7 @@ from tiny import hf_greedy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from waiting import wait_until
 
-from commands.serving.asking import _DEFAULT_MAX_TOKENS
+from commands.serve.asking import _DEFAULT_MAX_TOKENS
 from runtime.drafters.ngram import NgramLookup
 from scripts.campaigns import forks
 from specdec_cli import LLM, NgramDrafter, SamplingParams

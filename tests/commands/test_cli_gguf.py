@@ -16,7 +16,7 @@ from tiny import hf_greedy
 from transformers import PreTrainedTokenizerFast
 
 from commands.batch.job import model_digest
-from commands.serving.served import ServedModel, prepare_chat
+from commands.serve.served import ServedModel, prepare_chat
 from runtime.config import BuildConfig
 from runtime.engine_cache import EngineSettings
 from runtime.serving.loop import ServingLoop

@@ -98,15 +98,15 @@ def test_default_of_batch(specdec: Specdec, dear_dir: Path, tmp_path: Path, flag
     assert (document["num_draft_tokens"] > 0) == (mode == "fixed")
 
 
-@pytest.mark.parametrize(("command", "module"), [("chat", "commands.chat.command"), ("serve", "commands.serve")])
+@pytest.mark.parametrize("command", ["chat", "serve"])
 def test_default_of_chat_and_serve(
-    command: str, module: str, specdec: Specdec, dear_dir: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, specdec: Specdec, dear_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they do with the session is nobody's matter here: they are given it and end."""
     modes: list[str] = []
     monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
     monkeypatch.setattr(
-        "commands.serving.running.serve_setup",
+        "commands.serve.work.serve_setup",
         lambda setup, *others: modes.append(setup.session.speculation.draft_len_mode),
     )
     monkeypatch.setattr(

@@ -9,10 +9,10 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from commands.options.serve import ServerOptions
-from commands.serving.group import Clock
-from commands.serving.running import guarded_app, open_served
-from commands.serving.served import ServedModel
+from commands.serve.command import ServerOptions
+from commands.serve.group import Clock
+from commands.serve.served import ServedModel
+from commands.serve.work import guarded_app, open_served
 from runtime.drafters.specs import AnySpec, CustomDrafter
 from runtime.llm import LLM
 

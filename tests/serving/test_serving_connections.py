@@ -18,7 +18,7 @@ from gate import Gate
 from serving_models import PROMPT, WAITS, Listening
 from waiting import HANG_S, wait_until
 
-from commands.serving.connections import BoundedProtocol
+from commands.serve.server import BoundedProtocol
 
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True, "temperature": 0}
 
@@ -101,7 +101,7 @@ def test_an_answer_is_the_same_alone_and_among_many(make_listening: Callable[...
 def test_connections_beyond_the_bound_are_refused_politely(
     make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commands.serving.connections.MAX_CONNECTIONS", 5)
+    monkeypatch.setattr("commands.serve.server.MAX_CONNECTIONS", 5)
     listening = make_listening()
     held = [socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S) for _ in range(5)]
     wait_until(lambda: read_all(get(listening.port, "/health"))[0] == 503)
@@ -115,9 +115,9 @@ def test_connections_beyond_the_bound_are_refused_politely(
 def test_nobody_waits_for_those_refused_when_they_are_many(
     make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commands.serving.connections.MAX_CONNECTIONS", 5)
-    monkeypatch.setattr("commands.serving.connections._MAX_REFUSED", 2)
-    monkeypatch.setattr("commands.serving.connections._REFUSED_S", 60)
+    monkeypatch.setattr("commands.serve.server.MAX_CONNECTIONS", 5)
+    monkeypatch.setattr("commands.serve.server._MAX_REFUSED", 2)
+    monkeypatch.setattr("commands.serve.server._REFUSED_S", 60)
     listening = make_listening()
     opened = [socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S) for _ in range(15)]
     for refused in opened[7:]:
@@ -135,7 +135,7 @@ def test_nobody_waits_for_those_refused_when_they_are_many(
 def test_a_connection_that_says_nothing_is_ended(
     make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commands.serving.connections.FIRST_REQUEST_S", 0.2)
+    monkeypatch.setattr("commands.serve.server.FIRST_REQUEST_S", 0.2)
     listening = make_listening()
     silent = socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S)
     halting = socket.create_connection(("127.0.0.1", listening.port), timeout=HANG_S)

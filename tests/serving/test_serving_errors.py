@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from serving_models import PROMPT, WAITS, MakeServed, Served
 from waiting import wait_until
 
-from commands.serving.errors import HTTPError, of_validation
-from commands.serving.parsing import validate_body
-from commands.serving.schema import ChatRequest, CompletionRequest
+from commands.serve.http_errors import HTTPError, of_validation
+from commands.serve.parsing import validate_body
+from commands.serve.schema import ChatRequest, CompletionRequest
 from runtime.text import encode_text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -236,8 +236,8 @@ def test_a_full_queue_is_refused_with_when_to_come_again(make_served: MakeServed
 
 
 def asked_of(served: Served, max_tokens: int) -> list[Any]:
-    from commands.serving.asking import ask_completion
-    from commands.serving.schema import CompletionRequest
+    from commands.serve.asking import ask_completion
+    from commands.serve.schema import CompletionRequest
 
     body = CompletionRequest(prompt=PROMPT, max_tokens=max_tokens, ignore_eos=True)
     return ask_completion(served.model, body)
@@ -320,7 +320,7 @@ def test_a_long_list_costs_neither_time_nor_a_long_answer(
         found.append(error.error_count())
         return of_validation(error, value)
 
-    monkeypatch.setattr("commands.serving.parsing.of_validation", watched)
+    monkeypatch.setattr("commands.serve.parsing.of_validation", watched)
     with pytest.raises(HTTPError) as caught:
         validate_body(body, CompletionRequest)
     assert 1 <= found[0] < 10
@@ -334,7 +334,7 @@ def test_of_a_long_prediction_is_read_what_can_be_needed(served: Served, monkeyp
         lengths.append(len(text))
         return encode_text(tokenizer, text)
 
-    monkeypatch.setattr("commands.serving.asking.encode_text", watched)
+    monkeypatch.setattr("commands.serve.asking.encode_text", watched)
     content = "a b " * LONG
     response = served.post(COMPLETIONS, prompt=PROMPT, max_tokens=1, prediction={"type": "content", "content": content})
     assert response.status_code == 200

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from serving_models import PROMPT, MakeServed, Served
 from strength import examples
 
-from commands.serving.schema import REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from commands.serve.schema import REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 MODELS = {
     "/v1/completions": CompletionRequest,

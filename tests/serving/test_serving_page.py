@@ -429,7 +429,7 @@ def real_server(llama_engine_dir: Path) -> Iterator[SimpleNamespace]:
 
 
 @browser_only
-@pytest.mark.skipif(find_spec("commands.serving") is None, reason="this tree has no `specdec serve`")
+@pytest.mark.skipif(find_spec("commands.serve") is None, reason="this tree has no `specdec serve`")
 def test_the_page_works_with_the_server_itself(open_page: Open, real_server: SimpleNamespace) -> None:
     page = open_page(real_server)
     page.get_by_role("radio", name="Text to continue").check(force=True)

@@ -10,13 +10,13 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 
 from commands.documents.settings import Setup
-from commands.options.serve import ServerOptions
 from commands.output import stderr, warn
-from commands.serving.app import make_app
-from commands.serving.group import Clock
-from commands.serving.guard import Guard
-from commands.serving.served import ServedModel, check_can_serve, prepare_chat
-from commands.serving.server import Address, errors_logged, serve
+from commands.serve.command import ServerOptions
+from commands.serve.group import Clock
+from commands.serve.guard import Guard
+from commands.serve.routes import make_app
+from commands.serve.served import ServedModel, check_can_serve, prepare_chat
+from commands.serve.server import Address, errors_logged, serve
 from runtime.llm import LLM
 from runtime.serving.loop import ServingLoop
 from runtime.session import Session

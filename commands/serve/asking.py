@@ -6,9 +6,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from commands.serving.errors import HTTPError, as_http_error
-from commands.serving.schema import ChatMessage, ChatRequest, CompletionRequest, Generation, Speculative, TextPart
-from commands.serving.served import ServedModel
+from commands.serve.http_errors import HTTPError, as_http_error
+from commands.serve.schema import ChatMessage, ChatRequest, CompletionRequest, Generation, Speculative, TextPart
+from commands.serve.served import ServedModel
 from runtime.chat import Message
 from runtime.drafters.chain import DrafterChain
 from runtime.drafters.opening import ShortDrafter

@@ -1,12 +1,17 @@
-"""openapi.json beyond what FastAPI makes of the routes: bodies that are read by hand, errors in their form, the key."""
+"""Documents that the server sends of itself: openapi.json, and the page to try it."""
 
+import base64
+import hashlib
+import re
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse
 from pydantic.json_schema import models_json_schema
 
-from commands.serving.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from commands.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _STATUSES = {
     400: "what was asked is wrong or too long",
@@ -55,3 +60,29 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
         # A server without a key asks for none.
         operation["security"] = [{}, {"key": []}] if "401" in operation["responses"] else []
     return schema
+
+
+_INLINE = re.compile(r"<(script|style)[^>]*>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
+
+
+def page_response() -> HTMLResponse:
+    """The page, its own scripts and styles allowed by their digests."""
+    html = (files("commands.serve") / "page.html").read_text(encoding="utf-8")
+    digests: dict[str, list[str]] = {"script": [], "style": []}
+    for kind, content in _INLINE.findall(html):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        digests[kind.lower()].append(f"'sha256-{digest}'")
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {' '.join(digests['script'])}",
+            f"style-src {' '.join(digests['style'])}",
+            "connect-src 'self'",
+            "img-src 'self' data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    )
+    headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+    return HTMLResponse(html, headers=headers | {"X-Content-Type-Options": "nosniff"})

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from commands.serving.errors import HTTPError
+from commands.serve.http_errors import HTTPError
 from runtime.chat import has_chat_template
 from runtime.errors import SpecDecError
 from runtime.files import read_json

@@ -9,9 +9,9 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from commands.serving.errors import HTTPError
-from commands.serving.group import ClientGone, Group, Receive, watched
-from commands.serving.pieces import Chunks, PieceStream
+from commands.serve.group import ClientGone, Group, Receive, watched
+from commands.serve.http_errors import HTTPError
+from commands.serve.replies import Chunks, PieceStream
 from runtime.serving.loop import ServingLoop
 
 Send = Callable[[dict[str, Any]], Any]

@@ -15,19 +15,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from commands.serving.asking import ask_chat, ask_completion, chat_tokens
-from commands.serving.chat import ChatReply
-from commands.serving.completions import CompletionReply
-from commands.serving.errors import HTTPError, as_http_error
-from commands.serving.group import ClientGone, Clock, Group, submit
-from commands.serving.metrics import ServerMetrics
-from commands.serving.openapi import STREAM, errors, openapi_schema
-from commands.serving.page import page_response
-from commands.serving.parsing import parse_body
-from commands.serving.replies import TokenTexts
-from commands.serving.responses import EventStream, Waiting, whole
-from commands.serving.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
-from commands.serving.served import ServedModel
+from commands.serve.asking import ask_chat, ask_completion, chat_tokens
+from commands.serve.completions import ChatReply, CompletionReply
+from commands.serve.group import ClientGone, Clock, Group, submit
+from commands.serve.http_errors import HTTPError, as_http_error
+from commands.serve.metrics import ServerMetrics
+from commands.serve.openapi import STREAM, errors, openapi_schema, page_response
+from commands.serve.parsing import parse_body
+from commands.serve.replies import TokenTexts
+from commands.serve.responses import EventStream, Waiting, whole
+from commands.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from commands.serve.served import ServedModel
 from runtime.errors import SpecDecError
 from runtime.serving.answer import Asked
 from runtime.text import encode_text

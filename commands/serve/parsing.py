@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 import pydantic_core
 from pydantic import ValidationError
 
-from commands.serving.errors import HTTPError, of_validation
-from commands.serving.schema import Lenient, refused_field
+from commands.serve.http_errors import HTTPError, of_validation
+from commands.serve.schema import Lenient, refused_field
 
 Body = TypeVar("Body", bound=Lenient)
 

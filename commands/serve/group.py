@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from commands.serving.errors import HTTPError, as_http_error
+from commands.serve.http_errors import HTTPError, as_http_error
 from runtime.serving.answer import Answer, Asked
 from runtime.serving.loop import ServingLoop
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from commands.serving.errors import HTTPError
+from commands.serve.http_errors import HTTPError
 
 _OPEN_PATHS = frozenset({"/", "/health"})
 """Paths without a key: the page, which asks for it, and those for load balancers."""
