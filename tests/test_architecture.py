@@ -98,6 +98,14 @@ def test_packages_import_downwards_only(package: str) -> None:
         assert ours <= MAY_IMPORT[package], f"{module} imports upwards"
 
 
+def test_scripts_import_each_other_as_packages() -> None:
+    files = sorted((ROOT / "scripts").rglob("*.py"))
+    ours = {path.stem for path in files} - {"llamacpp_tokens"}  # tests have one of that name
+    assert "mutate" in ours
+    for path in files:
+        assert not {name.split(".")[0] for name in imports(path)} & ours, path
+
+
 def test_runtime_knows_no_terminal_and_no_dataset() -> None:
     for module, path in modules("runtime").items():
         foreign = {name.split(".")[0] for name in imports(path)} & NEVER_IN_RUNTIME
