@@ -3,25 +3,29 @@
 `tokens`: whether outputs are those that Hugging Face's model of the same numbers chooses greedily, read by
 transformers' own reader, in float32 with `--activations float`. `activations`: what rounding activations to 8 bits
 changes, as the share of positions where the same token stays most probable and the mean Kullback-Leibler divergence,
-by kind of prompt. `llamacpp`: the same two figures beside llama.cpp, of the token after each prompt.
+by kind of prompt. `llamacpp`: the same two figures, of the same texts, of what llama.cpp rounds.
 
     python -m scripts.tools.compare_gguf tokens activations llamacpp [--models smollm2 gemma3] [--compiler none]
-        [--num-tokens 400]
+        [--num-tokens 400] [--llamacpp-python llama/bin/python]
 
-Files are looked for in `$SPECDEC_REAL_DIR`, else in ~/.cache/specdec-real. `llamacpp` needs `pip install xllamacpp`.
+Files are looked for in `$SPECDEC_REAL_DIR`, else in ~/.cache/specdec-real. `llamacpp` needs llama-cpp-python.
 """
 
 import argparse
 import json
 import os
+import subprocess
+import sys
 import tempfile
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from runtime.checkpoint import convert
@@ -34,7 +38,8 @@ from runtime.config import Activations, BuildConfig, Compiler, Precision
 from runtime.gguf_tokenizer import make_gguf_tokenizer
 from runtime.llm import LLM
 from runtime.params import SamplingParams
-from runtime.text import encode_text, open_tokenizer
+from runtime.text import encode_text
+from scripts.bench.peers import ROOT
 from scripts.bench.real import KINDS, MODELS
 
 QUESTIONS = Path(__file__).parents[2] / "../shared/data/spec_bench/question.jsonl"
@@ -73,35 +78,48 @@ def make_checkpoint(file: Path, directory: Path, activations: Activations) -> Pa
 
 
 def compare_tokens(file: Path, work_dir: Path, compiler: Compiler) -> None:
-    checkpoint_dir = make_checkpoint(file, work_dir / "float", "float")
-    build = BuildConfig(compiler, 4, 512, 544, 4, 16, "draft_tokens_external")
-    effort = Effort(measure_costs=False)
-    build_engine(
-        checkpoint_dir, work_dir / "engine", build, torch.device("cpu"), replace=False, phase=print, effort=effort
-    )
-    with LLM(work_dir / "engine") as llm:
-        prompts = [next(_short(llm, texts)) for texts in read_texts().values()]
-        params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
-        outputs = [output.token_ids for output in llm.generate(prompts, params)]
-    model, num_same = read_by_transformers(file), 0
-    for prompt, output in zip(prompts, outputs, strict=True):
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-        num_same += logits.argmax(-1).tolist() == output
+    tokenizer = make_gguf_tokenizer(file)
+    prompts = [next(_short(tokenizer, texts)) for texts in read_texts().values()]
+    pairs = greedy_tokens(file, work_dir, compiler, prompts)
+    num_same = sum(ours == theirs for ours, theirs in pairs)
     lengths = f"prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, outputs of {OUTPUT_LEN}"
     print(f"tokens, {compiler}: {num_same} of {len(prompts)} are Hugging Face's ({lengths})", flush=True)
 
 
-def _short(llm: LLM, texts: list[str]) -> Iterator[list[int]]:
+def _short(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Iterator[list[int]]:
     """The texts' tokens that are not too long; else the first of them, cut."""
     for text in texts:
-        ids = llm.encode(text)[0]
+        ids = encode_text(tokenizer, text)
         if len(ids) <= MAX_PROMPT_LEN:
             yield ids
-    yield llm.encode(texts[0])[0][:MAX_PROMPT_LEN]
+    yield encode_text(tokenizer, texts[0])[:MAX_PROMPT_LEN]
+
+
+def greedy_tokens(
+    file: Path, work_dir: Path, compiler: Compiler, prompts: list[list[int]]
+) -> list[tuple[list[int], list[int]]]:
+    """After each prompt a float32 engine's tokens, and those that Hugging Face's model chooses after the same ones."""
+    checkpoint_dir = make_checkpoint(file, work_dir / "float", "float")
+    longest = max(map(len, prompts))
+    build = BuildConfig(compiler, 4, longest, longest + OUTPUT_LEN, 4, 16, "draft_tokens_external")
+    effort = Effort(measure_costs=False)
+    built = build_engine(
+        checkpoint_dir, work_dir / "engine", build, torch.device("cpu"), replace=False, phase=print, effort=effort
+    )
+    assert built.build_config.compiler == compiler, built.compiler_note
+    with LLM(work_dir / "engine") as llm:
+        params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+        outputs = [output.token_ids for output in llm.generate(prompts, params)]
+    model, pairs = read_by_transformers(file), []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + output]), logits_to_keep=OUTPUT_LEN + 1).logits[0, :-1]
+        pairs.append((output, logits.argmax(-1).tolist()))
+    return pairs
 
 
 def compare_activations(file: Path, work_dir: Path, num_tokens: int) -> None:
+    """Of what `--activations int8` rounds, in float32 otherwise."""
     checkpoint_dir = make_checkpoint(file, work_dir / "int8", "int8")
     checkpoint = open_checkpoint(checkpoint_dir)
     unrounded = load_original(file, torch.float32)
@@ -109,24 +127,57 @@ def compare_activations(file: Path, work_dir: Path, num_tokens: int) -> None:
     rounded = load_model(
         pretrained, checkpoint_dir / "rank0.safetensors", torch.float32, "sdpa", checkpoint.quantization
     )
-    tokenizer, texts = open_tokenizer(checkpoint_dir), read_texts()
-    totals = torch.zeros(3)
+    _compare("activations", file, num_tokens, partial(log_probs_of, rounded), partial(log_probs_of, unrounded))
+
+
+def compare_llamacpp(file: Path, work_dir: Path, num_tokens: int, python: Path) -> None:
+    """Of llama.cpp's own rounding, which its products need: activations in 8 bits; and keys and values in float16."""
+    unrounded = read_by_transformers(file)
+    with llamacpp(file, work_dir / "logits.npy", python) as log_probs:
+        _compare("llama.cpp", file, num_tokens, log_probs, partial(log_probs_of, unrounded))
+
+
+LogProbs = Callable[[list[int]], Tensor]
+"""(tokens, vocab) float32: after each of a window's tokens."""
+
+
+def log_probs_of(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits.log_softmax(-1)
+
+
+@contextmanager
+def llamacpp(file: Path, logits_file: Path, python: Path) -> Iterator[LogProbs]:
+    """llama.cpp in a process of its own, by another Python."""
+    settings = {"gguf_file": str(file), "num_threads": 1, "max_request_tokens": WINDOW, "is_rounded": True}
+    command = [python, "-m", "scripts.bench.workers.llamacpp_logits", json.dumps(settings), logits_file]
+    with subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def log_probs(tokens: list[int]) -> Tensor:
+            print(json.dumps(tokens), file=process.stdin, flush=True)
+            if not process.stdout.readline():
+                raise SystemExit(f"llama.cpp ended with exit status {process.wait()}")
+            return torch.from_numpy(np.load(logits_file)).log_softmax(-1)
+
+        yield log_probs
+        process.stdin.close()
+
+
+def _compare(what: str, file: Path, num_tokens: int, rounded: LogProbs, unrounded: LogProbs) -> None:
+    tokenizer, texts, totals = make_gguf_tokenizer(file), read_texts(), torch.zeros(3)
     for kind, categories in KINDS.items():
         by_category = [texts[category] for category in categories]
         text = "\n\n".join(one for nth in zip(*by_category, strict=True) for one in nth)
         tokens = encode_text(tokenizer, text)[:num_tokens]
-        found = sum(
-            (_figures(rounded, unrounded, tokens[i : i + WINDOW]) for i in range(0, len(tokens), WINDOW)),
-            torch.zeros(3),
-        )
+        windows = [tokens[i : i + WINDOW] for i in range(0, len(tokens), WINDOW)]
+        found = sum((compared(rounded(window), unrounded(window)) for window in windows), torch.zeros(3))
         totals += found
-        _show(f"activations, {kind}", found)
-    _show("activations, all", totals)
-
-
-def _figures(ours: PreTrainedModel, theirs: PreTrainedModel, tokens: list[int]) -> Tensor:
-    with torch.inference_mode():
-        return compared(*(model(torch.tensor([tokens])).logits[0].log_softmax(-1) for model in (ours, theirs)))
+        _show(f"{what}, {kind}", found)
+    _show(f"{what}, all", totals)
 
 
 def compared(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -140,53 +191,13 @@ def _show(what: str, found: Tensor) -> None:
     print(f"{what}: {same / num:.1%} of {num:.0f} the same, divergence {divergence / num:.4f}", flush=True)
 
 
-def compare_llamacpp(file: Path) -> None:
-    """Of llama.cpp's own products: blocks of few bits by activations of 8 bits."""
-    model, llamacpp, totals = read_by_transformers(file), LlamaCpp(file, 2 * MAX_PROMPT_LEN), torch.zeros(3)
-    tokenizer = make_gguf_tokenizer(file)
-    for texts in read_texts().values():
-        tokens = tokenizer(texts[0])["input_ids"][:MAX_PROMPT_LEN]
-        theirs = llamacpp.log_probs(tokens)
-        with torch.inference_mode():
-            ours = model(torch.tensor([tokens]), logits_to_keep=1).logits[0, -1].log_softmax(-1)
-        totals += compared(ours[None], theirs[None])
-    _show("beside llama.cpp", totals)
-
-
-class LlamaCpp:
-    """llama.cpp in this process, asked over HTTP."""
-
-    def __init__(self, path: Path, context_len: int) -> None:
-        import xllamacpp
-
-        params = xllamacpp.CommonParams()
-        params.model.path = str(path)
-        params.n_ctx, params.n_parallel, params.warmup, params.verbosity = context_len, 1, False, 0
-        params.port, params.cpuparams.n_threads = 0, 1
-        self._server = xllamacpp.Server(params)
-
-    def log_probs(self, tokens: list[int], vocab_size: int | None = None) -> Tensor:
-        """(vocab,) float32: of the token after these."""
-        size = vocab_size or 2**20
-        asked = {"prompt": tokens, "n_predict": 1, "n_probs": size, "temperature": 0, "ignore_eos": True}
-        body = json.dumps(asked).encode()
-        request = urllib.request.Request(
-            f"{self._server.listening_address}/completion", body, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as answer:
-            found = json.loads(answer.read())["completion_probabilities"][0]["top_logprobs"]
-        result = torch.full((1 + max(one["id"] for one in found),), -torch.inf)
-        for one in found:
-            result[one["id"]] = one["logprob"]
-        return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="+", choices=("tokens", "activations", "llamacpp"))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--compiler", default="none", choices=("none", "aot"))
     parser.add_argument("--num-tokens", type=int, default=400, help="of each kind of prompt")
+    parser.add_argument("--llamacpp-python", type=Path, default=Path(sys.executable), metavar="FILE")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in arguments.models:
@@ -198,7 +209,7 @@ def main() -> None:
             if "activations" in arguments.what:
                 compare_activations(file, Path(directory), arguments.num_tokens)
             if "llamacpp" in arguments.what:
-                compare_llamacpp(file)
+                compare_llamacpp(file, Path(directory), arguments.num_tokens, arguments.llamacpp_python.absolute())
 
 
 if __name__ == "__main__":

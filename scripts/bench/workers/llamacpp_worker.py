@@ -97,19 +97,23 @@ class Model:
             ):
                 llama_cpp.llama_sampler_chain_add(self._sampler, sampler)
 
-    def step(self, tokens: list[int], position: int, num_logits: int) -> list[int]:
-        """Compute the tokens at their positions; the choices after the last `num_logits` of them."""
+    def logits(self, tokens: list[int], position: int, num_logits: int) -> np.ndarray:
+        """Compute the tokens at their positions; (num_logits, vocab) float32, until the next call, after the last."""
         n = self._batch.n_tokens = len(tokens)
         self._tokens[:n] = tokens
         self._positions[:n] = np.arange(position, position + n)
         self._has_logits[:n] = np.arange(n) >= n - num_logits
         if llama_cpp.llama_decode(self._context, self._batch) != 0:
             raise RuntimeError(f"llama_decode failed for {n} tokens at position {position}")
+        first = llama_cpp.llama_get_logits_ith(self._context, n - num_logits)
+        return np.ctypeslib.as_array(first, (num_logits, self._vocab_size))  # rows with logits lie together
+
+    def step(self, tokens: list[int], position: int, num_logits: int) -> list[int]:
+        """Compute the tokens at their positions; the choices after the last `num_logits` of them."""
+        logits, n = self.logits(tokens, position, num_logits), len(tokens)
         if self._sampler:
             rows = range(n - num_logits, n)
             return [llama_cpp.llama_sampler_sample(self._sampler, self._context, row) for row in rows]
-        first = llama_cpp.llama_get_logits_ith(self._context, n - num_logits)
-        logits = np.ctypeslib.as_array(first, (num_logits, self._vocab_size))  # rows with logits lie together
         return [int(token) for token in logits.argmax(1)]
 
 
