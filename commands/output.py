@@ -136,7 +136,7 @@ def check_output_files(outputs: list[Path], inputs: list[Path], new_dir: Path | 
             raise UsageError(f"two outputs have the same file: {path}", hint="give each a name of its own")
         for taken in inputs:
             if taken.resolve() in place.parents or (taken.is_file() and taken.resolve() == place):
-                raise UsageError(f"the output would replace what is read: {path}", hint="choose another path")
+                raise UsageError(f"the output would overwrite an input: {path}", hint="choose another path")
         if new_dir is None or place.parent != new_dir.resolve():
             check_output_file(path)
 
@@ -198,7 +198,7 @@ def fixed_lost_line(lost: "FixedLost | None") -> list[str]:
     if lost is None:
         return []
     return [
-        f"drafts of a fixed length lost: by what steps cost they were {lost.fixed:.2f}x as fast as no drafter; "
+        f"drafts of a fixed length lost: at the measured step costs they were {lost.fixed:.2f}x as fast as no drafter; "
         f"`--draft-len-mode auto` would have been {lost.automatic:.2f}x"
     ]
 

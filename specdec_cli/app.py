@@ -160,7 +160,7 @@ class _Command(TyperCommand):
         empty = empty_value(kept, frozenset(with_value), self.name or "")
         if empty is not None:
             what = f"`{empty}`" if empty else "an argument"
-            raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` lists what there is")
+            raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` shows the usage")
         return super().parse_args(ctx, one_value_each(kept, self.name or ""))
 
 

@@ -45,7 +45,7 @@ class BatchFiles:
             what = "Is a directory" if path.is_dir() else "not a regular file, and it is read twice"
             raise SpecDecError(f"cannot read the file ({what}): {path}", hint="give a file")
         if path.exists() and self.output_file.exists() and path.samefile(self.output_file):
-            raise UsageError(f"the output would replace what is read: {self.output_file}", hint="choose another path")
+            raise UsageError(f"the output would overwrite an input: {self.output_file}", hint="choose another path")
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def check_same_everywhere(speculation: Speculation) -> None:
     for is_so, what in ((shares, "a public pool"), (is_auto, "`--draft-len-mode auto`")):
         if is_so:
             raise UsageError(
-                f"with use_logits drafts choose what is sampled, and no two runs would be the same with {what}",
+                f"with use_logits drafts affect the samples, so runs would differ with {what}",
                 hint="leave one of the two out",
             )
 

@@ -262,7 +262,7 @@ class RayCrew:
         if self._num_deaths > _MAX_DEATHS * self._num_workers:
             raise SpecDecError(
                 f"workers die one after the other, and nothing is answered: {self._num_deaths}",
-                hint="Ray's logs say why; perhaps the memory is too small for so many workers",
+                hint="Ray's logs say why; perhaps there is too little memory for this many workers",
             )
         which = f"with {len(member.sent)} requests, which are asked again: {member.worker}"
         warn(f"a worker {how} {which if member.worker else 'before it had opened the model'}")
@@ -326,7 +326,7 @@ def _check_room(num_cpus: int) -> None:
     most = max(_cpus_of_machines())
     if num_cpus > most:
         raise SpecDecError(
-            f"no machine of the cluster has so many cores for a worker, {most:g} at most: {num_cpus}",
+            f"no machine of the cluster has enough cores for a worker, {most:g} at most: {num_cpus}",
             hint="lower `--cpus-per-worker`",
         )
 

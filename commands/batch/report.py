@@ -72,7 +72,7 @@ class BatchDocument(Head):
     settings: BatchSettings
     num_requests: Size
     num_done_before: Count = Field(
-        description="requests that had a result when the command began; what follows is of the others"
+        description="requests that had a result when the command began; the other keys cover the rest"
     )
     num_failed: Count = Field(description="results with an error")
     num_prompt_tokens: Count

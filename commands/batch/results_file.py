@@ -121,7 +121,7 @@ class Results:
         request_id, custom_id = ids
         wanted = self._ids.get(custom_id)
         if wanted is None:
-            raise _not_ours(path, f"line {number} answers {shown(custom_id)}, which is not asked")
+            raise _not_ours(path, f"line {number} answers {shown(custom_id)}, which is not among the requests")
         if wanted != request_id:
             raise _not_ours(path, f"line {number} answers {shown(custom_id)}, asked otherwise or of another model")
 

@@ -72,7 +72,7 @@ class BenchDocument(Head):
     total_output_tokens: Count
     request_throughput: float
     request_goodput: float | None = Field(
-        description="requests a second that met every objective; null where there are none"
+        description="requests per second that met every objective; null where there are none"
     )
     output_throughput: float
     total_token_throughput: float

@@ -119,7 +119,7 @@ def read_document(path: Path) -> dict[str, Any]:
     except ValidationError as error:
         found = min(error.errors(include_url=False), key=lambda one: len(one["loc"]))
         raise SpecDecError(
-            f"the document is not as its schema says, at {_said(found, data)}: {path}",
+            f"the document does not match its schema, at {_said(found, data)}: {path}",
             hint="it is damaged or was edited; make it again",
         ) from error
     return data

@@ -110,9 +110,7 @@ def _notes(document: dict[str, Any]) -> list[str]:
             f"({control['low']:.3f}–{control['high']:.3f}), so no time is called different that changed as much"
         )
     elif methods & {"paired", "unpaired"}:
-        lines.append(
-            "what slowed down a whole run is not seen among its requests: repeat the runs before trusting times"
-        )
+        lines.append("a slowdown of a whole run cannot be seen in its requests: repeat the runs before trusting times")
     if "unpaired" in methods:
         lines.append("the requests are not the same: times and counts are compared as of two groups")
     return lines

@@ -83,7 +83,7 @@ class CorpusFile:
         if not path.is_file() or not is_corpus(path):
             raise SpecDecError(
                 f"output file is something other than a corpus: {path}",
-                hint="`--force` replaces only what specdec wrote; choose another name or remove this one",
+                hint="`--force` replaces only specdec's own output; choose another name or remove this one",
             )
 
 

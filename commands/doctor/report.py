@@ -34,9 +34,9 @@ class Diagnosis(Record):
         description="not_judged: there was nothing to measure, or too little"
     )
     number: int | float | None = Field(description="what was measured")
-    limit: int | float | None = Field(description="where it begins to be a fault")
+    limit: int | float | None = Field(description="threshold of a fault")
     message: str | None = Field(description="what the number is of")
-    remedy: str | None = Field(description="what to do; null unless it was found")
+    remedy: str | None = Field(description="remedy; null unless it was found")
 
 
 class DoctorDocument(Head):
@@ -127,11 +127,11 @@ REMEDIES = {
     "that comes again: `--max-tokens-in-paged-kv-cache`",
     "steps_slower_than_built": "see the other findings; if there are none, the processor is slower than then: too "
     "warm, saving power, shared, or another one. On another machine `specdec build` again",
-    "memory_slower_than_built": "end what else reads memory, or `specdec build` again on this machine",
+    "memory_slower_than_built": "stop other processes that use memory, or `specdec build` again on this machine",
     "fewer_threads_than_built": "raise OMP_NUM_THREADS and give the process its cores (`taskset`, the container's "
     "limit), or `specdec build` again with as many",
     "more_threads_than_cores": "lower OMP_NUM_THREADS to the cores, or allow more (`taskset`, the container's limit)",
-    "busy_machine": "end what else computes here, or give this process cores of its own (`taskset`)",
+    "busy_machine": "stop other processes, or reserve cores for this one (`taskset`)",
     "several_numa_nodes": "keep threads and memory on one node: `numactl --cpunodebind 0 --membind 0 specdec …`",
     "no_huge_pages": "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`, as root",
     "denormal_weights": "set them to 0 in the model, or look for what shrank them, and `specdec convert` again",

@@ -47,7 +47,7 @@ class EngineRecord(Record):
     arithmetic: Arithmetic | None = Field(description="of the kernels for linear layers; null where they are not used")
     batch_invariant: bool = Field(description="whether a token's logits are the same bits whatever else is in its step")
     quantization: Quantization | None = absent("null where linear layers are not rounded")
-    quality: Quality | None = absent("what rounding changed, on a fixed text")
+    quality: Quality | None = absent("quantization error on a fixed text")
 
     @classmethod
     def of(cls, bundle: Bundle) -> "EngineRecord":

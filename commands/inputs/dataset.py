@@ -143,7 +143,7 @@ def _read_table(name: str, dataset_dir: Path | None) -> _Table:
     is_file = not is_directory and (path.suffix.lower() in _FILE_KINDS or os.path.isfile(name))
     if dataset_dir is not None and (name == DEMO or is_file):
         raise UsageError(
-            f"`--dataset-dir` says where a hub dataset is, and this is none: {name}",
+            f"`--dataset-dir` is for hub datasets only, and this is not one: {name}",
             hint=f"name the hub dataset the directory holds, such as `{HUB_DATASETS['summarize']}`",
         )
     if name == DEMO:

@@ -40,7 +40,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "checkpoint": _CONVERT_AGAIN,
     "checkpoint_of_two_models": f"config.json and weights are of two models; {_CONVERT_AGAIN}",
     "corpora_of_two_tokenizers": "make them with the same `specdec corpus create --tokenizer-dir`",
-    "corpus_tokenizer": "make it anew, with the target's engine directory as `specdec corpus create --tokenizer-dir`",
+    "corpus_tokenizer": "recreate it, with the target's engine directory as `specdec corpus create --tokenizer-dir`",
     "damaged_corpus": "make it again with `specdec corpus create`",
     "draft_len": f"lower it, or build with `{_DRAFTS} {{max_draft_len}}`",
     "drafter_failed": "`specdec --debug` shows where",
@@ -74,7 +74,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "nothing_to_round": "leave `--self-draft` out",
     "not_an_openai_server": "check `--base-url`",
     "not_an_engine": ("make one with `specdec build`", "`--model-dir` takes a model"),
-    "not_ours": "`--force` replaces only what specdec wrote; choose another directory or remove this one",
+    "not_ours": "`--force` replaces only specdec's own output; choose another directory or remove this one",
     "other_torch": ("install torch 2.13", "do without: `--compiler none`"),
     "other_model": "give the model that the engine was made from with `--hf-model-dir`",
     "positions": "`--max-seq-len {max_seq_len}`",
@@ -179,7 +179,7 @@ _BOUNDS = {
 def usage_message(error: TyperException) -> tuple[str, str]:
     """The message and the hint of one of Typer's errors. pydantic, which reads the values, is its cause."""
     where: Any = getattr(error, "ctx", None)
-    hint = f"`{where.command_path if where else 'specdec'} --help` lists what there is"
+    hint = f"`{where.command_path if where else 'specdec'} --help` shows the usage"
     problems = getattr(error.__cause__, "errors", None)
     if problems is not None:
         return _value_message(_flag(error), problems()[0]), hint

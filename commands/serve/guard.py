@@ -57,7 +57,7 @@ class Guard:
         with suppress(ValueError):
             if name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name):
                 return
-        raise HTTPError(403, "this server is not asked by that name", param="Host", code="host_not_allowed")
+        raise HTTPError(403, "this host name is not allowed", param="Host", code="host_not_allowed")
 
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
         """A browser tells whose page asks. Without this any page could have this machine compute for it."""

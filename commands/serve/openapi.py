@@ -14,7 +14,7 @@ from pydantic.json_schema import models_json_schema
 from commands.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _STATUSES = {
-    400: "what was asked is wrong or too long",
+    400: "the request is invalid or too long",
     401: "no key, or a wrong one",
     403: "a page of a foreign origin",
     404: "another model",

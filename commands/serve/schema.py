@@ -117,7 +117,7 @@ class Generation(Lenient):
     )
     prediction: Prediction | None = None
     return_token_kinds: bool | None = Field(
-        None, description="Have `tokens` in each choice of a stream: the text of each token, and what it was."
+        None, description="Add `tokens` to each choice of a stream: each token's text and kind."
     )
 
 

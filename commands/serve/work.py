@@ -43,7 +43,7 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
         stderr().print(f"{served.name} at {address.url} ({reach}); Ctrl-C ends", soft_wrap=True)
 
     if not address.is_of_this_machine and options.api_key is None:
-        warn("whoever reaches this address may ask: `--api-key`, or the variable SPECDEC_API_KEY, keeps others out")
+        warn("anyone who can reach this address may send requests: `--api-key` or SPECDEC_API_KEY restricts access")
     # What is there now stays. Looked through for garbage, its 400,000 objects hold up every thread for 0.3 s; and as
     # that is put off until a quarter as many are new, those of requests would pile up.
     gc.freeze()

@@ -165,9 +165,7 @@ class SummarizeDocument(Head):
     speedup_over_hf: Positive | None = Field(
         description="wall time of transformers / of the engine; null unless both were run, of the same model"
     )
-    hf_differences: list[str] = absent(
-        "what makes Hugging Face's model another one than the engine's; empty for the same"
-    )
+    hf_differences: list[str] = absent("differences between Hugging Face's model and the engine's; empty if none")
     checks: SummarizeChecks
     settings: SummarizeSettings
     workers: dict[str, Size] = absent(

@@ -103,7 +103,8 @@ def _warn_of_other_letters(samples: list[Sample], output: Output) -> None:
     references = [sample.reference for sample in samples if sample.reference is not None]
     if number := num_without_letters(references):
         output.warning(
-            f"ROUGE knows no letters but a to z: its scores mean nothing for {number} of {len(references)} references"
+            f"ROUGE handles only the letters a to z: its scores are meaningless for {number} of {len(references)} "
+            "references"
         )
 
 

@@ -123,7 +123,7 @@ class TuneOptions:
             self._check_without_engine(inputs.traces)
             if named and named.lookup is None:
                 raise UsageError(
-                    "no record tells what a model, or several drafters, would draft: `--engine-dir` is missing",
+                    "a model, or several drafters, cannot be replayed: `--engine-dir` is missing",
                     hint="name the engine, to run them; without one a lookup is replayed",
                 )
         if inputs.traces is not None:
@@ -155,9 +155,7 @@ class TuneOptions:
         hint = "name the engine, or leave the flag out: recorded outputs alone are counted, not timed"
         _refuse("needs `--engine-dir`", given, hint)
         if traces is None:
-            raise UsageError(
-                "nothing to tune for", hint="`--engine-dir` names an engine, `--traces` what one has generated"
-            )
+            raise UsageError("nothing to tune for", hint="`--engine-dir` names an engine, `--traces` recorded outputs")
 
 
 def _refuse(reason: str, given: Mapping[str, object], hint: str) -> None:
@@ -171,7 +169,7 @@ def named_drafter(flags: Any, drafters: str | None) -> tuple[Speculation, Device
     """Drafters named by the flags for tuning; none for the grid, which knows only `--ngram-pool` of the options."""
     if drafters is not None and "custom" in drafters:
         raise UsageError(
-            f"`tune` tries no drafter of your own: {drafters}", hint="`specdec run --stats` shows what one is worth"
+            f"`tune` tries no drafter of your own: {drafters}", hint="`specdec run --stats` shows a drafter's benefit"
         )
     given = given_flags(flags)
     if drafters is None and not chooses_drafter(flags):

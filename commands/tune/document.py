@@ -24,7 +24,7 @@ class Candidate(Record):
 
     drafter: TunedDrafter = Field(description="null for no drafter")
     draft_len_mode: DraftLenMode
-    flags: str = Field(description="what `run` is told; empty for no drafter")
+    flags: str = Field(description="flags for `run`; empty for no drafter")
 
 
 class Screened(Candidate):
@@ -63,14 +63,14 @@ class Timed(Candidate):
     """A candidate that was timed on the engine."""
 
     num_requests: Size
-    replayed: Counts | None = Field(description="null for what cannot be replayed")
+    replayed: Counts | None = Field(description="null if it cannot be replayed")
     measured: Counts
     batches_s: Annotated[list[Annotated[list[Positive], Field(min_length=1)]], Field(min_length=3)] = Field(
         description="of each round, the wall time of each batch"
     )
     measured_s: Positive = Field(description="sum over batches of the median over rounds")
     measured_speedup: Positive
-    predicted_s: Positive | None = Field(description="scaled by factor; null for what cannot be replayed")
+    predicted_s: Positive | None = Field(description="scaled by factor; null if it cannot be replayed")
     predicted_speedup: Positive | None
     ratio: Positive | None = Field(description="predicted_s / measured_s")
 
@@ -99,7 +99,7 @@ class TuneDocument(Head):
         min_length=1, description="on all traces, best first: by predicted_s, or without an engine by steps"
     )
     tried: list[Tried] = Field(
-        description="what cannot be replayed, run once: draft models, the model's own copy, chains"
+        description="candidates that cannot be replayed, run once: draft models, self-drafting, chains"
     )
     factors: Factors | None = Field(description="null without an engine")
     timed: Annotated[list[Timed], Field(min_length=2)] | None = Field(

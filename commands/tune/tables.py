@@ -33,7 +33,7 @@ def show(tuning: Tuning, output: Output) -> None:
     if confirmation is not None:
         output.result(_live_table(confirmation))
         output.result(
-            f"ratio: predicted ÷ measured, after scaling by what no drafter took to what was predicted for it: "
+            f"ratio: predicted ÷ measured, after scaling by measured ÷ predicted without a drafter: "
             f"prompts x {confirmation.factors.prompts:.2f}, steps x {confirmation.factors.others:.2f}"
         )
         _show_recommendation(tuning, confirmation, output)

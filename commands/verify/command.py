@@ -20,7 +20,7 @@ _HINTS = {
     "profile": "make it again: `specdec tune --engine-dir ENGINE --output PROFILE.json`",
     "traces": "write them again with `--output-traces`; a line that you change yourself has no `digest`",
     "model": "download or save the model again",
-    "cache": "remove what is named: it is made again when it is needed",
+    "cache": "remove the named files: they are rebuilt when needed",
 }
 
 

@@ -58,7 +58,7 @@ def _read_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
         ) from error
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions < 1:
-        raise SpecDecError(f"`{where}` says that the model has so many positions: {positions}", hint="correct it")
+        raise SpecDecError(f"`{where}` has an invalid number of positions: {positions}", hint="correct it")
     return config
 
 
@@ -85,7 +85,7 @@ def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
     for first, one, second, other in found:
         if one != other:
             raise SpecDecError(
-                f"`{where}` says the rope twice and differently: `{first}` is {one!r}, and `{second}` {other!r}",
+                f"`{where}` has two conflicting ropes: `{first}` is {one!r}, and `{second}` {other!r}",
                 hint="leave out the one that is wrong",
             )
 

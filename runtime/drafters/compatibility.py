@@ -33,13 +33,13 @@ def check_corpora(speculation: Speculation, tokenizer: Tokenizer | None, target_
         if tokenizer is not None and tokenizer_digest(tokenizer) != info.tokenizer_digest:
             raise SpecDecError(
                 f"the corpus is of another tokenizer: {path}",
-                hint="make it anew, with the target's tokenizer",
+                hint="recreate it, with the target's tokenizer",
                 fact="corpus_tokenizer",
             )
         if info.vocab_size > target_vocab_size:
             raise SpecDecError(
                 f"the corpus has a vocabulary of {info.vocab_size}, and the target one of {target_vocab_size}: {path}",
-                hint="make it anew, with the target's tokenizer",
+                hint="recreate it, with the target's tokenizer",
             )
         if tokenizer is None:
             warnings.warn(

@@ -57,7 +57,7 @@ def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size
         if len(draft.tokens) > max_draft_len:
             raise SpecDecError(
                 f"the drafter proposed more than {max_draft_len} tokens: {len(draft.tokens)}",
-                hint="`propose` is told the longest draft",
+                hint="`propose` receives the maximum draft length",
             )
         for token in draft.tokens:
             if not isinstance(token, int) or not 0 <= token < vocab_size:
@@ -76,7 +76,7 @@ def check_num_drafts(drafts: Any, num_sequences: int) -> None:
     if len(drafts) != num_sequences:
         raise SpecDecError(
             f"the drafter returned {len(drafts)} drafts for {num_sequences} sequences",
-            hint="`propose` returns one for each, empty where there is no proposal",
+            hint="`propose` returns one per sequence, empty without a proposal",
         )
 
 

@@ -316,4 +316,4 @@ def test_workers_that_no_machine_has_room_for_are_one_error(
 ) -> None:
     write(tmp_path / "requests.jsonl", requests(8))
     result = run(tmp_path, llama_uncompiled_dir, process_environment, "--ray", cluster.address, "--cpus-per-worker", 3)
-    assert result.exit_code == 1 and "no machine of the cluster has so many cores" in result.stderr
+    assert result.exit_code == 1 and "no machine of the cluster has enough cores" in result.stderr

@@ -229,7 +229,7 @@ def with_request(**changes: object) -> Callable[[Document], object]:
     return lambda document: document | {"requests": [document["requests"][0] | changes]}
 
 
-NOT_AS = "the document is not as its schema says, at"
+NOT_AS = "the document does not match its schema, at"
 
 
 def test_documents_of_two_commands_are_one_error(

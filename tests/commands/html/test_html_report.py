@@ -285,7 +285,7 @@ def test_report_takes_the_place_of_nothing_else(
         given = [source if argument == "IN" else argument for argument in given]
         result = specdec(command, "--engine-dir", llama_engine_dir, *given)
         assert (result.exit_code, result.stdout) == (2, ""), result
-        words = ("two outputs have the same file", "would replace what is read", "`--report` writes HTML")
+        words = ("two outputs have the same file", "would overwrite an input", "`--report` writes HTML")
         assert any(word in result.stderr for word in words)
     assert source.read_bytes() == articles.read_bytes() and tree(tmp_path) == ["in.jsonl"]
 
