@@ -224,7 +224,7 @@ _DEFINITIONS = {
     "TPOT": "(last text − first text) ÷ (tokens − 1), of one request",
     "ITL": "gap between two pieces of an answer; under speculation a piece is a step, and has several tokens",
     "latency": "request sent to last text",
-    "goodput": "requests a second that met every objective",
+    "goodput": "requests per second that met every objective",
     "tokens per step": "generated tokens ÷ steps of the target, the one that computes the prompt included",
     "acceptance by position": "share of all drafts whose token there was accepted, as vLLM counts",
 }
