@@ -30,6 +30,7 @@ OTHERS_FLAGS = {
     "models",
     "output-len",
     "max-new-tokens",
+    "llamacpp-python",
     "update-sentences",
     "walk",
     "check",
