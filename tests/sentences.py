@@ -24,6 +24,7 @@ _VARYING = (
     (r"\b[0-9a-f]{12,64}\b", "HEX"),
     (r"\b[\d.,]+ ([kMGT]i?B)\b", r"N \1"),
     (r"[\d,]+ bytes, written with [\d,]+", "N bytes, written with N"),
+    (r"0x[0-9a-f]{6,}", "0xHEX"),
     (r"127\.0\.0\.1:\d+", "127.0.0.1:PORT"),
     (r" ?warning: \w+ take [\d.]+ times as long as when they were measured; .*? build the engine again", ""),
     (r"\b[\d.]+ s\b", "N s"),
@@ -116,8 +117,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sentences of tests that are gone: before any test is deselected, and where whole modules were collected."""
-    tests = {key_of(item.nodeid) for item in items}
-    modules = {test.partition("::")[0] for test in tests} if not any("::" in arg for arg in config.args) else set()
+    tests = {key_of(item.nodeid) for item in items if "said" in getattr(item, "fixturenames", ())}
+    is_whole = not any("::" in argument for argument in config.args)
+    modules = {key_of(item.nodeid).partition("::")[0] for item in items} if is_whole else set()
     stale: Sentences = {}
     for file, sentences in load().items():
         for key, text in sentences.items():

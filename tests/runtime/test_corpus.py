@@ -15,6 +15,7 @@ from counting import CountingBuffer, Reads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from sentences import Said
 from strength import examples
 
 from commands.options.hints import hint_of
@@ -138,36 +139,39 @@ def test_merged_corpus_is_the_corpus_of_all_documents(tmp_path: Path) -> None:
     assert (tmp_path / "ab").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def test_corpora_of_two_tokenizers_are_not_merged(tmp_path: Path) -> None:
+def test_corpora_of_two_tokenizers_are_not_merged(tmp_path: Path, said: Said) -> None:
     corpora = [make(tmp_path / "a", [[1]]), make(tmp_path / "b", [[1]], tokenizer="other")]
-    with pytest.raises(SpecDecError, match="different tokenizers"):
+    with pytest.raises(SpecDecError) as error:
         merge_corpora(tmp_path / "ab", corpora, replace=False)
+    said(error)
     assert not (tmp_path / "ab").exists()
 
 
 @pytest.mark.parametrize(
     ("documents", "wrong"),
     [
-        ([], "a corpus needs a document"),
-        ([[1], []], "document 2 has no tokens"),
-        ([[1], [2, 9, 10]], "document 2 has an id outside the vocabulary of 9: 9"),
-        ([[1], [2, -1]], "document 2 has an id outside the vocabulary of 9: -1"),
+        ([], ""),
+        ([[1], []], "2"),
+        ([[1], [2, 9, 10]], "2; 9"),
+        ([[1], [2, -1]], "2; 9; -1"),
     ],
 )
 def test_what_cannot_be_in_a_corpus_is_an_error_and_leaves_nothing(
-    documents: Documents, wrong: str, tmp_path: Path
+    documents: Documents, wrong: str, tmp_path: Path, said: Said
 ) -> None:
     with pytest.raises(SpecDecError) as raised:
         write_corpus(tmp_path / "c", documents, vocab_size=9, tokenizer_digest="", replace=False)
-    assert wrong in raised.value.message and raised.value.hint
+    assert raised.value.hint
+    said(raised, *wrong.split("; "))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_is_replaced_if_asked_for_only(tmp_path: Path) -> None:
+def test_a_file_is_replaced_if_asked_for_only(tmp_path: Path, said: Said) -> None:
     make(tmp_path / "c", [[1, 2]])
     before = (tmp_path / "c").read_bytes()
-    with pytest.raises(SpecDecError, match="output file exists"):
+    with pytest.raises(SpecDecError) as error:
         write_corpus(tmp_path / "c", [[3]], vocab_size=9, tokenizer_digest="", replace=False)
+    said(error)
     assert (tmp_path / "c").read_bytes() == before
     write_corpus(tmp_path / "c", [[3]], vocab_size=9, tokenizer_digest="", replace=True)
     assert Corpus.open(tmp_path / "c").info.num_tokens == 1
@@ -213,45 +217,48 @@ def cut(share: float) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "wrong"),
     [
-        (lambda path: path.unlink(), "there is no such corpus"),
-        (lambda path: path.write_bytes(b""), "this is not a corpus"),
-        (lambda path: path.write_text("some text, long enough for a header"), "this is not a corpus"),
-        (lambda path: save_file({"a": np.zeros(3)}, path), "this is not a corpus"),
-        (cut(0.02), "this is not a corpus"),
-        (cut(0.9), "damaged or cut off"),
-        (cut(0.999), "damaged or cut off"),
-        (with_info(format_version=99), "a format this version cannot read (it reads 2): 99"),
-        (with_info(num_tokens=7), "its metadata has changed"),
-        (with_info(vocab_size=7), "its metadata has changed"),
-        (with_info(info_digest=None), "its metadata has changed"),
-        (with_info(num_documents="x"), "has a value it cannot have: 'x'"),
-        (with_info(vocab_size=None), "lacks the key: vocab_size"),
-        (lambda p: save_file(load_file(p), p, metadata={"specdec_corpus": "{"}), "the corpus is damaged"),
-        (without_tokens, "`tokens` is not what it should be"),
-        (as_floats, "`tokens` is not what it should be"),
+        (lambda path: path.unlink(), ""),
+        (lambda path: path.write_bytes(b""), ""),
+        (lambda path: path.write_text("some text, long enough for a header"), ""),
+        (lambda path: save_file({"a": np.zeros(3)}, path), ""),
+        (cut(0.02), ""),
+        (cut(0.9), ""),
+        (cut(0.999), ""),
+        (with_info(format_version=99), "2; 99"),
+        (with_info(num_tokens=7), ""),
+        (with_info(vocab_size=7), ""),
+        (with_info(info_digest=None), ""),
+        (with_info(num_documents="x"), "'x'"),
+        (with_info(vocab_size=None), "vocab_size"),
+        (lambda p: save_file(load_file(p), p, metadata={"specdec_corpus": "{"}), ""),
+        (without_tokens, "`tokens`"),
+        (as_floats, "`tokens`"),
     ],
 )
-def test_damaged_corpus_is_an_error_that_names_it(damage: Callable[[Path], None], wrong: str, tmp_path: Path) -> None:
+def test_damaged_corpus_is_an_error_that_names_it(
+    damage: Callable[[Path], None], wrong: str, tmp_path: Path, said: Said
+) -> None:
     path = tmp_path / "the.corpus"
     make(path, [[1, 2, 3, 4, 5] * 100])
     damage(path)
     with pytest.raises(SpecDecError) as raised:
         Corpus.open(path)
-    assert wrong in raised.value.message and str(path) in raised.value.message
+    said(raised, *wrong.split("; "), path)
     assert raised.value.hint and "specdec corpus create" in (hint_of(raised.value) or "")
 
 
-def test_one_bit_is_found_when_it_is_opened(tmp_path: Path) -> None:
+def test_one_bit_is_found_when_it_is_opened(tmp_path: Path, said: Said) -> None:
     path = tmp_path / "c"
     make(path, [[1, 2, 3]])
     data = bytearray(path.read_bytes())
     data[-2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(SpecDecError, match="its content has changed"):
+    with pytest.raises(SpecDecError) as error:
         Corpus.open(path)
+    said(error)
 
 
-def test_what_changes_while_nobody_may_know_is_found_when_it_is_read_whole(tmp_path: Path) -> None:
+def test_what_changes_while_nobody_may_know_is_found_when_it_is_read_whole(tmp_path: Path, said: Said) -> None:
     """Opened once, the file is not read again; a disk may lose a bit without the file's times becoming others."""
     path = tmp_path / "c"
     make(path, [[1, 2, 3]])
@@ -262,8 +269,9 @@ def test_what_changes_while_nobody_may_know_is_found_when_it_is_read_whole(tmp_p
     path.write_bytes(data)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     corpus.check_is_the_same()
-    with pytest.raises(SpecDecError, match="its content has changed"):
+    with pytest.raises(SpecDecError) as error:
         corpus.check_content()
+    said(error)
 
 
 def cut_to_nothing(path: Path) -> None:
@@ -309,13 +317,14 @@ def test_large_corpus_finds_what_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("damage", [cut_to_nothing, written_over])
-def test_writing_over_a_large_corpus_is_an_error(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_writing_over_a_large_corpus_is_an_error(damage: Callable[[Path], None], tmp_path: Path, said: Said) -> None:
     """What is mapped and no longer there would end the process with a signal."""
     corpus = make(tmp_path / "c", [[1, 2, 3] * 5000])
     assert corpus.longest_match([1, 2], 2)
     damage(tmp_path / "c")
-    with pytest.raises(SpecDecError, match="was written over while it was read"):
+    with pytest.raises(SpecDecError) as error:
         corpus.longest_match([1, 2], 2)
+    said(error)
 
 
 @pytest.mark.usefixtures("large")
@@ -444,7 +453,7 @@ def test_draft_equals_brute_force(
         ("tokens", 4_090_000),
     ],
 )
-def test_rows_that_cannot_be_are_noticed_when_it_is_opened(part: str, value: int, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_are_noticed_when_it_is_opened(part: str, value: int, tmp_path: Path, said: Said) -> None:
     path = tmp_path / "c.corpus"
     make(path, [[1, 2, 3, 1, 2, 3, 4]] * 5)
     content = path.read_bytes()
@@ -452,8 +461,9 @@ def test_rows_that_cannot_be_are_noticed_when_it_is_opened(part: str, value: int
     start, end = json.loads(content[8:header_end])[part]["data_offsets"]
     damaged = value.to_bytes(4, "little", signed=True) * ((end - start) // 4)
     path.write_bytes(content[: header_end + start] + damaged + content[header_end + end :])
-    with pytest.raises(SpecDecError, match="the corpus is damaged, its content has changed"):
+    with pytest.raises(SpecDecError) as error:
         Corpus.open(path)
+    said(error)
 
 
 def test_corpus_may_be_read_by_whom_other_files_may(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from llamacpp_tokens import (
     write_real,
     write_sentencepiece,
 )
+from sentences import Said
 from tokenizers import pre_tokenizers
 
 from runtime.chat import ChatTemplate
@@ -117,10 +118,11 @@ def test_what_is_not_known_is_refused_by_name(pre: str, edit: Edit, message: str
         make_gguf_tokenizer(write_byte_level(tmp_path / "model.gguf", pre, edit))
 
 
-def test_other_kinds_of_tokenizers_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_kinds_of_tokenizers_are_refused_by_name(tmp_path: Path, said: Said) -> None:
     path = write_file(tmp_path / "model.gguf", 4, lambda w: (w.add_tokenizer_model("t5"), w.add_token_list(["a"])))
-    with pytest.raises(SpecDecError, match="tokenizers of this kind are not read, `t5`"):
+    with pytest.raises(SpecDecError) as error:
         make_gguf_tokenizer(path)
+    said(error, "`t5`")
 
 
 def test_ends_are_those_that_are_named_and_those_that_are_known_by_their_text() -> None:
@@ -135,13 +137,16 @@ def test_ends_are_those_that_are_named_and_those_that_are_known_by_their_text() 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("a\n{% for m in messages %}{{ m.content", "broken, line 2: unexpected end of template"),
-        ("{{ messages[0].content | frobnicate }}", "broken, line 1: No filter named 'frobnicate'"),
+        ("a\n{% for m in messages %}{{ m.content", "2"),
+        ("{{ messages[0].content | frobnicate }}", "1; 'frobnicate"),
     ],
 )
-def test_broken_template_is_one_error_when_a_chat_is_wanted(template: str, message: str, tmp_path: Path) -> None:
+def test_broken_template_is_one_error_when_a_chat_is_wanted(
+    template: str, message: str, tmp_path: Path, said: Said
+) -> None:
     path = write_byte_level(tmp_path / "model.gguf", "smollm", lambda writer: writer.add_chat_template(template))
     make_gguf_tokenizer(path).save_pretrained(tmp_path / "saved")  # which needs no template
     chat = ChatTemplate(tmp_path / "saved", {"model_type": "llama"})
-    with pytest.raises(SpecDecError, match=message):
+    with pytest.raises(SpecDecError) as error:
         chat.render([{"role": "user", "content": "a"}])
+    said(error, *message.split("; "))

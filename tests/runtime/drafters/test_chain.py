@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentences import Said
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
@@ -86,25 +87,28 @@ def test_forget_goes_to_all() -> None:
     assert [member.forgotten for member in members] == [[7], [7], [7]]
 
 
-def test_members_checks_are_honoured() -> None:
+def test_members_checks_are_honoured(said: Said) -> None:
     chain = DrafterChain([NgramLookup(2), Picky({})])
     chain.check_request(Request(0, (1, 2, 3), 5))
-    with pytest.raises(SpecDecError, match="prompt too long for me: 4"):
+    with pytest.raises(SpecDecError) as error:
         chain.check_request(Request(0, (1, 2, 3, 4), 5))
+    said(error, "4")
 
 
-def test_member_that_returns_too_few_drafts_is_an_error() -> None:
+def test_member_that_returns_too_few_drafts_is_an_error(said: Said) -> None:
     class Short(Recorder):
         def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
             return []
 
-    with pytest.raises(SpecDecError, match="returned 0 drafts for 1 sequences"):
+    with pytest.raises(SpecDecError) as error:
         DrafterChain([NgramLookup(2), Short({})]).propose([start(0)], 4)
+    said(error, "0", "1")
 
 
-def test_empty_chain_is_refused() -> None:
-    with pytest.raises(UsageError, match="a chain has no drafters"):
+def test_empty_chain_is_refused(said: Said) -> None:
+    with pytest.raises(UsageError) as error:
         DrafterChain([])
+    said(error)
 
 
 @pytest.mark.parametrize("loop", [orchestrator, leader], ids=["orchestrator", "leader"])

@@ -7,6 +7,7 @@ import pytest
 from calls import num_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentences import Said
 from strength import examples
 
 from runtime.drafters.lookup import MAX_OCCURRENCES
@@ -186,14 +187,16 @@ def test_pool_is_asked_where_the_sequence_has_no_match() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 2), (3, 2)])
-def test_sizes_that_leave_no_pattern_are_refused(sizes: tuple[int, int]) -> None:
-    with pytest.raises(UsageError, match=f"n-gram sizes are not from 1 up: {sizes[0]} to {sizes[1]}"):
+def test_sizes_that_leave_no_pattern_are_refused(sizes: tuple[int, int], said: Said) -> None:
+    with pytest.raises(UsageError) as error:
         NgramLookup(sizes[1], min_matching_ngram_size=sizes[0])
+    said(error, "1", sizes[0], sizes[1])
 
 
-def test_unknown_ranking_is_refused() -> None:
-    with pytest.raises(UsageError, match="unknown ranking: newest"):
+def test_unknown_ranking_is_refused(said: Said) -> None:
+    with pytest.raises(UsageError) as error:
         NgramLookup(2, ranking="newest")  # type: ignore[arg-type]
+    said(error, "newest")
 
 
 def test_the_tail_does_not_match_itself() -> None:

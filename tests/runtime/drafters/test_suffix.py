@@ -7,6 +7,7 @@ from calls import num_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from occurrences import followers, longest_match, most_frequent
+from sentences import Said
 from strength import examples
 
 from runtime.drafters.lookup import MAX_OCCURRENCES
@@ -154,9 +155,10 @@ def test_drafts_grow_with_the_match(repeated: int, growth: float, draft_len: int
 
 
 @pytest.mark.parametrize("growth", [0.0, -1.0, float("nan")])
-def test_growth_that_is_none_is_refused(growth: float) -> None:
-    with pytest.raises(UsageError, match="growth is not above 0"):
+def test_growth_that_is_none_is_refused(growth: float, said: Said) -> None:
+    with pytest.raises(UsageError) as error:
         SuffixLookup(growth=growth)
+    said(error, "0")
 
 
 def test_much_longer_public_match_is_followed() -> None:
