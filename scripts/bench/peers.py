@@ -281,7 +281,7 @@ def stem(model_dir: Path) -> str:
 
 
 def export_to_gguf(python: Path, model_dir: Path, work_dir: Path, format_name: str, *flags: str | Path) -> Path:
-    """Flags: of peers.llamacpp_export."""
+    """Flags: of llamacpp_export."""
 
     def export(directory: Path) -> None:
         directory.mkdir()
