@@ -11,7 +11,7 @@ from importlib.resources import files
 
 from openai_server import DONE, Asked, Piece, Reply, as_json, event, failure, models
 
-PAGE = files("commands").joinpath("serving/page.html").read_text(encoding="utf-8")
+PAGE = files("commands").joinpath("serve/page.html").read_text(encoding="utf-8")
 Step = list[tuple[str, str]]
 
 DRAFTED: list[Step] = [
