@@ -101,7 +101,7 @@ def greedy_tokens(
     """After each prompt a float32 engine's tokens, and those that Hugging Face's model chooses after the same ones."""
     checkpoint_dir = make_checkpoint(file, work_dir / "float", "float")
     longest = max(map(len, prompts))
-    build = BuildConfig(compiler, 4, longest, longest + OUTPUT_LEN, 4, 16, "draft_tokens_external")
+    build = BuildConfig(compiler, 4, longest, longest + OUTPUT_LEN + 4, 4, 16, "draft_tokens_external")
     effort = Effort(measure_costs=False)
     built = build_engine(
         checkpoint_dir, work_dir / "engine", build, torch.device("cpu"), replace=False, phase=print, effort=effort
