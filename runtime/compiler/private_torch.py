@@ -42,7 +42,6 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "aot_mode",
         "compile_only",
         "device_type",
-        "min_optimize",
         "vec_isa",
     ),
     "torch._inductor.cpp_builder.is_gcc": (),

@@ -67,38 +67,35 @@ def _compile(programs: Seq[GraphModule], options: dict[str, Any]) -> list[Files]
         begun = []
         for program in programs:
             made = run_inductor(program, examples_of(program), options)
-            calls, link, library = _compiler_calls([file for file in made if isinstance(file, str)], options)
-            begun.append(([pool.submit(_run, call) for call in calls], link, library))
-        for compilations, link, _ in begun:
-            for compilation in compilations:
-                compilation.result()
+            compile_, link, library = _compiler_calls([file for file in made if isinstance(file, str)], options)
+            begun.append((pool.submit(_run, compile_), link, library))
+        for compilation, link, _ in begun:
+            compilation.result()
             _run(link)
     return [_files_of(library) for _, _, library in begun]
 
 
-def _compiler_calls(made: list[str], options: dict[str, Any]) -> tuple[list[list[str]], list[str], Path]:
-    """The calls of the compiler that Inductor itself would make of its sources, that of the linker, and the library."""
+def _compiler_calls(made: list[str], options: dict[str, Any]) -> tuple[list[str], list[str], Path]:
+    """Calls of the compiler and of the linker, as Inductor itself would make them, and the library."""
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions  # only to build
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    def builder(sources: list[str], *, compile_only: bool = False, min_optimize: bool = False) -> CppBuilder:
+    def builder(sources: list[str], *, compile_only: bool = False) -> CppBuilder:
         settings = CppTorchDeviceOptions(
             aot_mode=True,
             device_type="cpu",
             vec_isa=pick_vec_isa(),
             compile_only=compile_only,
-            min_optimize=min_optimize,
         )
         return CppBuilder(Path(sources[0]).stem, sources, settings, str(Path(sources[0]).parent))
 
     with torch._inductor.config.patch(options), instructions_looked_up(), named_compiler():
         (wrapper,) = (file for file in made if file.endswith(".wrapper.cpp"))
         objects = [file for file in made if file.endswith(".o")]
-        compilers = [builder([wrapper], compile_only=True, min_optimize=True)]
-        compilers += [builder([file], compile_only=True) for file in made if file.endswith(".kernel.cpp")]
-        linker = builder([*(one.get_target_file_path() for one in compilers), *objects])
-        calls = [shlex.split(one.get_command_line()) for one in (*compilers, linker)]
-        return calls[:-1], calls[-1], Path(linker.get_target_file_path())
+        compiler = builder([wrapper], compile_only=True)  # its loops too, so with all optimizations
+        linker = builder([compiler.get_target_file_path(), *objects])
+        compile_, link = (shlex.split(one.get_command_line()) for one in (compiler, linker))
+        return compile_, link, Path(linker.get_target_file_path())
 
 
 def _run(command: list[str]) -> None:

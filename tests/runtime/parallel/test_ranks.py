@@ -177,7 +177,7 @@ def test_one_compiled_step_serves_all_ranks(
     monkeypatch.setenv("CXX", str(tmp_path / "c++"))  # which only the processes that are begun now look up
     engine_dir = make_engine_dir(model, tp_size=2, compiler="aot", num_workers=2)
     assert [path.name for path in engine_dir.glob("*.pt2")] == ["rank0.pt2"]
-    assert sum(".kernel.cpp" in call and " -c " in f" {call} " for call in log.read_text().splitlines()) == 3
+    assert sum(".wrapper.cpp" in call and " -c " in f" {call} " for call in log.read_text().splitlines()) == 3
     with LLM(engine_dir) as llm:
         assert llm.engine.config.batch_invariant
         outputs = llm.generate(PROMPTS, GREEDY, drafter=NgramDrafter(6, 2))
