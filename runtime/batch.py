@@ -82,7 +82,7 @@ def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
     return Batch(*(tensor.to(device) for tensor in batch.tensors()))
 
 
-def fold(rows: Seq[Row]) -> Seq[Row]:
+def split_long_rows(rows: Seq[Row]) -> Seq[Row]:
     """The rows, long ones as several where that leaves less padding: 11, 1 and 1 tokens as 13 rows of one."""
     lengths = sorted(len(row.tokens) for row in rows)
     if lengths[0] == lengths[-1]:
@@ -117,7 +117,7 @@ def _pieces(row: Row, width: int) -> Iterator[Row]:
         yield Row(tokens, row.start + i, row.block_table, num_logits)
 
 
-def at_least_two(batch: Batch) -> Batch:
+def pad_to_min_2(batch: Batch) -> Batch:
     """The same step with B, Q, N and T of at least 2, for a compiler that treats sizes of 1 apart.
 
     Padding goes to the null block; logits beyond the first T are of padding. With Q = 1 token i moves from i to 2 i.

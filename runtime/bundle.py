@@ -24,7 +24,7 @@ LIBRARY = "kernels.so"
 COPY_DIR = "self-draft"
 """Subdirectory of the self-draft copy: its compiled step, and the weights that it does not share with the target."""
 _BUILD_AGAIN = "build it again"
-ENGINE = Artefact("the engine was built", _BUILD_AGAIN, fact="engine")
+ENGINE = Artefact("the engine was built", _BUILD_AGAIN, code="engine")
 
 
 def step_files(config: EngineConfig) -> list[str]:
@@ -71,7 +71,7 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
     recover_directory(engine_dir)
     if not engine_dir.is_dir():
         problem = "is not a directory" if engine_dir.exists() else "does not exist"
-        raise SpecDecError(f"engine directory {problem}: {engine_dir}", hint="build it", fact="no_engine")
+        raise SpecDecError(f"engine directory {problem}: {engine_dir}", hint="build it", code="no_engine")
     data, text = read_json_and_text(engine_dir / CONFIG)
     config = parse_engine_config(data, engine_dir)
     check_config(engine_dir / CONFIG, text, ENGINE)
@@ -82,22 +82,22 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
 def parse_engine_config(data: dict[str, Any], engine_dir: Path) -> EngineConfig:
     """Parse the `config.json` of an engine directory; SpecDecError if it is invalid."""
     if "build_config" not in data:
-        raise SpecDecError(f"this is not an engine directory: {engine_dir}", hint="build one", fact="not_an_engine")
+        raise SpecDecError(f"this is not an engine directory: {engine_dir}", hint="build one", code="not_an_engine")
     config = parse(EngineConfig, data, str(engine_dir / CONFIG))
     if not isinstance(config.pretrained_config.get("model_type"), str):
-        raise SpecDecError(f"`{engine_dir / CONFIG}` names no `model_type`", hint=_BUILD_AGAIN, fact="engine")
+        raise SpecDecError(f"`{engine_dir / CONFIG}` names no `model_type`", hint=_BUILD_AGAIN, code="engine")
     if config.mapping != Mapping(config.mapping.tp_size, config.mapping.tp_size):
         raise SpecDecError(
             f"the engine is split over devices in a way that this version does not read: {engine_dir}",
             hint=_BUILD_AGAIN,
-            fact="engine",
+            code="engine",
         )
     recorded = {record.name for record in config.files}
     recorded |= {parent.as_posix() for name in recorded for parent in PurePosixPath(name).parents}
     for name in step_files(config):
         if name not in recorded:
             raise SpecDecError(
-                f"`{engine_dir / CONFIG}` has no record of the file: {name}", hint=_BUILD_AGAIN, fact="engine"
+                f"`{engine_dir / CONFIG}` has no record of the file: {name}", hint=_BUILD_AGAIN, code="engine"
             )
     return config
 

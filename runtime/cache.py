@@ -41,9 +41,9 @@ def cache_dir() -> Path:
     """
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
     directory = Path(os.environ.get("SPECDEC_CACHE_DIR") or default).absolute()
-    check_is_own(directory)
+    check_private_dir(directory)
     for name in _PARTS:
-        check_is_own(directory / name, directory)
+        check_private_dir(directory / name, directory)
     return directory
 
 
@@ -55,7 +55,7 @@ def make_cache_dir() -> Path:
     return cache_dir()
 
 
-def check_is_own(directory: Path, *above: Path) -> None:
+def check_private_dir(directory: Path, *above: Path) -> None:
     """SpecDecError for a directory of another user (root's is everybody's), or one that others may write into.
 
     They may not where they do not get through one `above`: with umask 002 a group may write into all parts of a cache,
@@ -71,7 +71,7 @@ def check_is_own(directory: Path, *above: Path) -> None:
             f"the cache directory belongs to another user (number {stat.st_uid}), who could have put code into it: "
             f"{directory}",
             hint="SPECDEC_CACHE_DIR names another",
-            fact="cache_of_others",
+            code="cache_of_others",
         )
     if stat.st_mode & 0o022 and not is_closed:
         raise SpecDecError(
@@ -99,7 +99,7 @@ def locked_entry(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
         raise SpecDecError(
             f"the cache directory cannot be written ({error.strerror or error}): {cache_dir()}",
             hint="SPECDEC_CACHE_DIR names another",
-            fact="cache_unwritable",
+            code="cache_unwritable",
         ) from error
     try:
         for left_over in path.parent.glob(f".{path.name}.*"):

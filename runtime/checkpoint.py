@@ -27,7 +27,7 @@ from runtime.compiler.model import (
     split_config,
 )
 from runtime.compiler.pretrained import parse_language_model, parse_pretrained_config
-from runtime.config import CheckpointConfig, Dtype, Mapping, Precision, as_json
+from runtime.config import CheckpointConfig, Dtype, Mapping, QuantConfig, as_json
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import check_output_is_not_input, new_directory, read_json, write_json
 from runtime.generation_config import GENERATION_CONFIG, check_generation_config
@@ -36,13 +36,13 @@ from runtime.gguf_config import generation_config_of
 from runtime.gguf_tokenizer import make_gguf_tokenizer
 from runtime.model_dir import check_head, check_not_wrapped, is_computed, predicts_further, warn_of_adapter
 from runtime.models import read_model_config
-from runtime.parallel.splitting import Splitting
-from runtime.pieces import Piece, Progress, write_pieces, write_shares
+from runtime.parallel.tp_layers import Splitting
 from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
 from runtime.quantization.gguf import read_gguf_tensors
 from runtime.quantization.losses import Losses
 from runtime.quantization.planning import RoundedLayer, Source, plan_pieces
 from runtime.source import SourceTensor, load_tensors, read_tensors
+from runtime.tensor_writer import Piece, Progress, write_pieces, write_shares
 
 # What a tokenizer or generation needs beside the weights.
 _SIDE_FILES = (
@@ -51,7 +51,7 @@ _SIDE_FILES = (
 )  # fmt: skip
 
 
-_AS_IT_IS = Precision()
+_AS_IT_IS = QuantConfig()
 
 
 def convert(
@@ -61,7 +61,7 @@ def convert(
     *,
     replace: bool,
     progress: Progress,
-    precision: Precision = _AS_IT_IS,
+    precision: QuantConfig = _AS_IT_IS,
     tp_size: int = 1,
 ) -> CheckpointConfig:
     """Write the checkpoint of a Hugging Face model directory. `dtype` None keeps the one the model was saved in.
@@ -200,12 +200,12 @@ def _gguf_tensors(
     return layers, tensors
 
 
-def _refuse_rounding_again(source: Source, precision: Precision) -> None:
+def _refuse_rounding_again(source: Source, precision: QuantConfig) -> None:
     if precision.qformat is not None and source.layers:
         raise SpecDecError(
             f"the model is quantized already ({source.format}), and not rounded to {precision.qformat}: {source.name}",
             hint="convert it as it is, or the unquantized model",
-            fact="quantized_already",
+            code="quantized_already",
         )
 
 

@@ -10,7 +10,7 @@ from runtime.errors import SpecDecError
 from runtime.files import read_json_and_text, recover_directory
 
 _CONVERT_AGAIN = "convert the model again"
-CHECKPOINT = Artefact("the model was converted", _CONVERT_AGAIN, fact="checkpoint")
+CHECKPOINT = Artefact("the model was converted", _CONVERT_AGAIN, code="checkpoint")
 
 
 def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
@@ -23,7 +23,7 @@ def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
         raise SpecDecError(
             f"checkpoint directory does not exist: {checkpoint_dir}",
             hint="convert a model",
-            fact="no_checkpoint",
+            code="no_checkpoint",
         )
     data, text = read_json_and_text(checkpoint_dir / CONFIG)
     config = parse_checkpoint_config(data, checkpoint_dir)
@@ -39,13 +39,13 @@ def parse_checkpoint_config(data: dict[str, Any], checkpoint_dir: Path) -> Check
         raise SpecDecError(
             f"this is an engine directory, not a checkpoint: {checkpoint_dir}",
             hint="give the directory of a converted model",
-            fact="engine_for_checkpoint",
+            code="engine_for_checkpoint",
         )
     if "model_type" in data:
         raise SpecDecError(
             f"this is a Hugging Face model, not a checkpoint: {checkpoint_dir}",
             hint="convert it first",
-            fact="model_for_checkpoint",
+            code="model_for_checkpoint",
             model_dir=checkpoint_dir,
         )
     config = parse(CheckpointConfig, data, str(checkpoint_dir / CONFIG))
@@ -53,13 +53,13 @@ def parse_checkpoint_config(data: dict[str, Any], checkpoint_dir: Path) -> Check
         raise SpecDecError(
             f"the checkpoint is split over devices in a way that this version does not read: {checkpoint_dir}",
             hint=_CONVERT_AGAIN,
-            fact="checkpoint",
+            code="checkpoint",
         )
     recorded = {record.name for record in config.files}
     for name in weights_files(config.mapping):
         if name not in recorded:
             raise SpecDecError(
-                f"`{checkpoint_dir / CONFIG}` has no record of the file: {name}", hint=_CONVERT_AGAIN, fact="checkpoint"
+                f"`{checkpoint_dir / CONFIG}` has no record of the file: {name}", hint=_CONVERT_AGAIN, code="checkpoint"
             )
     return config
 
@@ -81,7 +81,7 @@ def check_self_draft(checkpoint: CheckpointConfig, self_draft: SelfDraft | None)
             f"the checkpoint's weights are in {bits} bits already ({quantization.quant_algo}), so a copy in "
             f"{self_draft.qformat} would draft no faster than they do",
             hint="build it without a copy that drafts, or convert the model with weights of more bits",
-            fact="self_draft_bits",
+            code="self_draft_bits",
         )
 
 
@@ -91,5 +91,5 @@ def check_not_split(tp_size: int) -> None:
         raise SpecDecError(
             f"a model that is split over devices has no copy that drafts: tp_size {tp_size}",
             hint="build it without a copy, or convert the model for one device",
-            fact="self_draft_split",
+            code="self_draft_split",
         )

@@ -30,10 +30,10 @@ class Artefact:
 
     since: str
     hint: str
-    fact: str
+    code: str
 
     def raise_changed(self, path: Path, how: str) -> NoReturn:
-        raise SpecDecError(f"`{path}` has changed since {self.since}: {how}", hint=self.hint, fact=self.fact)
+        raise SpecDecError(f"`{path}` has changed since {self.since}: {how}", hint=self.hint, code=self.code)
 
 
 def document_digest(data: dict[str, Any], key: str) -> str:
@@ -84,7 +84,7 @@ def check_sizes(directory: Path, records: Iterable[FileRecord], artefact: Artefa
     for record in records:
         path = directory / record.name
         if not path.is_file():
-            raise SpecDecError(f"file is missing: {path}", hint=artefact.hint, fact=artefact.fact)
+            raise SpecDecError(f"file is missing: {path}", hint=artefact.hint, code=artefact.code)
         if difference := size_difference(path, record):
             artefact.raise_changed(path, difference)
 

@@ -87,7 +87,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Precision:
+class QuantConfig:
     """Quantization format of a conversion. Without a format weights stay as they are."""
 
     qformat: QuantFormat | None = None

@@ -322,7 +322,7 @@ def merge_corpora(path: Path, corpora: Sequence[Corpus], *, replace: bool) -> Co
             raise SpecDecError(
                 f"the corpora have different tokenizers: {first.path} and {corpus.path}",
                 hint="make them with the same tokenizer",
-                fact="corpora_of_two_tokenizers",
+                code="corpora_of_two_tokenizers",
             )
     return write_corpus(
         path,
@@ -373,7 +373,7 @@ def _open_file(path: Path) -> BinaryIO:
     if path.is_dir():
         raise SpecDecError(f"a corpus is a file, and this is a directory: {path}", hint="name the file")
     if not path.is_file():
-        raise SpecDecError(f"there is no such corpus: {path}", hint="make one of texts or traces", fact="no_corpus")
+        raise SpecDecError(f"there is no such corpus: {path}", hint="make one of texts or traces", code="no_corpus")
     return path.open("rb")
 
 
@@ -383,19 +383,19 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
         header = read_header(file)
     except SafetensorError as error:
         whole = "the corpus is damaged or cut off" if is_corpus(path) else "this is not a corpus"
-        raise SpecDecError(f"{whole} ({error}): {path}", hint=DAMAGED, fact="damaged_corpus") from None
+        raise SpecDecError(f"{whole} ({error}): {path}", hint=DAMAGED, code="damaged_corpus") from None
     if _KEY not in header.metadata:
-        raise SpecDecError(f"this is not a corpus: {path}", hint="make one of texts or traces", fact="no_corpus")
+        raise SpecDecError(f"this is not a corpus: {path}", hint="make one of texts or traces", code="no_corpus")
     try:
         record = json.loads(header.metadata[_KEY])
         info = parse(CorpusInfo, record, str(path))
     except (ValueError, RecursionError) as error:
-        raise SpecDecError(f"the corpus is damaged ({error}): {path}", hint=DAMAGED, fact="damaged_corpus") from None
+        raise SpecDecError(f"the corpus is damaged ({error}): {path}", hint=DAMAGED, code="damaged_corpus") from None
     except SpecDecError as error:
-        raise SpecDecError(error.message, hint=DAMAGED, fact="damaged_corpus") from None
+        raise SpecDecError(error.message, hint=DAMAGED, code="damaged_corpus") from None
     if info.info_digest != document_digest(record, _INFO_DIGEST):
         raise SpecDecError(
-            f"the corpus is damaged, its metadata has changed: {path}", hint=DAMAGED, fact="damaged_corpus"
+            f"the corpus is damaged, its metadata has changed: {path}", hint=DAMAGED, code="damaged_corpus"
         )
     offsets = {}
     lengths = {"tokens": info.num_tokens + info.num_documents, "suffix_array": info.num_tokens}
@@ -405,7 +405,7 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
             raise SpecDecError(
                 f"the corpus is damaged, `{name}` is not what it should be: {path}",
                 hint=DAMAGED,
-                fact="damaged_corpus",
+                code="damaged_corpus",
             )
         offsets[name] = (tensor.start, tensor.end)
     return info, offsets
@@ -417,7 +417,7 @@ def _content_ranges(offsets: dict[str, Range]) -> list[Range]:
 
 
 def _raise_changed(path: Path) -> NoReturn:
-    raise SpecDecError(f"the corpus is damaged, its content has changed: {path}", hint=DAMAGED, fact="damaged_corpus")
+    raise SpecDecError(f"the corpus is damaged, its content has changed: {path}", hint=DAMAGED, code="damaged_corpus")
 
 
 def _content_digest(tokens: Array, rows: Array) -> str:

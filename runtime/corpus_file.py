@@ -33,7 +33,7 @@ class CorpusFile:
             except OSError as error:  # by a row that is none of what was opened, too
                 self.check_is_the_same()
                 raise SpecDecError(
-                    f"the corpus cannot be read ({error.strerror}): {self._path}", hint=DAMAGED, fact="damaged_corpus"
+                    f"the corpus cannot be read ({error.strerror}): {self._path}", hint=DAMAGED, code="damaged_corpus"
                 ) from error
 
         return read

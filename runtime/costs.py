@@ -29,7 +29,7 @@ class CostModel:
             raise SpecDecError(
                 "the engine's step costs are unknown",
                 hint="build it again, with memory free for a K/V cache to measure them with",
-                fact="no_step_costs",
+                code="no_step_costs",
             )
         self._known: dict[tuple[int, int, float], float] = {}
 

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from runtime.drafters.protocol import Drafter, check_drafts, check_request
 from runtime.engine import Engine
 from runtime.errors import RequestError
-from runtime.request import Draft, Request, Sequence, Verdict
-from runtime.sampling import NoChoice
+from runtime.request import Draft, Request, Sequence, VerifyResult
+from runtime.sampling import NoValidToken
 
 
 def check_requests(engine: Engine, drafter: Drafter | None, requests: Iterable[Request]) -> None:
@@ -28,26 +28,26 @@ def propose(drafter: Drafter | None, engine: Engine, sequences: list[Sequence], 
 
 
 def commit(
-    sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict | NoChoice]
+    sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[VerifyResult | NoValidToken]
 ) -> list[tuple[Sequence, list[int]]]:
     """(sequence, new tokens) of those that go on or are done; of those that cannot go on the error is kept."""
     stepped = []
     for sequence, draft, verdict in zip(sequences, drafts, verdicts, strict=True):
-        if isinstance(verdict, NoChoice):
+        if isinstance(verdict, NoValidToken):
             sequence.error = verdict
         else:
             stepped.append((sequence, sequence.commit(draft, verdict)))
     return stepped
 
 
-def raise_error_of(sequences: Iterable[Sequence]) -> None:
+def raise_first_error(sequences: Iterable[Sequence]) -> None:
     """RequestError of the first that could not go on."""
     for sequence in sequences:
         if (error := sequence.error) is not None:
-            raise RequestError(f"{sequence.request.name}: {error.message}", hint=error.hint, fact=error.fact)
+            raise RequestError(f"{sequence.request.name}: {error.message}", hint=error.hint, code=error.code)
 
 
-def let_go(engine: Engine, drafter: Drafter | None, sequences: Seq[Sequence]) -> None:
+def release_all(engine: Engine, drafter: Drafter | None, sequences: Seq[Sequence]) -> None:
     """Give back the blocks that a step which failed left to sequences, and the drafter's state of them.
 
     What fails for one of them is raised when the others have been let go.

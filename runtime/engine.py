@@ -15,21 +15,21 @@ from typing import Literal, NoReturn
 import torch
 from torch import Tensor
 
-from runtime.batch import Row, context_row, fold, generation_row, pack
+from runtime.batch import Row, context_row, generation_row, pack, split_long_rows
 from runtime.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
 from runtime.compiler.compilation import StepFunction
 from runtime.compiler.kernels import flush_denormals, openmp_alone
-from runtime.compiler.opening import check_environment, check_shape, open_copy
+from runtime.compiler.load import check_environment, check_shape, open_copy
 from runtime.config import EngineConfig
 from runtime.control_groups import free_memory
 from runtime.errors import SpecDecError, UsageError
 from runtime.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
-from runtime.making import MAKING
+from runtime.locks import MODEL_INIT_LOCK
 from runtime.parallel.devices import check_device_ids
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
-from runtime.request import Draft, Request, Sequence, Verdict
-from runtime.sampling import NoChoice
+from runtime.request import Draft, Request, Sequence, VerifyResult
+from runtime.sampling import NoValidToken
 from runtime.verify import verify_all
 
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
@@ -111,7 +111,7 @@ class Engine:
             check_environment(config, engine_dir, torch.device("cpu"))
         device = _first_device(config.environment.device, device_ids)
         check_environment(config, engine_dir, device)
-        with MAKING, unchanged_while_opened(bundle):
+        with MODEL_INIT_LOCK, unchanged_while_opened(bundle):
             check_step_files(bundle)
             check_shape(config, engine_dir)
             step = open_ranks(RankedModel.of(config, engine_dir), device, device_ids)
@@ -223,16 +223,16 @@ class Engine:
         """Give an admitted sequence that grew blocks for all its tokens and a draft. False: no room, no change."""
         return self._blocks.extend(sequence, len(sequence.tokens) + self.max_draft_len_of(sequence))
 
-    def step(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[Verdict | NoChoice]:
+    def step(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[VerifyResult | NoValidToken]:
         """One target forward for admitted sequences, each with a draft of at most max_draft_len tokens (or empty).
 
-        Leaves every sequence's tokens as they are and `num_computed` at what the verdict makes valid. NoChoice is that
-        sequence's, which cannot go on; the others can.
+        Leaves every sequence's tokens as they are and `num_computed` at what the verdict makes valid. A sequence with
+        NoValidToken cannot go on; the others can.
         """
         all_logits = self.forward(sequences, drafts)
         verdicts = verify_all(sequences, drafts, all_logits)
         for i, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
-            if isinstance(verdict, NoChoice):
+            if isinstance(verdict, NoValidToken):
                 continue
             if sequence.request.wants_logits:
                 verdicts[i] = dataclasses.replace(verdict, logits=all_logits[i][: verdict.num_accepted + 1])
@@ -258,7 +258,7 @@ class Engine:
                 self.compute_context(sequence, self.max_num_tokens)
         return self._forward_apart([generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)])
 
-    def forward_copy(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
+    def forward_draft(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
         """Run the self-draft copy like `forward`: into the same K/V cache, and of no more tokens than fit a draft.
 
         Its K/V never count: `num_computed` of a sequence that is stepped or released must stay at what the target has
@@ -327,7 +327,7 @@ class Engine:
         step = self._copy_step if by_copy else self._step
         assert step is not None
         if self._reads_in_place:
-            rows = fold(rows)
+            rows = split_long_rows(rows)
         batch = pack(rows, self._blocks.block_size, self.device)
         if self.device.type == "cpu":
             flush_denormals()
@@ -357,7 +357,7 @@ def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torc
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         count = torch.cuda.device_count()
         if count == 0:
-            raise SpecDecError("this machine has no GPU to run on", hint="build for the CPU", fact="no_gpu")
+            raise SpecDecError("this machine has no GPU to run on", hint="build for the CPU", code="no_gpu")
         if device_id >= count:
             raise UsageError(
                 f"there is no such GPU (this machine has {count}): {device_id}", hint="GPUs are numbered from 0"
@@ -392,20 +392,20 @@ def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.dev
             raise UsageError(f"a K/V cache holds at least one token: {kv_cache.max_tokens}", hint="raise `max_tokens`")
         num_blocks = -(-kv_cache.max_tokens // build.tokens_per_block)
     free_bytes = _free_memory(device)
-    usable_bytes, hint, fact = free_bytes, "lower max_tokens of the K/V cache, or free memory", "cache_too_large"
+    usable_bytes, hint, code = free_bytes, "lower max_tokens of the K/V cache, or free memory", "cache_too_large"
     if device.type == "cuda":
         usable_bytes = int(free_bytes * kv_cache.free_gpu_memory_fraction)
         fitting = usable_bytes // block_bytes - 1  # one is the null block
         num_blocks = min(num_blocks, fitting) if kv_cache.max_tokens is not None else fitting
         num_blocks = max(num_blocks, 1)
-        hint, fact = "raise free_gpu_memory_fraction, or free memory on the device", "cache_too_large_for_gpu"
+        hint, code = "raise free_gpu_memory_fraction, or free memory on the device", "cache_too_large_for_gpu"
     if (num_blocks + 1) * block_bytes > usable_bytes:
         raise SpecDecError(
             f"a K/V cache of {num_blocks * build.tokens_per_block} tokens needs "
             f"{(num_blocks + 1) * block_bytes / 1e6:,.1f} MB, and {device} has for it: "
             f"{usable_bytes / 1e6:,.1f} MB of {free_bytes / 1e6:,.1f} MB free",
             hint=hint,
-            fact=fact,
+            code=code,
         )
     return num_blocks + 1
 

@@ -14,24 +14,24 @@ import torch
 
 import runtime
 from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
-from runtime.cache import cache_dir, check_is_own, digest, file_digest, locked_entry, remove_left_over, used_entry
+from runtime.cache import cache_dir, check_private_dir, digest, file_digest, locked_entry, remove_left_over, used_entry
 from runtime.checkpoint_dir import check_not_split
 from runtime.compiler.choosing import compiler_for
 from runtime.compiler.kernels import processor
-from runtime.compiler.opening import current_environment
+from runtime.compiler.load import current_environment
 from runtime.config import BuildConfig, Compiler, Dtype, SelfDraft
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
 from runtime.gguf import is_gguf
-from runtime.making import MAKING
+from runtime.locks import MODEL_INIT_LOCK
 from runtime.models import MODEL_FILES, resolve_model
 from runtime.temporary import own_temporary_files, temporary_dir
 
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
 _BUILD_CODE = (
     "compiler/**/*", "parallel/*", "quantization/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "gguf*.py",
-    "kv_cache.py", "model_dir.py", "pieces.py", "source.py",
+    "kv_cache.py", "model_dir.py", "tensor_writer.py", "source.py",
 )  # fmt: skip
 """Sources in `runtime` that determine an engine's content. Code that opens, runs and evaluates engines is excluded."""
 
@@ -118,12 +118,12 @@ def _entry(name: Path, identity: str, make: Callable[[Path], object]) -> Iterato
     readable = re.sub(r"[^\w.-]", "_", name.expanduser().resolve().name)
     engines = cache_dir() / "engines"
     entry = engines / f"{readable}-{identity[:16]}"
-    check_is_own(entry, engines.parent, engines)
+    check_private_dir(entry, engines.parent, engines)
     while True:
         if _is_engine(entry):
             remove_left_over(entry)
         else:
-            with MAKING, locked_entry(entry, _say_that_it_waits):
+            with MODEL_INIT_LOCK, locked_entry(entry, _say_that_it_waits):
                 if not _is_engine(entry):  # another process may have built it in the meantime
                     shutil.rmtree(entry, ignore_errors=True)
                     make(entry)

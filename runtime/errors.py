@@ -10,15 +10,15 @@ from contextlib import contextmanager
 class SpecDecError(Exception):
     """Something the user's files, machine or settings make impossible (exit code 1).
 
-    `message` says what is wrong and ends with the value; `hint` says what to do. `fact` names what is wrong for those
+    `message` says what is wrong and ends with the value; `hint` says what to do. `code` names what is wrong for those
     who know a better hint, in words of their own: the command line names its flags, from `values`.
     """
 
-    def __init__(self, message: str, *, hint: str | None = None, fact: str | None = None, **values: object) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, code: str | None = None, **values: object) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
-        self.fact = fact
+        self.code = code
         self.values = values
 
 
@@ -36,7 +36,7 @@ def draft_engine_errors() -> Iterator[None]:
     try:
         yield
     except SpecDecError as error:
-        raise type(error)(f"draft engine: {error.message}", hint=error.hint, fact=error.fact, **error.values) from error
+        raise type(error)(f"draft engine: {error.message}", hint=error.hint, code=error.code, **error.values) from error
 
 
 class SpecDecWarning(UserWarning):

@@ -30,7 +30,7 @@ def check_output_directory(path: Path, *, replace: bool) -> None:
             raise SpecDecError(
                 f"output directory is not empty: {path}",
                 hint="allow it to be replaced, or choose another",
-                fact="exists",
+                code="exists",
             )
         try:
             ours = "format_version" in read_json(path / "config.json")
@@ -40,7 +40,7 @@ def check_output_directory(path: Path, *, replace: bool) -> None:
             raise SpecDecError(
                 f"output directory holds something other than a checkpoint or engine: {path}",
                 hint="only specdec's own output is replaced; choose another directory or remove this one",
-                fact="not_ours",
+                code="not_ours",
             )
 
 
@@ -181,7 +181,7 @@ def new_file(path: Path, *, replace: bool) -> Iterator[Path]:
     """Yield the name of a temporary file that becomes `path` when the block ends without an exception."""
     if path.exists() and not replace:
         raise SpecDecError(
-            f"output file exists: {path}", hint="allow it to be replaced, or choose another", fact="exists"
+            f"output file exists: {path}", hint="allow it to be replaced, or choose another", code="exists"
         )
     path = path.resolve()
     with _temporary_sibling(path) as directory:

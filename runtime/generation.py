@@ -37,7 +37,7 @@ class Unanswered(SpecDecError):
     """A request could not go on, with what the others came to."""
 
     def __init__(self, error: RequestError, finished: Generation) -> None:
-        super().__init__(error.message, hint=error.hint, fact=error.fact, **error.values)
+        super().__init__(error.message, hint=error.hint, code=error.code, **error.values)
         self.finished = finished
 
 

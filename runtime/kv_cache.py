@@ -48,7 +48,7 @@ class BlockManager:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self._reuse = reuse
-        self._num_holders = [0] * num_blocks
+        self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._nodes: dict[int, _Node] = {}  # block -> what it is published as
         self._children: dict[int, dict[tuple[int, ...], int]] = {}  # node -> tokens -> block
@@ -74,12 +74,12 @@ class BlockManager:
         (and changes nothing) if there are too few free blocks.
         """
         max_reused = sequence.max_reused
-        shared, parent = self._find_full_blocks(sequence.tokens[: max_reused + 1])
+        shared, parent = self._match_prefix(sequence.tokens[: max_reused + 1])
         start = len(shared) * self.block_size
         end = min(start + self.block_size, max_reused)
         partial = self._find_partial_block(parent, sequence.tokens[start:end])
         num_new = self.num_blocks_for(num_tokens) - len(shared)
-        num_revived = sum(self._num_holders[block] == 0 for block in shared)
+        num_revived = sum(self._ref_counts[block] == 0 for block in shared)
         if num_new + num_revived > len(self._free):
             return None
         for block in shared:
@@ -90,7 +90,7 @@ class BlockManager:
         if partial is not None:
             source, num_matched = partial
             sequence.num_computed += num_matched
-            sequence.block_table.append(self._take_over(source, num_matched))
+            sequence.block_table.append(self._reuse_partial_block(source, num_matched))
             if sequence.block_table[-1] != source:
                 copies.append(BlockCopy(source, sequence.block_table[-1]))
         self.extend(sequence, num_tokens)
@@ -109,8 +109,8 @@ class BlockManager:
         if self._reuse:
             self._publish(sequence)
         for block in reversed(sequence.block_table):
-            self._num_holders[block] -= 1
-            if self._num_holders[block] == 0:
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
                 self._free[block] = None
                 if block not in self._nodes:
                     self._free.move_to_end(block, last=False)
@@ -124,10 +124,10 @@ class BlockManager:
 
     def check_integrity(self) -> None:
         """Assert what must always hold; for tests and debugging."""
-        assert NULL_BLOCK not in self._free and self._num_holders[NULL_BLOCK] == 0
+        assert NULL_BLOCK not in self._free and self._ref_counts[NULL_BLOCK] == 0
         for block in range(1, self.num_blocks):
-            assert self._num_holders[block] >= 0
-            assert (block in self._free) == (self._num_holders[block] == 0), f"block {block} is neither free nor held"
+            assert self._ref_counts[block] >= 0
+            assert (block in self._free) == (self._ref_counts[block] == 0), f"block {block} is neither free nor held"
         published = {block for children in self._children.values() for block in children.values()}
         assert published == set(self._nodes), "the trie and the blocks disagree"
         for block, node in self._nodes.items():
@@ -135,7 +135,7 @@ class BlockManager:
             assert 0 < len(node.tokens) <= self.block_size
         assert all(self._children.values()), "an empty level of the trie was kept"
 
-    def _find_full_blocks(self, tokens: list[int]) -> tuple[list[int], int]:
+    def _match_prefix(self, tokens: list[int]) -> tuple[list[int], int]:
         """Published blocks that hold the sequence's first tokens, and the node of the last one."""
         blocks: list[int] = []
         node = _ROOT
@@ -156,12 +156,12 @@ class BlockManager:
                 best = (block, num_matched)
         return best
 
-    def _take_over(self, source: int, num_matched: int) -> int:
+    def _reuse_partial_block(self, source: int, num_matched: int) -> int:
         """A block of our own that starts with the first `num_matched` tokens of `source`: itself, or one to copy to.
 
         The source itself if its ref count is 0 and nothing is lost (all its tokens match), or nothing else is free.
         """
-        unheld = self._num_holders[source] == 0
+        unheld = self._ref_counts[source] == 0
         if unheld and (num_matched == len(self._nodes[source].tokens) or len(self._free) == 1):
             self._forget(source)
             self._hold(source)
@@ -202,7 +202,7 @@ class BlockManager:
 
     def _hold(self, block: int) -> None:
         self._free.pop(block, None)
-        self._num_holders[block] += 1
+        self._ref_counts[block] += 1
 
 
 def _common_prefix_len(a: Seq[int], b: Seq[int]) -> int:
@@ -230,8 +230,8 @@ class KVPool:
     (num_blocks, Hk, block_size, Dv): both products of attention then run along contiguous memory. Keys and values that
     are not finite are stored as a key of NaN and a value of zeros, so that they reach only who sees them.
 
-    In 8 bits (`runtime.compiler.rounded_kv`) a third tensor has the scales of a token's keys and of its values in each
-    head, (num_blocks, Hk, 2, block_size) float32; that of the keys is then what is NaN.
+    In 8 bits (`runtime.compiler.quantized_kv`) a third tensor has the scales of a token's keys and values in each head,
+    (num_blocks, Hk, 2, block_size) float32; that of the keys is then what is NaN.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ def check_lengths(request: Request, build: BuildConfig) -> None:
             f"prompt of {request.name} is longer than the engine's max_input_len {build.max_input_len}: "
             f"{num_prompt} tokens",
             hint="give a shorter one, or build with a larger max_input_len",
-            fact="prompt_too_long",
+            code="prompt_too_long",
         )
     if request.max_new_tokens < 1:
         raise SpecDecError(
@@ -26,7 +26,7 @@ def check_lengths(request: Request, build: BuildConfig) -> None:
             f"prompt and output of {request.name} exceed the engine's {build.max_request_len} tokens: "
             f"{num_prompt} + {request.max_new_tokens}",
             hint="ask for fewer tokens, or build with a larger max_seq_len",
-            fact="request_too_long",
+            code="request_too_long",
         )
 
 
@@ -36,7 +36,7 @@ def check_cache_size(request: Request, num_tokens: int, num_cache_tokens: int) -
         raise SpecDecError(
             f"K/V cache of {num_cache_tokens} tokens is too small for {request.name}: it needs {num_tokens}",
             hint="raise max_tokens or free_gpu_memory_fraction of the K/V cache",
-            fact="cache_too_small",
+            code="cache_too_small",
         )
 
 
@@ -63,7 +63,7 @@ def check_vocabulary(request: Request, vocab_size: int) -> None:
         raise SpecDecError(
             f"top_k exceeds the vocabulary of {vocab_size}: {request.sampling.top_k}",
             hint="0 leaves the whole vocabulary",
-            fact="top_k",
+            code="top_k",
             size=vocab_size,
             top_k=request.sampling.top_k,
         )
@@ -75,6 +75,6 @@ def check_draft_len(max_draft_len: int, engine_max_draft_len: int) -> None:
         raise SpecDecError(
             f"draft length exceeds the engine's max_draft_len {engine_max_draft_len}: {max_draft_len}",
             hint=f"lower it, or build with a max_draft_len of {max_draft_len}",
-            fact="draft_len",
+            code="draft_len",
             max_draft_len=max_draft_len,
         )

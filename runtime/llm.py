@@ -22,14 +22,14 @@ from runtime.chat import ChatTemplate, Message
 from runtime.config import Compiler, Dtype
 from runtime.costs import CostModel
 from runtime.drafters.compatibility import TargetIdentity, check_corpora, check_draft_engine
-from runtime.drafters.opening import Opening, open_drafter
+from runtime.drafters.factory import Opening, open_drafter
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.specs import AnySpec, DraftFunction, DraftLenMode, Speculation
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.generation_config import ModelDefaults, read_model_defaults
-from runtime.making import MAKING
+from runtime.locks import MODEL_INIT_LOCK
 from runtime.models import resolve_tokenizer
 from runtime.outputs import Output, Piece
 from runtime.parallel.devices import check_device_ids
@@ -102,7 +102,7 @@ class LLM:
         self._engine_options = engine
         self._has_told_penalties = False
         self._sessions: dict[Speculation, Session] = {}
-        with MAKING, ExitStack() as stack:
+        with MODEL_INIT_LOCK, ExitStack() as stack:
             self._stack = stack
             self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model))
             config = self.bundle.config
@@ -239,7 +239,7 @@ class LLM:
         try:
             return self.open_session(speculation.in_mode(mode), self._stack)
         except SpecDecError as error:
-            if error.fact != "no_step_costs":
+            if error.code != "no_step_costs":
                 raise
             warnings.warn(f"drafts are sent whole, as if they paid: {error.message}", SpecDecWarning, stacklevel=2)
             return self.open_session(speculation.in_mode("fixed"), self._stack)
@@ -382,7 +382,7 @@ class LLM:
             raise SpecDecError(
                 f"an end id is outside the vocabulary of {self.bundle.config.vocab_size}: {foreign}",
                 hint="give an id of the engine's tokenizer",
-                fact="end_id",
+                code="end_id",
                 size=self.bundle.config.vocab_size,
                 end_id=foreign,
             )
@@ -396,7 +396,7 @@ class LLM:
             raise SpecDecError(
                 "stop words and bad words need a tokenizer, and the engine has none",
                 hint="name one",
-                fact="no_tokenizer",
+                code="no_tokenizer",
             )
         return self.tokenizer
 

@@ -92,7 +92,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
         raise SpecDecError(
             f"this is a directory that specdec wrote, not a Hugging Face model: {model_dir}",
             hint="an engine is built of a checkpoint, and an engine answers prompts",
-            fact="already_converted",
+            code="already_converted",
         )
     return config
 

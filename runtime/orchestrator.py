@@ -10,7 +10,7 @@ from collections.abc import Generator
 from collections.abc import Sequence as Seq
 
 from runtime.drafters.protocol import Drafter
-from runtime.drafting import check_requests, commit, let_go, propose, raise_error_of
+from runtime.drafting import check_requests, commit, propose, raise_first_error, release_all
 from runtime.engine import Engine
 from runtime.errors import UsageError
 from runtime.request import Draft, Request, Sequence
@@ -30,7 +30,7 @@ def generate(
     as the loop goes. Of a request that cannot go on RequestError is raised when all others are done.
     """
     if not engine.block_reuse:
-        raise UsageError("orchestrator mode needs block reuse", hint="leave it on", fact="block_reuse")
+        raise UsageError("orchestrator mode needs block reuse", hint="leave it on", code="block_reuse")
     max_draft_len = engine.max_draft_len if max_draft_len is None else max_draft_len
     engine.check_draft_len(max_draft_len if drafter else 0)
     check_requests(engine, drafter, requests)
@@ -41,8 +41,8 @@ def generate(
         try:
             yield from _generate_group(engine, group, drafter, max_draft_len, times)
         finally:
-            let_go(engine, drafter, group)
-    raise_error_of(sequences)
+            release_all(engine, drafter, group)
+    raise_first_error(sequences)
 
 
 def step_once(engine: Engine, request: Request, tokens: Seq[int], draft: Seq[int]) -> Sequence:
@@ -60,7 +60,7 @@ def step_once(engine: Engine, request: Request, tokens: Seq[int], draft: Seq[int
             commit([sequence], drafts, engine.step([sequence], drafts))
     finally:
         engine.release(sequence)
-    raise_error_of([sequence])
+    raise_first_error([sequence])
     return sequence
 
 

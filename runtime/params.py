@@ -121,7 +121,7 @@ class SamplingParams:
         for name, words in (("stop", self.stop_words), ("bad_words", tuple(self.bad_words or ()))):
             if any(not word for word in words):
                 raise UsageError(
-                    f"{name} has a word of no letters: ''", hint="leave it out", fact="empty_word", name=name
+                    f"{name} has a word of no letters: ''", hint="leave it out", code="empty_word", name=name
                 )
         self.config()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.params import GREEDY, SamplingConfig
-from runtime.sampling import NoChoice, Sampler, have_kernels
+from runtime.sampling import NoValidToken, Sampler, have_kernels
 from runtime.stats import FinishReason, RequestStats, TokenLogprobs
 
 
@@ -96,7 +96,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """Result of verifying a draft: the number of accepted tokens, then a token of the target's own.
 
     `next_token` is the recovered token after a rejection, the bonus token after a draft accepted whole.
@@ -118,7 +118,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
     finish_reason: FinishReason | None = None
-    error: NoChoice | None = None
+    error: NoValidToken | None = None
     """Why it cannot go on."""
     logits: list[Tensor] = field(default_factory=list)
     """Generation logits, if requested: (vocab,) float32 on the CPU, per generated token."""
@@ -170,7 +170,7 @@ class Sequence:
     def output_tokens(self) -> list[int]:
         return self.tokens[len(self.request.prompt_tokens) :]
 
-    def commit(self, draft: Draft, verdict: Verdict) -> list[int]:
+    def commit(self, draft: Draft, verdict: VerifyResult) -> list[int]:
         """Append the accepted tokens and the target's own, cut where generation ends, and count.
 
         The cut is looked for token by token (end id, then stop word, then budget), so that tokens, K/V and

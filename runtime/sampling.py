@@ -41,32 +41,32 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_NUMBERS = -1  # in place of a token; every other negative one says that no token is left
 
 
-class NoChoice(SpecDecError):
+class NoValidToken(SpecDecError):
     """No token can be chosen at a position, whatever is drafted."""
 
-    def __init__(self, position: int, message: str, *, hint: str, fact: str | None = None) -> None:
-        super().__init__(f"{message}: position {position}", hint=hint, fact=fact)
+    def __init__(self, position: int, message: str, *, hint: str, code: str | None = None) -> None:
+        super().__init__(f"{message}: position {position}", hint=hint, code=code)
         self.position = position
 
 
-def no_token_left(position: int) -> NoChoice:
-    return NoChoice(
+def no_token_left(position: int) -> NoValidToken:
+    return NoValidToken(
         position,
         "there is no token left to choose, penalties and bans leave none",
         hint="relax the penalties, no_repeat_ngram_size or bad_words",
-        fact="no_token_left",
+        code="no_token_left",
     )
 
 
-def no_numbers(position: int) -> NoChoice:
-    return NoChoice(
+def no_numbers(position: int) -> NoValidToken:
+    return NoValidToken(
         position,
         "the model's logits are NaN or infinite",
         hint="its weights or this text make numbers too large for its dtype: try another dtype or another text",
     )
 
 
-def _no_choice(code: int, position: int) -> NoChoice:
+def _no_choice(code: int, position: int) -> NoValidToken:
     """Message for the error codes that kernels return instead of a token."""
     return no_numbers(position) if code == _NO_NUMBERS else no_token_left(position)
 
@@ -208,7 +208,7 @@ class Sampler:
     def scores(self, prefix: list[int], logits: Tensor) -> Tensor:
         """(vocab,) float32 after penalties, bans and cuts; -inf for what cannot be chosen. `logits` is (vocab,).
 
-        NoChoice if nothing can. Of logits -inf is one that is never chosen.
+        NoValidToken if nothing can. Of logits -inf is one that is never chosen.
         """
         if have_kernels(logits):
             kept: tuple[Tensor, Tensor] = torch.ops.specdec.scores(
@@ -322,7 +322,7 @@ class Positions:
 
 
 def choose_all(asked: Seq[Positions]) -> list[Iterator[int]]:
-    """Choose each request's tokens at its positions. NoChoice comes when the first is asked for that has none."""
+    """Choose each request's tokens at its positions. NoValidToken comes when the first is asked for that has none."""
     if not all(have_kernels(positions.logits) for positions in asked):
         return [one.sampler.choices(one.prefix, one.draft_tokens, one.logits) for one in asked]
     tokens = iter(torch.ops.specdec.choose(*kernel_arguments(asked)).tolist() if asked else ())

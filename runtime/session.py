@@ -7,8 +7,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime import leader, orchestrator
-from runtime.drafters.opening import OpenDrafter
+from runtime import orchestrator, scheduler
+from runtime.drafters.factory import OpenDrafter
 from runtime.drafters.specs import NO_SPECULATION, Speculation
 from runtime.drafting import check_requests
 from runtime.engine import Engine
@@ -19,7 +19,7 @@ from runtime.stats import LoopTimes
 
 OnTokens = Callable[[Sequence, list[int]], None]
 Mode = Literal["orchestrator", "leader"]
-_LOOPS = {"orchestrator": orchestrator.generate, "leader": leader.generate}
+_LOOPS = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 
 
 @dataclass(frozen=True)

@@ -56,14 +56,14 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
             raise SpecDecError(
                 f"the tokenizer is code of its own (`auto_map`), which is not run: {directory}",
                 hint="name a tokenizer that transformers has a class for",
-                fact="tokenizer_is_code",
+                code="tokenizer_is_code",
             ) from None
         _refuse_sentencepiece(directory)
         reason = " ".join(str(error).split())
         raise SpecDecError(
             f"no usable tokenizer in: {directory}",
             hint=f"name another; transformers said: {reason}",
-            fact="bad_tokenizer",
+            code="bad_tokenizer",
             reason=reason,
         ) from error
     if pretrained_config is not None and pretrained_config["model_type"] in _MISTRALS:
@@ -163,7 +163,7 @@ def tokenizer_of_engine(bundle: Bundle) -> Tokenizer | None:
     return _readable_tokenizer(bundle.directory, bundle.config.pretrained_config)
 
 
-def keep_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> None:
+def cache_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> None:
     """Have `find_tokenizer` find the tokenizer of an engine's directory without transformers, if that gives the same.
 
     One that cannot be loaded stays as it is.
@@ -177,7 +177,7 @@ def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> T
     try:
         return find_tokenizer(directory, pretrained_config)
     except SpecDecError as error:
-        if error.fact == "engine":  # what was saved of it is damaged
+        if error.code == "engine":  # what was saved of it is damaged
             raise
         warnings.warn(f"the engine takes token ids only: {error.message} ({error.hint})", SpecDecWarning, stacklevel=3)
         return None
@@ -190,7 +190,7 @@ def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
         raise UsageError(
             f"{name} has a word that the tokenizer makes nothing of: {word!r}",
             hint="leave it out",
-            fact="foreign_word",
+            code="foreign_word",
             name=name,
             word=word,
         )
@@ -222,7 +222,7 @@ def encode(
         return kept, len(kept) < len(prompt)
     if tokenizer is None:
         raise SpecDecError(
-            "the engine has no tokenizer for a prompt of text", hint="name one, or give token ids", fact="no_tokenizer"
+            "the engine has no tokenizer for a prompt of text", hint="name one, or give token ids", code="no_tokenizer"
         )
     ids: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
     if max_length is None or len(ids) <= max_length:

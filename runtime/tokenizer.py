@@ -144,7 +144,7 @@ def find_saved_tokenizer(directory: Path) -> SavedTokenizer | None:
         return SavedTokenizer(saved.state, saved.eos_token_id)
     except Exception as error:  # of the package's own making: it is derived from nothing narrower
         raise SpecDecError(
-            f"`{directory / SAVED}` is not a tokenizer: {error}", hint="build it again", fact="engine"
+            f"`{directory / SAVED}` is not a tokenizer: {error}", hint="build it again", code="engine"
         ) from None
 
 

@@ -11,14 +11,16 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from runtime.errors import SpecDecError
-from runtime.request import Draft, Sequence, Verdict
-from runtime.sampling import NoChoice, Positions, Sampler, choose_all, draw
+from runtime.request import Draft, Sequence, VerifyResult
+from runtime.sampling import NoValidToken, Positions, Sampler, choose_all, draw
 
 
-def verify_all(sequences: Seq[Sequence], drafts: Seq[Draft], all_logits: Seq[Tensor]) -> list[Verdict | NoChoice]:
+def verify_all(
+    sequences: Seq[Sequence], drafts: Seq[Draft], all_logits: Seq[Tensor]
+) -> list[VerifyResult | NoValidToken]:
     """The verdict on a draft of each sequence; row i of its logits, (draft_len + 1, vocab), is after i draft tokens.
 
-    NoChoice where the sequence cannot go on. What is compared by tokens is chosen for all at once.
+    NoValidToken where the sequence cannot go on. What is compared by tokens is chosen for all at once.
     """
     by_tokens = [i for i, draft in enumerate(drafts) if not _is_by_probs(sequences[i], draft)]
     asked = [Positions(sequences[i].sampler, sequences[i].tokens, drafts[i].tokens, all_logits[i]) for i in by_tokens]
@@ -28,10 +30,10 @@ def verify_all(sequences: Seq[Sequence], drafts: Seq[Draft], all_logits: Seq[Ten
     ]
 
 
-def verify(sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
-    """`verify_all` of one; NoChoice is raised."""
+def verify(sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
+    """`verify_all` of one; NoValidToken is raised."""
     (verdict,) = verify_all([sequence], [draft], [logits])
-    if isinstance(verdict, NoChoice):
+    if isinstance(verdict, NoValidToken):
         raise verdict
     return verdict
 
@@ -40,20 +42,22 @@ def _is_by_probs(sequence: Sequence, draft: Draft) -> bool:
     return draft.probs is not None and bool(draft.tokens) and not sequence.sampler.is_greedy
 
 
-def _verdict(sequence: Sequence, draft: Draft, logits: Tensor, chosen: Iterable[int] | None) -> Verdict | NoChoice:
+def _verdict(
+    sequence: Sequence, draft: Draft, logits: Tensor, chosen: Iterable[int] | None
+) -> VerifyResult | NoValidToken:
     try:
         if chosen is None:
             return _verify_probs(sequence.sampler, sequence.tokens, draft, logits)
         return verify_tokens(draft.tokens, chosen)
-    except NoChoice as error:
+    except NoValidToken as error:
         num_kept = error.position - len(sequence.tokens)
         if num_kept == 0:
             return error
         # The output may end before that position; if it does not, the next step has none.
-        return Verdict(num_kept - 1, draft.tokens[num_kept - 1])
+        return VerifyResult(num_kept - 1, draft.tokens[num_kept - 1])
 
 
-def verify_tokens(draft_tokens: Seq[int], target_tokens: Iterable[int]) -> Verdict:
+def verify_tokens(draft_tokens: Seq[int], target_tokens: Iterable[int]) -> VerifyResult:
     """The i-th of `target_tokens` is the target's choice after i draft tokens; asked for no further than needed.
 
     verify_tokens([5, 6, 7], [5, 6, 9, 4]) accepts 5 and 6 and recovers 9;
@@ -61,11 +65,11 @@ def verify_tokens(draft_tokens: Seq[int], target_tokens: Iterable[int]) -> Verdi
     """
     for num_accepted, token in enumerate(target_tokens):
         if num_accepted == len(draft_tokens) or token != draft_tokens[num_accepted]:
-            return Verdict(num_accepted, token)
+            return VerifyResult(num_accepted, token)
     raise AssertionError("the target chose fewer tokens than were drafted")
 
 
-def _verify_probs(sampler: Sampler, prefix: list[int], draft: Draft, logits: Tensor) -> Verdict:
+def _verify_probs(sampler: Sampler, prefix: list[int], draft: Draft, logits: Tensor) -> VerifyResult:
     """Accept a draft token with probability min(1, target / draft), else draw from the residual."""
     assert draft.probs is not None
     prefix = list(prefix)
@@ -81,7 +85,7 @@ def _verify_probs(sampler: Sampler, prefix: list[int], draft: Draft, logits: Ten
             residual = (target_probs - draft_probs).clamp(min=0)
             # Equal up to rounding: nothing is left of the residual, and either distribution is right.
             weights = residual if float(residual.sum()) > 0 else target_probs
-            return Verdict(i, draw(weights, sampler.uniform(len(prefix), "target")))
+            return VerifyResult(i, draw(weights, sampler.uniform(len(prefix), "target")))
         prefix.append(token)
     bonus_probs = sampler.probs(prefix, logits[len(draft.tokens)])
-    return Verdict(len(draft.tokens), draw(bonus_probs, sampler.uniform(len(prefix), "target")))
+    return VerifyResult(len(draft.tokens), draw(bonus_probs, sampler.uniform(len(prefix), "target")))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.chain import DrafterChain
+from runtime.drafters.first_of import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
@@ -24,5 +24,5 @@ MAKE_DRAFTER: dict[str, Callable[[], Drafter]] = {
     "adaptive, public": lambda: AdaptiveDrafter(
         NgramLookup(3, pool=NgramPool()), lambda batch_size, context_len, draft_len: 1 + 0.004 * draft_len * batch_size
     ),
-    "chain": lambda: DrafterChain([NgramLookup(4, min_matching_ngram_size=3), SuffixLookup(pool=NgramPool())]),
+    "chain": lambda: FirstOf([NgramLookup(4, min_matching_ngram_size=3), SuffixLookup(pool=NgramPool())]),
 }

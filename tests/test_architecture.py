@@ -141,7 +141,7 @@ WITH_ENGINES = ("runtime.drafters.draft_target", "runtime.drafters.self_draft")
 def test_drafters_know_no_engine_but_their_own() -> None:
     allowed = {"runtime.corpus", "runtime.errors", "runtime.request", "runtime.sampling"}
     makers = {
-        "runtime.drafters.opening",
+        "runtime.drafters.factory",
         "runtime.drafters.compatibility",
         *SPECS,
     }  # they open engines, and hold models together
@@ -162,8 +162,8 @@ LAYERS = (
     ("runtime.llm",),
     ("runtime.evaluation.lossless",),
     ("runtime.session", "runtime.engine_cache"),
-    ("runtime.drafters.opening", "runtime.drafters.compatibility"),
-    ("runtime.orchestrator", "runtime.leader"),
+    ("runtime.drafters.factory", "runtime.drafters.compatibility"),
+    ("runtime.orchestrator", "runtime.scheduler"),
     ("runtime.drafting",),
     WITH_ENGINES,
     ("runtime.engine",),

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.checkpoint import convert
-from runtime.compiler.build import Effort, build_engine
-from runtime.config import BuildConfig, Dtype, KVCacheQuantAlgo, Precision
+from runtime.compiler.build import BuildEffort, build_engine
+from runtime.config import BuildConfig, Dtype, KVCacheQuantAlgo, QuantConfig
 
 VOCAB_SIZE = 32
 SLIDING_WINDOW = 8
@@ -162,7 +162,7 @@ def build_tiny(
     **build: Any,
 ) -> Path:
     """Convert and build; `build` as for `make_build`. What steps cost is measured only for who reads it."""
-    precision = Precision(kv_cache=kv_cache)
+    precision = QuantConfig(kv_cache=kv_cache)
     convert(
         model_dir,
         work_dir / "checkpoint",
@@ -179,7 +179,7 @@ def build_tiny(
         torch.device("cpu"),
         replace=False,
         phase=lambda name: None,
-        effort=Effort(measure_costs, num_workers),
+        effort=BuildEffort(measure_costs, num_workers),
     )
     return work_dir / "engine"
 

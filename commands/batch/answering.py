@@ -24,7 +24,7 @@ from commands.serve.served import ServedModel, check_can_serve, prepare_chat
 from runtime.cache import digest
 from runtime.errors import SpecDecError
 from runtime.llm import LLM
-from runtime.serving.answer import Answer, Asked
+from runtime.serving.answer import RequestHandle, ServeRequest
 from runtime.serving.loop import ServingLoop, StepFailed
 from runtime.session import Session
 
@@ -68,7 +68,7 @@ class Pending:
     body: Generation
     num_left: int
     on_done: Callable[["Pending"], None]
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[RequestHandle] = field(default_factory=list)
 
 
 class BatchModel:
@@ -76,7 +76,7 @@ class BatchModel:
 
     def __init__(self, llm: LLM, session: Session, names: tuple[str, ...], defaults: BatchDefaults) -> None:
         check_can_serve(llm)
-        loop = ServingLoop(session, _MAX_QUEUE_LEN, _tell)
+        loop = ServingLoop(session, _MAX_QUEUE_LEN, _notify)
         values = llm.model_defaults.sampling | defaults.sampling
         self._served = ServedModel(llm, loop, names, 0, prepare_chat(llm), values)
         self._texts, self._defaults = TokenTexts(self._served), defaults
@@ -140,7 +140,7 @@ class BatchModel:
         line = result_line(pending.request, 200, reply, None)
         return Outcome(pending.request.id, line, _counts(pending.answers))
 
-    def _ask(self, request: BatchRequest) -> tuple[Generation, list[Asked]]:
+    def _ask(self, request: BatchRequest) -> tuple[Generation, list[ServeRequest]]:
         if request.method != "POST":
             raise HTTPError(405, f"{request.method} {request.url}: Method Not Allowed")
         if request.url == "/v1/completions":
@@ -219,7 +219,7 @@ def _failed(request: BatchRequest, error: HTTPError) -> Outcome:
     return Outcome(request.id, line, is_error=True)
 
 
-def _counts(answers: list[Answer]) -> Counts:
+def _counts(answers: list[RequestHandle]) -> Counts:
     all_stats = [answer.sequence.stats for answer in answers]
     return Counts(
         sum(len(answer.request.prompt_tokens) for answer in answers),
@@ -231,7 +231,7 @@ def _counts(answers: list[Answer]) -> Counts:
     )
 
 
-def _tell(answers: list[Answer]) -> None:
+def _notify(answers: list[RequestHandle]) -> None:
     """Notify, in the loop's thread after a step, those that wait for requests whose last answer is over."""
     for answer in answers:
         pending = answer.owner

@@ -143,7 +143,7 @@ def open_anywhere(work: WorkerJob, wanted: str, build: BuildConfig) -> Iterator[
             try:
                 model = stack.enter_context(_open_same(job, job.choice.engine_dir, wanted))
             except SpecDecError as error:
-                if work.checkpoint_dir is None or error.fact not in ("no_engine", "other_environment"):
+                if work.checkpoint_dir is None or error.code not in ("no_engine", "other_environment"):
                     raise
                 engine_dir = stack.enter_context(engine_of_checkpoint(work.checkpoint_dir, build))
                 model = stack.enter_context(_open_same(job, engine_dir, wanted))

@@ -205,7 +205,7 @@ def build(options: BuildOptions, output: Output) -> None:
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
 
     from commands.build.report import BuildDocument, built_table
-    from runtime.compiler.build import Effort, build_engine, default_max_seq_len
+    from runtime.compiler.build import BuildEffort, build_engine, default_max_seq_len
     from runtime.compiler.choosing import compiler_for
     from runtime.compiler.quality import measure_quality, quality_text, record_quality
     from runtime.engine import resolve_device
@@ -226,7 +226,7 @@ def build(options: BuildOptions, output: Output) -> None:
             phase_times.begin(name)
             show(name)
 
-        effort = Effort(num_workers=options.workers)
+        effort = BuildEffort(num_workers=options.workers)
         config = build_engine(
             checkpoint_dir, output_dir, settings, target, replace=options.force, phase=phase, effort=effort
         )

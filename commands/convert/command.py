@@ -10,7 +10,7 @@ import typer
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, KV_CACHE, OUTPUT, ROUNDING, RUNTIME, Force
 from commands.output import Output, check_new_directory, megabytes
-from runtime.config import KVCacheQuantAlgo, Precision, QuantFormat
+from runtime.config import KVCacheQuantAlgo, QuantConfig, QuantFormat
 from runtime.errors import UsageError
 from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
 from runtime.models import read_model_config, resolve_model
@@ -131,11 +131,11 @@ class ConvertOptions:
         return _FORMATS[self.qformat]
 
     @property
-    def precision(self) -> Precision:
+    def precision(self) -> QuantConfig:
         """Quantization chosen by the flags."""
         default = -1 if self._qformat == "fp8" else 64
         size = default if self.group_size is None else self.group_size
-        return Precision(
+        return QuantConfig(
             self._qformat,
             None if size == -1 else size,
             self.quantize_lm_head,

@@ -9,7 +9,7 @@ import typer
 from commands.inputs.prompts import read_prompts
 from commands.options.engine_choice import USUAL_ENGINE, EngineChoice, EngineDir, KVCacheOptions
 from commands.options.expand import expand_groups
-from commands.options.leader_flags import Loop, ModelOptions
+from commands.options.leader_flags import Mode, ModelOptions
 from commands.options.shared import INPUT, RUNTIME, TokenizerDir
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output import Output
@@ -44,7 +44,7 @@ class DoctorOptions:
         int, typer.Option(min=1, help="Tokens to generate from a prompt.", rich_help_panel=RUNTIME)
     ] = 64
     mode: Annotated[
-        Loop,
+        Mode,
         typer.Option(
             metavar="NAME", help="The loop: orchestrator (V1) or leader (V2), as for `run`.", rich_help_panel=RUNTIME
         ),

@@ -9,10 +9,10 @@ from commands.doctor.command import DoctorOptions
 from commands.documents.drafters import DrafterNames
 from commands.documents.records import Head, Record, document_head
 from commands.options.engine_choice import EngineChoice
-from commands.options.leader_flags import Loop
+from commands.options.leader_flags import Mode
 from commands.output import Output
 from runtime.config import Size
-from runtime.diagnosis.judging import Judgement
+from runtime.diagnosis.diagnose import Judgement
 from runtime.drafters.specs import DraftLenMode
 
 
@@ -22,7 +22,7 @@ class DoctorSettings(Record):
     drafters: DrafterNames
     draft_len_mode: DraftLenMode
     profile: str | None = Field(description="the file that the drafter's settings are from")
-    mode: Loop
+    mode: Mode
     max_output_len: Size
 
 

@@ -10,9 +10,9 @@ from commands.inputs.prompts import Prompt, without_padding
 from commands.options.engine_choice import EngineChoice
 from commands.output import Output
 from runtime.bundle import read_bundle
-from runtime.diagnosis.judging import judge
-from runtime.diagnosis.measuring import examine_draft_model, measure
-from runtime.diagnosis.symptoms import ExpectedAcceptance
+from runtime.diagnosis.diagnose import judge
+from runtime.diagnosis.observations import ExpectedAcceptance
+from runtime.diagnosis.observe import examine_draft_model, measure
 from runtime.drafters.specs import Speculation
 from runtime.errors import SpecDecError
 from runtime.llm import LLM

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from commands.documents.drafters import ChosenDrafters
 from commands.documents.records import Record, Token, absent
-from commands.options.leader_flags import Loop
+from commands.options.leader_flags import Mode
 from runtime.bundle import Bundle
 from runtime.config import (
     Arithmetic,
@@ -82,7 +82,7 @@ class SessionSettings(ChosenDrafters):
     stop_words: list[Word]
     draft_len_mode: DraftLenMode = Field(description="--draft-len-mode")
     profile: str | None = Field(description="--profile, which the drafter's settings are from")
-    mode: Loop
+    mode: Mode
     block_reuse: bool
     max_num_tokens: Size
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.options.leader_flags import LeaderOptions, Loop, ModelEngineOptions
+from commands.options.leader_flags import LeaderOptions, Mode, ModelEngineOptions
 from commands.options.shared import INPUT, KV_CACHE, TokenizerDir
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output import Output
@@ -111,7 +111,7 @@ class EngineChoice:
     speculation: Speculation = field(default_factory=Speculation)
     device_ids: Devices = None
     """The target's; None: its first ones."""
-    mode: Loop = "orchestrator"
+    mode: Mode = "orchestrator"
     kv_cache: KVCacheOptions = field(default_factory=KVCacheOptions)
     max_num_tokens: int | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -190,7 +190,7 @@ class EngineOptions:
         self,
         params: SamplingParams,
         max_num_tokens: int | None,
-        default_mode: Loop | None = None,
+        default_mode: Mode | None = None,
         *,
         check_lossless: bool = False,
     ) -> EngineChoice:

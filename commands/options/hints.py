@@ -1,6 +1,6 @@
 """Hints that name the flag to turn: the command line's own remedies for the library's errors, and the flags' names.
 
-One table from facts (`SpecDecError.fact`) to hints. The values of an error stand in braces; an error without a fact, or
+One table from facts (`SpecDecError.code`) to hints. The values of an error stand in braces; an error without a fact, or
 with one that the library's own words are best for, keeps its hint. Of several pieces of advice those are given whose
 flags the command has, by its names for them; the flags of other commands stand behind the command (`specdec build
 --max-seq-len`).
@@ -119,15 +119,15 @@ MESSAGES: dict[str, str] = {
 
 def message_of(error: SpecDecError) -> str:
     """Message of the error, with the flag's name if it is about a flag's value."""
-    template = MESSAGES.get(error.fact or "")
+    template = MESSAGES.get(error.code or "")
     return error.message if template is None else template.format(**_values(error))
 
 
 def hint_of(error: SpecDecError) -> str | None:
     """Remedy for an error on the command line."""
-    if error.fact == "other_environment":
+    if error.code == "other_environment":
         return _rebuild(**error.values)
-    template = HINTS.get(error.fact or "")
+    template = HINTS.get(error.code or "")
     pieces = [template] if isinstance(template, str) else template or ()
     fitting = [named for piece in pieces if (named := _by_the_commands_names(piece)) is not None]
     if not fitting:

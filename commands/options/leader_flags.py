@@ -14,7 +14,7 @@ from commands.output import warn
 from runtime.config import MAX_BATCH_SIZE, MAX_DRAFT_LEN, Compiler
 from runtime.errors import UsageError
 
-Loop = Literal["orchestrator", "leader"]
+Mode = Literal["orchestrator", "leader"]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class LeaderOptions:
     ] = False
     engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
     mode: Annotated[
-        Loop | None,
+        Mode | None,
         typer.Option(
             metavar="NAME",
             help="The loop: orchestrator (V1, one group of requests after the other) or leader (V2, continuous "
@@ -158,7 +158,7 @@ class LeaderOptions:
         return bool(given_flags(replace(self, mode=None)))
 
     @property
-    def loop(self) -> Loop:
+    def loop(self) -> Mode:
         return self.mode or ("leader" if self.are_given else "orchestrator")
 
     @property

@@ -10,15 +10,15 @@ from commands.serve.http_errors import HTTPError, as_http_error
 from commands.serve.schema import ChatMessage, ChatRequest, CompletionRequest, Generation, Speculative, TextPart
 from commands.serve.served import ServedModel
 from runtime.chat import Message
-from runtime.drafters.chain import DrafterChain
-from runtime.drafters.opening import ShortDrafter
+from runtime.drafters.factory import ShortDrafter
+from runtime.drafters.first_of import FirstOf
 from runtime.drafters.prediction import PredictionLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.specs import LOOKUPS, LookupDrafter, Speculation
 from runtime.errors import SpecDecError
 from runtime.params import SamplingParams
 from runtime.request import Request
-from runtime.serving.answer import Asked
+from runtime.serving.answer import ServeRequest
 from runtime.text import encode_text
 
 _DEFAULT_MAX_TOKENS = 16
@@ -33,14 +33,14 @@ class Drafting:
     drafter: Drafter | None = None
 
 
-def ask_completion(served: ServedModel, body: CompletionRequest) -> list[Asked]:
+def ask_completion(served: ServedModel, body: CompletionRequest) -> list[ServeRequest]:
     """`n` requests for each prompt, in order."""
     prompts = _prompts(served, body.prompt)
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return _ask(served, body, prompts, max_tokens, body.logprobs, echoes=bool(body.echo))
 
 
-def ask_chat(served: ServedModel, body: ChatRequest) -> list[Asked]:
+def ask_chat(served: ServedModel, body: ChatRequest) -> list[ServeRequest]:
     """`n` requests for the conversation, with as many tokens as there is room for if no number is given."""
     if body.top_logprobs and not body.logprobs:
         raise HTTPError(400, "`top_logprobs` needs `logprobs`: true", param="top_logprobs", code="invalid_value")
@@ -90,7 +90,7 @@ def _ask(
     logprobs: int | None,
     *,
     echoes: bool = False,
-) -> list[Asked]:
+) -> list[ServeRequest]:
     n = body.n or 1
     if len(prompts) * n > served.max_sequences:
         raise HTTPError(400, f"more outputs than this server takes at once: {len(prompts)} x {n}", param="n")
@@ -106,7 +106,7 @@ def _ask(
         for_prompt = template if body.seed is not None else _with_any_seed(template)
         for index in range(n):
             request = for_prompt.with_prompt(served.loop.next_request_id(), prompt, index)
-            asked.append(Asked(request, drafting.by_default, drafting.drafter, counts_output=max_tokens > 0))
+            asked.append(ServeRequest(request, drafting.by_default, drafting.drafter, counts_output=max_tokens > 0))
     return asked
 
 
@@ -163,7 +163,7 @@ def _drafting(served: ServedModel, body: Generation) -> Drafting:
         text = _text_of(body.prediction.content)[: served.max_text_len]  # time is spent on no more than can be needed
         tokens = encode_text(served.tokenizer, text)[: served.max_model_len]
         predicted = PredictionLookup(tokens)
-        drafter = predicted if drafter is None else DrafterChain([predicted, drafter])
+        drafter = predicted if drafter is None else FirstOf([predicted, drafter])
     return Drafting() if drafter is default else Drafting(False, drafter)
 
 

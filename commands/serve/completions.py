@@ -8,14 +8,16 @@ from typing import Any
 from commands.serve.replies import Chunks, Piece, PieceStream, TokenTexts, finish_reason, metrics, usage
 from commands.serve.schema import ChatRequest, CompletionRequest
 from commands.serve.served import ServedModel
-from runtime.serving.answer import Answer
+from runtime.serving.answer import RequestHandle
 from runtime.text import decode, token_starts
 
 
 class CompletionReply:
     """Writes the answers to one completion request."""
 
-    def __init__(self, served: ServedModel, body: CompletionRequest, answers: list[Answer], texts: TokenTexts) -> None:
+    def __init__(
+        self, served: ServedModel, body: CompletionRequest, answers: list[RequestHandle], texts: TokenTexts
+    ) -> None:
         self.answers = answers
         self._served, self._body, self._texts = served, body, texts
         self._num_prompts = len(answers) // (body.n or 1)
@@ -89,12 +91,12 @@ class CompletionReply:
             choice["tokens"] = piece.tokens
         return choice
 
-    def _prompt_logprobs(self, answer: Answer) -> dict[str, Any]:
+    def _prompt_logprobs(self, answer: RequestHandle) -> dict[str, Any]:
         tokens = answer.request.prompt_tokens
         starts = token_starts(self._served.tokenizer, tokens)
         return self._texts.completion_logprobs([None, *answer.sequence.prompt_logprobs], tokens, starts)
 
-    def _echoed(self, answer: Answer) -> str:
+    def _echoed(self, answer: RequestHandle) -> str:
         if not self._body.echo:
             return ""
         return decode(self._served.tokenizer, answer.request.prompt_tokens)
@@ -103,7 +105,7 @@ class CompletionReply:
 class ChatReply:
     """Writes the answers to one chat request."""
 
-    def __init__(self, served: ServedModel, body: ChatRequest, answers: list[Answer], texts: TokenTexts) -> None:
+    def __init__(self, served: ServedModel, body: ChatRequest, answers: list[RequestHandle], texts: TokenTexts) -> None:
         self.answers = answers
         self._served, self._body, self._texts = served, body, texts
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())

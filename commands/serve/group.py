@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from commands.serve.http_errors import HTTPError, as_http_error
-from runtime.serving.answer import Answer, Asked
+from runtime.serving.answer import RequestHandle, ServeRequest
 from runtime.serving.loop import ServingLoop
 
 Receive = Callable[[], Any]
@@ -18,7 +18,7 @@ Receive = Callable[[], Any]
 class Group:
     """Answers on their way. `changed` is set from the loop's thread when one of them got on."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[RequestHandle] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     is_client_gone: bool = False
     ended_by: HTTPError | None = None
@@ -58,12 +58,12 @@ class Clock:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.on_progress: list[Callable[[Answer], None]] = []
+        self.on_progress: list[Callable[[RequestHandle], None]] = []
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
-    def __call__(self, answers: list[Answer]) -> None:
+    def __call__(self, answers: list[RequestHandle]) -> None:
         for answer in answers:
             for listener in self.on_progress:
                 listener(answer)
@@ -78,7 +78,7 @@ def _wake(groups: Iterable[object]) -> None:
             group.changed.set()
 
 
-def submit(loop: ServingLoop, asked: Seq[Asked]) -> Group:
+def submit(loop: ServingLoop, asked: Seq[ServeRequest]) -> Group:
     """Submit requests as one group; raises SpecDecError if the loop rejects them."""
     group = Group()
     group.answers = loop.submit(asked, group)

@@ -57,7 +57,7 @@ def as_http_error(error: SpecDecError, param: str | None = None) -> HTTPError:
         return HTTPError(503, message, code="shutting_down")
     if isinstance(error, StepFailed):
         return HTTPError(500, "the server failed to answer; its log says why", code="internal_error")
-    return HTTPError(400, message, param=param, code=_CODES.get(error.fact or ""))
+    return HTTPError(400, message, param=param, code=_CODES.get(error.code or ""))
 
 
 def of_validation(error: ValidationError, body: dict[str, Any]) -> HTTPError:

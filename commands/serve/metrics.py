@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from runtime.serving.answer import Answer
+from runtime.serving.answer import RequestHandle
 from runtime.serving.loop import ServingLoop
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -29,7 +29,7 @@ class ServerMetrics:
         self._tpot = histogram("time_per_output_token_seconds", "Between the first token and the last.", _TPOT_S)
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the end.", _E2E_S)
 
-    def observe(self, answer: Answer) -> None:
+    def observe(self, answer: RequestHandle) -> None:
         """Take the times of an answer that got on, when it is over."""
         if answer.progress.finish_reason is None:
             return

@@ -8,7 +8,7 @@ from typing import Any
 
 from commands.serve.served import ServedModel
 from runtime.evaluation.steps import TokenKind, token_kinds
-from runtime.serving.answer import Answer
+from runtime.serving.answer import RequestHandle
 from runtime.stats import FinishReason, TokenLogprobs, sum_stats
 from runtime.text import TextStream, decode, encode_text, stop_words_of
 from runtime.token_text import token_bytes
@@ -42,7 +42,7 @@ class Chunks:
 class PieceStream:
     """The pieces of one answer, one for each time it is looked at."""
 
-    answer: Answer
+    answer: RequestHandle
     tokenizer: Tokenizer
     marks_tokens: bool = False
     _text: TextStream = field(init=False)
@@ -87,12 +87,12 @@ _LEAST_LOGPROB = -9999.0  # of a token that is never chosen; JSON has no infinit
 _FINISH_REASONS: dict[FinishReason, str] = {"end_id": "stop", "stop": "stop", "length": "length"}
 
 
-def finish_reason(answer: Answer) -> str | None:
+def finish_reason(answer: RequestHandle) -> str | None:
     reason = answer.progress.finish_reason
     return None if reason is None else _FINISH_REASONS[reason]
 
 
-def usage(answers: Seq[Answer], num_prompts: int, *, counts_output: bool = True) -> dict[str, Any]:
+def usage(answers: Seq[RequestHandle], num_prompts: int, *, counts_output: bool = True) -> dict[str, Any]:
     """Tokens of all answers to a request; each prompt once, however many answers it has."""
     n = len(answers) // num_prompts
     num_prompt = sum(len(answer.request.prompt_tokens) for answer in answers[::n])
@@ -112,7 +112,7 @@ def usage(answers: Seq[Answer], num_prompts: int, *, counts_output: bool = True)
     }
 
 
-def metrics(answers: Seq[Answer]) -> dict[str, Any]:
+def metrics(answers: Seq[RequestHandle]) -> dict[str, Any]:
     """Speculation metrics over all answers to a request, which are finished."""
     stats = sum_stats(answer.sequence.stats for answer in answers)
     accepted = stats.accepted_per_position

@@ -27,7 +27,7 @@ from commands.serve.responses import EventStream, Waiting, whole
 from commands.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from commands.serve.served import ServedModel
 from runtime.errors import SpecDecError
-from runtime.serving.answer import Asked
+from runtime.serving.answer import ServeRequest
 from runtime.text import encode_text
 
 _REFUSED = errors(401, 403)
@@ -57,12 +57,12 @@ class Server:
         return Waiting(self.served.loop, receive, self.request_timeout_s)
 
     async def ask(
-        self, request: Request, model: type[G], ask: Callable[[ServedModel, G], list[Asked]]
+        self, request: Request, model: type[G], ask: Callable[[ServedModel, G], list[ServeRequest]]
     ) -> tuple[G, Group]:
         """The body that was sent, and the answers that are on their way."""
         raw = await _read_body(request)
 
-        def prepare() -> tuple[G, list[Asked]]:
+        def prepare() -> tuple[G, list[ServeRequest]]:
             body = parse_body(raw, model)
             self.served.check_name(body.model)
             return body, ask(self.served, body)

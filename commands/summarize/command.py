@@ -13,7 +13,7 @@ import typer
 from commands.inputs.dataset import DEMO, Columns, EvalTask, Sample, load_samples
 from commands.options.engine_choice import EngineChoice, EngineOptions
 from commands.options.expand import expand_groups
-from commands.options.leader_flags import Loop
+from commands.options.leader_flags import Mode
 from commands.options.ray_flags import ClusterOptions
 from commands.options.sampling_flags import GenerationOptions
 from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, CheckLossless, OutputTraces, Report, Stats
@@ -121,7 +121,7 @@ class EvaluationOptions:
         if self.cluster.ray is not None and not self.test_engine:
             raise UsageError("`--ray` has workers run the engine", hint="`--test-engine`")
 
-    def check_fits(self, build: BuildConfig, loop: Loop) -> None:
+    def check_fits(self, build: BuildConfig, loop: Mode) -> None:
         """SpecDecError for larger batches than the loop takes, or outputs that leave no room for a prompt."""
         if self.batch_size > build.max_batch_size and loop == "orchestrator":
             raise SpecDecError(

@@ -87,7 +87,7 @@ class EvaluationModel:
         try:
             runs = answer_batch(self.question, self._session, batch.prompts, batch.place)
         except SpecDecError as error:
-            plain = SpecDecError(error.message, hint=error.hint, fact=error.fact, **error.values)
+            plain = SpecDecError(error.message, hint=error.hint, code=error.code, **error.values)
             return BatchAnswered(batch.id, [], plain)
         return BatchAnswered(batch.id, [_portable(run) for run in runs])
 

@@ -111,7 +111,7 @@ class Client:
         names = _model_names(text, where)
         if not names:
             raise SpecDecError(
-                f"the server names no model: {where}", hint="give its name", fact="server_names_no_model"
+                f"the server names no model: {where}", hint="give its name", code="server_names_no_model"
             )
         return names
 
@@ -268,7 +268,7 @@ def _model_names(text: str, where: str) -> list[str]:
         raise SpecDecError(
             f"not an OpenAI-compatible server, its list of models is {shown(text)}: {where}",
             hint="check the address",
-            fact="not_an_openai_server",
+            code="not_an_openai_server",
         ) from None
 
 
@@ -276,7 +276,7 @@ def unreachable(base_url: str, error: Exception) -> SpecDecError:
     return SpecDecError(
         f"the server cannot be reached ({_reason(error)}): {base_url}",
         hint="check that it runs, and its address",
-        fact="server_unreachable",
+        code="server_unreachable",
     )
 
 
@@ -284,7 +284,7 @@ def refused(error: ServerError, where: str) -> SpecDecError:
     """Why a server that was reached answers nothing, as one error."""
     if error.status in (401, 403):
         return SpecDecError(
-            f"the server refuses the API key ({error}): {where}", hint="give it one that it knows", fact="api_key"
+            f"the server refuses the API key ({error}): {where}", hint="give it one that it knows", code="api_key"
         )
     return SpecDecError(f"{error}: {where}", hint="see what the server prints")
 

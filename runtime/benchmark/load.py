@@ -155,7 +155,7 @@ async def _why(client: Client, load: Load, model: str, error: ServerError) -> Sp
     names = await client.models()  # raises what is wrong with the server as a whole
     if error.status == 404 and model not in names:
         return SpecDecError(
-            f"the server has no such model: {model}", hint=f"it has {', '.join(names)}", fact="server_model",
+            f"the server has no such model: {model}", hint=f"it has {', '.join(names)}", code="server_model",
             names=", ".join(names),
         )  # fmt: skip
     return refused(error, client.base_url)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from runtime.compiler.rounded_kv import are_roundable, numbers_of, round_kv
+from runtime.compiler.quantized_kv import are_roundable, dequantize_kv, quantize_kv
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 
@@ -109,7 +109,7 @@ def _write(paged: PagedInputs, layer: int, key: Tensor, value: Tensor) -> None:
     if paged.scale_pools:
         finite = finite & are_roundable(key) & are_roundable(value)
         (key, of_key), (value, of_value) = (
-            round_kv(numbers.where(finite.unsqueeze(-1), 0), key_pool.dtype) for numbers in (key, value)
+            quantize_kv(numbers.where(finite.unsqueeze(-1), 0), key_pool.dtype) for numbers in (key, value)
         )
         scales = torch.stack([of_key.where(finite, torch.nan), of_value], -1)
         paged.scale_pools[layer].permute(0, 3, 1, 2).index_put_(at, scales.transpose(0, 1))
@@ -127,7 +127,7 @@ def _read(paged: PagedInputs, layer: int, dtype: torch.dtype) -> tuple[Tensor, T
     if not paged.scale_pools:
         return keys, values
     scales = paged.scale_pools[layer][tables].permute(0, 2, 3, 1, 4).flatten(3)
-    return numbers_of(keys, scales[:, :, 0], dtype), numbers_of(values, scales[:, :, 1], dtype)
+    return dequantize_kv(keys, scales[:, :, 0], dtype), dequantize_kv(values, scales[:, :, 1], dtype)
 
 
 def kernel_attention(

@@ -21,17 +21,17 @@ from runtime.checkpoint_dir import check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
 from runtime.compiler.arithmetic import fastest_arithmetic
 from runtime.compiler.attention import KERNEL, PAGED
-from runtime.compiler.checking import check_logits, check_products, is_batch_invariant
+from runtime.compiler.compare_logits import check_logits, check_products, is_batch_invariant
 from runtime.compiler.compilation import CACHE, PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
 from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernels import compile_kernels, describe_kernels, flush_denormals, load_kernels, no_compiler
-from runtime.compiler.measuring import cache_for_measuring, measure_host, measure_machine, measure_steps
+from runtime.compiler.load import current_environment, open_copy
 from runtime.compiler.model import Step, load_model, load_whole_model, probe_config, split_config
-from runtime.compiler.opening import current_environment, open_copy
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
-from runtime.compiler.private_torch import check_torch
+from runtime.compiler.profile_steps import cache_for_measuring, measure_host, measure_machine, measure_steps
 from runtime.compiler.quantized import pack_layers
 from runtime.compiler.self_draft import COPY_ACTIVATIONS, copy_of, round_layers, write_layers
+from runtime.compiler.torch_internals import check_torch
 from runtime.config import (
     Activations,
     Arithmetic,
@@ -46,12 +46,12 @@ from runtime.config import (
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.files import check_output_directory, check_output_is_not_input, new_directory, write_json
-from runtime.making import MAKING
-from runtime.parallel.at_once import do_at_once
+from runtime.locks import MODEL_INIT_LOCK
+from runtime.parallel.process_pool import do_at_once
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
-from runtime.parallel.splitting import Splitting
+from runtime.parallel.tp_layers import Splitting
 from runtime.temporary import own_temporary_files
-from runtime.text import keep_tokenizer
+from runtime.text import cache_tokenizer
 
 # Largest norm of the difference between two rows of logits, over the norm of the row.
 _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -78,7 +78,7 @@ Phase = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Effort:
+class BuildEffort:
     """Build options that leave no trace in the step."""
 
     measure_costs: bool = True
@@ -87,7 +87,7 @@ class Effort:
     """Processes that make ranks' steps at once, each with the memory that a rank's weights take."""
 
 
-_USUAL = Effort()
+_USUAL = BuildEffort()
 _ONE_PACKAGE = "a step that is split is not compiled ahead of time for GPUs"
 
 
@@ -99,7 +99,7 @@ def build_engine(
     *,
     replace: bool,
     phase: Phase,
-    effort: Effort = _USUAL,
+    effort: BuildEffort = _USUAL,
 ) -> EngineConfig:
     """Write the engine directory of a checkpoint, with what its steps cost.
 
@@ -116,7 +116,12 @@ def build_engine(
     model = weights.whole_model()
     rounded = None if build.self_draft is None else round_layers(model, pretrained, build.self_draft)
     Step(model).to(device)
-    with MAKING, own_temporary_files(), new_directory(output_dir, replace=replace) as directory, ExitStack() as stack:
+    with (
+        MODEL_INIT_LOCK,
+        own_temporary_files(),
+        new_directory(output_dir, replace=replace) as directory,
+        ExitStack() as stack,
+    ):
         phase("compiling the step")
         compiled = _compile_all(weights, model, shape, directory, effort.num_workers)
         shape = dataclasses.replace(shape, build_config=compiled.build)
@@ -188,7 +193,7 @@ def _open_fitting(checkpoint_dir: Path, build: BuildConfig) -> tuple[CheckpointC
 
 def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
     """Write `config.json`, with a record of all that is there."""
-    keep_tokenizer(directory, config.pretrained_config)
+    cache_tokenizer(directory, config.pretrained_config)
     config = dataclasses.replace(config, files=record_files(directory))
     config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
     write_json(directory / "config.json", as_json(config))
@@ -325,7 +330,7 @@ def default_max_seq_len(checkpoint_dir: Path) -> int:
     positions = num_positions(pretrained)
     if positions is None:
         raise SpecDecError(
-            "the model's config does not say how many positions it has", hint="give max_seq_len", fact="no_positions"
+            "the model's config does not say how many positions it has", hint="give max_seq_len", code="no_positions"
         )
     return positions
 
@@ -337,14 +342,14 @@ def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
         raise SpecDecError(
             f"max_input_len leaves no room for output in max_seq_len {build.max_request_len}: {build.max_input_len}",
             hint="raise max_seq_len or lower max_input_len",
-            fact="no_room_for_output",
+            code="no_room_for_output",
         )
     positions = num_positions(config)
     if positions is not None and build.max_request_len > positions:
         raise SpecDecError(
             f"max_seq_len exceeds the {positions} positions {why_positions_end(config)}: {build.max_request_len}",
             hint=f"max_seq_len {positions} is the most",
-            fact="positions",
+            code="positions",
             max_seq_len=positions,
         )
 

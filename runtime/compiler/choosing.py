@@ -17,7 +17,7 @@ import torch
 
 from runtime.cache import cache_dir, digest, make_cache_dir, read_sealed, sealed
 from runtime.compiler.kernels import cxx_compiler
-from runtime.compiler.opening import current_environment
+from runtime.compiler.load import current_environment
 from runtime.config import Compiler
 from runtime.errors import SpecDecWarning
 from runtime.files import write_file

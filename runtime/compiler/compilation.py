@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from runtime.batch import Batch, Row, at_least_two, pack
+from runtime.batch import Batch, Row, pack, pad_to_min_2
 from runtime.bundle import uses_kernels
 from runtime.compiler.kernels import flush_denormals_of_openmp
 from runtime.compiler.memory import give_back
@@ -279,7 +279,7 @@ class CompiledStep:
         # Or sizes that are equal in the first call would have to be equal in all.
         equal_by_chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         with _compiler_cache(self.cache_dir), equal_by_chance, instructions_looked_up(), named_compiler():
-            logits: Tensor = self._compiled(*at_least_two(batch).tensors(), *pools)
+            logits: Tensor = self._compiled(*pad_to_min_2(batch).tensors(), *pools)
         return logits[: len(batch.logit_indices)]
 
 

@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from runtime.errors import SpecDecError
-from runtime.pieces import Piece, forms_of
+from runtime.tensor_writer import Piece, forms_of
 
 
 @dataclass(frozen=True)

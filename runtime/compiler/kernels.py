@@ -61,7 +61,7 @@ def no_compiler() -> SpecDecError:
     return SpecDecError(
         f"no working C++ compiler to build with: {cxx_compiler()}",
         hint="install one (the package `g++`) or name it in the variable CXX",
-        fact="no_compiler",
+        code="no_compiler",
     )
 
 
@@ -157,7 +157,7 @@ def load_kernels(path: Path) -> None:
     try:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except OSError as error:
-        raise SpecDecError(f"`{path}` cannot be loaded: {error}", hint="build it again", fact="engine") from error
+        raise SpecDecError(f"`{path}` cannot be loaded: {error}", hint="build it again", code="engine") from error
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def flush_denormals_of_openmp() -> None:
         _of_this_thread.others_flush = True
 
 
-def columns_of_group(group_size: int) -> int:
+def kernel_group_size(group_size: int) -> int:
     """Columns that the kernels take together: those of a weight's group, or the largest part that is short enough."""
     return next(size for size in range(min(group_size, _MOST_COLUMNS), 0, -1) if group_size % size == 0)
 
@@ -225,7 +225,7 @@ def describe_kernels() -> None:
     def pack_quantized(values: Tensor, scales: Tensor, zeros: Tensor | None, offsets: Tensor | None) -> Tensor:
         bits = 4 if values.dtype == torch.uint8 else 8
         num_inputs = values.shape[1] * 8 // bits
-        columns = columns_of_group(num_inputs // scales.shape[1])
+        columns = kernel_group_size(num_inputs // scales.shape[1])
         beside = (2 if scales.dtype == torch.float16 else 4) + (0 if zeros is None and offsets is None else 4)
         num_bytes = panel * (-(-columns // 4) * 4 * bits // 8 + beside)
         return values.new_empty(-(-values.shape[0] // panel), num_inputs // columns, num_bytes)

@@ -35,11 +35,11 @@ from runtime.compiler.split import compute_together, place_pieces, placeholders_
 from runtime.compiler.weights import read_weights
 from runtime.config import LayerShape, Quantization
 from runtime.errors import SpecDecError
-from runtime.making import MAKING, lock_transformers
-from runtime.parallel.splitting import Splitting, split_model
-from runtime.pieces import Piece
+from runtime.locks import MODEL_INIT_LOCK, lock_transformers
+from runtime.parallel.tp_layers import Splitting, split_model
 from runtime.quantization.weight import take_quantized
 from runtime.quiet import quiet_transformers
+from runtime.tensor_writer import Piece
 from runtime.vector_math import choose_vector_math
 
 _CONVERT_AGAIN = "convert the model again"
@@ -71,7 +71,7 @@ def linear_layers(config: PreTrainedConfig) -> tuple[list[str], str | None]:
 
 
 def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
-    with MAKING, torch.device("meta"):
+    with MODEL_INIT_LOCK, torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             copy.deepcopy(config), trust_remote_code=False
         )
@@ -101,7 +101,7 @@ def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
     """Split of the config's model over `tp_size` ranks; None for one. SpecDecError where it is not."""
     if tp_size == 1:
         return None
-    with MAKING, torch.device("meta"):
+    with MODEL_INIT_LOCK, torch.device("meta"):
         model = _model_without_weights(config)
     splitting = split_model(model, probe_config(config), tp_size)
     probe_config(config, splitting)
@@ -114,7 +114,7 @@ def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -
     Of a model that is split it is a rank's.
     """
     recorded: dict[int, LayerShape] = {}
-    with MAKING, torch.device("meta"), torch.no_grad(), _distributions_unchecked():
+    with MODEL_INIT_LOCK, torch.device("meta"), torch.no_grad(), _distributions_unchecked():
         model = _model_without_weights(config)
         if splitting is not None:
             place_pieces(model, splitting)
@@ -240,9 +240,9 @@ def _read_weights(weights: Path) -> dict[str, Tensor]:
     try:
         return read_weights(weights)
     except FileNotFoundError:
-        raise SpecDecError(f"file is missing: {weights}", hint=_CONVERT_AGAIN, fact="checkpoint") from None
+        raise SpecDecError(f"file is missing: {weights}", hint=_CONVERT_AGAIN, code="checkpoint") from None
     except SafetensorError as error:
-        raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_CONVERT_AGAIN, fact="checkpoint") from None
+        raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_CONVERT_AGAIN, code="checkpoint") from None
 
 
 def load_whole_model(
@@ -278,7 +278,7 @@ def _model_of_weights(
     pieces = (
         placeholders_of_pieces(state_dict, splitting, parameter_shapes(config), dtype) if splitting is not None else {}
     )
-    with MAKING, quiet_transformers():
+    with MODEL_INIT_LOCK, quiet_transformers():
         model, report = own_class.from_pretrained(
             None,
             config=config,
@@ -299,7 +299,7 @@ def _model_of_weights(
             raise SpecDecError(
                 f"`{where}` {problem.format(len(names))}, such as: {sorted(names)[0]}",
                 hint="config.json and weights are of two models; download or correct the model, and convert it again",
-                fact="checkpoint_of_two_models",
+                code="checkpoint_of_two_models",
             )
     _declare_no_padding(model)
     _fix_rotary_factors(model)

@@ -9,7 +9,7 @@ from transformers.utils import logging as transformers_logging
 from runtime.checkpoint import read_numbers
 from runtime.compiler.pretrained import model_class, parse_pretrained_config
 from runtime.gguf import is_gguf
-from runtime.making import MAKING
+from runtime.locks import MODEL_INIT_LOCK
 
 
 def load_original(model_dir: Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
@@ -22,12 +22,12 @@ def load_original(model_dir: Path, dtype: torch.dtype, attention: str | None = N
     if is_gguf(model_dir):
         config, weights = read_numbers(model_dir, dtype)
         pretrained = parse_pretrained_config(config, str(model_dir))
-        with MAKING:
+        with MODEL_INIT_LOCK:
             made: PreTrainedModel = model_class(pretrained).from_pretrained(
                 None, config=pretrained, state_dict=weights, dtype=dtype, attn_implementation=attention
             )
         return made
-    with MAKING:
+    with MODEL_INIT_LOCK:
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=dtype, attn_implementation=attention, local_files_only=True, trust_remote_code=False
         )

@@ -16,7 +16,7 @@ from runtime.checksums import CONFIG, config_digest
 from runtime.compiler.model import load_whole_model, split_config
 from runtime.compiler.original import load_original
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config
-from runtime.compiler.reference import ROUNDED, Rounded, RoundKV
+from runtime.compiler.reference import ROUNDED, QuantizeKV, Rounded
 from runtime.config import CheckpointConfig, EngineConfig, Quality, as_json
 from runtime.errors import SpecDecError
 from runtime.files import write_json
@@ -42,7 +42,7 @@ def quality_text(checkpoint: CheckpointConfig, file: Path | None) -> tuple[str, 
             raise SpecDecError(
                 "the checkpoint does not know the model that it was rounded from, to compare it with",
                 hint="it was not rounded when it was converted; leave the text out",
-                fact="no_unrounded",
+                code="no_unrounded",
             )
         return text, file.name
     if unrounded is None or Path(unrounded) != resolve_model("demo").resolve():
@@ -65,7 +65,7 @@ def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
         raise SpecDecError(
             f"the model that the checkpoint was rounded from is no longer there: {unrounded_dir}",
             hint="convert it again, or leave the text out",
-            fact="no_unrounded",
+            code="no_unrounded",
         )
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / CONFIG))
     tokens = encode_text(load_tokenizer(checkpoint_dir, checkpoint.pretrained_config), text)[:_NUM_TOKENS]
@@ -76,7 +76,7 @@ def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
     ranks = [checkpoint_dir / name for name in weights_files(checkpoint.mapping)]
     splitting = split_config(pretrained, checkpoint.mapping.tp_size)
     rounded = load_whole_model(pretrained, ranks, torch.float32, attention, checkpoint.quantization, splitting)
-    rounding = {} if algorithm is None else {"round_kv": Rounded(kv_dtype(checkpoint.dtype, algorithm))}
+    rounding = {} if algorithm is None else {"quantize_kv": Rounded(kv_dtype(checkpoint.dtype, algorithm))}
     unrounded = load_original(unrounded_dir, torch.float32, "eager")
     window = min(_WINDOW, num_positions(pretrained) or _WINDOW)
     divergence, num_same = 0.0, 0
@@ -91,7 +91,7 @@ def _shown(unrounded_dir: Path) -> str:
     return "demo" if unrounded_dir == resolve_model("demo").resolve() else str(unrounded_dir)
 
 
-def _log_probs(model: PreTrainedModel, tokens: list[int], window: int, **rounding: RoundKV) -> Iterator[Tensor]:
+def _log_probs(model: PreTrainedModel, tokens: list[int], window: int, **rounding: QuantizeKV) -> Iterator[Tensor]:
     """(window, vocab) float32, window by window."""
     for start in range(0, len(tokens), window):
         with torch.inference_mode():

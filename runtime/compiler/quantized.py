@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from runtime.compiler.kernels import columns_of_group
+from runtime.compiler.kernels import kernel_group_size
 from runtime.config import Activations
 from runtime.errors import SpecDecError
 from runtime.quantization.weight import QuantizedWeight
@@ -71,7 +71,7 @@ class QuantizedLinear(nn.Module):
         if not self.token_bits:
             return nn.functional.linear(x, weight.to(x.dtype), self.bias)
         bias = None if self.bias is None else self.bias.float()
-        rounded = round_tokens(x, columns_of_group(self.quantized.group_size), self.token_bits)
+        rounded = round_tokens(x, kernel_group_size(self.quantized.group_size), self.token_bits)
         return nn.functional.linear(rounded, weight, bias).to(x.dtype)
 
     def pack(self) -> Tensor:
@@ -96,7 +96,7 @@ def place_quantized(
             raise SpecDecError(
                 f"the checkpoint has a weight of {list(weight.shape)} that the model has no layer for: {name}",
                 hint="convert the model again",
-                fact="checkpoint",
+                code="checkpoint",
             )
         quantized = QuantizedLinear(weight, layer.bias, activations, with_kernels=with_kernels)
         setattr(model.get_submodule(parent_name), child, quantized)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from runtime.compiler.rounded_kv import largest_error, numbers_of, round_kv
+from runtime.compiler.quantized_kv import dequantize_kv, largest_error, quantize_kv
 from runtime.kv_cache import KVPool
 
 ROUNDED = "specdec_rounded"
 
-RoundKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+QuantizeKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Quantizer of a layer's visible keys and values, (1, Hk, n, D) and (1, Hk, n, Dv)."""
 
 
@@ -27,11 +27,11 @@ def rounded_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    round_kv: RoundKV,
+    quantize_kv: QuantizeKV,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention over quantized K/V like transformers' eager attention, in float32. Returns (1, n, H, Dv)."""
-    key, value = round_kv(int(module.layer_idx), key, value)  # type: ignore[arg-type]
+    key, value = quantize_kv(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     num_groups = query.shape[1] // key.shape[1]
     keys, values = (numbers.float().repeat_interleave(num_groups, 1) for numbers in (key, value))
     scaling = kwargs.get("scaling")
@@ -48,7 +48,7 @@ class Rounded:
     dtype: torch.dtype
 
     def __call__(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        rounded = (numbers_of(*round_kv(numbers, self.dtype), numbers.dtype) for numbers in (key, value))
+        rounded = (dequantize_kv(*quantize_kv(numbers, self.dtype), numbers.dtype) for numbers in (key, value))
         return next(rounded), next(rounded)
 
 
@@ -73,9 +73,9 @@ class Stored:
 
     def _where_near(self, ours: Tensor, stored: Tensor, scales: Tensor) -> Tensor:
         num_heads, n = stored.shape[0], ours.shape[2]
-        theirs = numbers_of(stored.flatten(1, 2)[:, :n], scales[:, :n], torch.float32)[None]
-        rounded, our_scales = round_kv(ours, stored.dtype)
-        seen = numbers_of(rounded, our_scales, torch.float32)
+        theirs = dequantize_kv(stored.flatten(1, 2)[:, :n], scales[:, :n], torch.float32)[None]
+        rounded, our_scales = quantize_kv(ours, stored.dtype)
+        seen = dequantize_kv(rounded, our_scales, torch.float32)
         largest = ours.float().abs().amax(-1, keepdim=True)
         allowed = largest_error(ours, stored.dtype) + self.tolerance * largest
         is_near = (theirs - ours[:, :num_heads].float()).abs() <= allowed[:, :num_heads]

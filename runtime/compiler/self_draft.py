@@ -16,9 +16,9 @@ from runtime.compiler.compilation import WEIGHTS
 from runtime.compiler.model import Step, linear_layers
 from runtime.compiler.quantized import QuantizedLinear, place_quantized
 from runtime.compiler.weights import read_weights, save_weights
-from runtime.config import Activations, Precision, SelfDraft
+from runtime.config import Activations, QuantConfig, SelfDraft
 from runtime.errors import SpecDecError
-from runtime.quantization.rounding import group_size_for, round_weight
+from runtime.quantization.quantize import group_size_for, quantize_weight
 from runtime.quantization.weight import QuantizedWeight, take_quantized
 
 COPY_ACTIVATIONS: Activations = "int8"
@@ -46,13 +46,13 @@ def round_layers(
                 f"numbers of 4 bits are stored in pairs, and `{name}` has an odd number of inputs: {weight.shape[1]}",
                 hint="round to int8",
             )
-        layers[name] = round_weight(weight, Precision(self_draft.qformat), group_size)
+        layers[name] = quantize_weight(weight, QuantConfig(self_draft.qformat), group_size)
         layers[name].check(name)
     if not layers:
         raise SpecDecError(
             f"the model has no linear layers of more bits than its copy's would have: {self_draft.qformat}",
             hint="build it without a copy that drafts",
-            fact="nothing_to_round",
+            code="nothing_to_round",
         )
     return layers
 
@@ -86,5 +86,5 @@ def read_layers(directory: Path) -> dict[str, QuantizedWeight]:
         return take_quantized(read_weights(directory / WEIGHTS))
     except SafetensorError as error:
         raise SpecDecError(
-            f"`{directory / WEIGHTS}` is damaged: {error}", hint="build it again", fact="engine"
+            f"`{directory / WEIGHTS}` is damaged: {error}", hint="build it again", code="engine"
         ) from error

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from runtime.errors import SpecDecError
 from runtime.parallel.operations import all_reduce, gather_columns, own_columns, own_embeddings
-from runtime.parallel.splitting import Split, Splitting
+from runtime.parallel.tp_layers import Split, Splitting
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def placeholders_of_pieces(
                 f"a piece of a weight is {list(piece.shape)}, and not what {splitting.tp_size} devices have of "
                 f"{list(wanted or ())}: {name}",
                 hint="convert the model again",
-                fact="checkpoint",
+                code="checkpoint",
             )
         state_dict[name] = torch.zeros((), dtype=dtype).expand(wanted)
     return pieces

@@ -120,7 +120,7 @@ def _check_layout(path: Path, found: Layout, wanted: Layout) -> None:
 
 
 def _refuse(path: Path, problem: str) -> NoReturn:
-    raise SpecDecError(f"`{path}` {problem}", hint="build it again", fact="engine")
+    raise SpecDecError(f"`{path}` {problem}", hint="build it again", code="engine")
 
 
 def _aligned(num_bytes: int) -> int:

@@ -4,10 +4,10 @@ import os
 import time
 from pathlib import Path
 
-from runtime.compiler.measuring import measure_machine
+from runtime.compiler.profile_steps import measure_machine
 from runtime.config import MachineSpeed
 from runtime.control_groups import MEMBERSHIP, ROOT, groups_above
-from runtime.diagnosis.symptoms import Machine
+from runtime.diagnosis.observations import Machine
 
 _NUM_WINDOWS, _WINDOW_S, _ENOUGH = 4, 0.15, 0.8
 _NODES, _HUGE_PAGES = Path("/sys/devices/system/node"), Path("/sys/kernel/mm/transparent_hugepage/enabled")

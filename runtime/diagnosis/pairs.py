@@ -5,7 +5,7 @@ from typing import Any
 
 from runtime.bundle import Bundle
 from runtime.chat import ChatTemplate, Message, has_chat_template
-from runtime.diagnosis.symptoms import DraftModelPair
+from runtime.diagnosis.observations import DraftModelPair
 from runtime.drafters.compatibility import TargetIdentity
 from runtime.errors import SpecDecError, draft_engine_errors
 from runtime.text import encode_text, tokenizer_of_engine

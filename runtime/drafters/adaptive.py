@@ -24,9 +24,9 @@ from functools import partial
 from math import ceil, inf
 from time import thread_time
 
+from runtime.drafters.acceptance_stats import MODEL_PRIOR, AcceptanceStats
 from runtime.drafters.allocation import allocate
 from runtime.drafters.meter import Clock, Meter
-from runtime.drafters.outcomes import SURE, Outcomes
 from runtime.drafters.protocol import Drafter, check_request, look_ahead
 from runtime.request import Draft, Request, Sequence
 
@@ -70,8 +70,8 @@ class AdaptiveDrafter:
         self._iteration_s = iteration_s
         self._draft_s = draft_s
         self._is_asked_for_what_pays = draft_s is not None
-        self._match_len = 0 if draft_s is None else SURE
-        self._outcomes = Outcomes(are_cut=draft_s is not None)
+        self._match_len = 0 if draft_s is None else MODEL_PRIOR
+        self._outcomes = AcceptanceStats(are_cut=draft_s is not None)
         self._num_tokens = self._num_without = 0.0
         """Tokens promised by the steps so far, and tokens that so much time gives without drafts; both fade."""
         self._num_off = 0
@@ -199,7 +199,7 @@ class AdaptiveDrafter:
         """True if nothing is looked up in this step, because that does not pay and is not due for a new measurement.
 
         Then all rows are looked up: after a step, which evicts everything from the caches, the first row takes longer
-        than the others together. Outcomes of their drafts are counted at the next lookup.
+        than the others together. AcceptanceStats of their drafts are counted at the next lookup.
         """
         if self._is_asked_for_what_pays:
             return False

@@ -34,7 +34,7 @@ def check_corpora(speculation: Speculation, tokenizer: Tokenizer | None, target_
             raise SpecDecError(
                 f"the corpus is of another tokenizer: {path}",
                 hint="recreate it, with the target's tokenizer",
-                fact="corpus_tokenizer",
+                code="corpus_tokenizer",
             )
         if info.vocab_size > target_vocab_size:
             raise SpecDecError(

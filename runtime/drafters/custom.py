@@ -93,5 +93,5 @@ def _guarded(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         raise SpecDecError(
             f"the drafter `{name}` failed: {type(error).__name__}: {error}",
             hint="the traceback shows where",
-            fact="drafter_failed",
+            code="drafter_failed",
         ) from error

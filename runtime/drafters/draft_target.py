@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.drafters.proposal import Proposal
+from runtime.drafters.draft_state import DraftState
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Request, Sequence
@@ -19,14 +19,14 @@ from runtime.request import Draft, Request, Sequence
 class DraftModel:
     """Drafts with the request's own sampling parameters, up to an end id, the request's budget or the draft length.
 
-    `use_logits` as for `Proposal`. `vocab_size` is the target's; ids that only one of the two has are never drafted.
+    `use_logits` as for `DraftState`. `vocab_size` is the target's; ids that only one of the two has are never drafted.
     """
 
     def __init__(self, engine: Engine, vocab_size: int, *, use_logits: bool) -> None:
         self.engine = engine
         self.vocab_size = vocab_size
         self.use_logits = use_logits
-        self._followers: dict[int, Sequence] = {}
+        self._draft_sequences: dict[int, Sequence] = {}
 
     def check_request(self, request: Request) -> None:
         """SpecDecError if the draft engine could not follow the request to its end."""
@@ -34,67 +34,69 @@ class DraftModel:
             self.engine.check_lengths(request)
         except SpecDecError as error:
             raise SpecDecError(
-                f"draft engine: {error.message}", hint=error.hint, fact=error.fact, **error.values
+                f"draft engine: {error.message}", hint=error.hint, code=error.code, **error.values
             ) from error
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        proposals = [Proposal(self._follow(s), min(max_draft_len, s.max_draft_len), self.use_logits) for s in sequences]
-        while drafting := [p for p in proposals if not p.is_done and self._is_ready(p.follower, sequences)]:
+        draft_states = [
+            DraftState(self._draft_sequence(s), min(max_draft_len, s.max_draft_len), self.use_logits) for s in sequences
+        ]
+        while drafting := [p for p in draft_states if not p.is_done and self._is_ready(p.draft_sequence, sequences)]:
             for start in range(0, len(drafting), self.engine.max_batch_size):
                 self._draft_tokens(drafting[start : start + self.engine.max_batch_size])
-        return [p.draft() for p in proposals]
+        return [p.draft() for p in draft_states]
 
     def forget(self, request_id: int) -> None:
-        follower = self._followers.get(request_id)
-        if follower is not None:
-            self.engine.release(follower)
-            del self._followers[request_id]
+        draft_sequence = self._draft_sequences.get(request_id)
+        if draft_sequence is not None:
+            self.engine.release(draft_sequence)
+            del self._draft_sequences[request_id]
 
-    def _follow(self, sequence: Sequence) -> Sequence:
+    def _draft_sequence(self, sequence: Sequence) -> Sequence:
         """The sequence's follower, with its tokens, and K/V of as many of them as are still true."""
         request = sequence.request
-        if request.id not in self._followers:
+        if request.id not in self._draft_sequences:
             self.check_request(request)
-            self._followers[request.id] = Sequence.start(request)
-        follower, tokens = self._followers[request.id], sequence.tokens
-        num_common = min(len(follower.tokens), len(tokens))
-        while follower.tokens[:num_common] != tokens[:num_common]:  # at most a draft's length behind
+            self._draft_sequences[request.id] = Sequence.start(request)
+        draft_sequence, tokens = self._draft_sequences[request.id], sequence.tokens
+        num_common = min(len(draft_sequence.tokens), len(tokens))
+        while draft_sequence.tokens[:num_common] != tokens[:num_common]:  # at most a draft's length behind
             num_common -= 1
-        follower.tokens[num_common:] = tokens[num_common:]
+        draft_sequence.tokens[num_common:] = tokens[num_common:]
         # The last token is computed in any case, for its logits.
-        follower.num_computed = min(follower.num_computed, num_common, len(tokens) - 1)
-        return follower
+        draft_sequence.num_computed = min(draft_sequence.num_computed, num_common, len(tokens) - 1)
+        return draft_sequence
 
-    def _is_ready(self, follower: Sequence, in_step: list[Sequence]) -> bool:
+    def _is_ready(self, draft_sequence: Sequence, in_step: list[Sequence]) -> bool:
         """True if the K/V cache holds its tokens so far, and the draft model can read them all.
 
         If need be requests that are not in this step give their blocks back.
         """
         draft_vocab_size = self.engine.config.vocab_size
-        if self.vocab_size > draft_vocab_size and max(follower.tokens) >= draft_vocab_size:
+        if self.vocab_size > draft_vocab_size and max(draft_sequence.tokens) >= draft_vocab_size:
             return False
-        return self._has_room(follower) or (self._release_idle(in_step) and self._has_room(follower))
+        return self._has_room(draft_sequence) or (self._release_idle(in_step) and self._has_room(draft_sequence))
 
-    def _has_room(self, follower: Sequence) -> bool:
-        return self.engine.extend(follower) if follower.block_table else self.engine.admit(follower)
+    def _has_room(self, draft_sequence: Sequence) -> bool:
+        return self.engine.extend(draft_sequence) if draft_sequence.block_table else self.engine.admit(draft_sequence)
 
     def _release_idle(self, in_step: list[Sequence]) -> bool:
         """True if blocks could be taken from the draft sequences of other requests."""
         ids = {sequence.request.id for sequence in in_step}
-        idle = [f for request_id, f in self._followers.items() if request_id not in ids and f.block_table]
-        for follower in idle:
-            self.engine.release(follower)
+        idle = [f for request_id, f in self._draft_sequences.items() if request_id not in ids and f.block_table]
+        for draft_sequence in idle:
+            self.engine.release(draft_sequence)
         return bool(idle)
 
-    def _draft_tokens(self, proposals: list[Proposal]) -> None:
+    def _draft_tokens(self, draft_states: list[DraftState]) -> None:
         """One more token of each."""
-        followers = [p.follower for p in proposals]
+        draft_sequences = [p.draft_sequence for p in draft_states]
         with self.engine.alone():
-            all_logits = self.engine.forward(followers, [Draft([])] * len(followers))
-            for proposal, logits in zip(proposals, all_logits, strict=True):
-                follower = proposal.follower
-                follower.num_computed = len(follower.tokens)
-                proposal.draft_token(_with_size(logits[0], self.vocab_size))
+            all_logits = self.engine.forward(draft_sequences, [Draft([])] * len(draft_sequences))
+            for draft_state, logits in zip(draft_states, all_logits, strict=True):
+                draft_sequence = draft_state.draft_sequence
+                draft_sequence.num_computed = len(draft_sequence.tokens)
+                draft_state.draft_token(_with_size(logits[0], self.vocab_size))
 
 
 def _with_size(logits: Tensor, vocab_size: int) -> Tensor:

@@ -10,9 +10,9 @@ found again, ends at the sequence's own `num_computed`.
 
 from torch import Tensor
 
-from runtime.drafters.proposal import Proposal
+from runtime.drafters.confidence_stop import ConfidenceStop
+from runtime.drafters.draft_state import DraftState
 from runtime.drafters.protocol import Suggest
-from runtime.drafters.sureness import Sureness
 from runtime.engine import Engine
 from runtime.request import Draft, Sequence
 
@@ -22,13 +22,13 @@ _MEMORY = 0.98
 class SelfDraft:
     """Drafts with the request's own sampling parameters, up to an end id, the request's budget or the draft length.
 
-    `use_logits` as for `Proposal`. With `sureness` drafts end where it says so.
+    `use_logits` as for `DraftState`. With `confidence_stop` drafts end where it says so.
     """
 
-    def __init__(self, engine: Engine, *, use_logits: bool, sureness: Sureness | None = None) -> None:
+    def __init__(self, engine: Engine, *, use_logits: bool, confidence_stop: ConfidenceStop | None = None) -> None:
         self.engine = engine
         self.use_logits = use_logits
-        self._sureness = sureness
+        self._confidence_stop = confidence_stop
         self._suggest: Suggest | None = None
         self._num_steps = self._num_drafted = 0.0
 
@@ -48,54 +48,56 @@ class SelfDraft:
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         if not sequences:
             return []
-        proposals = [self._begin(sequence, max_draft_len) for sequence in sequences]
-        if self._sureness:
-            self._sureness.begin(sequences, max_draft_len)
+        draft_states = [self._begin(sequence, max_draft_len) for sequence in sequences]
+        if self._confidence_stop:
+            self._confidence_stop.begin(sequences, max_draft_len)
         num_steps = num_copy_rows = 0
-        while drafting := [i for i, proposal in enumerate(proposals) if not proposal.is_done]:
-            suggested = [self._suggested(sequences[i], proposals[i]) for i in drafting]
+        while drafting := [i for i, draft_state in enumerate(draft_states) if not draft_state.is_done]:
+            suggested = [self._suggested(sequences[i], draft_states[i]) for i in drafting]
             with self.engine.alone():
-                self._draft_tokens([proposals[i] for i in drafting], suggested)
+                self._draft_tokens([draft_states[i] for i in drafting], suggested)
             num_steps += 1
             num_copy_rows += len(drafting)
-        if self._sureness:
-            self._sureness.end(sequences, proposals, num_steps)
+        if self._confidence_stop:
+            self._confidence_stop.end(sequences, draft_states, num_steps)
         self._num_steps = self._num_steps * _MEMORY + num_copy_rows
-        self._num_drafted = self._num_drafted * _MEMORY + sum(len(proposal.tokens) for proposal in proposals)
-        return [proposal.draft() for proposal in proposals]
+        self._num_drafted = self._num_drafted * _MEMORY + sum(len(draft_state.tokens) for draft_state in draft_states)
+        return [draft_state.draft() for draft_state in draft_states]
 
     def forget(self, request_id: int) -> None:
-        if self._sureness:
-            self._sureness.forget(request_id)
+        if self._confidence_stop:
+            self._confidence_stop.forget(request_id)
 
-    def _suggested(self, sequence: Sequence, proposal: Proposal) -> list[int]:
+    def _suggested(self, sequence: Sequence, draft_state: DraftState) -> list[int]:
         """No more than fit the draft beside the token that comes after them."""
-        most = proposal.max_len - len(proposal.tokens) - 1
-        return self._suggest(sequence, proposal.tokens)[:most] if self._suggest and most > 0 else []
+        most = draft_state.max_len - len(draft_state.tokens) - 1
+        return self._suggest(sequence, draft_state.tokens)[:most] if self._suggest and most > 0 else []
 
-    def _draft_tokens(self, proposals: list[Proposal], suggested: list[list[int]]) -> None:
+    def _draft_tokens(self, draft_states: list[DraftState], suggested: list[list[int]]) -> None:
         """One more token of each, and as many more as were suggested rightly."""
-        all_logits = self.engine.forward_copy([p.follower for p in proposals], [Draft(tokens) for tokens in suggested])
-        for proposal, tokens, logits in zip(proposals, suggested, all_logits, strict=True):
+        all_logits = self.engine.forward_draft(
+            [p.draft_sequence for p in draft_states], [Draft(tokens) for tokens in suggested]
+        )
+        for draft_state, tokens, logits in zip(draft_states, suggested, all_logits, strict=True):
             for i, row in enumerate(logits):
-                proposal.follower.num_computed = len(proposal.follower.tokens)
-                self._draft_token(proposal, row)
-                if proposal.is_done or proposal.tokens[-1:] != tokens[i : i + 1]:
+                draft_state.draft_sequence.num_computed = len(draft_state.draft_sequence.tokens)
+                self._draft_token(draft_state, row)
+                if draft_state.is_done or draft_state.tokens[-1:] != tokens[i : i + 1]:
                     break
 
-    def _draft_token(self, proposal: Proposal, logits: Tensor) -> None:
-        if self._sureness:
-            self._sureness.draft_token(proposal, logits)
+    def _draft_token(self, draft_state: DraftState, logits: Tensor) -> None:
+        if self._confidence_stop:
+            self._confidence_stop.draft_token(draft_state, logits)
         else:
-            proposal.draft_token(logits)
+            draft_state.draft_token(logits)
 
-    def _begin(self, sequence: Sequence, max_draft_len: int) -> Proposal:
+    def _begin(self, sequence: Sequence, max_draft_len: int) -> DraftState:
         """A proposal for a sequence of which the target has computed all but the last token; else an empty one.
 
         What is left of a prompt is for the target to compute, once.
         """
         is_ready = sequence.num_computed == len(sequence.tokens) - 1
-        follower = Sequence(sequence.request, list(sequence.tokens), sequence.num_computed, sequence.block_table)
-        follower.sampler = sequence.sampler
+        draft_sequence = Sequence(sequence.request, list(sequence.tokens), sequence.num_computed, sequence.block_table)
+        draft_sequence.sampler = sequence.sampler
         max_len = min(max_draft_len, sequence.max_draft_len) if is_ready else 0
-        return Proposal(follower, max_len, self.use_logits)
+        return DraftState(draft_sequence, max_len, self.use_logits)

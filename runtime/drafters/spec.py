@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 from runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from runtime.drafters.opening import OpenDrafter, Opening
+    from runtime.drafters.factory import OpenDrafter, Opening
 
 Devices = tuple[int, ...] | None
 """One for each rank of an engine; None: its first ones."""

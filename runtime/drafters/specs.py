@@ -16,8 +16,8 @@ from runtime.errors import SpecDecError, UsageError, draft_engine_errors
 if TYPE_CHECKING:
     from runtime.config import BuildConfig
     from runtime.costs import CostModel
+    from runtime.drafters.factory import OpenDrafter, Opening
     from runtime.drafters.meter import Clock
-    from runtime.drafters.opening import OpenDrafter, Opening
     from runtime.drafters.pool import NgramPool
     from runtime.drafters.protocol import Drafter
 
@@ -71,7 +71,7 @@ class LookupDrafter(DrafterSpec):
 
         `clock` as for `AdaptiveDrafter`.
         """
-        from runtime.drafters.opening import OpenDrafter, adapted
+        from runtime.drafters.factory import OpenDrafter, adapted
 
         pools = [self.make_pool()] if self.pool == "public" else []
         lookup = self.lookup(pools[0] if pools else None)
@@ -133,7 +133,7 @@ class NgramDrafter(LookupDrafter):
                 f"min_matching_ngram_size exceeds the longest, {self.max_matching_ngram_size}: "
                 f"{self.min_matching_ngram_size}",
                 hint="lower it, or look up longer n-grams (max_matching_ngram_size)",
-                fact="ngram_sizes",
+                code="ngram_sizes",
                 longest=self.max_matching_ngram_size,
                 shortest=self.min_matching_ngram_size,
             )
@@ -165,8 +165,8 @@ class NgramDrafter(LookupDrafter):
 
     def lookup(self, pool: "NgramPool | None") -> "Drafter":
         from runtime.corpus import Corpus
-        from runtime.drafters.chain import DrafterChain
         from runtime.drafters.corpus import CorpusLookup
+        from runtime.drafters.first_of import FirstOf
         from runtime.drafters.ngram import NgramLookup
 
         max_size, min_size = self.max_matching_ngram_size, self.min_matching_ngram_size
@@ -174,7 +174,7 @@ class NgramDrafter(LookupDrafter):
         if self.corpus is None:
             return ngram
         corpus = Corpus.open(Path(self.corpus))
-        return DrafterChain([ngram, CorpusLookup(corpus, max_size, min_matching_ngram_size=min_size)])
+        return FirstOf([ngram, CorpusLookup(corpus, max_size, min_matching_ngram_size=min_size)])
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class DraftTargetDrafter(DrafterSpec):
         return replace(self, model=engine_dir)
 
     def open(self, opening: "Opening") -> "OpenDrafter":
-        from runtime.drafters.opening import open_draft_model
+        from runtime.drafters.factory import open_draft_model
 
         return open_draft_model(self, opening)
 
@@ -302,7 +302,7 @@ class SelfDrafter(DrafterSpec):
         return self.use_logits
 
     def open(self, opening: "Opening") -> "OpenDrafter":
-        from runtime.drafters.opening import open_self_draft
+        from runtime.drafters.factory import open_self_draft
 
         return open_self_draft(self, opening)
 
@@ -508,7 +508,7 @@ class Speculation:
             raise SpecDecError(
                 "the engine has no copy of its model that could draft for it",
                 hint="build it with a copy that drafts",
-                fact="no_self_draft",
+                code="no_self_draft",
             )
 
     def check_files(self) -> None:
@@ -541,7 +541,7 @@ class Speculation:
             raise SpecDecError(
                 f"the engine {built}, and the drafter's are of up to: {wanted or 'any number'}",
                 hint=f"lower it, or build with a max_draft_len of {wanted or 10}",
-                fact="draft_len",
+                code="draft_len",
                 max_draft_len=wanted or 10,
             )
 

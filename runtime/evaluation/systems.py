@@ -205,7 +205,7 @@ class HuggingFace:
                 f"this is another model, its vocabulary has {model.config.vocab_size} tokens and the "
                 f"engine's {engine.config.vocab_size}",
                 hint="give the model that the engine was made from",
-                fact="other_model",
+                code="other_model",
             )
         found = differences(model, model_dir, question.llm.bundle, question.llm.tokenizer, dtype)
         # What a model suggests for sampling (penalties, least lengths) changes greedy output too.

@@ -34,7 +34,7 @@ def way_of(compiler: Compiler, device_type: str) -> Way:
     return "shared" if uses_kernels(compiler, device_type) else "gloo"
 
 
-class Meeting:
+class Rendezvous:
     """Rendezvous of the ranks of one machine: a file that they inherit, or a port. `number` names it to all."""
 
     def __init__(self, way: Way, tp_size: int) -> None:
@@ -57,7 +57,7 @@ class Meeting:
             os.close(file)
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """One rank's end of a group."""
 
     def use(self) -> None:
@@ -69,17 +69,17 @@ class Group(Protocol):
     def leave(self) -> None: ...
 
 
-def join(meeting: Meeting, rank: int, tp_size: int) -> Group:
+def join(rendezvous: Rendezvous, rank: int, tp_size: int) -> RankGroup:
     """Rank 0's end."""
-    return _join(meeting.way, meeting.number, rank, tp_size, meeting.store)
+    return _join(rendezvous.way, rendezvous.number, rank, tp_size, rendezvous.store)
 
 
-def join_by_number(way: Way, number: int, rank: int, tp_size: int) -> Group:
+def join_by_number(way: Way, number: int, rank: int, tp_size: int) -> RankGroup:
     """The end of a rank in another process than the meeting's."""
     return _join(way, number, rank, tp_size, None)
 
 
-def _join(way: Way, number: int, rank: int, tp_size: int, store: TCPStore | None) -> Group:
+def _join(way: Way, number: int, rank: int, tp_size: int, store: TCPStore | None) -> RankGroup:
     return _Memory(number, rank, tp_size) if way == "shared" else _Distributed(way, number, rank, tp_size, store)
 
 

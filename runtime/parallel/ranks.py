@@ -21,14 +21,14 @@ from torch import Tensor
 from runtime.bundle import LIBRARY
 from runtime.compiler.compilation import StepFunction
 from runtime.compiler.kernels import load_kernels
-from runtime.compiler.opening import open_step
+from runtime.compiler.load import open_step
 from runtime.config import Compiler, Dtype, EngineConfig, LayerShape, Mapping, Quantization
 from runtime.errors import SpecDecError
 from runtime.kv_cache import BlockCopy
+from runtime.parallel.cpu_affinity import Place
 from runtime.parallel.devices import cores_of
-from runtime.parallel.groups import Group, Meeting, join, way_of
+from runtime.parallel.groups import RankGroup, Rendezvous, join, way_of
 from runtime.parallel.messages import COPY, POOL, of_batch, send
-from runtime.parallel.placing import Place
 from runtime.parallel.processes import Processes
 
 
@@ -73,12 +73,12 @@ class RankedStep:
         if way == "shared":
             load_kernels(model.directory / LIBRARY)
         self._pool: weakref.ref[Tensor] | None = None
-        meeting = Meeting(way, model.tp_size)
+        rendezvous = Rendezvous(way, model.tp_size)
         try:
-            self._group = join(meeting, 0, model.tp_size)
-            jobs = _jobs(model, meeting, cores, rank_devices(device.type, device_ids))
+            self._group = join(rendezvous, 0, model.tp_size)
+            jobs = _jobs(model, rendezvous, cores, rank_devices(device.type, device_ids))
             try:
-                self._processes = Processes(jobs, meeting.files, self._group.stop)
+                self._processes = Processes(jobs, rendezvous.files, self._group.stop)
             except BaseException:
                 self._group.leave()
                 raise
@@ -92,7 +92,7 @@ class RankedStep:
                 self.close()
                 raise
         finally:
-            meeting.close()
+            rendezvous.close()
 
     def __call__(self, *inputs: Any) -> Tensor:
         """Run a step like `Step.forward`. SpecDecError if a rank has ended; then all have."""
@@ -184,16 +184,16 @@ def rank_devices(device_type: str, device_ids: Seq[int]) -> list[str]:
     return [device_type if device_type == "cpu" else f"{device_type}:{device_id}" for device_id in device_ids]
 
 
-def _jobs(model: RankedModel, meeting: Meeting, cores: Seq[Seq[int]], devices: Seq[str]) -> list[dict[str, Any]]:
+def _jobs(model: RankedModel, rendezvous: Rendezvous, cores: Seq[Seq[int]], devices: Seq[str]) -> list[dict[str, Any]]:
     said = dataclasses.asdict(model) | {
         "directory": str(model.directory.resolve()),
-        "way": meeting.way,
-        "meeting": meeting.number,
+        "way": rendezvous.way,
+        "meeting": rendezvous.number,
     }
     return [said | {"rank": rank, "cores": cores[rank], "device": devices[rank]} for rank in range(1, model.tp_size)]
 
 
-def _close(processes: Processes, group: Group, place: Place | None) -> None:
+def _close(processes: Processes, group: RankGroup, place: Place | None) -> None:
     group.stop()
     processes.close()
     group.leave()

@@ -43,7 +43,7 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     import torch
 
     from runtime.compiler.kernels import flush_denormals
-    from runtime.compiler.opening import open_step
+    from runtime.compiler.load import open_step
     from runtime.config import LayerShape, Mapping, Quantization, parse
     from runtime.kv_cache import BlockCopy, KVPool, kv_dtype
     from runtime.parallel.groups import join_by_number

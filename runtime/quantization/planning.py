@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.config import Activations, Precision, QuantAlgo, Quantization
+from runtime.config import Activations, QuantAlgo, QuantConfig, Quantization
 from runtime.errors import SpecDecError
-from runtime.pieces import Piece, forms_of
 from runtime.quantization.losses import Losses
-from runtime.quantization.rounding import group_size_for, round_weight
+from runtime.quantization.quantize import group_size_for, quantize_weight
 from runtime.quantization.weight import QuantizedWeight
 from runtime.source import SourceTensor
+from runtime.tensor_writer import Piece, forms_of
 
 _ALGORITHMS: dict[str, QuantAlgo] = {"int8": "W8A16", "int4": "W4A16", "fp8": "FP8_PER_CHANNEL_PER_TOKEN"}
 
@@ -47,7 +47,7 @@ class Source:
 
 
 def plan_pieces(
-    source: Source, dtype: torch.dtype, precision: Precision, losses: Losses
+    source: Source, dtype: torch.dtype, precision: QuantConfig, losses: Losses
 ) -> tuple[list[Piece], Quantization | None]:
     """Plan the tensors to be written, and the checkpoint's quantization record."""
     rounded = {} if precision.qformat is None else _sizes(source, precision)
@@ -72,7 +72,7 @@ def plan_pieces(
     return pieces, None
 
 
-def _sizes(source: Source, precision: Precision) -> dict[str, int]:
+def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
     """The group sizes of the layers to round; SpecDecError where there are none, or a group fits one of them not."""
     inputs = {
         tensor.name.removesuffix(".weight"): tensor.shape[-1] for tensor in source.tensors if len(tensor.shape) == 2
@@ -107,7 +107,7 @@ def _tied(source: Source) -> SourceTensor:
     return found
 
 
-def _untied_head(source: Source, precision: Precision, sizes: dict[str, int], losses: Losses) -> list[Piece]:
+def _untied_head(source: Source, precision: QuantConfig, sizes: dict[str, int], losses: Losses) -> list[Piece]:
     """A rounded copy of the embeddings for logits, where they are both."""
     head = source.head
     if head is None or head not in sizes or _has_own_weight(source, head):
@@ -142,15 +142,15 @@ def _copied(tensor: SourceTensor, dtype: torch.dtype, losses: Losses) -> Piece:
 
 
 def _rounded(
-    tensor: SourceTensor, precision: Precision, group_size: int, losses: Losses, name: str | None = None
+    tensor: SourceTensor, precision: QuantConfig, group_size: int, losses: Losses, name: str | None = None
 ) -> Piece:
     name = name or tensor.name.removesuffix(".weight")
 
     def make(values: list[Tensor]) -> dict[str, Tensor]:
         losses.check(values[0], values[0], tensor)
-        return _named(name, round_weight(values[0], precision, group_size))
+        return _named(name, quantize_weight(values[0], precision, group_size))
 
-    forms = forms_of(_named(name, round_weight(tensor.without_values(), precision, group_size)))
+    forms = forms_of(_named(name, quantize_weight(tensor.without_values(), precision, group_size)))
     return Piece((tensor,), forms, make)
 
 
@@ -174,7 +174,7 @@ def _named(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     return {f"{name}.{part}": tensor for part, tensor in weight.tensors().items()}
 
 
-def _rounded_as(source: Source, precision: Precision, sizes: dict[str, int]) -> Quantization:
+def _rounded_as(source: Source, precision: QuantConfig, sizes: dict[str, int]) -> Quantization:
     assert precision.qformat is not None
     return Quantization(
         _ALGORITHMS[precision.qformat],
@@ -187,7 +187,7 @@ def _rounded_as(source: Source, precision: Precision, sizes: dict[str, int]) -> 
 
 
 def _read_as(
-    source: Source, precision: Precision, layers: Mapping[str, RoundedLayer], kept: dict[str, QuantizedWeight]
+    source: Source, precision: QuantConfig, layers: Mapping[str, RoundedLayer], kept: dict[str, QuantizedWeight]
 ) -> Quantization:
     algorithms = {layers[name].quant_algo for name in kept}
     sizes = {weight.group_size for weight in kept.values() if weight.group_size != weight.shape[1]}
@@ -202,7 +202,7 @@ def _read_as(
     )
 
 
-def _check_activations(precision: Precision, kinds: Collection[str | None]) -> None:
+def _check_activations(precision: QuantConfig, kinds: Collection[str | None]) -> None:
     """SpecDecError for activations that no layer can be multiplied by."""
     if precision.activations not in (None, "float") and not {"int8", "int4"} & set(kinds):
         raise SpecDecError(

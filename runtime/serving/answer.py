@@ -13,7 +13,7 @@ from runtime.stats import FinishReason
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServeRequest:
     """A request, and how to draft for it. `drafts_by_default`: by the server's drafter; else by `drafter`, if any."""
 
     request: Request
@@ -43,10 +43,10 @@ class Progress:
 
 
 @dataclass(eq=False)
-class Answer:
+class RequestHandle:
     """One sequence on its way. `owner` is whatever its reader wants to be reminded of when it gets on."""
 
-    asked: Asked
+    asked: ServeRequest
     sequence: Sequence
     owner: object = None
     progress: Progress = field(default_factory=Progress)

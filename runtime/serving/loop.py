@@ -14,17 +14,17 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Condition, Thread
 
-from runtime.drafters.opening import ShortDrafter
+from runtime.drafters.factory import ShortDrafter
 from runtime.drafters.protocol import Drafter, check_num_drafts, check_request
 from runtime.errors import SpecDecError
-from runtime.leader import Leader
 from runtime.request import Draft, Sequence
-from runtime.serving.answer import Answer, Asked, Progress
+from runtime.scheduler import Scheduler
+from runtime.serving.answer import Progress, RequestHandle, ServeRequest
 from runtime.session import Session
 
 
 @dataclass
-class Totals:
+class EngineStats:
     """Counts that only grow. Each is written by one thread, after every step."""
 
     num_prompt_tokens: int = 0
@@ -110,16 +110,18 @@ class ServingLoop:
     `on_progress` is called in the loop's thread after each step, with the answers that got on.
     """
 
-    def __init__(self, session: Session, max_queue_len: int, on_progress: Callable[[list[Answer]], None]) -> None:
+    def __init__(
+        self, session: Session, max_queue_len: int, on_progress: Callable[[list[RequestHandle]], None]
+    ) -> None:
         self.engine, self._draft_engine = session.engine, session.draft_engine
         self.max_queue_len = max_queue_len
-        self.totals = Totals()
+        self.totals = EngineStats()
         self._on_progress = on_progress
         self._router = DrafterRouter(_default_drafter(session))
-        self._leader = Leader(session.engine, self._router, session.engine.max_draft_len)
+        self._scheduler = Scheduler(session.engine, self._router, session.engine.max_draft_len)
         self._condition = Condition()
-        self._arrived: deque[Answer] = deque()
-        self._answers: dict[int, Answer] = {}
+        self._arrived: deque[RequestHandle] = deque()
+        self._answers: dict[int, RequestHandle] = {}
         """Unfinished answers, by the ids of their requests."""
         self._has_cancelled = False
         self._is_stopping = False
@@ -132,7 +134,7 @@ class ServingLoop:
 
     @property
     def num_running(self) -> int:
-        return len(self._leader.running)
+        return len(self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
@@ -155,12 +157,12 @@ class ServingLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, asked: Seq[Asked], owner: object = None) -> list[Answer]:
+    def submit(self, asked: Seq[ServeRequest], owner: object = None) -> list[RequestHandle]:
         """Queue all of them or none. SpecDecError if one can never be served, QueueFull or Stopping if not now."""
         for one in asked:
             self.engine.check_request(one.request)
             check_request(self._router.default if one.drafts_by_default else one.drafter, one.request)
-        answers = [Answer(one, Sequence.start(one.request), owner) for one in asked]
+        answers = [RequestHandle(one, Sequence.start(one.request), owner) for one in asked]
         with self._condition:
             if self.failure is not None:
                 raise self.failure
@@ -176,7 +178,7 @@ class ServingLoop:
             self._condition.notify()
         return answers
 
-    def cancel(self, answers: Iterable[Answer]) -> None:
+    def cancel(self, answers: Iterable[RequestHandle]) -> None:
         """Cancel these answers; they are removed before the next step."""
         with self._condition:
             for answer in answers:
@@ -184,7 +186,7 @@ class ServingLoop:
                     answer.is_cancelled = self._has_cancelled = True
             self._condition.notify()
 
-    def unfinished(self) -> list[Answer]:
+    def unfinished(self) -> list[RequestHandle]:
         """Unfinished answers, the oldest first."""
         with self._condition:
             return list(self._answers.values())
@@ -216,7 +218,7 @@ class ServingLoop:
     def _wait_for_work(self) -> bool:
         """Take in what came and drop what was cancelled; False when the loop is to end."""
         with self._condition:
-            while not (self._arrived or self._has_cancelled or self._leader.has_work or self._is_stopping):
+            while not (self._arrived or self._has_cancelled or self._scheduler.has_work or self._is_stopping):
                 self._condition.wait()
             arrived, self._arrived = self._arrived, deque()
             cancelled = [one for one in self._answers.values() if one.is_cancelled] if self._has_cancelled else []
@@ -225,48 +227,48 @@ class ServingLoop:
         for answer in arrived:
             if not answer.asked.drafts_by_default:
                 self._router.assign(answer.request.id, answer.asked.drafter)
-            self._leader.add(answer.sequence)
+            self._scheduler.add(answer.sequence)
         for answer in cancelled:
-            self._leader.drop(answer.sequence)
+            self._scheduler.drop(answer.sequence)
             self._end(answer, "abort")
         return not is_over
 
     def _step(self) -> None:
-        if not self._leader.has_work:
+        if not self._scheduler.has_work:
             return
         advanced = []
-        for sequence, new_tokens in self._leader.step():
+        for sequence, new_tokens in self._scheduler.step():
             answer = self._answers[sequence.request.id]
             self.totals.count_step(sequence, len(new_tokens) if answer.asked.counts_output else 0)
             answer.progress = _progress_of(sequence, answer.progress)
             if sequence.finish_reason is not None:
                 self._end(answer, "length" if sequence.finish_reason == "length" else "stop")
             advanced.append(answer)
-        failed, self._leader.failed = self._leader.failed, []
+        failed, self._scheduler.failed = self._scheduler.failed, []
         for sequence in failed:
             advanced.append(self._fail(self._answers[sequence.request.id], sequence.error))
-        self._tell(advanced)
+        self._notify(advanced)
 
     def _fail_all(self) -> None:
         """The engine has ended: so does everybody's answer."""
         assert self.failure is not None
         cause = StepFailed(self.failure.message, hint=self.failure.hint)
-        self._tell([self._fail(answer, cause) for answer in self.unfinished()])
+        self._notify([self._fail(answer, cause) for answer in self.unfinished()])
 
     def _fail_step(self, error: BaseException) -> None:
         """Fail the answers in the step; if there were none, the one that could not be admitted."""
         cause = StepFailed(f"the step failed: {error or type(error).__name__}", hint="the server's log says where")
-        failed = list(self._leader.running) or list(self._leader.waiting)[:1]
+        failed = list(self._scheduler.running) or list(self._scheduler.waiting)[:1]
         answers = []
         for sequence in failed:
             with suppress(Exception):  # what failed may fail again when it is told to forget
-                self._leader.drop(sequence)
+                self._scheduler.drop(sequence)
             answer = self._answers.get(sequence.request.id)
             if answer is not None:
                 answers.append(self._fail(answer, cause))
-        self._tell(answers)
+        self._notify(answers)
 
-    def _tell(self, answers: list[Answer]) -> None:
+    def _notify(self, answers: list[RequestHandle]) -> None:
         """Notify a listener; its errors end neither the loop nor the step."""
         try:
             if answers:
@@ -274,12 +276,12 @@ class ServingLoop:
         except Exception:
             _LOG.exception("notifying the listener of a step failed")
 
-    def _fail(self, answer: Answer, error: SpecDecError | None) -> Answer:
+    def _fail(self, answer: RequestHandle, error: SpecDecError | None) -> RequestHandle:
         answer.progress = replace(answer.progress, error=error)
         self._end(answer, "error")
         return answer
 
-    def _end(self, answer: Answer, reason: str) -> None:
+    def _end(self, answer: RequestHandle, reason: str) -> None:
         self.totals.count_end(reason)
         with self._condition:
             del self._answers[answer.request.id]

@@ -52,13 +52,13 @@ class Scope:
             raise SpecDecError(
                 "the engine was built without drafts, so there is nothing to tune",
                 hint="build it with a max_draft_len of 10",
-                fact="no_drafts_to_tune",
+                code="no_drafts_to_tune",
             )
         if wanted is not None and wanted > engine_max_draft_len:
             raise SpecDecError(
                 f"the engine takes drafts of at most {engine_max_draft_len} tokens, and this asks for: {wanted}",
                 hint="lower it, or build with a larger max_draft_len",
-                fact="tune_draft_len",
+                code="tune_draft_len",
             )
         return wanted or min(DRAFT_LENS[-1], engine_max_draft_len)
 
@@ -86,7 +86,7 @@ def check_tuning(llm: LLM, scope: Scope, batch_size: int) -> None:
         raise SpecDecError(
             f"the batch size exceeds the engine's max_batch_size {llm.engine.max_batch_size}: {batch_size}",
             hint="lower it, or build with a larger max_batch_size",
-            fact="batch_size",
+            code="batch_size",
             max_batch_size=llm.engine.max_batch_size,
             batch_size=batch_size,
         )

@@ -203,6 +203,6 @@ def fitting(session: Session, requests: Sequence[Request]) -> list[int]:
         raise SpecDecError(
             f"none of the {len(requests)} requests fits the engine; the first: {first_error.message}",
             hint="give shorter ones, or build for longer ones",
-            fact="none_fits",
+            code="none_fits",
         )
     return kept

@@ -111,19 +111,19 @@ def read_profile(path: Path) -> Profile:
     """SpecDecError for a file that is missing, damaged, of another format or something else."""
     data = parse_json(read_utf8(path), path)
     if not isinstance(data, dict) or "engine" not in data or "format_version" not in data:
-        raise SpecDecError(f"not a profile: {path}", hint=_AGAIN, fact="profile")
+        raise SpecDecError(f"not a profile: {path}", hint=_AGAIN, code="profile")
     recorded, found = data.get("digest"), document_digest(data, "digest")
     record = data.pop("drafter", {})
     try:
         rest = parse(_Rest, data, str(path))
         drafters = _parse_drafters(record, f"{path}: drafter")
     except SpecDecError as error:
-        raise SpecDecError(error.message, hint=_AGAIN, fact="profile") from error
+        raise SpecDecError(error.message, hint=_AGAIN, code="profile") from error
     if recorded != found:
-        raise SpecDecError(f"the profile has changed since it was written: {path}", hint=_AGAIN, fact="profile")
+        raise SpecDecError(f"the profile has changed since it was written: {path}", hint=_AGAIN, code="profile")
     if rest.draft_len_mode == "auto" and not drafters:
         raise SpecDecError(
-            f"the profile has no drafter for its draft_len_mode, auto: {path}", hint=_AGAIN, fact="profile"
+            f"the profile has no drafter for its draft_len_mode, auto: {path}", hint=_AGAIN, code="profile"
         )
     return Profile(rest.engine, Speculation(drafters, rest.draft_len_mode), rest.figures)
 
@@ -162,7 +162,7 @@ def profile_for(path: str | Path, bundle: Bundle) -> Profile:
         raise SpecDecError(
             f"the profile is of another engine, {profile.engine.engine_dir}, and not of {bundle.directory}: {path}",
             hint="tune this one",
-            fact="profile_of_another_engine",
+            code="profile_of_another_engine",
             engine_dir=bundle.directory,
             profile=path,
         )

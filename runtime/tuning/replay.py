@@ -2,8 +2,8 @@
 
 A target that generates greedily says after every prefix of its output what it said when the output was recorded, so the
 record is all that is needed to accept or reject a draft. Steps and drafts are those of `runtime.orchestrator` and
-`runtime.leader`: the step that computes the prompt carries a draft too, drafts are cut to what the budget leaves, and
-the last step yields less where the output ends.
+`runtime.scheduler`: the step that computes the prompt carries a draft too, drafts are cut to the budget, and the
+last step yields less where the output ends.
 """
 
 import sys
@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from runtime.drafters.protocol import Drafter, check_drafts, check_num_drafts
-from runtime.request import Draft, Request, Sequence, Verdict
+from runtime.request import Draft, Request, Sequence, VerifyResult
 from runtime.stats import RequestStats
 
 
@@ -131,11 +131,11 @@ def _propose(drafter: Drafter | None, sequences: list[Sequence], max_draft_len: 
     return [draft.cut(s.max_draft_len) for s, draft in zip(sequences, drafts, strict=True)]
 
 
-def _verify(draft_tokens: list[int], target_tokens: Seq[int]) -> Verdict:
+def _verify(draft_tokens: list[int], target_tokens: Seq[int]) -> VerifyResult:
     """Result of verifying a draft if a greedy target is going to generate `target_tokens`."""
     pairs = zip(draft_tokens, target_tokens, strict=False)
     num_accepted = next((i for i, (drafted, right) in enumerate(pairs) if drafted != right), None)
     if num_accepted is None:
         num_accepted = min(len(draft_tokens), len(target_tokens))
     # Beyond the output's end there is no next token, and whatever stands here is cut off with it.
-    return Verdict(num_accepted, target_tokens[num_accepted] if num_accepted < len(target_tokens) else -1)
+    return VerifyResult(num_accepted, target_tokens[num_accepted] if num_accepted < len(target_tokens) else -1)

@@ -24,9 +24,9 @@ from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
 from runtime.engine import Engine, resolve_device
-from runtime.leader import generate
 from runtime.models import resolve_model
 from runtime.request import Request
+from runtime.scheduler import generate
 from runtime.stats import LoopTimes, RequestStats, sum_stats
 from runtime.text import find_end_ids, load_tokenizer
 

@@ -29,10 +29,10 @@ from runtime.bundle import is_engine_dir
 from runtime.chat import has_chat_template
 from runtime.drafters.specs import NO_SPECULATION, AnySpec, ChainDrafter, NgramDrafter, Speculation, SuffixDrafter
 from runtime.errors import SpecDecError
-from runtime.leader import Leader
 from runtime.llm import LLM, EngineOptions
 from runtime.params import SamplingParams
 from runtime.request import Request, Sequence
+from runtime.scheduler import Leader
 from runtime.session import Session
 
 KINDS = {"translation": "translation", "summarization": "summarization", "qa": "qa", "rag": "rag"} | {
@@ -140,7 +140,7 @@ def _token_s(session: Session, requests: list[Request], num_at_once: int = 1) ->
         if not waiting and any(sequence.finish_reason for sequence, _ in stepped):
             break  # places become free now
     seconds = time.perf_counter() - start
-    leader.let_go()
+    leader.release_all()
     return seconds / num_tokens
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from commands.inputs.traces import read_traces
 from runtime.corpus import Corpus, write_corpus
-from runtime.drafters.chain import DrafterChain
 from runtime.drafters.corpus import CorpusLookup
+from runtime.drafters.first_of import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.stats import sum_stats
@@ -58,7 +58,7 @@ def tokens_per_step(traces: list[Trace], corpora: list[Corpus] | None) -> str:
     for start in range(0, len(traces), BLOCK):
         drafter: Drafter = NgramLookup(MAX_SIZE)
         if corpora is not None:
-            drafter = DrafterChain([drafter, CorpusLookup(corpora[(start // BLOCK + 1) % 2], MAX_SIZE)])
+            drafter = FirstOf([drafter, CorpusLookup(corpora[(start // BLOCK + 1) % 2], MAX_SIZE)])
         stats += replay(traces[start : start + BLOCK], drafter, DRAFT_LEN)
     total = sum_stats(stats)
     share = total.num_accepted_draft_tokens / total.num_draft_tokens

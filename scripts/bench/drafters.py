@@ -20,7 +20,7 @@ from statistics import mean, median
 from typing import Any
 
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.chain import DrafterChain
+from runtime.drafters.first_of import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
@@ -42,7 +42,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "n-gram 3, oldest": lambda: NgramLookup(3),
     "n-gram 3, recent": lambda: NgramLookup(3, ranking="recent"),
     "n-gram 3, frequent": lambda: NgramLookup(3, ranking="frequent"),
-    "n-gram 6 to 3 recent, then 2 frequent": lambda: DrafterChain(
+    "n-gram 6 to 3 recent, then 2 frequent": lambda: FirstOf(
         [NgramLookup(6, min_matching_ngram_size=3, ranking="recent"), NgramLookup(2, ranking="frequent")]
     ),
     "suffix": lambda: SuffixLookup(),

@@ -56,8 +56,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from commands.inputs.dataset import load_samples, summarization_prompt
 from runtime.checkpoint import convert
-from runtime.compiler.build import Effort, build_engine
-from runtime.config import BuildConfig, Compiler, Precision
+from runtime.compiler.build import BuildEffort, build_engine
+from runtime.config import BuildConfig, Compiler, QuantConfig
 from runtime.models import resolve_model
 from runtime.version import specdec_version
 from scripts.bench.peers_report import METRICS, draw, print_result, print_summary
@@ -98,7 +98,7 @@ class Format:
     """What a model's numbers are: its dtype, and how each system rounds its weights and, where it can, K/V."""
 
     dtype: str
-    precision: Precision = field(default_factory=Precision)
+    precision: QuantConfig = field(default_factory=QuantConfig)
     openvino: tuple[str, ...] = ()
     """Flags of optimum-cli."""
     gguf: str | None = None
@@ -112,11 +112,11 @@ FORMATS = {
     **{dtype: Format(dtype) for dtype in ("float32", "bfloat16", "float16")},
     # OpenVINO and llama.cpp round the output layer to 8 bits in both. Ours is rounded in int8 only.
     "int8": Format(
-        "bfloat16", Precision("int8", quantize_lm_head=True, kv_cache="INT8"), ("--weight-format", "int8"), "Q8_0"
+        "bfloat16", QuantConfig("int8", quantize_lm_head=True, kv_cache="INT8"), ("--weight-format", "int8"), "Q8_0"
     ),
     "int4": Format(
         "bfloat16",
-        Precision("int4", group_size=64, kv_cache="INT8"),
+        QuantConfig("int4", group_size=64, kv_cache="INT8"),
         ("--weight-format", "int4", "--sym", "--group-size", "64", "--ratio", "1.0"),
         "Q4_0",
     ),
@@ -254,7 +254,7 @@ def make_engine(name: str, model: Model, max_draft_len: int, model_dir: Path, wo
             device,
             replace=True,
             phase=lambda _: None,
-            effort=Effort(measure_costs=False),
+            effort=BuildEffort(measure_costs=False),
         )
         shutil.rmtree(checkpoint_dir)
 

@@ -22,7 +22,7 @@ from runtime.bundle import LIBRARY
 from runtime.compiler.kernels import load_kernels
 from runtime.engine import Engine
 from runtime.parallel.devices import cores_of, pin
-from runtime.parallel.groups import Meeting, Way, join, join_by_number
+from runtime.parallel.groups import Rendezvous, Way, join, join_by_number
 from scripts.bench.step import CONTEXT, DRAFT_LEN, LLAMA_101M, LLAMA_1100M, make_engine
 
 NUM_FLOATS, NUM_SUMS = 768, 20_000
@@ -33,7 +33,7 @@ QUERIES = (1, DRAFT_LEN + 1)
 
 def time_sums(way: Way) -> float:
     """Microseconds of a sum of 768 floats of two processes, each on its own device."""
-    meeting, cores = Meeting(way, 2), cores_of((0, 1))
+    meeting, cores = Rendezvous(way, 2), cores_of((0, 1))
     other = os.fork()
     rank = 0 if other else 1
     pin(cores[rank])

@@ -21,18 +21,18 @@ from torch import Tensor
 
 from runtime.compiler.arithmetic import fastest_arithmetic
 from runtime.compiler.kernels import compile_kernels, load_kernels
-from runtime.config import ARITHMETICS, Precision
-from runtime.quantization.rounding import round_weight
+from runtime.config import ARITHMETICS, QuantConfig
+from runtime.quantization.quantize import quantize_weight
 
 FORMATS = {  # what is rounded, in groups of so many inputs (None: all), and the bits of a token's numbers, 0 for floats
-    "int8, groups of 64": (Precision("int8"), 64, 16),
-    "int4, groups of 64": (Precision("int4"), 64, 8),
-    "int8 by channel": (Precision("int8"), None, 16),
-    "int8, activations int8": (Precision("int8"), 64, 8),
-    "int4, activations int16": (Precision("int4"), 64, 16),
-    "int8, activations float": (Precision("int8"), 64, 0),
-    "int4, activations float": (Precision("int4"), 64, 0),
-    "e4m3": (Precision("fp8"), None, 0),
+    "int8, groups of 64": (QuantConfig("int8"), 64, 16),
+    "int4, groups of 64": (QuantConfig("int4"), 64, 8),
+    "int8 by channel": (QuantConfig("int8"), None, 16),
+    "int8, activations int8": (QuantConfig("int8"), 64, 8),
+    "int4, activations int16": (QuantConfig("int4"), 64, 16),
+    "int8, activations float": (QuantConfig("int8"), 64, 0),
+    "int4, activations float": (QuantConfig("int4"), 64, 0),
+    "e4m3": (QuantConfig("fp8"), None, 0),
 }
 Call = Callable[[Tensor, int], object]
 
@@ -49,7 +49,7 @@ def kernels_of(inputs: int, outputs: int, num_bytes: int, arithmetic: int) -> di
     packed = ops.pack_linear(weight.bfloat16())
     add("bfloat16", packed, lambda x, packed: ops.linear(x, packed, None, outputs, arithmetic))
     for name, (precision, group_size, bits) in FORMATS.items():
-        rounded = round_weight(weight, precision, group_size or inputs)
+        rounded = quantize_weight(weight, precision, group_size or inputs)
         packed = ops.pack_quantized(rounded.values, rounded.scales, None, None)
         add(
             name,

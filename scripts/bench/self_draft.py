@@ -23,7 +23,7 @@ from commands.inputs.dataset import load_samples, summarization_prompt
 from runtime.batch import Row
 from runtime.bundle import read_engine_config
 from runtime.costs import CostModel
-from runtime.drafters.opening import OpenDrafter, Opening, open_drafter
+from runtime.drafters.factory import OpenDrafter, Opening, open_drafter
 from runtime.drafters.specs import AnySpec, ChainDrafter, NgramDrafter, SelfDrafter
 from runtime.engine import Engine, KVCacheConfig
 from runtime.orchestrator import generate

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 import transformers.generation.logits_process  # noqa: F401  # takes seconds, which are no case's
 
-from runtime import leader, orchestrator
+from runtime import orchestrator, scheduler
 from runtime.config import BuildConfig
 from runtime.corpus import Corpus, write_corpus
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.chain import DrafterChain
-from runtime.drafters.choosing import ChoosingChain, DraftingModel
+from runtime.drafters.best_of import BestOf, DraftingModel
+from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.corpus import CorpusLookup
 from runtime.drafters.custom import guarded_drafter
 from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.first_of import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request
 from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.suffix import SuffixLookup
-from runtime.drafters.sureness import Sureness
 from runtime.engine import KVCacheConfig
 from runtime.params import GREEDY, SamplingConfig
 from runtime.request import Draft, Request, Sequence
@@ -194,7 +194,7 @@ class Case:
         if name == "none":
             return None
         if name == "chain":
-            return DrafterChain([NgramLookup(4, min_matching_ngram_size=3), SuffixLookup(pool=NgramPool())])
+            return FirstOf([NgramLookup(4, min_matching_ngram_size=3), SuffixLookup(pool=NgramPool())])
         if name == "chain with draft model":
             return self._choosing(NgramLookup(3, min_matching_ngram_size=2), self._draft_model(), None)
         if name == "chain with self":
@@ -215,7 +215,7 @@ class Case:
             return SuffixLookup(pool=pool, growth=choose([None, 2]))
         ngram = NgramLookup(choose([1, 2, 3]), ranking=choose(["oldest", "leftmost", "recent", "frequent"]), pool=pool)
         corpus = CorpusLookup(self.corpus, choose([1, 2, 4]))
-        return {"corpus": corpus, "ngram, corpus": DrafterChain([ngram, corpus])}.get(name, ngram)
+        return {"corpus": corpus, "ngram, corpus": FirstOf([ngram, corpus])}.get(name, ngram)
 
     def _draft_model(self) -> DraftModel:
         """A model that likes what the target likes, of a vocabulary of the same size, a smaller or a larger one."""
@@ -228,16 +228,18 @@ class Case:
 
     def _self_draft(self) -> SelfDraft:
         use_logits = self.drafter_name == "self by logits" or self.random.random() < 0.3
-        sureness = (
-            Sureness(self._iteration_s(), lambda batch_size, context_len: 0.1) if self.random.random() < 0.4 else None
+        confidence_stop = (
+            ConfidenceStop(self._iteration_s(), lambda batch_size, context_len: 0.1)
+            if self.random.random() < 0.4
+            else None
         )
-        return SelfDraft(self.engine, use_logits=use_logits, sureness=sureness)
+        return SelfDraft(self.engine, use_logits=use_logits, confidence_stop=confidence_stop)
 
     def _choosing(self, lookup: Drafter, drafter: Drafter, copy: SelfDraft | None) -> Drafter:
         """For a model's drafts of which the lookups are now and then better, and now and then worse."""
         share = self.random.random()
         model = DraftingModel(drafter, self.random.randint(1, 8), lambda batch, context: share, copy)
-        return ChoosingChain([lookup], [model], lambda batch, context, draft_len: 1 + 0.1 * draft_len, VOCAB_SIZE)
+        return BestOf([lookup], [model], lambda batch, context, draft_len: 1 + 0.1 * draft_len, VOCAB_SIZE)
 
     def _adapted(self, drafter: Drafter) -> Drafter:
         costs = [self.random.random() for _ in range(20)]
@@ -254,7 +256,7 @@ class Case:
         return iteration_s
 
     def steps(self) -> Any:
-        loop = {"orchestrator": orchestrator, "leader": leader}[self.loop]
+        loop = {"orchestrator": orchestrator, "leader": scheduler}[self.loop]
         return loop.generate(self.engine, self.requests, self.recorder, self.max_draft_len if self.recorder else 0)
 
     def expected(self, request: Request) -> list[int]:

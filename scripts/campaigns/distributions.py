@@ -23,21 +23,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime import leader, orchestrator
+from runtime import orchestrator, scheduler
 from runtime.config import BuildConfig
 from runtime.corpus import Corpus, write_corpus
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.chain import DrafterChain
-from runtime.drafters.choosing import ChoosingChain, DraftingModel
+from runtime.drafters.best_of import BestOf, DraftingModel
+from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.corpus import CorpusLookup
 from runtime.drafters.custom import guarded_drafter
 from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.first_of import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.suffix import SuffixLookup
-from runtime.drafters.sureness import Sureness
 from runtime.engine import Engine, KVCacheConfig
 from runtime.evaluation.chi_squared import detectable_total_variation, p_value_of
 from runtime.params import SamplingConfig
@@ -52,11 +52,11 @@ SMALLEST_P_VALUE, CERTAINTY = 1e-5, 0.99
 MIN_EXPECTED_COUNT = 5
 DRAFTERS = (
     *("none", "ngram", "ngram, pool", "suffix", "suffix, pool", "corpus", "draft model", "draft model by logits"),
-    *("chain", "custom", "custom by probs", "self", "self by logits", "self by sureness"),
+    *("chain", "custom", "custom by probs", "self", "self by logits", "self by confidence_stop"),
     "chain with self",
 )
 LENGTHS = ("fixed", "auto")
-LOOPS = {"orchestrator": orchestrator, "leader": leader}
+LOOPS = {"orchestrator": orchestrator, "leader": scheduler}
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
@@ -125,11 +125,13 @@ def make_drafter(name: str, corpus: Corpus, engine: Engine) -> Drafter | None:
         "corpus": CorpusLookup(corpus, 4),
         "draft model": draft_model,
         "draft model by logits": draft_model,
-        "chain": DrafterChain([NgramLookup(4, min_matching_ngram_size=3), draft_model]),
+        "chain": FirstOf([NgramLookup(4, min_matching_ngram_size=3), draft_model]),
         "self": SelfDraft(engine, use_logits=False),
         "self by logits": SelfDraft(engine, use_logits=True),
         "chain with self": _choosing(SelfDraft(engine, use_logits=True)),
-        "self by sureness": SelfDraft(engine, use_logits=True, sureness=Sureness(worst_cost, lambda *place: 0.3)),
+        "self by confidence_stop": SelfDraft(
+            engine, use_logits=True, confidence_stop=ConfidenceStop(worst_cost, lambda *place: 0.3)
+        ),
         "custom": guarded_drafter("custom", Drawing(gives_probs=False)),
         "custom by probs": guarded_drafter("custom by probs", Drawing(gives_probs=True)),
     }
@@ -140,7 +142,7 @@ def make_drafter(name: str, corpus: Corpus, engine: Engine) -> Drafter | None:
 def _choosing(own: SelfDraft) -> Drafter:
     """Sends lookups as they are now, and has the copy look at them then."""
     model = DraftingModel(own, 3, lambda batch, context: 0.3, own)
-    return ChoosingChain([NgramLookup(4)], [model], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+    return BestOf([NgramLookup(4)], [model], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
 
 
 def adapted(drafter: Drafter) -> Drafter:

@@ -311,7 +311,7 @@ def main() -> None:
     import torch
 
     from runtime.checkpoint import convert
-    from runtime.compiler.build import Effort, build_engine
+    from runtime.compiler.build import BuildEffort, build_engine
     from runtime.config import BuildConfig
     from runtime.models import resolve_model
 
@@ -329,7 +329,7 @@ def main() -> None:
             device,
             replace=False,
             phase=lambda _: None,
-            effort=Effort(measure_costs=False),
+            effort=BuildEffort(measure_costs=False),
         )
         make_home(home, engine_dir, checkpoint_dir)
         counts, wrong = count_cases(home, given.first, given.num_cases)

@@ -222,10 +222,10 @@ class CheckedEngine(Engine):
         logits: Seq[Tensor] = self.calls.make(f"{self.name}step", call)
         return logits
 
-    def forward_copy(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
+    def forward_draft(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
         """What the copy computes is nobody's: its logits are not looked at."""
         logits: Seq[Tensor] = self.calls.make(
-            f"{self.name}copy's step", lambda: super(CheckedEngine, self).forward_copy(sequences, drafts)
+            f"{self.name}copy's step", lambda: super(CheckedEngine, self).forward_draft(sequences, drafts)
         )
         return logits
 

@@ -17,9 +17,9 @@ from collections import Counter
 
 import psutil
 
-from runtime import leader
+from runtime import scheduler
 from runtime.config import BuildConfig
-from runtime.drafters.chain import DrafterChain
+from runtime.drafters.first_of import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter
@@ -72,7 +72,7 @@ def make_drafter(name: str) -> Drafter | None:
             return NgramLookup(3, ranking="frequent", pool=NgramPool(max_tokens=2000))
         case "suffix":
             return SuffixLookup()
-    return DrafterChain([NgramLookup(4, min_matching_ngram_size=3), SuffixLookup(pool=NgramPool(max_tokens=2000))])
+    return FirstOf([NgramLookup(4, min_matching_ngram_size=3), SuffixLookup(pool=NgramPool(max_tokens=2000))])
 
 
 def run(engine: CheckedEngine, drafter: Drafter | None, num_requests: int) -> tuple[Counter[str], list[str]]:
@@ -81,7 +81,7 @@ def run(engine: CheckedEngine, drafter: Drafter | None, num_requests: int) -> tu
     wrong = []
     requests = [make_request(i) for i in range(num_requests)]
     early_bytes = 0
-    for sequence, _ in leader.generate(engine, requests, drafter, MAX_DRAFT_LEN if drafter else 0):
+    for sequence, _ in scheduler.generate(engine, requests, drafter, MAX_DRAFT_LEN if drafter else 0):
         if sequence.finish_reason is None:
             continue
         counts.update({"finished": 1, f"ended by {sequence.finish_reason}": 1, "tokens": sequence.num_generated})

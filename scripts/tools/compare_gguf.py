@@ -30,11 +30,11 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from runtime.checkpoint import convert
 from runtime.checkpoint_dir import open_checkpoint
-from runtime.compiler.build import Effort, build_engine
+from runtime.compiler.build import BuildEffort, build_engine
 from runtime.compiler.model import load_model
 from runtime.compiler.original import load_original
 from runtime.compiler.pretrained import parse_pretrained_config
-from runtime.config import Activations, BuildConfig, Compiler, Precision
+from runtime.config import Activations, BuildConfig, Compiler, QuantConfig
 from runtime.gguf_tokenizer import make_gguf_tokenizer
 from runtime.llm import LLM
 from runtime.params import SamplingParams
@@ -72,7 +72,7 @@ def read_by_transformers(path: Path) -> PreTrainedModel:
 
 
 def make_checkpoint(file: Path, directory: Path, activations: Activations) -> Path:
-    precision = Precision(activations=activations)
+    precision = QuantConfig(activations=activations)
     convert(file, directory, "float32", replace=False, progress=lambda *_: None, precision=precision)
     return directory
 
@@ -102,7 +102,7 @@ def greedy_tokens(
     checkpoint_dir = make_checkpoint(file, work_dir / "float", "float")
     longest = max(map(len, prompts))
     build = BuildConfig(compiler, 4, longest, longest + OUTPUT_LEN + 4, 4, 16, "draft_tokens_external")
-    effort = Effort(measure_costs=False)
+    effort = BuildEffort(measure_costs=False)
     built = build_engine(
         checkpoint_dir, work_dir / "engine", build, torch.device("cpu"), replace=False, phase=print, effort=effort
     )

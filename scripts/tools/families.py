@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from runtime.checkpoint import convert
-from runtime.compiler.build import Effort, build_engine
+from runtime.compiler.build import BuildEffort, build_engine
 from runtime.config import BuildConfig
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
@@ -201,7 +201,7 @@ def make_engine(model_dir: Path, work_dir: Path) -> Engine:
         torch.device("cpu"),
         replace=True,
         phase=lambda name: None,
-        effort=Effort(measure_costs=False),
+        effort=BuildEffort(measure_costs=False),
     )
     return Engine.open(work_dir / "engine")
 

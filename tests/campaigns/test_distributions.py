@@ -41,8 +41,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         ("self", "auto", "orchestrator", "both"),
         ("self by logits", "fixed", "leader", "penalties"),
         ("self by logits", "auto", "orchestrator", "plain"),
-        ("self by sureness", "fixed", "orchestrator", "cuts"),
-        ("self by sureness", "auto", "leader", "penalties"),
+        ("self by confidence_stop", "fixed", "orchestrator", "cuts"),
+        ("self by confidence_stop", "auto", "leader", "penalties"),
         ("chain with self", "fixed", "leader", "cuts"),
     ],
 )

@@ -10,7 +10,7 @@ from scripts.campaigns.faults import FAULTS, planted
 QUICKLY_FOUND = (
     "batch:pack without 12",
     "drafters.draft_target:DraftModel._draft_tokens one-more 2",
-    "drafting:let_go drop 1",
+    "drafting:release_all drop 1",
     "engine:Engine.step one-more 1",
     "kv_cache:BlockManager._allocate drop 0",
     "kv_cache:BlockManager._publish without 0",

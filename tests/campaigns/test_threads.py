@@ -15,7 +15,7 @@ from tiny import make_model
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from waiting import HANG_S
 
-from runtime import leader, orchestrator
+from runtime import orchestrator, scheduler
 from runtime.config import BuildConfig
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
@@ -28,7 +28,7 @@ from scripts.campaigns.cases import TARGET, VOCAB_SIZE
 from scripts.campaigns.oracle import CheckedEngine, ExactModel, one_by_one
 
 ROOT = Path(__file__).parents[2]
-LOOPS: list[Any] = [orchestrator, leader]
+LOOPS: list[Any] = [orchestrator, scheduler]
 
 
 def make_engine(model: ExactModel = TARGET, max_tokens: int | None = None) -> CheckedEngine:
@@ -94,7 +94,7 @@ def test_runs_that_take_turns_on_one_engine_have_their_own_outputs(loop: Any) ->
 def test_run_without_room_beside_another_is_an_error_and_the_other_goes_on(loop: Any) -> None:
     engine = make_engine(max_tokens=40)
     request, other = Request(0, (1, 2, 3), 30), Request(1, (4, 5, 6), 37)
-    holder = leader.generate(engine, [request])
+    holder = scheduler.generate(engine, [request])
     next(holder)
     with pytest.raises(SpecDecError, match="another generation hold the rest"):
         for _ in loop.generate(engine, [other]):
@@ -121,7 +121,7 @@ def test_engines_of_one_directory_in_threads_have_the_outputs_of_one(llama_uncom
     """Of real weights."""
     requests = [Request(i, (5 + i, 9, 5 + i, 9, 5 + i), 12) for i in range(4)]
     with Engine.open(llama_uncompiled_dir) as engine:
-        alone = outputs(leader.generate(engine, requests))
+        alone = outputs(scheduler.generate(engine, requests))
     found: dict[int, dict[int, list[int]]] = {}
 
     def run(number: int) -> None:

@@ -32,7 +32,7 @@ class Result:
     stdout: str
     stderr: str
     command: str = ""
-    fact: str | None = None
+    code: str | None = None
     """The code of the error, where it was raised in this process."""
 
     @property

@@ -23,7 +23,7 @@ from waiting import HANG_S
 
 from commands.doctor.report import REMEDIES
 from runtime.bundle import read_bundle
-from runtime.diagnosis.judging import DIAGNOSES
+from runtime.diagnosis.diagnose import DIAGNOSES
 from runtime.drafters.specs import NgramDrafter, Speculation
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
 

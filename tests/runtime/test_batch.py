@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import repetitive_prompt
 
-from runtime.batch import Batch, Row, at_least_two, context_row, fold, folded_width, generation_row, pack
+from runtime.batch import Batch, Row, context_row, folded_width, generation_row, pack, pad_to_min_2, split_long_rows
 from runtime.engine import Engine
 from runtime.request import Request, Sequence
 
@@ -36,7 +36,7 @@ def test_example_of_the_docstring() -> None:
 def test_long_row_among_short_ones_is_several_rows() -> None:
     """Three tokens at positions 5 to 7, the last two with logits, beside one at the start of block 9: no padding."""
     rows = [Row([11, 12, 13], 5, [7, 2], 2), Row([21], 0, [9], 1)]
-    assert as_lists(pack(fold(rows), 4, CPU)) == [
+    assert as_lists(pack(split_long_rows(rows), 4, CPU)) == [
         [[11], [12], [13], [21]],
         [[5], [6], [7], [0]],
         [[9], [10], [11], [36]],
@@ -53,7 +53,7 @@ def test_folded_rows_have_every_token_once_and_never_more_padding(
     for length in lengths:
         start = random.randint(0, context_len)
         rows.append(Row([random.randrange(99) for _ in range(length)], start, [start], random.randint(1, length)))
-    folded = fold(rows)
+    folded = split_long_rows(rows)
 
     def tokens(of: Seq[Row]) -> list[tuple[int, int, list[int], bool]]:
         return [
@@ -84,7 +84,7 @@ def test_folded_rows_compute_what_each_computes_alone(lengths: tuple[int, ...], 
         alone = torch.cat([engine._forward([row]) for row in rows])
         keys = [pool.clone() for pool in engine._pool.keys]
         engine._pool.occupy()
-        assert len(fold(rows)) > len(rows)
+        assert len(split_long_rows(rows)) > len(rows)
         torch.testing.assert_close(engine._forward(rows), alone, rtol=1e-5, atol=1e-5)
         for ours, theirs in zip(engine._pool.keys, keys, strict=True):
             torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-5)
@@ -111,7 +111,7 @@ def test_slots_follow_their_definition(block_size: int) -> None:
             start, length = torch.randint(0, 20, (2,), generator=generator).tolist()
             blocks = (torch.randperm(60, generator=generator)[:50] + 1).tolist()
             rows.append(Row(list(range(length + 1)), start, blocks, 1))
-        rows = list(fold(rows))
+        rows = list(split_long_rows(rows))
         batch = pack(rows, block_size, CPU)
         for b, row in enumerate(rows):
             for i in range(batch.input_ids.shape[1]):
@@ -134,7 +134,7 @@ def test_padding_sizes_to_two_leaves_the_logits(num_rows: int, num_tokens: int, 
         for i in range(num_rows)
     ]
     batch = pack(rows, 4, CPU)
-    padded = at_least_two(batch)
+    padded = pad_to_min_2(batch)
     assert min(*padded.input_ids.shape, padded.block_tables.shape[1], len(padded.logit_indices)) >= 2
     outputs = []
     for engine, inputs in zip(engines, (batch, padded), strict=True):

@@ -16,7 +16,7 @@ from strength import examples
 from tiny import VOCAB_SIZE, make_model
 from torch import Tensor
 
-from runtime import leader, orchestrator
+from runtime import orchestrator, scheduler
 from runtime.bundle import read_bundle
 from runtime.config import SelfDraft
 from runtime.drafters import self_draft as drafting
@@ -98,7 +98,7 @@ def alone(engines: list[Engine]) -> Any:
             engines[0].max_num_tokens = MAX_LEN
             torch.set_num_threads(1)
             request = Request(0, tokens, 30, keep_logits=True)
-            for sequence, _ in leader.generate(engines[0], [request], None, 0):
+            for sequence, _ in scheduler.generate(engines[0], [request], None, 0):
                 known[tokens] = sequence.output_tokens, sequence.logits
         output, logits = known[tokens]
         return output[:max_new_tokens], logits[:max_new_tokens]
@@ -132,7 +132,7 @@ def test_logits_are_the_same_bits_in_any_company(engines: list[Engine], alone: A
         engine.max_num_tokens = piece
         torch.set_num_threads(threads)
         drafter = Guessing({i: output for i, (output, _) in enumerate(expected)}, seed)
-        generate = leader.generate if in_leader_mode or not engine.block_reuse else orchestrator.generate
+        generate = scheduler.generate if in_leader_mode or not engine.block_reuse else orchestrator.generate
         done = {s.request.id: s for s, _ in generate(engine, requests, drafter) if s.finish_reason}
         torch.set_num_threads(1)
         for i, (output, logits) in enumerate(expected):
@@ -149,7 +149,7 @@ def test_a_copy_that_drafts_changes_no_bit(engines: list[Engine], alone: Any) ->
     engine.clear_cache()
     requests = [Request(i, tokens, 30, keep_logits=True) for i, tokens in enumerate(prompts)]
     drafter = drafting.SelfDraft(engine, use_logits=False)
-    done = {s.request.id: s for s, _ in leader.generate(engine, requests, drafter) if s.finish_reason}
+    done = {s.request.id: s for s, _ in scheduler.generate(engine, requests, drafter) if s.finish_reason}
     for i, (output, logits) in enumerate(expected):
         assert done[i].output_tokens == output
         assert torch.equal(torch.stack(done[i].logits), torch.stack(logits))

@@ -13,7 +13,7 @@ from waiting import HANG_S
 
 from runtime.bundle import read_engine_config
 from runtime.compiler.build import build_engine
-from runtime.compiler.measuring import cache_for_measuring
+from runtime.compiler.profile_steps import cache_for_measuring
 from runtime.config import StepCost
 from runtime.costs import CostModel
 from runtime.errors import SpecDecError

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from waiting import HANG_S
 
-from runtime import leader, orchestrator
+from runtime import orchestrator, scheduler
 from runtime.batch import Row
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine, KVCacheConfig, resolve_device
@@ -327,7 +327,7 @@ def test_request_the_engine_cannot_serve_is_an_error(
         engine.check_request(Request(3, tuple(prompt), max_new_tokens))
 
 
-@pytest.mark.parametrize("loop", [orchestrator, leader])
+@pytest.mark.parametrize("loop", [orchestrator, scheduler])
 def test_closed_engine_says_so(loop: Any, llama_uncompiled_dir: Path) -> None:
     engine = Engine.open(llama_uncompiled_dir)
     sequence = start(A)

@@ -17,7 +17,7 @@ from sentences import Said
 
 from runtime.config import LayerShape
 from runtime.kv_cache import NULL_BLOCK, BlockCopy, BlockManager, KVPool, bytes_per_block
-from runtime.request import Draft, Request, Sequence, Verdict
+from runtime.request import Draft, Request, Sequence, VerifyResult
 
 
 def start(tokens: list[int]) -> Sequence:
@@ -84,7 +84,7 @@ class SimulatedPool:
         """What an engine's step and the commit after it do."""
         self.write(sequence, sequence.tokens + draft, sequence.num_computed)
         sequence.num_computed = len(sequence.tokens) + num_accepted
-        sequence.commit(Draft(draft), Verdict(num_accepted, next_token))
+        sequence.commit(Draft(draft), VerifyResult(num_accepted, next_token))
 
     def check(self, sequences: list[Sequence]) -> None:
         self.manager.check_integrity()
@@ -337,7 +337,7 @@ def test_identical_prompts_at_the_same_time_do_not_share_what_is_not_computed() 
 def test_integrity_check_finds_what_it_is_for(said: Said) -> None:
     manager = BlockManager(5, 4, reuse=True)
     manager.check_integrity()
-    manager._num_holders[2] = 1
+    manager._ref_counts[2] = 1
     with pytest.raises(AssertionError) as error:
         manager.check_integrity()
     said(error, "2")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
-from runtime import leader, orchestrator
+from runtime import orchestrator, scheduler
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine, KVCacheConfig
@@ -52,7 +52,7 @@ def make_requests(num_requests: int, **settings: Any) -> list[Request]:
     ]
 
 
-def finish(engine: Engine, requests: list[Request], drafter: Any = None, loop: Any = leader) -> dict[int, Sequence]:
+def finish(engine: Engine, requests: list[Request], drafter: Any = None, loop: Any = scheduler) -> dict[int, Sequence]:
     """Run to the end; blocks are all given back, and what was streamed is what came out."""
     streamed: dict[int, list[int]] = {request.id: [] for request in requests}
     finished: dict[int, Sequence] = {}
@@ -100,7 +100,7 @@ def test_requests_join_as_others_finish(open_engine: Any) -> None:
     """Five requests, four places: the fifth starts in the step after the first end, not when all four have ended."""
     requests = [Request(i, (5, 6, 7), 3 if i == 1 else 12) for i in range(5)]
     times = LoopTimes()
-    for _ in leader.generate(open_engine(), requests, None, 0, times):
+    for _ in scheduler.generate(open_engine(), requests, None, 0, times):
         pass
     assert times.num_iterations == 3 + 12
 
@@ -129,7 +129,7 @@ def test_sequences_put_back_and_continued_end_the_same(
 def test_who_was_put_back_comes_before_who_never_ran(open_engine: Any) -> None:
     """Two of three fit and grow until the second is put back. The third runs beside it when the first has ended."""
     requests = [Request(i, (5, 6, 7, 8 + i), 30) for i in range(3)]
-    order = [s.request.id for s, _ in leader.generate(open_engine(max_tokens=36), requests, None, 0)]
+    order = [s.request.id for s, _ in scheduler.generate(open_engine(max_tokens=36), requests, None, 0)]
     last = {i: len(order) - 1 - order[::-1].index(i) for i in range(3)}
     assert last[0] < last[1] < last[2]
     assert last[0] < order.index(2) < last[1]
@@ -151,7 +151,7 @@ def test_long_prompt_does_not_hold_up_running_rows(open_engine: Any) -> None:
     engine = open_engine()
     engine.max_num_tokens = 10
     requests = [Request(0, (5, 6), 20), Request(1, tuple(repetitive_prompt(1, 90)), 4)]
-    order = [s.request.id for s, _ in leader.generate(engine, requests, None, 0)]
+    order = [s.request.id for s, _ in scheduler.generate(engine, requests, None, 0)]
     assert order.index(1) >= 8
     assert order[:8] == [0] * 8
 
@@ -161,7 +161,7 @@ def test_prompts_share_what_an_iteration_may_compute(open_engine: Any) -> None:
     engine = open_engine()
     engine.max_num_tokens = 25
     requests = [Request(i, tuple(repetitive_prompt(i, 20)), 3) for i in range(3)]
-    order = [s.request.id for s, _ in leader.generate(engine, requests, None, 0)]
+    order = [s.request.id for s, _ in scheduler.generate(engine, requests, None, 0)]
     assert order == [0, 0, 1, 0, 1, 2, 1, 2, 2]
 
 
@@ -189,7 +189,7 @@ def test_any_requests_end_with_the_right_tokens(
     assert outputs(finish(engine, requests, make_drafter(drafter))) == expected(llama, requests)
 
 
-@pytest.mark.parametrize("loop", [orchestrator, leader], ids=["orchestrator", "leader"])
+@pytest.mark.parametrize("loop", [orchestrator, scheduler], ids=["orchestrator", "leader"])
 def test_times_are_those_of_all_steps(loop: Any, open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock on which drafting takes a second, a step of the target ten, and all else no time."""
     now = 0.0
@@ -213,7 +213,7 @@ def test_times_are_those_of_all_steps(loop: Any, open_engine: Any, monkeypatch: 
 
 def test_loop_left_early_holds_no_blocks_and_no_state(open_engine: Any) -> None:
     engine, drafter = open_engine(), NgramLookup(2)
-    steps = leader.generate(engine, make_requests(9), drafter, 5)
+    steps = scheduler.generate(engine, make_requests(9), drafter, 5)
     next(steps)
     assert drafter._histories
     steps.close()
@@ -224,9 +224,9 @@ def test_loop_left_early_holds_no_blocks_and_no_state(open_engine: Any) -> None:
 def test_requests_are_checked_before_the_first_step(open_engine: Any) -> None:
     engine = open_engine()
     with pytest.raises(SpecDecError, match="prompt is empty: request 5"):
-        next(leader.generate(engine, [*make_requests(5), Request(5, (), 5)], None, 0))
+        next(scheduler.generate(engine, [*make_requests(5), Request(5, (), 5)], None, 0))
     with pytest.raises(SpecDecError, match="draft length exceeds the engine's max_draft_len 10: 11"):
-        next(leader.generate(engine, make_requests(1), NgramLookup(2), 11))
+        next(scheduler.generate(engine, make_requests(1), NgramLookup(2), 11))
     assert engine.step_time_s == 0
 
 
@@ -245,12 +245,12 @@ def no_spinning() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_spinning")
-@pytest.mark.parametrize("loop", [leader, orchestrator])
+@pytest.mark.parametrize("loop", [scheduler, orchestrator])
 def test_second_generation_without_room_is_an_error(open_engine: Any, llama: PreTrainedModel, loop: Any) -> None:
     """The first gets on, and then the second has the cache for itself."""
     engine = open_engine(max_tokens=64)
     requests = [Request(i, tuple(repetitive_prompt(i, 30)), 12) for i in range(2)]
-    first = leader.generate(engine, requests[:1])
+    first = scheduler.generate(engine, requests[:1])
     next(first)
     with pytest.raises(SpecDecError, match=r"no room for .* in the K/V cache: \d+ of 16 blocks are free"):
         list(loop.generate(engine, requests[1:]))
@@ -259,7 +259,7 @@ def test_second_generation_without_room_is_an_error(open_engine: Any, llama: Pre
 
 
 @pytest.mark.usefixtures("no_spinning")
-@pytest.mark.parametrize("loop", [leader, orchestrator])
+@pytest.mark.parametrize("loop", [scheduler, orchestrator])
 def test_engine_that_drafts_for_itself_without_room_is_an_error(open_engine: Any, tokenizer: Any, loop: Any) -> None:
     engine = open_engine(max_tokens=96)
     drafter = DraftModel(engine, len(tokenizer), use_logits=False)

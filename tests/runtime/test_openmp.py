@@ -12,8 +12,8 @@ from runtime import orchestrator
 from runtime.compiler.compilation import PACKAGE
 from runtime.compiler.kernels import openmp_alone
 from runtime.engine import Engine
-from runtime.request import Request, Sequence, Verdict
-from runtime.sampling import NoChoice
+from runtime.request import Request, Sequence, VerifyResult
+from runtime.sampling import NoValidToken
 from runtime.verify import verify_all
 
 LISTED = """
@@ -25,7 +25,7 @@ def threads():
 """
 GENERATE = """
 import sys, torch
-from runtime import leader
+from runtime import scheduler
 from runtime.engine import Engine
 from runtime.params import SamplingConfig
 from runtime.request import Request
@@ -81,7 +81,7 @@ def test_what_is_around_a_step_is_computed_by_its_thread(
 ) -> None:
     numbers: list[int] = []
 
-    def watched(*arguments: object) -> list[Verdict | NoChoice]:
+    def watched(*arguments: object) -> list[VerifyResult | NoValidToken]:
         numbers.append(torch.get_num_threads())
         return verify_all(*arguments)  # type: ignore[arg-type]
 

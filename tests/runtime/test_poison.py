@@ -19,7 +19,7 @@ from test_batch_invariance import COMPILED, MAX_LEN, build_model
 from tiny import VOCAB_SIZE
 from torch import Tensor
 
-from runtime import leader, orchestrator
+from runtime import orchestrator, scheduler
 from runtime.engine import Engine
 from runtime.errors import RequestError
 from runtime.params import GREEDY, SamplingConfig
@@ -94,7 +94,7 @@ def answer(
     engine: Engine, requests: list[Request], drafter: Tempting | None, loop: object
 ) -> tuple[dict[int, Sequence], str]:
     """Those that were answered, and what was said of one that was not."""
-    generate = leader.generate if loop == "leader" else orchestrator.generate
+    generate = scheduler.generate if loop == "leader" else orchestrator.generate
     done: dict[int, Sequence] = {}
     try:
         for sequence, _ in generate(engine, requests, drafter):  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def test_fork_of_the_process_leaves_its_requests_alone(engine: Engine) -> None:
         done, _ = answer(engine, [others], None, "leader")
         os._exit(0 if done else 1)
     output: list[int] = []
-    for sequence, new_tokens in leader.generate(engine, [mine]):
+    for sequence, new_tokens in scheduler.generate(engine, [mine]):
         if not output:
             os.write(after, b"x")
             assert os.waitpid(child, 0)[1] == 0

@@ -11,7 +11,7 @@ from shared import shared_engine
 from tiny import hf_greedy
 from transformers import AutoModelForCausalLM
 
-from runtime import leader, orchestrator
+from runtime import orchestrator, scheduler
 from runtime.engine import Engine
 from runtime.files import read_json
 from runtime.models import resolve_model
@@ -19,7 +19,7 @@ from runtime.request import Request, Sequence
 
 STORIES_DIR = Path(__file__).parents[2] / "../shared/data/stories260k"
 NUM_NEW_TOKENS = 60
-LOOPS: dict[str, Any] = {"orchestrator": orchestrator, "leader": leader}
+LOOPS: dict[str, Any] = {"orchestrator": orchestrator, "leader": scheduler}
 
 
 def open_engine(model_dir: Path, engines_dir: Path) -> Engine:

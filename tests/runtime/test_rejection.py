@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from runtime.drafters.adaptive import AdaptiveDrafter
+from runtime.drafters.draft_state import DraftState
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
-from runtime.drafters.proposal import Proposal
 from runtime.drafters.protocol import Drafter
 from runtime.engine import Engine
 from runtime.orchestrator import generate
@@ -214,7 +214,7 @@ def draw_draft(sequence: Sequence) -> Draft:
     """Two tokens of one distribution."""
     follower = Sequence(sequence.request, list(sequence.tokens))
     follower.sampler = sequence.sampler
-    proposal = Proposal(follower, 2, use_logits=True)
+    proposal = DraftState(follower, 2, use_logits=True)
     while not proposal.is_done:
         proposal.draft_token(DRAFT_LOGITS[0])
     return proposal.draft()

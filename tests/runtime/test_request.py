@@ -13,7 +13,7 @@ from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.orchestrator import generate
 from runtime.params import SamplingConfig
-from runtime.request import Draft, FinishReason, Request, Sequence, StopCheck, Verdict
+from runtime.request import Draft, FinishReason, Request, Sequence, StopCheck, VerifyResult
 
 PROMPT = (1, 2, 3)
 DRAFT = [11, 12, 13]
@@ -30,7 +30,7 @@ def commit(request: Request, num_accepted: int = 3, next_token: int = 14) -> tup
     """Commit 11 12 13 14 as an engine leaves it: the accepted tokens' K/V computed, the last token's not."""
     sequence = Sequence.start(request)
     sequence.num_computed = len(sequence.tokens) + num_accepted
-    new_tokens = sequence.commit(Draft(DRAFT), Verdict(num_accepted, next_token))
+    new_tokens = sequence.commit(Draft(DRAFT), VerifyResult(num_accepted, next_token))
     return sequence, new_tokens
 
 
@@ -118,7 +118,7 @@ def test_logits_end_where_the_tokens_end(dtype: torch.dtype) -> None:
     logits = torch.randn(4, 7, dtype=dtype)
     for max_new_tokens in (1, 2, 3, 4, 10):
         sequence = Sequence.start(Request(0, PROMPT, max_new_tokens, keep_logits=True))
-        sequence.commit(Draft(DRAFT), Verdict(3, 14, logits))
+        sequence.commit(Draft(DRAFT), VerifyResult(3, 14, logits))
         torch.testing.assert_close(
             torch.stack(sequence.logits), logits[: min(max_new_tokens, 4)].float(), rtol=0, atol=0
         )

@@ -10,12 +10,12 @@ from tiny import VOCAB_SIZE, make_build, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from runtime import leader, orchestrator
+from runtime import orchestrator, scheduler
 from runtime.bundle import read_bundle
 from runtime.checkpoint import convert
 from runtime.compiler import attention
 from runtime.compiler.build import build_engine
-from runtime.config import KVCacheQuantAlgo, Precision
+from runtime.config import KVCacheQuantAlgo, QuantConfig
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
@@ -65,7 +65,7 @@ def engine_dir(request: pytest.FixtureRequest, model: PreTrainedModel, make_engi
 
 def outputs(engine: Engine, prompts: list[list[int]], drafter: Drafter | None, *, in_leader_mode: bool) -> Any:
     requests = [Request(i, tuple(prompt), 40) for i, prompt in enumerate(prompts)]
-    generate = leader.generate if in_leader_mode else orchestrator.generate
+    generate = scheduler.generate if in_leader_mode else orchestrator.generate
     done = {s.request.id: s.output_tokens for s, _ in generate(engine, requests, drafter, 10) if s.finish_reason}
     return [done[i] for i in range(len(prompts))]
 
@@ -129,14 +129,14 @@ def test_wrong_rounding_fails_the_build(
         *(tmp_path / "model", tmp_path / "checkpoint", None),
         replace=False,
         progress=lambda *_: None,
-        precision=Precision(kv_cache=algorithm),
+        precision=QuantConfig(kv_cache=algorithm),
     )
-    right = attention.round_kv
+    right = attention.quantize_kv
 
     def wrong(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return right(numbers * 0.99, dtype)
 
-    monkeypatch.setattr(attention, "round_kv", wrong)
+    monkeypatch.setattr(attention, "quantize_kv", wrong)
     with pytest.raises(SpecDecError, match="logits differ from transformers'"):
         build_engine(
             *(tmp_path / "checkpoint", tmp_path / "engine", make_build(), torch.device("cpu")),

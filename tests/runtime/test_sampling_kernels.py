@@ -35,7 +35,7 @@ from runtime.evaluation.chi_squared import chi_squared_of, detectable_total_vari
 from runtime.noise import gumbel
 from runtime.params import GREEDY, SamplingConfig
 from runtime.request import token_logprobs
-from runtime.sampling import NoChoice, Positions, Sampler, choose_all
+from runtime.sampling import NoValidToken, Positions, Sampler, choose_all
 
 ROUNDING = 1e-6
 CUTS: list[dict[str, Any]] = [
@@ -354,7 +354,7 @@ def test_a_number_gone_wrong_is_found_wherever_it_is(fields: dict[str, Any], wro
     for place in (0, 1, size // 2, size - 1):
         logits = torch.zeros(size)
         logits[place] = wrong
-        with pytest.raises(NoChoice, match="NaN or infinite"):
+        with pytest.raises(NoValidToken, match="NaN or infinite"):
             Sampler(config(**fields), (5,)).choose([5], logits)
 
 
@@ -363,5 +363,5 @@ def test_errors_come_where_they_are_asked_for() -> None:
     rows = torch.stack([torch.tensor([0.0, 1.0]), torch.full((2,), math.nan)])
     tokens = choose_all([Positions(Sampler(GREEDY, (5,)), [5], [1], rows)])[0]
     assert next(tokens) == 1
-    with pytest.raises(NoChoice, match="position 2"):
+    with pytest.raises(NoValidToken, match="position 2"):
         next(tokens)

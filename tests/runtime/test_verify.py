@@ -13,8 +13,8 @@ from sentences import Said
 from torch import Tensor
 
 from runtime.params import SamplingConfig
-from runtime.request import Draft, Request, Sequence, Verdict
-from runtime.sampling import NoChoice
+from runtime.request import Draft, Request, Sequence, VerifyResult
+from runtime.sampling import NoValidToken
 from runtime.verify import verify, verify_tokens
 
 PROMPT = (1, 2, 3)
@@ -24,17 +24,17 @@ NUM_SEEDS = 200
 @pytest.mark.parametrize(
     ("draft", "target", "verdict"),
     [
-        pytest.param([5, 6, 7], [5, 6, 9, 4], Verdict(2, 9), id="last rejected: recovered token"),
-        pytest.param([5, 6, 7], [5, 8, 7, 4], Verdict(1, 8), id="a match after a rejection does not count"),
-        pytest.param([5, 6, 7], [9, 6, 7, 4], Verdict(0, 9), id="first rejected"),
-        pytest.param([5, 6, 7], [5, 6, 7, 4], Verdict(3, 4), id="all accepted: bonus token"),
-        pytest.param([5, 6, 7], [5, 6, 7, 7], Verdict(3, 7), id="bonus token equal to the last draft token"),
-        pytest.param([], [4], Verdict(0, 4), id="empty draft"),
-        pytest.param([5], [5, 5], Verdict(1, 5), id="one token, accepted"),
-        pytest.param([5], [6, 5], Verdict(0, 6), id="one token, rejected"),
+        pytest.param([5, 6, 7], [5, 6, 9, 4], VerifyResult(2, 9), id="last rejected: recovered token"),
+        pytest.param([5, 6, 7], [5, 8, 7, 4], VerifyResult(1, 8), id="a match after a rejection does not count"),
+        pytest.param([5, 6, 7], [9, 6, 7, 4], VerifyResult(0, 9), id="first rejected"),
+        pytest.param([5, 6, 7], [5, 6, 7, 4], VerifyResult(3, 4), id="all accepted: bonus token"),
+        pytest.param([5, 6, 7], [5, 6, 7, 7], VerifyResult(3, 7), id="bonus token equal to the last draft token"),
+        pytest.param([], [4], VerifyResult(0, 4), id="empty draft"),
+        pytest.param([5], [5, 5], VerifyResult(1, 5), id="one token, accepted"),
+        pytest.param([5], [6, 5], VerifyResult(0, 6), id="one token, rejected"),
     ],
 )
-def test_verify_tokens(draft: list[int], target: list[int], verdict: Verdict) -> None:
+def test_verify_tokens(draft: list[int], target: list[int], verdict: VerifyResult) -> None:
     assert verify_tokens(draft, target) == verdict
 
 
@@ -87,7 +87,7 @@ def test_by_tokens_a_draft_changes_nothing_but_the_number_of_steps(sampling: dic
             wrong = (plain[num_right] + 1) % 8
             draft = [*plain[:num_right], wrong, *plain[num_right + 1 : 5]][:5]
             verdict = verify(start(random_seed=seed, **sampling), Draft(draft), logits)
-            assert verdict == Verdict(num_right, plain[num_right])
+            assert verdict == VerifyResult(num_right, plain[num_right])
             num_accepted.add(verdict.num_accepted)
     assert num_accepted == set(range(6))
 
@@ -97,11 +97,11 @@ def test_greedy_request_takes_no_notice_of_probabilities() -> None:
     logits = log([0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8])
     for greedy in ({"top_k": 1}, {"temperature": 0.0}):
         for probs in (distribution([0, 1, 0], [0, 1, 0]), distribution([0, 0, 1], [1 / 3] * 3)):
-            assert verify(start(**greedy), Draft([1, 1], probs), logits) == Verdict(1, 0)
-            assert verify(start(**greedy), Draft([1, 0], probs), logits) == Verdict(2, 2)
+            assert verify(start(**greedy), Draft([1, 1], probs), logits) == VerifyResult(1, 0)
+            assert verify(start(**greedy), Draft([1, 0], probs), logits) == VerifyResult(2, 2)
 
 
-def verdicts(draft: Draft, logits: Tensor, **sampling: Any) -> list[Verdict]:
+def verdicts(draft: Draft, logits: Tensor, **sampling: Any) -> list[VerifyResult]:
     return [verify(start(random_seed=seed, **sampling), draft, logits) for seed in range(NUM_SEEDS)]
 
 
@@ -179,7 +179,7 @@ def test_position_with_no_token_left_is_an_error(
     for token in (0, 1):
         for seed in range(20):
             sequence = start(prompt=(0, 0, 1, 0), random_seed=seed, **sampling)
-            with pytest.raises(NoChoice) as error:
+            with pytest.raises(NoValidToken) as error:
                 verify(sequence, Draft([token], probs), log(bad_row, [0.5, 0.5]))
             said(error, "4", *message.split("; "))
 
@@ -188,4 +188,4 @@ def test_position_with_no_token_left_is_an_error(
 def test_where_no_token_is_left_the_last_accepted_is_the_targets_own(probs: Tensor | None) -> None:
     """A verdict has a token of the target's: of the accepted 1 2 it is the 2, which comes once."""
     logits = log([0, 1, 0], [0, 0, 1], [torch.nan, 0.5, 0.5])
-    assert verify(start(), Draft([1, 2], probs), logits) == Verdict(1, 2)
+    assert verify(start(), Draft([1, 2], probs), logits) == VerifyResult(1, 2)

@@ -12,15 +12,15 @@ from tiny import hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
 from waiting import HANG_S, wait_until
 
+from runtime.drafters.factory import OpenDrafter
 from runtime.drafters.ngram import NgramLookup
-from runtime.drafters.opening import OpenDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.self_draft import SelfDraft
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence
-from runtime.serving.answer import Answer, Asked
+from runtime.serving.answer import RequestHandle, ServeRequest
 from runtime.serving.loop import QueueFull, ServingLoop, StepFailed, Stopping
 from runtime.session import Session
 
@@ -34,7 +34,7 @@ class Watch:
         self.got_on = Event()
         self.num_calls = 0
 
-    def __call__(self, answers: list[Answer]) -> None:
+    def __call__(self, answers: list[RequestHandle]) -> None:
         self.num_calls += 1
         self.got_on.set()
 
@@ -65,7 +65,7 @@ def requests(num: int, **settings: Any) -> list[Request]:
     ]
 
 
-def answered(loop: ServingLoop, asked: list[Asked]) -> list[Answer]:
+def answered(loop: ServingLoop, asked: list[ServeRequest]) -> list[RequestHandle]:
     answers = loop.submit(asked)
     wait_until(lambda: all(answer.progress.is_over for answer in answers))
     return answers
@@ -74,7 +74,7 @@ def answered(loop: ServingLoop, asked: list[Asked]) -> list[Answer]:
 def test_answers_are_those_of_the_model(engine: Engine, llama: PreTrainedModel) -> None:
     asked = requests(9)
     with running(engine, NgramLookup(2)) as loop:
-        answers = answered(loop, [Asked(request) for request in asked])
+        answers = answered(loop, [ServeRequest(request) for request in asked])
         assert loop.num_running == loop.num_waiting == 0
     for answer, request in zip(answers, asked, strict=True):
         assert answer.output_tokens == hf_greedy(llama, list(request.prompt_tokens), request.max_new_tokens)
@@ -85,9 +85,9 @@ def test_answers_of_a_model_that_drafts_for_itself(self_draft_engine_dir: Path, 
     """Beside requests for which nobody drafts, or a lookup does, in one batch."""
     asked = requests(7)
     with Engine.open(self_draft_engine_dir) as engine, running(engine, SelfDraft(engine, use_logits=False)) as loop:
-        others = [Asked(request, drafts_by_default=False, drafter=NgramLookup(1)) for request in asked[4:6]]
-        nobody = [Asked(request, drafts_by_default=False) for request in asked[6:]]
-        answers = answered(loop, [*map(Asked, asked[:4]), *others, *nobody])
+        others = [ServeRequest(request, drafts_by_default=False, drafter=NgramLookup(1)) for request in asked[4:6]]
+        nobody = [ServeRequest(request, drafts_by_default=False) for request in asked[6:]]
+        answers = answered(loop, [*map(ServeRequest, asked[:4]), *others, *nobody])
         assert loop.totals.num_accepted_tokens > 0
     for answer, request in zip(answers, asked, strict=True):
         assert answer.output_tokens == hf_greedy(llama, list(request.prompt_tokens), request.max_new_tokens)
@@ -97,10 +97,10 @@ def test_answers_of_a_model_that_drafts_for_itself(self_draft_engine_dir: Path, 
 def test_each_request_drafts_in_its_own_way(engine: Engine) -> None:
     (request, *others) = requests(4)
     asked = [
-        Asked(request),
-        Asked(others[0], drafts_by_default=False),
-        Asked(others[1], drafts_by_default=False, drafter=NgramLookup(1)),
-        Asked(others[2], drafts_by_default=False, drafter=Always([3, 3])),
+        ServeRequest(request),
+        ServeRequest(others[0], drafts_by_default=False),
+        ServeRequest(others[1], drafts_by_default=False, drafter=NgramLookup(1)),
+        ServeRequest(others[2], drafts_by_default=False, drafter=Always([3, 3])),
     ]
     with running(engine, Always([4])) as loop:
         default, nobody, ngram, always = answered(loop, asked)
@@ -148,7 +148,7 @@ class Gate(Always):
 def test_who_is_cancelled_is_gone_before_the_next_step(engine: Engine) -> None:
     gate = Gate()
     with running(engine, gate) as loop:
-        answers = loop.submit([Asked(request) for request in requests(6)])
+        answers = loop.submit([ServeRequest(request) for request in requests(6)])
         assert gate.has_come.wait(HANG_S)
         loop.cancel(answers[1:])
         gate.may_go.set()
@@ -162,8 +162,8 @@ def test_who_is_cancelled_is_gone_before_the_next_step(engine: Engine) -> None:
 def test_all_or_none_are_taken_into_the_queue(engine: Engine) -> None:
     gate = Gate()
     with running(engine, gate, max_queue_len=2) as loop:
-        first = loop.submit([Asked(request) for request in requests(5)])
-        more = [Asked(Request(100 + i, (4, 5), 2)) for i in range(2)]
+        first = loop.submit([ServeRequest(request) for request in requests(5)])
+        more = [ServeRequest(Request(100 + i, (4, 5), 2)) for i in range(2)]
         with pytest.raises(QueueFull):
             loop.submit(more)
         assert len(loop.unfinished()) == 5
@@ -176,7 +176,7 @@ def test_all_or_none_are_taken_into_the_queue(engine: Engine) -> None:
 
 def test_a_request_that_could_never_be_served_is_refused_at_once(engine: Engine) -> None:
     with running(engine) as loop, pytest.raises(SpecDecError, match="max_input_len"):
-        loop.submit([Asked(Request(1, (3,) * 1000, 5))])
+        loop.submit([ServeRequest(Request(1, (3,) * 1000, 5))])
 
 
 def test_a_request_that_cannot_go_on_ends_alone(engine: Engine) -> None:
@@ -184,7 +184,7 @@ def test_a_request_that_cannot_go_on_ends_alone(engine: Engine) -> None:
     impossible = Request(50, (5, 6), 8, sampling=SamplingConfig(bad_words=everything))
     others = requests(2)
     with running(engine, NgramLookup(2)) as loop:
-        failed, *fine = answered(loop, [Asked(impossible), *(Asked(request) for request in others)])
+        failed, *fine = answered(loop, [ServeRequest(impossible), *(ServeRequest(request) for request in others)])
         assert loop.totals.num_finished == {"error": 1, "length": 2}
     assert "no token left" in str(failed.progress.error)
     assert [answer.progress.finish_reason for answer in fine] == ["length", "length"]
@@ -208,8 +208,8 @@ class Fails(Always):
 def test_a_step_that_fails_ends_who_is_in_it_and_nobody_else(engine: Engine, error: BaseException) -> None:
     asked = requests(7)
     with running(engine, Fails(error)) as loop:
-        answers = answered(loop, [Asked(request) for request in asked])
-        later = answered(loop, [Asked(Request(70, (5, 6, 7), 5))])
+        answers = answered(loop, [ServeRequest(request) for request in asked])
+        later = answered(loop, [ServeRequest(Request(70, (5, 6, 7), 5))])
     failed = [answer for answer in answers if answer.progress.error is not None]
     assert 1 <= len(failed) <= 4 and all(isinstance(one.progress.error, StepFailed) for one in failed)
     fine = [answer for answer in answers if answer.progress.error is None]
@@ -219,12 +219,12 @@ def test_a_step_that_fails_ends_who_is_in_it_and_nobody_else(engine: Engine, err
 def test_what_runs_is_finished_and_nothing_new_is_taken_at_the_end(engine: Engine) -> None:
     gate = Gate()
     with running(engine, gate) as loop:
-        answers = loop.submit([Asked(request) for request in requests(6)])
+        answers = loop.submit([ServeRequest(request) for request in requests(6)])
         assert gate.has_come.wait(HANG_S)
         loop.refuse_new()
         assert not loop.takes_requests
         with pytest.raises(Stopping):
-            loop.submit([Asked(Request(90, (4, 5), 2))])
+            loop.submit([ServeRequest(Request(90, (4, 5), 2))])
         gate.may_go.set()
         loop.stop()
         assert [answer.progress.finish_reason for answer in answers] == ["length"] * 6
@@ -233,7 +233,7 @@ def test_what_runs_is_finished_and_nothing_new_is_taken_at_the_end(engine: Engin
 def test_what_runs_too_long_is_let_go_at_the_end(engine: Engine) -> None:
     gate = Gate()
     with running(engine, gate) as loop:
-        answers = loop.submit([Asked(request) for request in requests(2)])
+        answers = loop.submit([ServeRequest(request) for request in requests(2)])
         assert gate.has_come.wait(HANG_S)
         gate.may_go.set()
         loop.stop(0)

@@ -205,7 +205,7 @@ inline void multiply_tiles(TileRegisters& tiles, const at::BFloat16* a, int64_t 
   int64_t w = 0;
   for (; w + 4 * kTileHeight <= width; w += 4 * kTileHeight)
     multiply_tiles<adds, 4>(a, lda, b + 2 * w, ldb, c + w, ldc, depth);
-  with_rows<3>((width - w) / kTileHeight, [&](auto columns) {
+  dispatch_rows<3>((width - w) / kTileHeight, [&](auto columns) {
     multiply_tiles<adds, columns()>(a, lda, b + 2 * w, ldb, c + w, ldc, depth);
   });
 }

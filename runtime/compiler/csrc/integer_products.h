@@ -33,14 +33,14 @@ struct RoundedTokens {
   static constexpr int64_t kBeyond = 16;  // digits that a tile may read behind the last token's
   int64_t M, padded;
   int digits;
-  Lines<int8_t> numbers;
+  AlignedBuffer<int8_t> numbers;
   std::unique_ptr<float[]> steps;     // (groups, M)
   std::unique_ptr<int32_t[]> totals;  // (groups, M): a group's numbers, added
 
   template <typename T>
   RoundedTokens(const T* tokens, int64_t M, int digits, const PackedWeight& weight)
       : M(M), padded(weight.padded), digits(digits),
-        numbers(make_lines<int8_t>((M * weight.groups * digits + kBeyond) * padded)),
+        numbers(make_aligned<int8_t>((M * weight.groups * digits + kBeyond) * padded)),
         steps(std::make_unique_for_overwrite<float[]>(M * weight.groups)),
         totals(std::make_unique_for_overwrite<int32_t[]>(M * weight.groups)) {
     share_range(M, 16, [&](int64_t begin, int64_t end) {
@@ -131,7 +131,7 @@ void with_signs(const uint8_t* group, int64_t padded, int8_t* to) {
   for (int64_t k = 0; k < padded; k += 4, to += 4 * kPanel) {
     Words numbers[2];
     load_numbers<kind>(group, k, numbers);
-    fetch_ahead(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
+    prefetch_l2(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
     for (int i = 0; i < 2; ++i) {
       // 8-bit values: flip the top bit; 4-bit values: subtract 8 without borrows between bytes.
       const Words with_sign = kind == PackedWeight::kInt8 ? numbers[i] ^ half
@@ -143,7 +143,7 @@ void with_signs(const uint8_t* group, int64_t padded, int8_t* to) {
 
 // A tile register holds 16 rows of 64 bytes: sums of 16 tokens and 16 outputs, or up to 64 numbers of each of 16 tokens, or
 // 4 columns in each row of 16 outputs. A group's numbers are in two or four of them while all tokens are multiplied; see
-// InTiles for tiles of floats.
+// GemmAmx for tiles of floats.
 
 // Steps of a group's columns; 0 where they do not fit tiles.
 inline int64_t tile_steps(int64_t padded) {
@@ -217,7 +217,7 @@ struct IntegerProducts {
     for (int64_t g = 0; g < weight.groups; ++g)
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t row = tile * rows / tiles;
-        with_rows<kTileRows / digits>((tile + 1) * rows / tiles - row, [&](auto count) {
+        dispatch_rows<kTileRows / digits>((tile + 1) * rows / tiles - row, [&](auto count) {
           add_rows<count()>(panel, g, from + row, tile == 0, sums + row * kPanel);
         });
       }
@@ -266,7 +266,7 @@ struct IntegerProducts {
     for (int64_t k = 0; k < padded; k += 4) {
       Words numbers[2];
       load_numbers<kind>(group, k, numbers);
-      if (fetches) fetch_ahead(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
+      if (fetches) prefetch_l2(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
       for (int r = 0; r < R; ++r)
         for (int d = 0; d < digits; ++d) {
           const int32_t four = load<int32_t>(tokens + (r * digits + d) * padded + k);

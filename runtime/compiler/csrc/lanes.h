@@ -145,11 +145,11 @@ inline void widen(const T* from, float* to, int64_t count) {
 // Into the second-level cache: the first has few places for requests, which are needed for what is read now.
 inline void fetch_line(const void* p) { __builtin_prefetch(p, 0, 2); }
 // Into the first-level cache.
-inline void fetch_soon(const void* p) { __builtin_prefetch(p, 0, 3); }
+inline void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // Calls use(std::integral_constant<int, rows>()), for 1 <= rows <= most.
 template <int most, typename Use>
-inline void with_rows(int64_t rows, const Use& use) {
+inline void dispatch_rows(int64_t rows, const Use& use) {
   if (rows == most) use(std::integral_constant<int, most>());
-  else if constexpr (most > 1) with_rows<most - 1>(rows, use);
+  else if constexpr (most > 1) dispatch_rows<most - 1>(rows, use);
 }

@@ -153,7 +153,7 @@ struct NarrowPanel {
       for (; i < columns && k < depth; i += 4, k += 4) {
         Words four[2] = {};
         if (i < packed.padded) load_numbers<kind>(from, i, four);
-        fetch_ahead(from + i * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
+        prefetch_l2(from + i * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
         use(k, pairs_of<kind>(four[0], 0), pairs_of<kind>(four[1], 0));
         use(k + 2, pairs_of<kind>(four[0], 1), pairs_of<kind>(four[1], 1));
       }

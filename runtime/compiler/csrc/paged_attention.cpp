@@ -153,7 +153,7 @@ void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Pa
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const int64_t first = tile * num_rows / num_tiles, end = (tile + 1) * num_rows / num_tiles;
       if (*std::max_element(seen.positions + first, seen.positions + end) < key) continue;
-      with_rows<kMostRows>(end - first, [&](auto rows) { use(rows, first); });
+      dispatch_rows<kMostRows>(end - first, [&](auto rows) { use(rows, first); });
     }
   };
   const auto keys_at = [&](int64_t block, int64_t offset, int64_t head) {

@@ -27,10 +27,10 @@ struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 template <typename T>
-using Lines = std::unique_ptr<T[], Free>;
+using AlignedBuffer = std::unique_ptr<T[], Free>;
 template <typename T>
-Lines<T> make_lines(int64_t count) {
-  return Lines<T>(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
+AlignedBuffer<T> make_aligned(int64_t count) {
+  return AlignedBuffer<T>(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
 }
 
 constexpr int64_t kPanel = 2 * kLanes;
@@ -60,7 +60,7 @@ template <typename T>
 constexpr int64_t kAheadOfTwo = kPanel * sizeof(T) > 64 ? 1024 : kAhead;
 
 template <typename T>
-inline void fetch_ahead(const T* p, int64_t count, int64_t ahead = kAhead) {
+inline void prefetch_l2(const T* p, int64_t count, int64_t ahead = kAhead) {
   for (int64_t byte = 0; byte < count * int64_t{sizeof(T)}; byte += 64)
     fetch_line(reinterpret_cast<const char*>(p) + ahead + byte);
 }
@@ -103,7 +103,7 @@ constexpr int kMostTokens = 2 * kTileRows / kRegisters<P>;
 template <typename Use>
 inline void for_pairs(const at::BFloat16* panel, int64_t depth, const Use& use) {
   for (int64_t k = 0; k < depth; k += 2, panel += 2 * kPanel) {
-    fetch_ahead(panel, 2 * kPanel);
+    prefetch_l2(panel, 2 * kPanel);
     use(k, load<Words>(panel), load<Words>(panel + kPanel));
   }
 }
@@ -111,8 +111,8 @@ template <typename Use>
 inline void for_pairs(TwoPanels<at::BFloat16> panels, int64_t depth, const Use& use) {
   auto [one, two] = panels;
   for (int64_t k = 0; k < depth; k += 2, one += 2 * kPanel, two += 2 * kPanel) {
-    fetch_ahead(one, 2 * kPanel);
-    fetch_ahead(two, 2 * kPanel);
+    prefetch_l2(one, 2 * kPanel);
+    prefetch_l2(two, 2 * kPanel);
     use(k, load<Words>(one), load<Words>(one + kPanel), load<Words>(two), load<Words>(two + kPanel));
   }
 }
@@ -131,7 +131,7 @@ template <typename T, typename Use>
   requires(kGroup<T> == 1)
 inline void for_columns(const T* panel, int64_t depth, const Use& use) {
   for (int64_t k = 0; k < depth; ++k, panel += kPanel) {
-    fetch_ahead(panel, kPanel);
+    prefetch_l2(panel, kPanel);
     use(k, widen(panel), widen(panel + kLanes));
   }
 }
@@ -140,8 +140,8 @@ template <typename T, typename Use>
 inline void for_columns(TwoPanels<T> panels, int64_t depth, const Use& use) {
   auto [one, two] = panels;
   for (int64_t k = 0; k < depth; ++k, one += kPanel, two += kPanel) {
-    fetch_ahead(one, kPanel, kAheadOfTwo<T>);
-    fetch_ahead(two, kPanel, kAheadOfTwo<T>);
+    prefetch_l2(one, kPanel, kAheadOfTwo<T>);
+    prefetch_l2(two, kPanel, kAheadOfTwo<T>);
     use(k, widen(one), widen(one + kLanes), widen(two), widen(two + kLanes));
   }
 }
@@ -150,7 +150,7 @@ template <typename T, typename Use>
 inline void for_columns(FourPanels<T> panels, int64_t depth, const Use& use) {
   auto [one, two, three, four] = panels;
   for (int64_t k = 0; k < depth; ++k, one += kPanel, two += kPanel, three += kPanel, four += kPanel) {
-    for (const T* panel : {one, two, three, four}) fetch_ahead(panel, kPanel, kAheadOfFour);
+    for (const T* panel : {one, two, three, four}) prefetch_l2(panel, kPanel, kAheadOfFour);
     use(k, widen(one), widen(one + kLanes), widen(two), widen(two + kLanes), widen(three), widen(three + kLanes), widen(four),
         widen(four + kLanes));
   }
@@ -255,14 +255,14 @@ int64_t stride_of_rows(int64_t M, int64_t K) {
 // Numbers of 16 bits are widened: those of the tokens once, those of a panel as they are read, or for many tokens once.
 // Of many tokens a tile's numbers lie as they are read, column by column.
 template <typename T>
-struct InFloat32 : EvenTiles {
+struct GemmFp32 : EvenTiles {
   static constexpr bool kWidens = !std::is_same_v<T, float>, kReadsInPlace = false;
   std::unique_ptr<float[]> own;
   const float* x;
   int64_t K, stride;
   bool by_columns;
 
-  InFloat32(const T* tokens, int64_t M, int64_t K) : K(K), stride(K), by_columns(num_tiles(M) >= kManyTiles) {
+  GemmFp32(const T* tokens, int64_t M, int64_t K) : K(K), stride(K), by_columns(num_tiles(M) >= kManyTiles) {
     if (!by_columns) stride = stride_of_rows<float>(M, K);
     if constexpr (!kWidens) x = tokens;
     if (!kWidens && !by_columns && stride == K) return;
@@ -308,7 +308,7 @@ struct InFloat32 : EvenTiles {
   template <typename P>
   [[gnu::noinline]] void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start,
                              State&) const {
-    with_rows<kMostTokens<P>>(rows, [&](auto count) {
+    dispatch_rows<kMostTokens<P>>(rows, [&](auto count) {
       constexpr int R = count();
       if (by_columns) add_rows<R>(x + row * K + k * R, 1, R, depth, panel, to, start);
       else add_rows<R>(x + row * stride + k, stride, 1, depth, panel, to, start);
@@ -324,7 +324,7 @@ struct InFloat32 : EvenTiles {
     if (!start) load_sums(to, sums);
     for_columns(panel, depth, [&](int64_t k, auto... registers) {
       const Lanes column[W] = {registers...};
-      if (to_row == 1) fetch_soon(factors + k * to_column + 256);  // in memory they follow one another
+      if (to_row == 1) prefetch_l1(factors + k * to_column + 256);  // in memory they follow one another
 #pragma GCC unroll 64
       for (int i = 0; i < R * W; ++i) sums[i / W][i % W] += column[i % W] * factors[i / W * to_row + k * to_column];
     });
@@ -333,13 +333,13 @@ struct InFloat32 : EvenTiles {
 };
 
 #if defined(__AVX512BF16__)
-struct InPairs : EvenTiles {
+struct GemmBf16Dot : EvenTiles {
   static constexpr bool kReadsInPlace = true;
   std::unique_ptr<at::BFloat16[]> own;
   const at::BFloat16* x;
   int64_t stride;
 
-  InPairs(const at::BFloat16* tokens, int64_t M, int64_t K) : x(tokens), stride(stride_of_rows<at::BFloat16>(M, K)) {
+  GemmBf16Dot(const at::BFloat16* tokens, int64_t M, int64_t K) : x(tokens), stride(stride_of_rows<at::BFloat16>(M, K)) {
     if (stride == K) return;
     own = std::make_unique_for_overwrite<at::BFloat16[]>(M * stride);
     x = own.get();
@@ -355,7 +355,7 @@ struct InPairs : EvenTiles {
 
   template <typename P>
   void add(int64_t row, int64_t rows, int64_t k, int64_t depth, const P& panel, float* to, bool start, State&) const {
-    with_rows<kMostTokens<P>>(rows, [&](auto count) {
+    dispatch_rows<kMostTokens<P>>(rows, [&](auto count) {
       constexpr int R = count(), W = kRegisters<P>;
       const int64_t to_row = stride;
       const at::BFloat16* factors = x + row * to_row + k;
@@ -403,20 +403,20 @@ struct TileColumns<const at::BFloat16*> {
 // A tile register holds 16 rows of 64 bytes: sums of 16 tokens and 16 outputs, or 32 numbers of each of 16 tokens, or 16
 // pairs of columns of 16 outputs, which lie in the panel as the instruction wants them. Four hold the sums of 32 tokens
 // and a panel.
-struct InTiles {
+struct GemmAmx {
   static constexpr int64_t kHeight = 16, kWidth = 32, kMostRows = 2 * kHeight;
   static constexpr bool kReadsInPlace = true;
-  Lines<at::BFloat16> x;  // (blocks of 16 tokens, blocks of 32 columns, 16, 32)
-  Lines<float> few;  // (M, K), instead of these
+  AlignedBuffer<at::BFloat16> x;  // (blocks of 16 tokens, blocks of 32 columns, 16, 32)
+  AlignedBuffer<float> few;  // (M, K), instead of these
   int64_t K, num_blocks;
 
-  InTiles(const at::BFloat16* tokens, int64_t M, int64_t K) : K(K), num_blocks((K + kWidth - 1) / kWidth) {
+  GemmAmx(const at::BFloat16* tokens, int64_t M, int64_t K) : K(K), num_blocks((K + kWidth - 1) / kWidth) {
     if (M <= kFewRows) {
-      few = make_lines<float>(M * K);
+      few = make_aligned<float>(M * K);
       widen(tokens, few.get(), M * K);
       return;
     }
-    x = make_lines<at::BFloat16>((M + kHeight - 1) / kHeight * kHeight * num_blocks * kWidth);
+    x = make_aligned<at::BFloat16>((M + kHeight - 1) / kHeight * kHeight * num_blocks * kWidth);
     share_range(M, 64, [&](int64_t begin, int64_t end) {
       for (int64_t m = begin; m < end; ++m)
         for (int64_t k = 0; k < K; k += kWidth)
@@ -493,7 +493,7 @@ struct InTiles {
   template <typename P>
   void add_without_tiles(const float* tokens, int64_t rows, int64_t depth, const P& panel, float* to, bool start) const {
     const FlushDenormals as_tiles_do;
-    with_rows<kFewRows>(rows, [&](auto count) {
+    dispatch_rows<kFewRows>(rows, [&](auto count) {
       constexpr int R = count(), W = kRegisters<P>;
       Lanes sums[R][W] = {};
       if (!start) load_sums(to, sums);
@@ -535,7 +535,7 @@ struct InTiles {
     }
     for (int64_t k = 0; k < depth; k += width, tokens += kHeight * kWidth) {
       const at::BFloat16* numbers = columns.at(k);
-      if constexpr (B == 1 && std::is_pointer_v<P>) fetch_ahead(numbers, width * kPanel);
+      if constexpr (B == 1 && std::is_pointer_v<P>) prefetch_l2(numbers, width * kPanel);
       if (k + width < depth) columns.prepare(k + width, width);
       _tile_loadd(4, tokens, 64);
       _tile_loadd(6, numbers, 4 * kPanel);
@@ -575,12 +575,12 @@ struct InTiles {
     for (int64_t k = 0; k < depth; k += width, tokens += kHeight * kWidth) {
       const auto [one, two] = panels.from_column(k);
       _tile_loadd(4, tokens, 64);
-      fetch_ahead(one, width * kPanel);
+      prefetch_l2(one, width * kPanel);
       _tile_loadd(6, one, 4 * kPanel);
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, one + kPanel, 4 * kPanel);
       _tile_dpbf16ps(1, 4, 7);
-      fetch_ahead(two, width * kPanel);
+      prefetch_l2(two, width * kPanel);
       _tile_loadd(6, two, 4 * kPanel);
       _tile_dpbf16ps(2, 4, 6);
       _tile_loadd(7, two + kPanel, 4 * kPanel);
@@ -728,13 +728,13 @@ void multiply_in(int64_t arithmetic, const T* tokens, const Weight& weight, cons
                  int64_t N) {
   if constexpr (std::is_same_v<T, at::BFloat16>) {
 #if defined(__AMX_BF16__)
-    if (arithmetic == kTiles && may_use_tiles()) return multiply<InTiles>(tokens, weight, bias, out, M, K, N);
+    if (arithmetic == kTiles && may_use_tiles()) return multiply<GemmAmx>(tokens, weight, bias, out, M, K, N);
 #endif
 #if defined(__AVX512BF16__)
-    if (arithmetic == kPairs) return multiply<InPairs>(tokens, weight, bias, out, M, K, N);
+    if (arithmetic == kPairs) return multiply<GemmBf16Dot>(tokens, weight, bias, out, M, K, N);
 #endif
   }
-  multiply<InFloat32<T>>(tokens, weight, bias, out, M, K, N);
+  multiply<GemmFp32<T>>(tokens, weight, bias, out, M, K, N);
 }
 
 // Calls call(T()) with the dtype's number.

@@ -14,7 +14,7 @@
 namespace {
 
 // Columns of a kernel's group: those of the weight's, or the largest part of them that is short enough.
-int64_t columns_of_group(int64_t group_size) {
+int64_t kernel_group_size(int64_t group_size) {
   int64_t columns = std::min(group_size, kMostColumns);
   while (group_size % columns) --columns;
   return columns;
@@ -25,7 +25,7 @@ at::Tensor pack_quantized(const at::Tensor& values, const at::Tensor& scales, co
                           const std::optional<at::Tensor>& offsets) {
   const bool is_int4 = values.scalar_type() == at::kByte, has_halves = scales.scalar_type() == at::kHalf;
   const int64_t N = values.size(0), K = values.size(1) * (is_int4 ? 2 : 1), group_size = K / scales.size(1);
-  const int64_t columns = columns_of_group(group_size), padded = (columns + 3) / 4 * 4, groups = K / columns;
+  const int64_t columns = kernel_group_size(group_size), padded = (columns + 3) / 4 * 4, groups = K / columns;
   const int64_t value_bytes = padded * kPanel / (is_int4 ? 2 : 1), scale_bytes = has_halves ? 2 : 4;
   const int64_t bytes = value_bytes + kPanel * (scale_bytes + (zeros || offsets ? 4 : 0));
   at::Tensor packed = at::zeros({(N + kPanel - 1) / kPanel, groups, bytes}, values.options().dtype(at::kByte));
@@ -85,7 +85,7 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
       const WidenedWeight widened{weight, grouped.columns, grouped.totals.data()};
       multiply_in(arithmetic, grouped.numbers.data(), widened, start, to, M, weight.groups * grouped.columns, num_outputs);
     } else {
-      with_rows<2>(token_bits / 8, multiply);
+      dispatch_rows<2>(token_bits / 8, multiply);
     }
   });
   return out;

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from runtime.batch import Row, pack
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine, KVCacheConfig
-from runtime.leader import generate
 from runtime.request import Draft, Request, Sequence
+from runtime.scheduler import generate
 from runtime.stats import LoopTimes
 from scripts.bench.step import alternate
 

@@ -26,12 +26,12 @@ def flags_of(command: Any) -> frozenset[str]:
     return frozenset(name.removeprefix("--") for name in names if not (len(name) == 2 and name.startswith("-")))
 
 
-def error_with(fact: str) -> SpecDecError:
+def error_with(code: str) -> SpecDecError:
     """With a value for whatever the hint speaks of."""
-    pieces = HINTS[fact]
+    pieces = HINTS[code]
     text = pieces if isinstance(pieces, str) else " ".join(pieces)
     values: dict[str, object] = {name: "x" for _, name, _, _ in Formatter().parse(text) if name}
-    return SpecDecError("wrong", hint="the library's own words", fact=fact, **values)
+    return SpecDecError("wrong", hint="the library's own words", code=code, **values)
 
 
 # Facts that only these commands state, or that speak of a flag which all who state them have.
@@ -47,24 +47,24 @@ OF_COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("fact", HINTS)
-def test_hint_names_flags_that_the_command_has(fact: str, name: str) -> None:
+@pytest.mark.parametrize("code", HINTS)
+def test_hint_names_flags_that_the_command_has(code: str, name: str) -> None:
     flags = flags_of(COMMANDS[name])
     token = CURRENT_COMMAND.set(Command(name, flags))
     try:
-        hint = hint_of(error_with(fact))
+        hint = hint_of(error_with(code))
     finally:
         CURRENT_COMMAND.reset(token)
     assert hint
     named = set(re.findall(r"`--([a-z-]+)", hint))
     assert named <= flags
-    if name in OF_COMMANDS.get(fact, ()):
+    if name in OF_COMMANDS.get(code, ()):
         assert hint != "the library's own words"
 
 
-@pytest.mark.parametrize("fact", HINTS)
-def test_flags_behind_a_command_are_its_own(fact: str) -> None:
-    pieces = HINTS[fact]
+@pytest.mark.parametrize("code", HINTS)
+def test_flags_behind_a_command_are_its_own(code: str) -> None:
+    pieces = HINTS[code]
     text = pieces if isinstance(pieces, str) else " ".join(pieces)
     for command, words in re.findall(r"`specdec (\w+(?: create)?)([^`]*)", text):
         flags = flags_of(COMMANDS[command.split()[-1]])

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from commands.tables.tokens import _by_brackets
 from runtime.evaluation.steps import StepRange, token_kinds, token_texts, tokens_over_time
-from runtime.request import Draft, Request, Sequence, Verdict
+from runtime.request import Draft, Request, Sequence, VerifyResult
 from runtime.text import StopWords, output_text
 
 END_ID = 9
@@ -54,7 +54,7 @@ def test_kinds_are_those_of_the_tokens_as_they_were_committed(
         num_accepted = min(wanted, len(draft))
         labels = ["accepted"] * num_accepted
         labels.append("plain" if not draft else "bonus" if num_accepted == len(draft) else "recovered")
-        new_tokens = sequence.commit(Draft(draft), Verdict(num_accepted, own))
+        new_tokens = sequence.commit(Draft(draft), VerifyResult(num_accepted, own))
         expected.append(labels[: len(new_tokens)])
         if sequence.finish_reason is not None:
             break

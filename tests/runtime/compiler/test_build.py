@@ -27,10 +27,10 @@ from runtime.bundle import read_engine_config
 from runtime.checkpoint import convert
 from runtime.checksums import config_digest
 from runtime.compiler.attention import PAGED, PagedInputs, paged_attention
-from runtime.compiler.build import _TOLERANCE, Effort, build_engine
-from runtime.compiler.checking import _logits_in
-from runtime.compiler.opening import current_environment
-from runtime.config import ENGINE_FORMAT_VERSION, EngineConfig, Precision
+from runtime.compiler.build import _TOLERANCE, BuildEffort, build_engine
+from runtime.compiler.compare_logits import _logits_in
+from runtime.compiler.load import current_environment
+from runtime.config import ENGINE_FORMAT_VERSION, EngineConfig, QuantConfig
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.orchestrator import generate
@@ -39,7 +39,7 @@ from runtime.tokenizer import SAVED
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
-UNROUNDED = Precision()
+UNROUNDED = QuantConfig()
 
 
 def build(checkpoint_dir: Path, output_dir: Path, *, replace: bool = False, **settings: Any) -> EngineConfig:
@@ -51,12 +51,12 @@ def build(checkpoint_dir: Path, output_dir: Path, *, replace: bool = False, **se
         CPU,
         replace=replace,
         phase=lambda name: None,
-        effort=Effort(measure_costs=False),
+        effort=BuildEffort(measure_costs=False),
     )
 
 
 def make_checkpoint(
-    model: PreTrainedModel, work_dir: Path, dtype: Any = None, precision: Precision = UNROUNDED
+    model: PreTrainedModel, work_dir: Path, dtype: Any = None, precision: QuantConfig = UNROUNDED
 ) -> Path:
     model.save_pretrained(work_dir / "model")
     convert(
@@ -177,7 +177,7 @@ def test_wrong_scaling_fails_the_build(tmp_path: Path) -> None:
 
 
 def make_steep_checkpoint(
-    work_dir: Path, family: str, num_layers: int, deviation: float, precision: Precision = UNROUNDED
+    work_dir: Path, family: str, num_layers: int, deviation: float, precision: QuantConfig = UNROUNDED
 ) -> Path:
     """Of large weights, whose logits transformers' own bfloat16 rounds to something else than float32's."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -205,17 +205,17 @@ def make_steep_checkpoint(
     [
         (("llama", 2, 0.2), UNROUNDED),
         (("llama", 2, 0.3), UNROUNDED),
-        (("llama", 2, 0.3), Precision("int8", 64, activations="int16")),
-        (("llama", 2, 0.3), Precision("int4", 64, activations="float")),
-        (("llama", 2, 0.3), Precision("fp8")),
-        (("llama", 6, 0.3), Precision(kv_cache="INT8")),
-        (("llama", 6, 0.3), Precision(kv_cache="FP8")),
-        (("gemma3", 9, 0.1), Precision(kv_cache="INT8")),
+        (("llama", 2, 0.3), QuantConfig("int8", 64, activations="int16")),
+        (("llama", 2, 0.3), QuantConfig("int4", 64, activations="float")),
+        (("llama", 2, 0.3), QuantConfig("fp8")),
+        (("llama", 6, 0.3), QuantConfig(kv_cache="INT8")),
+        (("llama", 6, 0.3), QuantConfig(kv_cache="FP8")),
+        (("gemma3", 9, 0.1), QuantConfig(kv_cache="INT8")),
     ],
     ids=str,
 )
 def test_right_step_is_not_refused_for_what_transformers_rounds(
-    model: tuple[str, int, float], precision: Precision, tmp_path: Path
+    model: tuple[str, int, float], precision: QuantConfig, tmp_path: Path
 ) -> None:
     """As it is of Gemma 3 270M, whether K/V are in 8 bits or not."""
     checkpoint_dir = make_steep_checkpoint(tmp_path, *model, precision)
@@ -226,7 +226,7 @@ def test_right_step_is_not_refused_for_what_transformers_rounds(
     assert read_engine_config(tmp_path / "engine").logits_check == check
 
 
-@pytest.mark.parametrize("precision", [UNROUNDED, Precision("int8", 64), Precision(kv_cache="INT8")], ids=str)
+@pytest.mark.parametrize("precision", [UNROUNDED, QuantConfig("int8", 64), QuantConfig(kv_cache="INT8")], ids=str)
 @pytest.mark.parametrize(
     ("family", "broken"),
     [
@@ -236,7 +236,7 @@ def test_right_step_is_not_refused_for_what_transformers_rounds(
     ],
 )
 def test_wrong_step_is_refused_by_float32_too(
-    family: str, broken: Callable[..., Tensor], precision: Precision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    family: str, broken: Callable[..., Tensor], precision: QuantConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     checkpoint_dir = make_steep_checkpoint(tmp_path, family, 2, 0.2, precision)
     monkeypatch.setattr(PagedInputs, "mask", functools.partialmethod(functools.partial(broken, PagedInputs.mask)))
@@ -252,8 +252,8 @@ def below_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("below_rounding")
-@pytest.mark.parametrize("precision", [UNROUNDED, Precision(kv_cache="INT8"), Precision(kv_cache="FP8")], ids=str)
-def test_float64_decides_where_transformers_rounds_float32(precision: Precision, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", [UNROUNDED, QuantConfig(kv_cache="INT8"), QuantConfig(kv_cache="FP8")], ids=str)
+def test_float64_decides_where_transformers_rounds_float32(precision: QuantConfig, tmp_path: Path) -> None:
     checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, "float32", precision)
     check = build(checkpoint_dir, tmp_path / "engine").logits_check
     assert check.relative_difference > check.tolerance == 1e-8
@@ -262,9 +262,9 @@ def test_float64_decides_where_transformers_rounds_float32(precision: Precision,
     assert read_engine_config(tmp_path / "engine").logits_check == check
 
 
-@pytest.mark.parametrize("precision", [Precision("int8", 32, activations="float"), Precision("fp8")], ids=str)
+@pytest.mark.parametrize("precision", [QuantConfig("int8", 32, activations="float"), QuantConfig("fp8")], ids=str)
 def test_wrong_step_of_rounded_weights_is_refused_by_float64_too(
-    precision: Precision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    precision: QuantConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, "float32", precision)
     broken = functools.partial(sees_one_key_too_many, PagedInputs.mask)

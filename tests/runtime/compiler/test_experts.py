@@ -11,7 +11,7 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from runtime import leader
+from runtime import scheduler
 from runtime.bundle import read_bundle
 from runtime.compiler.experts import experts_by_kernel, kernel_experts
 from runtime.compiler.kernels import load_kernels
@@ -106,7 +106,7 @@ class Guessing:
 
 def logits_of(engine: Engine, prompts: list[tuple[int, ...]], drafter: Guessing | None) -> list[list[Tensor]]:
     requests = [Request(i, prompt, 20, keep_logits=True) for i, prompt in enumerate(prompts)]
-    done = {s.request.id: s for s, _ in leader.generate(engine, requests, drafter) if s.finish_reason}
+    done = {s.request.id: s for s, _ in scheduler.generate(engine, requests, drafter) if s.finish_reason}
     engine.clear_cache()
     return [done[i].logits for i in range(len(prompts))]
 

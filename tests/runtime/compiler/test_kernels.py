@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from runtime.compiler.kernels import compile_kernels, describe_kernels, load_kernels
 from runtime.compiler.linears import use_kernels
 from runtime.compiler.quantized import QuantizedLinear
-from runtime.config import Precision
+from runtime.config import QuantConfig
 from runtime.errors import SpecDecError
-from runtime.quantization.rounding import round_weight
+from runtime.quantization.quantize import quantize_weight
 
 CHOOSING = str(Path(__file__).parents[1] / "test_sampling_kernels.py")
 
@@ -436,7 +436,7 @@ class _RoundedLayers(nn.Module):
         super().__init__()
         sizes, formats = (24, 8, 40), (("int4", 16), ("int4", 16), ("int8", 32))
         for name, size, (qformat, group_size) in zip(("query", "key", "value"), sizes, formats, strict=True):
-            weight = round_weight(torch.randn(size, 64), Precision(qformat), group_size)  # type: ignore[arg-type]
+            weight = quantize_weight(torch.randn(size, 64), QuantConfig(qformat), group_size)  # type: ignore[arg-type]
             setattr(self, name, QuantizedLinear(weight, nn.Parameter(torch.randn(size)), "int8", with_kernels=True))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from sentences import Said
 from tiny import make_build
 
 from runtime.compiler.build import build_engine
-from runtime.compiler.private_torch import PRIVATE, check_torch
+from runtime.compiler.torch_internals import PRIVATE, check_torch
 from runtime.errors import SpecDecError
 
 RUNTIME = Path(__file__).parents[3] / "runtime"

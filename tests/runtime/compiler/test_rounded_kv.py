@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.compiler.rounded_kv import are_roundable, largest_error, numbers_of, round_kv
+from runtime.compiler.quantized_kv import are_roundable, dequantize_kv, largest_error, quantize_kv
 
 
 def rows() -> Tensor:
@@ -32,7 +32,7 @@ def nearest(over_scale: np.ndarray, stored: torch.dtype) -> np.ndarray:
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_numbers_become_the_nearest(stored: torch.dtype, dtype: torch.dtype) -> None:
     numbers = rows().clamp(-6e4, 6e4).to(dtype)
-    found, scales = round_kv(numbers, stored)
+    found, scales = quantize_kv(numbers, stored)
     assert found.dtype == stored and scales.dtype == torch.float32
     wide = numbers.float().numpy()
     expected_scales = np.abs(wide).max(-1) / np.float32(127 if stored == torch.int8 else 448)
@@ -40,7 +40,7 @@ def test_numbers_become_the_nearest(stored: torch.dtype, dtype: torch.dtype) -> 
     with np.errstate(all="ignore"):
         over_scale = wide / np.where(expected_scales > 0, expected_scales, np.inf)[:, None]
     assert np.array_equal(found.double().numpy(), nearest(over_scale, stored))
-    changed = (numbers_of(found, scales, torch.float64) - numbers.double()).abs()
+    changed = (dequantize_kv(found, scales, torch.float64) - numbers.double()).abs()
     normal = expected_scales > 1e-30  # else it has few bits itself
     assert bool((changed <= largest_error(numbers, stored) * (1 + 1e-5))[normal].all())
     assert changed[normal].max() > 0
@@ -51,4 +51,4 @@ def test_what_would_be_infinite_is_not_rounded() -> None:
     can = are_roundable(numbers)
     assert can[0] and not can[2] and not can[3]
     for stored in (torch.int8, torch.float8_e4m3fn):
-        assert numbers_of(*round_kv(numbers[can], stored), torch.float32).isfinite().all()
+        assert dequantize_kv(*quantize_kv(numbers[can], stored), torch.float32).isfinite().all()

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from runtime.config import MachineSpeed, StepCost
-from runtime.diagnosis import judging
-from runtime.diagnosis.judging import judge
-from runtime.diagnosis.symptoms import (
+from runtime.diagnosis import diagnose
+from runtime.diagnosis.diagnose import judge
+from runtime.diagnosis.observations import (
     CacheUse,
     DraftedStep,
     Drafting,
@@ -114,7 +114,7 @@ def test_what_is_nearly_wrong_or_unknown_is_not_found(right: dict[str, object]) 
 @pytest.mark.parametrize(("factor", "is_found"), [(1.9, False), (2.1, True)])
 def test_steps_are_compared_kind_by_kind(factor: float, is_found: bool) -> None:
     steps = tuple(StepTime(cost, cost.seconds * factor) for cost in COSTS)
-    judgement = judging.steps_slower_than_built(replace(HEALTHY, steps=steps))
+    judgement = diagnose.steps_slower_than_built(replace(HEALTHY, steps=steps))
     assert judgement is not None and judgement.is_fault == is_found
     assert judgement.number == pytest.approx(factor)
 
@@ -123,7 +123,9 @@ def test_steps_are_compared_kind_by_kind(factor: float, is_found: bool) -> None:
 def test_acceptance_is_held_against_the_profiles(accepted: int, is_found: bool) -> None:
     steps = [DraftedStep(100 + i, 4, accepted) for i in range(20)]
     expected = ExpectedAcceptance(Path("profile.json"), 0.9)
-    judgement = judging.acceptance_below_profile(replace(HEALTHY, drafting=replace(drafting(steps), expected=expected)))
+    judgement = diagnose.acceptance_below_profile(
+        replace(HEALTHY, drafting=replace(drafting(steps), expected=expected))
+    )
     assert judgement is not None and judgement.is_fault == is_found
     assert judgement.number == accepted / 4
 
@@ -145,38 +147,38 @@ def falling(early: int, late: int, drafts: int = 40) -> Drafting:
     ],
 )
 def test_acceptance_that_falls_is_more_than_noise(symptom: Drafting, is_found: bool) -> None:
-    judgement = judging.acceptance_falls_with_context(replace(HEALTHY, drafting=symptom))
+    judgement = diagnose.acceptance_falls_with_context(replace(HEALTHY, drafting=symptom))
     assert judgement is not None and judgement.is_fault == is_found
 
 
 def test_too_few_drafts_are_not_judged() -> None:
-    assert judging.acceptance_falls_with_context(replace(HEALTHY, drafting=falling(20, 0, drafts=20))) is None
+    assert diagnose.acceptance_falls_with_context(replace(HEALTHY, drafting=falling(20, 0, drafts=20))) is None
     few = drafting([DraftedStep(i, 0, 0) for i in range(15)])
-    assert judging.drafter_never_used(replace(HEALTHY, drafting=few)) is None
+    assert diagnose.drafter_never_used(replace(HEALTHY, drafting=few)) is None
 
 
 def test_drafts_that_are_never_right_cost_what_their_tokens_cost() -> None:
     """20 ms with drafts of 10, 10 ms without, a token each time; half of that if the loop takes 10 ms of its own."""
     wrong = drafting([DraftedStep(i, 10, 0) for i in range(30)])
-    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=wrong))
+    judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=wrong))
     assert judgement is not None and judgement.is_fault and "drafts of up to 0" in judgement.message
     assert judgement.number == pytest.approx(2.0)
     slow = replace(wrong, times=replace(wrong.times, wall_s=wrong.times.wall_s + 30 * 10 * MS))
-    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=slow))
+    judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=slow))
     assert judgement is not None and judgement.number == pytest.approx(30 / 20)
 
 
 def test_a_slow_lookup_costs_its_time_with_drafts_of_any_length() -> None:
     """20 + 30 ms with drafts of 10, 10 ms without."""
     slow = drafting([DraftedStep(i, 10, 0) for i in range(30)], draft_time_s=30 * 30 * MS)
-    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=slow))
+    judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=slow))
     assert judgement is not None and judgement.number == pytest.approx(5.0)
 
 
 def test_the_best_length_is_where_the_last_tokens_cease_to_be_right() -> None:
     """By hand: 4 of 10 right; 20 / 5 ms a token, and with drafts of 4 14 / 5."""
     steps = drafting([DraftedStep(i, 10, 4) for i in range(30)])
-    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=steps))
+    judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=steps))
     assert judgement is not None and judgement.is_fault and "drafts of up to 4" in judgement.message
     assert judgement.number == pytest.approx(20 / 14)
 
@@ -185,21 +187,21 @@ def test_a_draft_models_time_goes_with_its_tokens() -> None:
     """10 of them at 10 ms each, of which one is right: 120 / 2 ms a token, with drafts of one 21 / 2, with none 10."""
     steps = drafting([DraftedStep(i, 10, 1) for i in range(30)])
     by_model = replace(steps, num_tokens_by_drafter={"draft-target": 300}, draft_token_s=10 * MS)
-    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=by_model))
+    judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=by_model))
     assert judgement is not None and judgement.is_fault and "drafts of up to 0" in judgement.message
     assert judgement.number == pytest.approx(60 / 10)
     # In a chain half of them are the draft model's: 70 / 2 ms, and with drafts of one 16 / 2.
     half = replace(by_model, num_tokens_by_drafter={"ngram": 150, "draft-target": 150})
-    judgement = judging.drafts_longer_than_pays(replace(HEALTHY, drafting=half))
+    judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=half))
     assert judgement is not None and judgement.number == pytest.approx(35 / 8)
 
 
 def test_automatic_lengths_are_not_judged_by_their_length() -> None:
     wrong = replace(drafting([DraftedStep(i, 10, 0) for i in range(30)]), draft_len_mode="auto")
-    assert judging.drafts_longer_than_pays(replace(HEALTHY, drafting=wrong)) is None
+    assert diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=wrong)) is None
 
 
 def test_of_a_chain_the_idle_one_is_named() -> None:
     idle = replace(GOOD, num_tokens_by_drafter={"ngram": 240, "draft-target": 0})
-    judgement = judging.drafter_never_used(replace(HEALTHY, drafting=idle))
+    judgement = diagnose.drafter_never_used(replace(HEALTHY, drafting=idle))
     assert judgement is not None and judgement.is_fault and "draft-target" in judgement.message

@@ -9,9 +9,9 @@ from sentences import Said
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
-from runtime import leader, orchestrator
-from runtime.drafters.chain import DrafterChain
+from runtime import orchestrator, scheduler
 from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.first_of import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, UsageError
@@ -48,7 +48,7 @@ def test_next_drafter_is_asked_for_whom_nothing_was_found() -> None:
     first = Recorder({1: Draft([11])})
     second = Recorder({0: Draft([20]), 1: Draft([21]), 3: Draft([23, 24])})
     third = Recorder({2: Draft([32])})
-    chain = DrafterChain([first, second, third])
+    chain = FirstOf([first, second, third])
     drafts = chain.propose([start(i) for i in range(5)], 4)
     assert [draft.tokens for draft in drafts] == [[20], [11], [32], [23, 24], []]
     assert (first.asked, second.asked, third.asked) == ([[0, 1, 2, 3, 4]], [[0, 2, 3, 4]], [[2, 4]])
@@ -56,16 +56,14 @@ def test_next_drafter_is_asked_for_whom_nothing_was_found() -> None:
 
 def test_nobody_is_asked_for_nothing() -> None:
     first, second = Recorder({0: Draft([1])}), Recorder({})
-    assert DrafterChain([first, second]).propose([start(0)], 4) == [Draft([1])]
+    assert FirstOf([first, second]).propose([start(0)], 4) == [Draft([1])]
     assert second.asked == []
-    assert DrafterChain([first, second]).propose([], 4) == []
+    assert FirstOf([first, second]).propose([], 4) == []
 
 
 def test_probabilities_pass_through() -> None:
     probs = torch.full((1, 8), 1 / 8, dtype=torch.float64)
-    drafts = DrafterChain([NgramLookup(2), Recorder({1: Draft([3], probs)})]).propose(
-        [start(0, (1, 2, 1)), start(1)], 1
-    )
+    drafts = FirstOf([NgramLookup(2), Recorder({1: Draft([3], probs)})]).propose([start(0, (1, 2, 1)), start(1)], 1)
     assert drafts[0] == Draft([2])
     assert drafts[1].tokens == [3] and drafts[1].probs is probs
 
@@ -73,7 +71,7 @@ def test_probabilities_pass_through() -> None:
 def test_member_asked_now_and_then_keeps_up() -> None:
     """The second reads what it was not asked about when it is."""
     first, lookup = Recorder({0: Draft([9])}), NgramLookup(2)
-    chain, sequence = DrafterChain([first, lookup]), start(0, (1, 2))
+    chain, sequence = FirstOf([first, lookup]), start(0, (1, 2))
     for token in (3, 4, 1):
         assert chain.propose([sequence], 4)[0].tokens == [9]
         sequence.tokens.append(token)
@@ -83,12 +81,12 @@ def test_member_asked_now_and_then_keeps_up() -> None:
 
 def test_forget_goes_to_all() -> None:
     members = [Recorder({}), Recorder({}), Recorder({})]
-    DrafterChain(members).forget(7)
+    FirstOf(members).forget(7)
     assert [member.forgotten for member in members] == [[7], [7], [7]]
 
 
 def test_members_checks_are_honoured(said: Said) -> None:
-    chain = DrafterChain([NgramLookup(2), Picky({})])
+    chain = FirstOf([NgramLookup(2), Picky({})])
     chain.check_request(Request(0, (1, 2, 3), 5))
     with pytest.raises(SpecDecError) as error:
         chain.check_request(Request(0, (1, 2, 3, 4), 5))
@@ -101,17 +99,17 @@ def test_member_that_returns_too_few_drafts_is_an_error(said: Said) -> None:
             return []
 
     with pytest.raises(SpecDecError) as error:
-        DrafterChain([NgramLookup(2), Short({})]).propose([start(0)], 4)
+        FirstOf([NgramLookup(2), Short({})]).propose([start(0)], 4)
     said(error, "0", "1")
 
 
 def test_empty_chain_is_refused(said: Said) -> None:
     with pytest.raises(UsageError) as error:
-        DrafterChain([])
+        FirstOf([])
     said(error)
 
 
-@pytest.mark.parametrize("loop", [orchestrator, leader], ids=["orchestrator", "leader"])
+@pytest.mark.parametrize("loop", [orchestrator, scheduler], ids=["orchestrator", "leader"])
 def test_draft_model_drafts_where_the_lookup_has_nothing(
     loop: Any, llama_engine_dir: Path, llama: PreTrainedModel, make_engine: Any
 ) -> None:
@@ -126,9 +124,7 @@ def test_draft_model_drafts_where_the_lookup_has_nothing(
             asked.extend(s.request.id for s in sequences)
             return super().propose(sequences, max_draft_len)
 
-    chain = DrafterChain(
-        [NgramLookup(3, min_matching_ngram_size=2), Counted(draft_engine, vocab_size, use_logits=False)]
-    )
+    chain = FirstOf([NgramLookup(3, min_matching_ngram_size=2), Counted(draft_engine, vocab_size, use_logits=False)])
     requests = [Request(i, tuple(repetitive_prompt(i, 8 + 6 * i)), 40) for i in range(5)]
     finished = {s.request.id: s for s, _ in loop.generate(engine, requests, chain, 4) if s.finish_reason is not None}
     for request in requests:

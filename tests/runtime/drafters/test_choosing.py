@@ -9,23 +9,23 @@ import torch
 from tiny import VOCAB_SIZE, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
-from runtime import leader, orchestrator
+from runtime import orchestrator, scheduler
 from runtime.config import SelfDraft as Rounding
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.chain import DrafterChain
-from runtime.drafters.choosing import ChoosingChain, DraftingModel
+from runtime.drafters.best_of import BestOf, DraftingModel
+from runtime.drafters.confidence_stop import ConfidenceStop
+from runtime.drafters.draft_state import DraftState
+from runtime.drafters.factory import ShortDrafter
+from runtime.drafters.first_of import FirstOf
 from runtime.drafters.ngram import NgramLookup
-from runtime.drafters.opening import ShortDrafter
-from runtime.drafters.proposal import Proposal
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.self_draft import SelfDraft
-from runtime.drafters.sureness import Sureness
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence
 
-LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": leader.generate}
+LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 NUM_NEW_TOKENS, DRAFT_LEN = 24, 6
 PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(5)]
 SAMPLED = SamplingConfig(temperature=0.7, top_k=0, top_p=0.95, random_seed=5)
@@ -82,10 +82,10 @@ class Counted:
         self.drafter.forget(request_id)
 
 
-def choosing(lookup: Drafter, drafter: SelfDraft, own_s: float, counted: Drafter | None = None) -> ChoosingChain:
+def choosing(lookup: Drafter, drafter: SelfDraft, own_s: float, counted: Drafter | None = None) -> BestOf:
     """With the copy: a step of the target takes a second, and one of the copy's `own_s`."""
     model = DraftingModel(counted or drafter, DRAFT_LEN, lambda batch, context: own_s, drafter)
-    return ChoosingChain([lookup], [model], lambda batch, context, draft_len: 1 + 0.05 * draft_len, VOCAB_SIZE)
+    return BestOf([lookup], [model], lambda batch, context, draft_len: 1 + 0.05 * draft_len, VOCAB_SIZE)
 
 
 def make_requests(sampling: SamplingConfig = SamplingConfig()) -> list[Request]:  # noqa: B008  # frozen
@@ -202,7 +202,7 @@ def test_lookups_in_the_midst_of_a_draft_save_the_copy_steps(
     texts, counts = texts_of(model), []
     for known in (texts, {i: [] for i in texts}):
         short = ShortDrafter(OnlyAhead(known, 9, match_len=16), DRAFT_LEN)
-        lookup = AdaptiveDrafter(DrafterChain([short]), lambda batch, context, draft_len: 1.0)
+        lookup = AdaptiveDrafter(FirstOf([short]), lambda batch, context, draft_len: 1.0)
         engine.clear_cache()
         count_copy.clear()
         sequences = answer(engine, loop, make_requests(), choosing(lookup, SelfDraft(engine, use_logits=False), 0.0))
@@ -259,7 +259,7 @@ def test_the_better_of_two_lookups_is_soon_sent(engine: Engine, model: PreTraine
     texts = texts_of(model)
     for order in (1, -1):
         lookups = [Guesser(texts, 0, match_len=3), Guesser(texts, 9, match_len=3)][::order]
-        chain = ChoosingChain(lookups, [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+        chain = BestOf(lookups, [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
         engine.clear_cache()
         sequences = answer(engine, "orchestrator", make_requests(), chain)
         assert {s.request.id: s.output_tokens for s in sequences} == texts
@@ -271,7 +271,7 @@ def test_the_longer_match_is_trusted_first() -> None:
     short, long = Guesser({0: [1, 1, 1]}, 9, match_len=1), Guesser({0: [2, 2, 2]}, 9, match_len=9)
     sequence = Sequence.start(Request(0, (5, 6), 9))
     for lookups in ([short, long], [long, short]):
-        chain = ChoosingChain(lookups, [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+        chain = BestOf(lookups, [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
         assert [draft.tokens for draft in chain.propose([sequence], 3)] == [[2, 2, 2]]
 
 
@@ -285,7 +285,7 @@ def test_what_was_drawn_is_sent_whatever_it_is_worth() -> None:
     sequence = Sequence.start(Request(0, (5, 6), 9))
     sure = Guesser({0: [1, 1, 1, 1]}, 9, match_len=16)
     free = DraftingModel(Guesser({0: [2, 2, 2, 2]}, 9, match_len=0), DRAFT_LEN, lambda batch, context: 0.0)
-    chain = ChoosingChain([sure, Drawing({}, 0, 0)], [free], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+    chain = BestOf([sure, Drawing({}, 0, 0)], [free], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
     assert [draft.tokens for draft in chain.propose([sequence], 4)] == [[7]]
 
 
@@ -294,7 +294,7 @@ def test_the_better_of_two_models_is_asked(engine: Engine, model: PreTrainedMode
     texts = texts_of(model)
     counted = [Counted(Guesser(texts, 0, match_len=0)), Counted(Guesser(texts, 9, match_len=0))]
     models = [DraftingModel(one, DRAFT_LEN, lambda batch, context: 0.05) for one in counted]
-    chain = ChoosingChain([], models, lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+    chain = BestOf([], models, lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
     sequences = answer(engine, "orchestrator", make_requests(), chain)
     assert {s.request.id: s.output_tokens for s in sequences} == texts
     assert counted[0].num_asked <= 5 < counted[1].num_asked
@@ -304,7 +304,7 @@ def test_a_dear_model_is_asked_only_where_nothing_was_found() -> None:
     asked = Counted(Guesser({0: [2], 1: [2]}, 9, match_len=0))
     dear = DraftingModel(asked, DRAFT_LEN, lambda batch, context: 9.0)
     found = Guesser({0: [1, 1], 1: []}, 9, match_len=2)
-    chain = ChoosingChain([found], [dear], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+    chain = BestOf([found], [dear], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
     sequences = [Sequence.start(Request(i, (5, 6), 9)) for i in range(2)]
     assert [draft.tokens for draft in chain.propose(sequences, 4)] == [[1, 1], [2]]
     assert asked.num_asked == 1
@@ -312,27 +312,29 @@ def test_a_dear_model_is_asked_only_where_nothing_was_found() -> None:
 
 def test_chain_of_nobody_is_refused() -> None:
     with pytest.raises(UsageError, match="a chain has no drafters"):
-        ChoosingChain([], [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+        BestOf([], [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
 
 
 def test_what_is_kept_of_a_request_goes_with_it(engine: Engine) -> None:
-    drafter = SelfDraft(engine, use_logits=False, sureness=Sureness(lambda b, c, n: 1 + 0.1 * n, lambda b, c: 0.1))
+    drafter = SelfDraft(
+        engine, use_logits=False, confidence_stop=ConfidenceStop(lambda b, c, n: 1 + 0.1 * n, lambda b, c: 0.1)
+    )
     chain = choosing(NgramLookup(3), drafter, 0.1)
     answer(engine, "leader", make_requests(), chain)
     assert [len(outcomes) for outcomes in (*chain._found, *chain._drafted)] == [0, 0]
-    assert chain._found_now == {} and drafter._sureness is not None and drafter._sureness._pending == {}
+    assert chain._found_now == {} and drafter._confidence_stop is not None and drafter._confidence_stop._pending == {}
 
 
 def test_tokens_of_others_do_not_make_a_sure_copy_look_fast() -> None:
     """Of its two tokens the second was wrong, so that its step yielded two; lookups then yielded nine."""
-    sureness = Sureness(lambda b, c, n: 1.0, lambda b, c: 0.5)
+    confidence_stop = ConfidenceStop(lambda b, c, n: 1.0, lambda b, c: 0.5)
     sequence = Sequence.start(Request(0, (5, 6), 99))
-    sureness.begin([sequence], 4)
-    proposal = Proposal(sequence, 4, use_logits=False, tokens=[7, 8], sureness=[15, 15])
-    sureness.end([sequence], [proposal], num_steps=2)
+    confidence_stop.begin([sequence], 4)
+    proposal = DraftState(sequence, 4, use_logits=False, tokens=[7, 8], confidence_stop=[15, 15])
+    confidence_stop.end([sequence], [proposal], num_steps=2)
     sequence.tokens += [7, 9, *range(9)]
-    sureness.begin([sequence], 4)
-    assert sureness._num_tokens / sureness._seconds == 2 / (1.0 + 2 * 0.5)
+    confidence_stop.begin([sequence], 4)
+    assert confidence_stop._num_tokens / confidence_stop._seconds == 2 / (1.0 + 2 * 0.5)
 
 
 @pytest.mark.parametrize(("token_s", "draft_s"), [(0.0, 0.0), (0.05, 0.3), (1.0, 1.0)])
@@ -340,8 +342,8 @@ def test_drafts_end_where_the_copy_is_not_sure_enough(
     token_s: float, draft_s: float, engine: Engine, model: PreTrainedModel
 ) -> None:
     """The dearer a token, the sooner; where tokens cost nothing, drafts have their full length."""
-    sureness = Sureness(lambda b, c, n: 1 + token_s * n * b, lambda b, c: draft_s)
-    drafter = SelfDraft(engine, use_logits=False, sureness=sureness)
+    confidence_stop = ConfidenceStop(lambda b, c, n: 1 + token_s * n * b, lambda b, c: draft_s)
+    drafter = SelfDraft(engine, use_logits=False, confidence_stop=confidence_stop)
     sequences = answer(engine, "orchestrator", make_requests(), drafter)
     assert {s.request.id: s.output_tokens for s in sequences} == texts_of(model)
     drafted = sum(s.stats.num_draft_tokens for s in sequences)

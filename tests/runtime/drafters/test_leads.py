@@ -1,7 +1,7 @@
 """A lookup that adds nothing to another rests; where each is right in its own places both go on."""
 
-from runtime.drafters.choosing import ChoosingChain
-from runtime.drafters.outcomes import LOOK_INTERVAL
+from runtime.drafters.acceptance_stats import LOOK_INTERVAL
+from runtime.drafters.best_of import BestOf
 from runtime.request import Draft, Request, Sequence
 
 PROBE = LOOK_INTERVAL
@@ -36,7 +36,7 @@ class Rows:
 
     def __init__(self, *lookups: Says) -> None:
         self.lookups = lookups
-        self.chain = ChoosingChain(lookups, [], lambda batch_size, context_len, draft_len: 1.0, 10**6)
+        self.chain = BestOf(lookups, [], lambda batch_size, context_len, draft_len: 1.0, 10**6)
         self.sequences = [Sequence(Request(i, (0,), 10**6), [0]) for i in sorted(ALL)]
 
     def step(self, num_steps: int) -> list[set[int]]:

@@ -14,7 +14,7 @@ import pytest
 from runtime.config import StepCost
 from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.choosing import ChoosingChain
+from runtime.drafters.best_of import BestOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
@@ -28,7 +28,7 @@ NUM_TOKENS, MAX_DRAFT_LEN = 64, 10
 MAKE: dict[str, Callable[[CostModel], Drafter]] = {
     "n-gram": lambda costs: NgramLookup(2),
     "suffix": lambda costs: SuffixLookup(),
-    "both": lambda costs: ChoosingChain([NgramLookup(2), SuffixLookup()], [], costs.iteration_s, 2**31),
+    "both": lambda costs: BestOf([NgramLookup(2), SuffixLookup()], [], costs.iteration_s, 2**31),
 }
 
 

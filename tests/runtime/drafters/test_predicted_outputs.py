@@ -4,7 +4,7 @@ import random
 from itertools import pairwise
 
 from runtime.drafters.prediction import PredictionLookup
-from runtime.request import Draft, Request, Sequence, Verdict
+from runtime.request import Draft, Request, Sequence, VerifyResult
 
 PROMPT = (1, 2, 3)
 END = 0
@@ -21,7 +21,7 @@ def replay(output: list[int], drafter: PredictionLookup, max_draft_len: int = 10
         num_accepted = 0
         while num_accepted < len(draft.tokens) and draft.tokens[num_accepted] == rest[num_accepted]:
             num_accepted += 1
-        sequence.commit(draft, Verdict(num_accepted, rest[num_accepted]))
+        sequence.commit(draft, VerifyResult(num_accepted, rest[num_accepted]))
     assert sequence.output_tokens == output
     drafter.forget(7)
     return sequence
@@ -92,7 +92,7 @@ def test_requests_follow_one_prediction_each_at_its_own_place() -> None:
     predicted = flat(file_of(10, 7))
     drafter = PredictionLookup(predicted)
     first, second = (Sequence.start(Request(i, PROMPT, 90)) for i in range(2))
-    first.commit(Draft([]), Verdict(0, predicted[0]))
+    first.commit(Draft([]), VerifyResult(0, predicted[0]))
     drafts = drafter.propose([first, second], 4)
     assert [draft.tokens for draft in drafts] == [predicted[1:5], predicted[:4]]
     drafter.forget(0)
@@ -112,6 +112,6 @@ def test_the_pairs_of_a_prediction_are_what_it_is_found_by() -> None:
     assert all(pair in drafter._ends for pair in pairwise(predicted))
     sequence = Sequence.start(Request(1, PROMPT, 50))
     for token in (20, 21, 30, 31, 99, 20, 21):
-        sequence.commit(Draft([]), Verdict(0, token))
+        sequence.commit(Draft([]), VerifyResult(0, token))
         (draft,) = drafter.propose([sequence], 3)
     assert draft.tokens == [40, 41, 20]

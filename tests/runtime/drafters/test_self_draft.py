@@ -13,14 +13,14 @@ from tiny import hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from runtime import leader, orchestrator
+from runtime import orchestrator, scheduler
 from runtime.config import SelfDraft as Rounding
 from runtime.drafters.self_draft import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
 from runtime.params import SamplingConfig
 from runtime.request import Request, Sequence
 
-LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": leader.generate}
+LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 NUM_NEW_TOKENS = 24
 DRAFT_LEN = 5
 PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(5)]
@@ -217,8 +217,8 @@ def test_a_copy_of_nan_changes_nothing(poisoned: str, loop: str, engine: Engine,
 
 def test_copys_weights_are_rounded_as_a_conversion_rounds_them(engine: Engine, model: PreTrainedModel) -> None:
     from runtime.compiler.quantized import QuantizedLinear
-    from runtime.config import Precision
-    from runtime.quantization.rounding import round_weight
+    from runtime.config import QuantConfig
+    from runtime.quantization.quantize import quantize_weight
 
     copied: Any = engine._copy_step
     rounding = engine.config.build_config.self_draft
@@ -228,7 +228,7 @@ def test_copys_weights_are_rounded_as_a_conversion_rounds_them(engine: Engine, m
     for name, layer in layers.items():
         weight = model.get_submodule(name).weight
         size = min(16 if weight.shape[1] == 48 else 32, 64)
-        expected = round_weight(weight.detach(), Precision(rounding.qformat), size)
+        expected = quantize_weight(weight.detach(), QuantConfig(rounding.qformat), size)
         assert torch.equal(layer.values, expected.values) and torch.equal(layer.scales, expected.scales)
     target: Any = engine._step
     assert copied.model.get_output_embeddings().weight is target.model.get_output_embeddings().weight

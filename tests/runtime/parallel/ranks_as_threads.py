@@ -12,13 +12,13 @@ from torch import Tensor
 
 from runtime.checkpoint import convert
 from runtime.compiler.attention import KERNEL, PAGED
+from runtime.compiler.load import current_environment
 from runtime.compiler.model import Step, load_model, probe_config, split_config
-from runtime.compiler.opening import current_environment
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.config import EngineConfig, LogitsCheck
 from runtime.engine import Engine, KVCacheConfig
 from runtime.kv_cache import KVPool
-from runtime.parallel.groups import Group, Meeting, Way, join, join_by_number
+from runtime.parallel.groups import RankGroup, Rendezvous, Way, join, join_by_number
 
 Done = TypeVar("Done")
 CPU = torch.device("cpu")
@@ -28,8 +28,8 @@ class Threads:
     """One for each rank of a group, which computes with it."""
 
     def __init__(self, way: Way, tp_size: int) -> None:
-        self._meeting = Meeting(way, tp_size)
-        self._groups: list[Group] = [join(self._meeting, 0, tp_size)]
+        self._meeting = Rendezvous(way, tp_size)
+        self._groups: list[RankGroup] = [join(self._meeting, 0, tp_size)]
         self._groups += [join_by_number(way, self._meeting.number, rank, tp_size) for rank in range(1, tp_size)]
         self._threads = [ThreadPoolExecutor(1) for _ in range(tp_size)]
         self.do(lambda rank: self._groups[rank].use())

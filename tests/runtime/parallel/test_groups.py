@@ -12,7 +12,7 @@ from waiting import HANG_S
 
 from runtime.compiler.kernels import load_kernels
 from runtime.config import Compiler
-from runtime.parallel.groups import _WAITS, Meeting, Way, join, way_of
+from runtime.parallel.groups import _WAITS, Rendezvous, Way, join, way_of
 from runtime.parallel.operations import all_reduce, gather_columns, own_columns, own_embeddings
 from runtime.parallel.ranks import rank_devices
 
@@ -101,9 +101,9 @@ def test_a_rank_that_never_comes_is_no_reason_to_wait_for_it() -> None:
     """Who opens an engine watches its processes while the group is joined."""
 
     def come_and_go() -> None:
-        meeting = Meeting("gloo", 2)
-        join(meeting, 0, 2).stop()
-        meeting.close()
+        rendezvous = Rendezvous("gloo", 2)
+        join(rendezvous, 0, 2).stop()
+        rendezvous.close()
 
     assert timedelta(seconds=HANG_S) < _WAITS
     alone = Thread(target=come_and_go, daemon=True)

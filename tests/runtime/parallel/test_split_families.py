@@ -8,8 +8,8 @@ from ranks_as_threads import split_engine
 
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
-from runtime.leader import generate
 from runtime.request import Request
+from runtime.scheduler import generate
 from scripts.tools import families
 
 SPLIT = [

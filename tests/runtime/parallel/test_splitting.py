@@ -15,7 +15,7 @@ from runtime.checkpoint import convert
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.compiler.model import probe_config, split_config
 from runtime.compiler.pretrained import parse_language_model
-from runtime.config import Mapping, Precision
+from runtime.config import Mapping, QuantConfig
 from runtime.errors import SpecDecError, SpecDecWarning
 from scripts.tools import families
 
@@ -27,11 +27,11 @@ KEPT_WHOLE = {"gemma3", "qwen2-moe"}  # its embeddings; its shared expert, of wh
 WEIGHTS = "rank0.safetensors"
 RENAMED = {"embed_out.weight": "lm_head.weight", ".block_sparse_moe.": ".mlp."}
 """What GPT-NeoX's and Mixtral's files call otherwise than their models."""
-AS_IT_IS = Precision()
+AS_IT_IS = QuantConfig()
 
 
 def converted(
-    model_dir: Path, output_dir: Path, tp_size: int, precision: Precision = AS_IT_IS
+    model_dir: Path, output_dir: Path, tp_size: int, precision: QuantConfig = AS_IT_IS
 ) -> list[dict[str, Tensor]]:
     """The tensors of each rank."""
     convert(model_dir, output_dir, None, replace=False, progress=lambda *_: None, precision=precision, tp_size=tp_size)
@@ -201,9 +201,9 @@ def test_what_stays_whole_is_said(tmp_path: Path) -> None:
     assert ranks[1]["lm_head.weight"].shape[0] == 33
 
 
-@pytest.mark.parametrize("precision", [Precision("int4", 8), Precision("int8", None), Precision("fp8", None)])
+@pytest.mark.parametrize("precision", [QuantConfig("int4", 8), QuantConfig("int8", None), QuantConfig("fp8", None)])
 @pytest.mark.parametrize("family", ["llama", "qwen2-moe"])
-def test_rounded_weights_are_split_as_they_were_rounded(family: str, precision: Precision, tmp_path: Path) -> None:
+def test_rounded_weights_are_split_as_they_were_rounded(family: str, precision: QuantConfig, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path / "model")
     (whole,) = converted(tmp_path / "model", tmp_path / "one", 1, precision)
     ranks = converted(tmp_path / "model", tmp_path / "split", 2, precision)
@@ -218,7 +218,7 @@ def test_rounded_weights_are_split_as_they_were_rounded(family: str, precision: 
 def test_groups_and_orders_are_not_cut_through(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path / "model")
     with pytest.raises(SpecDecError, match=r"2 devices do not divide the 3 groups of inputs of `model.*down_proj`"):
-        converted(tmp_path / "model", tmp_path / "split", 2, Precision("int8", 16))  # 48 inputs
+        converted(tmp_path / "model", tmp_path / "split", 2, QuantConfig("int8", 16))  # 48 inputs
     save_gptq(tmp_path / "ordered", 4, 32, desc_act=True)
     with pytest.raises(SpecDecError, match="have an order of their own: model.layers.0"):
         converted(tmp_path / "ordered", tmp_path / "split", 2)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runtime.artefacts import check_directory
 from runtime.checkpoint import convert
-from runtime.config import Precision
+from runtime.config import QuantConfig
 from runtime.errors import SpecDecError
 from runtime.models import resolve_model
 
@@ -353,5 +353,8 @@ def test_flipped_byte_of_each_kind_of_tensor_is_found(part: str, tmp_path: Path)
 def test_quantized_model_is_not_rounded_again(tmp_path: Path) -> None:
     save_fp8(tmp_path / "model", (32, 32))
     refuse(
-        tmp_path / "model", tmp_path, "is quantized already .FP8., and not rounded to int8", precision=Precision("int8")
+        tmp_path / "model",
+        tmp_path,
+        "is quantized already .FP8., and not rounded to int8",
+        precision=QuantConfig("int8"),
     )

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from runtime.checkpoint import convert
-from runtime.compiler.build import Effort, build_engine
+from runtime.compiler.build import BuildEffort, build_engine
 from runtime.compiler.kernels import load_kernels
 from runtime.compiler.quality import measure_quality, quality_text
-from runtime.config import Activations, CheckpointConfig, EngineConfig, Precision
+from runtime.config import Activations, CheckpointConfig, EngineConfig, QuantConfig
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
@@ -32,10 +32,10 @@ CPU = torch.device("cpu")
 def make_checkpoint(
     source: str, work_dir: Path, activations: Activations = "float", tp_size: int = 1
 ) -> CheckpointConfig:
-    model, precision = work_dir / "model", Precision(activations=activations)
+    model, precision = work_dir / "model", QuantConfig(activations=activations)
     if source in ("int8", "int4", "fp8"):
         small_model().save_pretrained(model)
-        precision = Precision(source, 32, quantize_lm_head=source == "int8", activations=activations)  # type: ignore[arg-type]
+        precision = QuantConfig(source, 32, quantize_lm_head=source == "int8", activations=activations)  # type: ignore[arg-type]
     elif source == "AWQ":
         save_awq(model, 32)
     elif source == "GPTQ":
@@ -76,7 +76,7 @@ def build(work_dir: Path, **settings: Any) -> EngineConfig:
         CPU,
         replace=False,
         phase=lambda name: None,
-        effort=Effort(measure_costs=False),
+        effort=BuildEffort(measure_costs=False),
     )
 
 
@@ -198,15 +198,17 @@ def test_deep_model_in_float32_with_activations_in_16_bits_is_right(tmp_path: Pa
     """Where kernels and torch round one of a layer's inputs to another integer, those behind it do so too."""
     deep = small_model(hidden_size=256, intermediate_size=512, num_hidden_layers=8, initializer_range=0.1)
     deep.save_pretrained(tmp_path / "model")
-    precision = Precision("int8", 64, activations="int16")
+    precision = QuantConfig("int8", 64, activations="int16")
     arguments = (tmp_path / "model", tmp_path / "checkpoint", "float32")
     convert(*arguments, replace=False, progress=lambda *_: None, precision=precision)
     check = build(tmp_path, compiler="aot").logits_check
     assert 1e-4 < check.relative_difference < 1e-2
 
 
-@pytest.mark.parametrize("precision", [Precision("fp8", activations="int16"), Precision(activations="int8")], ids=str)
-def test_activations_are_rounded_beside_integers_only(precision: Precision, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "precision", [QuantConfig("fp8", activations="int16"), QuantConfig(activations="int8")], ids=str
+)
+def test_activations_are_rounded_beside_integers_only(precision: QuantConfig, tmp_path: Path) -> None:
     small_model().save_pretrained(tmp_path / "model")
     with pytest.raises(SpecDecError, match="and this model has none"):
         convert(
@@ -342,7 +344,7 @@ def test_what_is_no_number_stays_with_its_token(
 def rounded_dirs(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of one model with a tokenizer; those of float32 are exact."""
     directory = tmp_path_factory.mktemp("rounded")
-    for name, precision in (("int8", Precision("int8", 16)), ("int4", Precision("int4", 16))):
+    for name, precision in (("int8", QuantConfig("int8", 16)), ("int4", QuantConfig("int4", 16))):
         convert(llama_dir, directory / name, None, replace=False, progress=lambda *_: None, precision=precision)
     return {name: directory / name for name in ("int8", "int4")}
 
@@ -359,7 +361,7 @@ def test_quality_of_rounded_keys_of_a_gguf_file_is_that_of_its_model(tmp_path: P
     model.save_pretrained(tmp_path / "model")
     found = []
     for source in (tmp_path / "a.gguf", tmp_path / "model"):
-        checkpoint_dir, precision = tmp_path / f"{source.stem}-int8", Precision(kv_cache="INT8")
+        checkpoint_dir, precision = tmp_path / f"{source.stem}-int8", QuantConfig(kv_cache="INT8")
         convert(source, checkpoint_dir, "float32", replace=False, progress=lambda *_: None, precision=precision)
         found.append(measure_quality(checkpoint_dir, TEXT, "text"))
     assert found[0].num_tokens == found[1].num_tokens and found[1].mean_kl > 0

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.checkpoint import convert
-from runtime.config import CheckpointConfig, Precision
+from runtime.config import CheckpointConfig, QuantConfig
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.gguf_config import config_of
 from runtime.quantization.weight import take_quantized
@@ -223,5 +223,5 @@ def test_scales_of_what_is_not_rounded_are_left_out_with_a_warning(tmp_path: Pat
 def test_rounding_is_not_repeated(tmp_path: Path) -> None:
     save_awq(tmp_path / "model", 32)
     with pytest.raises(SpecDecError, match="the model is quantized already .AWQ., and not rounded to int4"):
-        run_convert(tmp_path / "model", tmp_path / "out", precision=Precision("int4", 32))
+        run_convert(tmp_path / "model", tmp_path / "out", precision=QuantConfig("int4", 32))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from runtime.checkpoint import convert
-from runtime.config import CheckpointConfig, Precision, QuantFormat
+from runtime.config import CheckpointConfig, QuantConfig, QuantFormat
 from runtime.errors import SpecDecError
-from runtime.quantization.rounding import group_size_for, round_weight
+from runtime.quantization.quantize import group_size_for, quantize_weight
 from runtime.quantization.weight import QuantizedWeight, from_integers, take_quantized
 
 
-def run_convert(model_dir: Path, output_dir: Path, precision: Precision) -> CheckpointConfig:
+def run_convert(model_dir: Path, output_dir: Path, precision: QuantConfig) -> CheckpointConfig:
     return convert(model_dir, output_dir, None, replace=False, progress=lambda done, total: None, precision=precision)
 
 
@@ -73,7 +73,7 @@ def test_rounded_weights_are_the_nearest(qformat: QuantFormat, group_size: int) 
     weight[3, :32] = 0  # a group of nothing
     weight[5] *= 1e-5
     weight[7, 9] = 40.0  # an outlier
-    rounded = round_weight(weight, Precision(qformat, group_size), group_size)
+    rounded = quantize_weight(weight, QuantConfig(qformat, group_size), group_size)
     meant = rounded.dequantize()
     steps = rounded.scales.float().abs().repeat_interleave(group_size, 1)
     largest = steps * (448 if qformat == "fp8" else 127 if qformat == "int8" else 7)
@@ -92,7 +92,7 @@ def test_rounded_weights_are_the_nearest(qformat: QuantFormat, group_size: int) 
 def test_clipping_is_worth_something() -> None:
     """For int4 the best of a few scales has less error than the one that just holds the largest number."""
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(2))
-    best = round_weight(weight, Precision("int4", 64), 64).dequantize()
+    best = quantize_weight(weight, QuantConfig("int4", 64), 64).dequantize()
     groups = weight.view(64, -1, 64)
     extremes = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     scales = (extremes / -8).half().float()
@@ -104,12 +104,14 @@ def test_clipping_is_worth_something() -> None:
 def test_checkpoint_holds_rounded_layers_and_the_rest_as_it_was(qformat: QuantFormat, tmp_path: Path) -> None:
     model = small_model()
     model.save_pretrained(tmp_path / "model")
-    config = run_convert(tmp_path / "model", tmp_path / "out", Precision(qformat, 32))
+    config = run_convert(tmp_path / "model", tmp_path / "out", QuantConfig(qformat, 32))
     tensors = load_file(tmp_path / "out" / "rank0.safetensors")
     weights = take_quantized(tensors)
     assert set(weights) == set(layers_of(model))
     for name, weight in layers_of(model).items():
-        assert torch.equal(weights[name].dequantize(), round_weight(weight, Precision(qformat, 32), 32).dequantize())
+        assert torch.equal(
+            weights[name].dequantize(), quantize_weight(weight, QuantConfig(qformat, 32), 32).dequantize()
+        )
     others = {
         name: tensor for name, tensor in model.state_dict().items() if name.removesuffix(".weight") not in weights
     }
@@ -124,11 +126,11 @@ def test_checkpoint_holds_rounded_layers_and_the_rest_as_it_was(qformat: QuantFo
 def test_output_layer_is_rounded_when_asked_for(is_tied: bool, tmp_path: Path) -> None:
     model = small_model(tie_word_embeddings=is_tied)
     model.save_pretrained(tmp_path / "model")
-    precision = Precision("int8", None, quantize_lm_head=True)
+    precision = QuantConfig("int8", None, quantize_lm_head=True)
     config = run_convert(tmp_path / "model", tmp_path / "out", precision)
     tensors = load_file(tmp_path / "out" / "rank0.safetensors")
     weights = take_quantized(tensors)
-    expected = round_weight(model.lm_head.weight.data, precision, 64)
+    expected = quantize_weight(model.lm_head.weight.data, precision, 64)
     assert torch.equal(weights["lm_head"].dequantize(), expected.dequantize())
     assert torch.equal(tensors["model.embed_tokens.weight"], model.model.embed_tokens.weight)
     assert config.quantization is not None and config.quantization.exclude_modules == ()
@@ -145,7 +147,7 @@ def test_groups_are_halved_where_they_do_not_divide(said: Said) -> None:
 def test_model_without_linear_layers_is_refused(tmp_path: Path, said: Said) -> None:
     make_model("gpt2").save_pretrained(tmp_path / "model")
     with pytest.raises(SpecDecError) as error:
-        run_convert(tmp_path / "model", tmp_path / "out", Precision("int8"))
+        run_convert(tmp_path / "model", tmp_path / "out", QuantConfig("int8"))
     said(error, "gpt2")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -156,7 +158,7 @@ def test_weights_that_are_no_numbers_are_not_rounded(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     said = "1 of 8,192 numbers of `model.layers.1.mlp.up_proj.weight` are NaN or infinite"
     with pytest.raises(SpecDecError, match=said):
-        run_convert(tmp_path / "model", tmp_path / "out", Precision("int4", 32))
+        run_convert(tmp_path / "model", tmp_path / "out", QuantConfig("int4", 32))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert INTERMEDIATE == 128  # by 64
 
@@ -165,7 +167,7 @@ PEAK_MEMORY = """
 import sys
 from pathlib import Path
 from runtime.checkpoint import convert
-from runtime.config import Precision
+from runtime.config import QuantConfig
 
 def peak_bytes():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
@@ -173,7 +175,7 @@ def peak_bytes():
 model_dir, output_dir, warm_up_dir = map(Path, sys.argv[1:])
 for name, source in (("warm-up", warm_up_dir), ("checkpoint", model_dir)):
     before = peak_bytes()
-    precision = Precision("int4", 32)
+    precision = QuantConfig("int4", 32)
     convert(source, output_dir / name, None, replace=False, progress=lambda *_: None, precision=precision)
 print(peak_bytes() - before)
 """

@@ -12,7 +12,7 @@ from tiny import hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from runtime import leader, orchestrator
+from runtime import orchestrator, scheduler
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.suffix import SuffixLookup
 from runtime.engine import Engine
@@ -27,7 +27,7 @@ SAMPLE = Path(__file__).parents[2] / "data" / "traces.jsonl"
 """Greedy outputs of the shipped model `demo`: its first articles, and one that is not let end and repeats itself."""
 SPEC_BENCH = Path(__file__).parents[3] / "../shared/data/spec_bench/vicuna_traces.jsonl"
 
-LOOPS: dict[str, Any] = {"orchestrator": orchestrator, "leader": leader}
+LOOPS: dict[str, Any] = {"orchestrator": orchestrator, "leader": scheduler}
 
 
 @pytest.fixture

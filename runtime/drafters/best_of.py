@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from runtime.drafters.outcomes import SURE, Leads, Outcomes
+from runtime.drafters.acceptance_stats import MODEL_PRIOR, AcceptanceStats, Leads
 from runtime.drafters.protocol import Drafter, Suggest, check_drafts, check_request, look_ahead
 from runtime.errors import UsageError
 from runtime.request import Draft, Request, Sequence
@@ -23,7 +23,7 @@ from runtime.request import Draft, Request, Sequence
 _CONTEXT_STEP = 64
 
 
-class LooksAtSuggestions(Protocol):
+class AcceptsHints(Protocol):
     """A copy of the target's (`runtime.drafters.self_draft`), which engines know and this does not."""
 
     def ask(self, suggest: Suggest) -> None: ...
@@ -40,7 +40,7 @@ class DraftingModel:
     max_draft_len: int
     step_s: Callable[[int, int], float]
     """(batch size, context length) -> seconds for one more token of every draft."""
-    copy: LooksAtSuggestions | None = None
+    copy: AcceptsHints | None = None
     """Self-draft among the members, if it verifies suggestions."""
 
     @property
@@ -53,7 +53,7 @@ class _Found:
     """Lookup found for a sequence, the tokens that a step yields with it, and those per second."""
 
     draft: Draft
-    worth: float
+    expected_tokens: float
     rate: float
 
     @property
@@ -62,7 +62,7 @@ class _Found:
         return is_drawn, bool(self.draft.tokens), 0.0 if is_drawn else self.rate
 
 
-class ChoosingChain:
+class BestOf:
     """Lookups and models. `iteration_s` as for `AdaptiveDrafter`; the target's vocabulary has `vocab_size` ids."""
 
     def __init__(
@@ -76,9 +76,9 @@ class ChoosingChain:
         if not self.lookups and not self.models:
             raise UsageError("a chain has no drafters: []", hint="name at least one")
         self._iteration_s, self._vocab_size = iteration_s, vocab_size
-        self._found = [Outcomes() for _ in self.lookups]
+        self._found = [AcceptanceStats() for _ in self.lookups]
         self._leads = Leads(len(self.lookups))
-        self._drafted = [Outcomes() for _ in self.models]
+        self._drafted = [AcceptanceStats() for _ in self.models]
         self._found_now: dict[int, _Found] = {}
         """Lookups of the current step by request, while models draft."""
         for model in self.models:
@@ -108,7 +108,7 @@ class ChoosingChain:
             longest = min(max_draft_len, model.max_draft_len)
             proposed = model.drafter.propose([sequences[i] for i in rows], longest) if rows else []
             for i, draft in zip(rows, proposed, strict=True):
-                outcomes.remember(sequences[i], draft.tokens, SURE)
+                outcomes.remember(sequences[i], draft.tokens, MODEL_PRIOR)
                 drafts[i] = draft if draft.tokens else drafts[i]
         self._found_now = {}
         return drafts
@@ -141,14 +141,14 @@ class ChoosingChain:
             best.append(one)
         return best
 
-    def _weigh(self, sequence: Sequence, draft: Draft, outcomes: Outcomes, batch_size: int) -> _Found:
+    def _weigh(self, sequence: Sequence, draft: Draft, outcomes: AcceptanceStats, batch_size: int) -> _Found:
         """Weight of a lookup's draft, by the acceptance of those before it."""
         outcomes.remember(sequence, draft.tokens, draft.match_len)
         survivals = outcomes.survivals(sequence, draft.match_len, len(draft.tokens)) if draft.tokens else []
-        worth = 1 + sum(survivals)
-        rate = worth / self._iteration_s(batch_size, _context_len(sequence), len(draft.tokens))
+        expected_tokens = 1 + sum(survivals)
+        rate = expected_tokens / self._iteration_s(batch_size, _context_len(sequence), len(draft.tokens))
         weighed = Draft(draft.tokens, draft.probs, draft.match_len, None if draft.probs is not None else survivals)
-        return _Found(weighed, worth, rate)
+        return _Found(weighed, expected_tokens, rate)
 
     def _suggest(self, sequence: Sequence, drafted: list[int]) -> list[int]:
         """Tokens that the copy should verify after these tokens of its draft.
@@ -157,13 +157,13 @@ class ChoosingChain:
         """
         if not drafted:
             found = self._found_now[sequence.request.id]
-            return found.draft.tokens[: math.ceil(found.worth - 1)]
+            return found.draft.tokens[: math.ceil(found.expected_tokens - 1)]
         most = max(sequence.max_draft_len - len(drafted), 0)
         for lookup, outcomes in zip(self.lookups, self._found, strict=True):
             draft = look_ahead(lookup, sequence, drafted, most)
             if draft.tokens:
-                worth = outcomes.expected_tokens(sequence, draft.match_len, len(draft.tokens))
-                return draft.tokens[: math.ceil(worth - 1)]
+                expected_tokens = outcomes.expected_tokens(sequence, draft.match_len, len(draft.tokens))
+                return draft.tokens[: math.ceil(expected_tokens - 1)]
         return []
 
     def _better_model(self, sequence: Sequence, found: _Found, batch_size: int) -> int | None:
@@ -178,10 +178,10 @@ class ChoosingChain:
         """Tokens per second with its draft. Its own time is less where it need not compute them one by one."""
         model, context_len = self.models[number], _context_len(sequence)
         num_drafted = min(model.max_draft_len, max(sequence.max_draft_len, 1))
-        worth = self._drafted[number].expected_tokens(sequence, SURE, num_drafted)
+        expected_tokens = self._drafted[number].expected_tokens(sequence, MODEL_PRIOR, num_drafted)
         num_steps = max(num_drafted * model.steps_per_token, 1.0)
         seconds = self._iteration_s(batch_size, context_len, num_drafted)
-        return worth / (seconds + num_steps * model.step_s(batch_size, context_len))
+        return expected_tokens / (seconds + num_steps * model.step_s(batch_size, context_len))
 
 
 def _context_len(sequence: Sequence) -> int:

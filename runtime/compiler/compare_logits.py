@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from runtime.batch import Row, pack
 from runtime.compiler.compilation import StepFunction
 from runtime.compiler.quantized import quantized_layers, without_kernels
-from runtime.compiler.reference import ROUNDED, RoundKV, Stored
+from runtime.compiler.reference import ROUNDED, QuantizeKV, Stored
 from runtime.config import LogitsCheck, StepShape
 from runtime.errors import SpecDecError
 from runtime.kv_cache import KVPool, kv_dtype
 
 _NUM_SINGLE = 4  # tokens that are computed one at a time too
-_Sequence = tuple[list[int], tuple[int, int], RoundKV | None]
+_Sequence = tuple[list[int], tuple[int, int], QuantizeKV | None]
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,11 @@ def _reference_logits(model: PreTrainedModel, sequences: Seq[_Sequence]) -> Tens
     """(rows, vocab) float32 or wider, transformers': of each sequence's tokens the last of the context, then the
     drafts'."""
     contexts, drafts = [], []
-    for tokens, (context, _), round_kv in sequences:
+    for tokens, (context, _), quantize_kv in sequences:
         ids = torch.tensor([tokens], device=model.device)
-        logits = model(input_ids=ids, use_cache=False, **({} if round_kv is None else {"round_kv": round_kv})).logits[0]
+        logits = model(
+            input_ids=ids, use_cache=False, **({} if quantize_kv is None else {"quantize_kv": quantize_kv})
+        ).logits[0]
         contexts.append(logits[context - 1 : context].float())
         drafts.append(logits[context:].float())
     return torch.cat(contexts + drafts)

@@ -10,8 +10,8 @@ import torch
 from runtime.batch import Row
 from runtime.config import BuildConfig, MachineSpeed, StepCost
 from runtime.engine import Engine, KVCacheConfig
-from runtime.leader import generate
 from runtime.request import Request
+from runtime.scheduler import generate
 from runtime.stats import LoopTimes
 
 _CONTEXT_LENS = (64, 512, 2048)

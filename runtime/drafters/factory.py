@@ -11,7 +11,8 @@ from runtime.bundle import Bundle, read_bundle
 from runtime.config import EngineConfig
 from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.choosing import ChoosingChain, DraftingModel
+from runtime.drafters.best_of import BestOf, DraftingModel
+from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.meter import Clock
@@ -19,7 +20,6 @@ from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request, look_ahead
 from runtime.drafters.self_draft import SelfDraft
 from runtime.drafters.specs import DraftTargetDrafter, SelfDrafter, Speculation
-from runtime.drafters.sureness import Sureness
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import draft_engine_errors
 from runtime.request import Draft, Request, Sequence
@@ -106,11 +106,11 @@ def open_draft_model(spec: DraftTargetDrafter, opening: Opening) -> OpenDrafter:
 
 
 def open_self_draft(spec: SelfDrafter, opening: Opening) -> OpenDrafter:
-    engine, config, sureness, copy_costs = opening.engine, opening.engine.config, None, None
+    engine, config, confidence_stop, copy_costs = opening.engine, opening.engine.config, None, None
     if opening.costs is not None:
         copy_costs = CostModel(config.self_draft_costs, config.host_s)
-        sureness = Sureness(opening.costs.iteration_s, partial(copy_costs.iteration_s, draft_len=0))
-    copy = SelfDraft(engine, use_logits=spec.use_logits, sureness=sureness)
+        confidence_stop = ConfidenceStop(opening.costs.iteration_s, partial(copy_costs.iteration_s, draft_len=0))
+    copy = SelfDraft(engine, use_logits=spec.use_logits, confidence_stop=confidence_stop)
     return OpenDrafter(opening.adapted(copy, copy_costs), spec.max_draft_len, self_draft=copy)
 
 
@@ -129,7 +129,7 @@ def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
         if not one.is_model
     ]
     models = [_drafting_model(one, config, has_costs=costs is not None) for one in opened if one.is_model]
-    chain = ChoosingChain(lookups, models, costs.iteration_s if costs else _always_the_same, config.vocab_size)
+    chain = BestOf(lookups, models, costs.iteration_s if costs else _always_the_same, config.vocab_size)
     return OpenDrafter(
         chain if speculation.has_model else opening.adapted(chain),
         speculation.max_draft_len,

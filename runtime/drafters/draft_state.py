@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from runtime.request import Draft, Sequence
-from runtime.sampling import NoChoice, draw
+from runtime.sampling import NoValidToken, draw
 
 
 @dataclass
-class Proposal:
+class DraftState:
     """A draft in the making, and the sequence with it as the model sees it.
 
     Without `use_logits` the model chooses as the target will, with the same noise at each position, so that similar
@@ -18,13 +18,13 @@ class Proposal:
     distribution, which the draft carries for rejection sampling.
     """
 
-    follower: Sequence
+    draft_sequence: Sequence
     max_len: int
     use_logits: bool
     tokens: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
-    sureness: list[int] = field(default_factory=list)
-    """Confidence of the model in each token, if requested (`runtime.drafters.sureness`)."""
+    confidence_stop: list[int] = field(default_factory=list)
+    """Confidence of the model in each token, if requested (`runtime.drafters.confidence_stop`)."""
     survives: float = 1.0
     """The probability that all its tokens are accepted, by that."""
     has_ended: bool = False
@@ -37,27 +37,27 @@ class Proposal:
         """Choose or draw the next token by (vocab_size,) logits, or end the draft."""
         try:
             self._draft_token(logits)
-        except NoChoice:  # for the model that drafts; the target may have one
+        except NoValidToken:  # for the model that drafts; the target may have one
             self.has_ended = True
 
     def _draft_token(self, logits: Tensor) -> None:
-        follower = self.follower
-        if self.use_logits and not follower.sampler.is_greedy:
-            probs = follower.sampler.probs(follower.tokens, logits)
-            position = len(follower.tokens)
-            token = draw(probs, follower.sampler.draft_uniform(position, position - len(self.tokens)))
+        draft_sequence = self.draft_sequence
+        if self.use_logits and not draft_sequence.sampler.is_greedy:
+            probs = draft_sequence.sampler.probs(draft_sequence.tokens, logits)
+            position = len(draft_sequence.tokens)
+            token = draw(probs, draft_sequence.sampler.draft_uniform(position, position - len(self.tokens)))
             self._add(token, probs)
             # It was drawn, so it stays: leaving an end id out would change the distribution of what is verified.
-            self.has_ended = token in follower.request.end_ids
+            self.has_ended = token in draft_sequence.request.end_ids
         else:
-            token = follower.sampler.choose(follower.tokens, logits)
-            if token in follower.request.end_ids:
+            token = draft_sequence.sampler.choose(draft_sequence.tokens, logits)
+            if token in draft_sequence.request.end_ids:
                 self.has_ended = True  # it comes as the target's own token at no cost
             else:
                 self._add(token, None)
 
     def _add(self, token: int, probs: Tensor | None) -> None:
-        self.follower.tokens.append(token)
+        self.draft_sequence.tokens.append(token)
         self.tokens.append(token)
         if probs is not None:
             self.probs.append(probs)

@@ -10,7 +10,7 @@ from torch import Tensor
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-def round_kv(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_kv(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(..., D) finite numbers as (..., D) of `dtype`, and (...) float32 scales."""
     largest = _LARGEST[dtype]
     scales = _scales(numbers, largest)
@@ -23,7 +23,7 @@ def _scales(numbers: Tensor, largest: float) -> Tensor:
     return numbers.float().abs().amax(-1) / largest
 
 
-def numbers_of(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_kv(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize stored values to `dtype`."""
     return (stored.float() * scales.unsqueeze(-1)).to(dtype)
 

@@ -12,7 +12,7 @@ from runtime.request import Draft, Sequence
 
 _MATCH_LENS = (0, 1, 2, 3, 4, 6, 9, 16)
 """Drafts are told apart by how long their match was: this far, or longer."""
-SURE = 16
+MODEL_PRIOR = 16
 """A model's drafts are taken to be as right as lookups with so long a match, until it is known how right they are."""
 _FIRST_GUESSES = (0.33, 0.25, 0.5, 0.65, 0.7, 0.7, 0.75, 0.75, 0.75, *[0.83] * 7, 0.88)
 """Prior acceptance of the next token after a match of 0, 1, ... tokens. Lookups in the outputs of SmolLM2 135M for
@@ -28,7 +28,7 @@ _LEAD_MEMORY, _FIRST_LEAD, _LEAST_LEAD, LOOK_INTERVAL = 0.995, 0.1, 0.02, 16
 
 
 @dataclass
-class _Survival:
+class _PositionStats:
     """Numbers of drafts that reached each position, and of those that were right there; both decay."""
 
     memory: float
@@ -45,19 +45,19 @@ class _Survival:
             self.right[i] = self.right[i] * self.memory + (i < num_right)
 
 
-_NOTHING_KNOWN = _Survival(memory=0.0)
+_NOTHING_KNOWN = _PositionStats(memory=0.0)
 
 
 @dataclass
 class _History:
     """Statistics of one request: counts by match length, and drafts whose outcome is not known yet."""
 
-    survivals: dict[int, _Survival] = field(default_factory=dict)
+    survivals: dict[int, _PositionStats] = field(default_factory=dict)
     pending: list[tuple[int, list[int], int]] = field(default_factory=list)
     """Position of a draft's first token, its tokens, and the length of its match."""
 
 
-class Outcomes:
+class AcceptanceStats:
     """Remembers drafts, learns what became of them, and says what to expect of the next.
 
     `are_cut`: they are no longer than was asked for, so that of longer ones nothing is known unless they are tried.
@@ -65,7 +65,7 @@ class Outcomes:
 
     def __init__(self, *, are_cut: bool = False) -> None:
         self._are_cut = are_cut
-        self._shared: dict[int, _Survival] = {}
+        self._shared: dict[int, _PositionStats] = {}
         self._histories: dict[int, _History] = {}
 
     def __len__(self) -> int:
@@ -89,8 +89,8 @@ class Outcomes:
             if num_right == len(known) < len(tokens):
                 still_pending.append((start, tokens, match_len))
                 continue
-            own = history.survivals.setdefault(match_len, _Survival(_OWN_MEMORY))
-            shared = self._shared.setdefault(match_len, _Survival(_SHARED_MEMORY))
+            own = history.survivals.setdefault(match_len, _PositionStats(_OWN_MEMORY))
+            shared = self._shared.setdefault(match_len, _PositionStats(_SHARED_MEMORY))
             for survival in (own, shared):
                 survival.add(num_right, len(tokens))
         history.pending = still_pending
@@ -171,7 +171,7 @@ class Leads:
 @cache
 def _first_guesses(kind: int, num: int) -> list[float]:
     """Prior for the next tokens in order: what was right so far is a match too."""
-    return [_FIRST_GUESSES[min(kind + i, SURE) if kind else 0] for i in range(num)]
+    return [_FIRST_GUESSES[min(kind + i, MODEL_PRIOR) if kind else 0] for i in range(num)]
 
 
 def _class_of(match_len: int) -> int:

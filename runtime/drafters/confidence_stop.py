@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from runtime.drafters.outcomes import num_common
-from runtime.drafters.proposal import Proposal
+from runtime.drafters.acceptance_stats import num_common
+from runtime.drafters.draft_state import DraftState
 from runtime.request import Sequence
 
 _NUM_CLASSES = 16
@@ -26,7 +26,7 @@ _RATE_MEMORY = 0.98
 _CONTEXT_STEP = 64
 
 
-class Sureness:
+class ConfidenceStop:
     """`iteration_s` is the time of a turn with drafts of a length, `draft_s` that of one more token of every draft."""
 
     def __init__(self, iteration_s: Callable[[int, int, float], float], draft_s: Callable[[int, int], float]) -> None:
@@ -49,25 +49,25 @@ class Sureness:
         self._least_to_send = rate * token_s
         self._least_to_go_on = rate * (token_s + self._draft_s(batch_size, context_len) / batch_size)
 
-    def draft_token(self, proposal: Proposal, logits: Tensor) -> None:
+    def draft_token(self, draft_state: DraftState, logits: Tensor) -> None:
         """The next token by (vocab_size,) logits, if it is worth sending; the draft ends if the one after is not."""
         sure = float(torch.softmax(logits.float(), dim=-1).max())
         kind = min(int(sure * _NUM_CLASSES), _NUM_CLASSES - 1) if sure > 0 else 0  # NaN is not
-        survives = proposal.survives * self._share(kind)
+        survives = draft_state.survives * self._share(kind)
         if survives < self._least_to_send:
-            proposal.has_ended = True
+            draft_state.has_ended = True
             return
-        proposal.survives = survives
-        proposal.sureness.append(kind)
-        proposal.draft_token(logits)
-        proposal.has_ended |= survives < self._least_to_go_on
+        draft_state.survives = survives
+        draft_state.confidence_stop.append(kind)
+        draft_state.draft_token(logits)
+        draft_state.has_ended |= survives < self._least_to_go_on
 
-    def end(self, sequences: list[Sequence], proposals: list[Proposal], num_steps: int) -> None:
+    def end(self, sequences: list[Sequence], draft_states: list[DraftState], num_steps: int) -> None:
         """Keep the drafts, and count the time of `num_steps` of the model's own and of the target's."""
-        for sequence, proposal in zip(sequences, proposals, strict=True):
-            self._pending[sequence.request.id] = (len(sequence.tokens), proposal.tokens, proposal.sureness)
+        for sequence, draft_state in zip(sequences, draft_states, strict=True):
+            self._pending[sequence.request.id] = (len(sequence.tokens), draft_state.tokens, draft_state.confidence_stop)
         place = _place(sequences)
-        mean_len = sum(len(proposal.tokens) for proposal in proposals) / len(proposals)
+        mean_len = sum(len(draft_state.tokens) for draft_state in draft_states) / len(draft_states)
         seconds = self._iteration_s(*place, mean_len) + num_steps * self._draft_s(*place)
         self._seconds = self._seconds * _RATE_MEMORY + seconds
         self._num_tokens *= _RATE_MEMORY
@@ -78,11 +78,11 @@ class Sureness:
     def _learn(self, sequence: Sequence) -> None:
         if (draft := self._pending.pop(sequence.request.id, None)) is None:
             return
-        start, tokens, sureness = draft
+        start, tokens, confidence_stop = draft
         known = sequence.tokens[start:]
         num_right = num_common(tokens, known)
         self._num_tokens += min(num_right + 1, len(known))  # others' drafts may have yielded more since
-        for i, kind in enumerate(sureness[: min(num_right + 1, len(known), len(tokens))]):
+        for i, kind in enumerate(confidence_stop[: min(num_right + 1, len(known), len(tokens))]):
             self._seen[kind] = self._seen[kind] * _MEMORY + 1
             self._right[kind] = self._right[kind] * _MEMORY + (i < num_right)
 

@@ -7,7 +7,7 @@ from runtime.errors import UsageError
 from runtime.request import Draft, Request, Sequence
 
 
-class DrafterChain:
+class FirstOf:
     """Asks each drafter for those sequences for which all before it proposed nothing: the cheap one first.
 
     A drafter is not asked at every step then, and finds several tokens new when it is: all of ours can cope.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from runtime.costs import CostModel
-from runtime.diagnosis.symptoms import DraftedStep, Drafting, Symptoms
+from runtime.diagnosis.observations import DraftedStep, Drafting, Symptoms
 
 MIN_STEPS = 16
 MIN_DRAFT_TOKENS = 40

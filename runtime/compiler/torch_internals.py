@@ -76,5 +76,5 @@ def _refuse(what: str) -> NoReturn:
     raise SpecDecError(
         f"torch {torch.__version__} cannot be built with: it {what}",
         hint=f"install torch {_TESTED}",
-        fact="other_torch",
+        code="other_torch",
     )

@@ -76,7 +76,7 @@ def check_environment(config: EngineConfig, engine_dir: Path, device: torch.devi
             raise SpecDecError(
                 f"`{engine_dir}` was built for another {name}: it needs {built}, here is {now}",
                 hint="build it again here, from its checkpoint",
-                fact="other_environment",
+                code="other_environment",
                 engine_dir=engine_dir,
                 build=config.build_config,
             )
@@ -85,7 +85,7 @@ def check_environment(config: EngineConfig, engine_dir: Path, device: torch.devi
         raise SpecDecError(
             f"`{engine_dir}` was built for a processor with instructions that this one lacks: {', '.join(missing)}",
             hint="build it again here, from its checkpoint",
-            fact="other_environment",
+            code="other_environment",
             engine_dir=engine_dir,
             build=config.build_config,
         )
@@ -157,7 +157,7 @@ def _open_package(
     try:
         constants = open_weights(weights, layout, known)
     except SafetensorError as error:
-        raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_BUILD_AGAIN, fact="engine") from error
+        raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_BUILD_AGAIN, code="engine") from error
     with _package_errors(package):
         return open_aot(package, constants, device)
 
@@ -200,7 +200,7 @@ def _check_is_shape(made_for: StepShape, config: EngineConfig, where: Path) -> N
     raise SpecDecError(
         f"`{where}` is of another step, which was made for {name} {value}: {said.get(name)}",
         hint=_BUILD_AGAIN,
-        fact="engine",
+        code="engine",
     )
 
 
@@ -214,7 +214,7 @@ def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
         raise SpecDecError(
             f"`{where}` asks for more than the {positions} positions {why_positions_end(pretrained)}: {asked}",
             hint=_BUILD_AGAIN,
-            fact="engine",
+            code="engine",
         )
     layers = _layers_by_model(json.dumps(config.pretrained_config), config.mapping.tp_size)
     shape = config.step_shape  # of what the model has no say in
@@ -253,7 +253,7 @@ def _package_errors(package: Path) -> Iterator[None]:
     except Exception as error:  # torch raises RuntimeError, OSError or zip errors; all mean the same
         _try_to_unpack(package)
         said = next(iter(str(error).splitlines()), type(error).__name__)
-        raise SpecDecError(f"`{package}` cannot be opened: {said}", hint=_BUILD_AGAIN, fact="engine") from error
+        raise SpecDecError(f"`{package}` cannot be opened: {said}", hint=_BUILD_AGAIN, code="engine") from error
 
 
 def _try_to_unpack(package: Path) -> None:

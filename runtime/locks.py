@@ -10,9 +10,9 @@ from typing import Any
 # While transformers makes a model and torch compiles one, parts of both are others for all threads, and modules are
 # found half imported. Two threads would take each other's parts for those to put back. A thread that
 # also takes a file lock takes this one first.
-MAKING = RLock()
+MODEL_INIT_LOCK = RLock()
 if hasattr(os, "register_at_fork"):  # a child has no thread that could end what another was making
-    os.register_at_fork(after_in_child=MAKING._at_fork_reinit)  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=MODEL_INIT_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
 
 _MAKERS = ("from_pretrained", "_from_config")
 _MARK = "_takes_specdecs_lock"
@@ -20,7 +20,7 @@ _LONGEST_WAIT_S = 60.0
 
 
 def lock_transformers() -> None:
-    """Have transformers take MAKING where it makes models, so that threads of users' own that load some need not.
+    """Have transformers take MODEL_INIT_LOCK where it makes models, so that users' own threads need not.
 
     For the time of a `from_pretrained` it replaces a method of all of its models and torch's default dtype. One that
     overlaps with ours would put back what it found: every model with tied embeddings would be incomplete from then on.
@@ -28,7 +28,7 @@ def lock_transformers() -> None:
     """
     from transformers import PreTrainedModel
 
-    with MAKING:
+    with MODEL_INIT_LOCK:
         if hasattr(PreTrainedModel.from_pretrained, _MARK):
             return
         end_s = time.monotonic() + _LONGEST_WAIT_S
@@ -41,7 +41,7 @@ def lock_transformers() -> None:
 def _locked(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
     def locked(*arguments: Any, **options: Any) -> Any:
-        with MAKING:
+        with MODEL_INIT_LOCK:
             return make(*arguments, **options)
 
     setattr(locked, _MARK, True)

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from runtime.bundle import read_bundle
-from runtime.compiler.measuring import time_cell
+from runtime.compiler.profile_steps import time_cell
 from runtime.config import StepCost
 from runtime.diagnosis.machine import examine_machine
-from runtime.diagnosis.pairs import compare_draft_model
-from runtime.diagnosis.symptoms import (
+from runtime.diagnosis.observations import (
     CacheUse,
     DraftedStep,
     Drafting,
@@ -27,10 +26,11 @@ from runtime.diagnosis.symptoms import (
     Symptoms,
     Weights,
 )
+from runtime.diagnosis.pairs import compare_draft_model
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.chain import DrafterChain
-from runtime.drafters.choosing import ChoosingChain
+from runtime.drafters.best_of import BestOf
 from runtime.drafters.compatibility import TargetIdentity
+from runtime.drafters.first_of import FirstOf
 from runtime.drafters.protocol import Drafter, check_request
 from runtime.drafters.specs import NO_SPECULATION, Speculation
 from runtime.engine import Engine
@@ -134,11 +134,11 @@ def _watch(session: Session) -> dict[str, _Watched]:
     chain = session.opened.drafter if session.opened is not None else None
     if isinstance(chain, AdaptiveDrafter):
         chain = chain.drafter
-    if isinstance(chain, DrafterChain):
+    if isinstance(chain, FirstOf):
         names = ["ngram", "corpus"]
         watched = [_Watched(drafter) for drafter in chain.drafters]
         chain.drafters[:] = watched
-    elif isinstance(chain, ChoosingChain):
+    elif isinstance(chain, BestOf):
         of_models, of_lookups = _names_by_kind(session.speculation)
         names = [*of_lookups, *of_models]
         watched = [_Watched(drafter) for drafter in (*chain.lookups, *(model.drafter for model in chain.models))]

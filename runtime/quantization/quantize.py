@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from runtime.config import Precision
+from runtime.config import QuantConfig
 from runtime.errors import SpecDecError
 from runtime.quantization.weight import QuantizedWeight, pack_int4
 
@@ -32,19 +32,19 @@ def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
         raise SpecDecError(
             f"groups of {wanted} do not divide the {inputs} inputs of `{name}`",
             hint="round whole rows, or to int8",
-            fact="group_size",
+            code="group_size",
         )
     return size
 
 
-def round_weight(weight: Tensor, precision: Precision, group_size: int) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedWeight:
     """The (outputs, inputs) weight in the format that is asked for."""
     rows = max(1, _ROWS_BYTES // (4 * weight.shape[1]))
     pieces = [_round_rows(piece.float(), precision, group_size) for piece in torch.split(weight, rows)]
     return QuantizedWeight(torch.cat([values for values, _ in pieces]), torch.cat([scales for _, scales in pieces]))
 
 
-def _round_rows(weight: Tensor, precision: Precision, group_size: int) -> tuple[Tensor, Tensor]:
+def _round_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> tuple[Tensor, Tensor]:
     """Values, and scales: of integers float16, of e4m3 float32."""
     outputs, inputs = weight.shape
     groups = weight.reshape(outputs, -1, group_size)

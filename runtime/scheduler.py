@@ -10,7 +10,7 @@ from collections.abc import Generator
 from collections.abc import Sequence as Seq
 
 from runtime.drafters.protocol import Drafter
-from runtime.drafting import check_requests, commit, let_go, propose, raise_error_of
+from runtime.drafting import check_requests, commit, propose, raise_first_error, release_all
 from runtime.engine import Engine
 from runtime.request import Request, Sequence
 from runtime.stats import LoopTimes
@@ -27,19 +27,19 @@ def generate(
 
     The same promises as `runtime.orchestrator.generate`, for engines without block reuse too.
     """
-    leader = Leader(engine, drafter, max_draft_len, times)
+    leader = Scheduler(engine, drafter, max_draft_len, times)
     check_requests(engine, drafter, requests)
     for request in requests:
         leader.add(Sequence.start(request))
     try:
         while leader.has_work:
             yield from leader.step()
-        raise_error_of(leader.failed)
+        raise_first_error(leader.failed)
     finally:
-        leader.let_go()
+        leader.release_all()
 
 
-class Leader:
+class Scheduler:
     """Running and waiting sequences, both oldest first, and their common step.
 
     Who calls `step` may add and drop sequences between two steps.
@@ -99,15 +99,15 @@ class Leader:
         else:
             self.running.remove(sequence)
             self._is_full = False
-        let_go(self.engine, self.drafter, [sequence])
+        release_all(self.engine, self.drafter, [sequence])
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """Drop all, as after a step that failed."""
         sequences = [*self.running, *self.waiting]
         self.running.clear()
         self.waiting.clear()
         self._is_full = False
-        let_go(self.engine, self.drafter, sequences)
+        release_all(self.engine, self.drafter, sequences)
 
     def _admit(self) -> None:
         """Admit waiting sequences while there is room; after blocks ran out, not until a sequence has finished."""
