@@ -12,7 +12,7 @@ from typing import Any
 from waiting import wait_until
 
 from runtime.request import Draft, Sequence
-from runtime.serving.answer import Answer
+from runtime.serving.answer import RequestHandle
 from runtime.serving.loop import ServingLoop
 
 _DIRECTORY, _NUM_STEPS = "SPECDEC_TEST_GATE", "SPECDEC_TEST_GATE_STEPS"
@@ -40,7 +40,7 @@ class Gate:
         os.environ.update(self.environment)
         waits, propose, cancel = Waits(), drafter.propose, ServingLoop.cancel
 
-        def cancel_and_open(loop: ServingLoop, answers: Iterable[Answer]) -> None:
+        def cancel_and_open(loop: ServingLoop, answers: Iterable[RequestHandle]) -> None:
             cancel(loop, answers)
             self.open()
 

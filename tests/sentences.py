@@ -28,6 +28,9 @@ _VARYING = (
     (r"127\.0\.0\.1:\d+", "127.0.0.1:PORT"),
     (r" ?warning: \w+ take [\d.]+ times as long as when they were measured; .*? build the engine again", ""),
     (r"\b[\d.]+ s\b", "N s"),
+    (r"^(N s [a-z ]+? )*(?=(error|warning): )", ""),  # progress, of what was not made before
+    (r"^warning: .*?(?=error: )", ""),  # of a file that was not converted before
+    (r"(is not valid JSON): [^:]+(?=: line)", r"\1: WHY"),  # by where it is cut off
     (r"\bp = [\d.e-]+", "p = P"),
     (r"line \d+ column \d+ \(char \d+\)", "line N column N (char N)"),
 )
@@ -73,7 +76,7 @@ class Said:
             source = " ".join(str(w.message) for w in source if issubclass(w.category, SpecDecWarning))
         command = getattr(source, "command", module)
         parts = [getattr(source, "stderr", None) or str(source)]
-        parts += [f"{name}: {part}" for name in ("hint", "fact") if (part := getattr(source, name, None))]
+        parts += [f"{name}: {part}" for name in ("hint", "code") if (part := getattr(source, name, None))]
         return command, " ".join(" ".join(parts).split())
 
     def _fixed(self, text: str, varying: tuple[object, ...]) -> str:

@@ -196,11 +196,11 @@ def test_runtime_names_no_flag_and_no_command() -> None:
                 assert not named.search(node.value), f"{module}, line {node.lineno}: {node.value[:60]}"
 
 
-def test_every_fact_of_an_error_has_its_hint() -> None:
-    """And no hint is for a fact that nothing states."""
+def test_every_code_of_an_error_has_its_hint() -> None:
+    """And no hint is for a code that no error has."""
     stated = set()
     for path in modules("runtime").values():
-        stated |= set(re.findall(r'fact="(\w+)"', path.read_text(encoding="utf-8")))
+        stated |= set(re.findall(r'code="(\w+)"', path.read_text(encoding="utf-8")))
         stated |= set(re.findall(r'"(cache_too_\w+)"', path.read_text(encoding="utf-8")))
     assert stated == {*HINTS, "other_environment"}
 

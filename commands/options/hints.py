@@ -1,6 +1,6 @@
 """Hints that name the flag to turn: the command line's own remedies for the library's errors, and the flags' names.
 
-One table from facts (`SpecDecError.code`) to hints. The values of an error stand in braces; an error without a fact, or
+One table from codes (`SpecDecError.code`) to hints. The values of an error stand in braces; an error without a code, or
 with one that the library's own words are best for, keeps its hint. Of several pieces of advice those are given whose
 flags the command has, by its names for them; the flags of other commands stand behind the command (`specdec build
 --max-seq-len`).

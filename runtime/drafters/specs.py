@@ -275,7 +275,7 @@ class SelfDrafter(DrafterSpec):
 
     description = Description(
         "self",
-        "the target's own rounded copy",
+        "the target's own quantized copy",
         help="Self-draft with the target's quantized copy, made by `build --self-draft`",
         flag="self_draft_config",
         form=ListForm(

@@ -14,7 +14,7 @@ QUICKLY_FOUND = (
     "engine:Engine.step one-more 1",
     "kv_cache:BlockManager._allocate drop 0",
     "kv_cache:BlockManager._publish without 0",
-    "leader:Leader._make_room drop 0",
+    "scheduler:Scheduler._make_room drop 0",
     "request:Sequence.commit drop 2",
     "verify:_verify_probs exchange 0",
     "verify:verify_tokens without 1",

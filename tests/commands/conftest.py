@@ -45,7 +45,7 @@ def specdec(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     facts: list[str | None] = []
     report = specdec_cli.app._report
-    monkeypatch.setattr(specdec_cli.app, "_report", lambda e: (facts.append(getattr(e, "fact", None)), report(e))[1])
+    monkeypatch.setattr(specdec_cli.app, "_report", lambda e: (facts.append(getattr(e, "code", None)), report(e))[1])
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def call(*arguments: object) -> Result:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_report_and_settings_name_it(
     assert_valid("summarize", document)
     record = {"max_draft_len": 3, "use_logits": False, "device_id": 0, "device_ids": [0]}
     assert document["settings"]["self_draft_config"] == record
-    assert "the target&#x27;s own rounded copy, up to 3 tokens" in page.read_text()
+    assert "the target's own quantized copy, up to 3 tokens" in unescape(page.read_text())
 
 
 @pytest.mark.slow

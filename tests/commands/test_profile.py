@@ -88,7 +88,7 @@ def test_run_drafts_as_the_profile_says(
     assert settings["profile"] == str(path) and same["settings"]["profile"] is None
     assert (settings["ngram_config"], settings["draft_len_mode"]) == (same["settings"]["ngram_config"], draft_len_mode)
     assert ids_of(document) == ids_of(same)
-    if not leader:
+    if not leader and draft_len_mode == "fixed":  # automatic lengths go by what steps take
         for key in ("num_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
             assert document["total"][key] == same["total"][key]
 

@@ -36,7 +36,7 @@ with Engine.open(Path(sys.argv[1])) as engine:
     before = threads()
     sampled = SamplingConfig(temperature=0.8, top_k=20)
     requests = [Request(0, (5, 6, 7) * 30, 8), Request(1, (5, 6), 8, sampling=sampled, num_logprobs=3)]
-    ids = [sequence.output_tokens for sequence, _ in leader.generate(engine, requests) if sequence.finish_reason]
+    ids = [sequence.output_tokens for sequence, _ in scheduler.generate(engine, requests) if sequence.finish_reason]
     new = threads()
     for name in before:
         new.remove(name)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from importlib.resources import files
 
-from openai_server import DONE, Piece, Reply, ServeRequest, as_json, event, failure, models
+from openai_server import DONE, Asked, Piece, Reply, as_json, event, failure, models
 
 PAGE = files("commands").joinpath("serve/page.html").read_text(encoding="utf-8")
 Step = list[tuple[str, str]]
@@ -72,11 +72,11 @@ def serve_page(
     wait_s: float = 0.02,
     api_key: str | None = None,
     requests: Callable[[], list[dict[str, object]]] = lambda: [],
-    generate: Callable[[ServeRequest], Reply] | None = None,
-) -> Callable[[ServeRequest], Reply]:
+    generate: Callable[[Asked], Reply] | None = None,
+) -> Callable[[Asked], Reply]:
     """The script of a server that answers every prompt with `steps`, slower without speculation."""
 
-    def answer(asked: ServeRequest) -> Reply:
+    def answer(asked: Asked) -> Reply:
         chat = asked.path == "/v1/chat/completions"
         if "stream" not in asked.body:
             return as_json({"choices": [{"text": "Specu"}], "usage": {}})
@@ -84,7 +84,7 @@ def serve_page(
             return Reply(streamed(without_drafts(steps), wait_s, chat=chat, counts=None))
         return Reply(streamed(steps, wait_s, chat=chat, counts=COUNTS if steps is DRAFTED else None))
 
-    def reply(asked: ServeRequest) -> Reply:
+    def reply(asked: Asked) -> Reply:
         if asked.path == "/":
             page = [(0.0, PAGE.encode())]
             return Reply(page, 200, "text/html; charset=utf-8", headers=(("content-security-policy", policy()),))

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from openai_server import DONE, Reply, Server, ServeRequest, event, failure, running
+from openai_server import DONE, Asked, Reply, Server, event, failure, running
 from page_server import COUNTS, DRAFTED, PAGE, TEXT, policy, serve_page, streamed
 from waiting import HANG_S, wait_until
 
@@ -203,7 +203,7 @@ def test_texts_of_servers_and_users_are_shown_as_text(open_page: Open) -> None:
 
 @browser_only
 def test_errors_are_told_where_the_answer_would_be(open_page: Open) -> None:
-    def generate(asked: ServeRequest) -> Reply:
+    def generate(asked: Asked) -> Reply:
         said = asked.body["messages"][-1]["content"]
         broken = streamed(DRAFTED, 0.0, chat=True, counts=None)[:2]
         return {

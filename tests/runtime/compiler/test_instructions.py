@@ -11,8 +11,8 @@ LOOK = """
 import sys
 from contextlib import nullcontext
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
-from runtime.compiler.compilation import _instructions_looked_up
-with _instructions_looked_up() if sys.argv[1] == "ours" else nullcontext():
+from runtime.compiler.programs import instructions_looked_up
+with instructions_looked_up() if sys.argv[1] == "ours" else nullcontext():
     print([(str(isa), isa.build_arch_flags()) for isa in valid_vec_isa_list()])
 """
 

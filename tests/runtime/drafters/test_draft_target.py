@@ -124,7 +124,7 @@ def finish(target: Engine, requests: list[Request], drafter: Drafter | None) -> 
     check_idle(target)
     inner = drafter.drafter if isinstance(drafter, Recorded) else drafter
     if isinstance(inner, DraftModel):
-        assert inner._followers == {}
+        assert inner._draft_sequences == {}
         check_idle(inner.engine)
     return sorted(finished, key=lambda sequence: sequence.request.id)
 
@@ -552,4 +552,4 @@ def test_draft_pool_too_small_for_a_request_is_an_error_before_any_step(open_eng
     with pytest.raises(SpecDecError, match="^draft engine: K/V cache of 40 tokens is too small for request 3"):
         list(generate(target, make_requests(4), drafter, 4))
     assert target.step_time_s == drafter.engine.step_time_s == 0
-    assert drafter._followers == {}
+    assert drafter._draft_sequences == {}
