@@ -1077,7 +1077,7 @@ def directory(
     llama_uncompiled_dir: Path, plain_engine_dir: Path, articles: Path,
 ) -> Path:  # fmt: skip
     """The current directory: copies that a test may damage."""
-    work_dir = tmp_path / "work"
+    work_dir = tmp_path / "cwd"
     sources = {"model": llama_dir, "ckpt": llama_checkpoint_dir, "engine": llama_uncompiled_dir}
     for name, source in (sources | {"engine-plain": plain_engine_dir}).items():
         shutil.copytree(source, work_dir / name)
