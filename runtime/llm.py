@@ -24,7 +24,8 @@ from runtime.costs import CostModel
 from runtime.drafters.compatibility import TargetIdentity, check_corpora, check_draft_engine
 from runtime.drafters.factory import Opening, open_drafter
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.specs import AnySpec, DraftFunction, DraftLenMode, Speculation
+from runtime.drafters.specs import AnySpec, DraftFunction, DraftLenMode
+from runtime.drafters.speculation import Speculation
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError

@@ -9,7 +9,7 @@ from typing import Literal
 
 from runtime import orchestrator, scheduler
 from runtime.drafters.factory import OpenDrafter
-from runtime.drafters.specs import NO_SPECULATION, Speculation
+from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.drafting import check_requests
 from runtime.engine import Engine
 from runtime.errors import RequestError

@@ -95,7 +95,7 @@ found["tune"] = [one["flags"] for one in tuned["candidates"] if one["drafter"] a
 from runtime.tuning.profile import drafter_record
 from specdec_cli import LLM, EchoDrafter, SamplingParams
 from commands.serve.schema import Speculative
-from runtime.drafters.specs import Speculation
+from runtime.drafters.speculation import Speculation
 
 found["serve"] = "echo_config" in Speculative.model_fields
 found["profile"] = drafter_record(Speculation.of(EchoDrafter(2)))

@@ -13,7 +13,7 @@ from runtime.bundle import read_bundle
 from runtime.diagnosis.diagnose import judge
 from runtime.diagnosis.observations import ExpectedAcceptance
 from runtime.diagnosis.observe import examine_draft_model, measure
-from runtime.drafters.specs import Speculation
+from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError
 from runtime.llm import LLM
 from runtime.params import SamplingParams

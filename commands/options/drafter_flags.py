@@ -10,7 +10,8 @@ import typer
 
 from commands.options.shared import SPECULATION
 from runtime.drafters.spec import DrafterSpec, Setting, fields_of
-from runtime.drafters.specs import DRAFTERS, Speculation
+from runtime.drafters.specs import DRAFTERS
+from runtime.drafters.speculation import Speculation
 
 
 def as_flag(name: str) -> str:

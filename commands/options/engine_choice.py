@@ -18,7 +18,7 @@ from commands.output import Output
 from runtime.bundle import Bundle, read_bundle
 from runtime.chat import has_chat_template, raise_no_chat_template
 from runtime.drafters.spec import Devices
-from runtime.drafters.specs import Speculation
+from runtime.drafters.speculation import Speculation
 from runtime.errors import UsageError
 from runtime.models import read_model_config, resolve_model, resolve_tokenizer
 from runtime.params import SamplingParams

@@ -12,7 +12,8 @@ from commands.options.drafter_flags import DrafterFlags, as_flag, config_flag, u
 from commands.options.expand import given_flags
 from commands.options.shared import SPECULATION
 from runtime.drafters.spec import Devices, DrafterSpec, Setting, fields_of
-from runtime.drafters.specs import DRAFTERS, DraftLenMode, Speculation
+from runtime.drafters.specs import DRAFTERS, DraftLenMode
+from runtime.drafters.speculation import Speculation
 from runtime.errors import UsageError
 
 _TRTLLM_DRAFT_LEN = 4

@@ -14,7 +14,8 @@ from runtime.drafters.factory import ShortDrafter
 from runtime.drafters.first_of import FirstOf
 from runtime.drafters.prediction import PredictionLookup
 from runtime.drafters.protocol import Drafter
-from runtime.drafters.specs import LOOKUPS, LookupDrafter, Speculation
+from runtime.drafters.specs import LOOKUPS, LookupDrafter
+from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError
 from runtime.params import SamplingParams
 from runtime.request import Request

@@ -17,7 +17,7 @@ from commands.options.speculation_flags import Drafters, speculation_from_flags
 from commands.output import Output, check_output_files, check_readable
 from runtime.bundle import read_bundle
 from runtime.drafters.spec import Devices
-from runtime.drafters.specs import Speculation
+from runtime.drafters.speculation import Speculation
 from runtime.errors import UsageError
 from runtime.models import read_model_config, resolve_model, resolve_tokenizer
 from runtime.parallel.devices import check_device_ids

@@ -11,7 +11,8 @@ from commands.documents.drafters import DeviceIds, TunedDrafter
 from commands.documents.records import Counts, Head, Positive, Record, document_head
 from commands.options.drafter_flags import written_flags
 from runtime.config import Measure, Size
-from runtime.drafters.specs import DraftLenMode, Speculation
+from runtime.drafters.specs import DraftLenMode
+from runtime.drafters.speculation import Speculation
 from runtime.stats import RequestStats, sum_stats
 from runtime.tuning.live import Confirmation, Confirmed, Measured
 from runtime.tuning.profile import drafter_record

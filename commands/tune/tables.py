@@ -7,7 +7,7 @@ from rich.table import Table
 from commands.options.drafter_flags import written_flags
 from commands.output import Output, number, percent
 from commands.tune.document import Tuning, categories_of, stats_of_category
-from runtime.drafters.specs import Speculation
+from runtime.drafters.speculation import Speculation
 from runtime.stats import RequestStats, sum_stats
 from runtime.tuning.candidates import labels_of
 from runtime.tuning.live import Confirmation, Measured

@@ -32,7 +32,7 @@ from runtime.drafters.best_of import BestOf
 from runtime.drafters.compatibility import TargetIdentity
 from runtime.drafters.first_of import FirstOf
 from runtime.drafters.protocol import Drafter, check_request
-from runtime.drafters.specs import NO_SPECULATION, Speculation
+from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.engine import Engine
 from runtime.errors import draft_engine_errors
 from runtime.evaluation.checks import TokenCheck

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runtime.bundle import Bundle
 from runtime.corpus import Corpus
-from runtime.drafters.specs import Speculation
+from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError, SpecDecWarning, draft_engine_errors
 from runtime.text import tokenizer_digest, tokenizer_of_engine
 from runtime.tokenizer import Tokenizer

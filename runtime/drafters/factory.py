@@ -19,7 +19,8 @@ from runtime.drafters.meter import Clock
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request, look_ahead
 from runtime.drafters.self_draft import SelfDraft
-from runtime.drafters.specs import DraftTargetDrafter, SelfDrafter, Speculation
+from runtime.drafters.specs import DraftTargetDrafter, SelfDrafter
+from runtime.drafters.speculation import Speculation
 from runtime.engine import Engine, KVCacheConfig
 from runtime.errors import draft_engine_errors
 from runtime.request import Draft, Request, Sequence

@@ -1,20 +1,18 @@
 """Every drafter, described once: its settings, with bounds and help, its names, and how it is opened.
 
-To add one, add a class here and its algorithm. `Speculation` is how a command or a program drafts: with which of them,
-and how long drafts are.
+To add one, add a class here and its algorithm.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from runtime.drafters.spec import DRAFTERS as DRAFTERS
 from runtime.drafters.spec import Description, Devices, DrafterSpec, Entry, ListForm, Setting, TextForm
-from runtime.errors import SpecDecError, UsageError, draft_engine_errors
+from runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from runtime.config import BuildConfig
     from runtime.costs import CostModel
     from runtime.drafters.factory import OpenDrafter, Opening
     from runtime.drafters.meter import Clock
@@ -372,7 +370,7 @@ class ChainDrafter:
     drafters: tuple[DrafterSpec, ...]
 
     def __init__(self, drafters: "Iterable[DrafterSpec | Drafter | DraftFunction]") -> None:
-        object.__setattr__(self, "drafters", tuple(map(_as_spec, drafters)))
+        object.__setattr__(self, "drafters", tuple(map(as_spec, drafters)))
         if not self.drafters:
             raise UsageError("a chain has no drafters: []", hint="name at least one")
 
@@ -380,7 +378,8 @@ class ChainDrafter:
 AnySpec = DrafterSpec | ChainDrafter
 
 
-def _as_spec(drafter: "DrafterSpec | Drafter | DraftFunction") -> DrafterSpec:
+def as_spec(drafter: "DrafterSpec | Drafter | DraftFunction") -> DrafterSpec:
+    """Spec of a drafter as users of Python give it. UsageError for what is no drafter."""
     if isinstance(drafter, DrafterSpec):
         return drafter
     if not callable(getattr(drafter, "propose", None)) and not callable(drafter):
@@ -388,174 +387,3 @@ def _as_spec(drafter: "DrafterSpec | Drafter | DraftFunction") -> DrafterSpec:
             f"this is no drafter: {drafter!r}", hint="a drafter has `propose` and `forget`, or is a function of tokens"
         )
     return OwnDrafter(drafter)
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """Speculation settings: the drafters, the most profitable of whose drafts each sequence gets, and their lengths.
-
-    None without drafters. `draft_len_mode` None: `default_mode`.
-    """
-
-    drafters: tuple[DrafterSpec, ...] = ()
-    draft_len_mode: DraftLenMode | None = None
-
-    @staticmethod
-    def of(
-        drafter: "DrafterSpec | ChainDrafter | Drafter | DraftFunction | None",
-        draft_len_mode: DraftLenMode | None = None,
-    ) -> "Speculation":
-        """Speculation from a drafter as users of Python give it. UsageError for what is no drafter."""
-        if drafter is None:
-            return Speculation((), draft_len_mode)
-        drafters = drafter.drafters if isinstance(drafter, ChainDrafter) else (_as_spec(drafter),)
-        return Speculation(drafters, draft_len_mode)
-
-    def __bool__(self) -> bool:
-        return bool(self.drafters)
-
-    def __iter__(self) -> Iterator[DrafterSpec]:
-        return iter(self.drafters)
-
-    @property
-    def drafter(self) -> "AnySpec | None":
-        """Drafter for Python's `LLM`."""
-        if len(self.drafters) > 1:
-            return ChainDrafter(self.drafters)
-        return self.drafters[0] if self.drafters else None
-
-    @property
-    def lookup(self) -> LookupDrafter | None:
-        """The drafter, where it is one lookup: records tell then what it would draft."""
-        return self.drafters[0] if len(self.drafters) == 1 and isinstance(self.drafters[0], LookupDrafter) else None
-
-    @property
-    def names(self) -> list[str]:
-        return [drafter.name for drafter in self.drafters]
-
-    @property
-    def has_model(self) -> bool:
-        return any(drafter.is_model for drafter in self.drafters)
-
-    @property
-    def needs_copy(self) -> bool:
-        """True if the engine must have a self-draft copy."""
-        return any(drafter.needs_copy for drafter in self.drafters)
-
-    @property
-    def draws_by_probs(self) -> bool:
-        """True if drafts affect sampled tokens, by rejection sampling. False for users' own, where it is unknown."""
-        return any(drafter.draws_by_probs for drafter in self.drafters)
-
-    @property
-    def may_draw_by_probs(self) -> bool:
-        """The same, or unknown."""
-        return any(drafter.may_draw_by_probs for drafter in self.drafters)
-
-    @property
-    def shares_pool(self) -> bool:
-        """True if requests find continuations that others left."""
-        return any(isinstance(drafter, LookupDrafter) and drafter.pool == "public" for drafter in self.drafters)
-
-    @property
-    def max_draft_len(self) -> int | None:
-        """Length of the longest drafts, 0 without a drafter; None where one has no bound."""
-        known = [drafter.max_draft_len for drafter in self.drafters if drafter.max_draft_len is not None]
-        return max(known, default=0) if len(known) == len(self.drafters) else None
-
-    @property
-    def corpora(self) -> list[Path]:
-        """Corpora that are looked in."""
-        return [corpus for drafter in self.drafters for corpus in drafter.corpora]
-
-    @property
-    def label(self) -> str:
-        return " + ".join(drafter.label for drafter in self.drafters) or "none"
-
-    @property
-    def lengths_label(self) -> str:
-        """Draft lengths of the drafters, as text."""
-        lengths = ", ".join(str(drafter.max_draft_len) for drafter in self.drafters)
-        if not lengths:
-            return "-"
-        return f"auto, to {lengths}" if self.draft_len_mode == "auto" else f"to {lengths}"
-
-    def with_drafters(self, drafters: Iterable[DrafterSpec]) -> "Speculation":
-        return replace(self, drafters=tuple(drafters))
-
-    def in_mode(self, draft_len_mode: DraftLenMode | None) -> "Speculation":
-        return replace(self, draft_len_mode=draft_len_mode)
-
-    def with_length(self, max_draft_len: int) -> "Speculation":
-        """Copy with drafts of at most `length` tokens: of models, or of all drafters if there is none."""
-        return self.with_drafters(
-            replace(drafter, max_draft_len=min(max_draft_len, drafter.max_draft_len or max_draft_len))  # type: ignore[type-var]
-            if drafter.is_model or not self.has_model
-            else drafter
-            for drafter in self.drafters
-        )
-
-    def default_mode(self, *, is_leader: bool) -> DraftLenMode:
-        """`auto` in leader mode; `fixed` in orchestrator mode, as TensorRT-LLM has it.
-
-        And where drafts choose what is sampled: a seed gives the same text then, whatever else was drafted before.
-        """
-        return "auto" if self and is_leader and not self.draws_by_probs else "fixed"
-
-    def check_has_copy(self, *, has_copy: bool) -> None:
-        """SpecDecError for a model that is to draft for itself, and whose engine has no copy of it that could."""
-        if not has_copy and self.needs_copy:
-            raise SpecDecError(
-                "the engine has no copy of its model that could draft for it",
-                hint="build it with a copy that drafts",
-                code="no_self_draft",
-            )
-
-    def check_files(self) -> None:
-        """SpecDecError for a model or a corpus that is not there, as far as that is found without torch."""
-        from runtime.corpus import Corpus
-
-        for drafter in self.drafters:
-            if drafter.draft_model is not None:
-                _check_draft_model(drafter.draft_model)
-            for corpus in drafter.corpora:
-                Corpus.open(corpus)
-
-    def check_fits(self, build: "BuildConfig | None") -> None:
-        """SpecDecError if the engine was built for shorter drafts, for none, or without the copy that is to draft.
-
-        `build` None: it is built for these drafts yet.
-        """
-        wanted = self.max_draft_len
-        if build is None:
-            from runtime.config import MAX_DRAFT_LEN
-
-            if (wanted or 0) > MAX_DRAFT_LEN:
-                raise UsageError(f"engines take drafts of at most {MAX_DRAFT_LEN} tokens: {wanted}", hint="lower it")
-            return
-        engine_max_draft_len = build.max_draft_len
-        self.check_has_copy(has_copy=build.self_draft is not None)
-        if self and (engine_max_draft_len == 0 or (wanted or 0) > engine_max_draft_len):
-            takes = f"takes drafts of at most {engine_max_draft_len} tokens"
-            built = takes if engine_max_draft_len else "was built without drafts"
-            raise SpecDecError(
-                f"the engine {built}, and the drafter's are of up to: {wanted or 'any number'}",
-                hint=f"lower it, or build with a max_draft_len of {wanted or 10}",
-                code="draft_len",
-                max_draft_len=wanted or 10,
-            )
-
-
-def _check_draft_model(model: str | Path) -> None:
-    """A path is an engine's directory, a name a model."""
-    from runtime.bundle import is_engine_dir, read_bundle
-    from runtime.models import read_model_config, resolve_model
-
-    with draft_engine_errors():
-        if isinstance(model, Path):
-            read_bundle(model)
-        elif not is_engine_dir(Path(model)):
-            read_model_config(resolve_model(model))
-
-
-NO_SPECULATION = Speculation((), "fixed")

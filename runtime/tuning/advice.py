@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from runtime.costs import CostModel
-from runtime.drafters.specs import NO_SPECULATION, Speculation
+from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.request import Sequence
 from runtime.session import Session
 from runtime.tuning.prediction import step_s

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from runtime.drafters.spec import DrafterSpec
-from runtime.drafters.specs import DRAFTERS, Speculation
+from runtime.drafters.specs import DRAFTERS
+from runtime.drafters.speculation import Speculation
 
 DRAFT_LENS = (1, 2, 3, 4, 6, 8, 10)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from runtime.costs import CostModel
 from runtime.drafters.compatibility import check_corpora
-from runtime.drafters.specs import NO_SPECULATION, SelfDrafter, Speculation
+from runtime.drafters.specs import SelfDrafter
+from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.llm import LLM
 from runtime.request import Request

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from runtime.drafters.protocol import check_request
-from runtime.drafters.specs import Speculation
+from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError
 from runtime.evaluation.noise import MIN_PAIRS, paired_shift
 from runtime.generation import Generation

@@ -11,7 +11,8 @@ from runtime.cache import digest
 from runtime.checksums import document_digest
 from runtime.config import EngineConfig, Measure, Share, Size, as_json, parse
 from runtime.drafters.spec import DrafterSpec, fields_of
-from runtime.drafters.specs import DRAFTERS, AnySpec, DraftLenMode, Speculation
+from runtime.drafters.specs import DRAFTERS, AnySpec, DraftLenMode
+from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import write_json
 from runtime.reading import parse_json, read_utf8

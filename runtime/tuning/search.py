@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from runtime.costs import CostModel
-from runtime.drafters.specs import NO_SPECULATION, Speculation
+from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.stats import RequestStats, sum_stats
 from runtime.tuning.candidates import is_replayable, private_grid, public, shorter_lens
 from runtime.tuning.prediction import LoopSeconds, predict

@@ -27,7 +27,8 @@ import runtime  # before torch, as commands do: it tells OpenMP how long to wait
 # isort: split
 from runtime.bundle import is_engine_dir
 from runtime.chat import has_chat_template
-from runtime.drafters.specs import NO_SPECULATION, AnySpec, ChainDrafter, NgramDrafter, Speculation, SuffixDrafter
+from runtime.drafters.specs import AnySpec, ChainDrafter, NgramDrafter, SuffixDrafter
+from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.errors import SpecDecError
 from runtime.llm import LLM, EngineOptions
 from runtime.params import SamplingParams

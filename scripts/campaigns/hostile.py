@@ -273,7 +273,8 @@ def _expect_success(home: Path, command: tuple[str, ...]) -> None:
 
 def _write_profile(home: Path) -> None:
     from runtime.bundle import read_engine_config
-    from runtime.drafters.specs import NgramDrafter, Speculation
+    from runtime.drafters.specs import NgramDrafter
+    from runtime.drafters.speculation import Speculation
     from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
 
     digest = engine_digest(read_engine_config(home / "engine"))

@@ -24,7 +24,8 @@ from waiting import HANG_S
 from commands.doctor.report import REMEDIES
 from runtime.bundle import read_bundle
 from runtime.diagnosis.diagnose import DIAGNOSES
-from runtime.drafters.specs import NgramDrafter, Speculation
+from runtime.drafters.specs import NgramDrafter
+from runtime.drafters.speculation import Speculation
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
 
 NGRAM = ["--ngram-config", "[4,2,[0]]"]

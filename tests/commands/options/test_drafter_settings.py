@@ -12,14 +12,8 @@ from commands.options.drafter_flags import DrafterFlags
 from commands.options.leader_flags import LeaderOptions, ModelEngineOptions
 from commands.options.speculation_flags import SpeculationOptions, parse_drafter_names
 from runtime.drafters.spec import Devices, DrafterSpec
-from runtime.drafters.specs import (
-    CustomDrafter,
-    DraftTargetDrafter,
-    NgramDrafter,
-    SelfDrafter,
-    Speculation,
-    SuffixDrafter,
-)
+from runtime.drafters.specs import CustomDrafter, DraftTargetDrafter, NgramDrafter, SelfDrafter, SuffixDrafter
+from runtime.drafters.speculation import Speculation
 from runtime.errors import UsageError
 
 DRAFT = Path("draft-engine")
