@@ -198,8 +198,8 @@ class AdaptiveDrafter:
     def _rests(self, prices: "_Prices") -> bool:
         """True if nothing is looked up in this step, because that does not pay and is not due for a new measurement.
 
-        Then all rows are looked up: after a step, which evicts everything from the caches, the first row takes longer
-        than the others together. AcceptanceStats of their drafts are counted at the next lookup.
+        A measurement looks up all rows: after a step, which evicts everything from the caches, the first row takes
+        longer than the others together. How their drafts did is counted at the next lookup.
         """
         if self._is_asked_for_what_pays:
             return False

@@ -1,9 +1,9 @@
 """Drafting by a second, smaller engine (the draft model), as in TensorRT-LLM's Draft-Target-Model example.
 
-For every request the drafter has a follower: a sequence of its own in the draft engine, which keeps its K/V between
+For every request the drafter has a draft sequence: one of its own in the draft engine, which keeps its K/V between
 steps. What the target made of the last draft is taken over by content: where tokens differ the target's replace the
-follower's, and `num_computed` falls back to where they part. So the draft model computes a token once, and what it says
-next never depends on a rejected one.
+draft sequence's, and `num_computed` falls back to where they part. The draft model computes a token once, and what it
+says next never depends on a rejected one.
 """
 
 import torch
@@ -53,7 +53,7 @@ class DraftModel:
             del self._draft_sequences[request_id]
 
     def _draft_sequence(self, sequence: Sequence) -> Sequence:
-        """The sequence's follower, with its tokens, and K/V of as many of them as are still true."""
+        """The sequence's draft sequence, with its tokens, and K/V of as many of them as are still true."""
         request = sequence.request
         if request.id not in self._draft_sequences:
             self.check_request(request)
