@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Seq
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -87,11 +89,43 @@ def run_load(client: Callable[[], Client], load: Load, on_answer: Callable[[], N
             return await _run(opened, load, so_far, on_answer)
 
     try:
-        return asyncio.run(run())
+        return _run_until_a_signal(run)
     except KeyboardInterrupt:
         if not so_far.answers:
             raise
         return so_far.result()
+
+
+def _run_until_a_signal(work: Callable[[], Coroutine[Any, Any, LoadResult]]) -> LoadResult:
+    """Result of a coroutine. SIGINT and SIGTERM cancel it, and then go to the process's own handlers.
+
+    A handler that raised in the midst of a task would have asyncio print the exception, which nobody awaits.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only that one has signals
+        return asyncio.run(work())
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    came: list[int] = []
+
+    async def run() -> LoadResult:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def stop(number: int) -> None:
+            came.append(number)
+            task.cancel()
+
+        for number in handlers:
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        return await work()
+
+    try:
+        return asyncio.run(run())
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[-1])
 
 
 async def _run(client: Client, load: Load, so_far: _SoFar, on_answer: Callable[[], None]) -> LoadResult:

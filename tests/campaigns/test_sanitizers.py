@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from runtime.compiler.kernels import SOURCES_DIR
-from scripts.campaigns import sanitizers
 from scripts.campaigns.sanitizers import PROGRAMS, SANITIZERS, find
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
@@ -33,5 +34,6 @@ def test_caller_that_does_not_wait_for_its_helpers_is_found(tmp_path: Path, monk
 
 
 def test_the_script_runs_by_itself() -> None:
-    done = subprocess.run([sys.executable, sanitizers.__file__, "--help"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "scripts.campaigns.sanitizers", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -214,8 +214,7 @@ def test_requests_are_sent_at_their_times(bench: Bench, monkeypatch: pytest.Monk
         slept.append(seconds)
         await asyncio.sleep(seconds)
 
-    own = SimpleNamespace(**{name: getattr(asyncio, name) for name in ("Semaphore", "gather", "run")}, sleep=sleep)
-    monkeypatch.setattr(load, "asyncio", own)
+    monkeypatch.setattr(load, "asyncio", SimpleNamespace(**(vars(asyncio) | {"sleep": sleep})))
     looks = itertools.count()
     monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: 5.0 + 1e-9 * next(looks)))
     with running(script(steady)) as server:
