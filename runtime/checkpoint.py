@@ -38,7 +38,7 @@ from runtime.model_dir import check_head, check_not_wrapped, is_computed, predic
 from runtime.models import read_model_config
 from runtime.parallel.tp_layers import Splitting
 from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
-from runtime.quantization.gguf import read_gguf_tensors
+from runtime.quantization.gguf_blocks import read_gguf_tensors
 from runtime.quantization.losses import Losses
 from runtime.quantization.planning import RoundedLayer, Source, plan_pieces
 from runtime.source import SourceTensor, load_tensors, read_tensors

@@ -15,7 +15,7 @@ from commands.documents.records import Head, Positive, Record, absent, document_
 from commands.html.page import page
 from commands.html.svg import Column, area_chart, column_chart
 from commands.output import Output, number
-from runtime.benchmark.load import LoadResult
+from runtime.benchmark.load_generator import LoadResult
 from runtime.benchmark.objectives import Objective, parse_objectives
 from runtime.benchmark.results import results as numbers_of
 from runtime.config import Count, Size

@@ -9,7 +9,7 @@ from commands.bench.contents import Content
 from commands.bench.report import bench_document, show, write_bench_report
 from commands.output import Output
 from runtime.benchmark.client import Client
-from runtime.benchmark.load import Load, LoadResult, arrival_times, run_load
+from runtime.benchmark.load_generator import Load, LoadResult, arrival_times, run_load
 from runtime.errors import SpecDecError
 
 

@@ -206,7 +206,7 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
     named.check_files()
 
     from commands.tune.work import tune_engine, tune_traces
-    from runtime.tuning.job import Scope
+    from runtime.tuning.tune import Scope
 
     scope = Scope(named, flags.ngram_pool == "public", options.max_draft_len)
     if not inputs.has_engine:

@@ -9,10 +9,9 @@ from commands.output import Output, number, percent
 from commands.tune.document import Tuning, categories_of, stats_of_category
 from runtime.drafters.speculation import Speculation
 from runtime.stats import RequestStats, sum_stats
-from runtime.tuning.candidates import labels_of
 from runtime.tuning.live import Confirmation, Measured
 from runtime.tuning.replay import Trace
-from runtime.tuning.search import Replayed
+from runtime.tuning.search import Replayed, labels_of
 
 _NUM_SHOWN = 12
 

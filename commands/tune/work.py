@@ -20,9 +20,9 @@ from runtime.parallel.devices import check_device_ids
 from runtime.params import SamplingParams
 from runtime.request import Request
 from runtime.text import open_tokenizer, tokenizer_vocab_size
-from runtime.tuning.job import Answered, Scope, Timing, answer, check_tuning, fitting_requests, replay_alone, tune
 from runtime.tuning.live import Confirmation
 from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
+from runtime.tuning.tune import Answered, Scope, Timing, answer, check_tuning, fitting_requests, replay_alone, tune
 
 
 def tune_traces(inputs: TuneInputs, options: TuneOptions, scope: Scope, output: Output) -> None:

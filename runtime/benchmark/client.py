@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import httpx2
 
-from runtime.benchmark.speculation import SpeculationCounts, counts_of_response
+from runtime.benchmark.speculation_counts import SpeculationCounts, counts_of_response
 from runtime.errors import SpecDecError
 from runtime.reading import shown
 

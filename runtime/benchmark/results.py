@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from runtime.benchmark.client import Answer
-from runtime.benchmark.load import LoadResult
+from runtime.benchmark.load_generator import LoadResult
 from runtime.benchmark.objectives import Objective
-from runtime.benchmark.speculation import SpeculationCounts
+from runtime.benchmark.speculation_counts import SpeculationCounts
 
 
 def results(result: LoadResult, objectives: Mapping[Objective, float], percentiles: Seq[float]) -> dict[str, Any]:

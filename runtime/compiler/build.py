@@ -30,7 +30,7 @@ from runtime.compiler.model import Step, load_model, load_whole_model, probe_con
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 from runtime.compiler.profile_steps import cache_for_measuring, measure_host, measure_machine, measure_steps
 from runtime.compiler.quantized import pack_layers
-from runtime.compiler.self_draft import COPY_ACTIVATIONS, copy_of, round_layers, write_layers
+from runtime.compiler.quantized_copy import COPY_ACTIVATIONS, copy_of, round_layers, write_layers
 from runtime.compiler.torch_internals import check_torch
 from runtime.config import (
     Activations,

@@ -139,7 +139,7 @@ def open_copy(step: StepFunction, engine_dir: Path, device: torch.device) -> Ste
         return _open_package(directory / PACKAGE, directory / WEIGHTS, device, step.weights)
     from runtime.compiler.model import Step
     from runtime.compiler.quantized import pack_layers
-    from runtime.compiler.self_draft import copy_of, read_layers
+    from runtime.compiler.quantized_copy import copy_of, read_layers
 
     assert isinstance(step, CompiledStep | Step)
     copied = Step(copy_of(step.model, read_layers(directory)))

@@ -163,7 +163,7 @@ class NgramDrafter(LookupDrafter):
 
     def lookup(self, pool: "NgramPool | None") -> "Drafter":
         from runtime.corpus import Corpus
-        from runtime.drafters.corpus import CorpusLookup
+        from runtime.drafters.corpus_lookup import CorpusLookup
         from runtime.drafters.first_of import FirstOf
         from runtime.drafters.ngram import NgramLookup
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
-from runtime.evaluation.noise import LEVEL, MIN_PAIRS, Interval, paired_shift, unpaired_shift
+from runtime.evaluation.significance import LEVEL, MIN_PAIRS, Interval, paired_shift, unpaired_shift
 from runtime.params import is_greedy
 
 Kind = Literal["count", "time", "speedup"]

@@ -7,9 +7,8 @@ from runtime.costs import CostModel
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.request import Sequence
 from runtime.session import Session
-from runtime.tuning.prediction import step_s
 from runtime.tuning.replay import Trace
-from runtime.tuning.search import Cost, Replayer
+from runtime.tuning.search import Cost, Replayer, step_s
 
 _MAX_TOKENS = 10_000
 """Output tokens to replay at most; of more, a sample: a fraction of a second."""

@@ -11,14 +11,13 @@ from typing import Any
 from runtime.drafters.protocol import check_request
 from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError
-from runtime.evaluation.noise import MIN_PAIRS, paired_shift
+from runtime.evaluation.significance import MIN_PAIRS, paired_shift
 from runtime.generation import Generation
 from runtime.llm import LLM
 from runtime.request import Request
 from runtime.session import Session
 from runtime.stats import LoopTimes, sum_stats
-from runtime.tuning.prediction import LoopSeconds
-from runtime.tuning.search import Advance, Replayed
+from runtime.tuning.search import Advance, LoopSeconds, Replayed
 
 _MIN_ROUNDS, _MAX_ROUNDS, _ENOUGH_S = 3, 7, 10.0
 _WARM_UP_TOKENS = 8

@@ -1,21 +1,106 @@
-"""Replay traces through candidates, and predict what each would take."""
+"""Replay traces through candidates, and predict what each would take.
 
-from collections.abc import Callable, Sequence
+Candidates are the grid of every drafter, each with drafts of several lengths. A prediction adds up times, step by step,
+and divides only at the end: a mean of speedups gives short steps the weight of long ones.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from runtime.costs import CostModel
+from runtime.drafters.spec import DrafterSpec
+from runtime.drafters.specs import DRAFTERS
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.stats import RequestStats, sum_stats
-from runtime.tuning.candidates import is_replayable, private_grid, public, shorter_lens
-from runtime.tuning.prediction import LoopSeconds, predict
-from runtime.tuning.replay import ReplayedBatches, Trace, replay_batches
+from runtime.tuning.replay import ReplayedBatches, ReplayedStep, Trace, replay_batches
 
+DRAFT_LENS = (1, 2, 3, 4, 6, 8, 10)
 NUM_SCREENED, NUM_LENGTHS, NUM_LIVE = 2, 2, 3
 """Numbers of best drafters tried with a public pool, with shorter drafts, and on the engine."""
 _MAX_SCREENING_TOKENS = 30_000
 """Output tokens; with more of them the grid is first replayed on some, or it would take minutes."""
 
 Advance = Callable[[], None]
+
+
+def fixed(*drafters: DrafterSpec) -> Speculation:
+    return Speculation(drafters, "fixed")
+
+
+def private_grid(max_draft_len: int) -> list[Speculation]:
+    """All lookups of the grid with their longest drafts."""
+    return [fixed(one) for spec in DRAFTERS.values() for one in spec.grid(max_draft_len)]
+
+
+def public(lookups: Iterable[Speculation]) -> list[Speculation]:
+    """Variants with a public pool of finished requests' outputs."""
+    return [one.with_drafters([replace(one.lookup, pool="public")]) for one in lookups if one.lookup]  # type: ignore[type-var]
+
+
+def shorter_lens(max_draft_len: int) -> list[int]:
+    """The draft lengths below the longest."""
+    return [n for n in DRAFT_LENS if n < max_draft_len]
+
+
+def is_replayable(speculation: Speculation) -> bool:
+    """True if recorded outputs suffice to know what would be drafted."""
+    return not speculation or speculation.lookup is not None
+
+
+def all_lengths(speculation: Speculation, max_draft_len: int) -> list[Speculation]:
+    """A drafter that has to be run: with drafts of each length, and as long as pays."""
+    models = [one.max_draft_len or max_draft_len for one in speculation if one.is_model]
+    longest = min(max_draft_len, max(models or [one.max_draft_len or max_draft_len for one in speculation]))
+    lengths = [speculation.in_mode("fixed").with_length(n) for n in (*shorter_lens(longest), longest)]
+    return [*lengths, lengths[-1].in_mode("auto")]
+
+
+def labels_of(candidates: Sequence[Speculation]) -> list[str]:
+    return list(dict.fromkeys(candidate.label for candidate in candidates))
+
+
+@dataclass(frozen=True)
+class LoopSeconds:
+    """The time of a loop: its first steps, which compute the prompts, and all others, with the drafting."""
+
+    prompts: float
+    others: float
+
+    @property
+    def total(self) -> float:
+        return self.prompts + self.others
+
+    def scaled(self, by: "LoopSeconds") -> "LoopSeconds":
+        """Each part as many times as long as `by` says."""
+        return LoopSeconds(self.prompts * by.prompts, self.others * by.others)
+
+    def over(self, other: "LoopSeconds") -> "LoopSeconds":
+        """Ratio of each part to the other's; 1 if the other has no time to compare with."""
+        pairs = ((self.prompts, other.prompts), (self.others, other.others))
+        return LoopSeconds(*(own / others if others else 1.0 for own, others in pairs))
+
+
+def predict(replayed: ReplayedBatches, costs: CostModel, max_num_tokens: int) -> LoopSeconds:
+    """All steps and the drafting before them; prompts are computed `max_num_tokens` at a time."""
+    seconds = {True: 0.0, False: replayed.draft_time_s}
+    for step in replayed.steps:
+        seconds[step.is_first] += step_s(step, costs, max_num_tokens)
+    return LoopSeconds(seconds[True], seconds[False])
+
+
+def step_s(step: ReplayedStep, costs: CostModel, max_num_tokens: int) -> float:
+    """Seconds of one step without its drafting.
+
+    The first one computes each prompt by itself, with its draft in the last piece. In the others the rows are folded,
+    and each attends to its own context: with 100 and 300 tokens they cost what two of 200 do, and so with drafts.
+    """
+    num_rows = len(step.num_tokens)
+    if step.is_first:
+        rows = zip(step.num_tokens, step.draft_lens, strict=True)
+        return sum(costs.context_s(prompt + drafted, max_num_tokens) for prompt, drafted in rows) + costs.host_s
+    # The last token of each row is computed in this step, so its context is what is before it.
+    context_len = round(sum(step.num_tokens) / num_rows) - 1
+    return costs.iteration_s(num_rows, context_len, sum(step.draft_lens) / num_rows)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from runtime.corpus import Corpus, write_corpus
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.best_of import BestOf, DraftingModel
 from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.corpus import CorpusLookup
+from runtime.drafters.corpus_lookup import CorpusLookup
 from runtime.drafters.custom import guarded_drafter
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.first_of import FirstOf

@@ -20,7 +20,7 @@ def import_all() -> None:
     import runtime.checkpoint
     import runtime.compiler.build
     import runtime.llm
-    import runtime.tuning.job  # noqa: F401
+    import runtime.tuning.tune  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -76,7 +76,7 @@ TESTS = {
     "runtime/drafters/allocation.py": f"{T}drafters/test_allocation.py",
     "runtime/drafters/first_of.py": f"{T}drafters/test_chain.py",
     "runtime/drafters/best_of.py": f"{T}drafters/test_choosing.py",
-    "runtime/drafters/corpus.py": f"{T}test_corpus.py -k draft",
+    "runtime/drafters/corpus_lookup.py": f"{T}test_corpus.py -k draft",
     "runtime/drafters/draft_target.py": f"{T}drafters/test_draft_target.py",
     "runtime/drafters/lookup.py": f"{T}drafters/test_ngram.py {T}drafters/test_suffix.py",
     "runtime/drafters/ngram.py": f"{T}drafters/test_ngram.py",

@@ -205,8 +205,8 @@ def test_no_more_are_under_way_than_allowed(bench: Bench) -> None:
 
 def test_requests_are_sent_at_their_times(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sleeps until its own; by a clock that all but stands still they sleep just so long. None is sent before."""
-    from runtime.benchmark import load
-    from runtime.benchmark.load import arrival_times
+    from runtime.benchmark import load_generator
+    from runtime.benchmark.load_generator import arrival_times
 
     planned, slept = arrival_times(4, 20, seed=4), list[float]()
 
@@ -214,9 +214,9 @@ def test_requests_are_sent_at_their_times(bench: Bench, monkeypatch: pytest.Monk
         slept.append(seconds)
         await asyncio.sleep(seconds)
 
-    monkeypatch.setattr(load, "asyncio", SimpleNamespace(**(vars(asyncio) | {"sleep": sleep})))
+    monkeypatch.setattr(load_generator, "asyncio", SimpleNamespace(**(vars(asyncio) | {"sleep": sleep})))
     looks = itertools.count()
-    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: 5.0 + 1e-9 * next(looks)))
+    monkeypatch.setattr(load_generator, "time", SimpleNamespace(perf_counter=lambda: 5.0 + 1e-9 * next(looks)))
     with running(script(steady)) as server:
         arguments = ["--request-rate", 20, "--seed", 4, "--num-warmups", 0, "--json"]
         assert bench(server, *arguments).exit_code == 0

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from runtime.benchmark.client import Answer
-from runtime.benchmark.load import LoadResult
+from runtime.benchmark.load_generator import LoadResult
 from runtime.benchmark.objectives import parse_objectives
 from runtime.benchmark.results import results
-from runtime.benchmark.speculation import SpeculationCounts
+from runtime.benchmark.speculation_counts import SpeculationCounts
 from runtime.errors import UsageError
 
 START_S = 1000.0

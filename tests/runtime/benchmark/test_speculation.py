@@ -1,6 +1,11 @@
 """What servers tell of speculation: vLLM's counters and records of responses, as those servers write them."""
 
-from runtime.benchmark.speculation import SpeculationCounts, counts_of_prometheus, counts_of_response, total_counts
+from runtime.benchmark.speculation_counts import (
+    SpeculationCounts,
+    counts_of_prometheus,
+    counts_of_response,
+    total_counts,
+)
 
 # As vLLM 0.11 prints them, with two engines.
 BEFORE = """\

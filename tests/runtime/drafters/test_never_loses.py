@@ -18,8 +18,8 @@ from runtime.drafters.best_of import BestOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
-from runtime.tuning.prediction import step_s
 from runtime.tuning.replay import Trace, replay_batches
+from runtime.tuning.search import step_s
 
 DATA = Path(__file__).parents[2] / "data"
 PRICES = json.loads((DATA / "step_prices.json").read_text())

@@ -9,8 +9,8 @@ from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.request import Draft, Sequence
 from runtime.stats import sum_stats
-from runtime.tuning.prediction import LoopSeconds, predict, step_s
 from runtime.tuning.replay import ReplayedBatches, ReplayedStep, Trace, replay, replay_batches
+from runtime.tuning.search import LoopSeconds, predict, step_s
 
 MS = 1e-3
 # Batches of 1 and 2: 10 and 16 ms, 1 ms more for each further token of a row, 2 ms more after 100 tokens of context.

@@ -15,10 +15,20 @@ from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.llm import LLM
 from runtime.request import Request
-from runtime.tuning.candidates import DRAFT_LENS, all_lengths, fixed, is_replayable
 from runtime.tuning.live import Confirmation, LiveRun, Measured, confirm, fitting, spread
 from runtime.tuning.replay import Trace
-from runtime.tuning.search import NUM_LIVE, Advance, Cost, Replayer, Search, best_candidates
+from runtime.tuning.search import (
+    DRAFT_LENS,
+    NUM_LIVE,
+    Advance,
+    Cost,
+    Replayer,
+    Search,
+    all_lengths,
+    best_candidates,
+    fixed,
+    is_replayable,
+)
 
 _LARGEST_FACTOR = 1.25
 """Largest factor between the machine's speeds now and at build without a warning."""

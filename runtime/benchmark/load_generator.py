@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from runtime.benchmark.client import Answer, Client, Content, Endpoint, ServerError, refused, request_body
-from runtime.benchmark.speculation import SpeculationCounts, counts_of_prometheus, total_counts
+from runtime.benchmark.speculation_counts import SpeculationCounts, counts_of_prometheus, total_counts
 from runtime.errors import SpecDecError
 
 
