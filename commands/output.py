@@ -26,7 +26,7 @@ from runtime.errors import SpecDecError, UsageError
 from runtime.files import try_new_file
 
 if TYPE_CHECKING:
-    from runtime.tuning.advice import FixedLost
+    from runtime.tuning.search import FixedLost
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ from runtime.models import read_model_config
 from runtime.parallel.tp_layers import Splitting
 from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
 from runtime.quantization.gguf_blocks import read_gguf_tensors
-from runtime.quantization.losses import Losses
-from runtime.quantization.planning import RoundedLayer, Source, plan_pieces
+from runtime.quantization.planning import Losses, RoundedLayer, Source, plan_pieces
 from runtime.source import SourceTensor, load_tensors, read_tensors
 from runtime.tensor_writer import Piece, Progress, write_pieces, write_shares
 

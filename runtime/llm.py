@@ -29,10 +29,10 @@ from runtime.drafters.speculation import Speculation
 from runtime.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
 from runtime.engine_cache import EngineSettings, engine_of_model
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
+from runtime.generation import Output, Piece
 from runtime.generation_config import ModelDefaults, read_model_defaults
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.models import resolve_tokenizer
-from runtime.outputs import Output, Piece
 from runtime.parallel.devices import check_device_ids
 from runtime.params import GREEDY, SamplingParams
 from runtime.request import Request, Sequence

@@ -1,9 +1,12 @@
-"""Lock that lets one thread of a process at a time initialize a model, or build or open an engine."""
+"""State that transformers has for a whole process: the lock under which one thread at a time initializes a model, or
+builds or opens an engine, and what it prints.
+"""
 
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 
@@ -46,3 +49,21 @@ def _locked(make: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(locked, _MARK, True)
     return locked
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without its progress, its tables and its advice to who publishes a model: what matters of it is said once, in
+    words of our own.
+    """
+    from transformers.utils import logging
+
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

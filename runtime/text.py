@@ -17,8 +17,8 @@ from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.files import read_json
 from runtime.generation_config import as_end_ids, read_end_ids
 from runtime.gguf import is_gguf
+from runtime.locks import quiet_transformers
 from runtime.models import resolve_tokenizer
-from runtime.quiet import quiet_transformers
 from runtime.request import Request, Sequence
 from runtime.token_text import Texts, texts_after, token_bytes
 from runtime.tokenizer import Tokenizer, find_saved_tokenizer, save_tokenizer

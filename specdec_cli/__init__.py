@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from runtime.errors import UsageError as UsageError
     from runtime.evaluation.checks import DistributionCheck as DistributionCheck
     from runtime.evaluation.checks import TokenCheck as TokenCheck
+    from runtime.generation import Output as Output
+    from runtime.generation import Piece as Piece
     from runtime.llm import LLM as LLM
-    from runtime.outputs import Output as Output
-    from runtime.outputs import Piece as Piece
     from runtime.params import SamplingParams as SamplingParams
     from runtime.request import Draft as Draft
     from runtime.request import Sequence as Sequence
@@ -30,7 +30,7 @@ _HOMES = {
     "runtime.errors": ("SpecDecError", "SpecDecWarning", "UsageError"),
     "runtime.evaluation.checks": ("DistributionCheck", "TokenCheck"),
     "runtime.llm": ("LLM",),
-    "runtime.outputs": ("Output", "Piece"),
+    "runtime.generation": ("Output", "Piece"),
     "runtime.params": ("SamplingParams",),
     "runtime.request": ("Draft", "Sequence"),
     "runtime.stats": ("TokenLogprobs",),

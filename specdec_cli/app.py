@@ -41,7 +41,6 @@ from commands.tune.command import tune
 from commands.verify.command import verify
 from runtime.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.temporary import temporary_dir
-from specdec_cli.launched import is_spare
 
 _EXAMPLES = {
     convert: (
@@ -274,6 +273,25 @@ def main() -> None:
         # The command has ended. Python's and torch's own end takes a while, and would be killed in it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(exit_code)
+
+
+def is_spare() -> bool:
+    """True if this process is one of torchrun's beyond the first. SpecDecError if they span several machines.
+
+    An engine that is split starts its other ranks itself, and pins each to its device, so the others have nothing to
+    do.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    num_processes, num_here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if num_processes > num_here:
+        raise SpecDecError(
+            f"the ranks of an engine are on one machine, and torchrun has {num_processes // num_here}",
+            hint="`torchrun --nnodes 1`; `specdec batch --ray` has many machines answer",
+        )
+    if num_processes > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
+        del os.environ["OMP_NUM_THREADS"]  # torchrun's, for processes that all compute
+    return os.environ["RANK"] != "0"
 
 
 def _open_closed_streams() -> None:

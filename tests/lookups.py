@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.first_of import FirstOf
+from runtime.drafters.chain import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter

@@ -17,9 +17,8 @@ from commands.batch.lines import BatchRequest
 from commands.serve.asking import ask_chat, ask_completion
 from commands.serve.completions import ChatReply, CompletionReply
 from commands.serve.http_errors import HTTPError, as_http_error
-from commands.serve.parsing import validate_body
 from commands.serve.replies import TokenTexts
-from commands.serve.schema import ChatRequest, CompletionRequest, Generation
+from commands.serve.schema import ChatRequest, CompletionRequest, Generation, validate_body
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
 from runtime.cache import digest
 from runtime.errors import SpecDecError

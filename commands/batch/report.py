@@ -11,8 +11,8 @@ from rich.table import Table
 from commands.batch.answering import Counts
 from commands.batch.command import BatchFiles
 from commands.batch.job import Job
-from commands.documents.drafters import DrafterNames
 from commands.documents.records import Head, Record, document_head
+from commands.documents.settings import DrafterNames
 from commands.options.ray_flags import ClusterOptions
 from commands.output import Output, number, percent
 from runtime.config import Count, Measure, Share, Size

@@ -256,7 +256,7 @@ class BenchResults:
 
     def check(self) -> None:
         """UsageError for an objective or a percentile that is none, or a page by another file's name."""
-        from runtime.benchmark.objectives import parse_objectives
+        from runtime.benchmark.results import parse_objectives
 
         parse_objectives(self.goodput or [])
         assert self.percentiles

@@ -12,11 +12,10 @@ from rich.table import Table
 
 from commands.bench.command import BenchPrompts, BenchResults, BenchServer, BenchTraffic, Endpoint
 from commands.documents.records import Head, Positive, Record, absent, document_head
-from commands.html.page import page
-from commands.html.svg import Column, area_chart, column_chart
+from commands.html.page import Column, area_chart, column_chart, page
 from commands.output import Output, number
 from runtime.benchmark.load_generator import LoadResult
-from runtime.benchmark.objectives import Objective, parse_objectives
+from runtime.benchmark.results import Objective, parse_objectives
 from runtime.benchmark.results import results as numbers_of
 from runtime.config import Count, Size
 from runtime.files import write_file

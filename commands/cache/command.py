@@ -35,7 +35,7 @@ class PruneOptions:
 def list_engines(output: Output) -> None:
     """Show the engines in the cache: their size, when they were used last, and whether a process uses them now."""
     from commands.cache.report import cache_list_document, show_cache
-    from runtime.cached_engines import cached_engines, other_bytes
+    from runtime.cache import cached_engines, other_bytes
 
     engines, others = cached_engines(), other_bytes()
     show_cache(engines, others, output)
@@ -51,11 +51,11 @@ def prune(options: PruneOptions, output: Output) -> None:
     max_bytes = parse_size(options.max_size)
 
     from commands.cache.report import cache_prune_document, show_pruned
-    from runtime import cached_engines
+    from runtime import cache
 
-    engines = cached_engines.cached_engines()
-    chosen = cached_engines.engines_to_prune(engines, max_bytes)
-    removed = chosen if options.dry_run else cached_engines.prune(chosen)
+    engines = cache.cached_engines()
+    chosen = cache.engines_to_prune(engines, max_bytes)
+    removed = chosen if options.dry_run else cache.prune(chosen)
     left = sum(engine.num_bytes for engine in engines if engine not in removed)
     show_pruned(removed, left, options.dry_run, output)
     if left > max_bytes:

@@ -8,8 +8,7 @@ from rich.table import Table
 
 from commands.documents.records import Head, Record, document_head
 from commands.output import Output, megabytes
-from runtime.cache import cache_dir
-from runtime.cached_engines import CachedEngine
+from runtime.cache import CachedEngine, cache_dir
 from runtime.config import Count
 
 

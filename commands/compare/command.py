@@ -20,8 +20,7 @@ def compare(
 
     Counts such as tokens per step are exact for greedy output. Times are compared request by request, and need six.
     """
-    from commands.compare.document import compare_document, read_document
-    from commands.compare.tables import show
+    from commands.compare.report import compare_document, read_document, show
 
     document_a, document_b = read_document(a), read_document(b)
     if document_a["command"] != document_b["command"]:

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from commands.doctor.command import DoctorOptions
-from commands.documents.drafters import DrafterNames
 from commands.documents.records import Head, Record, document_head
+from commands.documents.settings import DrafterNames
 from commands.options.engine_choice import EngineChoice
 from commands.options.leader_flags import Mode
 from commands.output import Output

@@ -9,8 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from commands.html.page import page
-from commands.html.svg import Column, area_chart, column_chart
+from commands.html.page import Column, area_chart, column_chart, page
 from commands.output import number, percent
 from runtime.drafters.specs import DRAFTERS
 from runtime.evaluation.steps import TOKEN_KINDS, Piece, tokens_over_time

@@ -25,7 +25,7 @@ from runtime.files import write_file
 from runtime.generation import Generation, Interrupted, Unanswered
 from runtime.request import Request, Sequence
 from runtime.text import stop_words_of
-from runtime.tuning.advice import fixed_lost
+from runtime.tuning.search import fixed_lost
 
 _STREAMING_INTERVAL = 5  # TensorRT-LLM's
 

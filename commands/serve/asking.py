@@ -10,8 +10,8 @@ from commands.serve.http_errors import HTTPError, as_http_error
 from commands.serve.schema import ChatMessage, ChatRequest, CompletionRequest, Generation, Speculative, TextPart
 from commands.serve.served import ServedModel
 from runtime.chat import Message
+from runtime.drafters.chain import FirstOf
 from runtime.drafters.factory import ShortDrafter
-from runtime.drafters.first_of import FirstOf
 from runtime.drafters.prediction import PredictionLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.specs import LOOKUPS, LookupDrafter

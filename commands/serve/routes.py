@@ -21,10 +21,16 @@ from commands.serve.group import ClientGone, Clock, Group, submit
 from commands.serve.http_errors import HTTPError, as_http_error
 from commands.serve.metrics import ServerMetrics
 from commands.serve.openapi import STREAM, errors, openapi_schema, page_response
-from commands.serve.parsing import parse_body
 from commands.serve.replies import TokenTexts
 from commands.serve.responses import EventStream, Waiting, whole
-from commands.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from commands.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generation,
+    TokenizeRequest,
+    parse_body,
+)
 from commands.serve.served import ServedModel
 from runtime.errors import SpecDecError
 from runtime.serving.answer import ServeRequest

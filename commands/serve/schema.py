@@ -5,11 +5,13 @@ that asks for nothing (`REFUSED`).
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from commands.options.drafter_flags import config_flag
+from commands.serve.http_errors import HTTPError, of_validation
 from runtime.drafters.spec import ListForm
 from runtime.drafters.specs import LOOKUPS
 
@@ -278,3 +280,29 @@ def refused_field(body: dict[str, Any], model: type[Lenient]) -> str | None:
         name: is_neutral for name, is_neutral in refused.items() if name in body and name not in model.model_fields
     }
     return next((name for name, is_neutral in asked.items() if not is_neutral(body[name])), None)
+
+
+Body = TypeVar("Body", bound=Lenient)
+
+
+def parse_body(body: bytes, model: type[Body]) -> Body:
+    """The body, whatever its Content-Type says; HTTPError for what is no JSON, or not what the model says."""
+    try:
+        # It knows a depth at which it stops, and neither NaN nor half of a surrogate pair.
+        value: Any = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise HTTPError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+    return validate_body(value, model)
+
+
+def validate_body(value: Any, model: type[Body]) -> Body:
+    """The same of a body that has been parsed."""
+    if not isinstance(value, dict):
+        raise HTTPError(400, f"the body is no JSON object: {type(value).__name__}", code="invalid_json")
+    refused = refused_field(value, model)
+    if refused is not None:
+        raise HTTPError(400, f"this server does not support `{refused}`", param=refused, code="unsupported")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise of_validation(error, value) from None

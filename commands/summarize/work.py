@@ -33,7 +33,7 @@ from runtime.evaluation.systems import (
 from runtime.session import Session
 from runtime.text import encode
 from runtime.tokenizer import Tokenizer
-from runtime.tuning.advice import fixed_lost
+from runtime.tuning.search import fixed_lost
 
 _NUM_SHOWN = 3  # of the differences between two models
 

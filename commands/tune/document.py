@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from commands.documents.drafters import DeviceIds, TunedDrafter
 from commands.documents.records import Counts, Head, Positive, Record, document_head
+from commands.documents.settings import DeviceIds, TunedDrafter
 from commands.options.drafter_flags import written_flags
 from runtime.config import Measure, Size
 from runtime.drafters.specs import DraftLenMode

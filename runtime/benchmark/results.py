@@ -8,14 +8,37 @@ chunks. What was not measured is null, where vLLM writes 0.
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from runtime.benchmark.client import Answer
 from runtime.benchmark.load_generator import LoadResult
-from runtime.benchmark.objectives import Objective
 from runtime.benchmark.speculation_counts import SpeculationCounts
+from runtime.errors import UsageError
+
+Objective = Literal["ttft", "tpot", "e2el"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+
+def parse_objectives(pairs: Seq[str]) -> dict[Objective, float]:
+    """Milliseconds by metric, of words such as `ttft:200`; UsageError for what is none, or two for one metric."""
+    objectives: dict[Objective, float] = {}
+    for pair in pairs:
+        word, _, value = pair.partition(":")
+        name = next((one for one in OBJECTIVES if one == word), None)
+        try:
+            limit = float(value)
+        except ValueError:
+            limit = math.nan
+        if name is None or not 0 <= limit < math.inf:
+            raise UsageError(
+                f"not an objective of service: {pair}", hint="ttft, tpot or e2el with its milliseconds, as ttft:200"
+            )
+        if name in objectives:
+            raise UsageError(f"two objectives for one metric: {pair}", hint="give one")
+        objectives[name] = limit
+    return objectives
 
 
 def results(result: LoadResult, objectives: Mapping[Objective, float], percentiles: Seq[float]) -> dict[str, Any]:

@@ -19,12 +19,18 @@ from runtime.bundle import COPY_DIR, LIBRARY, uses_kernels, weights_files
 from runtime.checkpoint import check_side_files, copy_side_files
 from runtime.checkpoint_dir import check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
-from runtime.compiler.arithmetic import fastest_arithmetic
 from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.compare_logits import check_logits, check_products, is_batch_invariant
 from runtime.compiler.compilation import CACHE, PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
 from runtime.compiler.identity import weights_digest
-from runtime.compiler.kernels import compile_kernels, describe_kernels, flush_denormals, load_kernels, no_compiler
+from runtime.compiler.kernels import (
+    compile_kernels,
+    describe_kernels,
+    fastest_arithmetic,
+    flush_denormals,
+    load_kernels,
+    no_compiler,
+)
 from runtime.compiler.load import current_environment, open_copy
 from runtime.compiler.model import Step, load_model, load_whole_model, probe_config, split_config
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end

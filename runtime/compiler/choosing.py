@@ -12,8 +12,11 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from runtime.cache import cache_dir, digest, make_cache_dir, read_sealed, sealed
 from runtime.compiler.kernels import cxx_compiler
@@ -24,7 +27,7 @@ from runtime.files import write_file
 from runtime.temporary import temporary_dir
 
 _MOST_S = 600.0
-_TRIAL = ("-c", "from runtime.compiler.trial import main; main()")
+_TRIAL = ("-c", "from runtime.compiler.choosing import try_package; try_package()")
 
 
 def default_compiler(device_type: str, packages_run: Callable[[], bool]) -> Compiler:
@@ -76,3 +79,27 @@ def ends_well(command: Seq[str]) -> bool:
         except (OSError, subprocess.TimeoutExpired):
             return False
     return done.returncode == 0
+
+
+def try_package() -> None:
+    """Find out, in a child process, whether packages run on the device of the last argument, such as `cuda:0`.
+
+    It ends with exit status 0 if one did and computed what torch computes. Opening one may end the process by a signal.
+    """
+    from runtime.compiler.programs import named_compiler
+
+    device = torch.device(sys.argv[-1])
+    model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)).to(device).eval()
+    x = torch.ones(3, 8, device=device)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
+        program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+        package = str(Path(directory) / "trial.pt2")
+        # Headers are not precompiled: for one program it takes longer than reading them.
+        options = {"aot_inductor.precompile_headers": False}
+        with named_compiler():
+            torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=options)
+        index = -1 if device.index is None else device.index
+        loader: Any = torch._C._aoti.AOTIModelPackageLoader(package, "model", False, 1, index)
+        for tokens in (x, x[:2]):
+            (output,) = loader.run([tokens])
+            torch.testing.assert_close(output, model(tokens), rtol=1e-2, atol=1e-2)

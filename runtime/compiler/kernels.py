@@ -11,14 +11,18 @@ import shlex
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from runtime.cache import cache_dir, digest, make_cache_dir, read_sealed, sealed
+from runtime.config import ARITHMETICS, Arithmetic
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 from runtime.temporary import temporary_dir
@@ -32,6 +36,14 @@ _ARM = "asimd atomics bf16 crc32 fp i8mm sme sve"
 _MOST_COLUMNS = 128
 _MARK = "specdec-kernels-of:"  # in the library, before the digest of its sources
 _INSTRUCTIONS = tuple((_ARM if platform.machine() in ("aarch64", "arm64") else _X86).split())
+_MEASURED_SIZE = 2048  # of the layer that is measured, inputs and outputs
+_MANY_TOKENS = 256
+_PASSES = 3
+# Of MKL (VML), which torch takes for cosines, exponentials and the like on the CPU.
+_VECTOR_FUNCTIONS = (
+    *(torch.acos, torch.asin, torch.atan, torch.cos, torch.erf, torch.erfc, torch.exp, torch.expm1, torch.log),
+    *(torch.log10, torch.log1p, torch.log2, torch.sin, torch.sqrt, torch.tan, torch.tanh),
+)
 
 
 def compile_kernels(path: Path, march: str = "native") -> None:
@@ -237,3 +249,44 @@ def describe_kernels() -> None:
 
     torch.library.register_fake("specdec::pack_quantized", pack_quantized, allow_override=True)
     torch.library.register_fake("specdec::quantized_linear", quantized_linear, allow_override=True)
+
+
+def fastest_arithmetic(dtype: torch.dtype, num_tokens: int) -> Arithmetic:
+    """The kernels' fastest for steps of `num_tokens` and for prompts, which count the same; they must be loaded.
+
+    By measurement, because processors differ in it by factors: vdpbf16ps has half the rate of float32 on Intel's
+    Sapphire Rapids and twice that on AMD's Zen 5. One arithmetic serves steps of few and of many tokens, or a token's
+    logits would depend on the company it is computed in.
+    """
+    choices = torch.ops.specdec.arithmetics() if dtype == torch.bfloat16 else [0]
+    if len(choices) == 1:
+        return ARITHMETICS[choices[0]]
+    seconds = {choice: _matmul_seconds(choice, dtype, num_tokens) for choice in choices}
+    return ARITHMETICS[min(choices, key=lambda choice: prod(seconds[choice]))]
+
+
+def _matmul_seconds(arithmetic: int, dtype: torch.dtype, num_tokens: int) -> list[float]:
+    """The shortest of a few calls, for few tokens and for many."""
+    packed = torch.ops.specdec.pack_linear(torch.full((_MEASURED_SIZE, _MEASURED_SIZE), 1.0, dtype=dtype))
+    shortest = []
+    for count in (num_tokens, _MANY_TOKENS):
+        x, times = torch.full((count, _MEASURED_SIZE), 1.0, dtype=dtype), []
+        for _ in range(_PASSES + 1):  # the first warms up
+            start = time.perf_counter()
+            torch.ops.specdec.linear(x, packed, None, _MEASURED_SIZE, arithmetic)
+            times.append(time.perf_counter() - start)
+        shortest.append(min(times[1:]))
+    return shortest
+
+
+@cache
+def choose_vector_math() -> None:
+    """Have MKL choose each of its functions while one thread asks for it, for all of this process's life.
+
+    Where two threads are the first to ask, one may get a function of low accuracy for that one time: rotary angles of a
+    process's first prompt were wrong in the fourth digit (https://github.com/pytorch/pytorch/issues/188792).
+    """
+    for dtype in (torch.float32, torch.float64):
+        number = torch.full((1,), 0.5, dtype=dtype, device="cpu")
+        for function in _VECTOR_FUNCTIONS:
+            function(number)

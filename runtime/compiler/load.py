@@ -29,7 +29,7 @@ from runtime.compiler.compilation import (
     shape_of_package,
     wanted_layout,
 )
-from runtime.compiler.kernels import instructions, load_kernels
+from runtime.compiler.kernels import choose_vector_math, instructions, load_kernels
 from runtime.compiler.memory import keep_freed_memory
 from runtime.compiler.weights import open_weights
 from runtime.config import (
@@ -46,7 +46,6 @@ from runtime.config import (
 )
 from runtime.errors import SpecDecError
 from runtime.temporary import temporary_dir
-from runtime.vector_math import choose_vector_math
 
 _BUILD_AGAIN = "build it again"
 

@@ -29,18 +29,17 @@ from transformers.core_model_loading import WeightRenaming
 
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs
 from runtime.compiler.fusing import fuse
+from runtime.compiler.kernels import choose_vector_math
 from runtime.compiler.pretrained import last_words, model_class
 from runtime.compiler.quantized import place_quantized, placeholders
 from runtime.compiler.split import compute_together, place_pieces, placeholders_of_pieces
 from runtime.compiler.weights import read_weights
 from runtime.config import LayerShape, Quantization
 from runtime.errors import SpecDecError
-from runtime.locks import MODEL_INIT_LOCK, lock_transformers
+from runtime.locks import MODEL_INIT_LOCK, lock_transformers, quiet_transformers
 from runtime.parallel.tp_layers import Splitting, split_model
 from runtime.quantization.weight import take_quantized
-from runtime.quiet import quiet_transformers
 from runtime.tensor_writer import Piece
-from runtime.vector_math import choose_vector_math
 
 _CONVERT_AGAIN = "convert the model again"
 _ROUTERS = {"gate", "router", "shared_expert_gate"}

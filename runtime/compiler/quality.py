@@ -14,9 +14,8 @@ from runtime.bundle import weights_files
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.checksums import CONFIG, config_digest
 from runtime.compiler.model import load_whole_model, split_config
-from runtime.compiler.original import load_original
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config
-from runtime.compiler.reference import ROUNDED, QuantizeKV, Rounded
+from runtime.compiler.reference import ROUNDED, QuantizeKV, Rounded, load_original
 from runtime.config import CheckpointConfig, EngineConfig, Quality, as_json
 from runtime.errors import SpecDecError
 from runtime.files import write_json

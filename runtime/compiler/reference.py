@@ -1,18 +1,24 @@
-"""transformers' attention over keys and values that are rounded as an engine keeps them: engines with K/V in 8 bits are
-compared with it, and it tells how much they lose.
+"""Reference of an engine: transformers' own model, and its attention over keys and values that are rounded as an engine
+keeps them: engines with K/V in 8 bits are compared with it, and it tells how much they lose.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.utils import logging as transformers_logging
 
+from runtime.checkpoint import read_numbers
+from runtime.compiler.pretrained import model_class, parse_pretrained_config
 from runtime.compiler.quantized_kv import dequantize_kv, largest_error, quantize_kv
+from runtime.gguf import is_gguf
 from runtime.kv_cache import KVPool
+from runtime.locks import MODEL_INIT_LOCK
 
 ROUNDED = "specdec_rounded"
 
@@ -85,3 +91,26 @@ class Stored:
 
 AttentionInterface.register(ROUNDED, rounded_attention)
 AttentionMaskInterface.register(ROUNDED, eager_mask)
+
+
+def load_original(model_dir: Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
+    """The model as it was before it was converted, transformers' own, in `dtype`; with transformers' default attention
+    unless one is named.
+
+    A GGUF file's weights are the numbers that they mean: transformers reads them by a package that need not be there,
+    and not those of all files. Raises whatever transformers raises.
+    """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if is_gguf(model_dir):
+        config, weights = read_numbers(model_dir, dtype)
+        pretrained = parse_pretrained_config(config, str(model_dir))
+        with MODEL_INIT_LOCK:
+            made: PreTrainedModel = model_class(pretrained).from_pretrained(
+                None, config=pretrained, state_dict=weights, dtype=dtype, attn_implementation=attention
+            )
+        return made
+    with MODEL_INIT_LOCK:
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, attn_implementation=attention, local_files_only=True, trust_remote_code=False
+        )
+    return loaded

@@ -28,9 +28,8 @@ from runtime.diagnosis.observations import (
 )
 from runtime.diagnosis.pairs import compare_draft_model
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.best_of import BestOf
+from runtime.drafters.chain import BestOf, FirstOf
 from runtime.drafters.compatibility import TargetIdentity
-from runtime.drafters.first_of import FirstOf
 from runtime.drafters.protocol import Drafter, check_request
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.engine import Engine

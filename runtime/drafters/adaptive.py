@@ -4,7 +4,7 @@ A step with more draft tokens takes longer, by what the engine's cost model says
 drafts were right so far. A token is worth sending while the tokens it promises cost less time than they do on average:
 with R tokens per second so far, those are sent that make (expected tokens - R x seconds) largest (Dinkelbach 1967, of
 ratios; expected tokens by the survival of each position, not by one rate for all). Every row of a batch gets a length
-of its own (`runtime.drafters.allocation`).
+of its own (`allocate`).
 
 What a draft would have yielded is seen from what was generated, sent or not, because drafts never change that. So
 lookups learn from every proposal, and being off costs little but looking. What steps cost is of the day an engine was
@@ -19,13 +19,13 @@ length that was chosen before anything is drawn.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, inf
 from time import thread_time
 
 from runtime.drafters.acceptance_stats import MODEL_PRIOR, AcceptanceStats
-from runtime.drafters.allocation import allocate
 from runtime.drafters.meter import Clock, Meter
 from runtime.drafters.protocol import Drafter, check_request, look_ahead
 from runtime.request import Draft, Request, Sequence
@@ -51,6 +51,32 @@ _CAUTION = 0.25
 """Margin that a token of a lookup must gain beyond its time, in tokens that come without drafts in that time."""
 _CONTEXT_STEP = 64
 """Contexts are rounded, so that the cost model need not be asked anew at every step."""
+
+
+def allocate(survivals: Seq[Seq[float]], costs: Seq[float]) -> list[int]:
+    """The draft length of each row for which the tokens accepted, less what they cost, are most; of equals the fewest.
+
+    survivals[i][k] is the probability that the first k + 1 tokens of row i's draft are accepted, which falls with k;
+    costs[n] is what n draft tokens in the step cost, in accepted tokens too.
+
+    A step's cost depends on how many tokens it has in all its rows together, not on whose they are (`runtime.batch`
+    folds rows). And a draft token is accepted no oftener than the one before it. So of any number of tokens the
+    likeliest are the best, they are beginnings of drafts, and of all allocations only one for each number has to be
+    looked at.
+
+    With survivals of (0.9, 0.2) and (0.5, 0.4) and 0.3 for a token, 0.9, 0.5 and 0.4 are worth it: lengths 1 and 2.
+    """
+    offers = sorted(((p, -i) for i, row in enumerate(survivals) for p in row), reverse=True)
+    best_num, best_value, promised = 0, -costs[0], 0.0
+    for num, (survives, _) in enumerate(offers, 1):
+        promised += survives
+        value = promised - costs[num]
+        if value > best_value:
+            best_num, best_value = num, value
+    lengths = [0] * len(survivals)
+    for _, i in offers[:best_num]:
+        lengths[-i] += 1
+    return lengths
 
 
 class AdaptiveDrafter:

@@ -11,7 +11,7 @@ from runtime.bundle import Bundle, read_bundle
 from runtime.config import EngineConfig
 from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.best_of import BestOf, DraftingModel
+from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter
 from runtime.drafters.draft_target import DraftModel

@@ -163,8 +163,8 @@ class NgramDrafter(LookupDrafter):
 
     def lookup(self, pool: "NgramPool | None") -> "Drafter":
         from runtime.corpus import Corpus
+        from runtime.drafters.chain import FirstOf
         from runtime.drafters.corpus_lookup import CorpusLookup
-        from runtime.drafters.first_of import FirstOf
         from runtime.drafters.ngram import NgramLookup
 
         max_size, min_size = self.max_matching_ngram_size, self.min_matching_ngram_size

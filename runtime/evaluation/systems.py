@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from runtime.compiler.identity import differences
-from runtime.compiler.original import load_original
+from runtime.compiler.reference import load_original
 from runtime.errors import SpecDecError
 from runtime.evaluation.checks import SystemName
 from runtime.generation import Work, total_record

@@ -25,11 +25,44 @@ from runtime.compiler.load import open_step
 from runtime.config import Compiler, Dtype, EngineConfig, LayerShape, Mapping, Quantization
 from runtime.errors import SpecDecError
 from runtime.kv_cache import BlockCopy
-from runtime.parallel.cpu_affinity import Place
-from runtime.parallel.devices import cores_of
-from runtime.parallel.groups import RankGroup, Rendezvous, join, way_of
-from runtime.parallel.messages import COPY, POOL, of_batch, send
+from runtime.parallel.devices import cores_of, pin, usable_cores
+from runtime.parallel.groups import COPY, POOL, RankGroup, Rendezvous, join, of_batch, send, way_of
 from runtime.parallel.processes import Processes
+
+_lock = threading.Lock()
+_here = threading.local()
+_open: set["Place"] = set()
+
+
+class Place:
+    """CPU placement of one engine's rank 0: whatever thread calls its step is kept to the cores of its first device.
+
+    One process is rank 0 of all engines, so it goes from one's device to another's; when the last has closed, it has
+    all cores back.
+    """
+
+    def __init__(self, cores: Seq[int]) -> None:
+        self._cores = cores
+        with _lock:
+            self._threads: int = next(iter(_open))._threads if _open else torch.get_num_threads()
+            _open.add(self)
+
+    def take(self) -> None:
+        """Keep this thread, and those that it begins, to the cores."""
+        if getattr(_here, "place", None) is not self:
+            pin(self._cores)
+            torch.set_num_threads(min(self._threads, len(self._cores)))
+            _here.place = self
+
+    def leave(self) -> None:
+        """Left, it can be left again, and not be taken any more."""
+        with _lock:
+            is_last = _open == {self}
+            _open.discard(self)
+        if is_last:
+            pin(usable_cores())
+            torch.set_num_threads(self._threads)
+            _here.place = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,8 +46,7 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     from runtime.compiler.load import open_step
     from runtime.config import LayerShape, Mapping, Quantization, parse
     from runtime.kv_cache import BlockCopy, KVPool, kv_dtype
-    from runtime.parallel.groups import join_by_number
-    from runtime.parallel.messages import COPY, POOL, receive, to_batch
+    from runtime.parallel.groups import COPY, POOL, join_by_number, receive, to_batch
 
     device = torch.device(job["device"])
     if job["cores"]:

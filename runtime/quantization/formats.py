@@ -17,8 +17,7 @@ from runtime.config import QuantAlgo
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
 from runtime.quantization.planning import RoundedLayer
-from runtime.quantization.unpacking import scales_of, signed, unpack, unpack_awq
-from runtime.quantization.weight import QuantizedWeight, from_integers
+from runtime.quantization.weight import QuantizedWeight, from_integers, scales_of, signed, unpack, unpack_awq
 from runtime.source import SourceTensor, load_tensors
 
 _CONFIG_KEYS = ("quantization_config", "compression_config")

@@ -17,8 +17,7 @@ from runtime.files import Stamp, stamp_of
 from runtime.gguf import ORIGINAL, BlockType, GGUFTensor, read_gguf
 from runtime.gguf_config import ROPE_FACTORS, name_of, rows_of, shift_of
 from runtime.quantization.planning import RoundedLayer
-from runtime.quantization.unpacking import signed
-from runtime.quantization.weight import QuantizedWeight, pack_int4
+from runtime.quantization.weight import QuantizedWeight, pack_int4, signed
 from runtime.source import SourceTensor
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

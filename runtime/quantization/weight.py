@@ -21,6 +21,8 @@ SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PREFIX = "weight_"
 _VALUES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
 _LOST = "the model is damaged, or its config.json is another model's; download it again"
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Positions in a word of eight neighbouring numbers in AWQ."""
 
 
 @dataclass(frozen=True)
@@ -167,3 +169,39 @@ def _from_parts(name: str, parts: Mapping[str, Tensor]) -> QuantizedWeight:
     weight = QuantizedWeight(**parts)
     weight.check(name)
     return weight
+
+
+# Integers out of the words that checkpoints pack them into. Values are never looked at: shapes are found on `meta`.
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """(rows, numbers) uint8 of (rows, words) int32 in which numbers of 4 or 8 bits lie, the first lowest."""
+    numbers: Tensor = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return numbers
+    halves: Tensor = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1)
+    return halves
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """Unpack 4 bits in AWQ's order, like `unpack`."""
+    numbers = unpack(words, 4)
+    ordered: Tensor = numbers.view(numbers.shape[0], -1, 8)[:, :, list(AWQ_ORDER)].flatten(1)
+    return ordered
+
+
+def signed(numbers: Tensor, bits: int) -> Tensor:
+    """int8 of counts from 0: half of their range less."""
+    centred: Tensor = numbers.to(torch.int16) - 2 ** (bits - 1)
+    return centred.to(torch.int8)
+
+
+def scales_of(scales: Tensor, outputs: int, block_rows: int = 1) -> Tensor:
+    """(outputs, groups) of scales for a whole weight, for each output, or for blocks of outputs and groups."""
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).expand(outputs, 1)
+    if scales.dim() == 1:
+        return scales[:, None]
+    if scales.shape[0] != outputs and block_rows > 1:
+        return scales.repeat_interleave(block_rows, 0)[:outputs]
+    return scales

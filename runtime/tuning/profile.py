@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime import specdec_version
 from runtime.bundle import Bundle
 from runtime.cache import digest
 from runtime.checksums import document_digest
@@ -16,7 +17,6 @@ from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError, UsageError
 from runtime.files import write_json
 from runtime.reading import parse_json, read_utf8
-from runtime.version import specdec_version
 
 PROFILE_FORMAT_VERSION = 3  # 2: without a digest
 _IDENTITY = ("pretrained_config", "dtype", "build_config", "environment", "vocab_size")

@@ -4,13 +4,16 @@ Candidates are the grid of every drafter, each with drafts of several lengths. A
 and divides only at the end: a mean of speedups gives short steps the weight of long ones.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from runtime.costs import CostModel
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import DRAFTERS
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
+from runtime.request import Sequence
+from runtime.session import Session
 from runtime.stats import RequestStats, sum_stats
 from runtime.tuning.replay import ReplayedBatches, ReplayedStep, Trace, replay_batches
 
@@ -19,6 +22,9 @@ NUM_SCREENED, NUM_LENGTHS, NUM_LIVE = 2, 2, 3
 """Numbers of best drafters tried with a public pool, with shorter drafts, and on the engine."""
 _MAX_SCREENING_TOKENS = 30_000
 """Output tokens; with more of them the grid is first replayed on some, or it would take minutes."""
+_MAX_ADVICE_TOKENS = 10_000
+"""Output tokens to replay at most for advice; of more, a sample: a fraction of a second."""
+_LOSS = 0.995
 
 Advance = Callable[[], None]
 
@@ -55,7 +61,7 @@ def all_lengths(speculation: Speculation, max_draft_len: int) -> list[Speculatio
     return [*lengths, lengths[-1].in_mode("auto")]
 
 
-def labels_of(candidates: Sequence[Speculation]) -> list[str]:
+def labels_of(candidates: Seq[Speculation]) -> list[str]:
     return list(dict.fromkeys(candidate.label for candidate in candidates))
 
 
@@ -133,7 +139,7 @@ class Replayed:
 class Replayer:
     """Replays the same requests with one candidate after the other."""
 
-    traces: Sequence[Trace]
+    traces: Seq[Trace]
     batch_size: int = 1
     cost: Cost | None = None
     end_ids: frozenset[int] = frozenset()
@@ -211,21 +217,56 @@ class Search:
             advance()
         return _best_lookups(self.screened)
 
-    def _try(self, candidates: Sequence[Speculation], advance: Advance) -> None:
+    def _try(self, candidates: Seq[Speculation], advance: Advance) -> None:
         for candidate in candidates:
             self.replayed.append(self.replayer.replay(candidate))
             advance()
 
 
-def _best(replayed: Sequence[Replayed], number: int) -> list[Replayed]:
+def _best(replayed: Seq[Replayed], number: int) -> list[Replayed]:
     """The best of those with a drafter."""
     return sorted((r for r in replayed if r.candidate), key=lambda r: r.rank)[:number]
 
 
-def _best_lookups(replayed: Sequence[Replayed]) -> list[Speculation]:
+def _best_lookups(replayed: Seq[Replayed]) -> list[Speculation]:
     return [one.candidate for one in _best(replayed, NUM_SCREENED) if one.candidate.lookup is not None]
 
 
-def best_candidates(replayed: Sequence[Replayed]) -> list[Speculation]:
+def best_candidates(replayed: Seq[Replayed]) -> list[Speculation]:
     """The best that have a drafter, by what was predicted."""
     return [r.candidate for r in _best(replayed, NUM_LIVE)]
+
+
+@dataclass(frozen=True)
+class FixedLost:
+    """Speedups of drafts of a fixed length that lost, and of automatic ones, over no drafter, by replay of the same
+    outputs.
+    """
+
+    fixed: float
+    automatic: float
+
+
+def fixed_lost(session: Session, sequences: Seq[Sequence], batch_size: int) -> FixedLost | None:
+    """Advice on finished requests that a lookup drafted for with a fixed length, `batch_size` at once.
+
+    None if that did not lose, if automatic lengths would have lost as much, or if it is unknown.
+    """
+    speculation, engine = session.speculation, session.engine
+    is_known = speculation.lookup and speculation.draft_len_mode == "fixed" and engine.config.step_costs
+    if not is_known or not sequences:
+        return None
+    traces = [Trace(s.request.prompt_tokens, tuple(s.output_tokens)) for s in sequences]
+    request = sequences[0].request
+    cost = Cost(CostModel(engine.config.step_costs, engine.config.host_s), engine.max_num_tokens)
+    replayer = Replayer(traces, batch_size, cost, request.end_ids, request.max_new_tokens).thinned(_MAX_ADVICE_TOKENS)
+    candidates = NO_SPECULATION, speculation, speculation.in_mode("auto")
+    none, fixed, automatic = (_step_seconds(replayer, candidate) for candidate in candidates)
+    return FixedLost(none / fixed, none / automatic) if none / fixed < _LOSS and automatic < fixed else None
+
+
+def _step_seconds(replayer: Replayer, candidate: Speculation) -> float:
+    """Seconds of the steps alone: looking up takes microseconds, and how many is the moment's."""
+    replayed, cost = replayer.replay(candidate).batches, replayer.cost
+    assert cost is not None
+    return sum(step_s(step, cost.costs, cost.max_num_tokens) for step in replayed.steps)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from commands.inputs.traces import read_traces
 from runtime.corpus import Corpus, write_corpus
+from runtime.drafters.chain import FirstOf
 from runtime.drafters.corpus_lookup import CorpusLookup
-from runtime.drafters.first_of import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.stats import sum_stats

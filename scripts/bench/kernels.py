@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from runtime.compiler.arithmetic import fastest_arithmetic
-from runtime.compiler.kernels import compile_kernels, instructions, load_kernels
+from runtime.compiler.kernels import compile_kernels, fastest_arithmetic, instructions, load_kernels
 from runtime.config import ARITHMETICS
 from runtime.params import GREEDY
 from runtime.sampling import Positions, Sampler, kernel_arguments

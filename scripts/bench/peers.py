@@ -55,11 +55,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from commands.inputs.dataset import load_samples, summarization_prompt
+from runtime import specdec_version
 from runtime.checkpoint import convert
 from runtime.compiler.build import BuildEffort, build_engine
 from runtime.config import BuildConfig, Compiler, QuantConfig
 from runtime.models import resolve_model
-from runtime.version import specdec_version
 from scripts.bench.peers_report import METRICS, draw, print_result, print_summary
 from scripts.bench.step import LLAMA_101M, save_random_llama
 

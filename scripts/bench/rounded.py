@@ -19,8 +19,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from runtime.compiler.arithmetic import fastest_arithmetic
-from runtime.compiler.kernels import compile_kernels, load_kernels
+from runtime.compiler.kernels import compile_kernels, fastest_arithmetic, load_kernels
 from runtime.config import ARITHMETICS, QuantConfig
 from runtime.quantization.quantize import quantize_weight
 

@@ -19,7 +19,7 @@ import psutil
 
 from runtime import scheduler
 from runtime.config import BuildConfig
-from runtime.drafters.first_of import FirstOf
+from runtime.drafters.chain import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
 from runtime.drafters.protocol import Drafter

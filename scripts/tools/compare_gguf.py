@@ -32,8 +32,8 @@ from runtime.checkpoint import convert
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.compiler.build import BuildEffort, build_engine
 from runtime.compiler.model import load_model
-from runtime.compiler.original import load_original
 from runtime.compiler.pretrained import parse_pretrained_config
+from runtime.compiler.reference import load_original
 from runtime.config import Activations, BuildConfig, Compiler, QuantConfig
 from runtime.gguf_tokenizer import make_gguf_tokenizer
 from runtime.llm import LLM

@@ -12,7 +12,7 @@ from commands.batch.report import BatchDocument
 from commands.bench.report import BenchDocument
 from commands.build.report import BuildDocument, ConvertDocument
 from commands.cache.report import CacheListDocument, CachePruneDocument
-from commands.compare.document import CompareDocument
+from commands.compare.report import CompareDocument
 from commands.corpus.report import CorpusDocument
 from commands.doctor.report import DoctorDocument
 from commands.documents.records import Record

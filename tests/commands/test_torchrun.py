@@ -12,7 +12,7 @@ from tiny import hf_greedy, make_model, repetitive_prompt
 from waiting import HANG_S
 
 from runtime.errors import SpecDecError
-from specdec_cli.launched import is_spare
+from specdec_cli.app import is_spare
 
 ROOT = Path(__file__).parents[2]
 OF_TWO_MACHINES = {"TORCHELASTIC_RUN_ID": "a", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}

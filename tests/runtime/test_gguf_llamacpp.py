@@ -12,7 +12,7 @@ import torch
 from quantized import Q, save_gguf, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from runtime.compiler.original import load_original
+from runtime.compiler.reference import load_original
 
 FACTOR = 4.0
 

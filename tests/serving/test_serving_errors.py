@@ -11,8 +11,7 @@ from serving_models import PROMPT, WAITS, MakeServed, Served
 from waiting import wait_until
 
 from commands.serve.http_errors import HTTPError, of_validation
-from commands.serve.parsing import validate_body
-from commands.serve.schema import ChatRequest, CompletionRequest
+from commands.serve.schema import ChatRequest, CompletionRequest, validate_body
 from runtime.text import encode_text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -320,7 +319,7 @@ def test_a_long_list_costs_neither_time_nor_a_long_answer(
         found.append(error.error_count())
         return of_validation(error, value)
 
-    monkeypatch.setattr("commands.serve.parsing.of_validation", watched)
+    monkeypatch.setattr("commands.serve.schema.of_validation", watched)
     with pytest.raises(HTTPError) as caught:
         validate_body(body, CompletionRequest)
     assert 1 <= found[0] < 10

@@ -7,8 +7,7 @@ import pytest
 
 from runtime.benchmark.client import Answer
 from runtime.benchmark.load_generator import LoadResult
-from runtime.benchmark.objectives import parse_objectives
-from runtime.benchmark.results import results
+from runtime.benchmark.results import parse_objectives, results
 from runtime.benchmark.speculation_counts import SpeculationCounts
 from runtime.errors import UsageError
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.drafters.allocation import allocate
+from runtime.drafters.adaptive import allocate
 
 SHARES = st.floats(0, 1, allow_subnormal=False)
 ROWS = st.lists(st.lists(SHARES, max_size=4).map(lambda shares: list(accumulate(shares, mul))), min_size=1, max_size=4)

@@ -10,8 +10,8 @@ from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
 from runtime import orchestrator, scheduler
+from runtime.drafters.chain import FirstOf
 from runtime.drafters.draft_target import DraftModel
-from runtime.drafters.first_of import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine import Engine
 from runtime.errors import SpecDecError, UsageError

@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 from runtime import orchestrator, scheduler
 from runtime.config import SelfDraft as Rounding
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.best_of import BestOf, DraftingModel
+from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.draft_state import DraftState
 from runtime.drafters.factory import ShortDrafter
-from runtime.drafters.first_of import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.self_draft import SelfDraft

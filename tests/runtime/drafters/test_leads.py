@@ -1,7 +1,7 @@
 """A lookup that adds nothing to another rests; where each is right in its own places both go on."""
 
 from runtime.drafters.acceptance_stats import LOOK_INTERVAL
-from runtime.drafters.best_of import BestOf
+from runtime.drafters.chain import BestOf
 from runtime.request import Draft, Request, Sequence
 
 PROBE = LOOK_INTERVAL

@@ -14,7 +14,7 @@ import pytest
 from runtime.config import StepCost
 from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.best_of import BestOf
+from runtime.drafters.chain import BestOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup

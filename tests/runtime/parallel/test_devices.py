@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from runtime.parallel.cpu_affinity import Place
 from runtime.parallel.devices import check_device_ids, cores_of, equal_shares
+from runtime.parallel.ranks import Place
 
 pytestmark = pytest.mark.filterwarnings("ignore::runtime.errors.SpecDecWarning")
 
