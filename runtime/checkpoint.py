@@ -39,7 +39,7 @@ from runtime.models import read_model_config
 from runtime.parallel.tp_layers import Splitting
 from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
 from runtime.quantization.gguf_blocks import read_gguf_tensors
-from runtime.quantization.planning import Losses, RoundedLayer, Source, plan_pieces
+from runtime.quantization.planning import Losses, PrequantizedLayer, Source, plan_pieces
 from runtime.source import SourceTensor, load_tensors, read_tensors
 from runtime.tensor_writer import Piece, Progress, write_pieces, write_shares
 
@@ -75,7 +75,7 @@ def convert(
         check_side_files(model_dir)
     if tp_size > 1:
         source = _with_own_names(source)
-    _refuse_rounding_again(source, precision)
+    _refuse_quantizing_again(source, precision)
     dtype = dtype or _saved_dtype(source)
     losses = Losses(getattr(torch, dtype))
     pieces, quantization = plan_pieces(source, getattr(torch, dtype), precision, losses)
@@ -99,7 +99,7 @@ def convert(
 
 
 def read_numbers(model_dir: Path, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A model's config, and its weights as the numbers that they mean, rounded ones too."""
+    """A model's config, and its weights as the numbers that they mean, quantized ones too."""
     source = _open_source(model_dir)
     numbers = {tensor.name: load_tensors([tensor])[0].to(dtype) for tensor in source.tensors}
     for name, layer in source.layers.items():
@@ -188,7 +188,7 @@ def _read_weights(model_dir: Path, config: dict[str, Any], *, is_inside: bool) -
 
 def _gguf_tensors(
     path: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
-) -> tuple[dict[str, RoundedLayer], list[SourceTensor]]:
+) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
     """A file's weights, low-bit and others: all weights of its model."""
     layers, tensors = read_gguf_tensors(path, config)
     check_shapes(layers, shapes, path)
@@ -199,10 +199,11 @@ def _gguf_tensors(
     return layers, tensors
 
 
-def _refuse_rounding_again(source: Source, precision: QuantConfig) -> None:
+def _refuse_quantizing_again(source: Source, precision: QuantConfig) -> None:
     if precision.qformat is not None and source.layers:
         raise SpecDecError(
-            f"the model is quantized already ({source.format}), and not rounded to {precision.qformat}: {source.name}",
+            f"the model is already quantized ({source.format}), and not quantized again to {precision.qformat}: "
+            f"{source.name}",
             hint="convert it as it is, or the unquantized model",
             code="quantized_already",
         )

@@ -18,7 +18,7 @@ from runtime.errors import SpecDecError
 CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights; 4: neither
 # files nor weights were recorded; 5: a token's bits depended on the size of its step; 6: the package did not say what
-# it was compiled for; 7: layers said whether they round what they read, not to how many bits; 8: the
+# it was compiled for; 7: layers said whether they quantize what they read, not to how many bits; 8: the
 # kernels did not sample; 9: the compiler's loops were OpenMP's; 10: a step was one program
 ENGINE_FORMAT_VERSION = 11
 
@@ -60,7 +60,7 @@ QuantAlgo = Literal[
     "W8A16", "W4A16", "W4A16_AWQ", "W4A16_GPTQ", "W8A16_GPTQ", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES",
     "MIXED_PRECISION",
 ]  # fmt: skip
-"""TensorRT-LLM's names of how weights are rounded."""
+"""TensorRT-LLM's names of how weights are quantized."""
 KVCacheQuantAlgo = Literal["INT8", "FP8"]
 Activations = Literal["float", "int8", "int16"]
 
@@ -96,7 +96,7 @@ class QuantConfig:
     quantize_lm_head: bool = False
     kv_cache: KVCacheQuantAlgo | None = None
     activations: Activations | None = None
-    """None: what is fastest and changes no more than the weights' rounding does."""
+    """None: what is fastest and changes no more than the weights' quantization does."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ class Quantization:
     has_zero_point: bool = False
     pre_quant_scale: bool = False
     exclude_modules: tuple[str, ...] = ()
-    """Linear layers that are not rounded."""
+    """Linear layers that are not quantized."""
     activations: Activations = "float"
     """Activation format for quantized layers."""
     source: str = "rounded"
     """Origin of the quantized weights: quantized by the conversion, or read from a format of this name."""
     unrounded: str | None = None
-    """The model that was rounded, by its shipped name or directory; None where it is not known."""
+    """The model that was quantized, by its shipped name or directory; None where it is not known."""
 
 
 @dataclass(frozen=True)

@@ -214,12 +214,12 @@ def _common_prefix_len(a: Seq[int], b: Seq[int]) -> int:
     return n
 
 
-_ROUNDED: dict[KVCacheQuantAlgo, torch.dtype] = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn}
+_QUANTIZED: dict[KVCacheQuantAlgo, torch.dtype] = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn}
 
 
 def kv_dtype(dtype: str, algorithm: KVCacheQuantAlgo | None) -> torch.dtype:
     """Torch dtype in which the K/V cache of a model of this dtype is stored."""
-    kept: torch.dtype = getattr(torch, dtype) if algorithm is None else _ROUNDED[algorithm]
+    kept: torch.dtype = getattr(torch, dtype) if algorithm is None else _QUANTIZED[algorithm]
     return kept
 
 
@@ -247,7 +247,7 @@ class KVPool:
         self.keys = [pool(layer.num_kv_heads, layer.key_head_dim, block_size) for layer in layers]
         self.values = [pool(layer.num_kv_heads, block_size, layer.value_head_dim) for layer in layers]
         self.scales: list[Tensor] = []
-        if is_rounded(dtype):
+        if is_quantized(dtype):
             self.scales = [pool(layer.num_kv_heads, 2, block_size, torch.float32) for layer in layers]
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -264,12 +264,12 @@ class KVPool:
             pool[copy.destination] = pool[copy.source]
 
 
-def is_rounded(dtype: torch.dtype) -> bool:
+def is_quantized(dtype: torch.dtype) -> bool:
     """True if keys and values of this dtype have scales."""
-    return dtype in _ROUNDED.values()
+    return dtype in _QUANTIZED.values()
 
 
 def bytes_per_block(layers: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
     elements = sum(layer.num_kv_heads * (layer.key_head_dim + layer.value_head_dim) for layer in layers)
-    num_scales = sum(2 * layer.num_kv_heads for layer in layers) if is_rounded(dtype) else 0
+    num_scales = sum(2 * layer.num_kv_heads for layer in layers) if is_quantized(dtype) else 0
     return block_size * (elements * dtype.itemsize + num_scales * torch.float32.itemsize)

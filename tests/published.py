@@ -146,7 +146,7 @@ def write_random(config: dict[str, Any], directory: Path, seed: int, stds: tuple
     (directory / "generation_config.json").unlink(missing_ok=True)
     (directory / "config.json").write_text(json.dumps(plain))
     if "quantization_config" in config:
-        _round_to_fp8(directory, config["quantization_config"])
+        _quantize_to_fp8(directory, config["quantization_config"])
     (directory / "config.json").write_text(json.dumps(config))
 
 
@@ -165,22 +165,22 @@ def _dtype(config: dict[str, Any]) -> torch.dtype:
     return torch.bfloat16 if said.startswith("float8") else getattr(torch, said)
 
 
-def _round_to_fp8(directory: Path, said: dict[str, Any]) -> None:
+def _quantize_to_fp8(directory: Path, said: dict[str, Any]) -> None:
     """Write the model's linear layers in FP8, and the model that they mean beside it."""
     meant = directory.with_name(f"{directory.name}-meant")
     shutil.copytree(directory, meant, dirs_exist_ok=True)
     tensors = load_file(directory / "model.safetensors")
-    rounded: dict[str, torch.Tensor] = {}
+    quantized: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         is_linear = tensor.dim() == 2 and not any(word in name for word in ("embed", "norm", "lm_head", "gate.weight"))
         if not is_linear or any(name.startswith(one) for one in said.get("modules_to_not_convert") or ()):
-            rounded[name] = tensor
+            quantized[name] = tensor
             continue
         scale = tensor.float().abs().max() / 448
-        rounded[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
-        rounded[f"{name}_scale_inv"] = scale.reshape(1, 1) if said["weight_block_size"] else scale
-        tensors[name] = rounded[name].float() * scale
-    save_file(rounded, directory / "model.safetensors", metadata={"format": "pt"})
+        quantized[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+        quantized[f"{name}_scale_inv"] = scale.reshape(1, 1) if said["weight_block_size"] else scale
+        tensors[name] = quantized[name].float() * scale
+    save_file(quantized, directory / "model.safetensors", metadata={"format": "pt"})
     save_file(tensors, meant / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -1,4 +1,4 @@
-"""Models in the formats in which others save rounded weights: made by their libraries where these make them, and of
+"""Models in the formats in which others save quantized weights: made by their libraries where these make them, and of
 random bits otherwise, of which every pattern is a number. What they mean is told by the libraries' own code."""
 
 import json

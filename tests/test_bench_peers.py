@@ -111,7 +111,7 @@ def test_llama_cpp_gives_specdecs_tokens(dtype: str, tmp_path: Path, kernels: Pa
     rows = [row for row in result["systems"] if row["name"].startswith("llama.cpp")]
     assert {row["name"] for row in rows} == {"llama.cpp none", "llama.cpp ngram"}
     for row in rows:
-        if bench_peers.FORMATS[dtype].is_rounded:  # in another way than ours
+        if bench_peers.FORMATS[dtype].is_quantized:  # in another way than ours
             assert row["num_output_tokens"] == 8
         else:
             assert row["num_equal"] == 1 or (dtype != "float32" and row["first_differences"][0] > 0), row

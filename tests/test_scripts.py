@@ -12,7 +12,7 @@ import torch
 from waiting import HANG_S
 
 from scripts.bench.kernels import torch_held_to
-from scripts.bench.rounded import FORMATS
+from scripts.bench.quantized import FORMATS
 from scripts.tools.mutate import TESTS
 from scripts.tools.mutations import cpp_mutations, mutations
 
@@ -82,9 +82,9 @@ def test_a_slow_kernel_is_named_and_ends_in_an_exit_code(kernels: Path) -> None:
     assert all(re.fullmatch(r"this processor, .+, float32, [13] rows: [\d.]+", line) for line in slow)
 
 
-def test_every_format_of_rounded_weights_is_measured(kernels: Path) -> None:
+def test_every_format_of_quantized_weights_is_measured(kernels: Path) -> None:
     sizes = "--layers 64x96 --rows 1 3 --seconds 0 --megabytes 1"
-    command = [sys.executable, "-m", "scripts.bench.rounded", *sizes.split()]
+    command = [sys.executable, "-m", "scripts.bench.quantized", *sizes.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| 64x96")]

@@ -231,7 +231,7 @@ def build(options: BuildOptions, output: Output) -> None:
             checkpoint_dir, output_dir, settings, target, replace=options.force, phase=phase, effort=effort
         )
         if text is not None:
-            phase("comparing with the unrounded model")
+            phase("comparing with the unquantized model")
             config = record_quality(output_dir, config, measure_quality(checkpoint_dir, *text))
     phase_times.end()
     elapsed, size = time.perf_counter() - start, directory_bytes(output_dir)

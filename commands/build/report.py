@@ -1,4 +1,4 @@
-"""Output of `convert` and `build`: their JSON documents, a table of the engine, and how weights are rounded."""
+"""Output of `convert` and `build`: their JSON documents, a table of the engine, and how weights are quantized."""
 
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def described(found: Quantization) -> str:
 def described_quality(quality: dict[str, Any]) -> str:
     """Description of the quality, from its JSON."""
     return (
-        f"KL divergence {quality['mean_kl']:.2g} from {quality['unrounded']} unrounded, the same most probable token "
+        f"KL divergence {quality['mean_kl']:.2g} from {quality['unrounded']} unquantized, the same most probable token "
         f"at {quality['top1_agreement']:.2%} of {quality['num_tokens']:,} tokens of {quality['text']}"
     )
 
@@ -73,7 +73,7 @@ def built_table(config: EngineConfig, output_dir: Path, size: int, elapsed: floa
     if config.quantization is not None:
         table.add_row("weights", described(config.quantization))
     if config.quality is not None:
-        table.add_row("rounding", described_quality(as_json(config.quality)))
+        table.add_row("quantization", described_quality(as_json(config.quality)))
     table.add_row(
         "runs on", f"{config.environment.device} ({config.environment.capability}), torch {config.environment.torch}"
     )

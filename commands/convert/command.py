@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from commands.options.expand import expand_groups
-from commands.options.shared import INPUT, KV_CACHE, OUTPUT, ROUNDING, RUNTIME, Force
+from commands.options.shared import INPUT, KV_CACHE, OUTPUT, QUANTIZATION, RUNTIME, Force
 from commands.output import Output, check_new_directory, megabytes
 from runtime.config import KVCacheQuantAlgo, QuantConfig, QuantFormat
 from runtime.errors import UsageError
@@ -36,7 +36,7 @@ class ConvertOptions:
         typer.Option(
             help="Quantize linear layers' weights: `full_prec`, `int8`, `int4` or `fp8`; `int8_wo` and `int4_wo` are "
             "TensorRT-LLM's names.",
-            rich_help_panel=ROUNDING,
+            rich_help_panel=QUANTIZATION,
             metavar="FORMAT",
         ),
     ] = "full_prec"
@@ -44,24 +44,24 @@ class ConvertOptions:
         int | None,
         typer.Option(
             help="Inputs per scale: 32, 64 or 128; -1 for one scale per output.",
-            rich_help_panel=ROUNDING,
+            rich_help_panel=QUANTIZATION,
             show_default="64, for fp8 -1",
         ),
     ] = None
     quantize_lm_head: Annotated[
-        bool, typer.Option("--quantize-lm-head", help="Quantize the output layer too.", rich_help_panel=ROUNDING)
+        bool, typer.Option("--quantize-lm-head", help="Quantize the output layer too.", rich_help_panel=QUANTIZATION)
     ] = False
     use_weight_only: Annotated[
         bool,
         typer.Option(
             "--use-weight-only",
             help="TensorRT-LLM's `--qformat` with `--weight-only-precision`.",
-            rich_help_panel=ROUNDING,
+            rich_help_panel=QUANTIZATION,
         ),
     ] = False
     weight_only_precision: Annotated[
         Literal["int8", "int4"] | None,
-        typer.Option(help="Format for `--use-weight-only`.", rich_help_panel=ROUNDING, show_default="int8"),
+        typer.Option(help="Format for `--use-weight-only`.", rich_help_panel=QUANTIZATION, show_default="int8"),
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "int8", "fp8"],
@@ -71,7 +71,7 @@ class ConvertOptions:
         Literal["float", "int8", "int16"] | None,
         typer.Option(
             help="Activation format for quantized layers.",
-            rich_help_panel=ROUNDING,
+            rich_help_panel=QUANTIZATION,
             show_default="int8 for weights in int4, int16 for int8, float for fp8",
         ),
     ] = None
@@ -109,20 +109,20 @@ class ConvertOptions:
                 hint="leave it out",
             )
         if self._qformat is None:
-            self._check_unrounded()
+            self._check_unquantized()
         elif self.group_size not in (None, *_GROUP_SIZES):
             raise UsageError(
                 f"`--group-size` is 32, 64, 128 or -1: {self.group_size}", hint="`--group-size 64` is int4's default"
             )
 
-    def _check_unrounded(self) -> None:
-        """UsageError for a setting of rounding where nothing is rounded."""
+    def _check_unquantized(self) -> None:
+        """UsageError for a setting of quantization where nothing is quantized."""
         flags = {
             "--group-size": self.group_size is not None,
             "--quantize-lm-head": self.quantize_lm_head,
         }
         if given := next((flag for flag, is_given in flags.items() if is_given), None):
-            raise UsageError(f"`{given}` needs weights to round", hint="`--qformat int4` rounds them")
+            raise UsageError(f"`{given}` needs weights to quantize", hint="`--qformat int4` quantizes them")
 
     @property
     def _qformat(self) -> QuantFormat | None:

@@ -136,7 +136,7 @@ class EngineRecord(Record):
     compiler_note: str | None = Field(description="why the compiler is not the one that was asked for")
     arithmetic: Arithmetic | None = Field(description="of the kernels for linear layers; null where they are not used")
     batch_invariant: bool = Field(description="whether a token's logits are the same bits whatever else is in its step")
-    quantization: Quantization | None = absent("null where linear layers are not rounded")
+    quantization: Quantization | None = absent("null where linear layers are not quantized")
     quality: Quality | None = absent("quantization error on a fixed text")
 
     @classmethod

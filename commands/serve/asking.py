@@ -11,7 +11,7 @@ from commands.serve.schema import ChatMessage, ChatRequest, CompletionRequest, G
 from commands.serve.served import ServedModel
 from runtime.chat import Message
 from runtime.drafters.chain import FirstOf
-from runtime.drafters.factory import ShortDrafter
+from runtime.drafters.factory import BoundedDrafter
 from runtime.drafters.prediction import PredictionLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.specs import LOOKUPS, LookupDrafter
@@ -180,8 +180,8 @@ def _own_drafter(served: ServedModel, asked: Speculative) -> Drafter | None:
     else:
         Speculation((own,)).check_fits(served.llm.bundle.config.build_config)
         opened = own.open_lookup(None)
-        drafter = ShortDrafter(opened.drafter, opened.max_draft_len or served.llm.engine.max_draft_len)
-    return drafter if asked.draft_len is None else ShortDrafter(drafter, asked.draft_len)
+        drafter = BoundedDrafter(opened.drafter, opened.max_draft_len or served.llm.engine.max_draft_len)
+    return drafter if asked.draft_len is None else BoundedDrafter(drafter, asked.draft_len)
 
 
 def _own_lookup(asked: Speculative) -> LookupDrafter | None:

@@ -151,7 +151,7 @@ def _check_lines(document: dict[str, Any]) -> list[str]:
     lines = []
     checks, quality = document["checks"], document["engine"]["quality"]
     if quality is not None:
-        lines.append(f"rounding: {described_quality(quality)}")
+        lines.append(f"quantization: {described_quality(quality)}")
     for key, title in (("identical_to_no_drafter", "the engine without drafter"), ("identical_to_hf", "Hugging Face")):
         if key in checks:
             lines.append(

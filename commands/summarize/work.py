@@ -192,7 +192,7 @@ def _fail_unless_accurate(checks: dict[str, Any]) -> None:
     raise SpecDecError(
         f"ROUGE-1 is more than {check['max_loss']:g} below Hugging Face's {check['hf_rouge1']:.2f}: "
         f"{check['rouge1']:.2f}",
-        hint="round to more bits or in smaller groups: `specdec convert --qformat FORMAT --group-size N`",
+        hint="quantize to more bits or in smaller groups: `specdec convert --qformat FORMAT --group-size N`",
     )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from runtime.compiler.quantized_kv import are_roundable, dequantize_kv, quantize_kv
+from runtime.compiler.quantized_kv import are_quantizable, dequantize_kv, quantize_kv
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
 
@@ -107,7 +107,7 @@ def _write(paged: PagedInputs, layer: int, key: Tensor, value: Tensor) -> None:
     at = slots // block_size, slots % block_size
     finite = key.isfinite().all(-1) & value.isfinite().all(-1)
     if paged.scale_pools:
-        finite = finite & are_roundable(key) & are_roundable(value)
+        finite = finite & are_quantizable(key) & are_quantizable(value)
         (key, of_key), (value, of_value) = (
             quantize_kv(numbers.where(finite.unsqueeze(-1), 0), key_pool.dtype) for numbers in (key, value)
         )

@@ -36,7 +36,7 @@ from runtime.compiler.model import Step, load_model, load_whole_model, probe_con
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 from runtime.compiler.profile_steps import cache_for_measuring, measure_host, measure_machine, measure_steps
 from runtime.compiler.quantized import pack_layers
-from runtime.compiler.quantized_copy import COPY_ACTIVATIONS, copy_of, round_layers, write_layers
+from runtime.compiler.quantized_copy import COPY_ACTIVATIONS, copy_of, quantize_layers, write_layers
 from runtime.compiler.torch_internals import check_torch
 from runtime.config import (
     Activations,
@@ -61,12 +61,12 @@ from runtime.text import cache_tokenizer
 
 # Largest norm of the difference between two rows of logits, over the norm of the row.
 _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-# Where tokens are rounded to 8 bits, a difference in the last bit makes another integer of a number between two of
-# them, and behind it of others: as much as rounding itself changes. What is wired wrongly differs by the whole norm,
-# and that rounded layers compute as tightly as any is checked one by one. Of 16 bits it is little, and more than other
-# differences in float32. Keys and values that are rounded are compared as an engine has stored them; those of ranks
-# other than 0 are in other processes.
-_ROUNDED_TOLERANCE = {"int8": 0.2, "int16": 5e-2}
+# Where tokens are quantized to 8 bits, a difference in the last bit makes another integer of a number between two of
+# them, and behind it of others: as much as quantization itself changes. What is wired wrongly differs by the whole
+# norm, and that quantized layers compute as tightly as any is checked one by one. Of 16 bits it is little, and more
+# than other differences in float32. Keys and values that are quantized are compared as an engine has stored them;
+# those of ranks other than 0 are in other processes.
+_QUANTIZED_TOLERANCE = {"int8": 0.2, "int16": 5e-2}
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def build_engine(
     shape = weights.shape(build)
     phase("loading the checkpoint")
     model = weights.whole_model()
-    rounded = None if build.self_draft is None else round_layers(model, pretrained, build.self_draft)
+    quantized = None if build.self_draft is None else quantize_layers(model, pretrained, build.self_draft)
     Step(model).to(device)
     with (
         MODEL_INIT_LOCK,
@@ -137,9 +137,9 @@ def build_engine(
             stack.callback(step.close)
         config = _checked(step, model, checkpoint, shape, compiled)
         copied = None
-        if rounded is not None:
+        if quantized is not None:
             phase("compiling the copy that drafts")
-            config, copied = _with_copy(config, copy_of(model, rounded), step, directory)
+            config, copied = _with_copy(config, copy_of(model, quantized), step, directory)
         if effort.measure_costs:
             phase("measuring steps")
             config = _with_costs(config, step, copied, device)
@@ -250,9 +250,9 @@ def _check(
 ) -> LogitsCheck:
     tolerance = _TOLERANCE[shape.dtype]
     check_products(model, tolerance)
-    tolerance = max(tolerance, _ROUNDED_TOLERANCE.get(activations or "float", 0))
+    tolerance = max(tolerance, _QUANTIZED_TOLERANCE.get(activations or "float", 0))
     if shape.kv_cache is not None and isinstance(step, RankedStep):
-        tolerance = _ROUNDED_TOLERANCE["int8"]
+        tolerance = _QUANTIZED_TOLERANCE["int8"]
     with _machine_errors():  # `torch-compile` compiles with the first step
         return check_logits(step, model, shape, tolerance)
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from runtime.batch import Row, pack
 from runtime.compiler.compilation import StepFunction
 from runtime.compiler.quantized import quantized_layers, without_kernels
-from runtime.compiler.reference import ROUNDED, QuantizeKV, Stored
+from runtime.compiler.reference import QUANTIZED_KV, QuantizeKV, Stored
 from runtime.config import LogitsCheck, StepShape
 from runtime.errors import SpecDecError
 from runtime.kv_cache import KVPool, kv_dtype
@@ -147,7 +147,7 @@ def _compare(ours: Tensor, theirs: Tensor, tolerance: float) -> LogitsCheck:
 
 
 def check_products(model: PreTrainedModel, tolerance: float) -> None:
-    """Compare each rounded layer's product by the kernels with torch's, of tokens that are rounded in the same way.
+    """Compare each quantized layer's product by the kernels with torch's, of tokens that are quantized in the same way.
 
     Raises SpecDecError if the norm of a difference exceeds `tolerance` of the product's.
     """
@@ -163,7 +163,7 @@ def check_products(model: PreTrainedModel, tolerance: float) -> None:
         difference = ((ours - theirs).norm() / theirs.norm().clamp(min=torch.finfo(torch.float32).tiny)).item()
         if not difference <= tolerance:
             raise SpecDecError(
-                f"a rounded layer's product differs from torch's by more than {tolerance:g} of its norm: "
+                f"a quantized layer's product differs from torch's by more than {tolerance:g} of its norm: "
                 f"{difference:.2e}",
                 hint="the model is not computed correctly and no engine was written; please report it",
             )
@@ -217,7 +217,7 @@ def _check_context_len(shape: StepShape) -> int:
 @contextmanager
 def _reference_attention(model: PreTrainedModel, shape: StepShape) -> Iterator[None]:
     ours = model.config._attn_implementation
-    model.set_attn_implementation("eager" if shape.kv_cache is None else ROUNDED)
+    model.set_attn_implementation("eager" if shape.kv_cache is None else QUANTIZED_KV)
     try:
         yield
     finally:

@@ -42,8 +42,8 @@ def differences(
     is_inner = model.config.get_text_config() is not model.config  # whose weights have other names here
     quantization = bundle.config.quantization
     # From these weights or others: the figures tell how well.
-    is_rounded = quantization is not None and quantization.quant_algo is not None
-    if not found and not (is_inner or is_rounded) and weights_digest(model, dtype) != bundle.config.weights_digest:
+    is_quantized = quantization is not None and quantization.quant_algo is not None
+    if not found and not (is_inner or is_quantized) and weights_digest(model, dtype) != bundle.config.weights_digest:
         found.append("the weights")
     return found
 

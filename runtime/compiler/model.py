@@ -58,7 +58,7 @@ def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
 
 
 def linear_layers(config: PreTrainedConfig) -> tuple[list[str], str | None]:
-    """The linear layers of the model that can be rounded, and the one that computes logits if it is among them.
+    """The linear layers of the model that can be quantized, and the one that computes logits if it is among them.
 
     What chooses experts is left out: a few numbers that decide much.
     """

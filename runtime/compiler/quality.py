@@ -15,7 +15,7 @@ from runtime.checkpoint_dir import open_checkpoint
 from runtime.checksums import CONFIG, config_digest
 from runtime.compiler.model import load_whole_model, split_config
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config
-from runtime.compiler.reference import ROUNDED, QuantizeKV, Rounded, load_original
+from runtime.compiler.reference import QUANTIZED_KV, Quantized, QuantizeKV, load_original
 from runtime.config import CheckpointConfig, EngineConfig, Quality, as_json
 from runtime.errors import SpecDecError
 from runtime.files import write_json
@@ -34,73 +34,75 @@ def quality_text(checkpoint: CheckpointConfig, file: Path | None) -> tuple[str, 
 
     The demo has a text of its own. SpecDecError for a file that is given and cannot be used.
     """
-    unrounded = None if checkpoint.quantization is None else checkpoint.quantization.unrounded
+    unquantized = None if checkpoint.quantization is None else checkpoint.quantization.unrounded
     if file is not None:
         text = read_utf8(file)
-        if unrounded is None:
+        if unquantized is None:
             raise SpecDecError(
-                "the checkpoint does not know the model that it was rounded from, to compare it with",
-                hint="it was not rounded when it was converted; leave the text out",
-                code="no_unrounded",
+                "the checkpoint does not know the model that it was quantized from, to compare it with",
+                hint="it was not quantized when it was converted; leave the text out",
+                code="no_unquantized_model",
             )
         return text, file.name
-    if unrounded is None or Path(unrounded) != resolve_model("demo").resolve():
+    if unquantized is None or Path(unquantized) != resolve_model("demo").resolve():
         return None
     articles = Path(str(files("runtime") / "demo" / "articles.jsonl")).read_text(encoding="utf-8").splitlines()
     return "\n\n".join(json.loads(line)["article"] for line in articles), DEMO_TEXT
 
 
 def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
-    """Both models on the first 2,000 tokens of a text, by transformers, in float32: only what is rounded differs.
+    """Both models on the first 2,000 tokens of a text, by transformers, in float32: only what is quantized differs.
 
     That is weights, and keys and values, and what layers multiply them by.
 
-    SpecDecError if the unrounded model is no longer where it was, or is another one.
+    SpecDecError if the unquantized model is no longer where it was, or is another one.
     """
     checkpoint = open_checkpoint(checkpoint_dir)
     assert checkpoint.quantization is not None and checkpoint.quantization.unrounded is not None
-    unrounded_dir = Path(checkpoint.quantization.unrounded)
-    if not unrounded_dir.exists() or read_model_config(unrounded_dir) != checkpoint.pretrained_config:
+    unquantized_dir = Path(checkpoint.quantization.unrounded)
+    if not unquantized_dir.exists() or read_model_config(unquantized_dir) != checkpoint.pretrained_config:
         raise SpecDecError(
-            f"the model that the checkpoint was rounded from is no longer there: {unrounded_dir}",
+            f"the model that the checkpoint was quantized from is no longer there: {unquantized_dir}",
             hint="convert it again, or leave the text out",
-            code="no_unrounded",
+            code="no_unquantized_model",
         )
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / CONFIG))
     tokens = encode_text(load_tokenizer(checkpoint_dir, checkpoint.pretrained_config), text)[:_NUM_TOKENS]
     if len(tokens) < 2:
         raise SpecDecError(f"the text has too few tokens to compare on: {len(tokens)}", hint="give a longer one")
     algorithm = checkpoint.quantization.kv_cache_quant_algo
-    attention = "eager" if algorithm is None else ROUNDED
+    attention = "eager" if algorithm is None else QUANTIZED_KV
     ranks = [checkpoint_dir / name for name in weights_files(checkpoint.mapping)]
     splitting = split_config(pretrained, checkpoint.mapping.tp_size)
-    rounded = load_whole_model(pretrained, ranks, torch.float32, attention, checkpoint.quantization, splitting)
-    rounding = {} if algorithm is None else {"quantize_kv": Rounded(kv_dtype(checkpoint.dtype, algorithm))}
-    unrounded = load_original(unrounded_dir, torch.float32, "eager")
+    quantized = load_whole_model(pretrained, ranks, torch.float32, attention, checkpoint.quantization, splitting)
+    quantization = {} if algorithm is None else {"quantize_kv": Quantized(kv_dtype(checkpoint.dtype, algorithm))}
+    unquantized = load_original(unquantized_dir, torch.float32, "eager")
     window = min(_WINDOW, num_positions(pretrained) or _WINDOW)
     divergence, num_same = 0.0, 0
-    pairs = zip(_log_probs(rounded, tokens, window, **rounding), _log_probs(unrounded, tokens, window), strict=True)
+    pairs = zip(
+        _log_probs(quantized, tokens, window, **quantization), _log_probs(unquantized, tokens, window), strict=True
+    )
     for ours, theirs in pairs:
         divergence += float((theirs.exp() * (theirs - ours)).sum())
         num_same += int((theirs.argmax(-1) == ours.argmax(-1)).sum())
-    return Quality(len(tokens), divergence / len(tokens), num_same / len(tokens), _shown(unrounded_dir), name)
+    return Quality(len(tokens), divergence / len(tokens), num_same / len(tokens), _shown(unquantized_dir), name)
 
 
-def _shown(unrounded_dir: Path) -> str:
-    return "demo" if unrounded_dir == resolve_model("demo").resolve() else str(unrounded_dir)
+def _shown(unquantized_dir: Path) -> str:
+    return "demo" if unquantized_dir == resolve_model("demo").resolve() else str(unquantized_dir)
 
 
-def _log_probs(model: PreTrainedModel, tokens: list[int], window: int, **rounding: QuantizeKV) -> Iterator[Tensor]:
+def _log_probs(model: PreTrainedModel, tokens: list[int], window: int, **quantization: QuantizeKV) -> Iterator[Tensor]:
     """(window, vocab) float32, window by window."""
     for start in range(0, len(tokens), window):
         with torch.inference_mode():
             ids = torch.tensor([tokens[start : start + window]])
-            logits = model(input_ids=ids, use_cache=False, **rounding).logits[0]
+            logits = model(input_ids=ids, use_cache=False, **quantization).logits[0]
         yield logits.float().log_softmax(-1)
 
 
 def record_quality(engine_dir: Path, config: EngineConfig, quality: Quality) -> EngineConfig:
-    """Write into an engine's `config.json` what its checkpoint's rounding changed."""
+    """Write into an engine's `config.json` what its checkpoint's quantization changed."""
     config = dataclasses.replace(config, quality=quality)
     config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
     write_json(engine_dir / CONFIG, as_json(config))

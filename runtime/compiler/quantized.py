@@ -1,4 +1,4 @@
-"""Linear layers whose weights are in few bits, multiplied by tokens as they are, or rounded to 8 or 16 bits."""
+"""Linear layers whose weights are in few bits, multiplied by tokens as they are, or quantized to 8 or 16 bits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _LARGEST = {8: 127, 16: 127 * 256 + 127}
 """A token's integers: of 16 bits both halves, the lower one with its sign, are of the size of 8."""
 
 
-def round_tokens(x: Tensor, columns: int, bits: int) -> Tensor:
+def fake_quantize_tokens(x: Tensor, columns: int, bits: int) -> Tensor:
     """(..., inputs) `x` quantized to this number of bits, per token and group of columns."""
     groups = x.float().reshape(*x.shape[:-1], -1, columns)
     steps = groups.abs().amax(-1, keepdim=True) / _LARGEST[bits]
@@ -71,8 +71,8 @@ class QuantizedLinear(nn.Module):
         if not self.token_bits:
             return nn.functional.linear(x, weight.to(x.dtype), self.bias)
         bias = None if self.bias is None else self.bias.float()
-        rounded = round_tokens(x, kernel_group_size(self.quantized.group_size), self.token_bits)
-        return nn.functional.linear(rounded, weight, bias).to(x.dtype)
+        quantized = fake_quantize_tokens(x, kernel_group_size(self.quantized.group_size), self.token_bits)
+        return nn.functional.linear(quantized, weight, bias).to(x.dtype)
 
     def pack(self) -> Tensor:
         packed: Tensor = torch.ops.specdec.pack_quantized(self.values, self.scales, self.zeros, self.offsets)

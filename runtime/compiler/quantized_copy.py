@@ -1,6 +1,6 @@
 """The copy by which a model drafts for itself: the same model with the weights of its linear layers in fewer bits.
 
-It is compiled as a step of its own, in a directory of its own within the engine's. What it does not round is the
+It is compiled as a step of its own, in a directory of its own within the engine's. What it does not quantize is the
 target's own memory: embeddings, norms, the layer that computes logits, and the K/V pools.
 """
 
@@ -25,10 +25,10 @@ COPY_ACTIVATIONS: Activations = "int8"
 """Activations of the copy's layers: drafts are verified, so the fastest format is best."""
 
 
-def round_layers(
+def quantize_layers(
     model: PreTrainedModel, pretrained: PreTrainedConfig, self_draft: SelfDraft
 ) -> dict[str, QuantizedWeight]:
-    """The weights of the copy's linear layers, rounded as a conversion does; what computes logits stays as it is.
+    """The weights of the copy's linear layers, quantized as a conversion does; what computes logits stays as it is.
 
     Layers that are in as few bits already stay too. SpecDecError if that leaves none.
     """
@@ -44,7 +44,7 @@ def round_layers(
         if bits == 4 and weight.shape[1] % 2:
             raise SpecDecError(
                 f"numbers of 4 bits are stored in pairs, and `{name}` has an odd number of inputs: {weight.shape[1]}",
-                hint="round to int8",
+                hint="quantize to int8",
             )
         layers[name] = quantize_weight(weight, QuantConfig(self_draft.qformat), group_size)
         layers[name].check(name)
@@ -52,7 +52,7 @@ def round_layers(
         raise SpecDecError(
             f"the model has no linear layers of more bits than its copy's would have: {self_draft.qformat}",
             hint="build it without a copy that drafts",
-            code="nothing_to_round",
+            code="nothing_to_quantize",
         )
     return layers
 
@@ -74,7 +74,7 @@ def copy_of(model: PreTrainedModel, layers: dict[str, QuantizedWeight]) -> PreTr
 
 
 def write_layers(copied: PreTrainedModel, directory: Path) -> None:
-    """The rounded layers of the copy, and of the model that it is of, where that has any."""
+    """The quantized layers of the copy, and of the model that it is of, where that has any."""
     layers = {name: one.quantized for name, one in copied.named_modules() if isinstance(one, QuantizedLinear)}
     tensors = {f"{name}.{part}": tensor for name, one in layers.items() for part, tensor in one.tensors().items()}
     save_weights(directory / WEIGHTS, tensors)

@@ -36,7 +36,7 @@ def largest_error(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.maximum(numbers.float().abs() / 16, scales * 2.0**-10)
 
 
-def are_roundable(numbers: Tensor) -> Tensor:
+def are_quantizable(numbers: Tensor) -> Tensor:
     """(...) whether the largest of (..., D) numbers is still finite when it is multiplied by its scale again."""
     largest_again = [_scales(numbers, largest) * largest for largest in _LARGEST.values()]
     return torch.stack(largest_again).isfinite().all(0)

@@ -1,5 +1,6 @@
-"""Reference of an engine: transformers' own model, and its attention over keys and values that are rounded as an engine
-keeps them: engines with K/V in 8 bits are compared with it, and it tells how much they lose.
+"""Reference of an engine: transformers' own model, and its attention over K/V quantized as an engine keeps them.
+
+Engines with K/V in 8 bits are compared with it, and it tells how much they lose.
 """
 
 from collections.abc import Callable
@@ -20,13 +21,13 @@ from runtime.gguf import is_gguf
 from runtime.kv_cache import KVPool
 from runtime.locks import MODEL_INIT_LOCK
 
-ROUNDED = "specdec_rounded"
+QUANTIZED_KV = "specdec_quantized_kv"
 
 QuantizeKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Quantizer of a layer's visible keys and values, (1, Hk, n, D) and (1, Hk, n, Dv)."""
 
 
-def rounded_attention(
+def quantized_kv_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -48,21 +49,21 @@ def rounded_attention(
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """Keys and values by themselves, as they are rounded."""
+class Quantized:
+    """Quantizer of keys and values by themselves."""
 
     dtype: torch.dtype
 
     def __call__(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        rounded = (dequantize_kv(*quantize_kv(numbers, self.dtype), numbers.dtype) for numbers in (key, value))
-        return next(rounded), next(rounded)
+        quantized = (dequantize_kv(*quantize_kv(numbers, self.dtype), numbers.dtype) for numbers in (key, value))
+        return next(quantized), next(quantized)
 
 
 @dataclass(frozen=True)
 class Stored:
     """K/V stored by an engine's step for a sequence, if they are valid roundings of ours.
 
-    A rank has stored the first heads; others are as they are rounded by themselves. The last bits of what is rounded
+    A rank has stored the first heads; others are quantized by themselves. The last bits of what is rounded
     decide between two neighbours, and have no share in whether a step is right.
     """
 
@@ -80,8 +81,8 @@ class Stored:
     def _where_near(self, ours: Tensor, stored: Tensor, scales: Tensor) -> Tensor:
         num_heads, n = stored.shape[0], ours.shape[2]
         theirs = dequantize_kv(stored.flatten(1, 2)[:, :n], scales[:, :n], torch.float32)[None]
-        rounded, our_scales = quantize_kv(ours, stored.dtype)
-        seen = dequantize_kv(rounded, our_scales, torch.float32)
+        quantized, our_scales = quantize_kv(ours, stored.dtype)
+        seen = dequantize_kv(quantized, our_scales, torch.float32)
         largest = ours.float().abs().amax(-1, keepdim=True)
         allowed = largest_error(ours, stored.dtype) + self.tolerance * largest
         is_near = (theirs - ours[:, :num_heads].float()).abs() <= allowed[:, :num_heads]
@@ -89,8 +90,8 @@ class Stored:
         return seen.to(ours.dtype)
 
 
-AttentionInterface.register(ROUNDED, rounded_attention)
-AttentionMaskInterface.register(ROUNDED, eager_mask)
+AttentionInterface.register(QUANTIZED_KV, quantized_kv_attention)
+AttentionMaskInterface.register(QUANTIZED_KV, eager_mask)
 
 
 def load_original(model_dir: Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:

@@ -125,7 +125,7 @@ def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
     opening_each = opening if speculation.has_model else replace(opening, costs=None)
     opened = [one.open(opening_each) for one in speculation]
     lookups: list[Drafter] = [
-        ShortDrafter(one.drafter, one.max_draft_len) if one.max_draft_len else one.drafter
+        BoundedDrafter(one.drafter, one.max_draft_len) if one.max_draft_len else one.drafter
         for one in opened
         if not one.is_model
     ]
@@ -173,8 +173,8 @@ def adapted(
     return AdaptiveDrafter(drafter, costs.iteration_s, draft_s, clock)
 
 
-class ShortDrafter:
-    """A drafter in a chain in which others may draft more tokens."""
+class BoundedDrafter:
+    """A drafter with a `max_draft_len` of its own: others in its chain, or its server's drafter, may draft more."""
 
     def __init__(self, drafter: Drafter, max_draft_len: int) -> None:
         self.drafter, self.max_draft_len = drafter, max_draft_len

@@ -1,4 +1,4 @@
-"""Drafting by the target's own copy with rounded weights, which computes over the target's K/V cache.
+"""Drafting by the target's own copy with quantized weights, which computes over the target's K/V cache.
 
 The copy computes the last token and its own drafts one at a time, and writes their K/V into the slots that follow what
 the target has computed. The target's step computes the same tokens again and overwrites them before it reads. So there

@@ -266,7 +266,7 @@ class DraftTargetDrafter(DrafterSpec):
 
 @dataclass(frozen=True)
 class SelfDrafter(DrafterSpec):
-    """The target's own copy with rounded weights (`runtime.drafters.self_draft`), which the engine must have.
+    """The target's own copy with quantized weights (`runtime.drafters.self_draft`), which the engine must have.
 
     `use_logits` as for a draft model.
     """

@@ -1,4 +1,4 @@
-"""The formats in which others save rounded weights: recognised by a model's config, and read layer by layer.
+"""The formats in which others save quantized weights: recognised by a model's config, and read layer by layer.
 
 Each reader turns the tensors of one layer into a `QuantizedWeight` that means the same numbers to the last bit.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from runtime.config import QuantAlgo
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
-from runtime.quantization.planning import RoundedLayer
+from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import QuantizedWeight, from_integers, scales_of, signed, unpack, unpack_awq
 from runtime.source import SourceTensor, load_tensors
 
@@ -37,7 +37,7 @@ class Format:
     scheme_of: Callable[[str], "Scheme"]
     """Scheme for a layer's name."""
     unused: tuple[str, ...] = ()
-    """Tensors beside them that say how activations or K/V are rounded, which is not done here."""
+    """Tensors beside them that say how activations or K/V are quantized, which is not done here."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Scheme:
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the model that the rounded one stands for. A dtype of 8 bits is its weights', not the model's."""
+    """The config of the model that the quantized one stands for. A dtype of 8 bits is its weights', not the model's."""
     plain = {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
     for key in ("dtype", "torch_dtype"):
         if str(plain.get(key)).startswith("float8"):
@@ -62,7 +62,7 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
-    """None for a model that is not rounded; SpecDecError for one in a format that is not read."""
+    """None for a model that is not quantized; SpecDecError for one in a format that is not read."""
     _refuse_others(config, model_dir)
     inner = config.get("text_config")
     places = [config, inner] if isinstance(inner, dict) else [config]
@@ -126,8 +126,8 @@ def _refuse(what: str, where: str) -> NoReturn:
 
 def find_layers(
     tensors: list[SourceTensor], found: Format | None, shapes: Mapping[str, tuple[int, ...]], model_dir: Path
-) -> tuple[dict[str, RoundedLayer], list[SourceTensor]]:
-    """The rounded layers, and the tensors that stand for themselves.
+) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
+    """The quantized layers, and the tensors that stand for themselves.
 
     SpecDecError for a layer that lacks a tensor, or of another shape than the model's.
     """
@@ -146,7 +146,7 @@ def find_layers(
     left_out = next((tensor.name for tensor in tensors if tensor.name.rpartition(".")[2] in found.unused), None)
     if left_out is not None:
         warnings.warn(
-            f"activations, keys and values are not rounded, and their scales are left out, such as `{left_out}`",
+            f"activations, keys and values are not quantized, and their scales are left out, such as `{left_out}`",
             SpecDecWarning,
             stacklevel=2,
         )
@@ -159,7 +159,9 @@ def find_layers(
     return layers, [tensor for tensor in others if not _is_foreign_bias(tensor, layers, shapes)]
 
 
-def check_shapes(layers: Mapping[str, RoundedLayer], shapes: Mapping[str, tuple[int, ...]], model_dir: Path) -> None:
+def check_shapes(
+    layers: Mapping[str, PrequantizedLayer], shapes: Mapping[str, tuple[int, ...]], model_dir: Path
+) -> None:
     """SpecDecError for a layer of another shape than its config makes it."""
     for name, layer in layers.items():
         shape = layer.read({part: tensor.without_values() for part, tensor in layer.parts.items()}).shape
@@ -181,7 +183,7 @@ def _is_foreign_bias(tensor: SourceTensor, layers: Mapping[str, object], shapes:
     return True
 
 
-def _layer(name: str, parts: dict[str, SourceTensor], found: Format) -> RoundedLayer:
+def _layer(name: str, parts: dict[str, SourceTensor], found: Format) -> PrequantizedLayer:
     scheme = found.scheme_of(name)
     missing = next((part for part in scheme.needed if part not in parts), None)
     if missing is not None:
@@ -194,7 +196,7 @@ def _layer(name: str, parts: dict[str, SourceTensor], found: Format) -> RoundedL
             said = str(error).splitlines()[0]
             raise SpecDecError(f"the tensors of `{name}` do not fit each other: {said}", hint=_DAMAGED) from error
 
-    return RoundedLayer(parts, read, scheme.quant_algo)
+    return PrequantizedLayer(parts, read, scheme.quant_algo)
 
 
 def _check_groups(name: str, scales: Tensor, inputs: int, group_size: int | None) -> None:

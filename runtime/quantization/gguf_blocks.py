@@ -16,7 +16,7 @@ from runtime.errors import SpecDecError
 from runtime.files import Stamp, stamp_of
 from runtime.gguf import ORIGINAL, BlockType, GGUFTensor, read_gguf
 from runtime.gguf_config import ROPE_FACTORS, name_of, rows_of, shift_of
-from runtime.quantization.planning import RoundedLayer
+from runtime.quantization.planning import PrequantizedLayer
 from runtime.quantization.weight import QuantizedWeight, pack_int4, signed
 from runtime.source import SourceTensor
 
@@ -24,7 +24,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCKS = "blocks"
 
 
-def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, RoundedLayer], list[SourceTensor]]:
+def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
     """The weights in few bits, and the tensors that stand for themselves, by the names that the model has for them.
 
     Embeddings in few bits are among the first: what no linear layer takes is written as the numbers that it means.
@@ -45,7 +45,7 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Rou
             )
         else:
             read = partial(_read, tensor.type)
-            layers[source.name.removesuffix(".weight")] = RoundedLayer({_BLOCKS: source}, read, "MIXED_PRECISION")
+            layers[source.name.removesuffix(".weight")] = PrequantizedLayer({_BLOCKS: source}, read, "MIXED_PRECISION")
     return layers, floats
 
 

@@ -66,8 +66,8 @@ class Losses:
 
 
 @dataclass(frozen=True)
-class RoundedLayer:
-    """A layer whose weight was rounded before: the tensors it lies in, and how they are read."""
+class PrequantizedLayer:
+    """A layer whose weight is quantized in the file already: the tensors it lies in, and how they are read."""
 
     parts: Mapping[str, SourceTensor]
     read: Callable[[dict[str, Tensor]], QuantizedWeight]
@@ -79,12 +79,12 @@ class Source:
     """A model as it is to be converted, with what its config makes of it."""
 
     config: dict[str, Any]
-    """Without what it says of rounding."""
+    """Without what it says of quantization."""
     tensors: list[SourceTensor]
     """Tensors outside quantized layers."""
-    layers: dict[str, RoundedLayer]
+    layers: dict[str, PrequantizedLayer]
     linears: list[str]
-    """The layers that can be rounded."""
+    """The layers that can be quantized."""
     head: str | None
     """The one of them that computes logits."""
     name: str
@@ -97,10 +97,10 @@ def plan_pieces(
     source: Source, dtype: torch.dtype, precision: QuantConfig, losses: Losses
 ) -> tuple[list[Piece], Quantization | None]:
     """Plan the tensors to be written, and the checkpoint's quantization record."""
-    rounded = {} if precision.qformat is None else _sizes(source, precision)
+    quantized = {} if precision.qformat is None else _sizes(source, precision)
     pieces = [
-        _rounded(tensor, precision, rounded[name], losses)
-        if (name := tensor.name.removesuffix(".weight")) in rounded
+        _quantized(tensor, precision, quantized[name], losses)
+        if (name := tensor.name.removesuffix(".weight")) in quantized
         else _copied(tensor, dtype, losses)
         for tensor in source.tensors
     ]
@@ -108,10 +108,10 @@ def plan_pieces(
     read = {name: _read(name, layer, source, dtype) for name, layer in layers.items()}
     pieces += [piece for piece, _ in read.values()]
     kept = {name: weight for name, (_, weight) in read.items() if weight is not None}
-    _check_activations(precision, {precision.qformat} if rounded else {weight.kind for weight in kept.values()})
-    if rounded:
-        pieces += _untied_head(source, precision, rounded, losses)
-        return pieces, _rounded_as(source, precision, rounded)
+    _check_activations(precision, {precision.qformat} if quantized else {weight.kind for weight in kept.values()})
+    if quantized:
+        pieces += _untied_head(source, precision, quantized, losses)
+        return pieces, _quantized_as(source, precision, quantized)
     if kept:
         return pieces, _read_as(source, precision, layers, kept)
     if precision.kv_cache is not None:
@@ -120,14 +120,14 @@ def plan_pieces(
 
 
 def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
-    """The group sizes of the layers to round; SpecDecError where there are none, or a group fits one of them not."""
+    """The group sizes of the layers to quantize; SpecDecError where there are none, or a group fits one of them not."""
     inputs = {
         tensor.name.removesuffix(".weight"): tensor.shape[-1] for tensor in source.tensors if len(tensor.shape) == 2
     }
     names = [name for name in source.linears if name in inputs and name != source.head]
     if not names:
         raise SpecDecError(
-            f"the model has no linear layers that can be rounded: {source.config['model_type']}",
+            f"the model has no linear layers that can be quantized: {source.config['model_type']}",
             hint="its weights can be converted as they are",
         )
     if precision.quantize_lm_head and source.head is not None:
@@ -138,7 +138,7 @@ def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
     if odd is not None:
         raise SpecDecError(
             f"numbers of 4 bits are stored in pairs, and `{odd}` has an odd number of inputs: {inputs[odd]}",
-            hint="round to int8",
+            hint="quantize to int8",
         )
     return sizes
 
@@ -148,21 +148,21 @@ def _tied(source: Source) -> SourceTensor:
     found = next((tensor for tensor in source.tensors if tensor.name.endswith("embed_tokens.weight")), None)
     if found is None:
         raise SpecDecError(
-            f"the layer that computes logits has no weight of its own to round: {source.config['model_type']}",
+            f"the layer that computes logits has no weight of its own to quantize: {source.config['model_type']}",
             hint="leave it as it is",
         )
     return found
 
 
 def _untied_head(source: Source, precision: QuantConfig, sizes: dict[str, int], losses: Losses) -> list[Piece]:
-    """A rounded copy of the embeddings for logits, where they are both."""
+    """A quantized copy of the embeddings for logits, where they are both."""
     head = source.head
     if head is None or head not in sizes or _has_own_weight(source, head):
         return []
-    return [_rounded(_tied(source), precision, sizes[head], losses, name=head)]
+    return [_quantized(_tied(source), precision, sizes[head], losses, name=head)]
 
 
-def _tied_head(source: Source) -> dict[str, RoundedLayer]:
+def _tied_head(source: Source) -> dict[str, PrequantizedLayer]:
     """The output layer of quantized embeddings that it is tied to (GGUF): in the file's bits, all read by each token.
 
     The embeddings themselves are looked up, a row a token, and are written as the numbers that they mean.
@@ -188,7 +188,7 @@ def _copied(tensor: SourceTensor, dtype: torch.dtype, losses: Losses) -> Piece:
     return Piece((tensor,), {tensor.name: (written, tensor.shape)}, make)
 
 
-def _rounded(
+def _quantized(
     tensor: SourceTensor, precision: QuantConfig, group_size: int, losses: Losses, name: str | None = None
 ) -> Piece:
     name = name or tensor.name.removesuffix(".weight")
@@ -201,7 +201,9 @@ def _rounded(
     return Piece((tensor,), forms, make)
 
 
-def _read(name: str, layer: RoundedLayer, source: Source, dtype: torch.dtype) -> tuple[Piece, QuantizedWeight | None]:
+def _read(
+    name: str, layer: PrequantizedLayer, source: Source, dtype: torch.dtype
+) -> tuple[Piece, QuantizedWeight | None]:
     """Kept as it is where a linear layer of ours takes it, and otherwise the numbers that it means."""
     keys = tuple(layer.parts)
     without_values = layer.read({key: tensor.without_values() for key, tensor in layer.parts.items()})
@@ -221,7 +223,7 @@ def _named(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     return {f"{name}.{part}": tensor for part, tensor in weight.tensors().items()}
 
 
-def _rounded_as(source: Source, precision: QuantConfig, sizes: dict[str, int]) -> Quantization:
+def _quantized_as(source: Source, precision: QuantConfig, sizes: dict[str, int]) -> Quantization:
     assert precision.qformat is not None
     return Quantization(
         _ALGORITHMS[precision.qformat],
@@ -234,7 +236,7 @@ def _rounded_as(source: Source, precision: QuantConfig, sizes: dict[str, int]) -
 
 
 def _read_as(
-    source: Source, precision: QuantConfig, layers: Mapping[str, RoundedLayer], kept: dict[str, QuantizedWeight]
+    source: Source, precision: QuantConfig, layers: Mapping[str, PrequantizedLayer], kept: dict[str, QuantizedWeight]
 ) -> Quantization:
     algorithms = {layers[name].quant_algo for name in kept}
     sizes = {weight.group_size for weight in kept.values() if weight.group_size != weight.shape[1]}
@@ -253,15 +255,15 @@ def _check_activations(precision: QuantConfig, kinds: Collection[str | None]) ->
     """SpecDecError for activations that no layer can be multiplied by."""
     if precision.activations not in (None, "float") and not {"int8", "int4"} & set(kinds):
         raise SpecDecError(
-            f"activations are rounded where weights are integers, and this model has none: {precision.activations}",
-            hint="leave the activations as they are, or round the weights to int8 or int4",
+            f"activations are quantized where weights are integers, and this model has none: {precision.activations}",
+            hint="leave the activations as they are, or quantize the weights to int8 or int4",
         )
 
 
 def _default_activations(kinds: Collection[str]) -> Activations:
-    """Integers are faster; what rounding to 8 bits changes is little beside weights of 4 bits, and much beside 8."""
+    """Integers are faster; what quantizing to 8 bits changes is little beside weights of 4 bits, much beside 8."""
     return "int16" if "int8" in kinds else "int8" if "int4" in kinds else "float"
 
 
-def _left_out(source: Source, rounded: Mapping[str, object]) -> tuple[str, ...]:
-    return tuple(name for name in source.linears if name not in rounded)
+def _left_out(source: Source, quantized: Mapping[str, object]) -> tuple[str, ...]:
+    return tuple(name for name in source.linears if name not in quantized)

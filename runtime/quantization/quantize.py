@@ -1,4 +1,4 @@
-"""Round a weight to few bits: to the nearest, by the scale of each group that leaves the smallest squared error.
+"""Quantize a weight to few bits: to the nearest, by the scale of each group that leaves the smallest squared error.
 
 No data is needed: a few scales are tried, from the one that just holds the group's largest number downwards, and the
 best is refined. Cutting off what is rare makes the rest finer.
@@ -17,7 +17,7 @@ _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 _REFINEMENTS = 2
 _MIN_GROUP = 16
 _E4M3_MAX = 448.0
-_ROWS_BYTES = 2**24  # of the weight that is rounded at a time
+_ROWS_BYTES = 2**24  # of the weight that is quantized at a time
 
 
 def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
@@ -31,7 +31,7 @@ def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
     if size < min(_MIN_GROUP, wanted):
         raise SpecDecError(
             f"groups of {wanted} do not divide the {inputs} inputs of `{name}`",
-            hint="round whole rows, or to int8",
+            hint="quantize whole rows, or to int8",
             code="group_size",
         )
     return size
@@ -40,11 +40,11 @@ def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
 def quantize_weight(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedWeight:
     """The (outputs, inputs) weight in the format that is asked for."""
     rows = max(1, _ROWS_BYTES // (4 * weight.shape[1]))
-    pieces = [_round_rows(piece.float(), precision, group_size) for piece in torch.split(weight, rows)]
+    pieces = [_quantize_rows(piece.float(), precision, group_size) for piece in torch.split(weight, rows)]
     return QuantizedWeight(torch.cat([values for values, _ in pieces]), torch.cat([scales for _, scales in pieces]))
 
 
-def _round_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> tuple[Tensor, Tensor]:
+def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> tuple[Tensor, Tensor]:
     """Values, and scales: of integers float16, of e4m3 float32."""
     outputs, inputs = weight.shape
     groups = weight.reshape(outputs, -1, group_size)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Condition, Thread
 
-from runtime.drafters.factory import ShortDrafter
+from runtime.drafters.factory import BoundedDrafter
 from runtime.drafters.protocol import Drafter, check_num_drafts, check_request
 from runtime.errors import SpecDecError
 from runtime.request import Draft, Sequence
@@ -291,7 +291,7 @@ def _default_drafter(session: Session) -> Drafter | None:
     if session.opened is None:
         return None
     drafter = session.opened.drafter
-    return ShortDrafter(drafter, session.max_draft_len)
+    return BoundedDrafter(drafter, session.max_draft_len)
 
 
 def _progress_of(sequence: Sequence, before: Progress) -> Progress:

@@ -6,7 +6,7 @@ chosen. Ratios are of two measurements of one prompt in one turn; medians and th
 with Hugging Face's without a drafter in the same dtype (with specdec's where Hugging Face is not measured): in bfloat16
 near ties may fall differently.
 
-`--dtypes int8,int4` rounds the weights of the model in bfloat16, as each system does by itself: OpenVINO has
+`--dtypes int8,int4` quantizes the weights of the model in bfloat16, as each system does by itself: OpenVINO has
 activations and K/V in 8 bits too, as specdec; llama.cpp Q8_0 and Q4_0 with K/V in float16. Outputs then differ.
 
 Models: `demo`, the shipped pair; `101m`, `350m` and `1100m` (TinyLlama's shape), Llamas with random weights; `tiny`,
@@ -95,7 +95,7 @@ PAIRS = [
 
 @dataclass(frozen=True)
 class Format:
-    """What a model's numbers are: its dtype, and how each system rounds its weights and, where it can, K/V."""
+    """What a model's numbers are: its dtype, and how each system quantizes its weights and, where it can, K/V."""
 
     dtype: str
     precision: QuantConfig = field(default_factory=QuantConfig)
@@ -104,13 +104,13 @@ class Format:
     gguf: str | None = None
 
     @property
-    def is_rounded(self) -> bool:
+    def is_quantized(self) -> bool:
         return self.gguf is not None
 
 
 FORMATS = {
     **{dtype: Format(dtype) for dtype in ("float32", "bfloat16", "float16")},
-    # OpenVINO and llama.cpp round the output layer to 8 bits in both. Ours is rounded in int8 only.
+    # OpenVINO and llama.cpp quantize the output layer to 8 bits in both. Ours is quantized in int8 only.
     "int8": Format(
         "bfloat16", QuantConfig("int8", quantize_lm_head=True, kv_cache="INT8"), ("--weight-format", "int8"), "Q8_0"
     ),
@@ -286,8 +286,8 @@ def export_to_gguf(python: Path, model_dir: Path, work_dir: Path, format_name: s
     def export(directory: Path) -> None:
         directory.mkdir()
         command = [python, "-m", "scripts.bench.workers.llamacpp_export", model_dir, directory / "model.gguf", *flags]
-        rounded = FORMATS[format_name].gguf
-        command += ["--round-to", rounded] if rounded else []
+        quantized = FORMATS[format_name].gguf
+        command += ["--quantize-to", quantized] if quantized else []
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0:
             raise SystemExit(f"llamacpp_export failed for {model_dir.name}:\n{done.stdout[-2000:]}")
@@ -488,11 +488,11 @@ def measure_details(settings: dict[str, Any]) -> dict[str, Any]:
 def plan_workers(settings: dict[str, Any], pythons: dict[str, Path], work_dir: Path) -> list[Worker]:
     """A process for specdec and every peer in `pythons`, started; two for OpenVINO.
 
-    Hugging Face rounds no model by itself.
+    Hugging Face quantizes no model by itself.
     """
     python, model_dir, name = Path(sys.executable), Path(settings["model_dir"]), settings["format"]
     planned = [("specdec", python, settings)]
-    if "hugging-face" in pythons and not FORMATS[name].is_rounded:
+    if "hugging-face" in pythons and not FORMATS[name].is_quantized:
         planned.insert(0, ("hugging-face", pythons["hugging-face"], settings))
     if "openvino" in pythons:
         openvino_dir = export_to_openvino(pythons["openvino"], model_dir, work_dir, name)
@@ -534,7 +534,7 @@ def prepare(name: str, format_name: str, work_dir: Path, max_request_tokens: int
         "draft_engine_dir": draft_engine_dir and str(draft_engine_dir),
         "format": format_name,
         "dtype": dtype,
-        "is_rounded": FORMATS[format_name].is_rounded,
+        "is_quantized": FORMATS[format_name].is_quantized,
         "num_threads": num_threads,
         "max_request_tokens": max_request_tokens,
         # What BATCH requests need and no more: its memory counts.

@@ -3,7 +3,7 @@
 SmolLM2-135M-Instruct (Q4_1) with its chat template, and Gemma 3 270M (Q4_K_M), which is no chat model and takes the
 text as it is. Prompts are token ids, the same for all. Outputs end at the model's end ids or after `--output-len`
 tokens, chosen greedily and as the model's publisher samples. llama.cpp and Hugging Face read the same file (Hugging
-Face dequantises it, to bfloat16). OpenVINO rounds the dequantised numbers again, in its own way, to 8 and to 4 bits,
+Face dequantises it, to bfloat16). OpenVINO quantizes the dequantised numbers again, in its own way, to 8 and to 4 bits,
 since it reads no such file of its own. specdec drafts for itself with a copy in int4 of the same numbers in bfloat16:
 the file's weights have as few bits as the copy.
 
@@ -139,7 +139,7 @@ class Plan:
             "max_request_tokens": MAX_REQUEST_LEN,
             "max_cache_tokens": MAX_REQUEST_LEN,
             "dtype": "bfloat16",
-            "is_rounded": True,
+            "is_quantized": True,
             "ngram_size": 2,
             "ngram_draft_len": 10,
             "draft_model_dir": None,

@@ -1,9 +1,9 @@
 """Engines of real GGUF files beside others that compute the same model, on Spec-Bench's prompts.
 
 `tokens`: whether outputs are those that Hugging Face's model of the same numbers chooses greedily, read by
-transformers' own reader, in float32 with `--activations float`. `activations`: what rounding activations to 8 bits
+transformers' own reader, in float32 with `--activations float`. `activations`: what quantizing activations to 8 bits
 changes, as the share of positions where the same token stays most probable and the mean Kullback-Leibler divergence,
-by kind of prompt. `llamacpp`: the same two figures, of the same texts, of what llama.cpp rounds.
+by kind of prompt. `llamacpp`: the same two figures, of the same texts, of what llama.cpp quantizes.
 
     python -m scripts.tools.compare_gguf tokens activations llamacpp [--models smollm2 gemma3] [--compiler none]
         [--num-tokens 400] [--llamacpp-python llama/bin/python]
@@ -119,22 +119,22 @@ def greedy_tokens(
 
 
 def compare_activations(file: Path, work_dir: Path, num_tokens: int) -> None:
-    """Of what `--activations int8` rounds, in float32 otherwise."""
+    """Of what `--activations int8` quantizes, in float32 otherwise."""
     checkpoint_dir = make_checkpoint(file, work_dir / "int8", "int8")
     checkpoint = open_checkpoint(checkpoint_dir)
-    unrounded = load_original(file, torch.float32)
+    unquantized = load_original(file, torch.float32)
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir))
-    rounded = load_model(
+    quantized = load_model(
         pretrained, checkpoint_dir / "rank0.safetensors", torch.float32, "sdpa", checkpoint.quantization
     )
-    _compare("activations", file, num_tokens, partial(log_probs_of, rounded), partial(log_probs_of, unrounded))
+    _compare("activations", file, num_tokens, partial(log_probs_of, quantized), partial(log_probs_of, unquantized))
 
 
 def compare_llamacpp(file: Path, work_dir: Path, num_tokens: int, python: Path) -> None:
-    """Of llama.cpp's own rounding, which its products need: activations in 8 bits; and keys and values in float16."""
-    unrounded = read_by_transformers(file)
+    """Of llama.cpp's own quantization, which its products need: activations in 8 bits; and K/V in float16."""
+    unquantized = read_by_transformers(file)
     with llamacpp(file, work_dir / "logits.npy", python) as log_probs:
-        _compare("llama.cpp", file, num_tokens, log_probs, partial(log_probs_of, unrounded))
+        _compare("llama.cpp", file, num_tokens, log_probs, partial(log_probs_of, unquantized))
 
 
 LogProbs = Callable[[list[int]], Tensor]
@@ -150,7 +150,7 @@ def log_probs_of(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 @contextmanager
 def llamacpp(file: Path, logits_file: Path, python: Path) -> Iterator[LogProbs]:
     """llama.cpp in a process of its own, by another Python."""
-    settings = {"gguf_file": str(file), "num_threads": 1, "max_request_tokens": WINDOW, "is_rounded": True}
+    settings = {"gguf_file": str(file), "num_threads": 1, "max_request_tokens": WINDOW, "is_quantized": True}
     command = [python, "-m", "scripts.bench.workers.llamacpp_logits", json.dumps(settings), logits_file]
     with subprocess.Popen(
         list(map(str, command)), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -167,14 +167,14 @@ def llamacpp(file: Path, logits_file: Path, python: Path) -> Iterator[LogProbs]:
         process.stdin.close()
 
 
-def _compare(what: str, file: Path, num_tokens: int, rounded: LogProbs, unrounded: LogProbs) -> None:
+def _compare(what: str, file: Path, num_tokens: int, quantized: LogProbs, unquantized: LogProbs) -> None:
     tokenizer, texts, totals = make_gguf_tokenizer(file), read_texts(), torch.zeros(3)
     for kind, categories in KINDS.items():
         by_category = [texts[category] for category in categories]
         text = "\n\n".join(one for nth in zip(*by_category, strict=True) for one in nth)
         tokens = encode_text(tokenizer, text)[:num_tokens]
         windows = [tokens[i : i + WINDOW] for i in range(0, len(tokens), WINDOW)]
-        found = sum((compared(rounded(window), unrounded(window)) for window in windows), torch.zeros(3))
+        found = sum((compared(quantized(window), unquantized(window)) for window in windows), torch.zeros(3))
         totals += found
         _show(f"{what}, {kind}", found)
     _show(f"{what}, all", totals)

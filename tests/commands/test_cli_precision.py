@@ -1,4 +1,4 @@
-"""Rounded models on the command line: what is written and said of them, and how much they may lose."""
+"""Quantized models on the command line: what is written and said of them, and how much they may lose."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ SIZES = ["--max-input-len", 64, "--max-seq-len", 128]
         (["--qformat", "fp8"], "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PER_CHANNEL_PER_TOKEN weights"),
     ],
 )
-def test_rounded_model_goes_the_whole_way(
+def test_quantized_model_goes_the_whole_way(
     flags: list[Any], algorithm: str, said: str, specdec: Specdec, llama_dir: Path, tmp_path: Path
 ) -> None:
     ckpt, engine = tmp_path / "ckpt", tmp_path / "engine"
@@ -51,7 +51,7 @@ def test_rounded_model_goes_the_whole_way(
 
 
 @pytest.mark.parametrize("activations", ["float", "int8", "int16"])
-def test_activations_of_a_model_that_was_rounded_before(activations: str, specdec: Specdec, tmp_path: Path) -> None:
+def test_activations_of_a_model_that_was_quantized_before(activations: str, specdec: Specdec, tmp_path: Path) -> None:
     save_awq(tmp_path / "model", 32)
     flags = ["--model-dir", tmp_path / "model", "--output-dir", tmp_path / "ckpt", "--activations", activations]
     shown = specdec("convert", *flags)
@@ -75,15 +75,15 @@ def test_loss_of_rouge_is_bounded(specdec: Specdec, llama_dir: Path, tmp_path: P
     check = passed["checks"]["accuracy"]
     assert check["passed"] and check["max_loss"] == 100
     assert check["hf_rouge1"] == passed["rouge"]["hf"]["rouge1"]
-    assert passed["hf_differences"] == []  # the same model, rounded
+    assert passed["hf_differences"] == []  # the same model, quantized
     assert passed["engine"]["quality"]["num_tokens"] > 10
     table = specdec(*summarize, "--rouge1-max-loss", 100)
-    assert "rounding: KL divergence" in table.stdout and "and 100 less is allowed" in table.stdout
+    assert "quantization: KL divergence" in table.stdout and "and 100 less is allowed" in table.stdout
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["AWQ", "GGUF"])
-def test_models_that_others_rounded_are_recognised(kind: str, specdec: Specdec, tmp_path: Path, said: Said) -> None:
+def test_models_that_others_quantized_are_recognised(kind: str, specdec: Specdec, tmp_path: Path, said: Said) -> None:
     model = tmp_path / "model.gguf" if kind == "GGUF" else tmp_path / "model"
     if kind == "GGUF":
         save_gguf(model, Q.Q4_0)
@@ -102,7 +102,7 @@ def test_models_that_others_rounded_are_recognised(kind: str, specdec: Specdec, 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "algorithm"), [("int8", "INT8"), ("fp8", "FP8")])
 def test_kv_cache_in_8_bits(name: str, algorithm: str, specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
-    """Of weights as they are; `build` says what rounding K/V changed."""
+    """Of weights as they are; `build` says what quantization K/V changed."""
     ckpt, engine, text = tmp_path / "ckpt", tmp_path / "engine", tmp_path / "text"
     flags = ["--kv-cache-dtype", name, "--json"]
     found = specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, *flags).document

@@ -25,7 +25,7 @@ from runtime.request import Draft, Request, Sequence
 
 MAX_LEN = 900
 WINDOWED = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 100}
-# By dtype, and how K/V are rounded.
+# By dtype, and how K/V are quantized.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "float32": ("llama", {}),
     "bfloat16": ("mistral", WINDOWED),
@@ -143,7 +143,7 @@ def test_logits_are_the_same_bits_in_any_company(engines: list[Engine], alone: A
 
 
 def test_a_copy_that_drafts_changes_no_bit(engines: list[Engine], alone: Any) -> None:
-    """Compiled beside the step. What is not rounded lies in memory once."""
+    """Compiled beside the step. What is not quantized lies in memory once."""
     engine, prompts = engines[0], [prompt(seed, length) for seed, length in ((0, 60), (1, 7), (0, 200))]
     expected = [alone(tokens, 30) for tokens in prompts]
     engine.clear_cache()

@@ -1,6 +1,6 @@
-"""Write a Llama of Hugging Face's as GGUF, in its own dtype or rounded as llama.cpp rounds.
+"""Write a Llama of Hugging Face's as GGUF, in its own dtype or quantized as llama.cpp quantizes.
 
-    python -m scripts.bench.workers.llamacpp_export MODEL_DIR FILE [--round-to Q8_0|Q4_0] [--tokenizer-dir DIR]
+    python -m scripts.bench.workers.llamacpp_export MODEL_DIR FILE [--quantize-to Q8_0|Q4_0] [--tokenizer-dir DIR]
 
 It runs in llama.cpp's environment and needs numpy and the `gguf` package alone. Without the directory of a tokenizer
 (byte-level BPE) there is none in the file: prompts are token ids. Of a model in 4 bits the output layer has 8.
@@ -119,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--round-to", choices=["Q8_0", "Q4_0"])
+    parser.add_argument("--quantize-to", choices=["Q8_0", "Q4_0"])
     parser.add_argument("--tokenizer-dir", type=Path)
     arguments = parser.parse_args()
     model_dir = arguments.model_dir
@@ -139,10 +139,10 @@ def main() -> None:
         rows = content.reshape(shape[0], -1)
         if module in num_heads:
             rows = interleave_halves(rows, num_heads[module])
-        if arguments.round_to:
-            rounded = TYPES["Q8_0" if module == "lm_head" else arguments.round_to]
+        if arguments.quantize_to:
+            quantized = TYPES["Q8_0" if module == "lm_head" else arguments.quantize_to]
             values = widen(rows.reshape(-1), dtype).reshape(shape)
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, rounded), raw_dtype=rounded)
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, quantized), raw_dtype=quantized)
         else:
             writer.add_tensor(gguf_name(name), rows, raw_dtype=TYPES[dtype])
     writer.write_header_to_file()

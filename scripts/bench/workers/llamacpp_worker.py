@@ -2,9 +2,9 @@
 
 The loop is here, because the binding's own computes the logits of all prompt tokens as soon as there is a drafter:
 what is measured is llama.cpp. The binding has no draft model. Weights and K/V cache have the given dtype; beside
-rounded weights it is float16. Denormals are flushed to zero as in the other systems. Flash attention, on by default,
+quantized weights it is float16. Denormals are flushed to zero as in the other systems. Flash attention, on by default,
 is off: without it a step of the 101 M model took 0.6 of the time in float32 and 0.9 in bfloat16, and a prompt of 900
-tokens 1.3 and 0.8. Where the processor has AMX rounded weights stay as they lie in the file: 0.3.36 lays them out for
+tokens 1.3 and 0.8. Where the processor has AMX quantized weights stay as they lie in the file: 0.3.36 lays them out for
 it, and its products of those crash. What a library can do was settled when it was built: the note has its instruction
 sets.
 """
@@ -53,7 +53,7 @@ class Model:
         """With a K/V cache of that dtype."""
         file, num_threads, max_tokens = (settings[f] for f in ("gguf_file", "num_threads", "max_request_tokens"))
         loading = llama_cpp.llama_model_default_params()
-        loading.use_extra_bufts = not (settings["is_rounded"] and has_amx())
+        loading.use_extra_bufts = not (settings["is_quantized"] and has_amx())
         self._model = llama_cpp.llama_model_load_from_file(file.encode(), loading)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {file}")
@@ -121,7 +121,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
     flush_denormals()
     llama_cpp.llama_log_set(log_errors, None)
     llama_cpp.llama_backend_init()
-    cache = "float16" if settings["is_rounded"] else settings["dtype"]
+    cache = "float16" if settings["is_quantized"] else settings["dtype"]
     model = Model(settings, cache)
     lookup = LlamaPromptLookupDecoding(settings["ngram_size"], settings["ngram_draft_len"])
 

@@ -2,7 +2,7 @@
 
 It runs in OpenVINO's virtual environment and imports nothing of specdec's. The backend is paged attention, the default
 and here the faster one. Weights and K/V cache have the given dtype, and activations are not quantized; where weights
-are rounded, activations are too, by groups of 64, and K/V to 8 bits. Prefix caching, on by default, would find the
+are quantized, activations are too, by groups of 64, and K/V to 8 bits. Prefix caching, on by default, would find the
 prompt of the run before.
 """
 
@@ -34,12 +34,12 @@ class StepStreamer(openvino_genai.StreamerBase):
 
 def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
     precision = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[settings["dtype"]]
-    is_rounded = settings["is_rounded"]
+    is_quantized = settings["is_quantized"]
     properties: dict[str, Any] = {
         "ATTENTION_BACKEND": "PA",
         "INFERENCE_PRECISION_HINT": precision,
-        "KV_CACHE_PRECISION": "u8" if is_rounded else precision,
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 64 if is_rounded else 0,
+        "KV_CACHE_PRECISION": "u8" if is_quantized else precision,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 64 if is_quantized else 0,
         "CPU_DENORMALS_OPTIMIZATION": True,
         "INFERENCE_NUM_THREADS": settings["num_threads"],
     }

@@ -39,7 +39,7 @@ from runtime.tokenizer import SAVED
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
-UNROUNDED = QuantConfig()
+UNQUANTIZED = QuantConfig()
 
 
 def build(checkpoint_dir: Path, output_dir: Path, *, replace: bool = False, **settings: Any) -> EngineConfig:
@@ -56,7 +56,7 @@ def build(checkpoint_dir: Path, output_dir: Path, *, replace: bool = False, **se
 
 
 def make_checkpoint(
-    model: PreTrainedModel, work_dir: Path, dtype: Any = None, precision: QuantConfig = UNROUNDED
+    model: PreTrainedModel, work_dir: Path, dtype: Any = None, precision: QuantConfig = UNQUANTIZED
 ) -> Path:
     model.save_pretrained(work_dir / "model")
     convert(
@@ -177,7 +177,7 @@ def test_wrong_scaling_fails_the_build(tmp_path: Path) -> None:
 
 
 def make_steep_checkpoint(
-    work_dir: Path, family: str, num_layers: int, deviation: float, precision: QuantConfig = UNROUNDED
+    work_dir: Path, family: str, num_layers: int, deviation: float, precision: QuantConfig = UNQUANTIZED
 ) -> Path:
     """Of large weights, whose logits transformers' own bfloat16 rounds to something else than float32's."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -203,8 +203,8 @@ def make_steep_checkpoint(
 @pytest.mark.parametrize(
     ("model", "precision"),
     [
-        (("llama", 2, 0.2), UNROUNDED),
-        (("llama", 2, 0.3), UNROUNDED),
+        (("llama", 2, 0.2), UNQUANTIZED),
+        (("llama", 2, 0.3), UNQUANTIZED),
         (("llama", 2, 0.3), QuantConfig("int8", 64, activations="int16")),
         (("llama", 2, 0.3), QuantConfig("int4", 64, activations="float")),
         (("llama", 2, 0.3), QuantConfig("fp8")),
@@ -226,7 +226,7 @@ def test_right_step_is_not_refused_for_what_transformers_rounds(
     assert read_engine_config(tmp_path / "engine").logits_check == check
 
 
-@pytest.mark.parametrize("precision", [UNROUNDED, QuantConfig("int8", 64), QuantConfig(kv_cache="INT8")], ids=str)
+@pytest.mark.parametrize("precision", [UNQUANTIZED, QuantConfig("int8", 64), QuantConfig(kv_cache="INT8")], ids=str)
 @pytest.mark.parametrize(
     ("family", "broken"),
     [
@@ -252,7 +252,7 @@ def below_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("below_rounding")
-@pytest.mark.parametrize("precision", [UNROUNDED, QuantConfig(kv_cache="INT8"), QuantConfig(kv_cache="FP8")], ids=str)
+@pytest.mark.parametrize("precision", [UNQUANTIZED, QuantConfig(kv_cache="INT8"), QuantConfig(kv_cache="FP8")], ids=str)
 def test_float64_decides_where_transformers_rounds_float32(precision: QuantConfig, tmp_path: Path) -> None:
     checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, "float32", precision)
     check = build(checkpoint_dir, tmp_path / "engine").logits_check
@@ -263,7 +263,7 @@ def test_float64_decides_where_transformers_rounds_float32(precision: QuantConfi
 
 
 @pytest.mark.parametrize("precision", [QuantConfig("int8", 32, activations="float"), QuantConfig("fp8")], ids=str)
-def test_wrong_step_of_rounded_weights_is_refused_by_float64_too(
+def test_wrong_step_of_quantized_weights_is_refused_by_float64_too(
     precision: QuantConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, "float32", precision)

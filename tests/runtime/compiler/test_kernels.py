@@ -71,9 +71,9 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 KINDS = [*((dtype, 0) for dtype in TOLERANCE), (torch.bfloat16, 1)]  # dtypes, and the arithmetics that they have
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 # Also as what keys and values are stored.
-ROUNDED_KINDS = [(dtype, 0, stored) for dtype in TOLERANCE for stored in (INT8, FP8)]
+QUANTIZED_KINDS = [(dtype, 0, stored) for dtype in TOLERANCE for stored in (INT8, FP8)]
 IN_TILES = [(torch.bfloat16, 2, stored) for stored in (None, INT8, FP8)]  # where there are none in float32
-ATTENTION_KINDS = [*((*kind, None) for kind in KINDS), *ROUNDED_KINDS, (torch.bfloat16, 1, INT8), *IN_TILES]
+ATTENTION_KINDS = [*((*kind, None) for kind in KINDS), *QUANTIZED_KINDS, (torch.bfloat16, 1, INT8), *IN_TILES]
 FEW_ATTENTION_KINDS = [*((*kind, None) for kind in KINDS), *IN_TILES[:2], (torch.float32, 0, FP8)]
 LINEAR_KINDS = [*KINDS, (torch.bfloat16, 2), (torch.float16, 2)]  # the last is then computed in float32
 
@@ -429,7 +429,7 @@ def test_layers_of_one_input_become_one_in_a_compiled_step() -> None:
     torch.testing.assert_close(program.module()(x), layers(x))
 
 
-class _RoundedLayers(nn.Module):
+class _QuantizedLayers(nn.Module):
     """Layers that read one input: two of 4 bits in groups of one size, and one of 8 bits."""
 
     def __init__(self) -> None:
@@ -443,9 +443,9 @@ class _RoundedLayers(nn.Module):
         return torch.cat([self.query(x), self.key(x), self.value(x)], -1)
 
 
-def test_rounded_layers_of_one_input_become_one_in_a_compiled_step() -> None:
+def test_quantized_layers_of_one_input_become_one_in_a_compiled_step() -> None:
     describe_kernels()
-    layers, x = _RoundedLayers().eval(), torch.randn(3, 64)
+    layers, x = _QuantizedLayers().eval(), torch.randn(3, 64)
     program = torch.export.export(layers, (x,), strict=False)
     use_kernels(program, arithmetic=0)
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]

@@ -10,12 +10,12 @@ from tiny import VOCAB_SIZE, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
 from runtime import orchestrator, scheduler
-from runtime.config import SelfDraft as Rounding
+from runtime.config import SelfDraft as SelfDraftConfig
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.draft_state import DraftState
-from runtime.drafters.factory import ShortDrafter
+from runtime.drafters.factory import BoundedDrafter
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.self_draft import SelfDraft
@@ -37,7 +37,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine_dir(model: PreTrainedModel, make_engine_dir: Any) -> Path:
-    directory: Path = make_engine_dir(model, self_draft=Rounding("int8"))
+    directory: Path = make_engine_dir(model, self_draft=SelfDraftConfig("int8"))
     return directory
 
 
@@ -200,7 +200,7 @@ def test_lookups_in_the_midst_of_a_draft_save_the_copy_steps(
     """Through whatever a lookup is wrapped in. The copy is free, so that it is always asked."""
     texts, counts = texts_of(model), []
     for known in (texts, {i: [] for i in texts}):
-        short = ShortDrafter(OnlyAhead(known, 9, match_len=16), DRAFT_LEN)
+        short = BoundedDrafter(OnlyAhead(known, 9, match_len=16), DRAFT_LEN)
         lookup = AdaptiveDrafter(FirstOf([short]), lambda batch, context, draft_len: 1.0)
         engine.clear_cache()
         count_copy.clear()
@@ -215,7 +215,7 @@ def test_the_copy_looks_at_short_lookups_and_goes_on(
 ) -> None:
     """Three tokens that are right are worth less than six of the copy's, of which it then computes three at once."""
     drafter = SelfDraft(engine, use_logits=False)
-    three = ShortDrafter(Guesser(texts_of(model), 9, match_len=4), 3)
+    three = BoundedDrafter(Guesser(texts_of(model), 9, match_len=4), 3)
     (sequence,) = answer(engine, "leader", make_requests()[4:], choosing(three, drafter, 0.02))
     assert sequence.output_tokens == texts_of(model)[4]
     assert max(count_copy) == 4 and len(count_copy) < 0.75 * sequence.stats.num_draft_tokens

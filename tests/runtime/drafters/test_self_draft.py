@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from runtime import orchestrator, scheduler
-from runtime.config import SelfDraft as Rounding
+from runtime.config import SelfDraft as SelfDraftConfig
 from runtime.drafters.self_draft import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
 from runtime.params import SamplingConfig
@@ -37,7 +37,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module", params=["int4", "int8"])
 def engine_dir(request: pytest.FixtureRequest, model: PreTrainedModel, make_engine_dir: Any) -> Path:
-    directory: Path = make_engine_dir(model, self_draft=Rounding(request.param))
+    directory: Path = make_engine_dir(model, self_draft=SelfDraftConfig(request.param))
     return directory
 
 
@@ -77,16 +77,16 @@ def test_greedy_output_is_hugging_faces(loop: str, engine: Engine, model: PreTra
     sequences = answer(engine, loop, make_requests(), SelfDraft(engine, use_logits=False))
     assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
     accepted = sum(sequence.stats.num_accepted_draft_tokens for sequence in sequences)
-    rounding = engine.config.build_config.self_draft
-    assert rounding is not None
-    assert accepted > {"int4": 0.25, "int8": 0.8}[rounding.qformat] * num_drafted(sequences)
+    self_draft = engine.config.build_config.self_draft
+    assert self_draft is not None
+    assert accepted > {"int4": 0.25, "int8": 0.8}[self_draft.qformat] * num_drafted(sequences)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "mistral-sliding", "mixtral", "olmo2"])
 def test_families(family: str, make_engine: Any) -> None:
-    """Sliding windows, norms of their own, experts in one piece, which stay unrounded."""
+    """Sliding windows, norms of their own, experts in one piece, which stay unquantized."""
     model = make_model(family)
-    engine: Engine = make_engine(model, self_draft=Rounding("int8", 16))
+    engine: Engine = make_engine(model, self_draft=SelfDraftConfig("int8", 16))
     sequences = answer(engine, "leader", make_requests(), SelfDraft(engine, use_logits=False))
     assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
     assert sum(sequence.stats.num_accepted_draft_tokens for sequence in sequences) > 0
@@ -97,7 +97,7 @@ def test_families(family: str, make_engine: Any) -> None:
 def test_output_of_16_bits_is_that_without_drafts(
     loop: str, dtype: str, model: PreTrainedModel, make_engine: Any
 ) -> None:
-    engine = make_engine(model, dtype=dtype, self_draft=Rounding("int4"))
+    engine = make_engine(model, dtype=dtype, self_draft=SelfDraftConfig("int4"))
     drafted = answer(engine, loop, make_requests(), SelfDraft(engine, use_logits=False))
     engine.clear_cache()
     assert outputs(drafted) == outputs(answer(engine, loop, make_requests(), None))
@@ -179,7 +179,7 @@ def test_the_copy_computes_no_prompt(engine: Engine) -> None:
 
 
 def test_nothing_of_the_copys_is_found_again(engine: Engine, model: PreTrainedModel) -> None:
-    """The next request continues what the first has generated: all of it is found, and none of it is rounded."""
+    """The next request continues what the first has generated: all of it is found, and none of it is quantized."""
     (first,) = answer(engine, "leader", make_requests()[:1], SelfDraft(engine, use_logits=False))
     engine_plain = outputs(answer(engine, "leader", [Request(1, tuple(first.tokens), NUM_NEW_TOKENS)], None))
     assert engine_plain == [hf_greedy(model, first.tokens, NUM_NEW_TOKENS)]
@@ -215,20 +215,20 @@ def test_a_copy_of_nan_changes_nothing(poisoned: str, loop: str, engine: Engine,
     assert (num_drafted(sequences) > 0) == (poisoned != "weights")
 
 
-def test_copys_weights_are_rounded_as_a_conversion_rounds_them(engine: Engine, model: PreTrainedModel) -> None:
+def test_copys_weights_are_quantized_as_a_conversion_quantizes_them(engine: Engine, model: PreTrainedModel) -> None:
     from runtime.compiler.quantized import QuantizedLinear
     from runtime.config import QuantConfig
     from runtime.quantization.quantize import quantize_weight
 
     copied: Any = engine._copy_step
-    rounding = engine.config.build_config.self_draft
-    assert rounding is not None
+    self_draft = engine.config.build_config.self_draft
+    assert self_draft is not None
     layers = {n: m for n, m in copied.model.named_modules() if isinstance(m, QuantizedLinear)}
     assert len(layers) == 14  # seven of each of two layers, and not the one that computes logits
     for name, layer in layers.items():
         weight = model.get_submodule(name).weight
         size = min(16 if weight.shape[1] == 48 else 32, 64)
-        expected = quantize_weight(weight.detach(), QuantConfig(rounding.qformat), size)
+        expected = quantize_weight(weight.detach(), QuantConfig(self_draft.qformat), size)
         assert torch.equal(layer.values, expected.values) and torch.equal(layer.scales, expected.scales)
     target: Any = engine._step
     assert copied.model.get_output_embeddings().weight is target.model.get_output_embeddings().weight

@@ -203,7 +203,7 @@ def test_what_stays_whole_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", [QuantConfig("int4", 8), QuantConfig("int8", None), QuantConfig("fp8", None)])
 @pytest.mark.parametrize("family", ["llama", "qwen2-moe"])
-def test_rounded_weights_are_split_as_they_were_rounded(family: str, precision: QuantConfig, tmp_path: Path) -> None:
+def test_quantized_weights_are_split_with_their_scales(family: str, precision: QuantConfig, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path / "model")
     (whole,) = converted(tmp_path / "model", tmp_path / "one", 1, precision)
     ranks = converted(tmp_path / "model", tmp_path / "split", 2, precision)

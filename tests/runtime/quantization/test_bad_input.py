@@ -1,4 +1,4 @@
-"""Rounded models that are damaged, foreign or of formats that are not read: one error each, and nothing is written."""
+"""Quantized models that are damaged, foreign or of formats that are not read: one error each, nothing is written."""
 
 import json
 import struct
@@ -140,7 +140,7 @@ DAMAGES = [
 
 
 def small_again(model_dir: Path) -> None:
-    """Unrounded weights under a config that says rounded ones."""
+    """Unquantized weights under a config that says quantized ones."""
     save_file(small_model().half().state_dict(), model_dir / "model.safetensors")
 
 
@@ -350,11 +350,11 @@ def test_flipped_byte_of_each_kind_of_tensor_is_found(part: str, tmp_path: Path)
     assert (found.name, found.status) == ("rank0.safetensors", "changed")
 
 
-def test_quantized_model_is_not_rounded_again(tmp_path: Path) -> None:
+def test_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
     save_fp8(tmp_path / "model", (32, 32))
     refuse(
         tmp_path / "model",
         tmp_path,
-        "is quantized already .FP8., and not rounded to int8",
+        "is already quantized .FP8., and not quantized again to int8",
         precision=QuantConfig("int8"),
     )

@@ -1,4 +1,4 @@
-"""Engines of rounded checkpoints: logits are those of the same weights in a plain model, and drafts change nothing."""
+"""Engines of quantized checkpoints: logits are those of the same weights in a plain model; drafts change nothing."""
 
 from dataclasses import replace
 from functools import partial
@@ -56,7 +56,7 @@ def make_checkpoint(
 
 
 def plain_model(checkpoint: CheckpointConfig, checkpoint_dir: Path) -> PreTrainedModel:
-    """transformers' model with the numbers that the rounded weights mean, in float32."""
+    """transformers' model with the numbers that the quantized weights mean, in float32."""
     sizes = {
         key: checkpoint.pretrained_config[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")
     }
@@ -97,7 +97,7 @@ def outputs(engine: Engine, prompts: list[list[int]], *, ngram: bool) -> list[li
         ("GPTQ", "int16"),
     ],
 )
-def test_engine_computes_what_the_rounded_weights_mean(source: str, activations: Activations, tmp_path: Path) -> None:
+def test_engine_computes_what_the_quantized_weights_mean(source: str, activations: Activations, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(source, tmp_path, activations)
     config = build(tmp_path)
     assert config.quantization == checkpoint.quantization is not None
@@ -121,7 +121,7 @@ def check_engine(engine_dir: Path, model: PreTrainedModel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["int8", "int4", "compressed-tensors"])
-def test_split_engine_computes_what_the_rounded_weights_mean(source: str, tmp_path: Path, kernels: Path) -> None:
+def test_split_engine_computes_what_the_quantized_weights_mean(source: str, tmp_path: Path, kernels: Path) -> None:
     model = plain_model(make_checkpoint(source, tmp_path), tmp_path / "checkpoint")
     (tmp_path / "checkpoint").rename(tmp_path / "whole")
     make_checkpoint(source, tmp_path, tp_size=2)
@@ -129,27 +129,27 @@ def test_split_engine_computes_what_the_rounded_weights_mean(source: str, tmp_pa
     check_engine(tmp_path / "engine", model)
 
 
-def rounded_by_definition(x: torch.Tensor, columns: int, bits: int = 8) -> torch.Tensor:
+def quantized_by_definition(x: torch.Tensor, columns: int, bits: int = 8) -> torch.Tensor:
     """Token by token and group by group, as docs/precision.md says."""
-    rounded = x.float().numpy().copy()
-    for row in rounded.reshape(-1, columns):
+    quantized = x.float().numpy().copy()
+    for row in quantized.reshape(-1, columns):
         step = np.abs(row).max() / np.float32({8: 127, 16: 32639}[bits])
         row[:] = np.rint(row / step) * step if step > 0 else 0
-    return torch.from_numpy(rounded)
+    return torch.from_numpy(quantized)
 
 
-def check_rounding_engine(work_dir: Path, checkpoint: CheckpointConfig, checkpoint_dir: Path | None = None) -> None:
-    """Logits beside those of a plain model whose layers' inputs are rounded by the definition."""
+def check_quantization_engine(work_dir: Path, checkpoint: CheckpointConfig, checkpoint_dir: Path | None = None) -> None:
+    """Logits beside those of a plain model whose layers' inputs are quantized by the definition."""
     checkpoint_dir = checkpoint_dir or work_dir / "checkpoint"
     weights = take_quantized(load_file(checkpoint_dir / "rank0.safetensors"))
     model = plain_model(checkpoint, checkpoint_dir)
 
-    def round_input(layer: nn.Module, inputs: tuple[torch.Tensor], *, weight: QuantizedWeight) -> torch.Tensor:
+    def quantize_input(layer: nn.Module, inputs: tuple[torch.Tensor], *, weight: QuantizedWeight) -> torch.Tensor:
         order = torch.arange(weight.shape[1]) if weight.order is None else weight.order.long()
-        return rounded_by_definition(inputs[0][..., order], weight.group_size)[..., order.argsort()]
+        return quantized_by_definition(inputs[0][..., order], weight.group_size)[..., order.argsort()]
 
     for name, weight in weights.items():
-        model.get_submodule(name).register_forward_pre_hook(partial(round_input, weight=weight))
+        model.get_submodule(name).register_forward_pre_hook(partial(quantize_input, weight=weight))
     prompt = repetitive_prompt(0, 21, VOCAB_SIZE)
     with Engine.open(work_dir / "engine") as engine:
         sequence = Sequence.start(Request(0, tuple(prompt), 60))
@@ -163,27 +163,27 @@ def check_rounding_engine(work_dir: Path, checkpoint: CheckpointConfig, checkpoi
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 @pytest.mark.parametrize("source", ["int8", "AWQ", "GPTQ"])
-def test_engine_rounds_what_layers_read(source: str, tmp_path: Path) -> None:
+def test_engine_quantizes_what_layers_read(source: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(source, tmp_path, "int8")
     config = build(tmp_path)
     assert config.quantization == checkpoint.quantization
-    check_rounding_engine(tmp_path, checkpoint)
+    check_quantization_engine(tmp_path, checkpoint)
 
 
 @pytest.mark.slow
-def test_split_engine_rounds_what_layers_read(tmp_path: Path, kernels: Path) -> None:
+def test_split_engine_quantizes_what_layers_read(tmp_path: Path, kernels: Path) -> None:
     whole = make_checkpoint("int4", tmp_path, "int8")
     (tmp_path / "checkpoint").rename(tmp_path / "whole")
     make_checkpoint("int4", tmp_path, "int8", tp_size=2)
     build(tmp_path)
-    check_rounding_engine(tmp_path, whole, tmp_path / "whole")
+    check_quantization_engine(tmp_path, whole, tmp_path / "whole")
 
 
 def test_compiled_engine_holds_few_bits_and_is_batch_invariant(tmp_path: Path, kernels: Path) -> None:
     checkpoint = make_checkpoint("int4", tmp_path, "int8")
     config = build(tmp_path, compiler="aot")
     assert config.compiler_note is None and config.batch_invariant
-    check_rounding_engine(tmp_path, checkpoint)
+    check_quantization_engine(tmp_path, checkpoint)
     prompts = [repetitive_prompt(seed, length, VOCAB_SIZE) for seed, length in ((0, 21), (1, 34))]
     with Engine.open(tmp_path / "engine") as engine:
         assert outputs(engine, prompts, ngram=True) == outputs(engine, prompts, ngram=False)
@@ -208,7 +208,7 @@ def test_deep_model_in_float32_with_activations_in_16_bits_is_right(tmp_path: Pa
 @pytest.mark.parametrize(
     "precision", [QuantConfig("fp8", activations="int16"), QuantConfig(activations="int8")], ids=str
 )
-def test_activations_are_rounded_beside_integers_only(precision: QuantConfig, tmp_path: Path) -> None:
+def test_activations_are_quantized_beside_integers_only(precision: QuantConfig, tmp_path: Path) -> None:
     small_model().save_pretrained(tmp_path / "model")
     with pytest.raises(SpecDecError, match="and this model has none"):
         convert(
@@ -278,7 +278,7 @@ def test_kernel_computes_the_product(
     x = torch.randn(150, inputs, generator=generator).to(dtype)
     x[3, :group_size] = 0
     columns = max(size for size in range(1, 129) if group_size % size == 0)
-    tokens = rounded_by_definition(x, columns, bits) if bits else x
+    tokens = quantized_by_definition(x, columns, bits) if bits else x
     expected = tokens.double() @ weight.dequantize(torch.float64).T + (0 if bias is None else bias.double())
     for arithmetic in torch.ops.specdec.arithmetics() if dtype == torch.bfloat16 else [0]:
         found = product(x, weight, bias, arithmetic, bits=bits)
@@ -341,9 +341,9 @@ def test_what_is_no_number_stays_with_its_token(
 
 
 @pytest.fixture(scope="module")
-def rounded_dirs(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def quantized_dirs(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of one model with a tokenizer; those of float32 are exact."""
-    directory = tmp_path_factory.mktemp("rounded")
+    directory = tmp_path_factory.mktemp("quantized")
     for name, precision in (("int8", QuantConfig("int8", 16)), ("int4", QuantConfig("int4", 16))):
         convert(llama_dir, directory / name, None, replace=False, progress=lambda *_: None, precision=precision)
     return {name: directory / name for name in ("int8", "int4")}
@@ -352,7 +352,7 @@ def rounded_dirs(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 TEXT = "The little dog had a red ball. One day the dog lost the ball. " * 20
 
 
-def test_quality_of_rounded_keys_of_a_gguf_file_is_that_of_its_model(tmp_path: Path, tokenizer: Any) -> None:
+def test_quality_of_quantized_keys_of_a_gguf_file_is_that_of_its_model(tmp_path: Path, tokenizer: Any) -> None:
     """Beside the same numbers in a directory."""
     tokenizer.save_pretrained(tmp_path / "model")
     write = partial(write_tokenizer, tokenizer=tokenizer)
@@ -369,28 +369,28 @@ def test_quality_of_rounded_keys_of_a_gguf_file_is_that_of_its_model(tmp_path: P
     assert found[0].top1_agreement == pytest.approx(found[1].top1_agreement, abs=0.002)
 
 
-def test_quality_is_what_the_probabilities_say(rounded_dirs: dict[str, Path], llama: PreTrainedModel) -> None:
+def test_quality_is_what_the_probabilities_say(quantized_dirs: dict[str, Path], llama: PreTrainedModel) -> None:
     from transformers import AutoTokenizer
 
-    found = {name: measure_quality(directory, TEXT, "text") for name, directory in rounded_dirs.items()}
+    found = {name: measure_quality(directory, TEXT, "text") for name, directory in quantized_dirs.items()}
     assert 0 < found["int8"].mean_kl < found["int4"].mean_kl
     assert found["int8"].top1_agreement > found["int4"].top1_agreement
-    directory = rounded_dirs["int4"]
+    directory = quantized_dirs["int4"]
     tokens = AutoTokenizer.from_pretrained(directory)(TEXT, add_special_tokens=False)["input_ids"][:2000]
     assert found["int4"].num_tokens == len(tokens)
     tensors = load_file(directory / "rank0.safetensors")
     weights = take_quantized(tensors)
-    rounded = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
-    rounded |= {f"{name}.weight": weight.dequantize() for name, weight in weights.items()}
+    quantized = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
+    quantized |= {f"{name}.weight": weight.dequantize() for name, weight in weights.items()}
     window = 256  # the model's positions
     kl, same = 0.0, 0
-    unrounded = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
+    unquantized = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
     for start in range(0, len(tokens), window):
         part = tokens[start : start + window]
         p = eager_logits(llama, part).softmax(-1)
-        llama.load_state_dict(rounded)
+        llama.load_state_dict(quantized)
         q = eager_logits(llama, part).softmax(-1)
-        llama.load_state_dict(unrounded)
+        llama.load_state_dict(unquantized)
         kl += float((p * (p / q).log()).sum())
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
     assert found["int4"].mean_kl == pytest.approx(kl / len(tokens), rel=1e-2)
@@ -403,7 +403,7 @@ def test_text_to_compare_on_needs_an_unrounded_model(llama_checkpoint_dir: Path,
     (tmp_path / "text").write_text(TEXT)
     checkpoint = open_checkpoint(llama_checkpoint_dir)
     assert quality_text(checkpoint, None) is None
-    with pytest.raises(SpecDecError, match="does not know the model that it was rounded from"):
+    with pytest.raises(SpecDecError, match="does not know the model that it was quantized from"):
         quality_text(checkpoint, tmp_path / "text")
     make_checkpoint("int4", tmp_path)
     (tmp_path / "model" / "config.json").unlink()

@@ -1,4 +1,4 @@
-"""What others have rounded is read to the last bit: compared with what their own libraries make of the same files."""
+"""What others have quantized is read to the last bit: compared with what their own libraries make of the same files."""
 
 import json
 from collections.abc import Callable
@@ -125,9 +125,9 @@ def test_gguf_means_what_its_package_says(kind: Q, architecture: str, tmp_path: 
     assert set(found) == set(meant)
     for name, values in meant.items():
         assert torch.equal(found[name], values), name
-    is_rounded = kind not in (Q.F16, Q.BF16, Q.F32)
-    assert len(weights) == (7 * config.pretrained_config["num_hidden_layers"] + 1 if is_rounded else 0)
-    assert (config.quantization is not None) == is_rounded
+    is_quantized = kind not in (Q.F16, Q.BF16, Q.F32)
+    assert len(weights) == (7 * config.pretrained_config["num_hidden_layers"] + 1 if is_quantized else 0)
+    assert (config.quantization is not None) == is_quantized
 
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
@@ -210,7 +210,7 @@ def test_gguf_brings_its_tokenizer(tokenizer: PreTrainedTokenizerFast, tmp_path:
     assert "messages[0]" in (tmp_path / "out" / "chat_template.jinja").read_text()
 
 
-def test_scales_of_what_is_not_rounded_are_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_scales_of_what_is_not_quantized_are_left_out_with_a_warning(tmp_path: Path) -> None:
     meant = save_fp8(tmp_path / "model", None)
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     tensors["model.layers.0.self_attn.k_proj.input_scale"] = torch.ones(1)
@@ -220,8 +220,8 @@ def test_scales_of_what_is_not_rounded_are_left_out_with_a_warning(tmp_path: Pat
     assert_same_numbers(tmp_path / "out", meant)
 
 
-def test_rounding_is_not_repeated(tmp_path: Path) -> None:
+def test_quantization_is_not_repeated(tmp_path: Path) -> None:
     save_awq(tmp_path / "model", 32)
-    with pytest.raises(SpecDecError, match="the model is quantized already .AWQ., and not rounded to int4"):
+    with pytest.raises(SpecDecError, match="the model is already quantized .AWQ., and not quantized again to int4"):
         run_convert(tmp_path / "model", tmp_path / "out", precision=QuantConfig("int4", 32))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -1,9 +1,9 @@
-"""The kernel for rounded weights beside our own for bfloat16: what a linear layer costs in few bits.
+"""The kernel for quantized weights beside our own for bfloat16: what a linear layer costs in few bits.
 
 Calls alternate, and a ratio is the median over the rounds, because absolute times on shared machines mean little. Each
 call reads another copy of the weight, so that all of them come from memory, as in a step of a large model.
 
-    python -m scripts.bench.rounded [--layers 768x2048] [--rows 1 5] [--seconds 1] [--megabytes 160]
+    python -m scripts.bench.quantized [--layers 768x2048] [--rows 1 5] [--seconds 1] [--megabytes 160]
 
 Prints a Markdown table: the time ÷ that of our bfloat16 at each number of rows, the time ÷ that of the first number of
 rows, and how fast the weight is read then.
@@ -23,7 +23,7 @@ from runtime.compiler.kernels import compile_kernels, fastest_arithmetic, load_k
 from runtime.config import ARITHMETICS, QuantConfig
 from runtime.quantization.quantize import quantize_weight
 
-FORMATS = {  # what is rounded, in groups of so many inputs (None: all), and the bits of a token's numbers, 0 for floats
+FORMATS = {  # config, inputs per group (None: all), bits of a token's numbers (0: floats)
     "int8, groups of 64": (QuantConfig("int8"), 64, 16),
     "int4, groups of 64": (QuantConfig("int4"), 64, 8),
     "int8 by channel": (QuantConfig("int8"), None, 16),
@@ -48,8 +48,8 @@ def kernels_of(inputs: int, outputs: int, num_bytes: int, arithmetic: int) -> di
     packed = ops.pack_linear(weight.bfloat16())
     add("bfloat16", packed, lambda x, packed: ops.linear(x, packed, None, outputs, arithmetic))
     for name, (precision, group_size, bits) in FORMATS.items():
-        rounded = quantize_weight(weight, precision, group_size or inputs)
-        packed = ops.pack_quantized(rounded.values, rounded.scales, None, None)
+        quantized = quantize_weight(weight, precision, group_size or inputs)
+        packed = ops.pack_quantized(quantized.values, quantized.scales, None, None)
         add(
             name,
             packed,

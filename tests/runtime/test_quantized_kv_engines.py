@@ -1,4 +1,4 @@
-"""Engines with K/V in 8 bits compute what transformers does with a cache that rounds, and drafts change nothing."""
+"""Engines with K/V in 8 bits compute what transformers does with a cache that quantizes, and drafts change nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from runtime.request import Draft, Request, Sequence
 ALGORITHMS: tuple[KVCacheQuantAlgo, ...] = ("INT8", "FP8")
 
 
-class RoundingCache(DynamicCache):
+class QuantizingCache(DynamicCache):
     """transformers' cache, of which attention sees what it has been given in 8 bits."""
 
     def __init__(self, algorithm: str) -> None:
@@ -34,10 +34,10 @@ class RoundingCache(DynamicCache):
         self.algorithm = algorithm
 
     def update(self, keys: Tensor, values: Tensor, *arguments: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        seen: tuple[Tensor, Tensor] = super().update(self.rounded(keys), self.rounded(values), *arguments, **kwargs)
+        seen: tuple[Tensor, Tensor] = super().update(self.quantized(keys), self.quantized(values), *arguments, **kwargs)
         return seen
 
-    def rounded(self, numbers: Tensor) -> Tensor:
+    def quantized(self, numbers: Tensor) -> Tensor:
         scales = numbers.abs().amax(-1, keepdim=True) / (127 if self.algorithm == "INT8" else 448)
         return (numbers / scales).round() * scales if self.algorithm == "INT8" else fp8(numbers / scales) * scales
 
@@ -89,7 +89,7 @@ def test_logits_are_transformers_with_a_cache_that_rounds(engine_dir: Path, mode
         assert engine.admit(sequence)
         (logits,) = engine.forward([sequence], [Draft(draft)])
         engine.release(sequence)
-    torch.testing.assert_close(logits, expected(RoundingCache(algorithm)), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(logits, expected(QuantizingCache(algorithm)), rtol=2e-3, atol=2e-3)
     assert (logits - expected(DynamicCache())).abs().max() > 1e-2
 
 
@@ -113,15 +113,15 @@ def test_drafts_reuse_and_preemption_change_no_token(
         with Engine.open(plain_dir) as other:
             drafter = DraftModel(other, VOCAB_SIZE, use_logits=False)
             assert outputs(engine, PROMPTS, drafter, in_leader_mode=in_leader_mode) == alone
-            unrounded = outputs(other, PROMPTS, None, in_leader_mode=True)
+            unquantized = outputs(other, PROMPTS, None, in_leader_mode=True)
             assert (
                 outputs(other, PROMPTS, DraftModel(engine, VOCAB_SIZE, use_logits=False), in_leader_mode=in_leader_mode)
-                == unrounded
+                == unquantized
             )
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_wrong_rounding_fails_the_build(
+def test_wrong_quantization_fails_the_build(
     algorithm: KVCacheQuantAlgo, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model.save_pretrained(tmp_path / "model")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.compiler.quantized_kv import are_roundable, dequantize_kv, largest_error, quantize_kv
+from runtime.compiler.quantized_kv import are_quantizable, dequantize_kv, largest_error, quantize_kv
 
 
 def rows() -> Tensor:
@@ -46,9 +46,9 @@ def test_numbers_become_the_nearest(stored: torch.dtype, dtype: torch.dtype) -> 
     assert changed[normal].max() > 0
 
 
-def test_what_would_be_infinite_is_not_rounded() -> None:
+def test_what_would_be_infinite_is_not_quantized() -> None:
     numbers = torch.tensor([[1.0, -2.0], [torch.finfo(torch.float32).max, 0.0], [torch.nan, 1.0], [torch.inf, 1.0]])
-    can = are_roundable(numbers)
+    can = are_quantizable(numbers)
     assert can[0] and not can[2] and not can[3]
     for stored in (torch.int8, torch.float8_e4m3fn):
         assert dequantize_kv(*quantize_kv(numbers[can], stored), torch.float32).isfinite().all()

@@ -1,4 +1,4 @@
-"""Rounding: values and scales mean what the format says, errors are as small as the nearest allows, sizes are told."""
+"""Quantization: values and scales mean what the format says, errors are as small as the nearest allows."""
 
 import itertools
 import json
@@ -67,15 +67,15 @@ def test_weight_means_the_formula(bits: int, extra: str) -> None:
 @pytest.mark.parametrize(
     ("qformat", "group_size"), [("int8", 64), ("int8", 32), ("int4", 32), ("int4", 64), ("fp8", 64)]
 )
-def test_rounded_weights_are_the_nearest(qformat: QuantFormat, group_size: int) -> None:
+def test_quantized_weights_are_the_nearest(qformat: QuantFormat, group_size: int) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(24, 64, generator=generator)
     weight[3, :32] = 0  # a group of nothing
     weight[5] *= 1e-5
     weight[7, 9] = 40.0  # an outlier
-    rounded = quantize_weight(weight, QuantConfig(qformat, group_size), group_size)
-    meant = rounded.dequantize()
-    steps = rounded.scales.float().abs().repeat_interleave(group_size, 1)
+    quantized = quantize_weight(weight, QuantConfig(qformat, group_size), group_size)
+    meant = quantized.dequantize()
+    steps = quantized.scales.float().abs().repeat_interleave(group_size, 1)
     largest = steps * (448 if qformat == "fp8" else 127 if qformat == "int8" else 7)
     if qformat != "fp8":  # whose steps grow with the number
         within = weight.abs() <= largest
@@ -101,7 +101,7 @@ def test_clipping_is_worth_something() -> None:
 
 
 @pytest.mark.parametrize("qformat", ["int8", "int4", "fp8"])
-def test_checkpoint_holds_rounded_layers_and_the_rest_as_it_was(qformat: QuantFormat, tmp_path: Path) -> None:
+def test_checkpoint_holds_quantized_layers_and_the_rest_as_it_was(qformat: QuantFormat, tmp_path: Path) -> None:
     model = small_model()
     model.save_pretrained(tmp_path / "model")
     config = run_convert(tmp_path / "model", tmp_path / "out", QuantConfig(qformat, 32))
@@ -123,7 +123,7 @@ def test_checkpoint_holds_rounded_layers_and_the_rest_as_it_was(qformat: QuantFo
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_output_layer_is_rounded_when_asked_for(is_tied: bool, tmp_path: Path) -> None:
+def test_output_layer_is_quantized_when_asked_for(is_tied: bool, tmp_path: Path) -> None:
     model = small_model(tie_word_embeddings=is_tied)
     model.save_pretrained(tmp_path / "model")
     precision = QuantConfig("int8", None, quantize_lm_head=True)
@@ -152,7 +152,7 @@ def test_model_without_linear_layers_is_refused(tmp_path: Path, said: Said) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_weights_that_are_no_numbers_are_not_rounded(tmp_path: Path) -> None:
+def test_weights_that_are_no_numbers_are_not_quantized(tmp_path: Path) -> None:
     model = small_model()
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.nan
     model.save_pretrained(tmp_path / "model")
