@@ -34,13 +34,20 @@ from runtime.generation_config import GENERATION_CONFIG, check_generation_config
 from runtime.gguf import has_tokenizer, is_gguf
 from runtime.gguf_config import generation_config_of
 from runtime.gguf_tokenizer import make_gguf_tokenizer
-from runtime.model_dir import check_head, check_not_wrapped, is_computed, predicts_further, warn_of_adapter
-from runtime.models import read_model_config
+from runtime.models import read_model_config, warn_of_adapter
 from runtime.parallel.tp_layers import Splitting
 from runtime.quantization.formats import check_shapes, find_layers, format_of, without_quantization
 from runtime.quantization.gguf_blocks import read_gguf_tensors
 from runtime.quantization.planning import Losses, PrequantizedLayer, Source, plan_pieces
-from runtime.source import SourceTensor, load_tensors, read_tensors
+from runtime.source import (
+    SourceTensor,
+    check_head,
+    check_not_wrapped,
+    is_computed,
+    load_tensors,
+    predicts_further,
+    read_tensors,
+)
 from runtime.tensor_writer import Piece, Progress, write_pieces, write_shares
 
 # What a tokenizer or generation needs beside the weights.

@@ -31,7 +31,7 @@ from runtime.temporary import own_temporary_files, temporary_dir
 _MAX_SEQ_LEN = 4096  # unless asked for: a K/V cache for all positions of a long-context model would not fit
 _BUILD_CODE = (
     "compiler/**/*", "parallel/*", "quantization/*", "batch.py", "bundle.py", "checkpoint*.py", "config.py", "gguf*.py",
-    "kv_cache.py", "model_dir.py", "tensor_writer.py", "source.py",
+    "kv_cache.py", "models.py", "tensor_writer.py", "source.py",
 )  # fmt: skip
 """Sources in `runtime` that determine an engine's content. Code that opens, runs and evaluates engines is excluded."""
 

@@ -6,6 +6,10 @@ collisions, and node ids are never used twice, so a block whose parent was overw
 
 Only computed tokens are ever published. A freed block keeps its content until it is needed for something else: being
 free and being cached are the same list, oldest first.
+
+Of keys and values in 8 bits a token's key, and its value, has a scale in each head: its largest number over the largest
+that the format has. What is stored is the nearest to a number over its scale, of two as near the even one. The CPU's
+kernel rounds in the same way.
 """
 
 import math
@@ -215,6 +219,7 @@ def _common_prefix_len(a: Seq[int], b: Seq[int]) -> int:
 
 
 _QUANTIZED: dict[KVCacheQuantAlgo, torch.dtype] = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn}
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def kv_dtype(dtype: str, algorithm: KVCacheQuantAlgo | None) -> torch.dtype:
@@ -230,7 +235,7 @@ class KVPool:
     (num_blocks, Hk, block_size, Dv): both products of attention then run along contiguous memory. Keys and values that
     are not finite are stored as a key of NaN and a value of zeros, so that they reach only who sees them.
 
-    In 8 bits (`runtime.compiler.quantized_kv`) a third tensor has the scales of a token's keys and values in each head,
+    In 8 bits (`runtime.kv_cache`) a third tensor has the scales of a token's keys and values in each head,
     (num_blocks, Hk, 2, block_size) float32; that of the keys is then what is NaN.
     """
 
@@ -273,3 +278,35 @@ def bytes_per_block(layers: Seq[LayerShape], block_size: int, dtype: torch.dtype
     elements = sum(layer.num_kv_heads * (layer.key_head_dim + layer.value_head_dim) for layer in layers)
     num_scales = sum(2 * layer.num_kv_heads for layer in layers) if is_quantized(dtype) else 0
     return block_size * (elements * dtype.itemsize + num_scales * torch.float32.itemsize)
+
+
+def quantize_kv(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(..., D) finite numbers as (..., D) of `dtype`, and (...) float32 scales."""
+    largest = _LARGEST[dtype]
+    scales = _scales(numbers, largest)
+    over_scale = numbers.float() / scales.where(scales > 0, torch.inf).unsqueeze(-1)
+    over_scale = over_scale.clamp(-largest, largest)  # a scale that is hardly more than 0 has few bits
+    return (over_scale.round() if dtype == torch.int8 else over_scale).to(dtype), scales
+
+
+def _scales(numbers: Tensor, largest: float) -> Tensor:
+    return numbers.float().abs().amax(-1) / largest
+
+
+def dequantize_kv(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantize stored values to `dtype`."""
+    return (stored.float() * scales.unsqueeze(-1)).to(dtype)
+
+
+def largest_error(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """(..., D) the largest that rounding may change each number by."""
+    scales = _scales(numbers, _LARGEST[dtype]).unsqueeze(-1)
+    if dtype == torch.int8:
+        return scales.expand_as(numbers) / 2
+    return torch.maximum(numbers.float().abs() / 16, scales * 2.0**-10)
+
+
+def are_quantizable(numbers: Tensor) -> Tensor:
+    """(...) whether the largest of (..., D) numbers is still finite when it is multiplied by its scale again."""
+    largest_again = [_scales(numbers, largest) * largest for largest in _LARGEST.values()]
+    return torch.stack(largest_again).isfinite().all(0)

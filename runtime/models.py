@@ -1,20 +1,21 @@
 """Resolve the source of a model: a shipped name, a local directory or GGUF file, or the Hugging Face hub."""
 
 import re
+import warnings
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import SpecDecError
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
 from runtime.gguf import has_tokenizer, is_gguf
 from runtime.gguf_config import config_of
-from runtime.model_dir import check_not_an_adapter
 from runtime.tokenizer import TOKENIZER_FILES
 
 _SHIPPED = {"demo": "target", "demo-draft": "draft"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_ADAPTER = "adapter_config.json"
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 
 
@@ -125,3 +126,24 @@ def _download(hub_id: str) -> Path:
             hint=f"give the path of a local model, or a shipped name ({', '.join(_SHIPPED)}); the hub said: "
             f"{str(error).splitlines()[0]}",
         ) from None
+
+
+def check_not_an_adapter(model_dir: Path) -> None:
+    """SpecDecError for a directory of what changes a model (PEFT), without the model."""
+    if (model_dir / _ADAPTER).is_file() and not (model_dir / "config.json").is_file():
+        base = read_json(model_dir / _ADAPTER).get("base_model_name_or_path")
+        raise SpecDecError(
+            f"this is an adapter and no model (PEFT), made for {base}: {model_dir}",
+            hint="merge it into its model and save that: PEFT's `merge_and_unload` and `save_pretrained`",
+        )
+
+
+def warn_of_adapter(model_dir: Path) -> None:
+    """A warning where an adapter lies beside the model: transformers loads it too, where PEFT is installed."""
+    if (model_dir / _ADAPTER).is_file():
+        warnings.warn(
+            f"an adapter next to the model is ignored: {model_dir / _ADAPTER}; to have it answer, merge it "
+            "into the model (PEFT's `merge_and_unload`)",
+            SpecDecWarning,
+            stacklevel=4,
+        )

@@ -6,9 +6,11 @@ Files are read, not mapped: one that is cut or written over meanwhile is an erro
 import math
 import os
 import warnings
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +25,13 @@ DTYPES = {  # safetensors' names
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
+# Numbers that transformers computes, and once saved: masks of GPT-2 and GPT-NeoX, rotary frequencies.
+_COMPUTED = (".masked_bias", ".rotary_emb.inv_freq")
+_MASKS = (".attn.bias", ".attention.bias")
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile leaves it: save `model._orig_mod`",
+    "module.": "DistributedDataParallel leaves it: save `model.module`",
+}
 
 
 @dataclass(frozen=True)
@@ -152,3 +161,44 @@ def _read_header(file: Path) -> list[SourceTensor]:
         SourceTensor(name, name, file, tensor.shape, DTYPES[tensor.dtype], tensor.start, stamp)
         for name, tensor in sorted(tensors.items())
     ]
+
+
+def check_not_wrapped(names: Iterable[str], model_dir: Path) -> None:
+    """SpecDecError where weights are saved under the names of what was around the model in training."""
+    first = next(iter(names), "")
+    for prefix, hint in _WRAPPERS.items():
+        if first.startswith(prefix):
+            raise SpecDecError(
+                f"the names of the weights begin with `{prefix}`, which no model's do: {model_dir}",
+                hint=f"{hint}, or save the weights again without it",
+            )
+
+
+def check_head(names: Iterable[str], config: Mapping[str, Any], head: str | None, *, is_tied: bool) -> None:
+    """SpecDecError for a model of `config` whose layer that computes logits has no weight; transformers would draw one
+    at random."""
+    if head is not None and not is_tied and not any(name.startswith(f"{head}.") for name in names):
+        raise SpecDecError(
+            f"the model has no weight for its last layer, `{head}`, and by its config that is not its embeddings: "
+            f"{config['model_type']}",
+            hint="if they are, say `tie_word_embeddings: true` in config.json; else download or save the model again",
+        )
+
+
+def is_computed(name: str, shape: tuple[int, ...]) -> bool:
+    """True if the tensor is no weight, but computed by transformers from the config."""
+    return name.endswith(_COMPUTED) or (name.endswith(_MASKS) and len(shape) == 4)
+
+
+def predicts_further(name: str, config: Mapping[str, Any]) -> bool:
+    """True if the weight belongs to layers that predict more than the next token (MTP), which the model class lacks.
+
+    DeepSeek V3 and GLM count them on after the model's own layers, others call them `mtp`.
+    """
+    parts = name.split(".")
+    if "mtp" in parts[:3]:
+        return True
+    num_layers, num_further = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if not isinstance(num_layers, int) or not isinstance(num_further, int) or parts[:2] != ["model", "layers"]:
+        return False
+    return len(parts) > 2 and parts[2].isdigit() and num_layers <= int(parts[2]) < num_layers + num_further

@@ -12,8 +12,7 @@ from typing import Any
 from waiting import wait_until
 
 from runtime.request import Draft, Sequence
-from runtime.serving.answer import RequestHandle
-from runtime.serving.loop import ServingLoop
+from runtime.serving.loop import RequestHandle, ServingLoop
 
 _DIRECTORY, _NUM_STEPS = "SPECDEC_TEST_GATE", "SPECDEC_TEST_GATE_STEPS"
 

@@ -23,8 +23,7 @@ from commands.serve.served import ServedModel, check_can_serve, prepare_chat
 from runtime.cache import digest
 from runtime.errors import SpecDecError
 from runtime.llm import LLM
-from runtime.serving.answer import RequestHandle, ServeRequest
-from runtime.serving.loop import ServingLoop, StepFailed
+from runtime.serving.loop import RequestHandle, ServeRequest, ServingLoop, StepFailed
 from runtime.session import Session
 
 _MAX_QUEUE_LEN = 1 << 14

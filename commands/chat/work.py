@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from commands.documents.settings import Setup
 from commands.options.hints import hint_of, message_of
 from commands.output import Output, fail, milliseconds, number, warn
-from commands.tables.tokens import Mark, mark_for_stdout, marked_text
+from commands.tables.drafts import Mark, mark_for_stdout, marked_text
 from runtime.chat import Message
 from runtime.errors import SpecDecError
 from runtime.evaluation.steps import output_pieces

@@ -6,8 +6,7 @@ from rich.table import Table
 
 from commands.inputs.prompts import Prompt
 from commands.output import Output, columns_with_values, milliseconds, number, percent
-from commands.tables.details import show_details
-from commands.tables.tokens import counts_line, legend, mark_for_stdout, marked_text
+from commands.tables.drafts import counts_line, legend, mark_for_stdout, marked_text, show_details
 from runtime.errors import SpecDecError
 from runtime.evaluation.steps import output_pieces, tokens_per_step
 from runtime.generation import Generation

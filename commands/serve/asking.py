@@ -19,7 +19,7 @@ from runtime.drafters.speculation import Speculation
 from runtime.errors import SpecDecError
 from runtime.params import SamplingParams
 from runtime.request import Request
-from runtime.serving.answer import ServeRequest
+from runtime.serving.loop import ServeRequest
 from runtime.text import encode_text
 
 _DEFAULT_MAX_TOKENS = 16

@@ -8,7 +8,7 @@ from typing import Any
 from commands.serve.replies import Chunks, Piece, PieceStream, TokenTexts, finish_reason, metrics, usage
 from commands.serve.schema import ChatRequest, CompletionRequest
 from commands.serve.served import ServedModel
-from runtime.serving.answer import RequestHandle
+from runtime.serving.loop import RequestHandle
 from runtime.text import decode, token_starts
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from commands.serve.http_errors import HTTPError, as_http_error
-from runtime.serving.answer import RequestHandle, ServeRequest
-from runtime.serving.loop import ServingLoop
+from runtime.serving.loop import RequestHandle, ServeRequest, ServingLoop
 
 Receive = Callable[[], Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from commands.serve.served import ServedModel
 from runtime.evaluation.steps import TokenKind, token_kinds
-from runtime.serving.answer import RequestHandle
+from runtime.serving.loop import RequestHandle
 from runtime.stats import FinishReason, TokenLogprobs, sum_stats
 from runtime.text import TextStream, decode, encode_text, stop_words_of
 from runtime.token_text import token_bytes

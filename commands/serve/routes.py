@@ -33,7 +33,7 @@ from commands.serve.schema import (
 )
 from commands.serve.served import ServedModel
 from runtime.errors import SpecDecError
-from runtime.serving.answer import ServeRequest
+from runtime.serving.loop import ServeRequest
 from runtime.text import encode_text
 
 _REFUSED = errors(401, 403)

@@ -10,7 +10,7 @@ from commands.build.report import described_quality
 from commands.inputs.dataset import Sample
 from commands.output import Output, columns_with_values, milliseconds, number, percent, speedup_line, visible
 from commands.summarize.rouge import ROUGE_TYPES
-from commands.tables.details import show_details
+from commands.tables.drafts import show_details
 from commands.tables.lossless_check import lossless_lines
 from runtime.evaluation.steps import tokens_per_step
 from runtime.evaluation.systems import SampleRun, SystemRun

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from runtime.compiler.quantized_kv import are_quantizable, dequantize_kv, quantize_kv
 from runtime.config import LayerShape
 from runtime.errors import SpecDecError
+from runtime.kv_cache import are_quantizable, dequantize_kv, quantize_kv
 
 PAGED, KERNEL, PROBE = "specdec_paged", "specdec_kernel", "specdec_probe"
 SEE_MODELS = "docs/models.md lists the model families that work"

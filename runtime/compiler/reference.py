@@ -16,9 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from runtime.checkpoint import read_numbers
 from runtime.compiler.pretrained import model_class, parse_pretrained_config
-from runtime.compiler.quantized_kv import dequantize_kv, largest_error, quantize_kv
 from runtime.gguf import is_gguf
-from runtime.kv_cache import KVPool
+from runtime.kv_cache import KVPool, dequantize_kv, largest_error, quantize_kv
 from runtime.locks import MODEL_INIT_LOCK
 
 QUANTIZED_KV = "specdec_quantized_kv"

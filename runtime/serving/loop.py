@@ -1,8 +1,9 @@
 """The leader loop of a server: a thread of its own, into which requests come and from which answers are read.
 
-Callers never block: `submit` puts requests into a bounded queue, and `cancel` marks answers that the
-loop drops before its next step. No error of a request ends the loop: those in the step that failed are told, and what
-comes later is answered. It ends with its engine, by `failure`.
+Callers never block: `submit` puts requests into a bounded queue, and `cancel` marks answers that the loop drops before
+its next step. The loop's thread writes sequences, others read them no further than the last `Progress` says, which is
+replaced as a whole after each step. No error of a request ends the loop: those in the step that failed are told, and
+what comes later is answered. It ends with its engine, by `failure`.
 """
 
 import logging
@@ -17,10 +18,10 @@ from threading import Condition, Thread
 from runtime.drafters.factory import BoundedDrafter
 from runtime.drafters.protocol import Drafter, check_num_drafts, check_request
 from runtime.errors import SpecDecError
-from runtime.request import Draft, Sequence
+from runtime.request import Draft, Request, Sequence
 from runtime.scheduler import Scheduler
-from runtime.serving.answer import Progress, RequestHandle, ServeRequest
 from runtime.session import Session
+from runtime.stats import FinishReason
 
 
 @dataclass
@@ -102,6 +103,57 @@ class Stopping(SpecDecError):
 
 class StepFailed(SpecDecError):
     """The step that a request was in failed, by nothing that the request can be blamed for."""
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """A request, and how to draft for it. `drafts_by_default`: by the server's drafter; else by `drafter`, if any."""
+
+    request: Request
+    drafts_by_default: bool = True
+    drafter: Drafter | None = None
+    counts_output: bool = True
+    """False: only the prompt is scored, and the token generated with it is discarded."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Readable part of an answer: numbers of generated tokens and of steps."""
+
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the K/V cache."""
+    finish_reason: FinishReason | None = None
+    error: SpecDecError | None = None
+    """Why it ended without an answer."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclass(eq=False)
+class RequestHandle:
+    """One sequence on its way. `owner` is whatever its reader wants to be reminded of when it gets on."""
+
+    asked: ServeRequest
+    sequence: Sequence
+    owner: object = None
+    progress: Progress = field(default_factory=Progress)
+    is_cancelled: bool = False
+
+    @property
+    def request(self) -> Request:
+        return self.asked.request
+
+    @property
+    def output_tokens(self) -> list[int]:
+        """Output tokens that may be read."""
+        start = len(self.request.prompt_tokens)
+        return self.sequence.tokens[start : start + self.progress.num_tokens]
 
 
 class ServingLoop:

@@ -20,8 +20,7 @@ from runtime.engine import Engine
 from runtime.errors import SpecDecError
 from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence
-from runtime.serving.answer import RequestHandle, ServeRequest
-from runtime.serving.loop import QueueFull, ServingLoop, StepFailed, Stopping
+from runtime.serving.loop import QueueFull, RequestHandle, ServeRequest, ServingLoop, StepFailed, Stopping
 from runtime.session import Session
 
 NUM_NEW_TOKENS = 24
