@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from runtime.errors import SpecDecError
+from runtime.reading import shown
 
 CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights; 4: neither
@@ -48,6 +49,8 @@ Count = Annotated[int, Between(0)]
 Size = Annotated[int, Between(1)]
 Measure = Annotated[float, Between(0)]
 Share = Annotated[float, Between(0, 1)]
+Seconds = Annotated[float, Between(0, 10**6)]
+"""Time of one step: sums and products of them are finite."""
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Compiler = Literal["aot", "torch-compile", "none"]
@@ -220,8 +223,8 @@ class Quality:
     """Quantization error on a text of `num_tokens`: unquantized probabilities against quantized ones."""
 
     num_tokens: Size
-    mean_kl: float
-    """Mean Kullback-Leibler divergence, in nats."""
+    mean_kl: Annotated[float, Between(-1)]
+    """Mean Kullback-Leibler divergence, in nats; rounding may take one that is near 0 below it."""
     top1_agreement: Share
     """Share of positions where both have the same token most probable."""
     unrounded: str
@@ -235,7 +238,7 @@ class StepCost:
     batch_size: Size
     context_len: Count
     num_tokens: Size
-    seconds: Measure
+    seconds: Seconds
 
 
 @dataclass(frozen=True)
@@ -262,7 +265,7 @@ class EngineConfig:
     files: tuple[FileRecord, ...] = ()
     """All but those that people change; none until they are written."""
     step_costs: tuple[StepCost, ...] = ()
-    host_s: Measure = 0.0
+    host_s: Seconds = 0.0
     """Seconds of a loop's turn beside the compiled step."""
     self_draft_check: LogitsCheck | None = None
     """Logits check of the self-draft copy, against the same quantized weights."""
@@ -353,7 +356,7 @@ def _parse_value(kind: Any, value: Any, where: str) -> Any:
     valid = value in arguments if origin is Literal else _is_a(value, origin or kind)
     if not valid:
         raise SpecDecError(
-            f"`{where}` has a value it cannot have: {value!r}",
+            f"`{where}` has a value it cannot have: {shown(value)}",
             hint="the file was changed or is damaged; make the directory again",
         )
     return value
@@ -363,7 +366,7 @@ def _check_between(bounds: Between, number: float, where: str) -> None:
     if not bounds.least <= number <= bounds.most:  # nor is NaN
         upper = f" to {bounds.most:,}" if bounds.most < sys.float_info.max else " or more"
         raise SpecDecError(
-            f"`{where}` is {bounds.least:,}{upper}, and not: {number!r}",
+            f"`{where}` is {bounds.least:,}{upper}, and not: {shown(number)}",
             hint="the file was changed or is damaged; make the directory again",
         )
 

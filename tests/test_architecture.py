@@ -28,7 +28,7 @@ NEVER_IN_RUNTIME = {"typer", "click", "rich", "datasets", "evaluate"}
 # The nouns: of runtime's modules they import these and no others.
 NOUNS = {
     "runtime.errors": set(),
-    "runtime.config": {"runtime.errors"},
+    "runtime.config": {"runtime.errors", "runtime.reading"},
     "runtime.stats": set(),
     "runtime.params": {"runtime.errors"},
     "runtime.noise": set(),

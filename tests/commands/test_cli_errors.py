@@ -174,6 +174,9 @@ def wrong_size(config_file: Path) -> None:
     config_file.write_text(json.dumps(data))
 
 
+QUALITY = {"num_tokens": 64, "mean_kl": 0.01, "top1_agreement": 0.98, "unrounded": "demo", "text": "text.txt"}
+
+
 @named
 def by_hand(name: str, **changes: Any) -> Damage:
     """The file as somebody edits it: an engine's no longer says what was built."""
@@ -979,6 +982,8 @@ HAND_EDITED = [
             ({"logits_check__tolerance": -1}, "tolerance", "0", "-1"),
             ({"step_costs": 5}, "step_costs", "5"),
             ({"host_s": -1}, "host_s", "0", "-1"),
+            ({"host_s": 1e308}, "host_s", "0", "1e+308"),
+            ({"quality": QUALITY | {"mean_kl": float("inf")}}, "mean_kl", "-1", "inf"),
             ({"files": "x"}, "files", "'x'"),
             ({"pretrained_config": []}, "pretrained_config", "[]"),
         )

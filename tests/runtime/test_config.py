@@ -1,7 +1,10 @@
 """`config.json` survives a round trip, and every damage to it is an error that names the file and the key."""
 
 import copy
+import dataclasses
 import json
+import re
+import typing
 from typing import Any
 
 import pytest
@@ -17,10 +20,13 @@ from runtime.config import (
     LayerShape,
     LogitsCheck,
     Mapping,
+    Quality,
+    StepCost,
     as_json,
     parse,
 )
 from runtime.errors import SpecDecError
+from runtime.tuning.profile import Figures, ProfileEngine
 
 ENGINE = EngineConfig(
     pretrained_config={"model_type": "llama", "rope_parameters": {"rope_theta": 1e4}},
@@ -32,6 +38,8 @@ ENGINE = EngineConfig(
     logits_check=LogitsCheck(1e-6, 2e-7, 1e-4),
     weights_digest="00ff",
     files=(FileRecord("rank0.safetensors", 8, "00ff"),),
+    step_costs=(StepCost(1, 0, 1, 0.001),),
+    quality=Quality(64, 0.01, 0.98, "demo", "text.txt"),
     compiler_note=None,
 )
 
@@ -80,7 +88,12 @@ DAMAGES = [
     pytest.param(("pretrained_config",), "llama", "pretrained_config` has a value", id="text for an object"),
     pytest.param(("logits_check", "tolerance"), "1e-4", "tolerance` has a value", id="text for a fraction"),
     *(
-        pytest.param(path, value, rf"{path[-1]}` is {bounds}, and not: {value}", id=f"{path[-1]} {value}")
+        pytest.param(
+            path,
+            value,
+            rf"{path[-1]}` is {bounds}, and not: {re.escape(str(value)[:20])}",
+            id=f"{path[-1]} {str(value)[:20]}",
+        )
         for path, value, bounds in (
             (("build_config", "max_batch_size"), -1, "1 to 1,024"),
             (("build_config", "max_batch_size"), 10**8, "1 to 1,024"),
@@ -91,9 +104,14 @@ DAMAGES = [
             (("vocab_size",), 0, "1 or more"),
             (("layers", 0, "num_kv_heads"), -2, "1 or more"),
             (("layers", 1, "sliding_window"), 0, "1 or more"),
-            (("host_s",), -0.5, "0 or more"),
-            (("host_s",), float("nan"), "0 or more"),
-            (("host_s",), float("inf"), "0 or more"),
+            (("host_s",), -0.5, "0 to 1,000,000"),
+            (("host_s",), float("nan"), "0 to 1,000,000"),
+            (("host_s",), float("inf"), "0 to 1,000,000"),
+            (("host_s",), 1e308, "0 to 1,000,000"),
+            (("step_costs", 0, "seconds"), 10**400, "0 to 1,000,000"),
+            (("quality", "mean_kl"), float("nan"), "-1 or more"),
+            (("quality", "mean_kl"), float("inf"), "-1 or more"),
+            (("quality", "mean_kl"), 10**400, "-1 or more"),
             (("mapping", "world_size"), 0, "1 or more"),
         )
     ),
@@ -125,3 +143,24 @@ def test_json_that_is_no_object_is_an_error(said: Said) -> None:
     with pytest.raises(SpecDecError) as error:
         parse(EngineConfig, [], "config.json")
     said(error, "`config.json`", "list")
+
+
+def unbounded_numbers(kind: Any) -> set[str]:
+    """The fields of a config, and of what is in it, that may be any number."""
+    found = set()
+    for field in dataclasses.fields(kind):
+        left = [typing.get_type_hints(kind, include_extras=True)[field.name]]
+        while left:
+            hint = left.pop()
+            if dataclasses.is_dataclass(hint):
+                found |= unbounded_numbers(hint)
+            elif hint in (int, float):
+                found.add(f"{kind.__name__}.{field.name}")
+            elif typing.get_origin(hint) is not typing.Annotated:
+                left += typing.get_args(hint)
+    return found
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, CheckpointConfig, ProfileEngine, Figures])
+def test_every_number_has_bounds(kind: Any) -> None:
+    assert unbounded_numbers(kind) <= {f"{kind.__name__}.format_version"}
