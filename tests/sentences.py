@@ -32,6 +32,7 @@ _VARYING = (
     (r"^warning: .*?(?=error: )", ""),  # of a file that was not converted before
     (r"(is not valid JSON): [^:]+(?=: line)", r"\1: WHY"),  # by where it is cut off
     (r"\bp = [\d.e-]+", "p = P"),
+    (r"\b\d(\.\d+)?e[+-]\d+\b", "FLOAT"),
     (r"line \d+ column \d+ \(char \d+\)", "line N column N (char N)"),
 )
 """What depends on the machine or the run."""

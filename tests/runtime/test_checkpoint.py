@@ -449,7 +449,9 @@ def test_interruption_leaves_nothing_new(replace: bool, sharded_dir: Path, tmp_p
         assert open_checkpoint(tmp_path / "out").dtype == "float16"
 
 
-def test_directory_that_is_no_checkpoint_is_named(model_dir: Path, llama_engine_dir: Path, tmp_path: Path) -> None:
+def test_directory_that_is_no_checkpoint_is_named(
+    model_dir: Path, llama_engine_dir: Path, tmp_path: Path, said: Said
+) -> None:
     for directory, message in (
         (tmp_path / "nowhere", "checkpoint directory does not exist"),
         (model_dir, "this is a Hugging Face model, not a checkpoint"),
@@ -459,8 +461,9 @@ def test_directory_that_is_no_checkpoint_is_named(model_dir: Path, llama_engine_
             open_checkpoint(directory)
     run_convert(model_dir, tmp_path / "out")
     (tmp_path / "out" / "rank0.safetensors").unlink()
-    with pytest.raises(SpecDecError, match="file is missing: .*rank0.safetensors"):
+    with pytest.raises(SpecDecError) as raised:
         open_checkpoint(tmp_path / "out")
+    said(raised)
 
 
 NUM_SHARDS, SHARD_BYTES = 6, 64 * 2**20

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from sentences import Said
 from tiny import eager_logits, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -253,25 +254,28 @@ def test_admission_without_room_changes_nothing(llama_uncompiled_dir: Any) -> No
     assert engine.admit(second)
 
 
-def test_sequence_that_would_not_fit_an_empty_cache_is_an_error(llama_uncompiled_dir: Any) -> None:
+def test_sequence_that_would_not_fit_an_empty_cache_is_an_error(llama_uncompiled_dir: Any, said: Said) -> None:
     engine = Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=20))
-    with pytest.raises(SpecDecError, match=r"K/V cache of 20 tokens is too small for request 0: it needs 23"):
+    with pytest.raises(SpecDecError) as raised:
         engine.admit(start(A))
+    said(raised, "20", "0", "23")
 
 
-def test_cache_of_no_tokens_is_an_error(llama_uncompiled_dir: Any) -> None:
-    with pytest.raises(UsageError, match="a K/V cache holds at least one token: 0"):
+def test_cache_of_no_tokens_is_an_error(llama_uncompiled_dir: Any, said: Said) -> None:
+    with pytest.raises(UsageError) as raised:
         Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=0))
+    said(raised, "0")
 
 
 def test_cache_that_memory_cannot_hold_is_an_error_with_the_numbers(
-    llama_uncompiled_dir: Any, monkeypatch: pytest.MonkeyPatch
+    llama_uncompiled_dir: Any, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     """A block of the tiny Llama: 4 tokens x 2 layers x 2 K/V heads x (8 + 8) x 4 bytes = 1024 bytes."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_024_000))
     Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=999 * 4)).close()
-    with pytest.raises(SpecDecError, match=r"4000 tokens needs 1\.0 MB, and cpu has for it: 1\.0 MB of 1\.0 MB free"):
+    with pytest.raises(SpecDecError) as raised:
         Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=1000 * 4))
+    said(raised, "4000", "1.0")
 
 
 def test_default_cache_holds_a_full_batch(llama_uncompiled_dir: Any) -> None:
@@ -294,17 +298,20 @@ def test_engine_without_block_reuse_finds_nothing(llama_uncompiled_dir: Any, lla
         engine.release(sequence)
 
 
-def test_devices_that_do_not_exist_are_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_do_not_exist_are_wrong_usage(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     assert resolve_device("cpu", 0) == torch.device("cpu")
-    with pytest.raises(UsageError, match=r"no such device .*: 1"):
+    with pytest.raises(UsageError) as raised:
         resolve_device("cpu", 1)
+    said(raised, "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_device("cuda", 1) == torch.device("cuda", 1)
-    with pytest.raises(UsageError, match=r"no such GPU .*: 2"):
+    with pytest.raises(UsageError) as raised:
         resolve_device("cuda", 2)
+    said(raised, "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SpecDecError, match="this machine has no GPU"):
+    with pytest.raises(SpecDecError) as raised:
         resolve_device("cuda", 0)
+    said(raised)
 
 
 REQUEST_ERRORS = [
@@ -328,7 +335,7 @@ def test_request_the_engine_cannot_serve_is_an_error(
 
 
 @pytest.mark.parametrize("loop", [orchestrator, scheduler])
-def test_closed_engine_says_so(loop: Any, llama_uncompiled_dir: Path) -> None:
+def test_closed_engine_says_so(loop: Any, llama_uncompiled_dir: Path, said: Said) -> None:
     engine = Engine.open(llama_uncompiled_dir)
     sequence = start(A)
     assert engine.admit(sequence)
@@ -344,7 +351,8 @@ def test_closed_engine_says_so(loop: Any, llama_uncompiled_dir: Path) -> None:
         engine.occupy_cache,
     ]
     for use in uses:
-        with pytest.raises(SpecDecError, match="^the engine was closed$"):
+        with pytest.raises(SpecDecError) as raised:
             use()
+        said(raised)
     engine.release(sequence)
     assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1

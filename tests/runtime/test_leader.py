@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sentences import Said
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
@@ -221,12 +222,14 @@ def test_loop_left_early_holds_no_blocks_and_no_state(open_engine: Any) -> None:
     assert drafter._histories == {}
 
 
-def test_requests_are_checked_before_the_first_step(open_engine: Any) -> None:
+def test_requests_are_checked_before_the_first_step(open_engine: Any, said: Said) -> None:
     engine = open_engine()
-    with pytest.raises(SpecDecError, match="prompt is empty: request 5"):
+    with pytest.raises(SpecDecError) as raised:
         next(scheduler.generate(engine, [*make_requests(5), Request(5, (), 5)], None, 0))
-    with pytest.raises(SpecDecError, match="draft length exceeds the engine's max_draft_len 10: 11"):
+    said(raised, "5")
+    with pytest.raises(SpecDecError) as raised:
         next(scheduler.generate(engine, make_requests(1), NgramLookup(2), 11))
+    said(raised, "10", "11")
     assert engine.step_time_s == 0
 
 
@@ -246,24 +249,31 @@ def no_spinning() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_spinning")
 @pytest.mark.parametrize("loop", [scheduler, orchestrator])
-def test_second_generation_without_room_is_an_error(open_engine: Any, llama: PreTrainedModel, loop: Any) -> None:
+def test_second_generation_without_room_is_an_error(
+    open_engine: Any, llama: PreTrainedModel, loop: Any, said: Said
+) -> None:
     """The first gets on, and then the second has the cache for itself."""
     engine = open_engine(max_tokens=64)
     requests = [Request(i, tuple(repetitive_prompt(i, 30)), 12) for i in range(2)]
     first = scheduler.generate(engine, requests[:1])
     next(first)
-    with pytest.raises(SpecDecError, match=r"no room for .* in the K/V cache: \d+ of 16 blocks are free"):
+    with pytest.raises(SpecDecError) as raised:
         list(loop.generate(engine, requests[1:]))
+    said(raised, "16")
     assert [s.output_tokens for s, _ in first][-1] == expected(llama, requests[:1])[0]
     assert finish(engine, requests[1:], loop=loop)[1].output_tokens == expected(llama, requests[1:])[1]
 
 
 @pytest.mark.usefixtures("no_spinning")
 @pytest.mark.parametrize("loop", [scheduler, orchestrator])
-def test_engine_that_drafts_for_itself_without_room_is_an_error(open_engine: Any, tokenizer: Any, loop: Any) -> None:
+def test_engine_that_drafts_for_itself_without_room_is_an_error(
+    open_engine: Any, tokenizer: Any, loop: Any, said: Said
+) -> None:
     engine = open_engine(max_tokens=96)
     drafter = DraftModel(engine, len(tokenizer), use_logits=False)
-    with pytest.raises(SpecDecError, match="no room for .* in the K/V cache") as error:
+    with pytest.raises(SpecDecError) as error:
         list(loop.generate(engine, [Request(0, tuple(repetitive_prompt(0, 30)), 50)], drafter, 5))
-    assert error.value.hint is not None and "a draft model needs an engine of its own" in error.value.hint
+    said(error)
+    assert error.value.hint is not None
+    said(error)
     assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentences import Said
 from strength import examples
 from tiny import VOCAB_SIZE, eager_logits, make_model, repetitive_prompt
 from torch import Tensor
@@ -192,9 +193,10 @@ def test_token_without_weight_is_never_drawn(weights: list[float], uniform: floa
 
 
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [math.nan, 1.0], [1.0, math.inf]])
-def test_nothing_to_draw_from_is_an_error(weights: list[float]) -> None:
-    with pytest.raises(SpecDecError, match="no weights to draw a token by"):
+def test_nothing_to_draw_from_is_an_error(weights: list[float], said: Said) -> None:
+    with pytest.raises(SpecDecError) as raised:
         draw(torch.tensor(weights, dtype=torch.float64), 0.5)
+    said(raised)
 
 
 def p_value(counts: Tensor) -> float:
@@ -476,16 +478,18 @@ def test_value_out_of_range_is_wrong_usage(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_biases_and_penalties_that_may_be_negative_are_numbers(value: float) -> None:
+def test_biases_and_penalties_that_may_be_negative_are_numbers(value: float, said: Said) -> None:
     for fields in ({"presence_penalty": value}, {"frequency_penalty": value}, {"logit_bias": ((3, value),)}):
-        with pytest.raises(UsageError, match=f"must be a number: {value}"):
+        with pytest.raises(UsageError) as raised:
             SamplingConfig(penalize_prompt=False, **fields)
+        said(raised, value)
     SamplingConfig(penalize_prompt=False, presence_penalty=-1.0, logit_bias=((3, -math.inf),))  # never chosen
 
 
-def test_bad_word_of_no_tokens_is_wrong_usage() -> None:
-    with pytest.raises(UsageError, match=r"a bad word has no tokens: \(\)"):
+def test_bad_word_of_no_tokens_is_wrong_usage(said: Said) -> None:
+    with pytest.raises(UsageError) as raised:
         SamplingConfig(bad_words=((5,), ()))
+    said(raised)
 
 
 @pytest.mark.parametrize(
@@ -511,25 +515,29 @@ def test_what_the_vocabulary_does_not_have_is_an_error(
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 0}, {"top_k": 4, "top_p": 0.9}], ids=["greedy", "sampling", "cut"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_everything_banned_is_an_error(drafter: str, sampling: dict[str, Any], engine_dirs: dict[str, Path]) -> None:
+def test_everything_banned_is_an_error(
+    drafter: str, sampling: dict[str, Any], engine_dirs: dict[str, Path], said: Said
+) -> None:
     """The engine can be used afterwards."""
     engine = Engine.open(engine_dirs["target"])
     everything = SamplingConfig(**sampling, bad_words=tuple((token,) for token in range(VOCAB_SIZE)))
     requests = [Request(0, PROMPTS[0], 5), Request(1, PROMPTS[1], 5, sampling=everything)]
-    with pytest.raises(SpecDecError, match="no token left to choose") as error:
+    with pytest.raises(SpecDecError) as error:
         list(generate(engine, requests, make_drafter(drafter, engine_dirs), 3))
+    said(error)
     assert error.value.hint
     engine._blocks.check_integrity()
     assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
     assert len(finish(engine, requests[:1], None, 0)[0].output_tokens) == 5
 
 
-def test_everything_banned_by_an_ngram_is_an_error() -> None:
+def test_everything_banned_by_an_ngram_is_an_error(said: Said) -> None:
     """Two tokens, and both would repeat a pair."""
     for sampling in ({"top_k": 1}, {"top_k": 0}):
         sampler = Sampler(SamplingConfig(no_repeat_ngram_size=2, **sampling), (0, 0, 1, 0))
-        with pytest.raises(SpecDecError, match="no token left to choose"):
+        with pytest.raises(SpecDecError) as raised:
             sampler.choose([0, 0, 1, 0], torch.tensor([0.5, 0.5]))
+        said(raised)
         assert sampler.choose([0, 0, 1], torch.tensor([-30.0, 30.0])) == 1
 
 

@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from sentences import Said
 from torch import Tensor, nn
 
 from runtime.compiler.kernels import compile_kernels, describe_kernels, load_kernels
@@ -459,13 +460,14 @@ def test_second_library_of_the_same_sources_is_not_loaded_again(kernels: Path, t
     load_kernels(library)
 
 
-def test_second_library_of_other_sources_is_refused(kernels: Path, tmp_path: Path) -> None:
+def test_second_library_of_other_sources_is_refused(kernels: Path, tmp_path: Path, said: Said) -> None:
     """Weights may be laid out in another way there."""
     library, sources = tmp_path / "kernels.so", torch.ops.specdec.sources().encode()
     assert kernels.read_bytes().count(sources) > 0
     library.write_bytes(kernels.read_bytes().replace(sources, b"0" * len(sources)))
-    with pytest.raises(SpecDecError, match="this process has loaded other kernels than those of: .*kernels.so"):
+    with pytest.raises(SpecDecError) as raised:
         load_kernels(library)
+    said(raised)
 
 
 def test_every_thread_takes_numbers_close_to_0_for_0(kernels: Path) -> None:

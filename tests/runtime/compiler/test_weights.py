@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from sentences import Said
 from torch import Tensor
 
 from runtime.compiler.weights import Layout, layout_of, open_weights, read_weights, save_weights
@@ -91,15 +92,12 @@ def test_file_that_is_cut_off_is_found_out(path: Path, layout: Layout, size: int
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.pop("scalar"), "lacks 1 of the step's weights, such as: scalar"),
-        (lambda w: w.update(more=w["flags"]), "has 1 weights that the step has not, such as: more"),
-        (
-            lambda w: w.update(table=w["table"][:6]),
-            r"has float32 \[6, 5\] where the step wants float32 \[7, 5\]: table",
-        ),
-        (lambda w: w.update(table=w["table"].T), r"has float32 \[5, 7\] where the step wants float32 \[7, 5\]: table"),
-        (lambda w: w.update(float16=w["bfloat16"]), "has bfloat16 .* where the step wants float16 .*: float16"),
-        (lambda w: w.update(table=w["table"].double()), "has float64 .* where the step wants float32 .*: table"),
+        (lambda w: w.pop("scalar"), "1; scalar"),
+        (lambda w: w.update(more=w["flags"]), "1; more"),
+        (lambda w: w.update(table=w["table"][:6]), "[6, 5]; [7, 5]; table"),
+        (lambda w: w.update(table=w["table"].T), "[5, 7]; [7, 5]; table"),
+        (lambda w: w.update(float16=w["bfloat16"]), "bfloat16; float16"),
+        (lambda w: w.update(table=w["table"].double()), "float64; float32; table"),
     ],
     ids=["lacking", "more", "smaller", "transposed", "of another dtype", "of a foreign dtype"],
 )
@@ -109,8 +107,10 @@ def test_weights_that_a_step_does_not_want_are_named(
     weights: dict[str, Tensor],
     layout: Layout,
     tmp_path: Path,
+    said: Said,
 ) -> None:
     change(weights)
     save_weights(tmp_path / "weights.safetensors", {name: weight.contiguous() for name, weight in weights.items()})
-    with pytest.raises(SpecDecError, match=f"weights.safetensors` {message}"):
+    with pytest.raises(SpecDecError) as raised:
         open_weights(tmp_path / "weights.safetensors", layout)
+    said(raised, "weights.safetensors", *message.split("; "))

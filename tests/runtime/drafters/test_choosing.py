@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentences import Said
 from tiny import VOCAB_SIZE, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
@@ -221,11 +222,14 @@ def test_the_copy_looks_at_short_lookups_and_goes_on(
     assert max(count_copy) == 4 and len(count_copy) < 0.75 * sequence.stats.num_draft_tokens
 
 
-def test_ids_of_no_token_are_refused_before_the_copy_reads_them(engine: Engine, count_copy: list[int]) -> None:
+def test_ids_of_no_token_are_refused_before_the_copy_reads_them(
+    engine: Engine, count_copy: list[int], said: Said
+) -> None:
     drafter = SelfDraft(engine, use_logits=False)
     guesser = Guesser({i: [VOCAB_SIZE + 5] * 99 for i in range(5)}, 9, match_len=1)
-    with pytest.raises(SpecDecError, match=f"no token id of the vocabulary of {VOCAB_SIZE}: {VOCAB_SIZE + 5}"):
+    with pytest.raises(SpecDecError) as raised:
         answer(engine, "leader", make_requests(), choosing(guesser, drafter, 0.0))
+    said(raised, VOCAB_SIZE, VOCAB_SIZE + 5)
     assert not count_copy
 
 
@@ -309,9 +313,10 @@ def test_a_dear_model_is_asked_only_where_nothing_was_found() -> None:
     assert asked.num_asked == 1
 
 
-def test_chain_of_nobody_is_refused() -> None:
-    with pytest.raises(UsageError, match="a chain has no drafters"):
+def test_chain_of_nobody_is_refused(said: Said) -> None:
+    with pytest.raises(UsageError) as raised:
         BestOf([], [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
+    said(raised)
 
 
 def test_what_is_kept_of_a_request_goes_with_it(engine: Engine) -> None:

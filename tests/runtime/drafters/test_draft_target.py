@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentences import Said
 from tiny import VOCAB_SIZE, eager_logits, hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -522,12 +523,12 @@ def test_draft_is_no_longer_than_the_budget(
 @pytest.mark.parametrize(
     ("prompt", "max_new_tokens", "message"),
     [
-        ((5,) * 13, 5, "prompt of request 3 is longer than the engine's max_input_len 12: 13 tokens"),
-        ((5,) * 12, 29, r"prompt and output of request 3 exceed the engine's 40 tokens: 12 \+ 29"),
+        ((5,) * 13, 5, "3; 12; 13"),
+        ((5,) * 12, 29, "3; 40; 12 + 29"),
     ],
 )
 def test_request_the_draft_engine_cannot_follow_is_an_error_before_any_step(
-    prompt: tuple[int, ...], max_new_tokens: int, message: str, open_engine: OpenEngine
+    prompt: tuple[int, ...], max_new_tokens: int, message: str, open_engine: OpenEngine, said: Said
 ) -> None:
     target = open_engine("target")
     drafter = DraftModel(open_engine("short"), VOCAB_SIZE, use_logits=True)
@@ -539,17 +540,19 @@ def test_request_the_draft_engine_cannot_follow_is_an_error_before_any_step(
         lambda: drafter.propose([Sequence.start(request)], 4),
         lambda: list(generate(target, [request], drafter, 4)),
     ):
-        with pytest.raises(SpecDecError, match=f"^draft engine: {message}") as error:
+        with pytest.raises(SpecDecError) as error:
             check()
+        said(error, *message.split("; "))
         assert error.value.hint
     assert target.step_time_s == drafter.engine.step_time_s == 0
     check_idle(target)
     check_idle(drafter.engine)
 
 
-def test_draft_pool_too_small_for_a_request_is_an_error_before_any_step(open_engine: OpenEngine) -> None:
+def test_draft_pool_too_small_for_a_request_is_an_error_before_any_step(open_engine: OpenEngine, said: Said) -> None:
     target, drafter = open_engine("target"), DraftModel(open_engine("same", max_tokens=40), 32, use_logits=True)
-    with pytest.raises(SpecDecError, match="^draft engine: K/V cache of 40 tokens is too small for request 3"):
+    with pytest.raises(SpecDecError) as raised:
         list(generate(target, make_requests(4), drafter, 4))
+    said(raised, "40", "3")
     assert target.step_time_s == drafter.engine.step_time_s == 0
     assert drafter._draft_sequences == {}

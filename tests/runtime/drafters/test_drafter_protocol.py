@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentences import Said
 from tiny import hf_greedy
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -41,36 +42,29 @@ def test_drafts_the_target_can_take_pass(drafts: list[Draft]) -> None:
 @pytest.mark.parametrize(
     ("drafts", "message"),
     [
-        pytest.param(None, "did not return a list of `Draft`", id="nothing"),
-        pytest.param((GOOD, GOOD), "did not return a list of `Draft`", id="a tuple"),
-        pytest.param([GOOD, [1, 5]], "did not return a list of `Draft`", id="tokens without a draft around them"),
-        pytest.param([GOOD, None], "did not return a list of `Draft`", id="None for no proposal"),
-        pytest.param([GOOD], "returned 1 drafts for 2 sequences", id="too few"),
-        pytest.param([GOOD] * 3, "returned 3 drafts for 2 sequences", id="too many"),
-        pytest.param([GOOD, Draft([1] * 5)], "proposed more than 4 tokens: 5", id="too long"),
-        pytest.param([GOOD, Draft([1, 6])], "no token id of the vocabulary of 6: 6", id="token beyond the vocabulary"),
-        pytest.param([Draft([-1]), GOOD], "no token id of the vocabulary of 6: -1", id="token below zero"),
-        pytest.param([GOOD, Draft([1.0])], r"no token id of the vocabulary of 6: 1\.0", id="float"),
-        pytest.param([GOOD, Draft(["1"])], "no token id of the vocabulary of 6: '1'", id="string"),
-        pytest.param([GOOD, Draft([torch.tensor(1)])], r"no token id .*: tensor\(1\)", id="tensor for a token"),
-        pytest.param(
-            [GOOD, Draft([1], [[1.0]])], r"not a tensor of shape \(1, 6\): list", id="probabilities in a list"
-        ),
-        pytest.param([GOOD, Draft([1], distribution(6))], r"not a tensor of shape \(1, 6\): \(6,\)", id="no row"),
-        pytest.param(
-            [GOOD, Draft([1], distribution(2, 6))], r"not a tensor of shape \(1, 6\): \(2, 6\)", id="a row too many"
-        ),
-        pytest.param(
-            [GOOD, Draft([1], distribution(1, 7))], r"not a tensor of shape \(1, 6\): \(1, 7\)", id="a column too many"
-        ),
-        pytest.param(
-            [GOOD, Draft([], distribution(1, 6))], r"not a tensor of shape \(0, 6\): \(1, 6\)", id="rows, no tokens"
-        ),
+        pytest.param(None, "`Draft`", id="nothing"),
+        pytest.param((GOOD, GOOD), "`Draft`", id="a tuple"),
+        pytest.param([GOOD, [1, 5]], "`Draft`", id="tokens without a draft around them"),
+        pytest.param([GOOD, None], "`Draft`", id="None for no proposal"),
+        pytest.param([GOOD], "1; 2", id="too few"),
+        pytest.param([GOOD] * 3, "3; 2", id="too many"),
+        pytest.param([GOOD, Draft([1] * 5)], "4; 5", id="too long"),
+        pytest.param([GOOD, Draft([1, 6])], "6", id="token beyond the vocabulary"),
+        pytest.param([Draft([-1]), GOOD], "6; -1", id="token below zero"),
+        pytest.param([GOOD, Draft([1.0])], "6; 1.0", id="float"),
+        pytest.param([GOOD, Draft(["1"])], "6; '1'", id="string"),
+        pytest.param([GOOD, Draft([torch.tensor(1)])], "6; tensor(1)", id="tensor for a token"),
+        pytest.param([GOOD, Draft([1], [[1.0]])], "(1, 6); list", id="probabilities in a list"),
+        pytest.param([GOOD, Draft([1], distribution(6))], "(1, 6); (6,)", id="no row"),
+        pytest.param([GOOD, Draft([1], distribution(2, 6))], "(1, 6); (2, 6)", id="a row too many"),
+        pytest.param([GOOD, Draft([1], distribution(1, 7))], "(1, 6); (1, 7)", id="a column too many"),
+        pytest.param([GOOD, Draft([], distribution(1, 6))], "(0, 6); (1, 6)", id="rows, no tokens"),
     ],
 )
-def test_what_the_target_cannot_take_is_an_error(drafts: Any, message: str) -> None:
-    with pytest.raises(SpecDecError, match=message) as error:
+def test_what_the_target_cannot_take_is_an_error(drafts: Any, message: str, said: Said) -> None:
+    with pytest.raises(SpecDecError) as error:
         check_drafts(drafts, 2, 4, VOCAB_SIZE)
+    said(error, *message.split("; "))
     assert error.value.message.startswith("the drafter") and error.value.hint
 
 
@@ -95,27 +89,24 @@ def one_hot(token: int, size: int) -> Tensor:
 @pytest.mark.parametrize(
     ("make_draft", "message"),
     [
-        pytest.param(lambda size: [5], "did not return a list of `Draft`", id="no draft"),
-        pytest.param(lambda size: Draft([size]), "no token id of the vocabulary", id="token beyond the vocabulary"),
-        pytest.param(lambda size: Draft([5] * 4), "proposed more than 3 tokens: 4", id="too long"),
-        pytest.param(lambda size: Draft([5], one_hot(5, size + 1)), "not a tensor of shape", id="a column too many"),
-        pytest.param(
-            lambda size: Draft([5], one_hot(6, size)), r"token 5 has the probability 0\.0, and proposed it", id="zero"
-        ),
-        pytest.param(
-            lambda size: Draft([5], one_hot(5, size) * torch.nan), "probabilities are no distribution", id="no number"
-        ),
-        pytest.param(lambda size: Draft([5], -one_hot(5, size)), "probabilities are no distribution", id="negative"),
+        pytest.param(lambda size: [5], "`Draft`", id="no draft"),
+        pytest.param(lambda size: Draft([size]), "", id="token beyond the vocabulary"),
+        pytest.param(lambda size: Draft([5] * 4), "3; 4", id="too long"),
+        pytest.param(lambda size: Draft([5], one_hot(5, size + 1)), "", id="a column too many"),
+        pytest.param(lambda size: Draft([5], one_hot(6, size)), "5; 0.0", id="zero"),
+        pytest.param(lambda size: Draft([5], one_hot(5, size) * torch.nan), "", id="no number"),
+        pytest.param(lambda size: Draft([5], -one_hot(5, size)), "", id="negative"),
     ],
 )
 def test_wrong_drafter_ends_the_loop_and_leaves_the_engine_usable(
-    make_draft: Any, message: str, llama_engine_dir: Path, llama: PreTrainedModel
+    make_draft: Any, message: str, llama_engine_dir: Path, llama: PreTrainedModel, said: Said
 ) -> None:
     engine, prompt = Engine.open(llama_engine_dir), [5, 6, 7]
     request = Request(4, tuple(prompt), 8, sampling=SamplingConfig(top_k=0))
     drafter = Constant(make_draft(engine.config.vocab_size))
-    with pytest.raises(SpecDecError, match=message) as error:
+    with pytest.raises(SpecDecError) as error:
         list(generate(engine, [request], drafter, 3))
+    said(error, *message.split("; "))
     assert error.value.message.startswith("the drafter") and error.value.hint
     assert drafter.forgotten == [4]
     engine._blocks.check_integrity()
@@ -141,7 +132,8 @@ def test_draft_longer_than_the_budget_is_cut(llama_engine_dir: Path, llama: PreT
     [[1.0] * 6, [torch.inf] * 6, [torch.nan] * 6, [1.5, -0.5, 0.0, 0.0, 0.0, 0.0], [0.1] * 6],
     ids=["ones", "infinite", "no numbers", "negative", "too little"],
 )
-def test_probabilities_that_are_no_distribution_are_an_error(row: list[float]) -> None:
+def test_probabilities_that_are_no_distribution_are_an_error(row: list[float], said: Said) -> None:
     check_drafts([Draft([0], torch.full((1, 6), 1 / 6))], 1, 5, 6)
-    with pytest.raises(SpecDecError, match="probabilities are no distribution"):
+    with pytest.raises(SpecDecError) as raised:
         check_drafts([Draft([0], torch.tensor([row]))], 1, 5, 6)
+    said(raised)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from quantized import save_gptq
 from safetensors.torch import load_file, save_file
+from sentences import Said
 from test_split_families import SPLIT
 from tiny import FAMILIES, make_config, make_model
 from torch import Tensor
@@ -106,44 +107,50 @@ def test_of_experts_each_rank_has_a_piece_of_every_one(family: str, tp_size: int
             assert torch.equal(tensors[f"{name}.down_proj"], experts.down_proj[:, :, own])
 
 
-def test_an_expert_that_is_missing_is_told(tmp_path: Path) -> None:
+def test_an_expert_that_is_missing_is_told(tmp_path: Path, said: Said) -> None:
     make_model("mixtral").save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
     lost = next(name for name in tensors if ".experts.2.w1" in name)
     save_file({name: tensor for name, tensor in tensors.items() if name != lost}, path, {"format": "pt"})
-    with pytest.raises(SpecDecError, match="do not have all of a weight that is to be split: .*experts.gate_up_proj"):
+    with pytest.raises(SpecDecError) as raised:
         converted(tmp_path / "model", tmp_path / "split", 2)
+    said(raised, "experts.gate_up_proj")
     assert not (tmp_path / "split").exists()
 
 
 @pytest.mark.parametrize(("family", "words"), REFUSED.items())
-def test_what_has_no_plan_is_refused_by_name(family: str, words: str, tmp_path: Path) -> None:
+def test_what_has_no_plan_is_refused_by_name(family: str, words: str, tmp_path: Path, said: Said) -> None:
     make_model(family).save_pretrained(tmp_path / "model")
-    with pytest.raises(SpecDecError, match=f"{words}.*{make_config(family).model_type}"):
+    with pytest.raises(SpecDecError) as raised:
         converted(tmp_path / "model", tmp_path / "split", 2)
+    said(raised, words, make_config(family).model_type)
     assert not (tmp_path / "split").exists()
 
 
-def test_outputs_that_are_looked_at_together_are_refused() -> None:
+def test_outputs_that_are_looked_at_together_are_refused(said: Said) -> None:
     """Gemma 3n's sparse activations: the plan splits them, and a part of them has another mean."""
-    with pytest.raises(SpecDecError, match="the mean of all of a layer's outputs.*: gemma3n_text"):
+    with pytest.raises(SpecDecError) as raised:
         split_config(families.small_config("gemma3n_text"), 2)
+    said(raised, "gemma3n_text")
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("llama", {"layers.*.mlp": "sequence_parallel"}, r"layers .* \(sequence_parallel\): llama"),
-        ("mixtral", {"layers.*.mlp.experts.down_proj": "replicate"}, r"experts .* \(experts' replicate\): mixtral"),
-        ("mixtral", {"layers.*.self_attn.o_proj.weight": "packed_rowwise"}, r"\(packed_rowwise\): mixtral"),
+        ("llama", {"layers.*.mlp": "sequence_parallel"}, "sequence_parallel; llama"),
+        ("mixtral", {"layers.*.mlp.experts.down_proj": "replicate"}, "experts; replicate; mixtral"),
+        ("mixtral", {"layers.*.self_attn.o_proj.weight": "packed_rowwise"}, "packed_rowwise; mixtral"),
     ],
 )
-def test_a_plan_of_another_kind_is_refused_by_name(family: str, changes: dict[str, str], words: str) -> None:
+def test_a_plan_of_another_kind_is_refused_by_name(
+    family: str, changes: dict[str, str], words: str, said: Said
+) -> None:
     config = make_config(family)
     config.base_model_tp_plan = config.base_model_tp_plan | changes
-    with pytest.raises(SpecDecError, match=words):
+    with pytest.raises(SpecDecError) as raised:
         split_config(config, 2)
+    said(raised, *words.split("; "))
 
 
 @pytest.mark.slow
@@ -173,31 +180,34 @@ def splitting_of(family: str) -> str | None:
 @pytest.mark.parametrize(
     ("overrides", "tp_size", "words"),
     [
-        ({}, 3, "3 devices do not divide 4 attention heads: llama"),
-        ({"intermediate_size": 50}, 4, "4 devices do not divide the 50 outputs of `model.layers.0.mlp.gate_proj`"),
-        ({"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 3}, 2, "2 devices .* 3 K/V heads"),
+        ({}, 3, "3; 4; llama"),
+        ({"intermediate_size": 50}, 4, "4; 50; `model.layers.0.mlp.gate_proj`"),
+        ({"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 3}, 2, "2; 3"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(
-    overrides: dict[str, int], tp_size: int, words: str, tmp_path: Path
+    overrides: dict[str, int], tp_size: int, words: str, tmp_path: Path, said: Said
 ) -> None:
     make_model("llama", **overrides).save_pretrained(tmp_path / "model")
-    with pytest.raises(SpecDecError, match=words):
+    with pytest.raises(SpecDecError) as raised:
         converted(tmp_path / "model", tmp_path / "split", tp_size)
+    said(raised, *words.split("; "))
 
 
-def test_rows_of_experts_are_as_long_as_their_product_takes_them(tmp_path: Path) -> None:
+def test_rows_of_experts_are_as_long_as_their_product_takes_them(tmp_path: Path, said: Said) -> None:
     make_model("qwen2-moe", moe_intermediate_size=24).save_pretrained(tmp_path / "model")
     converted(tmp_path / "model", tmp_path / "two", 2)
-    with pytest.raises(SpecDecError, match=r"4 devices have 24 bytes each, .* multiples of 16: .*experts\.down_proj"):
+    with pytest.raises(SpecDecError) as raised:
         converted(tmp_path / "model", tmp_path / "four", 4)
+    said(raised, "4", "24", "16")
     assert not (tmp_path / "four").exists()
 
 
-def test_what_stays_whole_is_said(tmp_path: Path) -> None:
+def test_what_stays_whole_is_said(tmp_path: Path, said: Said) -> None:
     make_model("llama", vocab_size=33).save_pretrained(tmp_path / "model")
-    with pytest.warns(SpecDecWarning, match="each of 2 devices has all of: model.embed_tokens, lm_head"):
+    with pytest.warns(SpecDecWarning) as warned:
         ranks = converted(tmp_path / "model", tmp_path / "split", 2)
+    said(warned, "2")
     assert ranks[1]["lm_head.weight"].shape[0] == 33
 
 
@@ -215,13 +225,15 @@ def test_quantized_weights_are_split_with_their_scales(family: str, precision: Q
     assert ranks[0][values].numel() * 2 == whole[values].numel()
 
 
-def test_groups_and_orders_are_not_cut_through(tmp_path: Path) -> None:
+def test_groups_and_orders_are_not_cut_through(tmp_path: Path, said: Said) -> None:
     make_model("llama").save_pretrained(tmp_path / "model")
-    with pytest.raises(SpecDecError, match=r"2 devices do not divide the 3 groups of inputs of `model.*down_proj`"):
+    with pytest.raises(SpecDecError) as raised:
         converted(tmp_path / "model", tmp_path / "split", 2, QuantConfig("int8", 16))  # 48 inputs
+    said(raised, "2", "3")
     save_gptq(tmp_path / "ordered", 4, 32, desc_act=True)
-    with pytest.raises(SpecDecError, match="have an order of their own: model.layers.0"):
+    with pytest.raises(SpecDecError) as raised:
         converted(tmp_path / "ordered", tmp_path / "split", 2)
+    said(raised, "model.layers.0")
 
 
 def test_one_device_needs_no_plan() -> None:

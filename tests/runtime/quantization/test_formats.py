@@ -10,6 +10,7 @@ import pytest
 import torch
 from quantized import Meant, Q, save_awq, save_compressed, save_fp8, save_gguf, save_gptq, write_tokenizer
 from safetensors.torch import load_file, save_file
+from sentences import Said
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -159,7 +160,7 @@ def test_config_in_a_file_of_its_own_is_read(kind: str, tmp_path: Path) -> None:
     assert_same_numbers(tmp_path / "out", meant)
 
 
-def test_bias_of_a_layer_that_has_none_is_of_zeros(tmp_path: Path) -> None:
+def test_bias_of_a_layer_that_has_none_is_of_zeros(tmp_path: Path, said: Said) -> None:
     save_gptq(tmp_path / "model", 4, 32, desc_act=False)
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.bias"
@@ -167,15 +168,16 @@ def test_bias_of_a_layer_that_has_none_is_of_zeros(tmp_path: Path) -> None:
     assert name not in load_file(tmp_path / "out" / "rank0.safetensors")
     tensors[name][3] = 0.5
     save_file(tensors, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(SpecDecError, match=f"a bias that the model has no place for: {name}"):
+    with pytest.raises(SpecDecError) as raised:
         run_convert(tmp_path / "model", tmp_path / "again")
+    said(raised, name)
 
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 @pytest.mark.parametrize(("factor", "theta"), [(8.0, 10000.0), (32.0, 10000.0)])
-def test_rotary_factors_of_gguf_are_those_of_llama_3(factor: float, theta: float, tmp_path: Path) -> None:
+def test_rotary_factors_of_gguf_are_those_of_llama_3(factor: float, theta: float, tmp_path: Path, said: Said) -> None:
     """As transformers computes frequencies, which llama.cpp writes as what they are divided by."""
-    said = {
+    rope = {
         "rope_type": "llama3",
         "rope_theta": theta,
         "factor": factor,
@@ -183,18 +185,19 @@ def test_rotary_factors_of_gguf_are_those_of_llama_3(factor: float, theta: float
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    config = LlamaConfig(head_dim=64, rope_parameters=said)
+    config = LlamaConfig(head_dim=64, rope_parameters=rope)
     plain = 1 / theta ** (torch.arange(0, 64, 2) / 64)
     factors = (plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]).numpy()
     assert 1 == factors.min() < factors.max() == pytest.approx(factor)
     path = tmp_path / "model.gguf"
     save_gguf(path, Q.F32, edit=lambda writer: writer.add_tensor("rope_freqs.weight", factors))
-    assert config_of(path)["rope_parameters"] == said | {"factor": pytest.approx(factor)}
+    assert config_of(path)["rope_parameters"] == rope | {"factor": pytest.approx(factor)}
     run_convert(path, tmp_path / "out")
     other = tmp_path / "other.gguf"
     save_gguf(other, Q.F32, edit=lambda writer: writer.add_tensor("rope_freqs.weight", factors**2))
-    with pytest.raises(SpecDecError, match="GGUF models with rotary factors of their own are not read"):
+    with pytest.raises(SpecDecError) as raised:
         run_convert(other, tmp_path / "again")
+    said(raised)
 
 
 def test_gguf_brings_its_tokenizer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -210,18 +213,20 @@ def test_gguf_brings_its_tokenizer(tokenizer: PreTrainedTokenizerFast, tmp_path:
     assert "messages[0]" in (tmp_path / "out" / "chat_template.jinja").read_text()
 
 
-def test_scales_of_what_is_not_quantized_are_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_scales_of_what_is_not_quantized_are_left_out_with_a_warning(tmp_path: Path, said: Said) -> None:
     meant = save_fp8(tmp_path / "model", None)
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     tensors["model.layers.0.self_attn.k_proj.input_scale"] = torch.ones(1)
     save_file(tensors, tmp_path / "model" / "model.safetensors")
-    with pytest.warns(SpecDecWarning, match="their scales are left out, such as `model.layers.0.self_attn.k_proj"):
+    with pytest.warns(SpecDecWarning) as warned:
         run_convert(tmp_path / "model", tmp_path / "out")
+    said(warned)
     assert_same_numbers(tmp_path / "out", meant)
 
 
-def test_quantization_is_not_repeated(tmp_path: Path) -> None:
+def test_quantization_is_not_repeated(tmp_path: Path, said: Said) -> None:
     save_awq(tmp_path / "model", 32)
-    with pytest.raises(SpecDecError, match="the model is already quantized .AWQ., and not quantized again to int4"):
+    with pytest.raises(SpecDecError) as raised:
         run_convert(tmp_path / "model", tmp_path / "out", precision=QuantConfig("int4", 32))
+    said(raised)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
