@@ -109,13 +109,18 @@ class BenchDocument(Head):
                 raise ValueError(f"{key} is no key of a summary")
         return self
 
+    @property
+    def percentile_names(self) -> list[str]:
+        """`p90` and so on, as they stand in the keys."""
+        return [f"p{percentile:g}" for percentile in self.settings.metric_percentiles]
+
 
 def bench_document(
     result: LoadResult, server: BenchServer, prompts: BenchPrompts, traffic: BenchTraffic, results: BenchResults
-) -> dict[str, Any]:
+) -> BenchDocument:
     backend: Backend = "openai" if server.endpoint == "completions" else "openai-chat"
     objectives = parse_objectives(results.goodput or [])
-    document = BenchDocument(
+    return BenchDocument(
         **document_head("bench"),
         date=datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         endpoint_type=backend,
@@ -140,18 +145,17 @@ def bench_document(
         ),
         **numbers_of(result, objectives, results.percentiles),
     )
-    return document.as_json()
 
 
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "latency"}
 """Headings of the metrics, by vLLM's names."""
 
 
-def show(document: dict[str, Any], output: Output) -> None:
-    settings = document["settings"]
+def show(document: BenchDocument, output: Output) -> None:
+    settings = document.settings
     output.result(
-        f"{document['model_id']} at {settings['base_url']}: {document['num_prompts']:,} prompts of "
-        f"{settings['dataset']}, {settings['output_len']} tokens of output, {_traffic(document)}"
+        f"{document.model_id} at {settings.base_url}: {document.num_prompts:,} prompts of "
+        f"{settings.dataset}, {settings.output_len} tokens of output, {_traffic(document)}"
     )
     output.result(_table(document))
     for line in _lines(document):
@@ -160,24 +164,19 @@ def show(document: dict[str, Any], output: Output) -> None:
         output.text(_lines(document)[0])
 
 
-def _traffic(document: dict[str, Any]) -> str:
-    rate, concurrency = document["request_rate"], document["max_concurrency"]
+def _traffic(document: BenchDocument) -> str:
+    rate, concurrency = document.request_rate, document.max_concurrency
     sent = "all at once" if rate == "inf" else f"{rate:g} requests/s"
     return sent if concurrency is None else f"{sent}, at most {concurrency} under way"
 
 
-def percentile_names(document: dict[str, Any]) -> list[str]:
-    """`p90` and so on, as they stand in the keys."""
-    return [f"p{percentile:g}" for percentile in document["settings"]["metric_percentiles"]]
-
-
-def _table(document: dict[str, Any]) -> Table:
-    columns = ["mean", "median", "std", *percentile_names(document)]
+def _table(document: BenchDocument) -> Table:
+    columns = ["mean", "median", "std", *document.percentile_names]
     table = Table()
     for name in ("", *(column.upper() if column.startswith("p") else column for column in columns)):
         table.add_column(name, justify="right" if name else "left")
     for metric, title in METRICS.items():
-        table.add_row(title, *(_milliseconds(document[f"{column}_{metric}_ms"]) for column in columns))
+        table.add_row(title, *(_milliseconds(getattr(document, f"{column}_{metric}_ms")) for column in columns))
     return table
 
 
@@ -185,35 +184,35 @@ def _milliseconds(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f} ms"
 
 
-def _lines(document: dict[str, Any]) -> list[str]:
-    failed = f", {document['failed']:,} failed" if document["failed"] else ""
+def _lines(document: BenchDocument) -> list[str]:
+    failed = f", {document.failed:,} failed" if document.failed else ""
     lines = [
-        f"{document['completed']:,} requests in {document['duration']:,.2f} s{failed}: "
-        f"{number(document['request_throughput'])} requests/s, {number(document['output_throughput'], 1)} tokens/s "
-        f"({number(document['total_token_throughput'], 1)} with the prompts')",
-        f"{document['total_input_tokens']:,} tokens of prompts, {document['total_output_tokens']:,} of output; at most "
-        f"{document['max_concurrent_requests']:,} requests under way, "
-        f"{number(document['max_output_tokens_per_s'], 1)} tokens in a second",
+        f"{document.completed:,} requests in {document.duration:,.2f} s{failed}: "
+        f"{number(document.request_throughput)} requests/s, {number(document.output_throughput, 1)} tokens/s "
+        f"({number(document.total_token_throughput, 1)} with the prompts')",
+        f"{document.total_input_tokens:,} tokens of prompts, {document.total_output_tokens:,} of output; at most "
+        f"{document.max_concurrent_requests:,} requests under way, "
+        f"{number(document.max_output_tokens_per_s, 1)} tokens in a second",
     ]
-    if document["request_goodput"] is not None:
-        asked = ", ".join(f"{METRICS[name]} {ms:g} ms" for name, ms in document["settings"]["goodput"].items())
-        lines.append(f"goodput: {number(document['request_goodput'])} requests/s within {asked}")
-    if document["tokens_per_step"] is not None:
+    if document.request_goodput is not None:
+        asked = ", ".join(f"{METRICS[name]} {ms:g} ms" for name, ms in document.settings.goodput.items())
+        lines.append(f"goodput: {number(document.request_goodput)} requests/s within {asked}")
+    if document.tokens_per_step is not None:
         lines.append(_speculation_line(document))
     return lines
 
 
-def _speculation_line(document: dict[str, Any]) -> str:
+def _speculation_line(document: BenchDocument) -> str:
     steps = (
-        f"{number(document['tokens_per_step'])} tokens per step: {document['total_output_tokens']:,} in "
-        f"{document['num_steps']:,} steps"
+        f"{number(document.tokens_per_step)} tokens per step: {document.total_output_tokens:,} in "
+        f"{document.num_steps:,} steps"
     )
-    if not document["spec_decode_draft_tokens"]:
+    if not document.spec_decode_draft_tokens:
         return f"{steps}; nothing was drafted"
     return (
-        f"{steps}; {document['spec_decode_accepted_tokens']:,} of {document['spec_decode_draft_tokens']:,} draft "
-        f"tokens accepted ({number(document['spec_decode_acceptance_rate'], 1)} %), mean acceptance length "
-        f"{number(document['spec_decode_acceptance_length'])}"
+        f"{steps}; {document.spec_decode_accepted_tokens:,} of {document.spec_decode_draft_tokens:,} draft "
+        f"tokens accepted ({number(document.spec_decode_acceptance_rate, 1)} %), mean acceptance length "
+        f"{number(document.spec_decode_acceptance_length)}"
     )
 
 
@@ -229,22 +228,22 @@ _DEFINITIONS = {
 }
 
 
-def write_bench_report(path: Path, document: dict[str, Any]) -> None:
+def write_bench_report(path: Path, document: BenchDocument) -> None:
     """The page, whole or not at all."""
     write_file(path, bench_page(document).encode(errors="replace"))
 
 
-def bench_page(document: dict[str, Any]) -> str:
-    traffic = {key: document[key] for key in ("date", "backend", "request_rate", "max_concurrency", "num_prompts")}
-    versions = {"specdec": document["specdec_version"]}
+def bench_page(document: BenchDocument) -> str:
+    data = document.as_json()
+    traffic = {key: data[key] for key in ("date", "backend", "request_rate", "max_concurrency", "num_prompts")}
     return page(
         "bench.html",
-        document,
-        f"{document['model_id']} at {document['settings']['base_url']}: {document['num_prompts']:,} requests",
-        cards={"Settings": document["settings"], "Traffic": traffic, "Versions": versions},
+        data,
+        f"{document.model_id} at {document.settings.base_url}: {document.num_prompts:,} requests",
+        cards={"Settings": data["settings"], "Traffic": traffic, "Versions": {"specdec": document.specdec_version}},
         definitions=_DEFINITIONS,
         metrics=METRICS,
-        columns=["mean", "median", "std", *percentile_names(document)],
+        columns=["mean", "median", "std", *document.percentile_names],
         max_rows=_MAX_ROWS,
         distribution=_distribution,
         over_time=_over_time,

@@ -46,7 +46,7 @@ def benchmark(
     show(document, output)
     if results.report is not None:
         write_bench_report(results.report, document)
-    output.document(document)
+    output.document(document.as_json())
     if is_interrupted:
         raise typer.Exit(130)
 

@@ -1,14 +1,22 @@
 """Output of `convert` and `build`: their JSON documents, a table of the engine, and how weights are quantized."""
 
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 from rich.table import Table
 
 from commands.documents.records import Record
 from commands.output import megabytes
-from runtime.config import CheckpointConfig, EngineConfig, LogitsCheck, Measure, Quantization, SelfDraft, Size, as_json
+from runtime.config import (
+    CheckpointConfig,
+    EngineConfig,
+    LogitsCheck,
+    Measure,
+    Quality,
+    Quantization,
+    SelfDraft,
+    Size,
+)
 
 
 class BuildDocument(Record):
@@ -44,11 +52,10 @@ def described(found: Quantization) -> str:
     return " and ".join(pieces)
 
 
-def described_quality(quality: dict[str, Any]) -> str:
-    """Description of the quality, from its JSON."""
+def described_quality(quality: Quality) -> str:
     return (
-        f"KL divergence {quality['mean_kl']:.2g} from {quality['unrounded']} unquantized, the same most probable token "
-        f"at {quality['top1_agreement']:.2%} of {quality['num_tokens']:,} tokens of {quality['text']}"
+        f"KL divergence {quality.mean_kl:.2g} from {quality.unrounded} unquantized, the same most probable token "
+        f"at {quality.top1_agreement:.2%} of {quality.num_tokens:,} tokens of {quality.text}"
     )
 
 
@@ -73,7 +80,7 @@ def built_table(config: EngineConfig, output_dir: Path, size: int, elapsed: floa
     if config.quantization is not None:
         table.add_row("weights", described(config.quantization))
     if config.quality is not None:
-        table.add_row("quantization", described_quality(as_json(config.quality)))
+        table.add_row("quantization", described_quality(config.quality))
     table.add_row(
         "runs on", f"{config.environment.device} ({config.environment.capability}), torch {config.environment.torch}"
     )

@@ -31,4 +31,4 @@ def compare(
         )
     document = compare_document(a, b, document_a, document_b)
     show(document, output)
-    output.document(document)
+    output.document(document.as_json())

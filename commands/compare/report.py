@@ -85,15 +85,14 @@ class CompareDocument(Head):
     metrics: dict[str, ComparedMetric]
 
 
-def compare_document(a: Path, b: Path, document_a: dict[str, Any], document_b: dict[str, Any]) -> dict[str, Any]:
-    document = CompareDocument(
+def compare_document(a: Path, b: Path, document_a: dict[str, Any], document_b: dict[str, Any]) -> CompareDocument:
+    return CompareDocument(
         **document_head("compare"),
         compared_command=document_a["command"],
         a=str(a),
         b=str(b),
         **compare_documents(document_a, document_b),
     )
-    return document.as_json()
 
 
 _DOCUMENTS: dict[str, type[Record]] = {"run": RunDocument, "summarize": SummarizeDocument}
@@ -145,21 +144,21 @@ def _said(error: ErrorDetails, data: Any) -> str:
     return f"{place}: {shown(data)} {error['msg'].removeprefix('Input ').removeprefix('Value ')}"
 
 
-def show(document: dict[str, Any], output: Output) -> None:
-    output.result(f"A {document['a']}\nB {document['b']}")
-    output.result(_settings_table(document["settings"]) if document["settings"] else "the settings are the same")
-    output.result(_requests_line(document["requests"]))
+def show(document: CompareDocument, output: Output) -> None:
+    output.result(f"A {document.a}\nB {document.b}")
+    output.result(_settings_table(document.settings) if document.settings else "the settings are the same")
+    output.result(_requests_line(document.requests))
     output.result(_metrics_table(document))
     for line in _notes(document):
         output.result(line)
 
 
-def _settings_table(settings: list[dict[str, Any]]) -> Table:
+def _settings_table(settings: list[DifferentSetting]) -> Table:
     table = Table(title="Settings that differ", title_justify="left")
     for column in ("", "A", "B"):
         table.add_column(column, overflow="fold")
     for setting in settings:
-        table.add_row(setting["name"], _setting(setting["a"]), _setting(setting["b"]))
+        table.add_row(setting.name, _setting(setting.a), _setting(setting.b))
     return table
 
 
@@ -167,39 +166,39 @@ def _setting(value: object) -> str:
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def _requests_line(requests: dict[str, Any]) -> str:
-    if not requests["num_same_prompt"]:
-        return f"requests: {requests['num_a']} and {requests['num_b']}, none of the same prompt"
-    same = f"{requests['num_identical_outputs']} of {requests['num_same_prompt']} outputs token for token the same"
-    if requests["paired"]:
-        return f"requests: the same {requests['num_a']}; {same}"
-    numbers = f"{requests['num_a']} and {requests['num_b']}, {requests['num_same_prompt']} of the same prompt"
+def _requests_line(requests: ComparedRequests) -> str:
+    if not requests.num_same_prompt:
+        return f"requests: {requests.num_a} and {requests.num_b}, none of the same prompt"
+    same = f"{requests.num_identical_outputs} of {requests.num_same_prompt} outputs token for token the same"
+    if requests.paired:
+        return f"requests: the same {requests.num_a}; {same}"
+    numbers = f"{requests.num_a} and {requests.num_b}, {requests.num_same_prompt} of the same prompt"
     return f"requests: {numbers}; {same}"
 
 
-def _metrics_table(document: dict[str, Any]) -> Table:
+def _metrics_table(document: CompareDocument) -> Table:
     table = Table()
     table.add_column("")
-    for column in ("A", "B", "B − A", "B ÷ A", f"{document['level']:.0%} interval"):
+    for column in ("A", "B", "B − A", "B ÷ A", f"{document.level:.0%} interval"):
         table.add_column(column, justify="right")
     table.add_column("verdict")
-    for metric in document["metrics"].values():
+    for metric in document.metrics.values():
         table.add_row(
-            metric["title"],
+            metric.title,
             *_values(metric),
-            number(metric["ratio"], 3),
-            _interval(metric["interval"]),
+            number(metric.ratio, 3),
+            _interval(metric.interval),
             _verdict(metric),
         )
     return table
 
 
-def _values(metric: dict[str, Any]) -> list[str]:
+def _values(metric: ComparedMetric) -> list[str]:
     """A, B and their difference, all with the same number of digits."""
-    a, b, difference = metric["a"], metric["b"], metric["difference"]
-    form = _form(metric["unit"], [value for value in (a, b) if value is not None])
+    a, b, difference = metric.a, metric.b, metric.difference
+    form = _form(metric.unit, [value for value in (a, b) if value is not None])
     shown = ["-" if value is None else form(value) for value in (a, b, difference)]
-    if difference is not None and metric["unit"] == "share":
+    if difference is not None and metric.unit == "share":
         shown[2] = f"{difference * 100:.1f} pp"
     if difference is not None and difference > 0:
         shown[2] = f"+{shown[2]}"
@@ -222,28 +221,28 @@ def _form(unit: str, values: list[float]) -> Callable[[float], str]:
             return lambda value: number(value, 0 if is_whole else 2)
 
 
-def _interval(interval: dict[str, float] | None) -> str:
-    return "-" if interval is None else f"{interval['low']:.3f}–{interval['high']:.3f}"
+def _interval(interval: IntervalRecord | None) -> str:
+    return "-" if interval is None else f"{interval.low:.3f}–{interval.high:.3f}"
 
 
-def _verdict(metric: dict[str, Any]) -> str:
+def _verdict(metric: ComparedMetric) -> str:
     words = {
         "same": "the same",
-        "different": "different" if metric["method"] != "exact" else "different, exactly",
+        "different": "different" if metric.method != "exact" else "different, exactly",
         "within noise": "within the noise",
         "unknown": "cannot be said",
-    }[metric["verdict"]]
-    return f"{words} ({metric['reason']})" if metric["reason"] else words
+    }[metric.verdict]
+    return f"{words} ({metric.reason})" if metric.reason else words
 
 
-def _notes(document: dict[str, Any]) -> list[str]:
+def _notes(document: CompareDocument) -> list[str]:
     lines = []
-    control = document["control"]
-    methods = {metric["method"] for metric in document["metrics"].values()}
+    control = document.control
+    methods = {metric.method for metric in document.metrics.values()}
     if control is not None:
         lines.append(
-            f"control: the engine without a drafter took {control['ratio']:.3f} times as long in B "
-            f"({control['low']:.3f}–{control['high']:.3f}), so no time is called different that changed as much"
+            f"control: the engine without a drafter took {control.ratio:.3f} times as long in B "
+            f"({control.low:.3f}–{control.high:.3f}), so no time is called different that changed as much"
         )
     elif methods & {"paired", "unpaired"}:
         lines.append("a slowdown of a whole run cannot be seen in its requests: repeat the runs before trusting times")

@@ -74,9 +74,9 @@ def run_document(
     *,
     num_unfinished: int,
     per_step: bool,
-) -> dict[str, Any]:
+) -> RunDocument:
     """`prompts` has the prompt of each request; `settings` are those of the command alone."""
-    document = RunDocument(
+    return RunDocument(
         **document_head("run"),
         requests=[
             _request(setup, prompts[sequence.request.id], sequence, per_step=per_step)
@@ -90,7 +90,6 @@ def run_document(
         speedup=None if compared is None else compared.speedup,
         checks=RunChecks() if compared is None else RunChecks(lossless=compared.check),
     )
-    return document.as_json()
 
 
 def _request(setup: Setup, prompt: Prompt, sequence: "Sequence", *, per_step: bool) -> RunRequest:

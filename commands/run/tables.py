@@ -1,9 +1,8 @@
 """Output of `run` for a generation: streamed text, outputs, the table of requests."""
 
-from typing import Any
-
 from rich.table import Table
 
+from commands.documents.records import Total
 from commands.inputs.prompts import Prompt
 from commands.output import Output, columns_with_values, milliseconds, number, percent
 from commands.tables.drafts import counts_line, legend, mark_for_stdout, marked_text, show_details
@@ -84,7 +83,7 @@ def show_stats(generation: Generation, labels: list[str], max_draft_len: int, st
     """Show the tables that `--stats` selects."""
     if stats == "none":
         return
-    total = generation.total(max_draft_len)
+    total = Total(**generation.total(max_draft_len))
     output.result(requests_table(generation, labels))
     if stats == "detailed":
         show_details(total, [tokens_per_step(sequence) for sequence in generation.sequences], output)
@@ -118,14 +117,14 @@ def _request_row(sequence: Sequence, label: str) -> list[str]:
     ]
 
 
-def time_line(total: dict[str, Any]) -> str:
+def time_line(total: Total) -> str:
     def part(name: str, key: str) -> str:
-        share = percent(total[f"{key}_time_s"] / total["wall_s"])
-        return f"{name} {milliseconds(total[f'{key}_time_per_step_s'])} ({share})"
+        share = percent(getattr(total, f"{key}_time_s") / total.wall_s)
+        return f"{name} {milliseconds(getattr(total, f'{key}_time_per_step_s'))} ({share})"
 
-    drafting = [part("drafting", "draft")] if total["draft_time_s"] else []
+    drafting = [part("drafting", "draft")] if total.draft_time_s else []
     return (
-        f"{total['num_generated_tokens']} tokens in {total['wall_s']:.2f} s: "
-        f"{number(total['output_tokens_per_second'], 1)} tokens/s; a step: "
+        f"{total.num_generated_tokens} tokens in {total.wall_s:.2f} s: "
+        f"{number(total.output_tokens_per_second, 1)} tokens/s; a step: "
         + ", ".join([part("target", "target"), *drafting, part("host", "host")])
     )

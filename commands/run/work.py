@@ -3,7 +3,7 @@
 import io
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,16 +56,16 @@ def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunR
         num_unfinished=num_unfinished,
         per_step=results.stats == "detailed",
     )
-    output.document(document)
+    output.document(document.as_json())
     if results.report is not None:
-        write_report(results.report, document, all_pieces(setup.llm.tokenizer, generation.sequences))
+        write_report(results.report, document.as_json(), all_pieces(setup.llm.tokenizer, generation.sequences))
         output.result(f"report written: {results.report}")
     if failed is not None:
         raise failed
     if num_unfinished or (results.check_lossless and compared is None):
         raise typer.Exit(130)
-    fail_unless_lossless(document["checks"])
-    exit_if_too_little_to_tell(document["checks"])
+    fail_unless_lossless(document.checks.lossless)
+    exit_if_too_little_to_tell(document.checks.lossless)
 
 
 def _make_requests(
@@ -141,7 +141,7 @@ def _compare_with_no_drafter(
     check = lossless_check(setup.session, generation.sequences, baseline.sequences, output)
     if results.stats != "none":
         output.result(speedup_line(speedup))
-    for line in lossless_lines(asdict(check)):
+    for line in lossless_lines(check):
         output.result(line)
     return Compared(speedup, check)
 

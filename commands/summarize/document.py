@@ -199,13 +199,13 @@ class Asked:
 
 def summary_document(
     setup: Setup, evaluation: Evaluation, settings: dict[str, Any], asked: Asked, *, per_step: bool
-) -> dict[str, Any]:
+) -> SummarizeDocument:
     """Everything that was measured. `requests` and `total` are the engine's, as in `run`; `systems` has each one."""
     samples, runs, max_draft_len = evaluation.samples, evaluation.runs, setup.session.max_draft_len
     found: dict[str, Any] = {run.name: _system(max_draft_len, samples, run) for run in runs}
     systems, work = Systems(**found), {run.name: run.work for run in runs}
     rouge = {run.name: found[run.name].rouge for run in runs}
-    document = SummarizeDocument(
+    return SummarizeDocument(
         **document_head("summarize"),
         requests=_requests(max_draft_len, evaluation, per_step=per_step),
         total=systems.engine.total if "engine" in work else None,
@@ -223,7 +223,6 @@ def summary_document(
         engine=setup.engine,
         draft_engine=setup.draft_engine,
     )
-    return document.as_json()
 
 
 def _system(max_draft_len: int, samples: list[Sample], run: "SystemRun") -> EngineSystem | OtherSystem:
@@ -350,7 +349,7 @@ def _num_identical(a: "SystemRun", b: "SystemRun") -> int:
     return sum(x.output_tokens == y.output_tokens for x, y in zip(a.samples, b.samples, strict=True))
 
 
-def write_outputs(output_dir: Path, llm: "LLM", runs: list["SystemRun"], document: dict[str, Any]) -> None:
+def write_outputs(output_dir: Path, llm: "LLM", runs: list["SystemRun"], document: SummarizeDocument) -> None:
     """`engine.out` and `hf.out` with one output per sample, as TensorRT-LLM's summarize.py, and `summary.json`."""
     output_dir.mkdir(parents=True, exist_ok=True)
     for run in runs:
@@ -359,4 +358,4 @@ def write_outputs(output_dir: Path, llm: "LLM", runs: list["SystemRun"], documen
         lines = [f"Engine path: {llm.bundle.directory}", f"Tokenizer path: {llm.tokenizer_dir}"]
         lines += [f"[{i}] {sample.output_text}" for i, sample in enumerate(run.samples)]
         write_file(output_dir / f"{run.name}.out", ("\n".join(lines) + "\n").encode())
-    write_json(output_dir / "summary.json", document)
+    write_json(output_dir / "summary.json", document.as_json())

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -13,7 +12,7 @@ from commands.inputs.traces import write_traces
 from commands.output import Output, fixed_lost_line, warn
 from commands.sessions import lossless_check
 from commands.summarize.command import EvaluationOptions, SummarizeInputs, SummarizeResults
-from commands.summarize.document import Asked, Evaluation, summary_document, write_outputs
+from commands.summarize.document import Accuracy, Asked, Evaluation, summary_document, write_outputs
 from commands.summarize.rouge import num_without_letters
 from commands.summarize.tables import show_summary
 from commands.tables.lossless_check import exit_if_too_little_to_tell, fail_unless_lossless
@@ -87,16 +86,16 @@ def evaluate(
     if results.stats != "none" and options.test_engine and output.human:
         for line in fixed_lost_line(fixed_lost(setup.session, runs[0].sequences, options.batch_size)):
             output.result(line)
-    output.document(document)
+    output.document(document.as_json())
     if results.report is not None:
         pieces = all_pieces(setup.llm.tokenizer, runs[0].sequences)
-        write_report(results.report, document, pieces or [None] * len(samples))
+        write_report(results.report, document.as_json(), pieces or [None] * len(samples))
         output.result(f"report written: {results.report}")
     if answers.is_interrupted:
         raise typer.Exit(130)
-    fail_unless_lossless(document["checks"])
-    _fail_unless_accurate(document["checks"])
-    exit_if_too_little_to_tell(document["checks"])
+    fail_unless_lossless(document.checks.lossless)
+    _fail_unless_accurate(document.checks.accuracy)
+    exit_if_too_little_to_tell(document.checks.lossless)
 
 
 def _warn_of_other_letters(samples: list[Sample], output: Output) -> None:
@@ -179,19 +178,17 @@ def _asked(session: Session, runs: list[SystemRun], results: SummarizeResults, o
     return Asked(results.threshold, results.rouge1_max_loss, lossless)
 
 
-def _fail_unless_accurate(checks: dict[str, Any]) -> None:
+def _fail_unless_accurate(check: Accuracy | None) -> None:
     """SpecDecError (exit code 1) if the check was made and failed."""
-    check = checks.get("accuracy")
-    if check is None or check["passed"]:
+    if check is None or check.passed:
         return
-    if check["rouge1"] < check["threshold"]:
+    if check.rouge1 < check.threshold:
         raise SpecDecError(
-            f"ROUGE-1 is below the threshold {check['threshold']:g}: {check['rouge1']:.2f}",
+            f"ROUGE-1 is below the threshold {check.threshold:g}: {check.rouge1:.2f}",
             hint="look at the outputs, or set `--rouge1-threshold`",
         )
     raise SpecDecError(
-        f"ROUGE-1 is more than {check['max_loss']:g} below Hugging Face's {check['hf_rouge1']:.2f}: "
-        f"{check['rouge1']:.2f}",
+        f"ROUGE-1 is more than {check.max_loss:g} below Hugging Face's {check.hf_rouge1:.2f}: {check.rouge1:.2f}",
         hint="quantize to more bits or in smaller groups: `specdec convert --qformat FORMAT --group-size N`",
     )
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from rich.color import ColorSystem
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -22,6 +21,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from commands.documents.records import Total
 from commands.output import Output, number, percent, stdout, visible
 from runtime.evaluation.steps import TOKEN_KINDS, Piece, TokenKind, tokens_over_time
 
@@ -29,9 +29,9 @@ _BAR_WIDTH, _LEAST_BAR_WIDTH = 40, 8
 _MAX_RANGES = 16
 
 
-def show_details(total: dict[str, Any], steps: Seq[Seq[int]], output: Output) -> None:
+def show_details(total: Total, steps: Seq[Seq[int]], output: Output) -> None:
     """Three tables with bars. `total` is the document's; `steps` has the tokens of each step of each request."""
-    if total["num_spec_steps"]:
+    if total.num_spec_steps:
         output.result(_histogram_table(total))
         output.result(_position_table(total))
     else:
@@ -39,19 +39,19 @@ def show_details(total: dict[str, Any], steps: Seq[Seq[int]], output: Output) ->
     output.result(_time_table(steps))
 
 
-def _histogram_table(total: dict[str, Any]) -> Table:
-    histogram, num_drafts = total["acceptance_histogram"], total["num_spec_steps"]
+def _histogram_table(total: Total) -> Table:
+    histogram, num_drafts = total.acceptance_histogram, total.num_spec_steps
     table = _table(f"Accepted tokens of a draft ({num_drafts:,} drafts)", "accepted", "", "drafts", "share")
     for num_accepted, (count, bar) in enumerate(zip(histogram, _bars(histogram, max(histogram)), strict=True)):
         table.add_row(str(num_accepted), bar, f"{count:,}", percent(count / num_drafts))
     return table
 
 
-def _position_table(total: dict[str, Any]) -> Table:
+def _position_table(total: Total) -> Table:
     table = _table("Acceptance by position in the draft", "position", "", "drafts", "accepted")
-    rates = total["acceptance_rate_per_position"]
+    rates = total.acceptance_rate_per_position
     bars = _bars([rate or 0.0 for rate in rates], 1.0)
-    for position, row in enumerate(zip(rates, total["num_drafts_per_position"], bars, strict=True), 1):
+    for position, row in enumerate(zip(rates, total.num_drafts_per_position, bars, strict=True), 1):
         rate, num_drafts, bar = row
         table.add_row(str(position), bar, f"{num_drafts:,}", percent(rate))
     return table

@@ -18,7 +18,7 @@ from openai_server import DONE, Asked, Piece, Reply, Script, Server, as_json, ev
 from sentences import Said
 from waiting import HANG_S, wait_until
 
-from commands.bench.report import bench_page
+from commands.bench.report import BenchDocument, bench_page
 
 Bench = Callable[..., Result]
 METRICS = {
@@ -249,7 +249,7 @@ def test_the_page_holds_what_servers_say_as_text(bench: Bench, said: Said) -> No
 
     with running(script(answer)) as server:
         result = bench(server, "--json", "--model", "<b>m</b>")
-    page = bench_page(result.document)
+    page = bench_page(BenchDocument(**result.document))
     said(result, "1", "4")
     assert "<script" not in page and "<b>m" not in page and "&lt;script&gt;alert(1)" in page
 
