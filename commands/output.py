@@ -77,13 +77,13 @@ class Output:
         """Called with the bytes done and the bytes there are."""
         return progress.bytes_done(stderr(), description) if self.human else nullcontext(lambda done, total: None)
 
-    def paced(self, description: str, total: int) -> AbstractContextManager[progress.Pace]:
-        """Progress callback per item of a known number, with a remark on all of them."""
-        return progress.paced(stderr(), description, total) if self.human else nullcontext(lambda count, said: None)
-
     def progress(self, description: str, total: int) -> AbstractContextManager[progress.Advance]:
-        """Progress callback per item, or per several items, of a known number."""
-        return progress.counting(stderr(), description, total) if self.human else nullcontext(lambda count=1: None)
+        """Progress callback per item, or per several items, of a known number; with a remark on all of them, if any."""
+        return (
+            progress.counting(stderr(), description, total)
+            if self.human
+            else nullcontext(lambda count=1, said="": None)
+        )
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}

@@ -24,69 +24,37 @@ _REFRESHES_PER_S = 4  # drawing takes time from what is measured
 
 
 class Advance(Protocol):
-    """Called with the number of further items done."""
+    """Called with the number of further items done, and, where some take long, with a remark on all of them."""
 
-    def __call__(self, count: int = 1) -> None: ...
+    def __call__(self, count: int = 1, said: str = "") -> None: ...
 
 
 @contextmanager
 def counting(console: Console, description: str, total: int) -> Iterator[Advance]:
-    """Things that are done one after the other."""
-    done, start = 0, time.perf_counter()
+    """Things that are done one after the other. With a remark it is told how long the rest takes at this pace."""
+    done, remark, start = 0, "", time.perf_counter()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}{task.fields[said]}"),
         TimeElapsedColumn(),
     )
 
-    def line() -> str:
-        return f"{_seconds_since(start)}  {description}: {done:,}/{total:,}"
-
-    with _bar(console, line, columns) as bar:
-        task = bar.add_task(description, total=total)
-
-        def advance(count: int = 1) -> None:
-            nonlocal done
-            done += count
-            bar.advance(task, count)
-
-        yield advance
-
-
-class Pace(Protocol):
-    """Called with the number of further items done, and a remark on all of them."""
-
-    def __call__(self, count: int, said: str) -> None: ...
-
-
-@contextmanager
-def paced(console: Console, description: str, total: int) -> Iterator[Pace]:
-    """Things of which some are long: what is said of them, and how long the rest takes at this pace."""
-    done, last_said, start = 0, "", time.perf_counter()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f}  {task.fields[said]}"),
-        TimeElapsedColumn(),
-    )
-
-    def left() -> str:
-        if not done:
+    def rest() -> str:
+        if not remark:
             return ""
-        return f"{timedelta(seconds=round((time.perf_counter() - start) / done * (total - done)))} left"
+        return f"{remark}, {timedelta(seconds=round((time.perf_counter() - start) / done * (total - done)))} left"
 
     def line() -> str:
-        rest = "".join(f", {one}" for one in (last_said, left()) if one)
-        return f"{_seconds_since(start)}  {description}: {done:,}/{total:,}{rest}"
+        return f"{_seconds_since(start)}  {description}: {', '.join(filter(None, (f'{done:,}/{total:,}', rest())))}"
 
     with _bar(console, line, columns) as bar:
         task = bar.add_task(description, total=total, said="")
 
-        def advance(count: int, said: str) -> None:
-            nonlocal done, last_said
-            done, last_said = done + count, said
-            bar.update(task, advance=count, said=f"{said}, {left()}")
+        def advance(count: int = 1, said: str = "") -> None:
+            nonlocal done, remark
+            done, remark = done + count, said
+            bar.update(task, advance=count, said=f"  {rest()}" if remark else "")
 
         yield advance
 

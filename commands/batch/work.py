@@ -17,7 +17,7 @@ from commands.batch.results_file import Results, open_results
 from commands.options.engine_choice import EngineChoice
 from commands.options.ray_flags import ClusterOptions
 from commands.output import Output, number, percent
-from commands.progress import Pace
+from commands.progress import Advance
 from commands.sessions import engines_made
 from runtime.errors import SpecDecError
 
@@ -80,9 +80,9 @@ def run_batch(
         try:
             if missing:
                 start = time.perf_counter()
-                with open_crew(len(missing)) as crew, output.paced("Requests", len(missing)) as pace:
+                with open_crew(len(missing)) as crew, output.progress("Requests", len(missing)) as advance:
                     report.opening_s = time.perf_counter() - start
-                    _answer(crew, requests.read(missing), results, report, pace)
+                    _answer(crew, requests.read(missing), results, report, advance)
         except (KeyboardInterrupt, SystemExit):
             num_done = f"{results.num_done:,} of {report.num_requests:,}"
             output.warning(f"interrupted: {num_done} requests are done, and the same command goes on")
@@ -96,7 +96,7 @@ def _answer(
     requests: Iterator[BatchRequest],
     results: Results,
     report: Report,
-    pace: Pace,
+    advance: Advance,
 ) -> None:
     start = time.perf_counter()
     for outcome in answer_all(crew, requests, failed_outcome):
@@ -105,7 +105,7 @@ def _answer(
         report.num_failed += outcome.is_error
         report.workers[outcome.worker] += 1
         report.wall_s = time.perf_counter() - start
-        pace(1, _said(report))
+        advance(1, _said(report))
 
 
 def _finish(results: Results) -> None:

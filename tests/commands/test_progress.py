@@ -41,6 +41,13 @@ def test_a_bar_moves_as_things_are_done_and_is_gone_in_the_end(terminal: Console
     assert terminal.file.getvalue().endswith("\x1b[2K")  # the line is erased
 
 
+def test_a_remark_stands_beside_the_bar_with_the_time_that_is_left(terminal: Console) -> None:
+    with progress.counting(terminal, "Requests", 12) as advance:
+        advance(4, "80 tokens/s")
+    assert isinstance(terminal.file, Screen)
+    assert re.search(r"Requests .*4/12  80 tokens/s, \d:\d\d:\d\d left", terminal.file.words)
+
+
 def test_every_phase_is_listed_with_its_time(terminal: Console) -> None:
     with progress.phases(terminal) as phase:
         for name in ("loading", "compiling"):
@@ -66,6 +73,18 @@ def test_without_a_terminal_a_line_says_how_far_it_is_from_time_to_time() -> Non
     lines = file.getvalue().splitlines()
     assert all(re.fullmatch(r" +\d+\.\d s  timing: [056]/12", line) for line in lines)
     assert set(threading.enumerate()) <= before  # its thread ends with the block
+
+
+@pytest.mark.usefixtures("often")
+def test_without_a_terminal_a_remark_stands_in_the_line() -> None:
+    file = io.StringIO()
+    with progress.counting(Console(file=file, width=80), "Requests", 12) as advance:
+        wait_until(lambda: "0/12\n" in file.getvalue())
+        advance(1, "80 tokens/s")
+        wait_until(lambda: "left\n" in file.getvalue())
+    assert re.fullmatch(
+        r" +\d+\.\d s  Requests: 1/12, 80 tokens/s, \d:\d\d:\d\d left", file.getvalue().splitlines()[-1]
+    )
 
 
 @pytest.mark.usefixtures("often")
