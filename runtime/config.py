@@ -294,6 +294,7 @@ class EngineConfig:
 
 
 Config = TypeVar("Config")
+_DAMAGED = "the file was changed or is damaged; make the directory again"
 
 
 def as_json(config: Any) -> dict[str, Any]:
@@ -303,33 +304,24 @@ def as_json(config: Any) -> dict[str, Any]:
 def parse(kind: type[Config], data: Any, where: str) -> Config:
     """Build the dataclass `kind` from parsed JSON; SpecDecError names `where` and the key that is wrong."""
     if not isinstance(data, dict):
-        raise SpecDecError(
-            f"`{where}` is not a JSON object: {type(data).__name__}",
-            hint="the file was changed or is damaged; make the directory again",
-        )
+        raise SpecDecError(f"`{where}` is not a JSON object: {type(data).__name__}", hint=_DAMAGED)
     version = data.get("format_version")
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if "format_version" in fields and version != (readable := fields["format_version"].default):
         raise SpecDecError(
-            f"`{where}` has a format this version cannot read (it reads {readable}): {version}",
+            f"`{where}` has a format this version cannot read (it reads {readable}): {shown(version)}",
             hint="make it again with this version of specdec, or install the version that wrote it",
         )
     hints = _type_hints(kind)  # type: ignore[arg-type]
     unknown = sorted(set(data) - set(hints))
     if unknown:
-        raise SpecDecError(
-            f"`{where}` has an unknown key: {unknown[0]}",
-            hint="the file was changed or is damaged; make the directory again",
-        )
+        raise SpecDecError(f"`{where}` has an unknown key: {unknown[0]}", hint=_DAMAGED)
     values = {}
     for field in fields.values():
         if field.name in data:
             values[field.name] = _parse_value(hints[field.name], data[field.name], f"{where}: {field.name}")
         elif field.default is dataclasses.MISSING:
-            raise SpecDecError(
-                f"`{where}` lacks the key: {field.name}",
-                hint="the file was changed or is damaged; make the directory again",
-            )
+            raise SpecDecError(f"`{where}` lacks the key: {field.name}", hint=_DAMAGED)
     return kind(**values)
 
 
@@ -355,20 +347,14 @@ def _parse_value(kind: Any, value: Any, where: str) -> Any:
         return parsed
     valid = value in arguments if origin is Literal else _is_a(value, origin or kind)
     if not valid:
-        raise SpecDecError(
-            f"`{where}` has a value it cannot have: {shown(value)}",
-            hint="the file was changed or is damaged; make the directory again",
-        )
+        raise SpecDecError(f"`{where}` has a value it cannot have: {shown(value)}", hint=_DAMAGED)
     return value
 
 
 def _check_between(bounds: Between, number: float, where: str) -> None:
     if not bounds.least <= number <= bounds.most:  # nor is NaN
         upper = f" to {bounds.most:,}" if bounds.most < sys.float_info.max else " or more"
-        raise SpecDecError(
-            f"`{where}` is {bounds.least:,}{upper}, and not: {shown(number)}",
-            hint="the file was changed or is damaged; make the directory again",
-        )
+        raise SpecDecError(f"`{where}` is {bounds.least:,}{upper}, and not: {shown(number)}", hint=_DAMAGED)
 
 
 def _is_a(value: Any, kind: Any) -> bool:

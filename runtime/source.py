@@ -20,6 +20,7 @@ from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import Stamp, read_json, stamp_of
 from runtime.tensor_file import read_header
 
+_AGAIN = "download or save the model again"
 DTYPES = {  # safetensors' names
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -109,27 +110,22 @@ def read_tensors(model_dir: Path) -> list[SourceTensor]:
     shards = sorted(model_dir.glob("*-of-*.safetensors"))
     if shards:
         raise SpecDecError(
-            f"the weights are in shards ({shards[0].name}), and their index is missing: {index}",
-            hint="download or save the model again",
+            f"the weights are in shards ({shards[0].name}), and their index is missing: {index}", hint=_AGAIN
         )
     _refuse_pickle(model_dir)
-    raise SpecDecError(f"file is missing: {single}", hint="download or save the model again")
+    raise SpecDecError(f"file is missing: {single}", hint=_AGAIN)
 
 
 def _read_shards(index: Path) -> list[SourceTensor]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values() or [None]):
-        raise SpecDecError(
-            f"`{index}` has no `weight_map` from tensors to files", hint="download or save the model again"
-        )
+        raise SpecDecError(f"`{index}` has no `weight_map` from tensors to files", hint=_AGAIN)
     entries = [entry for name in sorted(set(weight_map.values())) for entry in _read_header(index.parent / name)]
     # It says which one counts where two shards hold a tensor of the same name.
     entries = [entry for entry in entries if weight_map.get(entry.name) == entry.file.name]
     missing = sorted(set(weight_map) - {entry.name for entry in entries})
     if missing:
-        raise SpecDecError(
-            f"`{index}` names a tensor that no shard holds: {missing[0]}", hint="download or save the model again"
-        )
+        raise SpecDecError(f"`{index}` names a tensor that no shard holds: {missing[0]}", hint=_AGAIN)
     return entries
 
 
@@ -145,12 +141,12 @@ def _refuse_pickle(model_dir: Path) -> None:
 
 def _read_header(file: Path) -> list[SourceTensor]:
     if not file.is_file():
-        raise SpecDecError(f"file is missing: {file}", hint="download or save the model again")
+        raise SpecDecError(f"file is missing: {file}", hint=_AGAIN)
     try:
         with file.open("rb") as opened:
             stamp, tensors = stamp_of(os.fstat(opened.fileno())), read_header(opened).tensors
     except SafetensorError as error:
-        raise SpecDecError(f"`{file}` is damaged: {error}", hint="download or save the model again") from None
+        raise SpecDecError(f"`{file}` is damaged: {error}", hint=_AGAIN) from None
     for tensor in tensors.values():
         if tensor.dtype not in DTYPES:
             raise SpecDecError(

@@ -37,23 +37,7 @@ _HOMES = {
     "runtime.tuning.profile": ("profile_for",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = [
-    "LLM",
-    "DistributionCheck",
-    "Draft",
-    "KVCacheConfig",
-    "Output",
-    "Piece",
-    "SamplingParams",
-    "Sequence",
-    "SpecDecError",
-    "SpecDecWarning",
-    "TokenCheck",
-    "TokenLogprobs",
-    "UsageError",
-    "profile_for",
-]
-__all__ += _specs.__all__
+__all__ = [*_HOME_OF, *_specs.__all__]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,6 @@
 """Dispatch of requests to any kind of workers: each gets enough to stay busy, and no request suffers from another's
 fault. A request that was in a failed step, or in a worker that died, is retried. If that happens repeatedly it is
 retried alone, and if it fails alone, that is its result.
-
-A request that was in a step that failed, or in a worker that died, is asked again. If that happens again and again it
-is asked alone, and if it fails alone, that is its result.
 """
 
 from collections import Counter, deque

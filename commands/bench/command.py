@@ -19,7 +19,7 @@ from commands.bench.contents import (
 )
 from commands.inputs.dataset import DEMO, EvalTask
 from commands.options.expand import expand_groups
-from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, DatasetDir, InputFile, OutputLen
 from commands.output import Output, check_output_files, check_report
 from runtime.errors import UsageError
 
@@ -80,10 +80,7 @@ class BenchPrompts:
             show_default="demo",
         ),
     ] = None
-    input_file: Annotated[
-        Path | None,
-        typer.Option(help="Prompts in a file, as `run` takes it.", rich_help_panel=INPUT, show_default=False),
-    ] = None
+    input_file: InputFile = None
     num_prompts: Annotated[
         int | None,
         typer.Option(
@@ -102,10 +99,7 @@ class BenchPrompts:
             show_default="question; summarize for `demo`",
         ),
     ] = None
-    dataset_dir: Annotated[
-        Path | None,
-        typer.Option(help="Local directory that holds the dataset.", rich_help_panel=INPUT, show_default=False),
-    ] = None
+    dataset_dir: DatasetDir = None
     text_column: Annotated[
         str | None,
         typer.Option(help="Column of the prompt.", rich_help_panel=INPUT, show_default="by the task"),
@@ -180,7 +174,7 @@ class BenchTraffic:
     num_warmups: Annotated[
         int, typer.Option(min=0, help="Requests before the clock starts.", rich_help_panel=RUNTIME)
     ] = 1
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 128
+    output_len: OutputLen = 128
     ignore_eos: Annotated[
         bool,
         typer.Option(

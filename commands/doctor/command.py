@@ -10,7 +10,7 @@ from commands.inputs.prompts import read_prompts
 from commands.options.engine_choice import USUAL_ENGINE, EngineChoice, EngineDir, KVCacheOptions
 from commands.options.expand import expand_groups
 from commands.options.leader_flags import Mode, ModelOptions
-from commands.options.shared import INPUT, RUNTIME, TokenizerDir
+from commands.options.shared import INPUT, RUNTIME, InputFile, TokenizerDir
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output import Output
 
@@ -29,10 +29,7 @@ class DoctorInputs:
             show_default="4 shipped articles, cut to what fits",
         ),
     ] = None
-    input_file: Annotated[
-        Path | None,
-        typer.Option(help="Prompts in a file, as `run` takes it.", rich_help_panel=INPUT, show_default=False),
-    ] = None
+    input_file: InputFile = None
     tokenizer_dir: TokenizerDir = None
 
 

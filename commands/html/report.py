@@ -12,10 +12,10 @@ from markupsafe import Markup
 from commands.html.page import Column, area_chart, column_chart, page
 from commands.output import number, percent
 from runtime.drafters.specs import DRAFTERS
+from runtime.evaluation.checks import SYSTEM_TITLES
 from runtime.evaluation.steps import TOKEN_KINDS, Piece, tokens_over_time
 from runtime.files import write_file
 
-_SYSTEMS = {"engine": "engine", "engine_no_drafter": "engine, no drafter", "hf": "Hugging Face"}
 _DEFINITIONS = {
     "tokens per step": "generated tokens ÷ steps of the target, the one that computes the prompt included",
     "acceptance rate": "draft tokens kept ÷ draft tokens sent to the target, after the cut at end id, stop word and "
@@ -48,7 +48,7 @@ def html_report(document: dict[str, Any], outputs: Seq[Pieces]) -> str:
         definitions=_DEFINITIONS,
         kinds=TOKEN_KINDS,
         counts=Counter(piece.kind for pieces in outputs for piece in pieces or ()),
-        systems={name: _SYSTEMS[name] for name in document.get("systems", ())},
+        systems={name: SYSTEM_TITLES[name] for name in document.get("systems", ())},
         time_parts=list(_time_parts(document["total"])) if document["total"] else [],
         histogram=_histogram,
         positions=_positions,

@@ -33,6 +33,13 @@ def sort_by_panel(params: list[Any]) -> list[Any]:
     return sorted(params, key=lambda param: places.get(getattr(param, "rich_help_panel", None) or "", -1))
 
 
+InputFile = Annotated[
+    Path | None, typer.Option(help="Prompts in a file, as `run` takes it.", rich_help_panel=INPUT, show_default=False)
+]
+DatasetDir = Annotated[
+    Path | None, typer.Option(help="Local directory that holds the dataset.", rich_help_panel=INPUT, show_default=False)
+]
+OutputLen = Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)]
 TokenizerDir = Annotated[
     Path | None,
     typer.Option(

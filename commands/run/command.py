@@ -11,7 +11,17 @@ from commands.inputs.prompts import read_prompts
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
 from commands.options.sampling_flags import GenerationOptions
-from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, CheckLossless, OutputTraces, Report, Stats
+from commands.options.shared import (
+    INPUT,
+    OUTPUT,
+    RUNTIME,
+    SAMPLING,
+    CheckLossless,
+    OutputLen,
+    OutputTraces,
+    Report,
+    Stats,
+)
 from commands.output import Output, check_output_files, check_report
 from runtime.errors import SpecDecError, UsageError
 from runtime.params import SamplingParams
@@ -65,7 +75,7 @@ class RunInputs:
 class RunGeneration:
     """Amount and method of generation."""
 
-    max_output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 128
+    max_output_len: OutputLen = 128
     common: GenerationOptions = field(default_factory=GenerationOptions)
     random_seed: Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)] = 0
     num_return_sequences: Annotated[

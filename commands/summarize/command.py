@@ -16,7 +16,18 @@ from commands.options.expand import expand_groups
 from commands.options.leader_flags import Mode
 from commands.options.ray_flags import ClusterOptions
 from commands.options.sampling_flags import GenerationOptions
-from commands.options.shared import INPUT, OUTPUT, RUNTIME, SAMPLING, CheckLossless, OutputTraces, Report, Stats
+from commands.options.shared import (
+    INPUT,
+    OUTPUT,
+    RUNTIME,
+    SAMPLING,
+    CheckLossless,
+    DatasetDir,
+    OutputLen,
+    OutputTraces,
+    Report,
+    Stats,
+)
 from commands.output import Output, check_new_directory, check_output_files, check_report, warn
 from runtime.config import BuildConfig
 from runtime.errors import SpecDecError, UsageError
@@ -48,10 +59,7 @@ class SummarizeInputs:
             rich_help_panel=INPUT,
         ),
     ] = DEMO
-    dataset_dir: Annotated[
-        Path | None,
-        typer.Option(help="Local directory that holds the dataset.", rich_help_panel=INPUT, show_default=False),
-    ] = None
+    dataset_dir: DatasetDir = None
     eval_task: Annotated[
         EvalTask,
         typer.Option(
@@ -100,7 +108,7 @@ class EvaluationOptions:
         typer.Option(min=1, help="Samples answered together; in leader mode some may wait.", rich_help_panel=RUNTIME),
     ] = 1
     max_ite: Annotated[int, typer.Option(min=1, help="Batches to run.", rich_help_panel=RUNTIME)] = 20
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.", rich_help_panel=RUNTIME)] = 100
+    output_len: OutputLen = 100
     random_seed: Annotated[
         int, typer.Option(min=0, help="Order of the dataset, and seed of sampling.", rich_help_panel=SAMPLING)
     ] = 0

@@ -13,10 +13,9 @@ from commands.summarize.document import Category, EngineSystem, OtherSystem, Rou
 from commands.summarize.rouge import ROUGE_TYPES
 from commands.tables.drafts import show_details
 from commands.tables.lossless_check import lossless_lines
+from runtime.evaluation.checks import SYSTEM_TITLES
 from runtime.evaluation.steps import tokens_per_step
 from runtime.evaluation.systems import SampleRun, SystemRun
-
-_TITLES = {"hf": "Hugging Face", "engine": "engine", "engine_no_drafter": "engine, no drafter"}
 
 
 def _bare_summary(document: SummarizeDocument) -> list[str]:
@@ -25,7 +24,7 @@ def _bare_summary(document: SummarizeDocument) -> list[str]:
     for name, system in document.systems:
         if system is not None:
             rouge = "" if system.rouge is None else f", ROUGE-1 {number(system.rouge.rouge1)}"
-            lines.append(f"{_TITLES[name]}: {number(system.total.output_tokens_per_second, 1)} tokens/s{rouge}")
+            lines.append(f"{SYSTEM_TITLES[name]}: {number(system.total.output_tokens_per_second, 1)} tokens/s{rouge}")
     return [*lines, *_speedup_lines(document), *_check_lines(document)]
 
 
@@ -63,7 +62,7 @@ def _system_table(document: SummarizeDocument, runs: list[SystemRun]) -> Table:
     )
     table.add_column("")
     for run in runs:
-        table.add_column(_TITLES[run.name], justify="right")
+        table.add_column(SYSTEM_TITLES[run.name], justify="right")
     systems: list[EngineSystem | OtherSystem] = [getattr(document.systems, run.name) for run in runs]
 
     def row(label: str, cell: Callable[[EngineSystem | OtherSystem], str]) -> None:

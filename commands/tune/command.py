@@ -12,7 +12,7 @@ from commands.options.drafter_flags import TunedFlags, chooses_drafter
 from commands.options.engine_choice import EngineChoice
 from commands.options.expand import expand_groups, given_flags
 from commands.options.leader_flags import ModelOptions
-from commands.options.shared import INPUT, OUTPUT, RUNTIME, SPECULATION, EndId, TokenizerDir
+from commands.options.shared import INPUT, OUTPUT, RUNTIME, SPECULATION, EndId, InputFile, TokenizerDir
 from commands.options.speculation_flags import Drafters, speculation_from_flags
 from commands.output import Output, check_output_files, check_readable
 from runtime.bundle import read_bundle
@@ -52,10 +52,7 @@ class TuneInputs:
             show_default=False,
         ),
     ] = None
-    input_file: Annotated[
-        Path | None,
-        typer.Option(help="Prompts in a file, as `run` takes it.", rich_help_panel=INPUT, show_default=False),
-    ] = None
+    input_file: InputFile = None
     tokenizer_dir: TokenizerDir = None
 
     @property

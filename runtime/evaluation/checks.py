@@ -6,6 +6,11 @@ from typing import Literal
 from runtime.config import Count, Dtype, Measure, Share, Size
 
 SystemName = Literal["hf", "engine", "engine_no_drafter"]
+SYSTEM_TITLES: dict[str, str] = {
+    "engine": "engine",
+    "engine_no_drafter": "engine, no drafter",
+    "hf": "Hugging Face",
+}
 
 
 @dataclass(frozen=True)
