@@ -140,31 +140,31 @@ def test_max_seq_len_is_by_default_what_the_model_has(build: Command, tmp_path: 
 
 
 def test_lengths_fit_a_model_of_fewer_positions_than_their_defaults(
-    specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path
+    specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path, said: Said
 ) -> None:
     where = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", "--compiler", "none"]
     result = specdec("build", *where)
     assert result.exit_code == 0, result.stderr
-    assert "`--max-input-len` is 192, because a request has room for 256 tokens" in " ".join(result.stderr.split())
+    said(result.stderr.partition("\n")[0], "`--max-input-len`", "192", "256")
     assert "input 192, input + output 256 tokens" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--max-draft-len", 600, "must be at most 256: 600"),
-        ("--tokens-per-block", 1048576, "must be at most 1024: 1048576"),
-        ("--max-batch-size", 100000000, "must be at most 1024: 100000000"),
-        ("--max-batch-size", 0, "must be at least 1: 0"),
-        ("--max-seq-len", 1, "must be at least 2: 1"),
+        ("--max-draft-len", 600, "256; 600"),
+        ("--tokens-per-block", 1048576, "1024; 1048576"),
+        ("--max-batch-size", 100000000, "1024; 100000000"),
+        ("--max-batch-size", 0, "1; 0"),
+        ("--max-seq-len", 1, "2; 1"),
     ],
 )
 def test_numbers_out_of_all_proportion_are_refused_at_once(
-    build: Command, tmp_path: Path, flag: str, value: int, message: str
+    build: Command, tmp_path: Path, flag: str, value: int, message: str, said: Said
 ) -> None:
     result = build("--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4, flag, value)
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: `{flag}` {message}\n")
+    said(result, f"`{flag}`", *message.split("; "))
     assert list(tmp_path.iterdir()) == []
 
 

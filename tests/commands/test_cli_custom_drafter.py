@@ -85,38 +85,37 @@ def test_finished_requests_are_forgotten(run: Run, current_directory: Path) -> N
     assert [line for line in stdout.splitlines() if line.startswith("forgot")] == [f"forgot {i}" for i in range(5)]
 
 
-def assert_one_error(result: Result, exit_code: int, *words: str) -> None:
+def assert_one_error(result: Result, exit_code: int, said: Said, *values: str) -> None:
     assert result.exit_code == exit_code, result.stderr
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     assert result.stderr.startswith("error: ") and "\nhint: " in result.stderr
-    for word in words:
-        assert word in result.stderr
+    said(result, *values)
 
 
 @pytest.mark.parametrize("text", ["abc", "my_drafter", ":make", "my_drafter:", ":"])
-def test_form_is_module_and_factory(run: Run, text: str) -> None:
-    assert_one_error(run("--drafter", text), 2, f"`--drafter` is not of the form module:factory: {text}")
+def test_form_is_module_and_factory(run: Run, text: str, said: Said) -> None:
+    assert_one_error(run("--drafter", text), 2, said, "`--drafter`", text)
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (None, ("ModuleNotFoundError", "'my_drafter'", "current directory")),
-        ("1 / 0", ("ZeroDivisionError: division by zero", ": my_drafter")),
-        ("def f(:", ("SyntaxError", ": my_drafter")),
-        ("import nothing_of_this_name", ("nothing_of_this_name", ": my_drafter")),
-        ("", ("nothing that can be called: my_drafter:make",)),
-        ("make = 5", ("nothing that can be called: my_drafter:make",)),
-        ("def makes(): ...", ("nothing that can be called: my_drafter:make", "makes")),
+        (None, ("ModuleNotFoundError", "'my_drafter'")),
+        ("1 / 0", ("ZeroDivisionError", "my_drafter")),
+        ("def f(:", ("SyntaxError", "my_drafter")),
+        ("import nothing_of_this_name", ("nothing_of_this_name", "my_drafter")),
+        ("", ("my_drafter:make",)),
+        ("make = 5", ("my_drafter:make",)),
+        ("def makes(): ...", ("my_drafter:make", "makes")),
     ],
 )
 def test_module_that_cannot_be_used_is_one_error(
-    run: Run, current_directory: Path, source: str | None, words: tuple[str, ...]
+    run: Run, current_directory: Path, source: str | None, words: tuple[str, ...], said: Said
 ) -> None:
     if source is not None:
         module(current_directory, "my_drafter", source)
-    assert_one_error(run("--drafter", "my_drafter:make"), 1, *words)
+    assert_one_error(run("--drafter", "my_drafter:make"), 1, said, *words)
 
 
 @pytest.mark.parametrize(
@@ -128,54 +127,56 @@ def test_module_that_cannot_be_used_is_one_error(
     ],
     ids=["when imported", "in the factory", "in propose"],
 )
-def test_module_that_exits_is_one_error_too(run: Run, current_directory: Path, source: str) -> None:
+def test_module_that_exits_is_one_error_too(run: Run, current_directory: Path, source: str, said: Said) -> None:
     """A script that somebody made a module of: without an error there would be success, and no output."""
     module(current_directory, "my_drafter", source)
-    assert_one_error(run("--drafter", "my_drafter:make"), 1, "my_drafter")
+    assert_one_error(run("--drafter", "my_drafter:make"), 1, said, "my_drafter")
 
 
 @pytest.mark.parametrize(
     ("factory", "words"),
     [
-        ("raises", ("`custom_drafters:raises` failed: OSError: no weights here",)),
-        ("needs_an_argument", ("failed: TypeError", "'path'")),
-        ("makes_a_number", ("is no drafter, it lacks `propose` and `forget`: int",)),
-        ("WithoutForget", ("it lacks `forget`: WithoutForget",)),
-        ("WithoutPropose", ("it lacks `propose`: WithoutPropose",)),
-        ("TakesNoArguments", ("`custom_drafters:TakesNoArguments` failed: TypeError",)),
-        ("Raises", ("`custom_drafters:Raises` failed: KeyError", "no such draft")),
-        ("RaisesWhenItForgets", ("`custom_drafters:RaisesWhenItForgets` failed: KeyError: 0",)),
-        ("nothing", ("the drafter did not return a list of `Draft`",)),
-        ("bare_tokens", ("the drafter did not return a list of `Draft`",)),
-        ("one_too_few", ("the drafter returned 0 drafts for 1 sequences",)),
-        ("too_long", ("the drafter proposed more than 10 tokens: 11",)),
-        ("foreign_token", ("no token id of the vocabulary of 300: 300",)),
-        ("words", ("no token id of the vocabulary of 300: 'dog'",)),
-        ("draft_of_none", ("the drafter",)),
-        ("draft_of_a_set", ("the drafter",)),
+        ("raises", ("`custom_drafters:raises`", "OSError: no weights here")),
+        ("needs_an_argument", ("TypeError", "'path'")),
+        ("makes_a_number", ("`propose`", "`forget`", "int")),
+        ("WithoutForget", ("`forget`", "WithoutForget")),
+        ("WithoutPropose", ("`propose`", "WithoutPropose")),
+        ("TakesNoArguments", ("`custom_drafters:TakesNoArguments`", "TypeError")),
+        ("Raises", ("`custom_drafters:Raises`", "KeyError", "no such draft")),
+        ("RaisesWhenItForgets", ("`custom_drafters:RaisesWhenItForgets`", "KeyError: 0")),
+        ("nothing", ("`Draft`",)),
+        ("bare_tokens", ("`Draft`",)),
+        ("one_too_few", ("0", "1")),
+        ("too_long", ("10", "11")),
+        ("foreign_token", ("300",)),
+        ("words", ("300", "'dog'")),
+        ("draft_of_none", ()),
+        ("draft_of_a_set", ()),
     ],
 )
-def test_drafter_that_cannot_be_used_is_one_error(run: Run, factory: str, words: tuple[str, ...]) -> None:
-    assert_one_error(run("--drafter", f"custom_drafters:{factory}", "--max-output-len", 6), 1, *words)
+def test_drafter_that_cannot_be_used_is_one_error(run: Run, factory: str, words: tuple[str, ...], said: Said) -> None:
+    assert_one_error(run("--drafter", f"custom_drafters:{factory}", "--max-output-len", 6), 1, said, *words)
 
 
 @pytest.mark.parametrize(
     ("factory", "words"),
     [
-        ("narrow_probs", ("probabilities are not a tensor of shape (1, 300): (1, 7)",)),
-        ("impossible_probs", ("token 5 has the probability 0.0, and proposed it",)),
-        ("truth_values_for_probs", ("the drafter",)),
+        ("narrow_probs", ("(1, 300)", "(1, 7)")),
+        ("impossible_probs", ("5", "0.0")),
+        ("truth_values_for_probs", ()),
     ],
 )
-def test_probabilities_that_cannot_be_used_are_one_error(run: Run, factory: str, words: tuple[str, ...]) -> None:
+def test_probabilities_that_cannot_be_used_are_one_error(
+    run: Run, factory: str, words: tuple[str, ...], said: Said
+) -> None:
     arguments = ["--drafter", f"custom_drafters:{factory}", "--temperature", 1.0, "--max-output-len", 6]
-    assert_one_error(run(*arguments), 1, *words)
+    assert_one_error(run(*arguments), 1, said, *words)
 
 
 @pytest.mark.parametrize("factory", ["adds_a_token", "takes_a_token", "rewrites_a_token", "writes_a_foreign_token"])
-def test_drafter_that_edits_a_sequence_is_one_error(run: Run, factory: str) -> None:
+def test_drafter_that_edits_a_sequence_is_one_error(run: Run, factory: str, said: Said) -> None:
     """`tokens = sequence.tokens; tokens += …` is soon written, and would be output that no model generated."""
-    assert_one_error(run("--drafter", f"custom_drafters:{factory}", "--max-output-len", 6), 1, "custom_drafters")
+    assert_one_error(run("--drafter", f"custom_drafters:{factory}", "--max-output-len", 6), 1, said, "custom_drafters")
 
 
 def test_where_a_drafter_failed_is_shown_with_debug(run: Run, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:

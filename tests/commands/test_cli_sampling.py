@@ -78,21 +78,27 @@ def test_prompt_gives_the_same_text_alone_and_among_others(run: Run, drafters: D
         ([], None),
         (["--top-k", 1], None),
         (["--temperature", 0], None),
-        (["--temperature", 0, "--top-k", 50, "--top-p", 0.9], "`--temperature 0` is greedy: `--top-k`"),
-        (["--top-k", 1, "--temperature", 0.5], "`--top-k 1` is greedy: `--temperature`"),
-        (["--top-k", 1, "--top-p", 0.9], "`--top-k 1` is greedy: `--temperature`"),
-        (["--top-k", 1, "--min-p", 0.1], "`--top-k 1` is greedy: `--temperature`"),
+        (["--temperature", 0, "--top-k", 50, "--top-p", 0.9], "`--temperature 0`; `--top-k`"),
+        (["--top-k", 1, "--temperature", 0.5], "`--top-k 1`; `--temperature`"),
+        (["--top-k", 1, "--top-p", 0.9], "`--top-k 1`; `--temperature`"),
+        (["--top-k", 1, "--min-p", 0.1], "`--top-k 1`; `--temperature`"),
     ],
 )
 def test_top_k_1_and_temperature_0_are_greedy(
-    run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, flags: list[object], warning: str | None
+    run: Run,
+    llama: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    flags: list[object],
+    warning: str | None,
+    said: Said,
 ) -> None:
     result = run(*flags, "--random-seed", 3, "--max-output-len", 16, "--json")
     assert ids_of(result.document) == [hf_greedy(llama, tokenizer(PROMPT)["input_ids"], 16, eos_token_id=2)]
     if warning is None:
         assert result.stderr == ""
     else:
-        assert result.stderr.startswith(f"warning: {warning}") and result.stderr.count("\n") == 1
+        assert result.stderr.startswith("warning: ") and result.stderr.count("\n") == 1
+        said(result, *warning.split("; "))
 
 
 @pytest.mark.parametrize(

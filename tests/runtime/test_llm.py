@@ -249,22 +249,22 @@ def test_shared_pool_remembers_from_call_to_call(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda llm: llm.generate([5, 6, 300_000]), "outside the vocabulary of 300: 300000"),
-        (lambda llm: llm.generate(PROMPT, SamplingParams(max_tokens=9999)), "exceed the engine's 160 tokens"),
-        (lambda llm: llm.generate([PROMPT] * 2, [GREEDY] * 3), "2 prompts, and sampling parameters for: 3"),
-        (lambda llm: llm.generate(PROMPT, SamplingParams(stop_token_ids=[999])), "outside the vocabulary of 300: 999"),
-        (lambda llm: llm.generate(PROMPT, drafter=NgramDrafter(max_draft_len=11)), "drafts of at most 10 tokens"),
-        (lambda llm: llm.generate(PROMPT, drafter=object()), "this is no drafter"),
-        (lambda llm: llm.generate(PROMPT, drafter=DraftTargetDrafter(Path("nowhere"))), "does not exist: nowhere"),
-        (lambda llm: llm.stream([5, 300_000]), "outside the vocabulary of 300: 300000"),
+        (lambda llm: llm.generate([5, 6, 300_000]), "300; 300000"),
+        (lambda llm: llm.generate(PROMPT, SamplingParams(max_tokens=9999)), "160"),
+        (lambda llm: llm.generate([PROMPT] * 2, [GREEDY] * 3), "2; 3"),
+        (lambda llm: llm.generate(PROMPT, SamplingParams(stop_token_ids=[999])), "300; 999"),
+        (lambda llm: llm.generate(PROMPT, drafter=NgramDrafter(max_draft_len=11)), "10"),
+        (lambda llm: llm.generate(PROMPT, drafter=object()), ""),
+        (lambda llm: llm.generate(PROMPT, drafter=DraftTargetDrafter(Path("nowhere"))), "nowhere"),
+        (lambda llm: llm.stream([5, 300_000]), "300; 300000"),
         (lambda llm: profile_for("nowhere.json", llm.bundle), "nowhere.json"),
-        (lambda llm: llm.chat([{"role": "user", "content": "a"}]), "the tokenizer has no chat template"),
+        (lambda llm: llm.chat([{"role": "user", "content": "a"}]), ""),
     ],
 )
-def test_what_cannot_be_is_an_error_with_a_hint(llm: LLM, call: Any, message: str) -> None:
+def test_what_cannot_be_is_an_error_with_a_hint(llm: LLM, call: Any, message: str, said: Said) -> None:
     with pytest.raises(SpecDecError) as raised:
         call(llm)
-    assert message in raised.value.message
+    said(raised, *message.split("; "))
     assert raised.value.hint and "--" not in raised.value.hint
 
 

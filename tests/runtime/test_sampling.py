@@ -495,21 +495,23 @@ def test_bad_word_of_no_tokens_is_wrong_usage(said: Said) -> None:
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"top_k": VOCAB_SIZE + 1}, "top_k exceeds the vocabulary of 32: 33"),
-        ({"bad_words": ((5,), (6, 32))}, "bad words of request 7 has a token id outside the vocabulary of 32: 32"),
-        ({"bad_words": ((-1,),)}, "bad words of request 7 has a token id outside the vocabulary of 32: -1"),
+        ({"top_k": VOCAB_SIZE + 1}, "32; 33"),
+        ({"bad_words": ((5,), (6, 32))}, "7; 32"),
+        ({"bad_words": ((-1,),)}, "7; 32; -1"),
     ],
 )
 def test_what_the_vocabulary_does_not_have_is_an_error(
-    sampling: dict[str, Any], message: str, engine_dirs: dict[str, Path]
+    sampling: dict[str, Any], message: str, engine_dirs: dict[str, Path], said: Said
 ) -> None:
     engine = Engine.open(engine_dirs["target"])
     engine.check_request(Request(7, (5, 6), 5, sampling=SamplingConfig(top_k=VOCAB_SIZE, bad_words=((31,), (0, 31)))))
     request = Request(7, (5, 6), 5, sampling=SamplingConfig(**sampling))
-    with pytest.raises(SpecDecError, match=message):
+    with pytest.raises(SpecDecError) as raised:
         engine.check_request(request)
-    with pytest.raises(SpecDecError, match=message):
+    said(raised, *message.split("; "))
+    with pytest.raises(SpecDecError) as raised:
         next(generate(engine, [request], None, 0))
+    said(raised, *message.split("; "))
     assert engine.step_time_s == 0
 
 

@@ -404,69 +404,69 @@ def test_unknown_names_of_drafters_list_the_known(text: str, wrong: str, said: S
 @pytest.mark.parametrize(
     ("given", "wrong"),
     [
-        ({"drafters": "auto"}, "chooses among the drafters that are given, and there is none"),
-        ({"drafters": "ngram"}, "`--drafters` names ngram, which needs `--ngram-config`: ngram"),
-        ({"drafters": "suffix"}, "`--drafters` names suffix, which needs `--suffix-config`: suffix"),
-        ({"drafters": "custom"}, "`--drafters` names custom, which needs `--drafter`: custom"),
-        (flags_of("ngram") | {"drafters": "ngram,draft-target"}, "which needs `--draft-target-model-config`: ngram,d"),
-        (flags_of("ngram", "suffix") | {"drafters": "ngram"}, "`--suffix-config` is given, and `--drafters` does not"),
-        (flags_of("ngram", "draft-target") | {"drafters": "ngram"}, "`--draft-target-model-config` is given, and"),
-        (flags_of("ngram", "suffix"), "`--ngram-config` and `--suffix-config` cannot be given together"),
-        (OPTIONS, "`--min-matching-ngram-size` is for n-gram lookup: 2"),
-        (flags_of("suffix") | OPTIONS, "`--min-matching-ngram-size` is for n-gram lookup: 2"),
+        ({"drafters": "auto"}, ""),
+        ({"drafters": "ngram"}, "`--drafters`; `--ngram-config`; ngram"),
+        ({"drafters": "suffix"}, "`--drafters`; `--suffix-config`; suffix"),
+        ({"drafters": "custom"}, "`--drafters`; `--drafter`; custom"),
+        (flags_of("ngram") | {"drafters": "ngram,draft-target"}, "`--draft-target-model-config`; ngram,draft-target"),
+        (flags_of("ngram", "suffix") | {"drafters": "ngram"}, "`--suffix-config`; `--drafters`"),
+        (flags_of("ngram", "draft-target") | {"drafters": "ngram"}, "`--draft-target-model-config`"),
+        (flags_of("ngram", "suffix"), "`--ngram-config`; `--suffix-config`"),
+        (OPTIONS, "`--min-matching-ngram-size`; 2"),
+        (flags_of("suffix") | OPTIONS, "`--min-matching-ngram-size`; 2"),
         (
             flags_of("suffix") | {"min_matching_ngram_size": 2},
-            "`--min-matching-ngram-size` is for n-gram lookup: 2",
+            "`--min-matching-ngram-size`; 2",
         ),
         (
             flags_of("draft-target") | {"ngram_pool": "private"},
-            "`--ngram-pool` is for n-gram lookup or suffix matching: private",
+            "`--ngram-pool`; private",
         ),
         (
             flags_of("custom") | {"ngram_corpus": Path("c")},
-            "`--ngram-corpus` is for n-gram lookup: c",
+            "`--ngram-corpus`; c",
         ),
         (
             flags_of("ngram") | {"min_matching_ngram_size": 4},
-            "min_matching_ngram_size exceeds the longest, 3: 4",
+            "min_matching_ngram_size; 3; 4",
         ),
         (
             flags_of("ngram") | {"suffix_config": "[4,[1]]", "drafters": "ngram,suffix"},
-            "different devices for the target: [0], [1]",
+            "[0]; [1]",
         ),
     ],
 )
-def test_flags_that_do_not_fit_together_are_wrong_usage(given: dict[str, Any], wrong: str) -> None:
+def test_flags_that_do_not_fit_together_are_wrong_usage(given: dict[str, Any], wrong: str, said: Said) -> None:
     with pytest.raises(UsageError) as raised:
         parse(**given)
-    assert wrong in raised.value.message
+    said(raised, *wrong.split("; "))
     assert raised.value.hint
 
 
 @pytest.mark.parametrize(
     ("options", "drafters", "flags", "wrong"),
     [
-        (leader("NGRAM"), "ngram", {}, "`--spec-decode-algo` and `--drafters` cannot be given together"),
-        (leader(None, 4), "ngram,custom", {}, "names custom, which needs `--drafter`"),
-        (leader(None, 4), "ngram", {"drafter": "a:b"}, "`--drafter` is given, and `--drafters` does not name custom"),
-        (leader(None, 4), "ngram,draft-target", {}, "needs a draft model"),
+        (leader("NGRAM"), "ngram", {}, "`--spec-decode-algo`; `--drafters`"),
+        (leader(None, 4), "ngram,custom", {}, "`--drafter`"),
+        (leader(None, 4), "ngram", {"drafter": "a:b"}, "`--drafter`; `--drafters`"),
+        (leader(None, 4), "ngram,draft-target", {}, "`--draft-model-dir`"),
         (
             leader(None, 4),
             "ngram",
             {"draft_engine_dir": DRAFT},
-            "a draft model needs `--spec-decode-algo DRAFT_TARGET`: draft-engine",
+            "`--spec-decode-algo DRAFT_TARGET`; draft-engine",
         ),
-        (leader(None, None, 3), "suffix", {}, "is for `--spec-decode-algo NGRAM`: 3"),
-        (leader(None, 5), None, {"ngram_config": "[4,2]"}, "`--spec-decode-max-draft-len` needs `--spec-decode-algo`"),
-        (leader("SUFFIX"), None, OPTIONS, "`--min-matching-ngram-size` is for n-gram lookup: 2"),
-        (leader(), None, {"ngram_pool": "public"}, "`--ngram-pool` is for n-gram lookup or suffix matching: public"),
-        (leader("NGRAM"), None, {"min_matching_ngram_size": 3}, "min_matching_ngram_size exceeds the longest, 2: 3"),
+        (leader(None, None, 3), "suffix", {}, "`--spec-decode-algo NGRAM`; 3"),
+        (leader(None, 5), None, {"ngram_config": "[4,2]"}, "`--spec-decode-max-draft-len`; `--spec-decode-algo`"),
+        (leader("SUFFIX"), None, OPTIONS, "`--min-matching-ngram-size`; 2"),
+        (leader(), None, {"ngram_pool": "public"}, "`--ngram-pool`; public"),
+        (leader("NGRAM"), None, {"min_matching_ngram_size": 3}, "2; 3"),
     ],
 )
 def test_leader_flags_that_do_not_fit_together_are_wrong_usage(
-    options: LeaderOptions, drafters: str | None, flags: dict[str, Any], wrong: str
+    options: LeaderOptions, drafters: str | None, flags: dict[str, Any], wrong: str, said: Said
 ) -> None:
     with pytest.raises(UsageError) as raised:
         choose(options, drafters, **flags)
-    assert wrong in raised.value.message
+    said(raised, *wrong.split("; "))
     assert raised.value.hint

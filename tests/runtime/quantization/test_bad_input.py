@@ -65,49 +65,49 @@ def with_value(value: float) -> Callable[[Tensor], Tensor]:
 
 
 DAMAGES = [
-    ("scales missing", save_awq, drop(f"{Q_PROJ}.scales"), f"is missing: {Q_PROJ}.scales"),
-    ("zeros missing", save_awq, drop(f"{Q_PROJ}.qzeros"), f"is missing: {Q_PROJ}.qzeros"),
-    ("weights missing", save_awq, drop(f"{Q_PROJ}.qweight"), "missing"),
-    ("scales missing, packed", save_int4, drop(f"{DOWN_PROJ}.weight_scale"), f"is missing: {DOWN_PROJ}.weight_scale"),
-    ("scales missing, FP8", save_float, drop(f"{DOWN_PROJ}.weight_scale"), f"is missing: {DOWN_PROJ}.weight_scale"),
-    ("order missing", save_gptq, drop(f"{Q_PROJ}.g_idx"), f"is missing: {Q_PROJ}.g_idx"),
+    ("scales missing", save_awq, drop(f"{Q_PROJ}.scales"), f"{Q_PROJ}.scales"),
+    ("zeros missing", save_awq, drop(f"{Q_PROJ}.qzeros"), f"{Q_PROJ}.qzeros"),
+    ("weights missing", save_awq, drop(f"{Q_PROJ}.qweight"), f"{Q_PROJ}.qweight"),
+    ("scales missing, packed", save_int4, drop(f"{DOWN_PROJ}.weight_scale"), f"{DOWN_PROJ}.weight_scale"),
+    ("scales missing, FP8", save_float, drop(f"{DOWN_PROJ}.weight_scale"), f"{DOWN_PROJ}.weight_scale"),
+    ("order missing", save_gptq, drop(f"{Q_PROJ}.g_idx"), f"{Q_PROJ}.g_idx"),
     (
         "wrong group size",
         save_awq,
         lambda d: edit_quantization(d, group_size=16),
-        "config.json says groups of 16, of which",
+        "16",
     ),
     (
         "groups that do not divide",
         save_awq,
         lambda d: edit_quantization(d, group_size=48),
-        "groups of 48 do not divide",
+        "48",
     ),
-    ("wrong group size, packed", save_int4, lambda d: edit_weights(d, group_size=64), "config.json says groups of 64"),
-    ("wrong number of bits", save_gptq, lambda d: edit_quantization(d, bits=8), "config.json says groups of"),
+    ("wrong group size, packed", save_int4, lambda d: edit_weights(d, group_size=64), "64"),
+    ("wrong number of bits", save_gptq, lambda d: edit_quantization(d, bits=8), "32"),
     (
         "NaN scales",
         save_awq,
         replace(f"{Q_PROJ}.scales", with_value(float("nan"))),
-        f"the scales of `{Q_PROJ}` are NaN",
+        f"`{Q_PROJ}`",
     ),
-    ("infinite scales", save_float, replace(f"{Q_PROJ}.weight_scale", with_value(float("inf"))), "are NaN or infinite"),
+    ("infinite scales", save_float, replace(f"{Q_PROJ}.weight_scale", with_value(float("inf"))), f"`{Q_PROJ}`"),
     (
         "NaN weights",
         save_float,
         replace(f"{Q_PROJ}.weight", lambda t: t.float().fill_(float("nan")).to(torch.float8_e4m3fn)),
-        f"numbers of `{Q_PROJ}` are NaN",
+        f"`{Q_PROJ}`",
     ),
     ("odd shape", save_awq, replace(f"{Q_PROJ}.qweight", lambda t: t[:-1]), f"`{Q_PROJ}`"),
     (
         "scales of another shape",
         save_awq,
         replace(f"{Q_PROJ}.scales", lambda t: t[:, :-1]),
-        f"the scales of `{Q_PROJ}`",
+        f"`{Q_PROJ}`",
     ),
-    ("zeros of another shape", save_awq, replace(f"{Q_PROJ}.qzeros", lambda t: t[:, :-1]), f"the scales of `{Q_PROJ}`"),
-    ("weights of floats", save_awq, replace(f"{Q_PROJ}.qweight", lambda t: t.float()), "should be a table of 32-bit"),
-    ("scales of integers", save_awq, replace(f"{Q_PROJ}.scales", lambda t: t.int()), "are no floating-point numbers"),
+    ("zeros of another shape", save_awq, replace(f"{Q_PROJ}.qzeros", lambda t: t[:, :-1]), f"`{Q_PROJ}`"),
+    ("weights of floats", save_awq, replace(f"{Q_PROJ}.qweight", lambda t: t.float()), "32"),
+    ("scales of integers", save_awq, replace(f"{Q_PROJ}.scales", lambda t: t.int()), f"`{Q_PROJ}`"),
     (
         "another layer's weights",
         save_awq,
@@ -118,24 +118,24 @@ DAMAGES = [
         "uneven groups",
         save_gptq,
         replace(f"{Q_PROJ}.g_idx", lambda t: torch.zeros_like(t)),
-        "are not of 32 inputs each",
+        "32",
     ),
     (
         "zero points though symmetric",
         save_gptq,
         lambda d: edit_quantization(d, sym=True),
-        "config.json has `sym`, but zero points of",
+        "`sym`",
     ),
     (
         "packed shape",
         save_int4,
         replace(f"{Q_PROJ}.weight_shape", lambda t: t + 1),
-        f"`{Q_PROJ}.weight_shape` is",
+        f"`{Q_PROJ}.weight_shape`",
     ),
-    ("no quantized layer", save_awq, lambda d: small_again(d), "says that weights are quantized .AWQ., and none are"),
-    ("no method", save_awq, lambda d: edit_quantization(d, quant_method=None), "by a method that it does not name"),
-    ("no groups", save_int4, lambda d: edit_quantization(d, config_groups=None), "does not say how the weights are"),
-    ("bits of text", save_gptq, lambda d: edit_quantization(d, bits="four"), "GPTQ weights of four bits are not read"),
+    ("no quantized layer", save_awq, lambda d: small_again(d), "AWQ"),
+    ("no method", save_awq, lambda d: edit_quantization(d, quant_method=None), ""),
+    ("no groups", save_int4, lambda d: edit_quantization(d, config_groups=None), ""),
+    ("bits of text", save_gptq, lambda d: edit_quantization(d, bits="four"), "GPTQ; four"),
 ]
 
 
@@ -155,17 +155,18 @@ SAVERS: dict[Any, Callable[[Path], Any]] = {
     ("save", "damage", "message"), [case[1:] for case in DAMAGES], ids=[case[0] for case in DAMAGES]
 )
 def test_damaged_quantized_model_is_one_error(
-    save: Callable[[Path], Any], damage: Callable[[Path], Any], message: str, tmp_path: Path
+    save: Callable[[Path], Any], damage: Callable[[Path], Any], message: str, tmp_path: Path, said: Said
 ) -> None:
     SAVERS.get(save, save)(tmp_path / "model")
     damage(tmp_path / "model")
-    refuse(tmp_path / "model", tmp_path, message)
+    refuse(tmp_path / "model", tmp_path, said, *message.split("; "))
 
 
-def refuse(model: Path, tmp_path: Path, message: str, **settings: Any) -> None:
+def refuse(model: Path, tmp_path: Path, said: Said, *values: str, **settings: Any) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(SpecDecError, match=message) as error:
+    with pytest.raises(SpecDecError) as error:
         convert(model, tmp_path / "out", None, replace=False, progress=lambda done, total: None, **settings)
+    said(error, *values)
     assert error.value.hint and "\n" not in error.value.message
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
@@ -173,26 +174,26 @@ def refuse(model: Path, tmp_path: Path, message: str, **settings: Any) -> None:
 UNREAD = [
     (
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        "weights quantized by bitsandbytes in 4 bits are not read",
+        "bitsandbytes; 4",
     ),
     (
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        "weights quantized by bitsandbytes in 8 bits are not read",
+        "bitsandbytes; 8",
     ),
-    ({"quant_method": "mxfp4"}, "weights quantized by MXFP4 are not read"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "weights quantized by ModelOpt .NVFP4. are not read"),
-    ({"quant_method": "hqq"}, "weights quantized by hqq are not read"),
-    ({"quant_method": "awq", "version": "gemv"}, "AWQ weights in the layout `gemv` are not read"),
-    ({"quant_method": "awq", "bits": 8}, "AWQ weights of 8 bits are not read"),
-    ({"quant_method": "gptq", "bits": 3}, "GPTQ weights of 3 bits are not read"),
-    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ weights in the layout `marlin`"),
-    ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "FP8 weights with scales that are powers of two"),
+    ({"quant_method": "mxfp4"}, "MXFP4"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4; ModelOpt"),
+    ({"quant_method": "hqq"}, "hqq"),
+    ({"quant_method": "awq", "version": "gemv"}, "AWQ; `gemv`"),
+    ({"quant_method": "awq", "bits": 8}, "AWQ; 8"),
+    ({"quant_method": "gptq", "bits": 3}, "GPTQ; 3"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ; `marlin`"),
+    ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "FP8"),
     (
         {
             "quant_method": "compressed-tensors",
             "config_groups": {"g": {"weights": {"num_bits": 4, "type": "float"}, "format": "nvfp4-pack-quantized"}},
         },
-        "compressed-tensors weights in the layout `nvfp4-pack-quantized` are not read",
+        "compressed-tensors; `nvfp4-pack-quantized`",
     ),
     (
         {
@@ -200,27 +201,27 @@ UNREAD = [
             "format": "pack-quantized",
             "config_groups": {"g": {"weights": {"num_bits": 3, "type": "int"}}},
         },
-        "compressed-tensors weights of 3 bits .int. are not read",
+        "compressed-tensors; 3",
     ),
-    ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}}, "stored as sparse"),
-    ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}}, "that were rotated"),
+    ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}}, "`sparse-bitmask`"),
+    ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}}, "`transform_config`"),
 ]
 
 
-@pytest.mark.parametrize(("said", "message"), UNREAD, ids=[message[:40] for _, message in UNREAD])
-def test_format_that_is_not_read_is_named(said: dict[str, Any], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("settings", "message"), UNREAD, ids=[message for _, message in UNREAD])
+def test_format_that_is_not_read_is_named(settings: dict[str, Any], message: str, tmp_path: Path, said: Said) -> None:
     small_model().save_pretrained(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
-    refuse(tmp_path / "model", tmp_path, message)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    refuse(tmp_path / "model", tmp_path, said, *message.split("; "))
 
 
-def test_fp8_without_a_config_is_not_taken_for_numbers(tmp_path: Path) -> None:
+def test_fp8_without_a_config_is_not_taken_for_numbers(tmp_path: Path, said: Said) -> None:
     save_fp8(tmp_path / "model", None)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    refuse(tmp_path / "model", tmp_path, "is saved in float8_e4m3fn, without a config that says what")
+    refuse(tmp_path / "model", tmp_path, said, "float8_e4m3fn")
 
 
 # GGUF
@@ -244,35 +245,35 @@ def with_text(path: Path, key: bytes) -> None:
 
 
 GGUF_DAMAGES = [
-    ("empty", lambda p: cut(p, 0), "is damaged: it ends within its header"),
-    ("magic alone", lambda p: cut(p, 4), "is damaged: it ends within its header"),
-    ("within the header", lambda p: cut(p, 200), "is damaged: it ends within its header"),
-    ("within a tensor", lambda p: cut(p, p.stat().st_size - 3000), "is damaged: it ends before `.*` does"),
-    ("a web page", lambda p: p.write_bytes(b"<html>" * 99), "this is not a GGUF file"),
-    ("another version", lambda p: with_bytes(p, 4, struct.pack("<I", 1)), "GGUF files of version 1 are not read"),
-    ("other byte order", lambda p: with_bytes(p, 4, struct.pack(">I", 3)), "GGUF files of version 50331648"),
-    ("a count beyond all", lambda p: with_bytes(p, 8, b"\xff" * 8), "is damaged: it says that it holds"),
-    ("a text beyond the file", lambda p: with_bytes(p, 24, b"\xff\xff\xff\x7f" + b"\0" * 4), "is damaged: it says"),
+    ("empty", lambda p: cut(p, 0), ""),
+    ("magic alone", lambda p: cut(p, 4), ""),
+    ("within the header", lambda p: cut(p, 200), ""),
+    ("within a tensor", lambda p: cut(p, p.stat().st_size - 3000), ""),
+    ("a web page", lambda p: p.write_bytes(b"<html>" * 99), ""),
+    ("another version", lambda p: with_bytes(p, 4, struct.pack("<I", 1)), "1"),
+    ("other byte order", lambda p: with_bytes(p, 4, struct.pack(">I", 3)), "50331648"),
+    ("a count beyond all", lambda p: with_bytes(p, 8, b"\xff" * 8), ""),
+    ("a text beyond the file", lambda p: with_bytes(p, 24, b"\xff\xff\xff\x7f" + b"\0" * 4), ""),
     (
         "heads of text",
         lambda p: with_text(p, b"llama.attention.head_count"),
-        "that is no number: llama.attention.head_",
+        "llama.attention.head_count",
     ),
     ("another family", lambda p: p.write_bytes(p.read_bytes().replace(b"llama", b"bloom")), "`bloom`"),
     (
         "a foreign tensor",
         lambda p: p.write_bytes(p.read_bytes().replace(b"attn_v", b"attn_x")),
-        "that its model has not",
+        "",
     ),
     (
         "no layers",
         lambda p: p.write_bytes(p.read_bytes().replace(b"llama.block_count", b"other.block_count")),
-        "lacks a value of its model: llama.block_count",
+        "llama.block_count",
     ),
     (
         "a foreign value",
         lambda p: p.write_bytes(p.read_bytes().replace(b"llama.block_count", b"llama.clock_count")),
-        "with this value are not read, `llama.clock_count` 1: ",
+        "`llama.clock_count`; 1",
     ),
 ]
 
@@ -288,12 +289,12 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     ("damage", "message"), [case[1:] for case in GGUF_DAMAGES], ids=[case[0] for case in GGUF_DAMAGES]
 )
 def test_damaged_gguf_is_one_error(
-    damage: Callable[[Path], Any], message: str, gguf_file: bytes, tmp_path: Path
+    damage: Callable[[Path], Any], message: str, gguf_file: bytes, tmp_path: Path, said: Said
 ) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf_file)
     damage(path)
-    refuse(path, tmp_path, message)
+    refuse(path, tmp_path, said, *message.split("; "))
 
 
 def test_gguf_is_found_by_its_name_only_where_it_is_a_file(tmp_path: Path, said: Said) -> None:
@@ -313,20 +314,20 @@ def test_gguf_is_found_by_its_name_only_where_it_is_a_file(tmp_path: Path, said:
 
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
-def test_gguf_that_lacks_a_weight_is_named(tmp_path: Path) -> None:
+def test_gguf_that_lacks_a_weight_is_named(tmp_path: Path, said: Said) -> None:
     """The metadata says two layers, and there is one."""
     path = tmp_path / "model.gguf"
     save_gguf(path, Q.Q8_0)
     key = b"llama.block_count"
     start = path.read_bytes().index(key) + len(key) + 4
     with_bytes(path, start, struct.pack("<I", 2))
-    refuse(path, tmp_path, "lacks a weight of its model: model.layers.1.input_layernorm.weight")
+    refuse(path, tmp_path, said, "model.layers.1.input_layernorm.weight")
 
 
-def test_gguf_type_that_is_not_read_is_named(tmp_path: Path) -> None:
+def test_gguf_type_that_is_not_read_is_named(tmp_path: Path, said: Said) -> None:
     path = tmp_path / "model.gguf"
     save_gguf(path, Q.F32, edit=lambda writer: writer.add_tensor("blk.0.odd.weight", _q2_k(), raw_dtype=Q.Q2_K))
-    refuse(path, tmp_path, "`blk.0.odd.weight` is of a type that is not read, Q2_K")
+    refuse(path, tmp_path, said, "`blk.0.odd.weight`", "Q2_K")
 
 
 def _q2_k() -> Any:
@@ -350,11 +351,13 @@ def test_flipped_byte_of_each_kind_of_tensor_is_found(part: str, tmp_path: Path)
     assert (found.name, found.status) == ("rank0.safetensors", "changed")
 
 
-def test_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
+def test_quantized_model_is_not_quantized_again(tmp_path: Path, said: Said) -> None:
     save_fp8(tmp_path / "model", (32, 32))
     refuse(
         tmp_path / "model",
         tmp_path,
-        "is already quantized .FP8., and not quantized again to int8",
+        said,
+        "FP8",
+        "int8",
         precision=QuantConfig("int8"),
     )
