@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 from rich.table import Table
 
@@ -40,6 +40,8 @@ class ComparedRequests(Record):
 class IntervalRecord(Record):
     """Confidence interval of a ratio."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     ratio: Measure = Field(description="typical ratio of B to A of an observation (Hodges-Lehmann)")
     low: Measure
     high: Measure
@@ -47,6 +49,8 @@ class IntervalRecord(Record):
 
 class ComparedMetric(Record):
     """A metric of both documents."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     title: str
     unit: Unit
@@ -86,16 +90,20 @@ class CompareDocument(Head):
 
 
 def compare_document(a: Path, b: Path, document_a: dict[str, Any], document_b: dict[str, Any]) -> CompareDocument:
-    return CompareDocument(
-        **document_head("compare"),
-        compared_command=document_a["command"],
-        a=str(a),
-        b=str(b),
-        **compare_documents(document_a, document_b),
-    )
+    """SpecDecError for numbers that are so large that their sums or ratios are infinite."""
+    head, command = document_head("compare"), document_a["command"]
+    try:
+        found = compare_documents(document_a, document_b)
+        return CompareDocument(**head, compared_command=command, a=str(a), b=str(b), **found)
+    except (ValidationError, OverflowError) as error:
+        raise SpecDecError(
+            f"the numbers of the documents are too large to compare: {a}, {b}",
+            hint="one of them is damaged or was edited; make it again",
+        ) from error
 
 
 _DOCUMENTS: dict[str, type[Record]] = {"run": RunDocument, "summarize": SummarizeDocument}
+_DAMAGED = "it is damaged or was edited; make it again"
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -118,22 +126,27 @@ def read_document(path: Path) -> dict[str, Any]:
             hint="make it again with this specdec",
         )
     try:
-        _DOCUMENTS[command].model_validate_json(text)
+        document = _DOCUMENTS[command].model_validate_json(text).as_json()
+        json.dumps(document, allow_nan=False)
     except ValidationError as error:
         found = min(error.errors(include_url=False), key=lambda one: len(one["loc"]))
         raise SpecDecError(
-            f"the document does not match its schema, at {_said(found, data)}: {path}",
-            hint="it is damaged or was edited; make it again",
+            f"the document does not match its schema, at {_said(found, data)}: {path}", hint=_DAMAGED
         ) from error
-    return data
+    except ValueError as error:
+        raise SpecDecError(f"the document has a number that is not finite: {path}", hint=_DAMAGED) from error
+    return document
 
 
 def _said(error: ErrorDetails, data: Any) -> str:
     """The place, the value there, and what is wrong with it. Names of types, which pydantic has among the keys, go."""
-    place, key = "$", error["loc"][-1]
+    place, message = "$", error["msg"].removeprefix("Input ").removeprefix("Value ").removeprefix("error, ")
+    if not error["loc"]:
+        return f"{place}: {message}"
+    key = error["loc"][-1]
     is_unknown = error["type"] in ("extra_forbidden", "unexpected_keyword_argument")
     for part in error["loc"][:-1] if is_unknown else error["loc"]:
-        if isinstance(part, int) and isinstance(data, list):
+        if isinstance(part, int) and isinstance(data, list) and part < len(data):
             place, data = f"{place}[{part}]", data[part]
         elif isinstance(data, dict) and part in data:
             place, data = f"{place}.{part}", data[part]
@@ -141,7 +154,7 @@ def _said(error: ErrorDetails, data: Any) -> str:
         return f"{place}: {key!r} is an unknown key"
     if error["type"] == "missing":
         return f"{place}: {key!r} is a required key"
-    return f"{place}: {shown(data)} {error['msg'].removeprefix('Input ').removeprefix('Value ')}"
+    return f"{place}: {shown(data)} {message}"
 
 
 def show(document: CompareDocument, output: Output) -> None:

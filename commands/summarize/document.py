@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from commands.documents.records import (
     Head,
@@ -173,6 +173,14 @@ class SummarizeDocument(Head):
     )
     engine: EngineRecord
     draft_engine: EngineRecord | None = Field(description="the draft model's")
+
+    @model_validator(mode="after")
+    def _check_systems(self) -> "SummarizeDocument":
+        systems = {name for name, system in self.systems if system is not None}
+        by_system = [self.rouge, *(one for request in self.requests for one in (request.outputs, request.wall_s))]
+        if not systems or any(found.keys() != systems for found in by_system):
+            raise ValueError("each system that was run needs its `rouge`, and `outputs` and `wall_s` of each request")
+        return self
 
 
 @dataclass(frozen=True)

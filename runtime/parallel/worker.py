@@ -75,7 +75,3 @@ def _compute(job: dict[str, Any], status: Any) -> None:
             else:
                 assert pool is not None
                 step(*to_batch(message, device), *pool.tensors())
-
-
-if __name__ == "__main__":
-    main()

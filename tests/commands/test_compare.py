@@ -229,7 +229,16 @@ def with_request(**changes: object) -> Callable[[Document], object]:
     return lambda document: document | {"requests": [document["requests"][0] | changes]}
 
 
-NOT_AS = "the document does not match its schema, at"
+def with_total(**changes: object) -> Callable[[Document], object]:
+    return lambda document: document | {"total": document["total"] | changes}
+
+
+def with_logit_bias(value: object) -> Callable[[Document], object]:
+    def change(document: Document) -> object:
+        settings = document["settings"]
+        return document | {"settings": settings | {"sampling": settings["sampling"] | {"logit_bias": value}}}
+
+    return change
 
 
 def test_documents_of_two_commands_are_one_error(
@@ -260,6 +269,10 @@ def test_documents_of_two_commands_are_one_error(
             lambda d: d | {"total": d["total"] | {"num_steps": -3}},
             "$.total.num_steps; -3",
         ),
+        (with_logit_bias([[]]), "$.settings.sampling.logit_bias"),
+        (with_total(tokens_per_step=float("nan")), "$.total.tokens_per_step; nan"),
+        (with_total(tokens_per_step=float("inf")), "not finite"),
+        (with_total(tokens_per_step=10**400), "not finite"),
     ],
 )
 def test_what_is_no_document_is_one_error(
@@ -274,6 +287,40 @@ def test_what_is_no_document_is_one_error(
     assert (result.exit_code, result.stdout) == (1, "")
     said(result, "bad.json", *message.split("; "))
     assert result.stderr.startswith("error: ") and "hint: " in result.stderr
+
+
+@pytest.mark.parametrize("key", ["systems", "rouge"])
+def test_a_summary_without_its_systems_is_one_error(
+    specdec: Specdec, summary_document: Document, tmp_path: Path, key: str, said: Said
+) -> None:
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text(json.dumps(summary_document))
+    bad.write_text(json.dumps(summary_document | {key: {}}))
+    result = specdec("compare", good, bad)
+    assert (result.exit_code, result.stdout) == (1, "")
+    said(result, "$", "bad.json")
+
+
+def test_half_a_character_is_one_error(specdec: Specdec, run_document: Callable[..., Document], tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    document = run_document("--input-text", "One day", "--max-output-len", 3)
+    path.write_text(json.dumps(document | {"specdec_version": "\ud800"}))
+    result = specdec("compare", path, path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: the document does not match its schema, at $: Invalid JSON: ")
+
+
+def test_numbers_too_large_to_compare_are_one_error(
+    specdec: Specdec, run_document: Callable[..., Document], tmp_path: Path, said: Said
+) -> None:
+    document = run_document("--input-text", "One day", "--max-output-len", 3)
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text(json.dumps(document))
+    bad.write_text(json.dumps(with_request(stats=document["requests"][0]["stats"] | {"ttft_s": 1e308})(document)))
+    for arguments in ((good, bad), (good, bad, "--json")):
+        result = specdec("compare", *arguments)
+        assert (result.exit_code, result.stdout) == (1, "")
+    said(result, "good.json", "bad.json")
 
 
 def test_a_missing_or_damaged_file_is_one_error(specdec: Specdec, tmp_path: Path, said: Said) -> None:
