@@ -33,7 +33,7 @@ from runtime.errors import SpecDecError
 from runtime.llm import LLM, EngineOptions
 from runtime.params import SamplingParams
 from runtime.request import Request, Sequence
-from runtime.scheduler import Leader
+from runtime.scheduler import Scheduler
 from runtime.session import Session
 
 KINDS = {"translation": "translation", "summarization": "summarization", "qa": "qa", "rag": "rag"} | {
@@ -130,7 +130,7 @@ class Bench:
 def _token_s(session: Session, requests: list[Request], num_at_once: int = 1) -> float:
     """Seconds for a token while `num_at_once` requests run, or fewer only before the first step."""
     drafter = session.opened.drafter if session.opened is not None else None
-    leader = Leader(session.engine, drafter, session.max_draft_len)
+    leader = Scheduler(session.engine, drafter, session.max_draft_len)
     waiting = deque(Sequence.start(request) for request in requests)
     num_tokens, start = 0, time.perf_counter()
     while True:

@@ -30,7 +30,7 @@ from commands.batch.lines import look_through  # noqa: E402
 from commands.batch.ray_workers import RayCrew, WorkerJob, connected, open_anywhere  # noqa: E402
 from commands.options.engine_choice import EngineChoice  # noqa: E402
 from runtime.bundle import read_bundle  # noqa: E402
-from runtime.drafters.specs import NO_SPECULATION  # noqa: E402
+from runtime.drafters.speculation import NO_SPECULATION  # noqa: E402
 from runtime.errors import SpecDecError  # noqa: E402
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
