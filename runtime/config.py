@@ -20,8 +20,9 @@ CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights; 4: neither
 # files nor weights were recorded; 5: a token's bits depended on the size of its step; 6: the package did not say what
 # it was compiled for; 7: layers said whether they quantize what they read, not to how many bits; 8: the
-# kernels did not sample; 9: the compiler's loops were OpenMP's; 10: a step was one program
-ENGINE_FORMAT_VERSION = 11
+# kernels did not sample; 9: the compiler's loops were OpenMP's; 10: a step was one program; 11: all of a step's
+# programs were compiled
+ENGINE_FORMAT_VERSION = 12
 
 # Beyond these nothing useful can be built, and what is asked for is most likely a slip.
 MAX_BATCH_SIZE = 1024

@@ -108,6 +108,7 @@ def _logits_in(dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Seque
     for tensor in (*copied.parameters(), *copied.buffers()):
         if tensor.is_floating_point() and tensor.element_size() > 1:
             tensor.data = tensor.data.to(dtype)
+    copied.set_experts_implementation("eager")  # torch's grouped products have no float64
     with _WidenFloat32() if dtype == torch.float64 else nullcontext():
         return _reference_logits(copied, sequences)
 

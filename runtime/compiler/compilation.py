@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from runtime.batch import Batch, Row, pack, pad_to_min_2
 from runtime.bundle import uses_kernels
@@ -29,6 +30,7 @@ from runtime.compiler.kernels import flush_denormals_of_openmp
 from runtime.compiler.memory import give_back
 from runtime.compiler.programs import (
     LIBRARY,
+    Files,
     compile_programs,
     cpu_options,
     instructions_looked_up,
@@ -70,6 +72,8 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
 
 PACKAGE, WEIGHTS, CACHE = "rank0.pt2", "rank0.safetensors", "rank0.cache"
 _LAYOUT, _SHAPE, _CALLS = "weights.json", "step.json", "calls.json"
+TOKENWISE = "tokenwise.json"
+"""A program that is carried out token by token, and not compiled."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +132,22 @@ def _write_cut(
     with zipfile.ZipFile(directory / PACKAGE, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, extra in extras.items():
             archive.writestr(f"extra/{name}", json.dumps(extra))
-        for number, files in enumerate(compile_programs(cut.programs)):
+        for number, files in enumerate(_files_of(cut.programs)):
             for name, data in files.items():
                 archive.writestr(f"{number}/{name}", data)
+
+
+def _files_of(programs: list[GraphModule]) -> list[Files]:
+    """Each program's files: its code if all can be carried out token by token, or else what the compiler makes of it.
+
+    Some of each would not fit: the compiler takes inputs to be laid out in memory as its graphs say.
+    """
+    from runtime.compiler.token_program import CannotBeLowered, lower  # not to open an engine
+
+    try:
+        return [{TOKENWISE: json.dumps(dataclasses.asdict(lower(program))).encode()} for program in programs]
+    except CannotBeLowered:
+        return compile_programs(programs)
 
 
 def _write_whole(
@@ -245,7 +262,13 @@ def _open_cut(package: Path, weights: dict[str, Tensor]) -> Any:
     with tempfile.TemporaryDirectory() as directory, zipfile.ZipFile(package) as archive:
         archive.extractall(directory)
         for i, (program, inputs, outputs) in enumerate(_read_extra(package, _CALLS)):
-            step.add(f"{directory}/{program}/{LIBRARY}", inputs, outputs, own.get(str(i), {}))
+            path, given = Path(directory) / str(program), own.get(str(i), {})
+            if (path / TOKENWISE).exists():
+                code = json.loads((path / TOKENWISE).read_text())
+                named = [given[name] for name in code["weights"]]
+                step.add_tokenwise(code["code"], code["numbers"], named, inputs, outputs)
+            else:
+                step.add_compiled(str(path / LIBRARY), inputs, outputs, given)
     return step
 
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 import typing
 from typing import Any
 
@@ -66,31 +67,31 @@ DAMAGES = [
     pytest.param(
         ("format_version",),
         ENGINE_FORMAT_VERSION + 1,
-        f"{ENGINE_FORMAT_VERSION}; {ENGINE_FORMAT_VERSION + 1}",
+        rf"format .* \(it reads {ENGINE_FORMAT_VERSION}\): {ENGINE_FORMAT_VERSION + 1}",
         id="newer",
     ),
-    pytest.param(("format_version",), 1, f"{ENGINE_FORMAT_VERSION}; 1", id="older"),
-    pytest.param(("format_version",), None, "None", id="no version"),
-    pytest.param(("surprise",), 1, "surprise", id="unknown key"),
-    pytest.param(("build_config", "surprise"), 1, "build_config; surprise", id="nested unknown"),
-    pytest.param(("vocab_size",), "32", "vocab_size; '32'", id="text for a number"),
-    pytest.param(("vocab_size",), True, "vocab_size; True", id="truth for a number"),
-    pytest.param(("vocab_size",), 3.5, "vocab_size; 3.5", id="fraction for a count"),
-    pytest.param(("dtype",), "int8", "dtype; 'int8'", id="not one of the choices"),
-    pytest.param(("dtype",), ["float32"], "dtype", id="list for a choice"),
-    pytest.param(("layers",), 3, "layers; 3", id="number for a list"),
-    pytest.param(("layers",), [5], "layers; int", id="number for an object in a list"),
-    pytest.param(("layers", 0, "sliding_window"), "8", "sliding_window", id="text for an optional number"),
-    pytest.param(("build_config",), [], "build_config; list", id="list for an object"),
-    pytest.param(("environment", "device"), "tpu", "device; 'tpu'", id="unknown device"),
-    pytest.param(("compiler_note",), 5, "compiler_note; 5", id="number for optional text"),
-    pytest.param(("pretrained_config",), "llama", "pretrained_config", id="text for an object"),
-    pytest.param(("logits_check", "tolerance"), "1e-4", "tolerance", id="text for a fraction"),
+    pytest.param(("format_version",), 1, rf"format .* \(it reads {ENGINE_FORMAT_VERSION}\): 1", id="older"),
+    pytest.param(("format_version",), None, r"format this version cannot read .*: None", id="no version"),
+    pytest.param(("surprise",), 1, "unknown key: surprise", id="unknown key"),
+    pytest.param(("build_config", "surprise"), 1, "build_config` has an unknown key: surprise", id="nested unknown"),
+    pytest.param(("vocab_size",), "32", "vocab_size` has a value it cannot have: '32'", id="text for a number"),
+    pytest.param(("vocab_size",), True, "vocab_size` has a value it cannot have: True", id="truth for a number"),
+    pytest.param(("vocab_size",), 3.5, "vocab_size` has a value it cannot have: 3.5", id="fraction for a count"),
+    pytest.param(("dtype",), "int8", "dtype` has a value it cannot have: 'int8'", id="not one of the choices"),
+    pytest.param(("dtype",), ["float32"], "dtype` has a value it cannot have", id="list for a choice"),
+    pytest.param(("layers",), 3, "layers` has a value it cannot have: 3", id="number for a list"),
+    pytest.param(("layers",), [5], "layers` is not a JSON object: int", id="number for an object in a list"),
+    pytest.param(("layers", 0, "sliding_window"), "8", "sliding_window` has a value", id="text for an optional number"),
+    pytest.param(("build_config",), [], "build_config` is not a JSON object: list", id="list for an object"),
+    pytest.param(("environment", "device"), "tpu", "device` has a value it cannot have: 'tpu'", id="unknown device"),
+    pytest.param(("compiler_note",), 5, "compiler_note` has a value it cannot have: 5", id="number for optional text"),
+    pytest.param(("pretrained_config",), "llama", "pretrained_config` has a value", id="text for an object"),
+    pytest.param(("logits_check", "tolerance"), "1e-4", "tolerance` has a value", id="text for a fraction"),
     *(
         pytest.param(
             path,
             value,
-            f"{path[-1]}; {bounds}",
+            rf"{path[-1]}` is {bounds}, and not: {re.escape(str(value)[:20])}",
             id=f"{path[-1]} {str(value)[:20]}",
         )
         for path, value, bounds in (
@@ -118,16 +119,15 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("path", "value", "message"), DAMAGES)
-def test_damaged_config_is_an_error(path: tuple[Any, ...], value: Any, message: str, said: Said) -> None:
+def test_damaged_config_is_an_error(path: tuple[Any, ...], value: Any, message: str) -> None:
     data = json.loads(json.dumps(as_json(ENGINE)))
     target = data
     for key in path[:-1]:
         target = target[key]
     target[path[-1]] = value
-    with pytest.raises(SpecDecError) as error:
+    with pytest.raises(SpecDecError, match=message) as error:
         parse(EngineConfig, data, "dir/config.json")
-    version = (ENGINE_FORMAT_VERSION, ENGINE_FORMAT_VERSION + 1) if path == ("format_version",) else ()
-    said(error, "dir/config.json", *message.split("; "), varying=version)
+    assert "dir/config.json" in error.value.message
 
 
 @pytest.mark.parametrize("key", ["pretrained_config", "dtype", "build_config", "layers", "vocab_size", "environment"])

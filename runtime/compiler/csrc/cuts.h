@@ -40,7 +40,7 @@ inline float smallest_of(Lanes v) { return -largest_of(-v); }
 inline int64_t registers(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
 // e to the power of x, to 3 units in the last place; 0 below -87. x is at most 0.
-inline Lanes exp_lanes(Lanes x) {
+inline Lanes exp_negative_lanes(Lanes x) {
   const Lanes shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f;
   const Lanes rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
   const Lanes power = exp2_lanes(rest * 1.44269504f) * (Lanes)(((Words)shifted << 23) + 0x3f800000u);
@@ -202,7 +202,7 @@ class Candidates {
     return sum([&](int64_t i) {
       Sum sum;
       for_each(i, [&](int64_t k) {
-        const Lanes weight = exp_lanes(load(scores_ + k) - largest);
+        const Lanes weight = exp_negative_lanes(load(scores_ + k) - largest);
         store(room_.weights.data() + k, weight);
         sum.add(weight);
       });
@@ -363,7 +363,7 @@ inline Cut cut_by_share(const Scores& scores, float least, double share, Room& r
   const double negligible = largest + std::log((1 - share) * sum / static_cast<double>(scores.size)) - 1e-3;
   const float floor = std::max({least, scores.extent.smallest, static_cast<float>(negligible)});
   const auto boundary = candidates.find(share * sum, floor, largest);
-  const double weight = exp_lanes(Lanes{} + (boundary.score - largest))[0];
+  const double weight = exp_negative_lanes(Lanes{} + (boundary.score - largest))[0];
   const double num_kept = std::max(std::ceil((share * sum - boundary.above) / weight), 1.0);
   return {boundary.score, place_from_end(scores, boundary.score, num_kept)};
 }

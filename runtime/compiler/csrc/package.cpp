@@ -3,7 +3,6 @@
 // between the kernels too.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
@@ -11,69 +10,53 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "kernel_calls.h"
 #include "kernel_table.h"
 #include "tasks.h"
+#include "token_program.h"
 
 namespace {
-
-using MaybeTensor = std::optional<at::Tensor>;
 
 const at::Tensor& of(AtenTensorHandle handle) { return *torch::aot_inductor::tensor_handle_to_tensor_pointer(handle); }
 MaybeTensor of(const AtenTensorHandle* handle) { return handle ? MaybeTensor(of(*handle)) : std::nullopt; }
 
-// An operation of this library, which is called by `call` without a look at its name.
-template <typename... Arguments>
-auto operation(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<at::Tensor(Arguments...)>();
-}
 AtenTensorHandle give(at::Tensor output) { return torch::aot_inductor::new_tensor_handle(std::move(output)); }
 
-AOTITorchError call_linear(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle* bias, int64_t num_outputs,
-                           int64_t arithmetic, AtenTensorHandle* output) {
+AOTITorchError shim_linear(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle* bias, int64_t num_outputs,
+                      int64_t arithmetic, AtenTensorHandle* output) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
-    static const auto linear =
-        operation<const at::Tensor&, const at::Tensor&, const MaybeTensor&, int64_t, int64_t>("specdec::linear");
-    *output = give(linear.call(of(x), of(packed), of(bias), num_outputs, arithmetic));
+    *output = give(call_linear(of(x), of(packed), of(bias), num_outputs, arithmetic));
   })
 }
 
-AOTITorchError call_experts_linear(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle chosen,
-                                   int64_t num_outputs, int64_t arithmetic, AtenTensorHandle* output) {
+AOTITorchError shim_experts_linear(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle chosen, int64_t num_outputs,
+                              int64_t arithmetic, AtenTensorHandle* output) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
-    static const auto experts =
-        operation<const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t>("specdec::experts_linear");
-    *output = give(experts.call(of(x), of(packed), of(chosen), num_outputs, arithmetic));
+    *output = give(call_experts_linear(of(x), of(packed), of(chosen), num_outputs, arithmetic));
   })
 }
 
-AOTITorchError call_quantized_linear(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle* bias,
-                                     int64_t num_outputs, int64_t arithmetic, int64_t token_bits,
-                                     AtenTensorHandle* output) {
+AOTITorchError shim_quantized_linear(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle* bias, int64_t num_outputs,
+                                int64_t arithmetic, int64_t token_bits, AtenTensorHandle* output) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
-    static const auto linear =
-        operation<const at::Tensor&, const at::Tensor&, const MaybeTensor&, int64_t, int64_t, int64_t>(
-            "specdec::quantized_linear");
-    *output = give(linear.call(of(x), of(packed), of(bias), num_outputs, arithmetic, token_bits));
+    *output = give(call_quantized_linear(of(x), of(packed), of(bias), num_outputs, arithmetic, token_bits));
   })
 }
 
-AOTITorchError call_paged_attention(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value,
-                                    AtenTensorHandle key_pool, AtenTensorHandle value_pool, AtenTensorHandle positions,
-                                    AtenTensorHandle slots, AtenTensorHandle block_tables, double scale, int64_t window,
-                                    int64_t arithmetic, AtenTensorHandle* scales, AtenTensorHandle* output) {
+AOTITorchError shim_paged_attention(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value,
+                               AtenTensorHandle key_pool, AtenTensorHandle value_pool, AtenTensorHandle positions,
+                               AtenTensorHandle slots, AtenTensorHandle block_tables, double scale, int64_t window,
+                               int64_t arithmetic, AtenTensorHandle* scales, AtenTensorHandle* output) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
-    static const auto attention =
-        operation<const at::Tensor&, const at::Tensor&, const at::Tensor&, at::Tensor, at::Tensor, const at::Tensor&,
-                  const at::Tensor&, const at::Tensor&, double, int64_t, int64_t, MaybeTensor>(
-            "specdec::paged_attention");
-    *output = give(attention.call(of(query), of(key), of(value), of(key_pool), of(value_pool), of(positions), of(slots),
-                                  of(block_tables), scale, window, arithmetic, of(scales)));
+    *output = give(call_paged_attention(of(query), of(key), of(value), of(key_pool), of(value_pool), of(positions),
+                                        of(slots), of(block_tables), scale, window, arithmetic, of(scales)));
   })
 }
 
@@ -91,7 +74,7 @@ void share_loop(void (*compute)(void*, int64_t, int64_t), void* of) {
   share_tasks(num_parts, [&](int64_t part) { compute(of, part, num_parts); });
 }
 
-const SpecdecKernels kernels{share_loop, call_linear, call_experts_linear, call_quantized_linear, call_paged_attention};
+const SpecdecKernels kernels{share_loop, shim_linear, shim_experts_linear, shim_quantized_linear, shim_paged_attention};
 
 // Scope of a step computed by this thread.
 class InStep {
@@ -129,41 +112,49 @@ struct Package : torch::CustomClassHolder {
   }
 };
 
-// A step that is cut into programs (`runtime/compiler/cutting.py`). Layers of one kind are one program, which is loaded once
-// and called with the weights of each. Tensors are known by their place: the step's inputs come first, and what the last
-// call gives are the logits.
+// A program compiled by Inductor, with the weights of its call. Their memory stays the caller's.
+class CompiledProgram {
+ public:
+  CompiledProgram(const std::string& library, const c10::Dict<std::string, at::Tensor>& weights) : runner_(library) {
+    for (const auto& weight : weights) weights_.emplace(weight.key(), weight.value());
+    torch::inductor::TensorConstantMap named;
+    for (auto& [name, weight] : weights_) named.emplace(name, &weight);
+    runner_.update_constant_buffer(named, /*use_inactive=*/false, /*validate_full_updates=*/true, /*user_managed=*/true);
+  }
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) { return runner_.run(inputs); }
+
+ private:
+  torch::inductor::AOTIModelContainerRunnerCpu runner_;
+  std::unordered_map<std::string, at::Tensor> weights_;  // the runner points to these
+};
+
+// A step that is cut into programs (`runtime/compiler/cutting.py`). Layers of one kind are one program, which is called with
+// the weights of each. Tensors are known by their place: the step's inputs come first, and what the last call gives are the
+// logits.
 struct CutStep : torch::CustomClassHolder {
+  using Run = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
   struct Call {
-    torch::inductor::AOTIModelContainerRunnerCpu program;
+    Run run;
     std::vector<int64_t> inputs, outputs;
-    std::unordered_map<std::string, at::Tensor> weights;  // the program points to these
   };
-  std::vector<std::unique_ptr<Call>> calls;
+  std::vector<Call> calls;
   int64_t num_places = 0;
 
-  // The weights' memory stays the caller's.
-  void add(const std::string& library, std::vector<int64_t> inputs, std::vector<int64_t> outputs,
-           const c10::Dict<std::string, at::Tensor>& weights) {
-    calls.emplace_back(new Call{torch::inductor::AOTIModelContainerRunnerCpu(library), inputs, outputs, {}});
-    Call& call = *calls.back();
-    for (const auto& weight : weights) call.weights.emplace(weight.key(), weight.value());
-    torch::inductor::TensorConstantMap named;
-    for (auto& [name, weight] : call.weights) named.emplace(name, &weight);
-    call.program.update_constant_buffer(named, /*use_inactive=*/false, /*validate_full_updates=*/true,
-                                        /*user_managed=*/true);
+  void add(Run run, std::vector<int64_t> inputs, std::vector<int64_t> outputs) {
     for (const auto& places : {inputs, outputs})
       for (const int64_t place : places) num_places = std::max(num_places, place + 1);
+    calls.push_back({std::move(run), std::move(inputs), std::move(outputs)});
   }
 
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) {
     const InStep in_step{inputs.at(0).numel()};
     std::vector<at::Tensor> tensors = inputs, read, made;
     tensors.resize(std::max<size_t>(num_places, inputs.size()));
-    for (const auto& call : calls) {
+    for (const Call& call : calls) {
       read.clear();
-      for (const int64_t place : call->inputs) read.push_back(tensors[place]);
-      made = call->program.run(read);
-      for (size_t i = 0; i < made.size(); ++i) tensors[call->outputs[i]] = made[i];
+      for (const int64_t place : call.inputs) read.push_back(tensors[place]);
+      made = call.run(read);
+      for (size_t i = 0; i < made.size(); ++i) tensors[call.outputs[i]] = made[i];
     }
     return made;
   }
@@ -184,10 +175,17 @@ TORCH_LIBRARY_FRAGMENT(specdec, library) {
       });
   library.class_<CutStep>("CutStep")
       .def(torch::init<>())
-      .def("add",
+      .def("add_compiled",
            [](const c10::intrusive_ptr<CutStep>& self, const std::string& path, std::vector<int64_t> inputs,
               std::vector<int64_t> outputs, const c10::Dict<std::string, at::Tensor>& weights) {
-             self->add(path, std::move(inputs), std::move(outputs), weights);
+             const auto program = std::make_shared<CompiledProgram>(path, weights);
+             self->add([program](const auto& read) { return program->run(read); }, std::move(inputs), std::move(outputs));
+           })
+      .def("add_tokenwise",
+           [](const c10::intrusive_ptr<CutStep>& self, std::vector<int64_t> code, std::vector<double> numbers,
+              std::vector<at::Tensor> weights, std::vector<int64_t> inputs, std::vector<int64_t> outputs) {
+             const auto program = std::make_shared<TokenProgram>(std::move(code), std::move(numbers), std::move(weights));
+             self->add([program](const auto& read) { return program->run(read); }, std::move(inputs), std::move(outputs));
            })
       .def("run", [](const c10::intrusive_ptr<CutStep>& self, const std::vector<at::Tensor>& inputs) {
         return self->run(inputs);

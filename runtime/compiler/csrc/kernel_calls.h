@@ -1,0 +1,58 @@
+// The library's own kernels, called without a look at their names.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <optional>
+
+namespace {
+
+using MaybeTensor = std::optional<at::Tensor>;
+
+template <typename... Arguments>
+auto operation(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<at::Tensor(Arguments...)>();
+}
+
+inline at::Tensor call_linear(const at::Tensor& x, const at::Tensor& packed, const MaybeTensor& bias, int64_t num_outputs,
+                              int64_t arithmetic) {
+  static const auto linear =
+      operation<const at::Tensor&, const at::Tensor&, const MaybeTensor&, int64_t, int64_t>("specdec::linear");
+  return linear.call(x, packed, bias, num_outputs, arithmetic);
+}
+
+inline at::Tensor call_experts_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& chosen,
+                                      int64_t num_outputs, int64_t arithmetic) {
+  static const auto experts =
+      operation<const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t>("specdec::experts_linear");
+  return experts.call(x, packed, chosen, num_outputs, arithmetic);
+}
+
+inline at::Tensor call_quantized_linear(const at::Tensor& x, const at::Tensor& packed, const MaybeTensor& bias,
+                                        int64_t num_outputs, int64_t arithmetic, int64_t token_bits) {
+  static const auto linear =
+      operation<const at::Tensor&, const at::Tensor&, const MaybeTensor&, int64_t, int64_t, int64_t>(
+          "specdec::quantized_linear");
+  return linear.call(x, packed, bias, num_outputs, arithmetic, token_bits);
+}
+
+inline at::Tensor call_paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                       const at::Tensor& key_pool, const at::Tensor& value_pool,
+                                       const at::Tensor& positions, const at::Tensor& slots,
+                                       const at::Tensor& block_tables, double scale, int64_t window, int64_t arithmetic,
+                                       const MaybeTensor& scales) {
+  static const auto attention =
+      operation<const at::Tensor&, const at::Tensor&, const at::Tensor&, at::Tensor, at::Tensor, const at::Tensor&,
+                const at::Tensor&, const at::Tensor&, double, int64_t, int64_t, MaybeTensor>("specdec::paged_attention");
+  return attention.call(query, key, value, key_pool, value_pool, positions, slots, block_tables, scale, window,
+                        arithmetic, scales);
+}
+
+inline at::Tensor call_all_reduce(const at::Tensor& x) {
+  static const auto all_reduce = operation<const at::Tensor&>("specdec::all_reduce");
+  return all_reduce.call(x);
+}
+
+}  // namespace

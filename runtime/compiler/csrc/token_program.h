@@ -1,0 +1,386 @@
+// Programs that compute a step token by token (`runtime/compiler/token_program.py`): kernels, which take all tokens at once, and
+// between them blocks of operations on vectors, which a thread carries out for one token after the other. Nothing of it is
+// compiled for a model, and a token's bits do not depend on others: its operations are the same, whatever is beside it.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernel_calls.h"
+#include "tasks.h"
+#include "vector_functions.h"
+
+namespace {
+
+// In the order of `runtime.compiler.token_program.OPERATIONS`.
+enum class VectorOp : int64_t {
+  kLoad, kPick, kStore, kEmbed, kCopy, kAdd, kSub, kMul, kDiv, kMaximum, kMinimum, kNeg, kAbs, kSqrt, kRsqrt, kPow, kExp, kSin, kCos,
+  kTanh, kSigmoid, kSilu, kRelu, kGelu, kGeluTanh, kSum, kMean, kSoftmax, kTopk, kGather
+};
+enum class Rounding : int64_t { kNone, kBFloat16, kHalf };
+
+// Numbers of a token: in its scratch memory, or a constant's, which all tokens share. Strides are those of three loops.
+struct Operand {
+  const float* constant = nullptr;
+  int64_t offset = 0, strides[3] = {};
+  const float* in(const float* scratch) const { return (constant ? constant : scratch) + offset; }
+};
+
+struct VectorCall {
+  VectorOp op;
+  Rounding rounding;
+  int64_t sizes[3];
+  int64_t number;  // an array's, a weight's, or a count
+  Operand out, a, b;
+};
+
+// Calls use(out, a, b) with pointers to the innermost rows.
+template <typename Use>
+inline void for_rows(const VectorCall& call, float* scratch, const Use& use) {
+  float* out = scratch + call.out.offset;
+  const float *a = call.a.in(scratch), *b = call.b.in(scratch);
+  for (int64_t i = 0; i < call.sizes[0]; ++i)
+    for (int64_t j = 0; j < call.sizes[1]; ++j)
+      use(out + i * call.out.strides[0] + j * call.out.strides[1], a + i * call.a.strides[0] + j * call.a.strides[1],
+          b + i * call.b.strides[0] + j * call.b.strides[1]);
+}
+
+template <Rounding rounding>
+inline Lanes rounded(Lanes v) {
+  if constexpr (rounding == Rounding::kNone) {
+    return v;
+  } else {
+    std::conditional_t<rounding == Rounding::kHalf, at::Half, at::BFloat16> narrowed[kLanes];
+    narrow(v, narrowed);
+    return widen(narrowed);
+  }
+}
+
+inline Lanes lanes_at(const float* p, int64_t stride, int64_t count) {
+  Lanes v = Lanes{} + 1.0f;
+  for (int64_t k = 0; k < count; ++k) v[k] = p[k * stride];
+  return v;
+}
+
+// One function for all elements: the last ones of a row are computed by the same instructions as the others.
+template <Rounding rounding, typename Function>
+[[gnu::noinline]] void compute(const VectorCall& call, float* scratch, Function function) {
+  const int64_t n = call.sizes[2], so = call.out.strides[2], sa = call.a.strides[2], sb = call.b.strides[2];
+  const bool is_plain = so == 1 && sa >= 0 && sa <= 1 && sb >= 0 && sb <= 1;
+  for_rows(call, scratch, [&](float* out, const float* a, const float* b) {
+    int64_t i = 0;
+    if (is_plain) {
+      const Lanes a0 = Lanes{} + *a, b0 = Lanes{} + *b;
+      for (; i + kLanes <= n; i += kLanes)
+        store(out + i, rounded<rounding>(function(sa ? load(a + i) : a0, sb ? load(b + i) : b0)));
+    }
+    for (; i < n; i += kLanes) {
+      const int64_t count = std::min(kLanes, n - i);
+      const Lanes v = rounded<rounding>(function(lanes_at(a + i * sa, sa, count), lanes_at(b + i * sb, sb, count)));
+      for (int64_t k = 0; k < count; ++k) out[(i + k) * so] = v[k];
+    }
+  });
+}
+
+template <typename Function>
+inline void compute(const VectorCall& call, float* scratch, Function function) {
+  switch (call.rounding) {
+    case Rounding::kNone: return compute<Rounding::kNone>(call, scratch, function);
+    case Rounding::kBFloat16: return compute<Rounding::kBFloat16>(call, scratch, function);
+    case Rounding::kHalf: return compute<Rounding::kHalf>(call, scratch, function);
+  }
+}
+
+// Calls use(zero) with a number of the dtype.
+template <typename Use>
+inline void with_dtype(at::ScalarType dtype, const Use& use) {
+  switch (dtype) {
+    case at::kFloat: return use(float{});
+    case at::kBFloat16: return use(at::BFloat16{});
+    case at::kHalf: return use(at::Half{});
+    case at::kLong: return use(int64_t{});
+    default: TORCH_CHECK(false, "a token program has no numbers of ", dtype);
+  }
+}
+
+template <typename T>
+inline void widen_row(const T* from, float* to, int64_t count) {
+  if constexpr (std::is_same_v<T, int64_t>) std::transform(from, from + count, to, [](int64_t i) { return static_cast<float>(i); });
+  else widen(from, to, count);
+}
+
+template <typename T>
+inline void narrow_row(const float* from, T* to, int64_t count) {
+  int64_t i = 0;
+  if constexpr (!std::is_same_v<T, int64_t>)
+    for (; i + kLanes <= count; i += kLanes) narrow(load(from + i), to + i);
+  for (; i < count; ++i) to[i] = static_cast<T>(from[i]);
+}
+
+// Sums in kLanes parts, which are added at the end.
+inline float sum_row(const float* row, int64_t stride, int64_t n) {
+  Lanes sum = {};
+  int64_t i = 0;
+  if (stride == 1)
+    for (; i + kLanes <= n; i += kLanes) sum += load(row + i);
+  for (; i < n; i += kLanes)
+    for (int64_t k = 0; k < std::min(kLanes, n - i); ++k) sum[k] += row[(i + k) * stride];
+  float total = 0;
+  for (int64_t k = 0; k < kLanes; ++k) total += sum[k];
+  return total;
+}
+
+inline float round_number(float x, Rounding rounding) {
+  if (rounding == Rounding::kBFloat16) return static_cast<at::BFloat16>(x);
+  return rounding == Rounding::kHalf ? static_cast<float>(static_cast<at::Half>(x)) : x;
+}
+
+inline void softmax_row(float* out, const float* x, int64_t stride, int64_t n, Rounding rounding) {
+  float largest = -std::numeric_limits<float>::infinity(), sum = 0;
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, x[i * stride]);
+  for (int64_t i = 0; i < n; ++i) sum += out[i] = std::exp(x[i * stride] - largest);
+  for (int64_t i = 0; i < n; ++i) out[i] = round_number(out[i] / sum, rounding);
+}
+
+// The k largest in falling order, of equal ones the first; their places lie behind all rows' values.
+inline void topk_row(float* values, float* places, const float* x, int64_t stride, int64_t n, int64_t k) {
+  thread_local std::vector<int64_t> order;
+  order.resize(n);
+  for (int64_t i = 0; i < n; ++i) order[i] = i;
+  std::partial_sort(order.begin(), order.begin() + k, order.end(), [&](int64_t i, int64_t j) {
+    const float left = x[i * stride], right = x[j * stride];
+    return left > right || (left == right && i < j);
+  });
+  for (int64_t i = 0; i < k; ++i) values[i] = x[order[i] * stride], places[i] = static_cast<float>(order[i]);
+}
+
+class TokenProgram {
+ public:
+  // `code` is read by `next`, in the order in which `token_program.py` writes it. The weights' memory stays the caller's.
+  TokenProgram(std::vector<int64_t> code, std::vector<double> numbers, std::vector<at::Tensor> weights)
+      : code_(std::move(code)), weights_(std::move(weights)) {
+    for (const double number : numbers) numbers_.push_back(static_cast<float>(number));
+    scales_ = std::move(numbers);
+    widened_.resize(weights_.size());
+    num_inputs_ = next(), num_arrays_ = next();
+    stages_.resize(next());
+    for (Stage& stage : stages_) read_stage(stage);
+    outputs_.resize(next());
+    for (int64_t& output : outputs_) output = next();
+    TORCH_CHECK(at_ == code_.size(), "a token program ends too early");
+  }
+
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) const {
+    std::vector<at::Tensor> arrays = inputs;
+    arrays.resize(num_arrays_);
+    for (const Stage& stage : stages_) {
+      if (stage.kernel == kVectors) run_vectors(stage, arrays);
+      else arrays[stage.outputs[0]] = run_kernel(stage, arrays);
+    }
+    std::vector<at::Tensor> made;
+    for (const int64_t output : outputs_) made.push_back(arrays[output]);
+    return made;
+  }
+
+ private:
+  enum Kernel : int64_t { kVectors, kLinear, kQuantizedLinear, kExpertsLinear, kPagedAttention, kAllReduce };
+
+  // An array that a block of operations writes: for each dimension its size, or -c for c of each token.
+  struct Made {
+    int64_t array;
+    at::ScalarType dtype;
+    std::vector<int64_t> shape;
+  };
+  struct Stage {
+    int64_t kernel;
+    std::vector<int64_t> inputs, outputs, settings;  // arrays; of a kernel what else it takes
+    // Of a block of operations:
+    int64_t rows_of, width_of_rows, picked_by, num_floats, cost;
+    std::vector<Made> made;
+    std::vector<VectorCall> calls;
+  };
+
+  int64_t next() {
+    TORCH_CHECK(at_ < code_.size(), "a token program is cut off");
+    return code_[at_++];
+  }
+  std::vector<int64_t> next_list() {
+    std::vector<int64_t> list(next());
+    for (int64_t& number : list) number = next();
+    return list;
+  }
+
+  void read_stage(Stage& stage) {
+    stage.kernel = next();
+    if (stage.kernel != kVectors) {
+      stage.outputs = {next()};
+      stage.inputs = next_list();
+      stage.settings = next_list();
+      return;
+    }
+    stage.rows_of = next(), stage.width_of_rows = next(), stage.picked_by = next(), stage.num_floats = next(), stage.cost = next();
+    stage.made.resize(next());
+    for (Made& made : stage.made) {
+      made.array = next();
+      made.dtype = static_cast<at::ScalarType>(next());
+      made.shape = next_list();
+    }
+    stage.calls.resize(next());
+    for (VectorCall& call : stage.calls) {
+      call.op = static_cast<VectorOp>(next()), call.rounding = static_cast<Rounding>(next()), call.number = next();
+      for (int64_t& size : call.sizes) size = next();
+      for (Operand* operand : {&call.out, &call.a, &call.b}) read_operand(*operand);
+    }
+  }
+
+  void read_operand(Operand& operand) {
+    enum Place : int64_t { kScratch, kWeight, kNumber };
+    const int64_t place = next(), number = next();
+    operand.offset = next();
+    for (int64_t& stride : operand.strides) stride = next();
+    if (place == kWeight) operand.constant = widened(number);
+    if (place == kNumber) operand.constant = &numbers_.at(number);
+  }
+
+  // Constants of vector operations are kept as they are computed with.
+  const float* widened(int64_t number) {
+    if (!widened_.at(number).defined()) widened_[number] = weights_[number].to(at::kFloat).contiguous();
+    return widened_[number].const_data_ptr<float>();
+  }
+
+  void run_vectors(const Stage& stage, std::vector<at::Tensor>& arrays) const {
+    const int64_t* picks = stage.picked_by < 0 ? nullptr : arrays[stage.picked_by].const_data_ptr<int64_t>();
+    const int64_t num_tokens = arrays[stage.rows_of].numel() / stage.width_of_rows;
+    for (const Made& made : stage.made) {
+      std::vector<int64_t> shape;
+      for (const int64_t size : made.shape) shape.push_back(size < 0 ? -size * num_tokens : size);
+      arrays[made.array] = at::empty(shape, at::TensorOptions(made.dtype));
+    }
+    const auto compute_tokens = [&](int64_t begin, int64_t end) {
+      thread_local std::vector<float> memory;
+      if (memory.size() < static_cast<size_t>(stage.num_floats)) memory.resize(stage.num_floats);
+      for (int64_t token = begin; token < end; ++token)
+        for (const VectorCall& call : stage.calls) carry_out(call, arrays, memory.data(), token, picks ? picks[token] : token);
+    };
+    // What is done sooner than shared. More parts than threads: who is late, or has lost its core, does fewer.
+    constexpr int64_t kCostOfSharing = 16384, kPartsOfThread = 4;
+    if (num_tokens * stage.cost < kCostOfSharing) return compute_tokens(0, num_tokens);
+    const int64_t num_parts = std::min(num_tokens, kPartsOfThread * num_threads());
+    share_tasks(num_parts, [&](int64_t i) { compute_tokens(i * num_tokens / num_parts, (i + 1) * num_tokens / num_parts); });
+  }
+
+  void carry_out(const VectorCall& call, const std::vector<at::Tensor>& arrays, float* scratch, int64_t token,
+                 int64_t picked) const {
+    const int64_t n = call.sizes[2], stride = call.a.strides[2];
+    float* const out = scratch + call.out.offset;
+    switch (call.op) {
+      case VectorOp::kLoad:
+      case VectorOp::kPick: {
+        const at::Tensor& array = arrays[call.number];
+        const int64_t row = call.op == VectorOp::kPick ? picked : token;
+        return with_dtype(array.scalar_type(), [&](auto zero) {
+          widen_row(static_cast<const decltype(zero)*>(array.const_data_ptr()) + row * n, out, n);
+        });
+      }
+      case VectorOp::kStore: {
+        const at::Tensor& array = arrays[call.number];
+        return with_dtype(array.scalar_type(), [&](auto zero) {
+          narrow_row(call.a.in(scratch), static_cast<decltype(zero)*>(array.mutable_data_ptr()) + token * n, n);
+        });
+      }
+      case VectorOp::kEmbed: {
+        const at::Tensor& table = weights_[call.number];
+        const auto row = static_cast<int64_t>(*call.a.in(scratch));
+        TORCH_CHECK(0 <= row && row < table.size(0), "there is no row ", row, " of ", table.size(0), " embeddings");
+        return with_dtype(table.scalar_type(), [&](auto zero) {
+          widen_row(static_cast<const decltype(zero)*>(table.const_data_ptr()) + row * n, out, n);
+        });
+      }
+      case VectorOp::kCopy: return compute(call, scratch, [](Lanes a, Lanes) { return a; });
+      case VectorOp::kAdd: return compute(call, scratch, [](Lanes a, Lanes b) { return a + b; });
+      case VectorOp::kSub: return compute(call, scratch, [](Lanes a, Lanes b) { return a - b; });
+      case VectorOp::kMul: return compute(call, scratch, [](Lanes a, Lanes b) { return a * b; });
+      case VectorOp::kDiv: return compute(call, scratch, [](Lanes a, Lanes b) { return a / b; });
+      case VectorOp::kMaximum: return compute(call, scratch, [](Lanes a, Lanes b) { return a < b ? b : a; });
+      case VectorOp::kMinimum: return compute(call, scratch, [](Lanes a, Lanes b) { return a > b ? b : a; });
+      case VectorOp::kNeg: return compute(call, scratch, [](Lanes a, Lanes) { return -a; });
+      case VectorOp::kAbs: return compute(call, scratch, [](Lanes a, Lanes) { return (Lanes)((Words)a & 0x7fffffffu); });
+      case VectorOp::kSqrt: return compute(call, scratch, [](Lanes a, Lanes) { return sqrt_lanes(a); });
+      case VectorOp::kRsqrt: return compute(call, scratch, [](Lanes a, Lanes) { return 1.0f / sqrt_lanes(a); });
+      case VectorOp::kPow: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, [](float x, float y) { return std::pow(x, y); }); });
+      case VectorOp::kExp: return compute(call, scratch, [](Lanes a, Lanes) { return exp_lanes(a); });
+      case VectorOp::kSin: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, [](float x, float) { return std::sin(x); }); });
+      case VectorOp::kCos: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, [](float x, float) { return std::cos(x); }); });
+      case VectorOp::kTanh: return compute(call, scratch, [](Lanes a, Lanes) { return tanh_lanes(a); });
+      case VectorOp::kSigmoid: return compute(call, scratch, [](Lanes a, Lanes) { return 1.0f / (1.0f + exp_lanes(-a)); });
+      case VectorOp::kSilu: return compute(call, scratch, [](Lanes a, Lanes) { return a / (1.0f + exp_lanes(-a)); });
+      case VectorOp::kRelu: return compute(call, scratch, [](Lanes a, Lanes) { return a < 0.0f ? Lanes{} : a; });
+      case VectorOp::kGelu: return compute(call, scratch, [](Lanes a, Lanes) { return 0.5f * a * (1.0f + erf_lanes(a * 0.70710678118654752f)); });
+      case VectorOp::kGeluTanh:
+        return compute(call, scratch, [](Lanes a, Lanes) {
+          return 0.5f * a * (1.0f + tanh_lanes(0.79788456080286536f * (a + 0.044715f * a * a * a)));
+        });
+      case VectorOp::kSum:
+      case VectorOp::kMean:
+        return for_rows(call, scratch, [&](float* to, const float* a, const float*) {
+          const float sum = sum_row(a, stride, n);
+          *to = round_number(call.op == VectorOp::kMean ? sum / static_cast<float>(n) : sum, call.rounding);
+        });
+      case VectorOp::kSoftmax:
+        return for_rows(call, scratch, [&](float* to, const float* a, const float*) { softmax_row(to, a, stride, n, call.rounding); });
+      case VectorOp::kTopk: {
+        float* places = out + call.sizes[0] * call.sizes[1] * call.number;
+        return for_rows(call, scratch, [&](float* to, const float* a, const float*) {
+          topk_row(to, places + (to - out), a, stride, n, call.number);
+        });
+      }
+      case VectorOp::kGather:
+        return for_rows(call, scratch, [&](float* to, const float* a, const float* b) {
+          for (int64_t i = 0; i < n; ++i) to[i] = a[static_cast<int64_t>(b[i * call.b.strides[2]]) * stride];
+        });
+    }
+  }
+
+  MaybeTensor weight(int64_t number) const { return number < 0 ? MaybeTensor() : MaybeTensor(weights_.at(number)); }
+
+  at::Tensor run_kernel(const Stage& stage, const std::vector<at::Tensor>& arrays) const {
+    const std::vector<int64_t>& s = stage.settings;
+    const auto in = [&](size_t i) -> const at::Tensor& { return arrays[stage.inputs.at(i)]; };
+    switch (stage.kernel) {
+      case kLinear: return call_linear(in(0), weights_.at(s.at(0)), weight(s.at(1)), s.at(2), s.at(3));
+      case kQuantizedLinear:
+        return call_quantized_linear(in(0), weights_.at(s.at(0)), weight(s.at(1)), s.at(2), s.at(3), s.at(4));
+      case kExpertsLinear: return call_experts_linear(in(0), weights_.at(s.at(0)), in(1), s.at(1), s.at(2));
+      case kPagedAttention: {
+        // A token's heads lie side by side in a row of the array, maybe among others.
+        const auto heads = [&](size_t i) {
+          const int64_t *of = s.data() + 3 + 4 * i, num_heads = of[0], width = of[1], offset = of[2], row = of[3];
+          return in(i).as_strided({1, num_heads, in(i).numel() / row, width}, {0, width, row, 1}, offset);
+        };
+        const MaybeTensor scales = stage.inputs.size() > 8 ? MaybeTensor(in(8)) : std::nullopt;
+        at::Tensor output = call_paged_attention(heads(0), heads(1), heads(2), in(3), in(4), in(5), in(6), in(7),
+                                                 scales_.at(s.at(0)), s.at(1), s.at(2), scales);
+        output.unsafeGetTensorImpl()->set_sizes_contiguous({output.size(0), output.size(1) * output.size(2)});
+        return output;
+      }
+      case kAllReduce: return call_all_reduce(in(0));
+      default: TORCH_CHECK(false, "a token program names a kernel that is not there: ", stage.kernel);
+    }
+  }
+
+  std::vector<int64_t> code_, outputs_;
+  size_t at_ = 0;
+  std::vector<float> numbers_;
+  std::vector<double> scales_;
+  std::vector<at::Tensor> weights_, widened_;
+  std::vector<Stage> stages_;
+  int64_t num_inputs_ = 0, num_arrays_ = 0;
+};
+
+}  // namespace

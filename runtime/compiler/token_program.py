@@ -1,0 +1,976 @@
+"""Programs of a step that nothing is compiled for: kernels, and between them operations on a token's vectors.
+
+A graph's tensors are known by one token: `(1, T, C)` is a vector of `C`, `(1, H, T, D)` is H of them, and what is
+reshaped, split, transposed or expanded is another view of the same numbers. So all operations between two kernels are
+one block, which is carried out for each token by itself (`csrc/token_program.h`), in memory that stays in the cache.
+All numbers are float32 there, and are rounded where the graph's tensor is of 16 bits.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+OPERATIONS = (
+    *(
+        "load",
+        "pick",
+        "store",
+        "embed",
+        "copy",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "maximum",
+        "minimum",
+        "neg",
+        "abs",
+        "sqrt",
+        "rsqrt",
+    ),
+    *("pow", "exp", "sin", "cos", "tanh", "sigmoid", "silu", "relu", "gelu", "gelu_tanh", "sum", "mean", "softmax"),
+    *("topk", "gather"),
+)
+"""Names of operations on vectors, by their numbers in the code."""
+KERNELS = ("vectors", "linear", "quantized_linear", "experts_linear", "paged_attention", "all_reduce")
+"""Names of a program's stages, by their numbers in the code."""
+_ROUNDINGS = {torch.bfloat16: 1, torch.float16: 2}
+_DTYPES = {torch.float32: 6, torch.bfloat16: 15, torch.float16: 5, torch.int64: 4}
+"""Numbers of at::ScalarType."""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_SCRATCH, _WEIGHT, _NUMBER = range(3)
+_ATEN = torch.ops.aten
+
+Shape = tuple[int, ...]
+
+
+class CannotBeLowered(Exception):
+    """The reason why a graph is left to the compiler."""
+
+
+@dataclass(frozen=True)
+class TokenProgram:
+    """The code of a program, and the numbers and names of weights that it refers to."""
+
+    code: list[int]
+    numbers: list[float]
+    weights: list[str]
+
+
+def lower(graph: GraphModule) -> TokenProgram:
+    """The program that computes what the graph does. Raises CannotBeLowered."""
+    return _Lowering(graph).program()
+
+
+# --- what a graph's tensors are of one token ---
+
+
+@dataclass(eq=False)
+class _Source:
+    """Numbers of a token, side by side: an input, or what an operation or a kernel has made."""
+
+    space: str
+    """The number of rows, as the graph names it: tokens, or those whose logits are wanted."""
+    dtype: torch.dtype
+    count: int
+    time: int
+    """Kernels in a row before it, of those that must be computed before it."""
+    array: int | None = None
+    """Number of the array that holds it in memory, if one does."""
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor of one token: a source's numbers (None: a weight's, or one number) in a shape. Rows are of size 1."""
+
+    source: _Source | None
+    constant: tuple[int, int]
+    """Of a weight or number: its place, and its number in it."""
+    dtype: torch.dtype
+    shape: Shape
+    strides: Shape
+    offset: int = 0
+
+    @property
+    def time(self) -> int:
+        return self.source.time if self.source else 0
+
+    def is_whole(self) -> bool:
+        """True if these are all numbers of its source, in order."""
+        count = math.prod(self.shape)
+        return self.source is not None and self.offset == 0 and count == self.source.count and self.is_dense()
+
+    def overlaps(self, other: "_View") -> bool:
+        """True if a number may be in both."""
+        ends = [one.offset + _extent(one.shape, one.strides) for one in (self, other)]
+        return self.source is other.source and self.offset < ends[1] and other.offset < ends[0]
+
+    def is_dense(self) -> bool:
+        dense = _dense(self.shape)
+        return all(size == 1 or own == other for size, own, other in zip(self.shape, self.strides, dense, strict=True))
+
+
+def _extent(shape: Shape, strides: Shape) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _dense(shape: Shape) -> Shape:
+    strides = []
+    stride = 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
+
+
+@dataclass
+class _Call:
+    """An operation on vectors."""
+
+    name: str
+    dtype: torch.dtype
+    out: "_View | None"
+    operands: "list[_View]"
+    sizes: Shape
+    number: int = 0
+
+
+@dataclass
+class _Block:
+    """The operations of one space between kernels."""
+
+    space: str
+    calls: list[_Call] = field(default_factory=list)
+    loaded: dict[_Source, _Source] = field(default_factory=dict)
+    picked: dict[_Source, _Source] = field(default_factory=dict)
+    picked_by: int = -1
+    made: dict[int, tuple[torch.dtype, Shape]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    name: str
+    output: int
+    inputs: list[int]
+    settings: list[int]
+
+
+class _Lowering:
+    def __init__(self, graph: GraphModule) -> None:
+        self.graph = graph
+        self.values: dict[Node, Any] = {}
+        self.weights: dict[str, int] = {}
+        self.numbers: dict[float, int] = {}
+        self.blocks: dict[tuple[int, str], _Block] = {}
+        self.kernels: dict[int, list[_Kernel]] = {}
+        self.homes: dict[_Source, _Block] = {}  # of what operations make
+        self.opened: dict[int, tuple[str, int]] = {}  # arrays by which rows are counted
+        self.spaces: list[str] = []
+        self.num_arrays = 0
+
+    def program(self) -> TokenProgram:
+        inputs = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
+        self.num_arrays = len(inputs)
+        for number, node in enumerate(inputs):
+            self._take_input(node, number)
+        outputs: list[int] = []
+        for node in self.graph.graph.nodes:
+            if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor | list | tuple):
+                self.values[node] = self._lower(node)
+            elif node.op == "get_attr":
+                self.values[node] = self._weight(node)
+            elif node.op == "output":
+                made = node.args[0] if isinstance(node.args[0], list | tuple) else (node.args[0],)
+                outputs = [self._output(one) for one in made]
+        return TokenProgram(self._code(len(inputs), outputs), list(self.numbers), list(self.weights))
+
+    # --- values ---
+
+    def _take_input(self, node: Node, number: int) -> None:
+        value = node.meta["val"]
+        try:
+            shape, space = _of_token(value)
+        except CannotBeLowered:
+            return  # a pool, or a table of blocks: kernels take it as it is
+        if value.dtype in _DTYPES and space:
+            source = _Source(space, value.dtype, math.prod(shape), 0, number)
+            self.opened.setdefault(number, (space, source.count))
+            self.values[node] = _View(source, (0, 0), value.dtype, shape, _dense(shape))
+
+    def _weight(self, node: Node) -> _View:
+        value = node.meta["val"]
+        shape = tuple(value.shape)
+        return _View(None, (_WEIGHT, self._weight_number(node)), value.dtype, shape, _dense(shape))
+
+    def _weight_number(self, node: Any) -> int:
+        if node is None:
+            return -1
+        if not isinstance(node, Node) or node.op != "get_attr":
+            raise CannotBeLowered(f"{node} is no weight")
+        return self.weights.setdefault(str(node.target), len(self.weights))
+
+    def _number(self, value: float, dtype: torch.dtype) -> _View:
+        return _View(None, (_NUMBER, self.numbers.setdefault(float(value), len(self.numbers))), dtype, (), ())
+
+    def _view(self, node: Any) -> _View:
+        if isinstance(node, int | float):
+            return self._number(node, torch.float32)
+        value = self.values.get(node)
+        if not isinstance(value, _View):
+            raise CannotBeLowered(f"{node} is no tensor of one token")
+        return value
+
+    def _input_number(self, node: Any) -> int:
+        """Number of an input that a kernel takes as it is."""
+        if isinstance(node, Node) and node.op == "placeholder":
+            inputs = [one for one in self.graph.graph.nodes if one.op == "placeholder"]
+            return inputs.index(node)
+        raise CannotBeLowered(f"{node} is no input")
+
+    # --- places ---
+
+    def _block(self, time: int, space: str) -> _Block:
+        self._know(space)
+        return self.blocks.setdefault((time, space), _Block(space))
+
+    def _know(self, space: str) -> None:
+        """Blocks of one time come in the order of their spaces: tokens before those that are picked of them."""
+        if space not in self.spaces:
+            self.spaces.append(space)
+
+    def _in_block(self, view: _View, block: _Block) -> _View:
+        """The view, of numbers that the block has in its memory."""
+        source = view.source
+        if source is None or self.homes.get(source) is block:
+            return view
+        array = self._array(source)
+        if source not in block.loaded:
+            copy = _Source(source.space, source.dtype, source.count, source.time)
+            self.homes[copy] = block
+            block.loaded[source] = copy
+            whole = _whole(copy)
+            block.calls.append(_Call("load", source.dtype, whole, [], (1, 1, source.count), array))
+        return _moved(view, block.loaded[source])
+
+    def _array(self, source: _Source, shape: Shape | None = None) -> int:
+        """Number of the array that holds the source's numbers, which is written if it is not there yet."""
+        if source.array is None:
+            home = self.homes[source]
+            source.array = self._new_array()
+            home.made[source.array] = (source.dtype, shape or (-1, source.count))
+            home.calls.append(_Call("store", source.dtype, None, [_whole(source)], (1, 1, source.count), source.array))
+        return source.array
+
+    def _new_array(self) -> int:
+        self.num_arrays += 1
+        return self.num_arrays - 1
+
+    def _compute(
+        self, name: str, operands: Seq[_View], dtype: torch.dtype, shape: Shape, *, into: _View | None = None
+    ) -> _View:
+        """Add an operation on elements; `into` is a part of what is there already."""
+        space = self._common_space(operands)
+        time = max(one.time for one in operands) if into is None else into.time
+        block = self._block(time, space)
+        if into is None:
+            into = self._new(block, time, dtype, shape)
+        inside = [_expanded(self._in_block(one, block), shape) for one in operands]
+        block.calls.append(_Call(name, dtype, into, inside, shape))
+        return into
+
+    def _new(self, block: _Block, time: int, dtype: torch.dtype, shape: Shape) -> _View:
+        source = _Source(block.space, dtype, math.prod(shape), time)
+        self.homes[source] = block
+        return _View(source, (0, 0), dtype, shape, _dense(shape))
+
+    def _common_space(self, operands: Iterable[_View]) -> str:
+        spaces = {one.source.space for one in operands if one.source is not None}
+        if len(spaces) != 1:
+            raise CannotBeLowered(f"an operation takes tensors of {len(spaces)} numbers of rows")
+        return spaces.pop()
+
+    def _contiguous(self, view: _View) -> _View:
+        """The view as all that a source has, in its dtype."""
+        if view.is_whole() and view.source is not None and view.source.dtype == view.dtype:
+            return view
+        return self._compute("copy", [view], view.dtype, view.shape)
+
+    # --- operations ---
+
+    def _lower(self, node: Node) -> Any:
+        target: Any = node.target
+        if target is getitem:
+            return self.values[node.args[0]][node.args[1]]  # type: ignore[index]
+        method = _METHODS.get(str(target))
+        if method is None:
+            raise CannotBeLowered(f"there is no operation on vectors for {target}")
+        return method(self, node)
+
+    def _alias(self, node: Node) -> _View:
+        return self._view(node.args[0])
+
+    def _converted(self, node: Node) -> _View:
+        view, dtype = self._view(node.args[0]), node.meta["val"].dtype
+        if dtype == view.dtype:
+            return view
+        if dtype not in _FLOATS or view.dtype not in (*_FLOATS, torch.int64):
+            raise CannotBeLowered(f"{node} converts {view.dtype} to {dtype}")
+        if dtype == torch.float32:  # the same numbers
+            return replace(view, dtype=dtype)
+        made_by = self._made_for(node.args[0], view)
+        if made_by is None or view.dtype != torch.float32:
+            return self._compute("copy", [view], dtype, view.shape)
+        made_by.dtype = dtype
+        assert view.source is not None
+        view.source.dtype = dtype
+        return replace(view, dtype=dtype)
+
+    def _made_for(self, node: Any, view: _View) -> _Call | None:
+        """The operation that makes all of the view, if only one reads it and it is nowhere else yet."""
+        users = [user for user in node.users if user.target is not _ATEN._assert_tensor_metadata.default]
+        if len(users) != 1 or not view.is_whole() or view.source not in self.homes or view.source.array is not None:
+            return None
+        calls = [one for one in self.homes[view.source].calls if one.out and one.out.source is view.source]
+        return calls[0] if len(calls) == 1 and calls[0].name in _ELEMENTWISE else None
+
+    def _unary(self, name: str, node: Node) -> _View:
+        return self._compute(name, [self._view(node.args[0])], *_form(node))
+
+    def _binary(self, name: str, node: Node) -> _View:
+        if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
+            raise CannotBeLowered(f"{node} takes {dict(node.kwargs)}")
+        views = [self._view(one) for one in node.args[:2]]
+        if name in ("add", "sub") and isinstance(node.args[1], float):  # torch rounds what it adds, and no factor
+            views[1] = self._number(torch.tensor(node.args[1], dtype=node.meta["val"].dtype).item(), views[0].dtype)
+        return self._compute(name, views, *_form(node))
+
+    def _in_place(self, name: str, node: Node) -> _View:
+        """What was there before must not be read again, not as another view of it either."""
+        nodes = list(self.graph.graph.nodes)
+        overwritten, place = self._view(node.args[0]), nodes.index(node)
+        views = [one for one, view in self.values.items() if isinstance(view, _View) and view.overlaps(overwritten)]
+        if any(nodes.index(user) > place for one in views for user in one.users):
+            raise CannotBeLowered(f"{node} changes what is read later")
+        return self._binary(name, node)
+
+    def _power(self, node: Node) -> _View:
+        x, exponent = self._view(node.args[0]), node.args[1]
+        dtype, shape = _form(node)
+        if exponent == 2:
+            return self._compute("mul", [x, x], dtype, shape)
+        if exponent in (0.5, -0.5):
+            return self._compute("sqrt" if exponent == 0.5 else "rsqrt", [x], dtype, shape)
+        return self._compute("pow", [x, self._view(exponent)], dtype, shape)
+
+    def _clamp(self, node: Node) -> _View:
+        dtype, shape = _form(node)
+        view = self._view(node.args[0])
+        low, high = (*node.args[1:], None, None)[:2]
+        low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
+        for name, bound in (("maximum", low), ("minimum", high)):
+            if bound is not None:
+                view = self._compute(name, [view, self._view(bound)], dtype, shape)
+        return view
+
+    def _gelu(self, node: Node) -> _View:
+        return self._unary("gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu", node)
+
+    def _reduced(self, name: str, node: Node) -> _View:
+        view = self._view(node.args[0])
+        dims = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
+        if len(dims) != 1:
+            raise CannotBeLowered(f"{node} sums over several dimensions")
+        value = node.args[0].meta["val"]  # type: ignore[union-attr]
+        dim = _own_dim(value, dims[0])
+        keeps = len(node.args) > 2 and bool(node.args[2])
+        reduced = self._reduce(name, view, dim, node.meta["val"].dtype)
+        return reduced if keeps else _without(reduced, dim)
+
+    def _reduce(self, name: str, view: _View, dim: int, dtype: torch.dtype) -> _View:
+        """The dimension becomes one of size 1."""
+        view = _transposed(view, dim, len(view.shape) - 1)
+        shape = (*view.shape[:-1], 1)
+        block = self._block(view.time, self._common_space([view]))
+        out = self._new(block, view.time, dtype, shape)
+        block.calls.append(_Call(name, dtype, _expanded(out, view.shape), [self._in_block(view, block)], view.shape))
+        return _transposed(out, dim, len(shape) - 1)
+
+    def _softmax(self, node: Node) -> _View:
+        view, dtype = self._view(node.args[0]), node.meta["val"].dtype
+        dim = _own_dim(node.meta["val"], node.args[1])
+        if dim != len(view.shape) - 1:
+            raise CannotBeLowered(f"{node} is not over the last dimension")
+        block = self._block(view.time, self._common_space([view]))
+        out = self._new(block, view.time, dtype, view.shape)
+        block.calls.append(_Call("softmax", dtype, out, [self._in_block(view, block)], view.shape))
+        return out
+
+    def _topk(self, node: Node) -> tuple[_View, _View]:
+        view, count = self._view(node.args[0]), node.args[1]
+        values = node.meta["val"][0]
+        largest = node.kwargs.get("largest", (*node.args, -1, True)[3] if len(node.args) > 3 else True)
+        dim = _own_dim(values, node.args[2] if len(node.args) > 2 else -1)
+        if dim != len(view.shape) - 1 or not largest or not isinstance(count, int):
+            raise CannotBeLowered(f"{node} takes {node.args[1:]}")
+        shape = (*view.shape[:-1], count)
+        block = self._block(view.time, self._common_space([view]))
+        both = self._new(block, view.time, torch.float32, (2, *shape))
+        first = _View(both.source, (0, 0), values.dtype, shape, _dense(shape))
+        place = _View(both.source, (0, 0), torch.int64, shape, _dense(shape), math.prod(shape))
+        inside = self._in_block(view, block)
+        block.calls.append(_Call("topk", torch.float32, first, [inside], view.shape, count))
+        return first, place
+
+    def _gather(self, node: Node) -> _View:
+        view, places = self._view(node.args[0]), self._view(node.args[2])
+        dim = _own_dim(node.meta["val"], node.args[1])
+        shape = places.shape
+        if dim != len(shape) - 1 or view.shape[:-1] != shape[:-1]:
+            raise CannotBeLowered(f"{node} does not gather along the last dimension")
+        return self._gathered(view, places, view.dtype)
+
+    def _gathered(self, view: _View, places: _View, dtype: torch.dtype) -> _View:
+        time = max(view.time, places.time)
+        block = self._block(time, self._common_space([view, places]))
+        out = self._new(block, time, dtype, places.shape)
+        inside = [self._in_block(one, block) for one in (view, places)]
+        block.calls.append(_Call("gather", dtype, out, inside, places.shape))
+        return out
+
+    def _layer_norm(self, node: Node) -> _View:
+        x, shape = self._view(node.args[0]), node.args[1]
+        weight, bias, epsilon = (*node.args[2:], None, None, 1e-5)[:3] if len(node.args) < 5 else node.args[2:5]
+        if len(shape) != 1:  # type: ignore[arg-type]
+            raise CannotBeLowered(f"{node} is over several dimensions")
+        last, f32 = len(x.shape) - 1, torch.float32
+        centered = self._compute("sub", [x, self._reduce("mean", x, last, f32)], f32, x.shape)
+        square = self._compute("mul", [centered, centered], f32, x.shape)
+        return self._scaled(node, centered, self._reduce("mean", square, last, f32), (weight, bias, epsilon))
+
+    def _rms_norm(self, node: Node) -> _View:
+        x = self._view(node.args[0])
+        weight, epsilon = (*node.args[2:], None, None)[:2]
+        if len(node.args[1]) != 1:  # type: ignore[arg-type]
+            raise CannotBeLowered(f"{node} is over several dimensions")
+        if epsilon is None:
+            epsilon = torch.finfo(x.dtype).eps
+        square = self._compute("mul", [x, x], torch.float32, x.shape)
+        mean = self._reduce("mean", square, len(x.shape) - 1, torch.float32)
+        return self._scaled(node, x, mean, (weight, None, epsilon))
+
+    def _scaled(self, node: Node, x: _View, mean_square: _View, rest: tuple[Any, Any, Any]) -> _View:
+        weight, bias, epsilon = rest
+        f32, dtype = torch.float32, node.meta["val"].dtype
+        shifted = self._compute("add", [mean_square, self._view(float(epsilon))], f32, mean_square.shape)
+        factor = self._compute("rsqrt", [shifted], f32, shifted.shape)
+        made = self._compute("mul", [x, factor], f32 if weight is not None or bias is not None else dtype, x.shape)
+        if weight is not None:
+            made = self._compute("mul", [made, self._view(weight)], f32 if bias is not None else dtype, x.shape)
+        return made if bias is None else self._compute("add", [made, self._view(bias)], dtype, x.shape)
+
+    def _embedding(self, node: Node) -> _View:
+        table, ids = node.args[0], self._view(node.args[1])
+        if math.prod(ids.shape) != 1:
+            raise CannotBeLowered(f"{node} takes several rows for a token")
+        dtype, shape = _form(node)
+        block = self._block(ids.time, self._common_space([ids]))
+        out = self._new(block, ids.time, dtype, shape)
+        number = self._weight_number(table)
+        block.calls.append(_Call("embed", dtype, out, [self._in_block(ids, block)], shape, number))
+        return out
+
+    def _picked(self, node: Node) -> _View:
+        """Rows of tokens whose logits are wanted."""
+        indices = node.args[1]
+        assert isinstance(indices, list | tuple)
+        view = self._view(node.args[0])
+        if view.source is None and len(indices) == len(view.shape) == 1:
+            places = self._view(indices[0])
+            return self._gathered(_expanded(view, (*places.shape[:-1], *view.shape)), places, view.dtype)
+        _, space = _of_token(node.meta["val"])
+        picked = [one for one in indices if one is not None]
+        value = node.args[0].meta["val"]  # type: ignore[union-attr]
+        if len(picked) != 1 or not isinstance(value.shape[len(indices) - 1], torch.SymInt) or view.source is None:
+            raise CannotBeLowered(f"{node} is indexed in another way")
+        view = self._contiguous(view)
+        assert view.source is not None
+        self._know(view.source.space)
+        block = self._block(view.time, space)
+        number = self._input_number(picked[0])
+        if block.picked_by not in (-1, number):
+            raise CannotBeLowered("tokens are picked by several tensors")
+        block.picked_by = number
+        if view.source not in block.picked:
+            out = self._new(block, view.time, view.dtype, view.shape)
+            assert out.source is not None
+            array = self._array(view.source)
+            block.calls.append(_Call("pick", view.dtype, out, [], (1, 1, view.source.count), array))
+            block.picked[view.source] = out.source
+        return _moved(view, block.picked[view.source])
+
+    # --- views ---
+
+    def _reshaped(self, node: Node) -> _View:
+        view = self._view(node.args[0])
+        before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        if not ((_rows_come_first(before) and _rows_come_first(after)) or _keeps_rows(before, after)):
+            raise CannotBeLowered(f"{node} mixes tokens with other dimensions")
+        shape, _ = _of_token(after)
+        if not view.is_dense():
+            view = self._contiguous(view)
+        return replace(view, shape=shape, strides=_dense(shape))
+
+    def _swapped(self, node: Node) -> _View:
+        return _transposed(self._view(node.args[0]), node.args[1], node.args[2])  # type: ignore[arg-type]
+
+    def _permuted(self, node: Node) -> _View:
+        view, dims = self._view(node.args[0]), list[int](node.args[1])  # type: ignore[arg-type]
+        shape, strides = (tuple(one[dim] for dim in dims) for one in (view.shape, view.strides))
+        return replace(view, shape=shape, strides=strides)
+
+    def _unsqueezed(self, node: Node) -> _View:
+        view = self._view(node.args[0])
+        dim = int(node.args[1]) % (len(view.shape) + 1)  # type: ignore[arg-type]
+        shape, strides = ((*one[:dim], new, *one[dim:]) for one, new in ((view.shape, 1), (view.strides, 0)))
+        return replace(view, shape=shape, strides=strides)
+
+    def _squeezed(self, node: Node) -> _View:
+        return _without(self._view(node.args[0]), _own_dim(node.args[0].meta["val"], node.args[1]))  # type: ignore[union-attr]
+
+    def _sliced(self, node: Node) -> _View:
+        view, value = self._view(node.args[0]), node.args[0].meta["val"]  # type: ignore[union-attr]
+        given: Any = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+        dim, begin, end, step = given
+        if begin in (None, 0) and (end is None or end == 9223372036854775807) and step == 1:
+            return view
+        dim = _own_dim(value, dim)
+        if not all(one is None or isinstance(one, int) for one in (begin, end, step)):
+            raise CannotBeLowered(f"{node} is of a size that is not known")
+        begin, end, step = slice(begin, end, step).indices(view.shape[dim])
+        return self._part(view, dim, range(begin, end, step))
+
+    def _part(self, view: _View, dim: int, which: range) -> _View:
+        shape = (*view.shape[:dim], len(which), *view.shape[dim + 1 :])
+        strides = (*view.strides[:dim], view.strides[dim] * which.step, *view.strides[dim + 1 :])
+        offset = view.offset + which.start * view.strides[dim]
+        return replace(view, shape=shape, strides=strides, offset=offset)
+
+    def _selected(self, node: Node) -> _View:
+        view = self._view(node.args[0])
+        dim, index = _own_dim(node.args[0].meta["val"], node.args[1]), int(node.args[2])  # type: ignore[union-attr, arg-type]
+        return _without(self._part(view, dim, range(index % view.shape[dim], index % view.shape[dim] + 1)), dim)
+
+    def _split(self, node: Node) -> list[_View]:
+        view = self._view(node.args[0])
+        dim = (*node.args[2:], node.kwargs.get("dim", 0))[0]
+        dim = _own_dim(node.args[0].meta["val"], dim)  # type: ignore[union-attr]
+        ends = list(itertools.accumulate(int(one.shape[dim]) for one in node.meta["val"]))
+        return [self._part(view, dim, range(begin, end)) for begin, end in itertools.pairwise([0, *ends])]
+
+    def _expand(self, node: Node) -> _View:
+        return _expanded(self._view(node.args[0]), _of_token(node.meta["val"])[0])
+
+    def _repeated(self, node: Node) -> _View:
+        view, times = self._view(node.args[0]), int(node.args[1])  # type: ignore[arg-type]
+        dim = _own_dim(node.meta["val"], (*node.args[2:], node.kwargs.get("dim"))[0])
+        wide = (*view.shape[: dim + 1], times, *view.shape[dim + 1 :])
+        strides = (*view.strides[: dim + 1], 0, *view.strides[dim + 1 :])
+        repeated = replace(view, shape=wide, strides=strides)
+        dtype, shape = _form(node)
+        copy = self._compute("copy", [repeated], dtype, wide)
+        return _View(copy.source, copy.constant, dtype, shape, _dense(shape))
+
+    def _concatenated(self, node: Node) -> _View:
+        parts = [self._view(one) for one in node.args[0]]  # type: ignore[union-attr]
+        dim = _own_dim(node.meta["val"], (*node.args[1:], 0)[0])
+        return self._joined(node, parts, dim)
+
+    def _stacked(self, node: Node) -> _View:
+        parts = [self._view(one) for one in node.args[0]]  # type: ignore[union-attr]
+        dim = _own_dim(node.meta["val"], (*node.args[1:], 0)[0])
+        wider = [
+            replace(
+                one, shape=(*one.shape[:dim], 1, *one.shape[dim:]), strides=(*one.strides[:dim], 0, *one.strides[dim:])
+            )
+            for one in parts
+        ]
+        return self._joined(node, wider, dim)
+
+    def _joined(self, node: Node, parts: list[_View], dim: int) -> _View:
+        dtype, shape = _form(node)
+        time = max(one.time for one in parts)
+        block = self._block(time, self._common_space(parts))
+        whole = self._new(block, time, dtype, shape)
+        begin = 0
+        for one, of in zip(parts, node.args[0], strict=True):  # type: ignore[arg-type]
+            end = begin + one.shape[dim]
+            part = self._part(whole, dim, range(begin, end))
+            made_by = self._made_for(of, one) if list(node.args[0]).count(of) == 1 else None  # type: ignore[arg-type]
+            is_here = one.source is not None and self.homes.get(one.source) is block
+            if made_by is not None and is_here and made_by.sizes == part.shape and one.dtype == dtype:
+                made_by.out = part
+            else:
+                self._compute("copy", [one], dtype, one.shape, into=part)
+            begin = end
+        return whole
+
+    # --- kernels ---
+
+    def _kernel(self, name: str, node: Node, read: Seq[_View], others: Seq[int], settings: list[int]) -> _View:
+        """Inputs are the views' arrays, and others by number."""
+        views = list(read) if name == "paged_attention" else [self._contiguous(one) for one in read]
+        time = max(one.time for one in views)
+        inputs = [self._array(one.source, self._rows_of(name, i, one)) for i, one in enumerate(views) if one.source]
+        output = self._new_array()
+        self.kernels.setdefault(time, []).append(_Kernel(name, output, [*inputs, *others], settings))
+        shape, space = _of_token(node.meta["val"])
+        source = _Source(space, node.meta["val"].dtype, math.prod(shape), time + 1, output)
+        self.opened[output] = (space, source.count)
+        return _View(source, (0, 0), source.dtype, shape, _dense(shape))
+
+    def _rows_of(self, name: str, number: int, view: _View) -> Shape:
+        """Shape of the array of what a kernel takes, for each token as often as the kernel's rows are."""
+        count = math.prod(view.shape)
+        if name == "paged_attention":
+            return (-1, count)
+        if name == "experts_linear" and number == 1:
+            return (-count,)
+        return (-(count // view.shape[-1]), view.shape[-1])
+
+    def _linear(self, node: Node) -> _View:
+        x, packed, bias, num_outputs, arithmetic = node.args
+        weights = [self._weight_number(packed), self._weight_number(bias)]
+        return self._kernel("linear", node, [self._view(x)], [], [*weights, int(num_outputs), int(arithmetic)])  # type: ignore[arg-type]
+
+    def _quantized_linear(self, node: Node) -> _View:
+        x, packed, bias, num_outputs, arithmetic, bits = node.args
+        weights = [self._weight_number(packed), self._weight_number(bias)]
+        settings = [*weights, int(num_outputs), int(arithmetic), int(bits)]  # type: ignore[arg-type]
+        return self._kernel("quantized_linear", node, [self._view(x)], [], settings)
+
+    def _experts_linear(self, node: Node) -> _View:
+        x, packed, chosen, num_outputs, arithmetic = node.args
+        places = self._view(chosen)
+        if places.dtype == torch.int64 and places.source is not None and places.source.dtype != torch.int64:
+            places = self._compute("copy", [places], torch.int64, places.shape)
+        settings = [self._weight_number(packed), int(num_outputs), int(arithmetic)]  # type: ignore[arg-type]
+        return self._kernel("experts_linear", node, [self._view(x), places], [], settings)
+
+    def _paged_attention(self, node: Node) -> _View:
+        query, key, value, *others = node.args
+        tensors, (scale, window, arithmetic) = others[:5], others[5:]
+        scales = node.kwargs.get("scales")
+        views = [self._view(one) for one in (query, key, value)]
+        if any(math.prod(one.shape[:1]) != 1 or len(one.shape) != 4 or one.shape[2] != 1 for one in views):
+            raise CannotBeLowered("attention takes heads in another order")
+        heads = [self._in_memory(_transposed(one, 1, 2)) for one in views]
+        number = len(self.numbers)
+        self.numbers[_Own(scale)] = number  # type: ignore[arg-type]
+        read = [self._input_number(one) for one in (*tensors, scales) if one is not None]
+        settings = [number, int(window), int(arithmetic)]  # type: ignore[arg-type]
+        for one in heads:
+            assert one.source is not None
+            settings += [one.shape[2], one.shape[3], one.offset, one.source.count]
+        return self._kernel("paged_attention", node, heads, read, settings)
+
+    def _in_memory(self, view: _View) -> _View:
+        """The view, of an array that holds its numbers side by side, maybe among others."""
+        source = view.source
+        is_there = source is not None and source.array is not None and source.dtype == view.dtype and view.is_dense()
+        return view if is_there else self._contiguous(view)
+
+    def _all_reduce(self, node: Node) -> _View:
+        return self._kernel("all_reduce", node, [self._view(node.args[0])], [], [])
+
+    # --- code ---
+
+    def _output(self, node: Any) -> int:
+        view = self._view(node)
+        value = node.meta["val"]
+        if view.source is None:
+            raise CannotBeLowered("an output is a weight")
+        if not _rows_come_first(value):
+            raise CannotBeLowered("an output's tokens are not its rows")
+        sizes = [size for size in value.shape if isinstance(size, torch.SymInt)]
+        if len(sizes) != 1:
+            raise CannotBeLowered("an output has its tokens in several dimensions")
+        own, _ = _of_token(value)
+        wanted = tuple(-n if isinstance(size, torch.SymInt) else n for n, size in zip(own, value.shape, strict=True))
+        source = self._contiguous(view).source
+        assert source is not None
+        home = self.homes.get(source)
+        if home is not None and source.array is None:
+            return self._array(source, wanted)
+        if home is not None and source.array is not None and home.made[source.array][1] == wanted:
+            return source.array
+        if len(value.shape) == 2 and home is None and source.array is not None and source.time > 0:
+            return source.array  # a kernel's rows are as they should be
+        copy = self._compute("copy", [view], view.dtype, view.shape)
+        assert copy.source is not None
+        return self._array(copy.source, wanted)
+
+    def _code(self, num_inputs: int, outputs: list[int]) -> list[int]:
+        stages: list[list[int]] = []
+        for time in range(max([*self.kernels, *(when for when, _ in self.blocks), 0]) + 1):
+            for space in self.spaces:
+                if (time, space) in self.blocks:
+                    stages.append(self._code_of_block(self.blocks[time, space]))
+            for kernel in self.kernels.get(time, []):
+                lists = [len(kernel.inputs), *kernel.inputs, len(kernel.settings), *kernel.settings]
+                stages.append([KERNELS.index(kernel.name), kernel.output, *lists])
+        code = [num_inputs, self.num_arrays, len(stages)]
+        return [*code, *itertools.chain.from_iterable(stages), len(outputs), *outputs]
+
+    def _code_of_block(self, block: _Block) -> list[int]:
+        places, num_floats = _placed(block.calls)
+        if block.picked_by >= 0:
+            rows_of, width = block.picked_by, 1
+        else:
+            rows_of, width = self._counted_by(block)
+        cost = sum(_cost(call) for call in block.calls)
+        code = [KERNELS.index("vectors"), rows_of, width, block.picked_by, num_floats, cost, len(block.made)]
+        for array, (dtype, shape) in block.made.items():
+            code += [array, _DTYPES[dtype], len(shape), *shape]
+        code.append(len(block.calls))
+        for call in block.calls:
+            code += _code_of_call(call, places)
+        return code
+
+    def _counted_by(self, block: _Block) -> tuple[int, int]:
+        """An array with as many rows as the block has tokens, and how many numbers a row has."""
+        for call in block.calls:
+            if call.name == "load":
+                found = next((one for one in block.loaded if one.array == call.number), None)
+                if found is not None:
+                    return call.number, found.count
+        raise CannotBeLowered("a block reads nothing")
+
+
+class _Own(float):
+    """A number that is only equal to itself: its place is not shared."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _cost(call: _Call) -> int:
+    """About the elements that are touched; functions are some ten additions."""
+    heavy = {"silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "exp", "softmax", "topk"}
+    slow = {"sin", "cos", "pow"}
+    return math.prod(call.sizes) * (8 if call.name in heavy else 64 if call.name in slow else 1)
+
+
+def _placed(calls: list[_Call]) -> tuple[dict[_Source, int], int]:
+    """The place of each source in a token's memory, which another takes when it is not read again; and its size."""
+    last: dict[_Source, int] = {}
+    for number, call in enumerate(calls):
+        for view in (call.out, *call.operands):
+            if view is not None and view.source is not None:
+                last[view.source] = number
+    places: dict[_Source, int] = {}
+    free: dict[int, list[int]] = {}
+    size = 0
+    for number, call in enumerate(calls):
+        for view in (call.out, *call.operands):
+            source = view.source if view is not None else None
+            if source is not None and source not in places:
+                room = -(-source.count // 16) * 16
+                if free.get(room):
+                    places[source] = free[room].pop()
+                else:
+                    places[source] = size
+                    size += room
+        for view in {
+            v.source: v for v in (call.out, *call.operands) if v is not None and v.source is not None
+        }.values():
+            assert view.source is not None
+            if last[view.source] == number:
+                free.setdefault(-(-view.source.count // 16) * 16, []).append(places[view.source])
+    return places, size
+
+
+def _code_of_call(call: _Call, places: dict[_Source, int]) -> list[int]:
+    operands = [call.out, *call.operands]
+    views = [one for one in operands if one is not None]
+    shape = call.sizes
+    sizes: Shape
+    strides: list[Shape]
+    if call.name in ("load", "pick", "store", "embed"):
+        sizes, strides = (1, 1, math.prod(shape)), [(0, 0, 1)] * len(views)
+    else:
+        sizes, strides = _loops(shape, [one.strides for one in views], keeps_last=call.name in _ALONG_LAST)
+    own = iter(strides)
+    code = [OPERATIONS.index(call.name), _ROUNDINGS.get(call.dtype, 0), call.number, *sizes]
+    for view in (*operands, *[None] * (3 - len(operands))):
+        if view is None:
+            code += [_SCRATCH, 0, 0, 0, 0, 0]
+        elif view.source is None:
+            code += [*view.constant, view.offset, *next(own)]
+        else:
+            code += [_SCRATCH, 0, places[view.source] + view.offset, *next(own)]
+    return code
+
+
+_ALONG_LAST = {"sum", "mean", "softmax", "topk", "gather"}
+_ELEMENTWISE = {*OPERATIONS[4:]} - _ALONG_LAST
+
+
+def _loops(shape: Shape, strides: Seq[Shape], *, keeps_last: bool) -> tuple[Shape, list[Shape]]:
+    """The same elements in three loops: dimensions are one where all operands' numbers allow it."""
+    dims = [(size, tuple(one[i] for one in strides)) for i, size in enumerate(shape)]
+    last = dims.pop() if keeps_last else None
+    merged: list[tuple[int, tuple[int, ...]]] = []
+    for size, own in dims:
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == tuple(stride * size for stride in own):
+            merged[-1] = (merged[-1][0] * size, own)
+        else:
+            merged.append((size, own))
+    merged += [last] if last is not None else []
+    while len(merged) < 3:
+        merged.insert(0, (1, (0,) * len(strides)))
+    if len(merged) > 3:
+        raise CannotBeLowered("an operation has more than three loops")
+    return tuple(size for size, _ in merged), [tuple(own[i] for _, own in merged) for i in range(len(strides))]
+
+
+def _form(node: Node) -> tuple[torch.dtype, Shape]:
+    value = node.meta["val"]
+    return value.dtype, _of_token(value)[0]
+
+
+def _of_token(value: Tensor) -> tuple[Shape, str]:
+    """Shape of one token's part, and what counts the rows. Sizes that are not known are those of rows."""
+    sizes: list[Any] = [size for size in value.shape if isinstance(size, torch.SymInt)]
+    if not sizes:
+        return tuple(int(size) for size in value.shape), ""
+    rows: Any = math.prod([size.node.expr for size in sizes])
+    factor, symbols = rows.as_coeff_Mul()
+    if not factor.is_Integer or not (symbols.is_Mul or symbols.is_Symbol):
+        raise CannotBeLowered(f"{tuple(value.shape)} has a size that is no product")
+    dims = [i for i, size in enumerate(value.shape) if isinstance(size, torch.SymInt)]
+    if dims != list(range(dims[0], dims[-1] + 1)):
+        raise CannotBeLowered(f"{tuple(value.shape)} has tokens in dimensions that are apart")
+    shape = [1 if isinstance(size, torch.SymInt) else int(size) for size in value.shape]
+    shape[dims[-1]] = int(factor)
+    return tuple(shape), str(symbols)
+
+
+def _rows_come_first(value: Tensor) -> bool:
+    """True if what lies side by side in memory is a token's."""
+    first = next((i for i, size in enumerate(value.shape) if isinstance(size, torch.SymInt)), 0)
+    return all(size == 1 for size in value.shape[:first])
+
+
+def _keeps_rows(before: Tensor, after: Tensor) -> bool:
+    """True if the tokens' dimension, and those before it, stay what they are."""
+
+    def to_rows(value: Tensor) -> list[str]:
+        last = max(i for i, size in enumerate(value.shape) if isinstance(size, torch.SymInt))
+        return [str(size) for size in value.shape[: last + 1] if isinstance(size, torch.SymInt) or size != 1]
+
+    return to_rows(before) == to_rows(after)
+
+
+def _own_dim(value: Tensor, dim: Any) -> int:
+    """Number of a dimension, which must not be that of the tokens."""
+    number = int(dim) % len(value.shape)
+    if isinstance(value.shape[number], torch.SymInt):
+        raise CannotBeLowered("an operation is along the tokens")
+    return number
+
+
+def _whole(source: _Source) -> _View:
+    return _View(source, (0, 0), source.dtype, (source.count,), (1,))
+
+
+def _moved(view: _View, source: _Source) -> _View:
+    return replace(view, source=source)
+
+
+def _transposed(view: _View, first: int, second: int) -> _View:
+    dims = list(range(len(view.shape)))
+    dims[first], dims[second] = dims[second], dims[first]
+    shape, strides = (tuple(one[dim] for dim in dims) for one in (view.shape, view.strides))
+    return replace(view, shape=shape, strides=strides)
+
+
+def _without(view: _View, dim: int) -> _View:
+    shape, strides = ((*one[:dim], *one[dim + 1 :]) for one in (view.shape, view.strides))
+    return replace(view, shape=shape, strides=strides)
+
+
+def _expanded(view: _View, shape: Shape) -> _View:
+    """Broadcast: dimensions of size 1 are read again and again."""
+    missing = len(shape) - len(view.shape)
+    sizes, strides = (1,) * missing + view.shape, (0,) * missing + view.strides
+    if missing < 0 or any(own not in (1, size) for own, size in zip(sizes, shape, strict=True)):
+        raise CannotBeLowered(f"{view.shape} cannot be expanded to {shape}")
+    wide = tuple(0 if own == 1 else stride for own, stride in zip(sizes, strides, strict=True))
+    return replace(view, shape=shape, strides=wide)
+
+
+def _methods() -> dict[str, Callable[[_Lowering, Node], Any]]:
+    def named(method: Callable[[_Lowering, str, Node], Any], name: str) -> Callable[[_Lowering, Node], Any]:
+        return lambda lowering, node: method(lowering, name, node)
+
+    methods: dict[str, Callable[[_Lowering, Node], Any]] = {
+        "aten.pow.Tensor_Scalar": _Lowering._power,
+        "aten.gelu.default": _Lowering._gelu,
+        "aten.clamp.default": _Lowering._clamp,
+        "aten.clamp_min.default": lambda lowering, node: lowering._binary("maximum", node),
+        "aten.clamp_max.default": lambda lowering, node: lowering._binary("minimum", node),
+        "aten.mean.dim": named(_Lowering._reduced, "mean"),
+        "aten.sum.dim_IntList": named(_Lowering._reduced, "sum"),
+        "aten.softmax.int": _Lowering._softmax,
+        "aten.topk.default": _Lowering._topk,
+        "aten.gather.default": _Lowering._gather,
+        "aten.layer_norm.default": _Lowering._layer_norm,
+        "aten.rms_norm.default": _Lowering._rms_norm,
+        "aten.embedding.default": _Lowering._embedding,
+        "aten.index.Tensor": _Lowering._picked,
+        "aten.transpose.int": _Lowering._swapped,
+        "aten.permute.default": _Lowering._permuted,
+        "aten.unsqueeze.default": _Lowering._unsqueezed,
+        "aten.squeeze.dim": _Lowering._squeezed,
+        "aten.slice.Tensor": _Lowering._sliced,
+        "aten.select.int": _Lowering._selected,
+        "aten.expand.default": _Lowering._expand,
+        "aten.repeat_interleave.self_int": _Lowering._repeated,
+        "aten.cat.default": _Lowering._concatenated,
+        "aten.stack.default": _Lowering._stacked,
+        "specdec.linear.default": _Lowering._linear,
+        "specdec.quantized_linear.default": _Lowering._quantized_linear,
+        "specdec.experts_linear.default": _Lowering._experts_linear,
+        "specdec.paged_attention.default": _Lowering._paged_attention,
+        "specdec.all_reduce.default": _Lowering._all_reduce,
+    }
+    for name in ("neg", "abs", "sqrt", "rsqrt", "exp", "sin", "cos", "tanh", "sigmoid", "silu", "relu"):
+        methods[f"aten.{name}.default"] = named(_Lowering._unary, name)
+    for name in ("add", "sub", "mul", "div"):
+        methods[f"aten.{name}.Tensor"] = named(_Lowering._binary, name)
+        methods[f"aten.{name}_.Tensor"] = named(_Lowering._in_place, name)
+    for name in ("alias", "detach", "contiguous", "clone", "dropout"):
+        methods[f"aten.{name}.default"] = _Lowering._alias
+    for name in ("to.dtype", "to.dtype_layout", "type_as.default", "_to_copy.default"):
+        methods[f"aten.{name}"] = _Lowering._converted
+    for name in ("reshape.default", "view.default", "flatten.using_ints", "_unsafe_view.default", "unflatten.int"):
+        methods[f"aten.{name}"] = _Lowering._reshaped
+    for name in ("split_with_sizes.default", "split.Tensor", "chunk.default"):
+        methods[f"aten.{name}"] = _Lowering._split
+    return methods
+
+
+_METHODS = _methods()
