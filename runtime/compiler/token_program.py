@@ -93,7 +93,7 @@ class _View:
 
     source: _Source | None
     constant: tuple[int, int]
-    """Of a weight or number: its place, and its number in it."""
+    """A weight or number: where it is kept, and its number there."""
     dtype: torch.dtype
     shape: Shape
     strides: Shape
@@ -353,7 +353,7 @@ class _Lowering:
         return self._compute(name, views, *_form(node))
 
     def _in_place(self, name: str, node: Node) -> _View:
-        """What was there before must not be read again, not as another view of it either."""
+        """An operation that overwrites its input, which must not be read again, not as another view of it either."""
         nodes = list(self.graph.graph.nodes)
         overwritten, place = self._view(node.args[0]), nodes.index(node)
         views = [one for one, view in self.values.items() if isinstance(view, _View) and view.overlaps(overwritten)]
