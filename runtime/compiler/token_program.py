@@ -172,7 +172,6 @@ class _Lowering:
         self.blocks: dict[tuple[int, str], _Block] = {}
         self.kernels: dict[int, list[_Kernel]] = {}
         self.homes: dict[_Source, _Block] = {}  # of what operations make
-        self.opened: dict[int, tuple[str, int]] = {}  # arrays by which rows are counted
         self.spaces: list[str] = []
         self.num_arrays = 0
 
@@ -202,7 +201,6 @@ class _Lowering:
             return  # a pool, or a table of blocks: kernels take it as it is
         if value.dtype in _DTYPES and space:
             source = _Source(space, value.dtype, math.prod(shape), 0, number)
-            self.opened.setdefault(number, (space, source.count))
             self.values[node] = _View(source, (0, 0), value.dtype, shape, _dense(shape))
 
     def _weight(self, node: Node) -> _View:
@@ -633,7 +631,6 @@ class _Lowering:
         self.kernels.setdefault(time, []).append(_Kernel(name, output, [*inputs, *others], settings))
         shape, space = _of_token(node.meta["val"])
         source = _Source(space, node.meta["val"].dtype, math.prod(shape), time + 1, output)
-        self.opened[output] = (space, source.count)
         return _View(source, (0, 0), source.dtype, shape, _dense(shape))
 
     def _rows_of(self, name: str, number: int, view: _View) -> Shape:
@@ -672,8 +669,7 @@ class _Lowering:
         if any(math.prod(one.shape[:1]) != 1 or len(one.shape) != 4 or one.shape[2] != 1 for one in views):
             raise CannotBeLowered("attention takes heads in another order")
         heads = [self._in_memory(_transposed(one, 1, 2)) for one in views]
-        number = len(self.numbers)
-        self.numbers[_Own(scale)] = number  # type: ignore[arg-type]
+        _, number = self._number(float(scale), torch.float32).constant  # type: ignore[arg-type]
         read = [self._input_number(one) for one in (*tensors, scales) if one is not None]
         settings = [number, int(window), int(arithmetic)]  # type: ignore[arg-type]
         for one in heads:
@@ -752,16 +748,6 @@ class _Lowering:
                 if found is not None:
                     return call.number, found.count
         raise CannotBeLowered("a block reads nothing")
-
-
-class _Own(float):
-    """A number that is only equal to itself: its place is not shared."""
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 def _cost(call: _Call) -> int:

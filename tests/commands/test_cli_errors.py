@@ -976,7 +976,7 @@ HAND_EDITED = [
             ({"mapping": {"world_size": 2, "tp_size": 2, "rank": 0}}, "rank1.safetensors"),
             ({"build_config": []}, "build_config", "list"),
             ({"vocab_size": -5}, "vocab_size", "1", "-5"),
-            ({"format_version": 4}, "11", "4"),
+            ({"format_version": 4}, "12", "4"),
             ({"environment": None}, "environment"),
             ({"environment__device": "tpu"}, "device", "'tpu'"),
             ({"logits_check__tolerance": -1}, "tolerance", "0", "-1"),

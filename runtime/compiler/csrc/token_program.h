@@ -177,6 +177,7 @@ class TokenProgram {
   }
 
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) const {
+    TORCH_CHECK(static_cast<int64_t>(inputs.size()) == num_inputs_, "a token program takes ", num_inputs_, " inputs");
     std::vector<at::Tensor> arrays = inputs;
     arrays.resize(num_arrays_);
     for (const Stage& stage : stages_) {
@@ -269,7 +270,7 @@ class TokenProgram {
         for (const VectorCall& call : stage.calls) carry_out(call, arrays, memory.data(), token, picks ? picks[token] : token);
     };
     // What is done sooner than shared. More parts than threads: who is late, or has lost its core, does fewer.
-    constexpr int64_t kCostOfSharing = 16384, kPartsOfThread = 4;
+    constexpr int64_t kCostOfSharing = 1 << 17, kPartsOfThread = 4;
     if (num_tokens * stage.cost < kCostOfSharing) return compute_tokens(0, num_tokens);
     const int64_t num_parts = std::min(num_tokens, kPartsOfThread * num_threads());
     share_tasks(num_parts, [&](int64_t i) { compute_tokens(i * num_tokens / num_parts, (i + 1) * num_tokens / num_parts); });
@@ -313,7 +314,8 @@ class TokenProgram {
       case VectorOp::kAbs: return compute(call, scratch, [](Lanes a, Lanes) { return (Lanes)((Words)a & 0x7fffffffu); });
       case VectorOp::kSqrt: return compute(call, scratch, [](Lanes a, Lanes) { return sqrt_lanes(a); });
       case VectorOp::kRsqrt: return compute(call, scratch, [](Lanes a, Lanes) { return 1.0f / sqrt_lanes(a); });
-      case VectorOp::kPow: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, [](float x, float y) { return std::pow(x, y); }); });
+      case VectorOp::kPow:
+        return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, [](float x, float y) { return std::pow(x, y); }); });
       case VectorOp::kExp: return compute(call, scratch, [](Lanes a, Lanes) { return exp_lanes(a); });
       case VectorOp::kSin: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, [](float x, float) { return std::sin(x); }); });
       case VectorOp::kCos: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, [](float x, float) { return std::cos(x); }); });
