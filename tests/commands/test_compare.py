@@ -97,7 +97,9 @@ def test_metrics_are_those_of_the_documents(compare: Compare, summary_document: 
     assert metrics["speedup"]["a"] == summary_document["speedup"]
 
 
-def test_counts_of_greedy_outputs_differ_exactly(compare: Compare, run_document: Callable[..., Document]) -> None:
+def test_counts_of_greedy_outputs_differ_exactly(
+    compare: Compare, run_document: Callable[..., Document], said: Said
+) -> None:
     a, b = (run_document(*RUN, *drafter) for drafter in ([], ["--ngram-config", NGRAM]))
     compared = compare(a, b)
     assert compared["requests"]["num_identical_outputs"] == len(a["requests"])
@@ -108,7 +110,8 @@ def test_counts_of_greedy_outputs_differ_exactly(compare: Compare, run_document:
     assert (steps["verdict"], steps["method"]) == ("different", "exact")
     assert steps["difference"] == b["total"]["num_steps"] - a["total"]["num_steps"] < 0
     rate = metrics["draft_acceptance_rate"]
-    assert (rate["a"], rate["verdict"], rate["reason"]) == (None, "unknown", "only one of the two has it")
+    assert (rate["a"], rate["verdict"]) == (None, "unknown")
+    said(rate["reason"])
 
 
 def test_faster_requests_are_told_from_a_faster_machine(compare: Compare, summary_document: Document) -> None:
@@ -147,16 +150,17 @@ def test_one_slow_request_is_noise(compare: Compare, summary_document: Document)
 
 
 def test_requests_that_ran_together_are_one_observation(
-    compare: Compare, run_document: Callable[..., Document]
+    compare: Compare, run_document: Callable[..., Document], said: Said
 ) -> None:
     """Eight requests in batches of four tell no more of time than two."""
     a = run_document(*RUN)
     metric = compare(a, a)["metrics"]["tpot_s"]
     assert metric["num_observations"] == [2, 2]
-    assert (metric["verdict"], metric["reason"]) == ("unknown", "2 of the 6 observations that it takes")
+    assert metric["verdict"] == "unknown"
+    said(metric["reason"], "2", "6")
     a["engine"]["build_config"]["max_batch_size"] = 1
     assert compare(a, a)["metrics"]["tpot_s"]["num_observations"] == [8, 8]
-    assert compare(a, a)["metrics"]["latency_s"]["reason"] == "requests wait for each other"
+    said(compare(a, a)["metrics"]["latency_s"]["reason"])
 
 
 def test_batches_of_a_category_are_one_observation(compare: Compare, summary_document: Document) -> None:
@@ -165,11 +169,13 @@ def test_batches_of_a_category_are_one_observation(compare: Compare, summary_doc
     assert metric["num_observations"] == [6, 6]  # 10 of each category: 4, 4 and 2
 
 
-def test_nothing_can_be_said_of_one_request(compare: Compare, run_document: Callable[..., Document]) -> None:
+def test_nothing_can_be_said_of_one_request(
+    compare: Compare, run_document: Callable[..., Document], said: Said
+) -> None:
     one = run_document("--input-text", "One day", "--max-output-len", 5, "--end-id", 0)
     compared = compare(one, one)
     assert verdicts(compared)["tpot_s"] == "unknown"
-    assert compared["metrics"]["tpot_s"]["reason"] == "1 of the 6 observations that it takes"
+    said(compared["metrics"]["tpot_s"]["reason"], "1", "6")
     assert verdicts(compared)["tokens_per_step"] == "same"
 
 

@@ -73,9 +73,9 @@ def test_hugging_faces_factors_do_change_there(tmp_path: Path) -> None:
         assert (whole[:20] - short[:20]).abs().max() > 1e-2
 
 
-def test_a_config_that_says_its_first_positions_only_is_told_so() -> None:
+def test_a_config_that_says_its_first_positions_only_is_told_so(said: Said) -> None:
     config = scaled_model("longrope").config
-    assert why_positions_end(config) == "before its longrope factors change"
+    said(why_positions_end(config))
     del config.max_position_embeddings
-    assert why_positions_end(config) == "before its longrope factors change"
+    said(why_positions_end(config))
     assert why_positions_end(scaled_model("dynamic").config) == "the model has"
