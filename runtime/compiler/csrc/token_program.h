@@ -1,6 +1,6 @@
-// Programs that compute a step token by token (`runtime/compiler/token_program.py`): kernels, which take all tokens at once, and
-// between them blocks of operations on vectors, which a thread carries out for one token after the other. Nothing of it is
-// compiled for a model, and a token's bits do not depend on others: its operations are the same, whatever is beside it.
+// Programs that compute a step token by token (`runtime/compiler/token_program.py`): kernels, which take all tokens at once,
+// and between them blocks of operations on vectors, which a thread carries out for one token after the other. Nothing of it
+// is compiled for a model, and a token's bits do not depend on others: its operations are the same, whatever is beside it.
 
 #pragma once
 
@@ -20,8 +20,8 @@ namespace {
 
 // In the order of `runtime.compiler.token_program.OPERATIONS`.
 enum class VectorOp : int64_t {
-  kLoad, kPick, kStore, kEmbed, kCopy, kAdd, kSub, kMul, kDiv, kMaximum, kMinimum, kNeg, kAbs, kSqrt, kRsqrt, kPow, kExp, kSin, kCos,
-  kTanh, kSigmoid, kSilu, kRelu, kGelu, kGeluTanh, kSum, kMean, kSoftmax, kTopk, kGather
+  kLoad, kPick, kStore, kEmbed, kCopy, kAdd, kSub, kMul, kDiv, kMaximum, kMinimum, kNeg, kAbs, kSqrt, kRsqrt, kPow, kExp,
+  kSin, kCos, kTanh, kSigmoid, kSilu, kRelu, kGelu, kGeluTanh, kSum, kMean, kSoftmax, kTopk, kGather
 };
 enum class Rounding : int64_t { kNone, kBFloat16, kHalf };
 
@@ -111,7 +111,7 @@ inline void with_dtype(at::ScalarType dtype, const Use& use) {
 
 template <typename T>
 inline void widen_row(const T* from, float* to, int64_t count) {
-  if constexpr (std::is_same_v<T, int64_t>) std::transform(from, from + count, to, [](int64_t i) { return static_cast<float>(i); });
+  if constexpr (std::is_same_v<T, int64_t>) std::copy_n(from, count, to);
   else widen(from, to, count);
 }
 
@@ -225,7 +225,8 @@ class TokenProgram {
       stage.settings = next_list();
       return;
     }
-    stage.rows_of = next(), stage.width_of_rows = next(), stage.picked_by = next(), stage.num_floats = next(), stage.cost = next();
+    stage.rows_of = next(), stage.width_of_rows = next(), stage.picked_by = next();
+    stage.num_floats = next(), stage.cost = next();
     stage.made.resize(next());
     for (Made& made : stage.made) {
       made.array = next();
@@ -267,15 +268,19 @@ class TokenProgram {
       thread_local std::vector<float> memory;
       if (memory.size() < static_cast<size_t>(stage.num_floats)) memory.resize(stage.num_floats);
       for (int64_t token = begin; token < end; ++token)
-        for (const VectorCall& call : stage.calls) carry_out(call, arrays, memory.data(), token, picks ? picks[token] : token);
+        for (const VectorCall& call : stage.calls)
+          carry_out(call, arrays, memory.data(), token, picks ? picks[token] : token);
     };
     // What is done sooner than shared. More parts than threads: who is late, or has lost its core, does fewer.
     constexpr int64_t kCostOfSharing = 1 << 17, kPartsOfThread = 4;
     if (num_tokens * stage.cost < kCostOfSharing) return compute_tokens(0, num_tokens);
     const int64_t num_parts = std::min(num_tokens, kPartsOfThread * num_threads());
-    share_tasks(num_parts, [&](int64_t i) { compute_tokens(i * num_tokens / num_parts, (i + 1) * num_tokens / num_parts); });
+    share_tasks(num_parts, [&](int64_t i) {
+      compute_tokens(i * num_tokens / num_parts, (i + 1) * num_tokens / num_parts);
+    });
   }
 
+  // An operation, for the token of that number; of its row in an array that is picked from, `picked` is the number.
   void carry_out(const VectorCall& call, const std::vector<at::Tensor>& arrays, float* scratch, int64_t token,
                  int64_t picked) const {
     const int64_t n = call.sizes[2], stride = call.a.strides[2];
@@ -314,20 +319,16 @@ class TokenProgram {
       case VectorOp::kAbs: return compute(call, scratch, [](Lanes a, Lanes) { return (Lanes)((Words)a & 0x7fffffffu); });
       case VectorOp::kSqrt: return compute(call, scratch, [](Lanes a, Lanes) { return sqrt_lanes(a); });
       case VectorOp::kRsqrt: return compute(call, scratch, [](Lanes a, Lanes) { return 1.0f / sqrt_lanes(a); });
-      case VectorOp::kPow:
-        return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, [](float x, float y) { return std::pow(x, y); }); });
+      case VectorOp::kPow: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, power); });
       case VectorOp::kExp: return compute(call, scratch, [](Lanes a, Lanes) { return exp_lanes(a); });
-      case VectorOp::kSin: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, [](float x, float) { return std::sin(x); }); });
-      case VectorOp::kCos: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, [](float x, float) { return std::cos(x); }); });
+      case VectorOp::kSin: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, sine); });
+      case VectorOp::kCos: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, cosine); });
       case VectorOp::kTanh: return compute(call, scratch, [](Lanes a, Lanes) { return tanh_lanes(a); });
       case VectorOp::kSigmoid: return compute(call, scratch, [](Lanes a, Lanes) { return 1.0f / (1.0f + exp_lanes(-a)); });
       case VectorOp::kSilu: return compute(call, scratch, [](Lanes a, Lanes) { return a / (1.0f + exp_lanes(-a)); });
       case VectorOp::kRelu: return compute(call, scratch, [](Lanes a, Lanes) { return a < 0.0f ? Lanes{} : a; });
-      case VectorOp::kGelu: return compute(call, scratch, [](Lanes a, Lanes) { return 0.5f * a * (1.0f + erf_lanes(a * 0.70710678118654752f)); });
-      case VectorOp::kGeluTanh:
-        return compute(call, scratch, [](Lanes a, Lanes) {
-          return 0.5f * a * (1.0f + tanh_lanes(0.79788456080286536f * (a + 0.044715f * a * a * a)));
-        });
+      case VectorOp::kGelu: return compute(call, scratch, [](Lanes a, Lanes) { return gelu_lanes(a); });
+      case VectorOp::kGeluTanh: return compute(call, scratch, [](Lanes a, Lanes) { return gelu_tanh_lanes(a); });
       case VectorOp::kSum:
       case VectorOp::kMean:
         return for_rows(call, scratch, [&](float* to, const float* a, const float*) {
@@ -335,7 +336,9 @@ class TokenProgram {
           *to = round_number(call.op == VectorOp::kMean ? sum / static_cast<float>(n) : sum, call.rounding);
         });
       case VectorOp::kSoftmax:
-        return for_rows(call, scratch, [&](float* to, const float* a, const float*) { softmax_row(to, a, stride, n, call.rounding); });
+        return for_rows(call, scratch, [&](float* to, const float* a, const float*) {
+          softmax_row(to, a, stride, n, call.rounding);
+        });
       case VectorOp::kTopk: {
         float* places = out + call.sizes[0] * call.sizes[1] * call.number;
         return for_rows(call, scratch, [&](float* to, const float* a, const float*) {

@@ -32,7 +32,8 @@ inline Lanes sqrt_lanes(Lanes x) {
 inline Lanes exp_lanes(Lanes x) {
 #if defined(__AVX512F__)
   // Of NaN both give NaN.
-  const Lanes low = (Lanes)_mm512_max_ps(_mm512_set1_ps(-104.0f), (__m512)x), high = (Lanes)_mm512_min_ps(_mm512_set1_ps(89.0f), (__m512)low);
+  const __m512 low = _mm512_max_ps(_mm512_set1_ps(-104.0f), (__m512)x);
+  const Lanes high = (Lanes)_mm512_min_ps(_mm512_set1_ps(89.0f), low);
 #else
   const Lanes high = x > 89.0f ? Lanes{} + 89.0f : x < -88.0f ? Lanes{} - 88.0f : x;
 #endif
@@ -78,5 +79,15 @@ inline Lanes erf_lanes(Lanes x) {
   const Lanes result = 1.0f - y * t * exp_lanes(-size * size);
   return (Lanes)((Words)result | ((Words)x & 0x80000000u));
 }
+
+inline Lanes gelu_lanes(Lanes x) { return 0.5f * x * (1.0f + erf_lanes(x * 0.70710678118654752f)); }
+inline Lanes gelu_tanh_lanes(Lanes x) {
+  return 0.5f * x * (1.0f + tanh_lanes(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+}
+
+// The C library's, for `each`.
+inline float power(float x, float y) { return std::pow(x, y); }
+inline float sine(float x, float) { return std::sin(x); }
+inline float cosine(float x, float) { return std::cos(x); }
 
 }  // namespace
