@@ -768,22 +768,33 @@ def _placed(calls: list[_Call]) -> tuple[dict[_Source, int], int]:
     free: dict[int, list[int]] = {}
     size = 0
     for number, call in enumerate(calls):
-        for view in (call.out, *call.operands):
-            source = view.source if view is not None else None
-            if source is not None and source not in places:
-                room = -(-source.count // 16) * 16
-                if free.get(room):
-                    places[source] = free[room].pop()
-                else:
-                    places[source] = size
-                    size += room
-        for view in {
-            v.source: v for v in (call.out, *call.operands) if v is not None and v.source is not None
-        }.values():
-            assert view.source is not None
-            if last[view.source] == number:
-                free.setdefault(-(-view.source.count // 16) * 16, []).append(places[view.source])
+        sources = dict.fromkeys(view.source for view in (call.out, *call.operands) if view and view.source)
+        over = [one for one in sources if last[one] == number]
+        made = call.out.source if call.out else None
+        if made is not None and made not in places and (taken := _overwritten(call, over)) is not None:
+            places[made] = places[taken]
+            over.remove(taken)
+        for source in sources:
+            room = -(-source.count // 16) * 16
+            if source not in places and free.get(room):
+                places[source] = free[room].pop()
+            elif source not in places:
+                places[source] = size
+                size += room
+        for source in over:
+            free.setdefault(-(-source.count // 16) * 16, []).append(places[source])
     return places, size
+
+
+def _overwritten(call: _Call, over: list[_Source]) -> _Source | None:
+    """One of the sources that are not read again, in whose place an operation on elements can leave what it makes."""
+    if call.name not in _ELEMENTWISE or call.out is None or not call.out.is_whole():
+        return None
+    for view in call.operands:
+        others = [one for one in call.operands if one.source is view.source and one != view]
+        if view.source in over and view.is_whole() and not others:
+            return view.source
+    return None
 
 
 def _code_of_call(call: _Call, places: dict[_Source, int]) -> list[int]:

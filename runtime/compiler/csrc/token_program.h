@@ -75,10 +75,18 @@ template <Rounding rounding, typename Function>
   const bool is_plain = so == 1 && sa >= 0 && sa <= 1 && sb >= 0 && sb <= 1;
   for_rows(call, scratch, [&](float* out, const float* a, const float* b) {
     int64_t i = 0;
+    const auto whole_lanes = [&](const auto& first, const auto& second) {
+#pragma GCC unroll 4
+      for (; i + kLanes <= n; i += kLanes) store(out + i, rounded<rounding>(function(first(i), second(i))));
+    };
     if (is_plain) {
       const Lanes a0 = Lanes{} + *a, b0 = Lanes{} + *b;
-      for (; i + kLanes <= n; i += kLanes)
-        store(out + i, rounded<rounding>(function(sa ? load(a + i) : a0, sb ? load(b + i) : b0)));
+      const auto each_a = [&](int64_t k) { return load(a + k); }, each_b = [&](int64_t k) { return load(b + k); };
+      const auto same_a = [&](int64_t) { return a0; }, same_b = [&](int64_t) { return b0; };
+      if (sa && sb) whole_lanes(each_a, each_b);
+      else if (sa) whole_lanes(each_a, same_b);
+      else if (sb) whole_lanes(same_a, each_b);
+      else whole_lanes(same_a, same_b);
     }
     for (; i < n; i += kLanes) {
       const int64_t count = std::min(kLanes, n - i);
@@ -119,6 +127,7 @@ template <typename T>
 inline void narrow_row(const float* from, T* to, int64_t count) {
   int64_t i = 0;
   if constexpr (!std::is_same_v<T, int64_t>)
+#pragma GCC unroll 4
     for (; i + kLanes <= count; i += kLanes) narrow(load(from + i), to + i);
   for (; i < count; ++i) to[i] = static_cast<T>(from[i]);
 }
