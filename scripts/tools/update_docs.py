@@ -102,11 +102,17 @@ def shortened(output: str, without: str | None) -> str:
     lines = [line.rstrip() for line in output.rstrip().splitlines()]
     for span in (without or "").split(";") if without else []:
         first, _, following = (part.strip() for part in span.partition(".."))
-        start = next(i for i, line in enumerate(lines) if line.startswith(first))
-        after = range(start + 1, len(lines))
-        end = next(i for i in after if lines[i].startswith(following)) if following else len(lines)
+        start = _line_with(first, lines)
+        end = _line_with(following, lines, start + 1) if following else len(lines)
         lines[start:end] = ["…"]
     return "\n".join(lines)
+
+
+def _line_with(beginning: str, lines: list[str], first: int = 0) -> int:
+    found = next((i for i in range(first, len(lines)) if lines[i].startswith(beginning)), None)
+    if found is None:
+        sys.exit(f"no line begins with `{beginning}` in this output of the walk:\n" + "\n".join(lines))
+    return found
 
 
 def with_walk(text: str, outputs: dict[str, str]) -> str:
