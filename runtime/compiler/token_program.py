@@ -285,6 +285,8 @@ class _Lowering:
         return into
 
     def _new(self, block: _Block, time: int, dtype: torch.dtype, shape: Shape) -> _View:
+        if dtype not in _DTYPES:
+            raise CannotBeLowered(f"there are no vectors of {dtype}")
         source = _Source(block.space, dtype, math.prod(shape), time)
         self.homes[source] = block
         return _View(source, (0, 0), dtype, shape, _dense(shape))

@@ -195,8 +195,9 @@ def test_a_tokens_bits_do_not_depend_on_others(num_threads: int, threads: Callab
         lambda x: x[:, 1:],
         lambda x: torch.cat([x, x], 1),
         lambda x: x.flip(-1),
+        lambda x: x * torch.ones(8, dtype=torch.float64),
     ],
-    ids=["cumulated", "summed over tokens", "mixed", "without the first", "longer", "unknown operation"],
+    ids=["cumulated", "summed over tokens", "mixed", "without the first", "longer", "unknown operation", "float64"],
 )
 def test_what_looks_at_other_tokens_is_left_to_the_compiler(function: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(CannotBeLowered):
