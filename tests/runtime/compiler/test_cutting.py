@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_torch import computed
 from tiny import FAMILIES, MIXTURES, make_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -35,16 +36,6 @@ def cut(model: PreTrainedModel) -> CutStep:
     model.set_attn_implementation(KERNEL)
     with torch.no_grad(), experts_by_kernel(model):
         return cut_step(model, shapes, lambda: export_step(Step(model), shapes, BLOCK_SIZE, torch.float32), 0)
-
-
-def computed(step: CutStep, inputs: list[Tensor]) -> Tensor:
-    """What the calls give, one after the other, by torch's operations and the kernels."""
-    tensors = dict(enumerate(inputs))
-    for call in step.calls:
-        read = tuple(tensors[place] for place in call.inputs)
-        made = torch.func.functional_call(step.programs[call.program], call.weights, read)
-        tensors |= dict(zip(call.outputs, made if isinstance(made, tuple) else (made,), strict=True))
-    return tensors[step.calls[-1].outputs[0]]
 
 
 @pytest.mark.parametrize("family", [family for family in (*FAMILIES, *MIXTURES) if family != "gpt2"])

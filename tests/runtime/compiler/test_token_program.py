@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from by_torch import computed
 from tiny import FAMILIES, MIXTURES, make_model
 from torch import Tensor, nn
 from torch.export import Dim
@@ -50,16 +51,6 @@ def opened(step: CutStep) -> Any:
     return made
 
 
-def by_torch(step: CutStep, inputs: list[Tensor]) -> Tensor:
-    """What the graphs give, by torch's own operations between the kernels."""
-    tensors = dict(enumerate(inputs))
-    for call in step.calls:
-        read = tuple(tensors[place] for place in call.inputs)
-        made = torch.func.functional_call(step.programs[call.program], call.weights, read)
-        tensors |= dict(zip(call.outputs, made if isinstance(made, tuple) else (made,), strict=True))
-    return tensors[step.calls[-1].outputs[0]]
-
-
 @pytest.mark.parametrize("family", [one for one in (*FAMILIES, *MIXTURES) if one not in {"gpt2", *COMPILED}])
 def test_a_familys_step_is_transformers(family: str) -> None:
     model = make_model(family)
@@ -89,7 +80,7 @@ def test_numbers_of_16_bits_are_rounded_where_torch_rounds_them(family: str) -> 
         step = cut_step(model, shapes, lambda: export_step(Step(model), shapes, BLOCK_SIZE, torch.bfloat16), 0)
         pools = [example_pool(shapes, 40, BLOCK_SIZE, torch.bfloat16, torch.device("cpu")) for _ in range(2)]
         inputs = [[*batch.tensors(), *(tensor for part in pool.tensors() for tensor in part)] for pool in pools]
-        expected = by_torch(step, inputs[0])
+        expected = computed(step, inputs[0])
     (logits,) = opened(step).run(inputs[1])
     assert torch.equal(logits, expected)
 
