@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -235,7 +236,7 @@ def _structure(layer: nn.Module) -> str:
     parts = []
     for name, module in layer.named_modules():
         settings = {
-            key: value if isinstance(value, _PLAIN) else id(value)
+            key: _setting(value)
             for key, value in vars(module).items()
             if not key.startswith("_") and key not in ("layer_idx", "forward")
         }
@@ -243,6 +244,12 @@ def _structure(layer: nn.Module) -> str:
         shapes = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors]
         parts.append((name, type(module), sorted(settings.items()), shapes))
     return repr(parts)
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, partial):  # each layer may have its own of one function
+        return "partial", id(value.func), value.args, sorted(value.keywords.items())
+    return value if isinstance(value, _PLAIN) else id(value)
 
 
 def _inputs(layer: Node) -> list[Node]:

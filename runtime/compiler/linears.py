@@ -25,7 +25,9 @@ def use_kernels(program: ExportedProgram, arithmetic: int) -> bool:
 
     `arithmetic` is that of the products of them, and of attention.
     """
-    graph, constants = program.graph_module.graph, _constants(program)
+    graph = program.graph_module.graph
+    _say_as_linear(graph, _constants(program))
+    constants = _constants(program)
     groups: dict[tuple[Node, bool, torch.dtype], list[Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.aten.linear.default and node.args[1] in constants and _can_serve(node.args[1]):
@@ -42,6 +44,19 @@ def use_kernels(program: ExportedProgram, arithmetic: int) -> bool:
         node.target in _PRODUCTS and any(argument in constants for argument in node.all_input_nodes)
         for node in graph.nodes
     )
+
+
+def _say_as_linear(graph: Graph, constants: set[Node]) -> None:
+    """Products with weights that are stored the other way round, (inputs, outputs), as linear layers: GPT-2's."""
+    for node in graph.nodes:
+        if node.target is not _ATEN.addmm.default or node.args[2] not in constants or node.kwargs:
+            continue
+        bias, x, weight = node.args
+        if len(bias.meta["val"].shape) == 1:
+            with graph.inserting_before(node):
+                rows = _call(graph, _ATEN.t.default, weight)
+                node.replace_all_uses_with(_call(graph, _ATEN.linear.default, x, rows, bias))
+            graph.erase_node(node)
 
 
 def _constants(program: ExportedProgram) -> set[Node]:

@@ -366,6 +366,9 @@ class _Lowering:
         dtype, shape = _form(node)
         if exponent == 2:
             return self._compute("mul", [x, x], dtype, shape)
+        if exponent == 3:  # torch rounds the square where its vectors are of bfloat16
+            square = self._compute("mul", [x, x], dtype if dtype == torch.bfloat16 else torch.float32, shape)
+            return self._compute("mul", [square, x], dtype, shape)
         if exponent in (0.5, -0.5):
             return self._compute("sqrt" if exponent == 0.5 else "rsqrt", [x], dtype, shape)
         return self._compute("pow", [x, self._view(exponent)], dtype, shape)
