@@ -25,6 +25,7 @@ from runtime.compiler.model import (
     probe_config,
     renames_weights,
     split_config,
+    transposed_layers,
 )
 from runtime.compiler.pretrained import parse_language_model, parse_pretrained_config
 from runtime.config import CheckpointConfig, Dtype, Mapping, QuantConfig, as_json
@@ -158,12 +159,15 @@ def _open_source(model_dir: Path) -> Source:
     config = without_quantization(config)
     pretrained, inside = parse_language_model(config, where)
     probe_config(pretrained)
-    shapes = parameter_shapes(pretrained)
+    shapes, transposed = parameter_shapes(pretrained), transposed_layers(pretrained)
     if is_gguf(model_dir):
         layers, tensors = _gguf_tensors(model_dir, config, shapes)
     else:
         tensors = _read_weights(model_dir, inside or config, is_inside=inside is not None)
-        layers, tensors = find_layers(tensors, found_format, shapes, model_dir)
+        if not renames_weights(pretrained):
+            tensors = _named_as_whole(tensors, shapes)
+        of_layers = shapes | {f"{name}.weight": shapes[f"{name}.weight"][::-1] for name in transposed}
+        layers, tensors = find_layers(tensors, found_format, of_layers, model_dir)
     if inside is not None and not renames_weights(pretrained):
         _check_names([*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)], shapes, model_dir)
     _check_shapes(tensors, shapes, model_dir)
@@ -172,7 +176,8 @@ def _open_source(model_dir: Path) -> Source:
         names = [*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)]
         check_head(own_names(pretrained, names), config, head, is_tied=pretrained.tie_word_embeddings)
     format_name = "GGUF" if is_gguf(model_dir) else found_format.name if found_format else None
-    return Source(inside or config, tensors, layers, linears, head, str(model_dir.resolve()), format_name)
+    name = str(model_dir.resolve())
+    return Source(inside or config, tensors, layers, linears, transposed, head, name, format_name)
 
 
 def _read_weights(model_dir: Path, config: dict[str, Any], *, is_inside: bool) -> list[SourceTensor]:
@@ -262,6 +267,20 @@ def _language_model_tensors(entries: list[SourceTensor], model_dir: Path) -> lis
         elif entry.name.endswith("lm_head.weight"):
             renamed.append(replace_fields(entry, name="lm_head.weight"))
     return renamed
+
+
+def _named_as_whole(tensors: list[SourceTensor], shapes: dict[str, tuple[int, ...]]) -> list[SourceTensor]:
+    """The tensors of a model that was saved without its head by their names in the whole one: in GPT-2's `h.0.attn` is
+    `transformer.h.0.attn`."""
+    layers = {name.rpartition(".")[0] for name in shapes}
+    prefixes = {name.partition(".")[0] for name in shapes}
+
+    def named(tensor: SourceTensor) -> SourceTensor:
+        layer = tensor.name.rpartition(".")[0]
+        prefix = next((one for one in prefixes if layer not in layers and f"{one}.{layer}" in layers), None)
+        return tensor if prefix is None else replace_fields(tensor, name=f"{prefix}.{tensor.name}")
+
+    return [named(tensor) for tensor in tensors]
 
 
 def _check_names(names: Iterable[str], shapes: dict[str, tuple[int, ...]], model_dir: Path) -> None:

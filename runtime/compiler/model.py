@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
+from transformers.pytorch_utils import Conv1D
 
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs
 from runtime.compiler.fusing import fuse
@@ -63,10 +64,15 @@ def linear_layers(config: PreTrainedConfig) -> tuple[list[str], str | None]:
     What chooses experts is left out: a few numbers that decide much.
     """
     model = _model_without_memory(config)
-    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     head = next((name for name in names if model.get_submodule(name) is output), None)
     return [name for name in names if name.rpartition(".")[2] not in _ROUTERS], head
+
+
+def transposed_layers(config: PreTrainedConfig) -> frozenset[str]:
+    """The linear layers whose weights the model has as (inputs, outputs): GPT-2's."""
+    return frozenset(name for name, one in _model_without_memory(config).named_modules() if type(one) is Conv1D)
 
 
 def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
@@ -273,7 +279,8 @@ def _model_of_weights(
     choose_vector_math()
     own_class = model_class(config)
     quantized = take_quantized(state_dict)
-    state_dict |= placeholders(quantized, dtype)
+    transposed = transposed_layers(config) if quantized else frozenset()
+    state_dict |= placeholders(quantized, dtype, transposed)
     pieces = (
         placeholders_of_pieces(state_dict, splitting, parameter_shapes(config), dtype) if splitting is not None else {}
     )

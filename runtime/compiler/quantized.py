@@ -1,11 +1,12 @@
 """Linear layers whose weights are in few bits, multiplied by tokens as they are, or quantized to 8 or 16 bits."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from runtime.compiler.kernels import kernel_group_size
 from runtime.config import Activations
@@ -89,17 +90,23 @@ def place_quantized(
             layer = model.get_submodule(name)
         except AttributeError:
             layer = None
-        if (
-            not isinstance(layer, nn.Linear | QuantizedLinear)
-            or (layer.out_features, layer.in_features) != weight.shape
-        ):
+        if layer is None or _form(layer) != weight.shape:
             raise SpecDecError(
                 f"the checkpoint has a weight of {list(weight.shape)} that the model has no layer for: {name}",
                 hint="convert the model again",
                 code="checkpoint",
             )
-        quantized = QuantizedLinear(weight, layer.bias, activations, with_kernels=with_kernels)
+        bias = layer.bias
+        assert bias is None or isinstance(bias, nn.Parameter)
+        quantized = QuantizedLinear(weight, bias, activations, with_kernels=with_kernels)
         setattr(model.get_submodule(parent_name), child, quantized)
+
+
+def _form(layer: nn.Module) -> tuple[int, int] | None:
+    """Outputs and inputs of a linear layer."""
+    if isinstance(layer, nn.Linear | QuantizedLinear):
+        return layer.out_features, layer.in_features
+    return (layer.nf, layer.nx) if isinstance(layer, Conv1D) else None
 
 
 def pack_layers(model: nn.Module) -> None:
@@ -109,9 +116,12 @@ def pack_layers(model: nn.Module) -> None:
             layer.packed = layer.pack()
 
 
-def placeholders(weights: dict[str, QuantizedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Placeholders of the weights' shapes, without memory, while the model is loaded."""
-    return {f"{name}.weight": torch.zeros((), dtype=dtype).expand(weight.shape) for name, weight in weights.items()}
+def placeholders(
+    weights: dict[str, QuantizedWeight], dtype: torch.dtype, transposed: Collection[str]
+) -> dict[str, Tensor]:
+    """Placeholders of the shapes that the model has of the weights, without memory, while it is loaded."""
+    shapes = {name: weight.shape[::-1] if name in transposed else weight.shape for name, weight in weights.items()}
+    return {f"{name}.weight": torch.zeros((), dtype=dtype).expand(shape) for name, shape in shapes.items()}
 
 
 @contextmanager

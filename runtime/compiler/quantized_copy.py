@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from runtime.compiler.attention import KERNEL
 from runtime.compiler.compilation import WEIGHTS
@@ -60,8 +61,9 @@ def quantize_layers(
 def _weight(layer: nn.Module) -> Tensor:
     if isinstance(layer, QuantizedLinear):
         return layer.quantized.dequantize()
-    assert isinstance(layer, nn.Linear)
-    return layer.weight.detach()
+    assert isinstance(layer, nn.Linear | Conv1D)
+    weight = layer.weight.detach()
+    return weight.t() if isinstance(layer, Conv1D) else weight
 
 
 def copy_of(model: PreTrainedModel, layers: dict[str, QuantizedWeight]) -> PreTrainedModel:

@@ -85,6 +85,8 @@ class Source:
     layers: dict[str, PrequantizedLayer]
     linears: list[str]
     """The layers that can be quantized."""
+    transposed: Collection[str]
+    """Linear layers whose weights the model has as (inputs, outputs)."""
     head: str | None
     """The one of them that computes logits."""
     name: str
@@ -99,7 +101,7 @@ def plan_pieces(
     """Plan the tensors to be written, and the checkpoint's quantization record."""
     quantized = {} if precision.qformat is None else _sizes(source, precision)
     pieces = [
-        _quantized(tensor, precision, quantized[name], losses)
+        _quantized(tensor, precision, quantized[name], losses, is_transposed=name in source.transposed)
         if (name := tensor.name.removesuffix(".weight")) in quantized
         else _copied(tensor, dtype, losses)
         for tensor in source.tensors
@@ -121,9 +123,8 @@ def plan_pieces(
 
 def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
     """The group sizes of the layers to quantize; SpecDecError where there are none, or a group fits one of them not."""
-    inputs = {
-        tensor.name.removesuffix(".weight"): tensor.shape[-1] for tensor in source.tensors if len(tensor.shape) == 2
-    }
+    matrices = {tensor.name.removesuffix(".weight"): tensor for tensor in source.tensors if len(tensor.shape) == 2}
+    inputs = {name: tensor.shape[0 if name in source.transposed else 1] for name, tensor in matrices.items()}
     names = [name for name in source.linears if name in inputs and name != source.head]
     if not names:
         raise SpecDecError(
@@ -189,15 +190,24 @@ def _copied(tensor: SourceTensor, dtype: torch.dtype, losses: Losses) -> Piece:
 
 
 def _quantized(
-    tensor: SourceTensor, precision: QuantConfig, group_size: int, losses: Losses, name: str | None = None
+    tensor: SourceTensor,
+    precision: QuantConfig,
+    group_size: int,
+    losses: Losses,
+    name: str | None = None,
+    *,
+    is_transposed: bool = False,
 ) -> Piece:
     name = name or tensor.name.removesuffix(".weight")
 
+    def quantized(weight: Tensor) -> dict[str, Tensor]:
+        return _named(name, quantize_weight(weight.t() if is_transposed else weight, precision, group_size))
+
     def make(values: list[Tensor]) -> dict[str, Tensor]:
         losses.check(values[0], values[0], tensor)
-        return _named(name, quantize_weight(values[0], precision, group_size))
+        return quantized(values[0])
 
-    forms = forms_of(_named(name, quantize_weight(tensor.without_values(), precision, group_size)))
+    forms = forms_of(quantized(tensor.without_values()))
     return Piece((tensor,), forms, make)
 
 

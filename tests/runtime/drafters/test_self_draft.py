@@ -82,9 +82,9 @@ def test_greedy_output_is_hugging_faces(loop: str, engine: Engine, model: PreTra
     assert accepted > {"int4": 0.25, "int8": 0.8}[self_draft.qformat] * num_drafted(sequences)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "mistral-sliding", "mixtral", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "mistral-sliding", "mixtral", "olmo2", "gpt2"])
 def test_families(family: str, make_engine: Any) -> None:
-    """Sliding windows, norms of their own, experts in one piece, which stay unquantized."""
+    """Sliding windows, norms of their own, experts in one piece, which stay unquantized, weights that lie transposed."""
     model = make_model(family)
     engine: Engine = make_engine(model, self_draft=SelfDraftConfig("int8", 16))
     sequences = answer(engine, "leader", make_requests(), SelfDraft(engine, use_logits=False))

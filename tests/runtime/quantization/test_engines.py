@@ -11,7 +11,7 @@ import torch
 from quantized import Q, gguf_model, save_awq, save_compressed, save_gguf, save_gptq, small_model, write_tokenizer
 from safetensors.torch import load_file
 from sentences import Said
-from tiny import VOCAB_SIZE, eager_logits, hf_greedy, make_build, repetitive_prompt
+from tiny import VOCAB_SIZE, eager_logits, hf_greedy, make_build, make_model, repetitive_prompt
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -118,6 +118,26 @@ def check_engine(engine_dir: Path, model: PreTrainedModel) -> None:
         plain = outputs(engine, prompts, ngram=False)
         assert plain == [hf_greedy(model, prompt, 30) for prompt in prompts]
         assert outputs(engine, prompts, ngram=True) == plain
+
+
+@pytest.mark.parametrize(
+    ("qformat", "compiler"), [("int8", "none"), ("int4", "aot"), pytest.param("fp8", "aot", marks=pytest.mark.slow)]
+)
+def test_weights_stored_the_other_way_round_are_quantized_too(qformat: Any, compiler: str, tmp_path: Path) -> None:
+    """GPT-2's, (inputs, outputs): by rows of outputs, as all others. It is published without its head."""
+    model = make_model("gpt2")
+    model.base_model.save_pretrained(tmp_path / "model")
+    directories = (tmp_path / "model", tmp_path / "checkpoint")
+    precision = QuantConfig(qformat, 16, activations="float")
+    convert(*directories, "float32", replace=False, progress=lambda *_: None, precision=precision)
+    weights = take_quantized(load_file(tmp_path / "checkpoint" / "rank0.safetensors"))
+    assert len(weights) == 4 * len(model.transformer.h)
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        torch.testing.assert_close(weight.dequantize().t(), layer.weight, rtol=0.1, atol=0.15)
+        layer.weight.data = weight.dequantize().t().contiguous()
+    assert build(tmp_path, compiler=compiler).build_config.compiler == compiler
+    check_engine(tmp_path / "engine", model)
 
 
 @pytest.mark.slow
