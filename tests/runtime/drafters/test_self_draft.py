@@ -84,7 +84,7 @@ def test_greedy_output_is_hugging_faces(loop: str, engine: Engine, model: PreTra
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "mistral-sliding", "mixtral", "olmo2", "gpt2"])
 def test_families(family: str, make_engine: Any) -> None:
-    """Sliding windows, norms of their own, experts in one piece, which stay unquantized, weights that lie transposed."""
+    """Sliding windows, norms of their own, experts in one piece, which stay as they are, transposed weights."""
     model = make_model(family)
     engine: Engine = make_engine(model, self_draft=SelfDraftConfig("int8", 16))
     sequences = answer(engine, "leader", make_requests(), SelfDraft(engine, use_logits=False))
