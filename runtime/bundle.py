@@ -17,6 +17,7 @@ from typing import Any
 
 from runtime.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes, is_of_tokenizer
 from runtime.config import Compiler, EngineConfig, Mapping, parse
+from runtime.costs import are_measured_when_asked_for, with_kept_costs
 from runtime.errors import SpecDecError
 from runtime.files import Stamp, read_json, read_json_and_text, recover_directory, stamp_of
 
@@ -52,6 +53,11 @@ class Bundle:
     directory: Path
     config: EngineConfig
 
+    @property
+    def has_costs(self) -> bool:
+        """True if it is known what steps cost, or will be when somebody asks."""
+        return bool(self.config.step_costs) or are_measured_when_asked_for(self.directory)
+
 
 def read_bundle(engine_dir: Path) -> Bundle:
     """SpecDecError names what is missing or wrong."""
@@ -76,7 +82,7 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
     config = parse_engine_config(data, engine_dir)
     check_config(engine_dir / CONFIG, text, ENGINE)
     check_sizes(engine_dir, [record for record in config.files if not is_of_tokenizer(record)], ENGINE)
-    return config
+    return with_kept_costs(config, engine_dir)
 
 
 def parse_engine_config(data: dict[str, Any], engine_dir: Path) -> EngineConfig:

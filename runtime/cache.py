@@ -29,6 +29,8 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
 _TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
 _SHA256 = re.compile("[0-9a-f]{64}")
 _PARTS = ("engines", "digests", "programs")
+COSTS = ".costs"
+"""Suffix of the file of measured step costs (`runtime.costs`), beside an engine."""
 
 Range = tuple[int, int]
 """Bytes of a file: the first, and one past the last."""
@@ -134,6 +136,7 @@ def remove_unused_entry(path: Path) -> bool:
                 removed = path.with_name(f".{path.name}.{os.getpid()}.old")
                 path.rename(removed)
                 shutil.rmtree(removed, ignore_errors=True)
+                path.with_name(f"{path.name}{COSTS}").unlink(missing_ok=True)
             return is_unused
     finally:
         lock.release()

@@ -2,13 +2,24 @@
 
 The time of a step grows with the sequences in it, with their context, and with the tokens of each. On a CPU a draft is
 not free: a step of eleven tokens may take twice as long as a step of one.
+
+`build` measures, and writes the costs into `config.json`. Those of an engine that is made of a model are measured when
+somebody asks for them, so that the first answer does not wait, and kept in a file beside the engine's directory, which
+tells too that they are measured in this way.
 """
 
+import dataclasses
+import json
 from bisect import bisect_left
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
-from runtime.config import StepCost
+from runtime.cache import COSTS, read_sealed, sealed
+from runtime.config import EngineConfig, StepCost, as_json, parse
 from runtime.errors import SpecDecError
+from runtime.files import write_file
 
 Grid = dict[int, dict[int, float]]
 """Seconds by context length and by tokens of a row, for one batch size."""
@@ -88,3 +99,45 @@ def _on_lines(points: dict[int, float], x: float) -> float:
     left, right = xs[i - 1], xs[i]
     value = points[left] + (points[right] - points[left]) * (x - left) / (right - left)
     return max(value, min(points.values()) / 2)
+
+
+# --- costs that are measured when they are asked for ---
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """The fields of an engine's configuration that are measured."""
+
+    step_costs: tuple[StepCost, ...] = ()
+    host_s: float = 0.0
+    self_draft_costs: tuple[StepCost, ...] = ()
+
+    @staticmethod
+    def of(config: EngineConfig) -> "MeasuredCosts":
+        return MeasuredCosts(config.step_costs, config.host_s, config.self_draft_costs)
+
+
+def keep_costs(engine_dir: Path, costs: MeasuredCosts) -> None:
+    """Write what was measured so far; where that cannot be written it is measured again."""
+    with suppress(OSError):
+        write_file(_file(engine_dir), sealed(json.dumps(as_json(costs)).encode()))
+
+
+def are_measured_when_asked_for(engine_dir: Path) -> bool:
+    return _file(engine_dir).is_file()
+
+
+def with_kept_costs(config: EngineConfig, engine_dir: Path) -> EngineConfig:
+    """The configuration with what was measured since the engine was built. What is damaged is measured again."""
+    data = read_sealed(_file(engine_dir))
+    if data is None:
+        return config
+    try:
+        costs = parse(MeasuredCosts, json.loads(data), str(_file(engine_dir)))
+    except (ValueError, SpecDecError):  # of another version
+        return config
+    return dataclasses.replace(config, **vars(costs))
+
+
+def _file(engine_dir: Path) -> Path:
+    return engine_dir.with_name(f"{engine_dir.name}{COSTS}")

@@ -310,16 +310,16 @@ class Engine:
             sequence.num_computed += len(row.tokens)
             num_tokens -= len(row.tokens)
 
-    def occupy_cache(self) -> None:
-        """Have the whole K/V cache in memory, as if it were full: for measuring."""
+    def occupy_cache(self, blocks: range) -> None:
+        """Have these blocks of the K/V cache in memory, as if they were in use: for measuring."""
         self.check_is_open()
-        self._pool.occupy()
+        self._pool.occupy(blocks)
 
-    def time_step(self, rows: list[Row]) -> float:
+    def time_step(self, rows: list[Row], *, by_copy: bool = False) -> float:
         """Seconds of the compiled step for these rows. Its writes to the K/V cache are unused."""
-        before = self.step_time_s
-        self._forward(rows)
-        return self.step_time_s - before
+        before = self.step_time_s + self.copy_time_s
+        self._forward(rows, by_copy=by_copy)
+        return self.step_time_s + self.copy_time_s - before
 
     def _forward(self, rows: Seq[Row], *, by_copy: bool = False) -> Tensor:
         """(T, vocab) logits of the rows' last positions."""

@@ -20,6 +20,7 @@ from runtime.compiler.choosing import compiler_for
 from runtime.compiler.kernels import processor
 from runtime.compiler.load import current_environment
 from runtime.config import BuildConfig, Compiler, Dtype, SelfDraft
+from runtime.costs import MeasuredCosts, keep_costs
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
@@ -180,7 +181,7 @@ def _make_engine(
     """Convert and build; the checkpoint between them is not kept."""
     with own_temporary_files():
         from runtime.checkpoint import convert  # not to open an engine: it takes seconds
-        from runtime.compiler.build import build_engine, default_max_seq_len
+        from runtime.compiler.build import BuildEffort, build_engine, default_max_seq_len
 
     with (
         tempfile.TemporaryDirectory(prefix=f".{engine_dir.name}.", dir=engine_dir.parent) as directory,
@@ -197,7 +198,11 @@ def _make_engine(
             tp_size=settings.tp_size,
         )
         build = settings.build_config(default_max_seq_len(checkpoint_dir))
-        config = build_engine(checkpoint_dir, engine_dir, build, device, replace=False, phase=phase)
+        # A GPU's memory is given away when an engine is opened, and ranks measure together.
+        at_once = BuildEffort(measure_costs=settings.tp_size > 1 or device.type != "cpu")
+        config = build_engine(checkpoint_dir, engine_dir, build, device, replace=False, phase=phase, effort=at_once)
+    if not at_once.measure_costs:
+        keep_costs(engine_dir, MeasuredCosts())
     if config.compiler_note:
         warnings.warn(f"built with torch-compile: the model {config.compiler_note}", SpecDecWarning, stacklevel=2)
     return engine_dir

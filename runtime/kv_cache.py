@@ -259,10 +259,10 @@ class KVPool:
         """Cache tensors of the step: keys, and values with the scales behind them."""
         return self.keys, [*self.values, *self.scales]
 
-    def occupy(self) -> None:
-        """Write everywhere. Pages never written to are one page of zeros, which is read faster than memory."""
+    def occupy(self, blocks: range) -> None:
+        """Write all over them. Pages never written to are one page of zeros, which is read faster than memory."""
         for pool in (*self.keys, *self.values, *self.scales):
-            pool.zero_()
+            pool[blocks.start : blocks.stop].zero_()
 
     def copy_block(self, copy: BlockCopy) -> None:
         for pool in (*self.keys, *self.values, *self.scales):

@@ -101,7 +101,7 @@ class LLM:
         self.mode = mode
         self.kv_cache = kv_cache or KVCacheConfig()
         self._engine_options = engine
-        self._has_told_penalties = False
+        self._has_told_penalties = self._has_measured = False
         self._sessions: dict[Speculation, Session] = {}
         with MODEL_INIT_LOCK, ExitStack() as stack:
             self._stack = stack
@@ -249,6 +249,8 @@ class LLM:
         """A session that has learned nothing yet; its drafter is closed by `stack`."""
         if not speculation:
             return Session(self.engine, self.mode, speculation.in_mode("fixed"))
+        if speculation.draft_len_mode == "auto":
+            self.measure_costs()
         config = self.bundle.config
         speculation.check_fits(config.build_config)
         check_corpora(speculation, self.tokenizer, config.vocab_size)
@@ -262,6 +264,15 @@ class LLM:
         )
         opened = stack.enter_context(open_drafter(speculation, opening))
         return Session(self.engine, self.mode, speculation, opened)
+
+    def measure_costs(self) -> None:
+        """Have step costs measured, if that was left until they are wanted. The first time it takes a second."""
+        if not self._has_measured:
+            from runtime.compiler.profile_steps import costs_when_asked_for  # not for a first answer
+
+            self.engine.config = costs_when_asked_for(self.bundle, self.engine)
+            self.bundle = dataclasses.replace(self.bundle, config=self.engine.config)
+            self._has_measured = bool(self.engine.config.step_costs)
 
     @cached_property
     def model_defaults(self) -> ModelDefaults:

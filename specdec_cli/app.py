@@ -4,6 +4,7 @@
 tell; 130 interrupted.
 """
 
+import atexit
 import errno
 import gc
 import inspect
@@ -254,6 +255,7 @@ def main() -> None:
     """The `specdec` command."""
     # A collection looks through all that was imported: with Python's own thresholds that is a sixth of torch's import.
     gc.set_threshold(50_000, 20, 100)
+    atexit.register(gc.freeze)  # the last collection too, of a process that gives all back anyway
     _open_closed_streams()
     _keep_out_of_the_common_directory()
     for signal_number in (signal.SIGINT, signal.SIGTERM):

@@ -47,7 +47,7 @@ class Job:
     def draft_len_mode(self) -> DraftLenMode:
         """Requested draft length mode; by default automatic where it is known to be safe."""
         speculation = self.choice.speculation
-        if speculation.draft_len_mode is None and read_bundle(self.choice.engine_dir).config.step_costs:
+        if speculation.draft_len_mode is None and read_bundle(self.choice.engine_dir).has_costs:
             return speculation.default_mode(is_leader=True)
         return speculation.draft_len_mode or "fixed"
 

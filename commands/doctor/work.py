@@ -32,7 +32,7 @@ def diagnose(
 ) -> None:
     """Measure, judge and show; SpecDecError (exit code 1) if there is a finding. Without prompts its own are asked."""
     bundle, speculation = choice.bundle or read_bundle(choice.engine_dir), choice.speculation
-    is_auto = choice.mode == "leader" and bool(bundle.config.step_costs)
+    is_auto = choice.mode == "leader" and bundle.has_costs
     speculation = speculation.in_mode(speculation.draft_len_mode or speculation.default_mode(is_leader=is_auto))
     kv_cache = choice.kv_cache.config()
     with LLM(

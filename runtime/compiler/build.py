@@ -34,7 +34,7 @@ from runtime.compiler.kernels import (
 from runtime.compiler.load import current_environment, open_copy
 from runtime.compiler.model import Step, load_model, load_whole_model, probe_config, split_config
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
-from runtime.compiler.profile_steps import cache_for_measuring, measure_host, measure_machine, measure_steps
+from runtime.compiler.profile_steps import cache_for_measuring, costs_at_build
 from runtime.compiler.quantized import pack_layers
 from runtime.compiler.quantized_copy import COPY_ACTIVATIONS, copy_of, quantize_layers, write_layers
 from runtime.compiler.torch_internals import check_torch
@@ -88,7 +88,7 @@ class BuildEffort:
     """Build options that leave no trace in the step."""
 
     measure_costs: bool = True
-    """False if step costs will not be needed."""
+    """False if step costs will not be needed, or measured later."""
     num_workers: int = 1
     """Processes that make ranks' steps at once, each with the memory that a rank's weights take."""
 
@@ -317,16 +317,10 @@ def _with_costs(
     """The config with what steps cost, or without where there is no memory to measure them: it may still run."""
     cache = cache_for_measuring(config.build_config)
     try:
-        with Engine(config, step, device, cache) as engine:
-            costs, host_s = measure_steps(engine), measure_host(engine)
-            machine = measure_machine()  # by the threads that an engine has: a rank is pinned to its cores
-            config = dataclasses.replace(config, step_costs=costs, host_s=host_s, machine=machine)
-        if copy_step is not None:
-            with Engine(config, copy_step, device, cache) as engine:
-                config = dataclasses.replace(config, self_draft_costs=measure_steps(engine, with_prompts=False))
+        with Engine(config, step, device, cache, copy_step=copy_step) as engine:
+            return costs_at_build(engine, has_copy=copy_step is not None)
     except SpecDecError:
-        pass
-    return config
+        return config
 
 
 def default_max_seq_len(checkpoint_dir: Path) -> int:

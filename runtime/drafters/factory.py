@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 
 from runtime.bundle import Bundle, read_bundle
+from runtime.compiler.profile_steps import costs_when_asked_for
 from runtime.config import EngineConfig
 from runtime.costs import CostModel
 from runtime.drafters.adaptive import AdaptiveDrafter
@@ -101,7 +102,10 @@ def open_draft_model(spec: DraftTargetDrafter, opening: Opening) -> OpenDrafter:
     opening.check_draft_engine(bundle)
     with draft_engine_errors():
         engine = opening.stack.enter_context(Engine.of_bundle(bundle, spec.device_ids, opening.kv_cache))
-        draft_costs = CostModel(bundle.config.step_costs, bundle.config.host_s) if opening.costs else None
+        draft_costs = None
+        if opening.costs is not None:
+            engine.config = costs_when_asked_for(bundle, engine)
+            draft_costs = CostModel(engine.config.step_costs, engine.config.host_s)
     model = DraftModel(engine, opening.engine.config.vocab_size, use_logits=spec.use_logits)
     return OpenDrafter(opening.adapted(model, draft_costs), spec.max_draft_len, draft_model=model)
 

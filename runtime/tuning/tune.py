@@ -147,6 +147,7 @@ class Tuned:
 
 def tune(llm: LLM, answered: Answered, scope: Scope, timing: Timing, progress: Progress) -> Tuned:
     """Predict by replay or run once, time the best in turn, recommend."""
+    llm.measure_costs()
     config = llm.engine.config
     cost = Cost(CostModel(config.step_costs, config.host_s), llm.engine.max_num_tokens)
     end_ids = answered.requests[0].end_ids

@@ -83,7 +83,7 @@ def test_folded_rows_compute_what_each_computes_alone(lengths: tuple[int, ...], 
         ]
         alone = torch.cat([engine._forward([row]) for row in rows])
         keys = [pool.clone() for pool in engine._pool.keys]
-        engine._pool.occupy()
+        engine._pool.occupy(range(engine._blocks.num_blocks))
         assert len(split_long_rows(rows)) > len(rows)
         torch.testing.assert_close(engine._forward(rows), alone, rtol=1e-5, atol=1e-5)
         for ours, theirs in zip(engine._pool.keys, keys, strict=True):

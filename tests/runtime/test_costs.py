@@ -1,5 +1,6 @@
 """The cost model gives back what was measured, and straight lines between; the measured table fits the engine."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ from waiting import HANG_S
 
 from runtime.bundle import read_engine_config
 from runtime.compiler.build import build_engine
-from runtime.compiler.profile_steps import cache_for_measuring
+from runtime.compiler.profile_steps import cache_for_measuring, measure_steps
 from runtime.config import StepCost
 from runtime.costs import CostModel
+from runtime.engine import Engine
 from runtime.errors import SpecDecError
 
 TABLE = [
@@ -89,15 +91,30 @@ def test_engine_without_costs_is_an_error(said: Said) -> None:
     said(error)
 
 
-def test_build_measures_every_draft_length_and_never_beyond_the_model(llama_engine_dir: Path) -> None:
-    config = read_engine_config(llama_engine_dir)
-    build = config.build_config
-    short = {(c.batch_size, c.num_tokens) for c in config.step_costs if c.num_tokens <= build.max_draft_len + 1}
+def test_all_draft_lengths_are_measured_and_never_beyond_the_model(llama_uncompiled_dir: Path) -> None:
+    with Engine.open(llama_uncompiled_dir) as engine:
+        costs = measure_steps(engine, max_s=math.inf)
+        assert measure_steps(engine, math.inf, costs) == costs, "what is known is not measured again"
+    build = engine.config.build_config
+    short = {(c.batch_size, c.num_tokens) for c in costs if c.num_tokens <= build.max_draft_len + 1}
     batch_sizes = {1, 2, build.max_batch_size}
-    assert {(b, n) for b in batch_sizes for n in range(1, build.max_draft_len + 2)} <= short
-    assert all(0 < c.seconds < HANG_S for c in config.step_costs) and 0 < config.host_s < HANG_S
-    assert max(c.context_len + c.num_tokens for c in config.step_costs) <= build.max_request_len
-    assert len({(c.batch_size, c.context_len, c.num_tokens) for c in config.step_costs}) == len(config.step_costs)
+    assert short == {(b, n) for b in batch_sizes for n in range(1, build.max_draft_len + 2)}
+    assert all(0 < c.seconds < HANG_S for c in costs)
+    assert max(c.context_len + c.num_tokens for c in costs) <= build.max_request_len
+    assert len({(c.batch_size, c.context_len, c.num_tokens) for c in costs}) == len(costs)
+
+
+def test_without_time_the_shortest_and_the_longest_row_are_measured(llama_uncompiled_dir: Path) -> None:
+    with Engine.open(llama_uncompiled_dir) as engine:
+        costs = measure_steps(engine, max_s=0.0)
+        longest = engine.max_draft_len + 1
+    assert [(c.batch_size, c.num_tokens) for c in costs] == [(1, 1), (1, longest)]
+    assert CostModel(costs, 0.0).step_s(1, 64, longest) == costs[1].seconds
+
+
+def test_build_measures(llama_engine_dir: Path) -> None:
+    config = read_engine_config(llama_engine_dir)
+    assert config.step_costs and 0 < config.host_s < HANG_S and config.machine is not None
 
 
 def test_large_batches_are_not_measured_one_and_all() -> None:

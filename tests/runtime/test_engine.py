@@ -348,7 +348,7 @@ def test_closed_engine_says_so(loop: Any, llama_uncompiled_dir: Path, said: Said
         lambda: list(loop.generate(engine, [Request(2, (3, 4, 5), 9)])),
         lambda: engine.step([sequence], [Draft([])]),
         lambda: engine.admit(start(A, 3)),
-        engine.occupy_cache,
+        lambda: engine.occupy_cache(range(1, 2)),
     ]
     for use in uses:
         with pytest.raises(SpecDecError) as raised:
