@@ -81,14 +81,17 @@ def _load(tensor: SourceTensor) -> Tensor:
     except FileNotFoundError:
         is_same = False
     if not is_same:
-        raise SpecDecError(
-            f"a file of the model was written over while it was read: {tensor.file}",
-            hint="start again when it is written",
-        )
+        raise written_over(tensor.file)
     values = values.view(tensor.dtype).view(tensor.shape)
     if tensor.shift:
         values = (values.float() + tensor.shift).to(tensor.dtype)
     return values if tensor.rows is None else values[list(tensor.rows)]
+
+
+def written_over(path: Path) -> SpecDecError:
+    return SpecDecError(
+        f"a file of the model was written over while it was read: {path}", hint="start again when it is written"
+    )
 
 
 def read_tensors(model_dir: Path) -> list[SourceTensor]:

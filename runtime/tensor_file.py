@@ -16,7 +16,7 @@ _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own bound
 _MAX_ELEMENTS = 2**63 - 1
 _METADATA = "__metadata__"
-_NUM_BITS = {
+NUM_BITS = {  # of safetensors' dtypes, in its order
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
@@ -94,14 +94,14 @@ def _parse_entry(name: str, entry: Any) -> TensorEntry:
     if not isinstance(entry, dict):
         _refuse(f"`{name}` is not described")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or dtype not in _NUM_BITS:
+    if not isinstance(dtype, str) or dtype not in NUM_BITS:
         _refuse(f"`{name}` has an unknown dtype")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         _refuse(f"`{name}` has no shape or no place")
     start, end = offsets
     if math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:
         _refuse(f"`{name}` has a shape that no memory is large enough for")
-    if (end - start) * 8 != math.prod(shape) * _NUM_BITS[dtype]:
+    if (end - start) * 8 != math.prod(shape) * NUM_BITS[dtype]:
         _refuse(f"`{name}` has {end - start:,} bytes, which does not match its shape")
     return TensorEntry(dtype, tuple(shape), start, end)
 

@@ -32,12 +32,14 @@ from runtime.compiler.kernels import (
     no_compiler,
 )
 from runtime.compiler.load import current_environment, open_copy
-from runtime.compiler.model import Step, load_model, load_whole_model, probe_config, split_config
+from runtime.compiler.memory import trim
+from runtime.compiler.model import Step, load_absent, load_whole_model, probe_config, split_config
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 from runtime.compiler.profile_steps import cache_for_measuring, costs_at_build
 from runtime.compiler.quantized import pack_layers
 from runtime.compiler.quantized_copy import COPY_ACTIVATIONS, copy_of, quantize_layers, write_layers
 from runtime.compiler.torch_internals import check_torch
+from runtime.compiler.weights import present
 from runtime.config import (
     Activations,
     Arithmetic,
@@ -119,7 +121,7 @@ def build_engine(
     weights = _Weights(checkpoint_dir, checkpoint, pretrained, device, uses_kernels(build.compiler, device.type))
     shape = weights.shape(build)
     phase("loading the checkpoint")
-    model = weights.whole_model()
+    model = weights.whole_model(build)
     quantized = None if build.self_draft is None else quantize_layers(model, pretrained, build.self_draft)
     Step(model).to(device)
     with (
@@ -131,6 +133,9 @@ def build_engine(
         phase("compiling the step")
         compiled = _compile_all(weights, model, shape, directory, effort.num_workers)
         shape = dataclasses.replace(shape, build_config=compiled.build)
+        if compiled.build.compiler != "aot":  # the step is the model
+            stack.enter_context(present(model))
+        trim()
         phase("checking the logits")
         step = _built_step(weights, model, shape, directory)
         if isinstance(step, RankedStep):
@@ -168,11 +173,14 @@ class _Weights:
     def paths(self) -> list[Path]:
         return [self.directory / name for name in weights_files(self.checkpoint.mapping)]
 
-    def whole_model(self) -> PreTrainedModel:
+    def whole_model(self, build: BuildConfig) -> PreTrainedModel:
+        """The model that the step is compared with, of all ranks' weights."""
+        if self.splitting is None and build.compiler == "aot" and self.device.type == "cpu":
+            return load_absent(self.pretrained, self.paths[0], *self._kind)
         return load_whole_model(self.pretrained, self.paths, *self._kind, self.splitting)
 
     def model_of(self, rank: int) -> PreTrainedModel:
-        return load_model(self.pretrained, self.paths[rank], *self._kind, self.splitting)
+        return load_absent(self.pretrained, self.paths[rank], *self._kind, self.splitting)
 
     def shape(self, build: BuildConfig) -> StepShape:
         """Shape of a rank's step."""

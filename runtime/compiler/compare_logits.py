@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -17,6 +18,7 @@ from runtime.batch import Row, pack
 from runtime.compiler.compilation import StepFunction
 from runtime.compiler.quantized import quantized_layers, without_kernels
 from runtime.compiler.reference import QUANTIZED_KV, QuantizeKV, Stored
+from runtime.compiler.weights import layer_by_layer, present, tensors_of
 from runtime.config import LogitsCheck, StepShape
 from runtime.errors import SpecDecError
 from runtime.kv_cache import KVPool, kv_dtype
@@ -71,7 +73,8 @@ def check_logits(step: StepFunction, model: PreTrainedModel, shape: StepShape, t
         kv = [None if shape.kv_cache is None else Stored(pool, table, tolerance) for table in tables]
         sequences = list(zip(rows_tokens, lengths, kv, strict=True))
         with _reference_attention(model, shape), without_kernels(model):
-            theirs = _reference_logits(model, sequences)
+            with layer_by_layer(model):
+                theirs = _reference_logits(model, sequences)
             if not theirs.isfinite().all():
                 raise SpecDecError(
                     f"the model's logits are NaN or infinite in {shape.dtype}, by transformers too",
@@ -103,14 +106,28 @@ def _with_distances(check: LogitsCheck, dtype: torch.dtype, both: Seq[float]) ->
 
 
 def _logits_in(dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Sequence]) -> Tensor:
-    """Transformers' logits by the same weights in more bits. Weights of 8 bits stay: their layers widen them."""
-    copied = copy.deepcopy(model)
-    for tensor in (*copied.parameters(), *copied.buffers()):
-        if tensor.is_floating_point() and tensor.element_size() > 1:
-            tensor.data = tensor.data.to(dtype)
+    """Transformers' logits by the same weights in more bits, layer by layer."""
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     copied.set_experts_implementation("eager")  # torch's grouped products have no float64
-    with _WidenFloat32() if dtype == torch.float64 else nullcontext():
+    with (
+        _WidenFloat32() if dtype == torch.float64 else nullcontext(),
+        layer_by_layer(copied, partial(_in_dtype, dtype)),
+    ):
         return _reference_logits(copied, sequences)
+
+
+@contextmanager
+def _in_dtype(dtype: torch.dtype, *those: nn.Module | Tensor) -> Iterator[None]:
+    """Have the numbers of tensors in another dtype in the block. Weights of 8 bits stay: their layers widen them."""
+    with present(*those):
+        before = [(one, one.data) for one in tensors_of(those) if one.is_floating_point() and one.element_size() > 1]
+        try:
+            for tensor, data in before:
+                tensor.data = data.to(dtype)
+            yield
+        finally:
+            for tensor, data in before:
+                tensor.data = data
 
 
 class _WidenFloat32(TorchFunctionMode):
@@ -157,7 +174,7 @@ def check_products(model: PreTrainedModel, tolerance: float) -> None:
         if not layer.with_kernels:
             continue
         x = torch.randn(_NUM_SINGLE, layer.in_features, generator=generator).to(next(model.parameters()).dtype)
-        with torch.inference_mode():
+        with torch.inference_mode(), present(layer):
             ours = layer(x).float()
             with without_kernels(layer):
                 theirs = layer(x).float()

@@ -38,7 +38,7 @@ from runtime.compiler.programs import (
     package_options,
     run_inductor,
 )
-from runtime.compiler.weights import Layout, layout_of, save_weights
+from runtime.compiler.weights import Layout, layout_of, present, save_weights, write_weights
 from runtime.config import ARITHMETICS, Arithmetic, LayerShape, StepShape, as_json, parse
 from runtime.kv_cache import KVPool, kv_dtype
 from runtime.temporary import own_temporary_files
@@ -110,11 +110,13 @@ def compile_aot(
 
     with _quiet(), torch.no_grad(), experts_by_kernel(step.model) if arithmetic is not None else nullcontext():
         if arithmetic is None:
-            return _write_whole(export(), shape, directory, None, known, rank)
+            with present(step.model):
+                return _write_whole(export(), shape, directory, None, known, rank)
         try:
             cut = cut_step(step.model, shape.layers, export, ARITHMETICS.index(arithmetic))
         except Exception as error:  # whatever it is about the model, the whole may do
-            made = _write_whole(export(), shape, directory, arithmetic, known, rank)
+            with present(step.model):
+                made = _write_whole(export(), shape, directory, arithmetic, known, rank)
             return dataclasses.replace(made, why_whole=why_not_cut(error))
         _write_cut(cut, shape, directory, known, rank)
         return Made(uses_kernels=True)
@@ -123,12 +125,11 @@ def compile_aot(
 def _write_cut(
     cut: "CutStep", shape: StepShape, directory: Path, known: Mapping[str, Tensor] | None, rank: int
 ) -> None:
-    weights = {f"{i}.{name}": weight for i, call in enumerate(cut.calls) for name, weight in call.weights.items()}
-    save_weights(directory / f"rank{rank}.safetensors", weights, known)
+    write_weights(directory / f"rank{rank}.safetensors", cut.layout, cut.weights, known)
     if rank > 0:
         return
     calls = [[call.program, call.inputs, call.outputs] for call in cut.calls]
-    extras = {_LAYOUT: layout_of(weights), _SHAPE: as_json(shape), _CALLS: calls}
+    extras = {_LAYOUT: cut.layout, _SHAPE: as_json(shape), _CALLS: calls}
     with zipfile.ZipFile(directory / PACKAGE, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, extra in extras.items():
             archive.writestr(f"extra/{name}", json.dumps(extra))
@@ -147,7 +148,8 @@ def _files_of(programs: list[GraphModule]) -> list[Files]:
     try:
         return [{TOKENWISE: json.dumps(dataclasses.asdict(lower(program))).encode()} for program in programs]
     except CannotBeLowered:
-        return compile_programs(programs)
+        with present(*programs):
+            return compile_programs(programs)
 
 
 def _write_whole(

@@ -11,7 +11,7 @@ Weights are packed here, by the operations of the graph that look at nothing els
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from runtime.compiler.attention import PagedInputs
 from runtime.compiler.linears import use_kernels
 from runtime.compiler.selection import select_early
+from runtime.compiler.weights import Layout, layout_of, present
 from runtime.config import LayerShape
 
 torch.library.define("specdec_cut::layer", "(Tensor hidden, Tensor[] others, int layer) -> Tensor")
@@ -52,8 +53,16 @@ class Call:
     program: int
     inputs: list[int]
     outputs: list[int]
-    weights: dict[str, Tensor]
-    """The program's constants, by their names there."""
+    layout: Layout
+    """Forms of the program's constants, by their names there."""
+    sources: list[Tensor]
+    """The tensors of the model that they are made of."""
+    make_weights: Callable[[], dict[str, Tensor]]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The program's constants, made anew each time, of sources that must be present."""
+        return self.make_weights()
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,17 @@ class CutStep:
 
     programs: list[GraphModule]
     calls: list[Call]
+
+    @property
+    def layout(self) -> Layout:
+        """Forms of all calls' weights."""
+        return {f"{i}.{name}": form for i, call in enumerate(self.calls) for name, form in call.layout.items()}
+
+    def weights(self) -> Iterator[dict[str, Tensor]]:
+        """The weights of one call after the other, there until the next are asked for."""
+        for i, call in enumerate(self.calls):
+            with present(*call.sources):
+                yield {f"{i}.{name}": weight for name, weight in call.weights.items()}
 
 
 def cut_step(model: nn.Module, shapes: tuple[LayerShape, ...], export: Export, arithmetic: int) -> CutStep:
@@ -91,8 +111,8 @@ def cut_step(model: nn.Module, shapes: tuple[LayerShape, ...], export: Export, a
         folded = _fold(program)
         number = programs.number(folded.graph)
         for i in alike:
-            weights = folded.weights_of(_in_layer(layers[i], program))
-            made[nodes[i]] = _Turn(number, weights, _inputs(nodes[i]), [nodes[i]])
+            get = _in_layer(layers[i], program)
+            made[nodes[i]] = _Turn(number, folded, get, _inputs(nodes[i]), [nodes[i]])
     return _in_order(graph, programs, made)
 
 
@@ -268,21 +288,27 @@ class _Folded:
     graph: GraphModule
     made_by: dict[str, Node]
     """Nodes of the graph before it was folded."""
+    constants: list[Node]
+    """All that they come of, in order."""
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of({name: getattr(self.graph, name) for name in self.made_by})
+
+    def sources(self, get: Callable[[str], Tensor]) -> list[Tensor]:
+        """The attributes that the weights come of, as `get` finds them."""
+        return [get(str(node.target)) for node in self.constants if node.op == "get_attr"]
 
     def weights_of(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The weights that come of the attributes that `get` finds."""
+        """The weights that come of the attributes that `get` finds, which must be present."""
         known: dict[Node, Tensor] = {}
-
-        def value(node: Node) -> Tensor:
-            if node not in known:
-                if node.op == "get_attr":
-                    known[node] = get(str(node.target))
-                else:
-                    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
-                    known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-            return known[node]
-
-        return {name: value(node).detach().contiguous() for name, node in self.made_by.items()}
+        for node in self.constants:
+            if node.op == "get_attr":
+                known[node] = get(str(node.target))
+            else:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return {name: known[node].detach().contiguous() for name, node in self.made_by.items()}
 
 
 def _fold(module: GraphModule) -> _Folded:
@@ -297,8 +323,12 @@ def _fold(module: GraphModule) -> _Folded:
         elif node in used:
             copies[node] = graph.get_attr(f"weight_{used.index(node)}")
             copies[node].meta["val"] = node.meta["val"]
-    weights = _Folded(module, made_by).weights_of(_of(module))
-    return _Folded(GraphModule(weights, graph), made_by)
+    needed = set(used)
+    for node in reversed(module.graph.nodes):
+        needed |= set(node.all_input_nodes) if node in needed else set()
+    folded = _Folded(module, made_by, [node for node in module.graph.nodes if node in needed])
+    with present(*folded.sources(_of(module))):
+        return replace(folded, graph=GraphModule(folded.weights_of(_of(module)), graph))
 
 
 def _constants(nodes: Iterable[Node]) -> dict[Node, None]:
@@ -352,7 +382,8 @@ class _Turn:
     """A call, of tensors that are known by the nodes that make them."""
 
     program: int
-    weights: dict[str, Tensor]
+    folded: _Folded
+    get: Callable[[str], Tensor]
     read: list[Node]
     made: list[Node]
 
@@ -390,7 +421,7 @@ def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn
             writing = [node for node in nodes if times[node] == time and _written(node)]
             piece, read = _piece(module, outputs, writing, given)
             folded = _fold(piece)
-            turns.append(_Turn(programs.number(folded.graph), folded.weights_of(_of(piece)), read, outputs))
+            turns.append(_Turn(programs.number(folded.graph), folded, _of(piece), read, outputs))
             given |= set(outputs)
         turns += [turn for node, turn in layers.items() if times[node] == time]
     return CutStep(programs.graphs, _with_places(inputs, turns))
@@ -440,11 +471,13 @@ def _with_places(inputs: list[Node], turns: list[_Turn]) -> list[Call]:
     new, free, calls = count(len(inputs)), list[int](), list[Call]()
     for number, turn in enumerate(turns):
         read = [places[node] for node in turn.read]
-        over = {node for node in turn.read if read_last[node] == number and node not in inputs}
+        over = dict.fromkeys(node for node in turn.read if read_last[node] == number and node not in inputs)
         free += [places[node] for node in over]
         for node in turn.made:
             places[node] = free.pop() if free else next(new)
-        calls.append(Call(turn.program, read, [places[node] for node in turn.made], turn.weights))
+        made, folded = [places[node] for node in turn.made], turn.folded
+        weights = partial(folded.weights_of, turn.get)
+        calls.append(Call(turn.program, read, made, folded.layout, folded.sources(turn.get), weights))
     return calls
 
 

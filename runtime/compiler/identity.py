@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from runtime.bundle import Bundle
 from runtime.cache import digest
 from runtime.compiler.pretrained import parse_pretrained_config
+from runtime.compiler.weights import present
 from runtime.errors import SpecDecError
 from runtime.text import load_tokenizer, tokenizer_digest
 from runtime.tokenizer import Tokenizer
@@ -20,16 +22,25 @@ _NOT_OF_THE_MODEL = {
     "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+_SUMMED_AT_ONCE = 1 << 20
 
 
 def weights_digest(model: PreTrainedModel, dtype: torch.dtype) -> str:
     """The same for models of the same weights in `dtype`. Of each tensor the sum of its bits: as fast as memory."""
     parts = []
     for name, weight in sorted(model.state_dict().items()):
-        cast = weight.to(dtype) if weight.dtype.is_floating_point else weight
-        bits = cast.contiguous().view(_INTEGERS[cast.element_size()])
-        parts.append(f"{name} {tuple(weight.shape)} {int(bits.sum(dtype=torch.int64))}")
+        with present(weight):
+            parts.append(f"{name} {tuple(weight.shape)} {_sum_of_bits(weight, dtype)}")
     return digest(parts)
+
+
+def _sum_of_bits(weight: Tensor, dtype: torch.dtype) -> int:
+    """Summed piece by piece: torch would widen all of it before."""
+    total = torch.zeros((), dtype=torch.int64)
+    for piece in torch.split(weight.flatten(), _SUMMED_AT_ONCE):
+        cast = piece.to(dtype) if weight.dtype.is_floating_point else piece
+        total += cast.view(_INTEGERS[cast.element_size()]).sum(dtype=torch.int64)
+    return int(total)
 
 
 def differences(

@@ -1,8 +1,10 @@
 """Memory from the system, zeroed page by page when it is first used: asked for in huge pages, kept, and given back."""
 
 import ctypes
+import gc
 import mmap
 import os
+import sys
 from functools import cache
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 # mallopt(3), of glibc: what is free at the top of the heap is given back beyond the first, the heap grows by the
 # second, and what is larger than the third is not of the heap (32 MiB is the most it takes).
 _MALLOC = {-1: 1 << 30, -2: 64 << 20, -3: 32 << 20}
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Python has no name of it before 3.13
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -33,10 +36,27 @@ def huge_pages(num_bytes: int) -> Tensor:
     Python maps memory to be shared with forks unless told otherwise, and the system has huge pages for private memory
     where it may be asked for them (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or `always`).
     """
-    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(_map(mmap.mmap, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
+
+
+def reserve(kind: type[mmap.mmap], num_bytes: int) -> mmap.mmap:
+    """The same, as a mapping of this kind, of which the system need not have all at once."""
+    return _map(kind, num_bytes, _NO_RESERVE)
+
+
+def _map(kind: type[mmap.mmap], num_bytes: int, flags: int = 0) -> mmap.mmap:
+    memory = kind(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+    return memory
+
+
+def trim() -> None:
+    """Let the system have what is free, and what only refers to itself, as the graphs of an export do."""
+    gc.collect()
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def give_back(memory: Tensor) -> None:
@@ -44,7 +64,11 @@ def give_back(memory: Tensor) -> None:
 
     For memory that is still referenced, but never read again.
     """
+    storage = memory.untyped_storage()
+    give_back_pages(storage.data_ptr(), storage.nbytes())
+
+
+def give_back_pages(address: int, num_bytes: int) -> None:
+    """`give_back` of the pages that begin there."""
     if hasattr(mmap, "MADV_DONTNEED"):
-        storage = memory.untyped_storage()
-        start, num_bytes = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes())
-        ctypes.CDLL(None).madvise(start, num_bytes, mmap.MADV_DONTNEED)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)

@@ -7,7 +7,7 @@ gives the compiled function its signature.
 import copy
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import reduce
@@ -34,7 +34,7 @@ from runtime.compiler.kernels import choose_vector_math
 from runtime.compiler.pretrained import last_words, model_class
 from runtime.compiler.quantized import place_quantized, placeholders
 from runtime.compiler.split import compute_together, place_pieces, placeholders_of_pieces
-from runtime.compiler.weights import read_weights
+from runtime.compiler.weights import absent_weights, is_absent, present, read_weights
 from runtime.config import LayerShape, Quantization
 from runtime.errors import SpecDecError
 from runtime.locks import MODEL_INIT_LOCK, lock_transformers, quiet_transformers
@@ -237,13 +237,32 @@ def load_model(
 
     With `splitting` they are one rank's.
     """
-    state_dict = _read_weights(weights)
+    state_dict = _read_weights(weights, read_weights)
     return _model_of_weights(config, state_dict, dtype, attention, quantization, splitting, str(weights))
 
 
-def _read_weights(weights: Path) -> dict[str, Tensor]:
+def load_absent(
+    config: PreTrainedConfig,
+    weights: Path,
+    dtype: torch.dtype,
+    attention: str,
+    quantization: Quantization | None = None,
+    splitting: Splitting | None = None,
+) -> PreTrainedModel:
+    """`load_model`, with weights that are in memory while they are `present`.
+
+    Those of a model that makes others of them, when it is loaded, are there all the time.
+    """
+    state_dict = _read_weights(weights, absent_weights)
+    model = _model_of_weights(config, state_dict, dtype, attention, quantization, splitting, str(weights))
+    if all(is_absent(tensor) for tensor in model.state_dict(keep_vars=True).values()):
+        return model
+    return load_model(config, weights, dtype, attention, quantization, splitting)
+
+
+def _read_weights(weights: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
     try:
-        return read_weights(weights)
+        return read(weights)
     except FileNotFoundError:
         raise SpecDecError(f"file is missing: {weights}", hint=_CONVERT_AGAIN, code="checkpoint") from None
     except SafetensorError as error:
@@ -261,7 +280,7 @@ def load_whole_model(
     """The model of all ranks' weights."""
     if splitting is None:
         return load_model(config, ranks[0], dtype, attention, quantization)
-    pieces = [_read_weights(path) for path in ranks]
+    pieces = [_read_weights(path, read_weights) for path in ranks]
     whole = {name: splitting.join(name, [piece[name] for piece in pieces]) for name in pieces[0]}
     return _model_of_weights(config, whole, dtype, attention, quantization, None, str(ranks[0].parent))
 
@@ -278,7 +297,7 @@ def _model_of_weights(
     """`load_model`, of tensors that have been read."""
     choose_vector_math()
     own_class = model_class(config)
-    quantized = take_quantized(state_dict)
+    quantized = take_quantized(state_dict, present)
     transposed = transposed_layers(config) if quantized else frozenset()
     state_dict |= placeholders(quantized, dtype, transposed)
     pieces = (

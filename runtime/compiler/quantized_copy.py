@@ -16,7 +16,7 @@ from runtime.compiler.attention import KERNEL
 from runtime.compiler.compilation import WEIGHTS
 from runtime.compiler.model import Step, linear_layers
 from runtime.compiler.quantized import QuantizedLinear, place_quantized
-from runtime.compiler.weights import read_weights, save_weights
+from runtime.compiler.weights import present, read_weights, save_weights
 from runtime.config import Activations, QuantConfig, SelfDraft
 from runtime.errors import SpecDecError
 from runtime.quantization.quantize import group_size_for, quantize_weight
@@ -40,15 +40,8 @@ def quantize_layers(
         layer = model.get_submodule(name)
         if name == head or (isinstance(layer, QuantizedLinear) and layer.quantized.bits <= bits):
             continue
-        weight = _weight(layer)
-        group_size = group_size_for(name, weight.shape[1], self_draft.group_size)
-        if bits == 4 and weight.shape[1] % 2:
-            raise SpecDecError(
-                f"numbers of 4 bits are stored in pairs, and `{name}` has an odd number of inputs: {weight.shape[1]}",
-                hint="quantize to int8",
-            )
-        layers[name] = quantize_weight(weight, QuantConfig(self_draft.qformat), group_size)
-        layers[name].check(name)
+        with present(layer):
+            layers[name] = _quantized(name, _weight(layer), self_draft)
     if not layers:
         raise SpecDecError(
             f"the model has no linear layers of more bits than its copy's would have: {self_draft.qformat}",
@@ -56,6 +49,18 @@ def quantize_layers(
             code="nothing_to_quantize",
         )
     return layers
+
+
+def _quantized(name: str, weight: Tensor, self_draft: SelfDraft) -> QuantizedWeight:
+    group_size = group_size_for(name, weight.shape[1], self_draft.group_size)
+    if self_draft.qformat == "int4" and weight.shape[1] % 2:
+        raise SpecDecError(
+            f"numbers of 4 bits are stored in pairs, and `{name}` has an odd number of inputs: {weight.shape[1]}",
+            hint="quantize to int8",
+        )
+    quantized = quantize_weight(weight, QuantConfig(self_draft.qformat), group_size)
+    quantized.check(name)
+    return quantized
 
 
 def _weight(layer: nn.Module) -> Tensor:

@@ -3,41 +3,88 @@
 Packaged with the step they would be in memory twice, mapped and copied, and the package unpacked at every opening.
 """
 
+import ctypes
 import json
-from collections.abc import Mapping
+import math
+import mmap
+import os
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, BinaryIO, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from runtime.compiler.memory import huge_pages
+from runtime.compiler.memory import give_back_pages, huge_pages, reserve
 from runtime.errors import SpecDecError
-from runtime.source import DTYPES
-from runtime.tensor_file import TensorEntry, read_header
+from runtime.files import Stamp, stamp_of
+from runtime.source import DTYPES, written_over
+from runtime.tensor_file import NUM_BITS, TensorEntry, read_header
 
 _ALIGNMENT = 64  # bytes: a cache line, and what the compiled step may assume
 _SHARED = "shared"
 _NAMES = {name: str(dtype).removeprefix("torch.") for name, dtype in DTYPES.items()}
+_CODES = {name: code for code, name in _NAMES.items()}
 
 Layout = dict[str, tuple[str, list[int]]]
 """The dtype and shape of each weight, by its name."""
 
 
-def save_weights(path: Path, weights: dict[str, Tensor], known: Mapping[str, Tensor] | None = None) -> None:
+def save_weights(path: Path, weights: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None) -> None:
     """Write a safetensors file of contiguous tensors; those that share memory are written each for itself.
 
     Of those that are among the `known` ones of another step only the name there is written.
     """
-    shared = {name: other for name, weight in weights.items() if (other := _find(weight, known or {})) is not None}
-    path.touch()
-    mode = path.stat().st_mode
-    own = {name: weight.detach().clone() for name, weight in weights.items() if name not in shared}
-    save_file(own, path, metadata={_SHARED: json.dumps(shared)} if shared else None)
-    path.chmod(mode)  # or no other user could read it
+    write_weights(path, layout_of(weights), lambda: [weights], known)
+
+
+def write_weights(
+    path: Path,
+    layout: Layout,
+    parts: Callable[[], Iterable[Mapping[str, Tensor]]],
+    known: Mapping[str, Tensor] | None = None,
+) -> None:
+    """The same of weights that are made in parts, one after the other, and all of this layout together.
+
+    They are made twice where others are known: which these are is at the beginning of the file.
+    """
+    shared = {name: other for part in parts() for name, other in _among(known, part)} if known else {}
+    own = {name: form for name, form in layout.items() if name not in shared}
+    header, places = _header(own, {_SHARED: json.dumps(shared)} if shared else {})
+    with path.open("wb") as file:
+        file.write(header)
+        for part in parts():
+            for name in part.keys() & places.keys():
+                assert layout_of({name: part[name]})[name] == layout[name]
+                file.seek(len(header) + places.pop(name))
+                file.write(part[name].detach().flatten().view(torch.uint8).numpy().data)
+    assert not places
+
+
+def _header(layout: Layout, metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Length and header as safetensors writes them, and where each tensor begins behind them: the widest come first."""
+    order = {name: number for number, name in enumerate(NUM_BITS)}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    places, end = dict[str, int](), 0
+    for name in sorted(layout, key=lambda name: (-order[_CODES[layout[name][0]]], name)):
+        code, shape = _CODES[layout[name][0]], layout[name][1]
+        places[name], end = end, end + math.prod(shape) * NUM_BITS[code] // 8
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [places[name], end]}
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded, places
+
+
+def _among(known: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    return ((name, other) for name, weight in weights.items() if (other := _find(weight, known)) is not None)
 
 
 def _find(weight: Tensor, known: Mapping[str, Tensor]) -> str | None:
@@ -48,7 +95,7 @@ def _find(weight: Tensor, known: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def layout_of(weights: dict[str, Tensor]) -> Layout:
+def layout_of(weights: Mapping[str, Tensor]) -> Layout:
     return {name: (str(weight.dtype).removeprefix("torch."), list(weight.shape)) for name, weight in weights.items()}
 
 
@@ -91,13 +138,18 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Read, not mapped: a file that is written over ends no process, now or later.
     """
     with path.open("rb") as file:
-        tensors = read_header(file).tensors
-        for name, entry in tensors.items():
-            if entry.dtype not in DTYPES:
-                raise SafetensorError(f"`{name}` has a dtype that no checkpoint has: {entry.dtype}")
         return {
-            name: _read(file, entry, torch.empty(entry.num_bytes, dtype=torch.uint8)) for name, entry in tensors.items()
+            name: _read(file, entry, torch.empty(entry.num_bytes, dtype=torch.uint8))
+            for name, entry in _entries(file).items()
         }
+
+
+def _entries(file: BinaryIO) -> dict[str, TensorEntry]:
+    tensors = read_header(file).tensors
+    for name, entry in tensors.items():
+        if entry.dtype not in DTYPES:
+            raise SafetensorError(f"`{name}` has a dtype that no checkpoint has: {entry.dtype}")
+    return tensors
 
 
 def _read(file: BufferedReader, entry: TensorEntry, values: Tensor) -> Tensor:
@@ -125,3 +177,165 @@ def _refuse(path: Path, problem: str) -> NoReturn:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+# --- weights that are in memory while they are read ---
+
+
+_HUGE_PAGE = 1 << 21
+_READ_AT_ONCE = 1 << 30  # bytes: Linux reads no more than 2 GiB
+_KEPT_BYTES = 64 << 20  # of what has been read stay: the weights of small models are read once
+
+
+@dataclass
+class _FileMemory:
+    """Memory in which a file's tensors have their places."""
+
+    path: Path
+    file: BinaryIO
+    stamp: Stamp
+    address: int = 0
+    entries: dict[int, TensorEntry] = field(default_factory=dict)
+    """Entries of the tensors' file, by their places."""
+    places: list[int] = field(default_factory=list)
+    """Offsets in the memory at which tensors begin, in order."""
+    num_readers: Counter[int] = field(default_factory=Counter)
+    filled: set[int] = field(default_factory=set)
+    num_filled_bytes: int = 0
+
+    def place_of(self, tensor: Tensor) -> int:
+        """The place that a tensor lies in, or begins in."""
+        return self.places[bisect_right(self.places, tensor.data_ptr() - self.address) - 1]
+
+    def begin(self, place: int) -> None:
+        self.num_readers[place] += 1
+        if place not in self.filled:
+            self._fill(place)
+            self.filled.add(place)
+            self.num_filled_bytes += self.entries[place].num_bytes
+
+    def end(self, place: int) -> None:
+        self.num_readers[place] -= 1
+        if self.num_readers[place] == 0 and place in self.filled and self.num_filled_bytes > _KEPT_BYTES:
+            num_bytes = self.entries[place].num_bytes
+            give_back_pages(self.address + place, num_bytes)
+            self.filled.remove(place)
+            self.num_filled_bytes -= num_bytes
+
+    def _fill(self, place: int) -> None:
+        entry, done = self.entries[place], 0
+        values = memoryview((ctypes.c_ubyte * entry.num_bytes).from_address(self.address + place))
+        while done < entry.num_bytes:
+            read = os.preadv(self.file.fileno(), [values[done : done + _READ_AT_ONCE]], entry.start + done)
+            if not read:
+                raise written_over(self.path)
+            done += read
+        if self.stamp.is_written_over(os.fstat(self.file.fileno())):
+            raise written_over(self.path)
+
+
+class _Mapping(mmap.mmap):
+    """Memory that keeps what is known of it for as long as there is a tensor in it."""
+
+    known: _FileMemory
+
+
+_memories: WeakValueDictionary[int, _FileMemory] = WeakValueDictionary()  # by address
+
+
+def absent_weights(path: Path) -> dict[str, Tensor]:
+    """The file's tensors, each at a place of its own: zeros that take no memory, unless they are `present`.
+
+    Raises SafetensorError where the file is damaged. It is read and not mapped, as by `read_weights`.
+    """
+    with ExitStack() as stack:
+        file = stack.enter_context(path.open("rb"))
+        tensors = _entries(file)
+        stack.pop_all()  # open for as long as the tensors are there
+    known, places, end = _FileMemory(path, file, stamp_of(os.fstat(file.fileno()))), dict[str, int](), 0
+    for name, entry in tensors.items():
+        page = _HUGE_PAGE if entry.num_bytes >= _HUGE_PAGE else mmap.PAGESIZE
+        places[name] = -(-end // page) * page
+        known.entries[places[name]] = entry
+        known.places.append(places[name])
+        end = places[name] + max(entry.num_bytes, 1)
+    mapping = reserve(_Mapping, end + 1)
+    assert isinstance(mapping, _Mapping)
+    mapping.known = known
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    known.address = memory.data_ptr()
+    _memories[known.address] = known
+    return {
+        name: memory[place : place + entry.num_bytes].view(DTYPES[entry.dtype]).view(entry.shape)
+        for (name, place), entry in zip(places.items(), tensors.values(), strict=True)
+    }
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """True if its numbers are there while it is `present`, and not longer."""
+    return _memory_of(tensor) is not None
+
+
+def _memory_of(tensor: Tensor) -> _FileMemory | None:
+    if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
+        return None  # what is traced has no memory
+    return _memories.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+
+
+@contextmanager
+def present(*those: nn.Module | Tensor) -> Iterator[None]:
+    """Have the numbers of these tensors, and of all tensors of these modules, in memory in the block.
+
+    SpecDecError for a file that is no longer the one whose header was read.
+    """
+    found = ((memory, tensor) for tensor in tensors_of(those) if (memory := _memory_of(tensor)) is not None)
+    places = {(memory.address, memory.place_of(tensor)): memory for memory, tensor in found}
+    with ExitStack() as stack:
+        for (_, place), memory in sorted(places.items(), key=lambda item: item[0]):
+            stack.callback(memory.end, place)
+            memory.begin(place)
+        yield
+
+
+def tensors_of(those: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
+    """The tensors among those, and those of the modules among them."""
+    for one in those:
+        if isinstance(one, nn.Module):
+            yield from one.parameters()
+            yield from one.buffers()
+        else:
+            yield one
+
+
+@contextmanager
+def layer_by_layer(model: nn.Module, have: Callable[..., AbstractContextManager[None]] = present) -> Iterator[None]:
+    """`have` each layer of the model while it is called in the block, and all else of it for the whole block."""
+    layers = list(_layers_of(model))
+    of_layers = {id(tensor) for tensor in tensors_of(layers)}
+    with ExitStack() as stack:
+        stack.enter_context(have(*(one for one in tensors_of([model]) if id(one) not in of_layers)))
+        for layer in layers:
+            calls: list[ExitStack] = []
+            stack.callback(layer.register_forward_pre_hook(partial(_begin_call, have, calls)).remove)
+            stack.callback(layer.register_forward_hook(partial(_end_call, calls), always_call=True).remove)
+        yield
+
+
+def _begin_call(
+    have: Callable[..., AbstractContextManager[None]], calls: list[ExitStack], layer: nn.Module, inputs: object
+) -> None:
+    calls.append(ExitStack())
+    calls[-1].enter_context(have(layer))
+
+
+def _end_call(calls: list[ExitStack], layer: nn.Module, inputs: object, outputs: object) -> None:
+    calls.pop().close()
+
+
+def _layers_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that are in lists, the outermost ones."""
+    for child in module.children():
+        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield child
+        else:
+            yield from _layers_of(child)

@@ -7,7 +7,8 @@ of the group g = j // group_size; k is j, or `order[j]` where inputs were reorde
 dtype that is asked for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -21,6 +22,8 @@ SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PREFIX = "weight_"
 _VALUES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
 _LOST = "the model is damaged, or its config.json is another model's; download it again"
+Present = Callable[..., AbstractContextManager[object]]
+"""Context in which the numbers of tensors are in memory."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Positions in a word of eight neighbouring numbers in AWQ."""
 
@@ -152,22 +155,29 @@ def from_integers(
     return QuantizedWeight(values, scales.contiguous(), zeros=zeros, order=order)
 
 
-def take_quantized(tensors: dict[str, Tensor]) -> dict[str, QuantizedWeight]:
-    """Take the tensors of quantized weights out of a checkpoint's, by the names of their layers."""
+def take_quantized(
+    tensors: dict[str, Tensor], present: Present = lambda *_: nullcontext()
+) -> dict[str, QuantizedWeight]:
+    """Take the tensors of quantized weights out of a checkpoint's, by the names of their layers.
+
+    They are looked at in the context `present` of each layer's tensors.
+    """
     parts: dict[str, dict[str, Tensor]] = {}
     suffixes = {f".{_PREFIX}{field.name}": field.name for field in fields(QuantizedWeight)}
     for name in list(tensors):
         for suffix, field in suffixes.items():
             if name.endswith(suffix):
                 parts.setdefault(name.removesuffix(suffix), {})[field] = tensors.pop(name)
-    return {name: _from_parts(name, found) for name, found in parts.items()}
+    return {name: _from_parts(name, found, present) for name, found in parts.items()}
 
 
-def _from_parts(name: str, parts: Mapping[str, Tensor]) -> QuantizedWeight:
+def _from_parts(name: str, parts: Mapping[str, Tensor], present: Present) -> QuantizedWeight:
     if not {"values", "scales"} <= parts.keys() or parts["values"].dtype not in _VALUES:
         raise SpecDecError(f"values or scales are missing of the layer: {name}", hint="convert the model again")
     weight = QuantizedWeight(**parts)
-    weight.check(name)
+    looked_at = [part for key, part in parts.items() if key != "values" or weight.kind == "fp8"]
+    with present(*looked_at):
+        weight.check(name)
     return weight
 
 

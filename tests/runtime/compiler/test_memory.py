@@ -1,10 +1,13 @@
-"""What a step frees is there for the next one: the system does not take it back."""
+"""What a step frees is there for the next one: the system does not take it back. A build takes little more than its
+engine."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from tiny import make_model
 
 PROGRAM = """
 import ctypes, resource, sys, torch
@@ -41,3 +44,38 @@ def test_what_is_freed_is_kept_unless_the_environment_says_otherwise() -> None:
     # A step's memory may be had anew once, as its heap happens to lie: a tenth.
     assert num_faults("kept") < NUM_PAGES / 6
     assert num_faults("kept", MALLOC_TRIM_THRESHOLD_="131072") > NUM_PAGES / 2
+
+
+BUILD = """
+import sys, torch
+from pathlib import Path
+from runtime.compiler.build import BuildEffort, build_engine
+from runtime.checkpoint import convert
+from runtime.config import BuildConfig
+torch.set_num_threads(1)
+model_dir, work_dir = Path(sys.argv[1]), Path(sys.argv[2])
+def memory(kind):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(kind))
+build = BuildConfig("aot", 2, 20, 50, 5, 16, "draft_tokens_external")
+before = memory("VmRSS")
+convert(model_dir, work_dir / "checkpoint", None, replace=False, progress=lambda *_: None)
+build_engine(work_dir / "checkpoint", work_dir / "engine", build, torch.device("cpu"), replace=False,
+             phase=lambda name: None, effort=BuildEffort(measure_costs=False))
+print(memory("VmHWM") - before)
+"""
+OVERHEAD_BYTES = 250 << 20
+"""Memory of an export and of the libraries that it needs, and what stays of the weights that were read."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+def test_a_build_takes_little_more_memory_than_its_weights(kernels: Path, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 11, "initializer_range": 0.05}
+    model = make_model("llama", **sizes)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert num_bytes > 135e6
+    model.save_pretrained(tmp_path / "model")
+    del model
+    command = [sys.executable, "-c", BUILD, str(tmp_path / "model"), str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 1.3 * num_bytes + OVERHEAD_BYTES

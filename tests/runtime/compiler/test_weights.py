@@ -7,11 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sentences import Said
-from torch import Tensor
+from tiny import eager_logits, make_model
+from torch import Tensor, nn
 
-from runtime.compiler.weights import Layout, layout_of, open_weights, read_weights, save_weights
+from runtime.compiler import weights as module
+from runtime.compiler.model import load_absent
+from runtime.compiler.weights import (
+    Layout,
+    absent_weights,
+    is_absent,
+    layer_by_layer,
+    layout_of,
+    open_weights,
+    present,
+    read_weights,
+    save_weights,
+    write_weights,
+)
 from runtime.errors import SpecDecError
 
 
@@ -47,6 +61,79 @@ def test_weights_are_those_of_the_file(path: Path, layout: Layout) -> None:
     for name, weight in theirs.items():
         assert ours[name].dtype == weight.dtype and ours[name].shape == weight.shape
         assert torch.equal(ours[name], weight)
+
+
+@pytest.mark.parametrize("metadata", [None, {"shared": '{"more": "known"}'}], ids=["all its own", "some shared"])
+def test_file_is_the_one_that_safetensors_writes(
+    weights: dict[str, Tensor], metadata: dict[str, str] | None, tmp_path: Path
+) -> None:
+    of_8_bits = {"int8": torch.arange(5, dtype=torch.int8), "e4m3": torch.ones(3).to(torch.float8_e4m3fn)}
+    weights |= of_8_bits | {"no numbers": torch.zeros(0, 3), "int32 \u00e9": torch.arange(4, dtype=torch.int32)}
+    theirs = {name: weight.clone().contiguous() for name, weight in weights.items()}
+    save_file(theirs, tmp_path / "theirs", metadata=metadata)
+    known = {"known": torch.full((3,), 0.5)} if metadata else {}
+    all_of_them = weights | ({"more": known["known"].clone()} if metadata else {})
+    parts = [{name: weight} for name, weight in reversed(all_of_them.items())]
+    write_weights(tmp_path / "ours", layout_of(all_of_them), lambda: parts, known)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_absent_weights_are_those_of_the_file_while_they_are_present(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
+    ours, theirs = absent_weights(path), load_file(path)
+    assert set(ours) == set(theirs) and len(ours) == 7
+    for name, weight in ours.items():
+        assert is_absent(weight) and (weight.dtype, weight.shape) == (theirs[name].dtype, theirs[name].shape)
+        with present(weight), present(weight, ours["flags"]):
+            assert torch.equal(weight, theirs[name]) and torch.equal(ours["flags"], theirs["flags"])
+            assert torch.equal(ours["table"], theirs["table"]) == (name == "table")  # others are absent still
+        assert not weight.any()
+    assert not is_absent(theirs["table"])
+
+
+def test_a_part_of_an_absent_weight_is_there_with_it(path: Path) -> None:
+    ours, theirs = absent_weights(path), load_file(path)
+    rows = ours["table"][3:].t()
+    with present(rows):
+        assert torch.equal(rows, theirs["table"][3:].t())
+
+
+def change_it(path: Path) -> None:
+    path.write_bytes(path.read_bytes())
+    os.utime(path, (1, 1))
+
+
+@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 0), change_it], ids=["cut", "written over"])
+def test_absent_weights_of_a_file_that_is_another_one_are_refused(change: Callable[[Path], None], path: Path) -> None:
+    ours = absent_weights(path)
+    change(path)
+    with pytest.raises(SpecDecError, match="was written over while it was read"), present(ours["table"]):
+        pass
+
+
+def test_a_model_computes_the_same_with_layers_that_are_there_while_they_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
+    original = make_model("llama")
+    save_weights(tmp_path / "rank0.safetensors", original.state_dict())
+    model = load_absent(original.config, tmp_path / "rank0.safetensors", torch.float32, "eager")
+    assert all(is_absent(parameter) for parameter in model.parameters())
+    there: list[set[str]] = []
+
+    def see(layer: nn.Module, inputs: object, outputs: object) -> None:
+        there.append({name for name, parameter in model.named_parameters() if parameter.any()})
+
+    for layer in model.model.layers:
+        layer.register_forward_hook(see)
+    with layer_by_layer(model):
+        logits = eager_logits(model, [5, 6, 7])
+    torch.testing.assert_close(logits, eager_logits(original, [5, 6, 7]), rtol=0, atol=0)
+    of_layers = [{name for name in names if ".layers." in name} for names in there]
+    assert [all(f".layers.{i}." in name for name in names) for i, names in enumerate(of_layers)] == [True, True]
+    assert all(of_layers) and not any(parameter.any() for parameter in model.parameters())
 
 
 def test_weights_stay_when_the_file_is_cut(path: Path) -> None:
