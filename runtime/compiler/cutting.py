@@ -150,14 +150,23 @@ def _layers_of(model: nn.Module, num_layers: int) -> nn.ModuleList:
 
 @contextmanager
 def _layers_as_calls(layers: nn.ModuleList, calls: dict[int, _LayerCall]) -> Iterator[None]:
-    """Have layers compute nothing in the block, and put how they are called into `calls`."""
+    """Have layers compute nothing in the block, and put how they are called into `calls`.
+
+    They have no tensors there: what is exported takes long with thousands that it does not read.
+    """
+    modules = [module for layer in layers for module in layer.modules()]
+    tensors = [(module._parameters, module._buffers) for module in modules]
     for i, layer in enumerate(layers):
         layer.forward = _stand_in(i, calls)
+    for module in modules:
+        module._parameters, module._buffers = {}, {}
     try:
         yield
     finally:
         for layer in layers:
             del layer.forward
+        for module, (parameters, buffers) in zip(modules, tensors, strict=True):
+            module._parameters, module._buffers = parameters, buffers
 
 
 def _stand_in(i: int, calls: dict[int, _LayerCall]) -> Callable[..., Tensor]:

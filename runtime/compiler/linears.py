@@ -62,8 +62,9 @@ def _say_as_linear(graph: Graph, constants: set[Node]) -> None:
 def _constants(program: ExportedProgram) -> set[Node]:
     """Parameters, and what is computed of nothing else, such as a router's weights in float32."""
     found: set[Node] = set()
+    parameters = program.graph_signature.inputs_to_parameters  # found anew each time
     for node in program.graph_module.graph.nodes:
-        is_parameter = node.op == "placeholder" and node.name in program.graph_signature.inputs_to_parameters
+        is_parameter = node.op == "placeholder" and node.name in parameters
         if is_parameter or (
             node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes)
         ):
