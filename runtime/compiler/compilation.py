@@ -100,8 +100,9 @@ def compile_aot(
     package is the first's; of the others weights are written for it, and nothing is compiled. On the CPU its linear
     layers are computed in `arithmetic`. Whatever keeps a model from being exported is raised as it comes.
     """
-    from runtime.compiler.cutting import cut_step, why_not_cut  # not to open an engine
+    from runtime.compiler.cutting import CannotBeCut, cut_step, whole_step, why_not_cut  # not to open an engine
     from runtime.compiler.experts import experts_by_kernel
+    from runtime.compiler.vectors import CannotBeLowered
 
     def export() -> "ExportedProgram":
         return export_step(
@@ -112,18 +113,32 @@ def compile_aot(
         if arithmetic is None:
             with present(step.model):
                 return _write_whole(export(), shape, directory, None, known, rank)
+        number = ARITHMETICS.index(arithmetic)
         try:
-            cut = cut_step(step.model, shape.layers, export, ARITHMETICS.index(arithmetic))
+            cut = cut_step(step.model, shape.layers, export, number)
         except Exception as error:  # whatever it is about the model, the whole may do
+            why_whole = why_not_cut(error)
+        else:
+            _write_cut(cut, _files_of(cut.programs), shape, directory, known, rank)
+            return Made(uses_kernels=True)
+        try:
+            whole = whole_step(export, number)
+            files = _files_without_compiler(whole.programs)
+        except (CannotBeCut, CannotBeLowered):
             with present(step.model):
                 made = _write_whole(export(), shape, directory, arithmetic, known, rank)
-            return dataclasses.replace(made, why_whole=why_not_cut(error))
-        _write_cut(cut, shape, directory, known, rank)
-        return Made(uses_kernels=True)
+            return dataclasses.replace(made, why_whole=why_whole)
+        _write_cut(whole, files, shape, directory, known, rank)
+        return Made(uses_kernels=True, why_whole=why_whole)
 
 
 def _write_cut(
-    cut: "CutStep", shape: StepShape, directory: Path, known: Mapping[str, Tensor] | None, rank: int
+    cut: "CutStep",
+    programs: list[Files],
+    shape: StepShape,
+    directory: Path,
+    known: Mapping[str, Tensor] | None,
+    rank: int,
 ) -> None:
     write_weights(directory / f"rank{rank}.safetensors", cut.layout, cut.weights, known)
     if rank > 0:
@@ -133,7 +148,7 @@ def _write_cut(
     with zipfile.ZipFile(directory / PACKAGE, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, extra in extras.items():
             archive.writestr(f"extra/{name}", json.dumps(extra))
-        for number, files in enumerate(_files_of(cut.programs)):
+        for number, files in enumerate(programs):
             for name, data in files.items():
                 archive.writestr(f"{number}/{name}", data)
 
@@ -143,13 +158,19 @@ def _files_of(programs: list[GraphModule]) -> list[Files]:
 
     Some of each would not fit: the compiler takes inputs to be laid out in memory as its graphs say.
     """
-    from runtime.compiler.token_program import CannotBeLowered, lower  # not to open an engine
+    from runtime.compiler.vectors import CannotBeLowered  # not to open an engine
 
     try:
-        return [{TOKENWISE: json.dumps(dataclasses.asdict(lower(program))).encode()} for program in programs]
+        return _files_without_compiler(programs)
     except CannotBeLowered:
         with present(*programs):
             return compile_programs(programs)
+
+
+def _files_without_compiler(programs: list[GraphModule]) -> list[Files]:
+    from runtime.compiler.token_program import lower  # not to open an engine
+
+    return [{TOKENWISE: json.dumps(dataclasses.asdict(lower(program))).encode()} for program in programs]
 
 
 def _write_whole(

@@ -116,6 +116,14 @@ def cut_step(model: nn.Module, shapes: tuple[LayerShape, ...], export: Export, a
     return _in_order(graph, programs, made)
 
 
+def whole_step(export: Export, arithmetic: int) -> CutStep:
+    """The step that `export` gives as one program. Raises CannotBeCut if torch computes some of its products."""
+    step = export()
+    select_early(step, "logit_indices")
+    _replace_products(step, arithmetic)
+    return _in_order(step.module(check_guards=False), _Programs(), {})
+
+
 # --- layers ---
 
 

@@ -1,9 +1,8 @@
 """Programs of a step that nothing is compiled for: kernels, and between them operations on a token's vectors.
 
-A graph's tensors are known by one token: `(1, T, C)` is a vector of `C`, `(1, H, T, D)` is H of them, and what is
-reshaped, split, transposed or expanded is another view of the same numbers. So all operations between two kernels are
-one block, which is carried out for each token by itself (`csrc/token_program.h`), in memory that stays in the cache.
-All numbers are float32 there, and are rounded where the graph's tensor is of 16 bits.
+All operations between two kernels are one block, which is carried out for each token by itself
+(`csrc/token_program.h`), in memory that stays in the cache. All numbers are float32 there, and are rounded where the
+graph's tensor is of 16 bits.
 """
 
 import itertools
@@ -18,42 +17,29 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-OPERATIONS = (
-    *(
-        "load",
-        "pick",
-        "store",
-        "embed",
-        "copy",
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "maximum",
-        "minimum",
-        "neg",
-        "abs",
-        "sqrt",
-        "rsqrt",
-    ),
-    *("pow", "exp", "sin", "cos", "tanh", "sigmoid", "silu", "relu", "gelu", "gelu_tanh", "sum", "mean", "softmax"),
-    *("topk", "gather"),
+from runtime.compiler.vector_code import DTYPES, ELEMENTWISE, code_of_calls
+from runtime.compiler.vector_code import cost as cost_of
+from runtime.compiler.vector_groups import grouped
+from runtime.compiler.vectors import (
+    FLOATS,
+    NUMBER,
+    WEIGHT,
+    Call,
+    CannotBeLowered,
+    Shape,
+    Source,
+    View,
+    expanded,
+    moved,
+    strides_of,
+    transposed,
+    whole_of,
+    without,
 )
-"""Names of operations on vectors, by their numbers in the code."""
+
 KERNELS = ("vectors", "linear", "quantized_linear", "experts_linear", "paged_attention", "all_reduce")
 """Names of a program's stages, by their numbers in the code."""
-_ROUNDINGS = {torch.bfloat16: 1, torch.float16: 2}
-_DTYPES = {torch.float32: 6, torch.bfloat16: 15, torch.float16: 5, torch.int64: 4}
-"""Numbers of at::ScalarType."""
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_SCRATCH, _WEIGHT, _NUMBER = range(3)
 _ATEN = torch.ops.aten
-
-Shape = tuple[int, ...]
-
-
-class CannotBeLowered(Exception):
-    """The reason why a graph is left to the compiler."""
 
 
 @dataclass(frozen=True)
@@ -65,82 +51,12 @@ class TokenProgram:
     weights: list[str]
 
 
-def lower(graph: GraphModule) -> TokenProgram:
-    """The program that computes what the graph does. Raises CannotBeLowered."""
-    return _Lowering(graph).program()
+def lower(graph: GraphModule, *, groups: bool = True) -> TokenProgram:
+    """The program that computes what the graph does. Raises CannotBeLowered.
 
-
-# --- what a graph's tensors are of one token ---
-
-
-@dataclass(eq=False)
-class _Source:
-    """Numbers of a token, side by side: an input, or what an operation or a kernel has made."""
-
-    space: str
-    """The number of rows, as the graph names it: tokens, or those whose logits are wanted."""
-    dtype: torch.dtype
-    count: int
-    time: int
-    """Kernels in a row before it, of those that must be computed before it."""
-    array: int | None = None
-    """Number of the array that holds it in memory, if one does."""
-
-
-@dataclass(frozen=True)
-class _View:
-    """A tensor of one token: a source's numbers (None: a weight's, or one number) in a shape. Rows are of size 1."""
-
-    source: _Source | None
-    constant: tuple[int, int]
-    """A weight or number: where it is kept, and its number there."""
-    dtype: torch.dtype
-    shape: Shape
-    strides: Shape
-    offset: int = 0
-
-    @property
-    def time(self) -> int:
-        return self.source.time if self.source else 0
-
-    def is_whole(self) -> bool:
-        """True if these are all numbers of its source, in order."""
-        count = math.prod(self.shape)
-        return self.source is not None and self.offset == 0 and count == self.source.count and self.is_dense()
-
-    def overlaps(self, other: "_View") -> bool:
-        """True if a number may be in both."""
-        ends = [one.offset + _extent(one.shape, one.strides) for one in (self, other)]
-        return self.source is other.source and self.offset < ends[1] and other.offset < ends[0]
-
-    def is_dense(self) -> bool:
-        dense = _dense(self.shape)
-        return all(size == 1 or own == other for size, own, other in zip(self.shape, self.strides, dense, strict=True))
-
-
-def _extent(shape: Shape, strides: Shape) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-
-
-def _dense(shape: Shape) -> Shape:
-    strides = []
-    stride = 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= size
-    return tuple(reversed(strides))
-
-
-@dataclass
-class _Call:
-    """An operation on vectors."""
-
-    name: str
-    dtype: torch.dtype
-    out: "_View | None"
-    operands: "list[_View]"
-    sizes: Shape
-    number: int = 0
+    Without `groups` each operation is carried out by itself, with the same bits.
+    """
+    return _Lowering(graph, groups=groups).program()
 
 
 @dataclass
@@ -148,9 +64,9 @@ class _Block:
     """The operations of one space between kernels."""
 
     space: str
-    calls: list[_Call] = field(default_factory=list)
-    loaded: dict[_Source, _Source] = field(default_factory=dict)
-    picked: dict[_Source, _Source] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    loaded: dict[Source, Source] = field(default_factory=dict)
+    picked: dict[Source, Source] = field(default_factory=dict)
     picked_by: int = -1
     made: dict[int, tuple[torch.dtype, Shape]] = field(default_factory=dict)
 
@@ -164,14 +80,15 @@ class _Kernel:
 
 
 class _Lowering:
-    def __init__(self, graph: GraphModule) -> None:
-        self.graph = graph
+    def __init__(self, graph: GraphModule, *, groups: bool) -> None:
+        self.graph, self.groups = graph, groups
         self.values: dict[Node, Any] = {}
         self.weights: dict[str, int] = {}
         self.numbers: dict[float, int] = {}
         self.blocks: dict[tuple[int, str], _Block] = {}
         self.kernels: dict[int, list[_Kernel]] = {}
-        self.homes: dict[_Source, _Block] = {}  # of what operations make
+        self.homes: dict[Source, _Block] = {}  # of what operations make
+        self.unfilled: dict[Source, list[tuple[View, View]]] = {}  # and what is written into which part of them
         self.spaces: list[str] = []
         self.num_arrays = 0
 
@@ -199,14 +116,14 @@ class _Lowering:
             shape, space = _of_token(value)
         except CannotBeLowered:
             return  # a pool, or a table of blocks: kernels take it as it is
-        if value.dtype in _DTYPES and space:
-            source = _Source(space, value.dtype, math.prod(shape), 0, number)
-            self.values[node] = _View(source, (0, 0), value.dtype, shape, _dense(shape))
+        if value.dtype in DTYPES and space:
+            source = Source(space, value.dtype, math.prod(shape), 0, number)
+            self.values[node] = View(source, (0, 0), value.dtype, shape, strides_of(shape))
 
-    def _weight(self, node: Node) -> _View:
+    def _weight(self, node: Node) -> View:
         value = node.meta["val"]
         shape = tuple(value.shape)
-        return _View(None, (_WEIGHT, self._weight_number(node)), value.dtype, shape, _dense(shape))
+        return View(None, (WEIGHT, self._weight_number(node)), value.dtype, shape, strides_of(shape))
 
     def _weight_number(self, node: Any) -> int:
         if node is None:
@@ -215,16 +132,43 @@ class _Lowering:
             raise CannotBeLowered(f"{node} is no weight")
         return self.weights.setdefault(str(node.target), len(self.weights))
 
-    def _number(self, value: float, dtype: torch.dtype) -> _View:
-        return _View(None, (_NUMBER, self.numbers.setdefault(float(value), len(self.numbers))), dtype, (), ())
+    def _number(self, value: float, dtype: torch.dtype) -> View:
+        return View(None, (NUMBER, self.numbers.setdefault(float(value), len(self.numbers))), dtype, (), ())
 
-    def _view(self, node: Any) -> _View:
+    def _view(self, node: Any) -> View:
         if isinstance(node, int | float):
             return self._number(node, torch.float32)
         value = self.values.get(node)
-        if not isinstance(value, _View):
+        if isinstance(value, View) and value.source in self.unfilled:
+            self._fill(value.source)
+            value = self.values[node]
+        if not isinstance(value, View):
             raise CannotBeLowered(f"{node} is no tensor of one token")
         return value
+
+    def _place(self, node: Any) -> View:
+        """The same of what may be a part of a tensor that nothing is in yet."""
+        value = self.values.get(node)
+        return value if isinstance(value, View) and value.source in self.unfilled else self._view(node)
+
+    def _fill(self, source: Source) -> None:
+        parts = self.unfilled.pop(source)
+        if not parts:
+            raise CannotBeLowered("an empty tensor is read")
+        time = max(written.time for _, written in parts)
+        block = self._block(time, source.space)
+        filled = self._new(block, time, source.dtype, (source.count,)).source
+        assert filled is not None
+        for part, written in parts:
+            inside = expanded(self._in_block(written, block), part.shape)
+            block.calls.append(Call("copy", source.dtype, moved(part, filled), [inside], part.shape))
+        self._rebind(source, filled)
+
+    def _rebind(self, source: Source, changed: Source) -> None:
+        """Have all views of a source that is overwritten be of what it becomes."""
+        for node, value in self.values.items():
+            if isinstance(value, View) and value.source is source:
+                self.values[node] = moved(value, changed)
 
     def _input_number(self, node: Any) -> int:
         """Number of an input that a kernel takes as it is."""
@@ -244,27 +188,29 @@ class _Lowering:
         if space not in self.spaces:
             self.spaces.append(space)
 
-    def _in_block(self, view: _View, block: _Block) -> _View:
+    def _in_block(self, view: View, block: _Block) -> View:
         """The view, of numbers that the block has in its memory."""
         source = view.source
         if source is None or self.homes.get(source) is block:
             return view
         array = self._array(source)
         if source not in block.loaded:
-            copy = _Source(source.space, source.dtype, source.count, source.time)
+            copy = Source(source.space, source.dtype, source.count, source.time)
             self.homes[copy] = block
             block.loaded[source] = copy
-            whole = _whole(copy)
-            block.calls.append(_Call("load", source.dtype, whole, [], (1, 1, source.count), array))
-        return _moved(view, block.loaded[source])
+            whole = whole_of(copy)
+            block.calls.append(Call("load", source.dtype, whole, [], (1, 1, source.count), array))
+        return moved(view, block.loaded[source])
 
-    def _array(self, source: _Source, shape: Shape | None = None) -> int:
+    def _array(self, source: Source, shape: Shape | None = None) -> int:
         """Number of the array that holds the source's numbers, which is written if it is not there yet."""
         if source.array is None:
+            if source.dtype not in DTYPES:
+                raise CannotBeLowered(f"there are no arrays of {source.dtype}")
             home = self.homes[source]
             source.array = self._new_array()
             home.made[source.array] = (source.dtype, shape or (-1, source.count))
-            home.calls.append(_Call("store", source.dtype, None, [_whole(source)], (1, 1, source.count), source.array))
+            home.calls.append(Call("store", source.dtype, None, [whole_of(source)], (1, 1, source.count), source.array))
         return source.array
 
     def _new_array(self) -> int:
@@ -272,32 +218,32 @@ class _Lowering:
         return self.num_arrays - 1
 
     def _compute(
-        self, name: str, operands: Seq[_View], dtype: torch.dtype, shape: Shape, *, into: _View | None = None
-    ) -> _View:
+        self, name: str, operands: Seq[View], dtype: torch.dtype, shape: Shape, *, into: View | None = None
+    ) -> View:
         """Add an operation on elements; `into` is a part of what is there already."""
         space = self._common_space(operands)
         time = max(one.time for one in operands) if into is None else into.time
         block = self._block(time, space)
         if into is None:
             into = self._new(block, time, dtype, shape)
-        inside = [_expanded(self._in_block(one, block), shape) for one in operands]
-        block.calls.append(_Call(name, dtype, into, inside, shape))
+        inside = [expanded(self._in_block(one, block), shape) for one in operands]
+        block.calls.append(Call(name, dtype, into, inside, shape))
         return into
 
-    def _new(self, block: _Block, time: int, dtype: torch.dtype, shape: Shape) -> _View:
-        if dtype not in _DTYPES:
+    def _new(self, block: _Block, time: int, dtype: torch.dtype, shape: Shape) -> View:
+        if dtype not in (*DTYPES, torch.bool):
             raise CannotBeLowered(f"there are no vectors of {dtype}")
-        source = _Source(block.space, dtype, math.prod(shape), time)
+        source = Source(block.space, dtype, math.prod(shape), time)
         self.homes[source] = block
-        return _View(source, (0, 0), dtype, shape, _dense(shape))
+        return View(source, (0, 0), dtype, shape, strides_of(shape))
 
-    def _common_space(self, operands: Iterable[_View]) -> str:
+    def _common_space(self, operands: Iterable[View]) -> str:
         spaces = {one.source.space for one in operands if one.source is not None}
         if len(spaces) != 1:
             raise CannotBeLowered(f"an operation takes tensors of {len(spaces)} numbers of rows")
         return spaces.pop()
 
-    def _contiguous(self, view: _View) -> _View:
+    def _contiguous(self, view: View) -> View:
         """The view as all that a source has, in its dtype."""
         if view.is_whole() and view.source is not None and view.source.dtype == view.dtype:
             return view
@@ -314,14 +260,16 @@ class _Lowering:
             raise CannotBeLowered(f"there is no operation on vectors for {target}")
         return method(self, node)
 
-    def _alias(self, node: Node) -> _View:
+    def _alias(self, node: Node) -> View:
         return self._view(node.args[0])
 
-    def _converted(self, node: Node) -> _View:
+    def _converted(self, node: Node) -> View:
         view, dtype = self._view(node.args[0]), node.meta["val"].dtype
         if dtype == view.dtype:
             return view
-        if dtype not in _FLOATS or view.dtype not in (*_FLOATS, torch.int64):
+        if dtype == torch.bool:
+            return self._compute("unequal", [view, self._view(0)], dtype, view.shape)
+        if dtype not in FLOATS or view.dtype not in (*FLOATS, torch.int64, torch.bool):
             raise CannotBeLowered(f"{node} converts {view.dtype} to {dtype}")
         if dtype == torch.float32:  # the same numbers
             return replace(view, dtype=dtype)
@@ -333,18 +281,18 @@ class _Lowering:
         view.source.dtype = dtype
         return replace(view, dtype=dtype)
 
-    def _made_for(self, node: Any, view: _View) -> _Call | None:
+    def _made_for(self, node: Any, view: View) -> Call | None:
         """The operation that makes all of the view, if only one reads it and it is nowhere else yet."""
         users = [user for user in node.users if user.target is not _ATEN._assert_tensor_metadata.default]
         if len(users) != 1 or not view.is_whole() or view.source not in self.homes or view.source.array is not None:
             return None
         calls = [one for one in self.homes[view.source].calls if one.out and one.out.source is view.source]
-        return calls[0] if len(calls) == 1 and calls[0].name in _ELEMENTWISE else None
+        return calls[0] if len(calls) == 1 and calls[0].name in ELEMENTWISE else None
 
-    def _unary(self, name: str, node: Node) -> _View:
+    def _unary(self, name: str, node: Node) -> View:
         return self._compute(name, [self._view(node.args[0])], *_form(node))
 
-    def _binary(self, name: str, node: Node) -> _View:
+    def _binary(self, name: str, node: Node) -> View:
         if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
             raise CannotBeLowered(f"{node} takes {dict(node.kwargs)}")
         views = [self._view(one) for one in node.args[:2]]
@@ -352,16 +300,74 @@ class _Lowering:
             views[1] = self._number(torch.tensor(node.args[1], dtype=node.meta["val"].dtype).item(), views[0].dtype)
         return self._compute(name, views, *_form(node))
 
-    def _in_place(self, name: str, node: Node) -> _View:
+    def _in_place(self, name: str, node: Node) -> View:
         """An operation that overwrites its input, which must not be read again, not as another view of it either."""
         nodes = list(self.graph.graph.nodes)
         overwritten, place = self._view(node.args[0]), nodes.index(node)
-        views = [one for one, view in self.values.items() if isinstance(view, _View) and view.overlaps(overwritten)]
+        views = [one for one, view in self.values.items() if isinstance(view, View) and view.overlaps(overwritten)]
         if any(nodes.index(user) > place for one in views for user in one.users):
             raise CannotBeLowered(f"{node} changes what is read later")
         return self._binary(name, node)
 
-    def _power(self, node: Node) -> _View:
+    def _selected_by(self, node: Node) -> View:
+        x, mask, value = node.args
+        return self._compute("select", [self._view(mask), self._view(value), self._view(x)], *_form(node))
+
+    def _where(self, node: Node) -> View:
+        return self._compute("select", [self._view(one) for one in node.args], *_form(node))
+
+    def _inverted(self, node: Node) -> View:
+        if node.meta["val"].dtype != torch.bool:
+            raise CannotBeLowered(f"{node} inverts bits")
+        return self._compute("sub", [self._view(1), self._view(node.args[0])], *_form(node))
+
+    def _zeros(self, node: Node) -> View:
+        like = self._view(node.args[0])
+        dtype, shape = _form(node)
+        block = self._block(like.time, self._common_space([like]))
+        out = self._new(block, like.time, dtype, shape)
+        block.calls.append(Call("copy", dtype, out, [expanded(self._view(0), shape)], shape))
+        return out
+
+    def _empty(self, node: Node) -> View:
+        dtype, shape = _form(node)
+        _, space = _of_token(node.meta["val"])
+        source = Source(space, dtype, math.prod(shape), 0)
+        self.unfilled[source] = []
+        return View(source, (0, 0), dtype, shape, strides_of(shape))
+
+    def _written(self, node: Node) -> View:
+        part, written = self._place(node.args[0]), self._view(node.args[1])
+        if part.source not in self.unfilled:
+            raise CannotBeLowered(f"{node} changes what may be read later")
+        self.unfilled[part.source].append((part, written))
+        return part
+
+    def _scattered(self, node: Node) -> View:
+        """A copy with the value in some places."""
+        view, places, value = self._view(node.args[0]), self._view(node.args[2]), self._view(node.args[3])
+        dtype, shape = _form(node)
+        if _own_dim(node.meta["val"], node.args[1]) != len(shape) - 1 or places.shape[:-1] != shape[:-1]:
+            raise CannotBeLowered(f"{node} does not scatter along the last dimension")
+        time = max(view.time, places.time)
+        block = self._block(time, self._common_space([view, places]))
+        out = self._new(block, time, dtype, shape)
+        block.calls.append(Call("copy", dtype, out, [self._in_block(view, block)], shape))
+        into = replace(out, shape=places.shape)
+        written = [expanded(value, places.shape), self._in_block(places, block)]
+        block.calls.append(Call("scatter", dtype, into, written, places.shape))
+        return out
+
+    def _scattered_in_place(self, node: Node) -> View:
+        view = self._view(node.args[0])
+        if not view.is_whole() or view.source is None:
+            raise CannotBeLowered(f"{node} changes a part of what may be read later")
+        out = self._scattered(node)
+        assert out.source is not None
+        self._rebind(view.source, out.source)
+        return out
+
+    def _power(self, node: Node) -> View:
         x, exponent = self._view(node.args[0]), node.args[1]
         dtype, shape = _form(node)
         if exponent == 2:
@@ -373,20 +379,20 @@ class _Lowering:
             return self._compute("sqrt" if exponent == 0.5 else "rsqrt", [x], dtype, shape)
         return self._compute("pow", [x, self._view(exponent)], dtype, shape)
 
-    def _clamp(self, node: Node) -> _View:
+    def _clamp(self, node: Node) -> View:
         dtype, shape = _form(node)
         view = self._view(node.args[0])
         low, high = (*node.args[1:], None, None)[:2]
-        low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
+        low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)  # numbers, or tensors
         for name, bound in (("maximum", low), ("minimum", high)):
             if bound is not None:
                 view = self._compute(name, [view, self._view(bound)], dtype, shape)
         return view
 
-    def _gelu(self, node: Node) -> _View:
+    def _gelu(self, node: Node) -> View:
         return self._unary("gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu", node)
 
-    def _reduced(self, name: str, node: Node) -> _View:
+    def _reduced(self, name: str, node: Node) -> View:
         view = self._view(node.args[0])
         dims = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
         if len(dims) != 1:
@@ -395,44 +401,56 @@ class _Lowering:
         dim = _own_dim(value, dims[0])
         keeps = len(node.args) > 2 and bool(node.args[2])
         reduced = self._reduce(name, view, dim, node.meta["val"].dtype)
-        return reduced if keeps else _without(reduced, dim)
+        return reduced if keeps else without(reduced, dim)
 
-    def _reduce(self, name: str, view: _View, dim: int, dtype: torch.dtype) -> _View:
+    def _reduce(self, name: str, view: View, dim: int, dtype: torch.dtype) -> View:
         """The dimension becomes one of size 1."""
-        view = _transposed(view, dim, len(view.shape) - 1)
+        view = transposed(view, dim, len(view.shape) - 1)
         shape = (*view.shape[:-1], 1)
         block = self._block(view.time, self._common_space([view]))
         out = self._new(block, view.time, dtype, shape)
-        block.calls.append(_Call(name, dtype, _expanded(out, view.shape), [self._in_block(view, block)], view.shape))
-        return _transposed(out, dim, len(shape) - 1)
+        block.calls.append(Call(name, dtype, expanded(out, view.shape), [self._in_block(view, block)], view.shape))
+        return transposed(out, dim, len(shape) - 1)
 
-    def _softmax(self, node: Node) -> _View:
+    def _softmax(self, node: Node) -> View:
         view, dtype = self._view(node.args[0]), node.meta["val"].dtype
         dim = _own_dim(node.meta["val"], node.args[1])
         if dim != len(view.shape) - 1:
             raise CannotBeLowered(f"{node} is not over the last dimension")
         block = self._block(view.time, self._common_space([view]))
         out = self._new(block, view.time, dtype, view.shape)
-        block.calls.append(_Call("softmax", dtype, out, [self._in_block(view, block)], view.shape))
+        block.calls.append(Call("softmax", dtype, out, [self._in_block(view, block)], view.shape))
         return out
 
-    def _topk(self, node: Node) -> tuple[_View, _View]:
-        view, count = self._view(node.args[0]), node.args[1]
-        values = node.meta["val"][0]
+    def _topk(self, node: Node) -> tuple[View, View]:
+        count = node.args[1]
         largest = node.kwargs.get("largest", (*node.args, -1, True)[3] if len(node.args) > 3 else True)
-        dim = _own_dim(values, node.args[2] if len(node.args) > 2 else -1)
-        if dim != len(view.shape) - 1 or not largest or not isinstance(count, int):
+        if not largest or not isinstance(count, int):
             raise CannotBeLowered(f"{node} takes {node.args[1:]}")
+        return self._largest(node, count, node.args[2] if len(node.args) > 2 else -1)
+
+    def _largest_one(self, node: Node) -> tuple[View, View]:
+        value, place = self._largest(node, 1, node.args[1])
+        if len(node.args) > 2 and node.args[2]:
+            return value, place
+        return without(value, len(value.shape) - 1), without(place, len(place.shape) - 1)
+
+    def _largest(self, node: Node, count: int, along: Any) -> tuple[View, View]:
+        """Values and places of the largest, in falling order."""
+        view, values = self._view(node.args[0]), node.meta["val"][0]
+        dim = _own_dim(node.args[0].meta["val"], along)  # type: ignore[union-attr]
+        if dim != len(view.shape) - 1:
+            raise CannotBeLowered(f"{node} is not along the last dimension")
         shape = (*view.shape[:-1], count)
         block = self._block(view.time, self._common_space([view]))
         both = self._new(block, view.time, torch.float32, (2, *shape))
-        first = _View(both.source, (0, 0), values.dtype, shape, _dense(shape))
-        place = _View(both.source, (0, 0), torch.int64, shape, _dense(shape), math.prod(shape))
+        first = View(both.source, (0, 0), values.dtype, shape, strides_of(shape))
+        place = View(both.source, (0, 0), torch.int64, shape, strides_of(shape), math.prod(shape))
         inside = self._in_block(view, block)
-        block.calls.append(_Call("topk", torch.float32, first, [inside], view.shape, count))
+        block.calls.append(Call("topk", torch.float32, first, [inside], view.shape, count))
         return first, place
 
-    def _gather(self, node: Node) -> _View:
+    def _gather(self, node: Node) -> View:
         view, places = self._view(node.args[0]), self._view(node.args[2])
         dim = _own_dim(node.meta["val"], node.args[1])
         shape = places.shape
@@ -440,15 +458,15 @@ class _Lowering:
             raise CannotBeLowered(f"{node} does not gather along the last dimension")
         return self._gathered(view, places, view.dtype)
 
-    def _gathered(self, view: _View, places: _View, dtype: torch.dtype) -> _View:
+    def _gathered(self, view: View, places: View, dtype: torch.dtype) -> View:
         time = max(view.time, places.time)
         block = self._block(time, self._common_space([view, places]))
         out = self._new(block, time, dtype, places.shape)
         inside = [self._in_block(one, block) for one in (view, places)]
-        block.calls.append(_Call("gather", dtype, out, inside, places.shape))
+        block.calls.append(Call("gather", dtype, out, inside, places.shape))
         return out
 
-    def _layer_norm(self, node: Node) -> _View:
+    def _layer_norm(self, node: Node) -> View:
         x, shape = self._view(node.args[0]), node.args[1]
         weight, bias, epsilon = (*node.args[2:], None, None, 1e-5)[:3] if len(node.args) < 5 else node.args[2:5]
         if len(shape) != 1:  # type: ignore[arg-type]
@@ -458,7 +476,7 @@ class _Lowering:
         square = self._compute("mul", [centered, centered], f32, x.shape)
         return self._scaled(node, centered, self._reduce("mean", square, last, f32), (weight, bias, epsilon))
 
-    def _rms_norm(self, node: Node) -> _View:
+    def _rms_norm(self, node: Node) -> View:
         x = self._view(node.args[0])
         weight, epsilon = (*node.args[2:], None, None)[:2]
         if len(node.args[1]) != 1:  # type: ignore[arg-type]
@@ -469,7 +487,7 @@ class _Lowering:
         mean = self._reduce("mean", square, len(x.shape) - 1, torch.float32)
         return self._scaled(node, x, mean, (weight, None, epsilon))
 
-    def _scaled(self, node: Node, x: _View, mean_square: _View, rest: tuple[Any, Any, Any]) -> _View:
+    def _scaled(self, node: Node, x: View, mean_square: View, rest: tuple[Any, Any, Any]) -> View:
         weight, bias, epsilon = rest
         f32, dtype = torch.float32, node.meta["val"].dtype
         shifted = self._compute("add", [mean_square, self._view(float(epsilon))], f32, mean_square.shape)
@@ -479,7 +497,7 @@ class _Lowering:
             made = self._compute("mul", [made, self._view(weight)], f32 if bias is not None else dtype, x.shape)
         return made if bias is None else self._compute("add", [made, self._view(bias)], dtype, x.shape)
 
-    def _embedding(self, node: Node) -> _View:
+    def _embedding(self, node: Node) -> View:
         table, ids = node.args[0], self._view(node.args[1])
         if math.prod(ids.shape) != 1:
             raise CannotBeLowered(f"{node} takes several rows for a token")
@@ -487,17 +505,17 @@ class _Lowering:
         block = self._block(ids.time, self._common_space([ids]))
         out = self._new(block, ids.time, dtype, shape)
         number = self._weight_number(table)
-        block.calls.append(_Call("embed", dtype, out, [self._in_block(ids, block)], shape, number))
+        block.calls.append(Call("embed", dtype, out, [self._in_block(ids, block)], shape, number))
         return out
 
-    def _picked(self, node: Node) -> _View:
+    def _picked(self, node: Node) -> View:
         """Rows of tokens whose logits are wanted."""
         indices = node.args[1]
         assert isinstance(indices, list | tuple)
         view = self._view(node.args[0])
         if view.source is None and len(indices) == len(view.shape) == 1:
             places = self._view(indices[0])
-            return self._gathered(_expanded(view, (*places.shape[:-1], *view.shape)), places, view.dtype)
+            return self._gathered(expanded(view, (*places.shape[:-1], *view.shape)), places, view.dtype)
         _, space = _of_token(node.meta["val"])
         picked = [one for one in indices if one is not None]
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -515,13 +533,13 @@ class _Lowering:
             out = self._new(block, view.time, view.dtype, view.shape)
             assert out.source is not None
             array = self._array(view.source)
-            block.calls.append(_Call("pick", view.dtype, out, [], (1, 1, view.source.count), array))
+            block.calls.append(Call("pick", view.dtype, out, [], (1, 1, view.source.count), array))
             block.picked[view.source] = out.source
-        return _moved(view, block.picked[view.source])
+        return moved(view, block.picked[view.source])
 
     # --- views ---
 
-    def _reshaped(self, node: Node) -> _View:
+    def _reshaped(self, node: Node) -> View:
         view = self._view(node.args[0])
         before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         if not ((_rows_come_first(before) and _rows_come_first(after)) or _keeps_rows(before, after)):
@@ -529,27 +547,27 @@ class _Lowering:
         shape, _ = _of_token(after)
         if not view.is_dense():
             view = self._contiguous(view)
-        return replace(view, shape=shape, strides=_dense(shape))
+        return replace(view, shape=shape, strides=strides_of(shape))
 
-    def _swapped(self, node: Node) -> _View:
-        return _transposed(self._view(node.args[0]), node.args[1], node.args[2])  # type: ignore[arg-type]
+    def _swapped(self, node: Node) -> View:
+        return transposed(self._view(node.args[0]), node.args[1], node.args[2])  # type: ignore[arg-type]
 
-    def _permuted(self, node: Node) -> _View:
+    def _permuted(self, node: Node) -> View:
         view, dims = self._view(node.args[0]), list[int](node.args[1])  # type: ignore[arg-type]
         shape, strides = (tuple(one[dim] for dim in dims) for one in (view.shape, view.strides))
         return replace(view, shape=shape, strides=strides)
 
-    def _unsqueezed(self, node: Node) -> _View:
+    def _unsqueezed(self, node: Node) -> View:
         view = self._view(node.args[0])
         dim = int(node.args[1]) % (len(view.shape) + 1)  # type: ignore[arg-type]
         shape, strides = ((*one[:dim], new, *one[dim:]) for one, new in ((view.shape, 1), (view.strides, 0)))
         return replace(view, shape=shape, strides=strides)
 
-    def _squeezed(self, node: Node) -> _View:
-        return _without(self._view(node.args[0]), _own_dim(node.args[0].meta["val"], node.args[1]))  # type: ignore[union-attr]
+    def _squeezed(self, node: Node) -> View:
+        return without(self._view(node.args[0]), _own_dim(node.args[0].meta["val"], node.args[1]))  # type: ignore[union-attr]
 
-    def _sliced(self, node: Node) -> _View:
-        view, value = self._view(node.args[0]), node.args[0].meta["val"]  # type: ignore[union-attr]
+    def _sliced(self, node: Node) -> View:
+        view, value = self._place(node.args[0]), node.args[0].meta["val"]  # type: ignore[union-attr]
         given: Any = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
         dim, begin, end, step = given
         if begin in (None, 0) and (end is None or end == 9223372036854775807) and step == 1:
@@ -560,28 +578,28 @@ class _Lowering:
         begin, end, step = slice(begin, end, step).indices(view.shape[dim])
         return self._part(view, dim, range(begin, end, step))
 
-    def _part(self, view: _View, dim: int, which: range) -> _View:
+    def _part(self, view: View, dim: int, which: range) -> View:
         shape = (*view.shape[:dim], len(which), *view.shape[dim + 1 :])
         strides = (*view.strides[:dim], view.strides[dim] * which.step, *view.strides[dim + 1 :])
         offset = view.offset + which.start * view.strides[dim]
         return replace(view, shape=shape, strides=strides, offset=offset)
 
-    def _selected(self, node: Node) -> _View:
-        view = self._view(node.args[0])
+    def _selected(self, node: Node) -> View:
+        view = self._place(node.args[0])
         dim, index = _own_dim(node.args[0].meta["val"], node.args[1]), int(node.args[2])  # type: ignore[union-attr, arg-type]
-        return _without(self._part(view, dim, range(index % view.shape[dim], index % view.shape[dim] + 1)), dim)
+        return without(self._part(view, dim, range(index % view.shape[dim], index % view.shape[dim] + 1)), dim)
 
-    def _split(self, node: Node) -> list[_View]:
+    def _split(self, node: Node) -> list[View]:
         view = self._view(node.args[0])
         dim = (*node.args[2:], node.kwargs.get("dim", 0))[0]
         dim = _own_dim(node.args[0].meta["val"], dim)  # type: ignore[union-attr]
         ends = list(itertools.accumulate(int(one.shape[dim]) for one in node.meta["val"]))
         return [self._part(view, dim, range(begin, end)) for begin, end in itertools.pairwise([0, *ends])]
 
-    def _expand(self, node: Node) -> _View:
-        return _expanded(self._view(node.args[0]), _of_token(node.meta["val"])[0])
+    def _expand(self, node: Node) -> View:
+        return expanded(self._view(node.args[0]), _of_token(node.meta["val"])[0])
 
-    def _repeated(self, node: Node) -> _View:
+    def _repeated(self, node: Node) -> View:
         view, times = self._view(node.args[0]), int(node.args[1])  # type: ignore[arg-type]
         dim = _own_dim(node.meta["val"], (*node.args[2:], node.kwargs.get("dim"))[0])
         wide = (*view.shape[: dim + 1], times, *view.shape[dim + 1 :])
@@ -589,14 +607,14 @@ class _Lowering:
         repeated = replace(view, shape=wide, strides=strides)
         dtype, shape = _form(node)
         copy = self._compute("copy", [repeated], dtype, wide)
-        return _View(copy.source, copy.constant, dtype, shape, _dense(shape))
+        return View(copy.source, copy.constant, dtype, shape, strides_of(shape))
 
-    def _concatenated(self, node: Node) -> _View:
+    def _concatenated(self, node: Node) -> View:
         parts = [self._view(one) for one in node.args[0]]  # type: ignore[union-attr]
         dim = _own_dim(node.meta["val"], (*node.args[1:], 0)[0])
         return self._joined(node, parts, dim)
 
-    def _stacked(self, node: Node) -> _View:
+    def _stacked(self, node: Node) -> View:
         parts = [self._view(one) for one in node.args[0]]  # type: ignore[union-attr]
         dim = _own_dim(node.meta["val"], (*node.args[1:], 0)[0])
         wider = [
@@ -607,7 +625,7 @@ class _Lowering:
         ]
         return self._joined(node, wider, dim)
 
-    def _joined(self, node: Node, parts: list[_View], dim: int) -> _View:
+    def _joined(self, node: Node, parts: list[View], dim: int) -> View:
         dtype, shape = _form(node)
         time = max(one.time for one in parts)
         block = self._block(time, self._common_space(parts))
@@ -627,7 +645,7 @@ class _Lowering:
 
     # --- kernels ---
 
-    def _kernel(self, name: str, node: Node, read: Seq[_View], others: Seq[int], settings: list[int]) -> _View:
+    def _kernel(self, name: str, node: Node, read: Seq[View], others: Seq[int], settings: list[int]) -> View:
         """Inputs are the views' arrays, and others by number."""
         views = list(read) if name == "paged_attention" else [self._contiguous(one) for one in read]
         time = max(one.time for one in views)
@@ -635,10 +653,10 @@ class _Lowering:
         output = self._new_array()
         self.kernels.setdefault(time, []).append(_Kernel(name, output, [*inputs, *others], settings))
         shape, space = _of_token(node.meta["val"])
-        source = _Source(space, node.meta["val"].dtype, math.prod(shape), time + 1, output)
-        return _View(source, (0, 0), source.dtype, shape, _dense(shape))
+        source = Source(space, node.meta["val"].dtype, math.prod(shape), time + 1, output)
+        return View(source, (0, 0), source.dtype, shape, strides_of(shape))
 
-    def _rows_of(self, name: str, number: int, view: _View) -> Shape:
+    def _rows_of(self, name: str, number: int, view: View) -> Shape:
         """Shape of the array of what a kernel takes, for each token as often as the kernel's rows are."""
         count = math.prod(view.shape)
         if name == "paged_attention":
@@ -647,18 +665,18 @@ class _Lowering:
             return (-count,)
         return (-(count // view.shape[-1]), view.shape[-1])
 
-    def _linear(self, node: Node) -> _View:
+    def _linear(self, node: Node) -> View:
         x, packed, bias, num_outputs, arithmetic = node.args
         weights = [self._weight_number(packed), self._weight_number(bias)]
         return self._kernel("linear", node, [self._view(x)], [], [*weights, int(num_outputs), int(arithmetic)])  # type: ignore[arg-type]
 
-    def _quantized_linear(self, node: Node) -> _View:
+    def _quantized_linear(self, node: Node) -> View:
         x, packed, bias, num_outputs, arithmetic, bits = node.args
         weights = [self._weight_number(packed), self._weight_number(bias)]
         settings = [*weights, int(num_outputs), int(arithmetic), int(bits)]  # type: ignore[arg-type]
         return self._kernel("quantized_linear", node, [self._view(x)], [], settings)
 
-    def _experts_linear(self, node: Node) -> _View:
+    def _experts_linear(self, node: Node) -> View:
         x, packed, chosen, num_outputs, arithmetic = node.args
         places = self._view(chosen)
         if places.dtype == torch.int64 and places.source is not None and places.source.dtype != torch.int64:
@@ -666,14 +684,14 @@ class _Lowering:
         settings = [self._weight_number(packed), int(num_outputs), int(arithmetic)]  # type: ignore[arg-type]
         return self._kernel("experts_linear", node, [self._view(x), places], [], settings)
 
-    def _paged_attention(self, node: Node) -> _View:
+    def _paged_attention(self, node: Node) -> View:
         query, key, value, *others = node.args
         tensors, (scale, window, arithmetic) = others[:5], others[5:]
         scales = node.kwargs.get("scales")
         views = [self._view(one) for one in (query, key, value)]
         if any(math.prod(one.shape[:1]) != 1 or len(one.shape) != 4 or one.shape[2] != 1 for one in views):
             raise CannotBeLowered("attention takes heads in another order")
-        heads = [self._in_memory(_transposed(one, 1, 2)) for one in views]
+        heads = [self._in_memory(transposed(one, 1, 2)) for one in views]
         _, number = self._number(float(scale), torch.float32).constant  # type: ignore[arg-type]
         read = [self._input_number(one) for one in (*tensors, scales) if one is not None]
         settings = [number, int(window), int(arithmetic)]  # type: ignore[arg-type]
@@ -682,13 +700,13 @@ class _Lowering:
             settings += [one.shape[2], one.shape[3], one.offset, one.source.count]
         return self._kernel("paged_attention", node, heads, read, settings)
 
-    def _in_memory(self, view: _View) -> _View:
+    def _in_memory(self, view: View) -> View:
         """The view, of an array that holds its numbers side by side, maybe among others."""
         source = view.source
         is_there = source is not None and source.array is not None and source.dtype == view.dtype and view.is_dense()
         return view if is_there else self._contiguous(view)
 
-    def _all_reduce(self, node: Node) -> _View:
+    def _all_reduce(self, node: Node) -> View:
         return self._kernel("all_reduce", node, [self._view(node.args[0])], [], [])
 
     # --- code ---
@@ -731,121 +749,24 @@ class _Lowering:
         return [*code, *itertools.chain.from_iterable(stages), len(outputs), *outputs]
 
     def _code_of_block(self, block: _Block) -> list[int]:
-        places, num_floats = _placed(block.calls)
         if block.picked_by >= 0:
             rows_of, width = block.picked_by, 1
         else:
             rows_of, width = self._counted_by(block)
-        cost = sum(_cost(call) for call in block.calls)
+        calls, rows = grouped(block.calls) if self.groups else (block.calls, {})
+        code_of_all, num_floats = code_of_calls(calls, rows)
+        cost = sum(cost_of(call) for call in calls)
         code = [KERNELS.index("vectors"), rows_of, width, block.picked_by, num_floats, cost, len(block.made)]
         for array, (dtype, shape) in block.made.items():
-            code += [array, _DTYPES[dtype], len(shape), *shape]
-        code.append(len(block.calls))
-        for call in block.calls:
-            code += _code_of_call(call, places)
-        return code
+            code += [array, DTYPES[dtype], len(shape), *shape]
+        return [*code, len(calls), *code_of_all]
 
     def _counted_by(self, block: _Block) -> tuple[int, int]:
         """An array with as many rows as the block has tokens, and how many numbers a row has."""
-        for call in block.calls:
-            if call.name == "load":
-                found = next((one for one in block.loaded if one.array == call.number), None)
-                if found is not None:
-                    return call.number, found.count
+        for source in block.loaded:
+            assert source.array is not None
+            return source.array, source.count
         raise CannotBeLowered("a block reads nothing")
-
-
-def _cost(call: _Call) -> int:
-    """About the elements that are touched; functions are some ten additions."""
-    heavy = {"silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "exp", "softmax", "topk"}
-    slow = {"sin", "cos", "pow"}
-    return math.prod(call.sizes) * (8 if call.name in heavy else 64 if call.name in slow else 1)
-
-
-def _placed(calls: list[_Call]) -> tuple[dict[_Source, int], int]:
-    """The place of each source in a token's memory, which another takes when it is not read again; and its size."""
-    last: dict[_Source, int] = {}
-    for number, call in enumerate(calls):
-        for view in (call.out, *call.operands):
-            if view is not None and view.source is not None:
-                last[view.source] = number
-    places: dict[_Source, int] = {}
-    free: dict[int, list[int]] = {}
-    size = 0
-    for number, call in enumerate(calls):
-        sources = dict.fromkeys(view.source for view in (call.out, *call.operands) if view and view.source)
-        over = [one for one in sources if last[one] == number]
-        made = call.out.source if call.out else None
-        if made is not None and made not in places and (taken := _overwritten(call, over)) is not None:
-            places[made] = places[taken]
-            over.remove(taken)
-        for source in sources:
-            room = -(-source.count // 16) * 16
-            if source not in places and free.get(room):
-                places[source] = free[room].pop()
-            elif source not in places:
-                places[source] = size
-                size += room
-        for source in over:
-            free.setdefault(-(-source.count // 16) * 16, []).append(places[source])
-    return places, size
-
-
-def _overwritten(call: _Call, over: list[_Source]) -> _Source | None:
-    """One of the sources that are not read again, in whose place an operation on elements can leave what it makes."""
-    if call.name not in _ELEMENTWISE or call.out is None or not call.out.is_whole():
-        return None
-    for view in call.operands:
-        others = [one for one in call.operands if one.source is view.source and one != view]
-        if view.source in over and view.is_whole() and not others:
-            return view.source
-    return None
-
-
-def _code_of_call(call: _Call, places: dict[_Source, int]) -> list[int]:
-    operands = [call.out, *call.operands]
-    views = [one for one in operands if one is not None]
-    shape = call.sizes
-    sizes: Shape
-    strides: list[Shape]
-    if call.name in ("load", "pick", "store", "embed"):
-        sizes, strides = (1, 1, math.prod(shape)), [(0, 0, 1)] * len(views)
-    else:
-        sizes, strides = _loops(shape, [one.strides for one in views], keeps_last=call.name in _ALONG_LAST)
-    own = iter(strides)
-    code = [OPERATIONS.index(call.name), _ROUNDINGS.get(call.dtype, 0), call.number, *sizes]
-    for view in (*operands, *[None] * (3 - len(operands))):
-        if view is None:
-            code += [_SCRATCH, 0, 0, 0, 0, 0]
-        elif view.source is None:
-            code += [*view.constant, view.offset, *next(own)]
-        else:
-            code += [_SCRATCH, 0, places[view.source] + view.offset, *next(own)]
-    return code
-
-
-_ALONG_LAST = {"sum", "mean", "softmax", "topk", "gather"}
-_ELEMENTWISE = {*OPERATIONS[4:]} - _ALONG_LAST
-
-
-def _loops(shape: Shape, strides: Seq[Shape], *, keeps_last: bool) -> tuple[Shape, list[Shape]]:
-    """The same elements in three loops: dimensions are one where all operands' numbers allow it."""
-    dims = [(size, tuple(one[i] for one in strides)) for i, size in enumerate(shape)]
-    last = dims.pop() if keeps_last else None
-    merged: list[tuple[int, tuple[int, ...]]] = []
-    for size, own in dims:
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == tuple(stride * size for stride in own):
-            merged[-1] = (merged[-1][0] * size, own)
-        else:
-            merged.append((size, own))
-    merged += [last] if last is not None else []
-    while len(merged) < 3:
-        merged.insert(0, (1, (0,) * len(strides)))
-    if len(merged) > 3:
-        raise CannotBeLowered("an operation has more than three loops")
-    return tuple(size for size, _ in merged), [tuple(own[i] for _, own in merged) for i in range(len(strides))]
 
 
 def _form(node: Node) -> tuple[torch.dtype, Shape]:
@@ -894,36 +815,6 @@ def _own_dim(value: Tensor, dim: Any) -> int:
     return number
 
 
-def _whole(source: _Source) -> _View:
-    return _View(source, (0, 0), source.dtype, (source.count,), (1,))
-
-
-def _moved(view: _View, source: _Source) -> _View:
-    return replace(view, source=source)
-
-
-def _transposed(view: _View, first: int, second: int) -> _View:
-    dims = list(range(len(view.shape)))
-    dims[first], dims[second] = dims[second], dims[first]
-    shape, strides = (tuple(one[dim] for dim in dims) for one in (view.shape, view.strides))
-    return replace(view, shape=shape, strides=strides)
-
-
-def _without(view: _View, dim: int) -> _View:
-    shape, strides = ((*one[:dim], *one[dim + 1 :]) for one in (view.shape, view.strides))
-    return replace(view, shape=shape, strides=strides)
-
-
-def _expanded(view: _View, shape: Shape) -> _View:
-    """Broadcast: dimensions of size 1 are read again and again."""
-    missing = len(shape) - len(view.shape)
-    sizes, strides = (1,) * missing + view.shape, (0,) * missing + view.strides
-    if missing < 0 or any(own not in (1, size) for own, size in zip(sizes, shape, strict=True)):
-        raise CannotBeLowered(f"{view.shape} cannot be expanded to {shape}")
-    wide = tuple(0 if own == 1 else stride for own, stride in zip(sizes, strides, strict=True))
-    return replace(view, shape=shape, strides=wide)
-
-
 def _methods() -> dict[str, Callable[[_Lowering, Node], Any]]:
     def named(method: Callable[[_Lowering, str, Node], Any], name: str) -> Callable[[_Lowering, Node], Any]:
         return lambda lowering, node: method(lowering, name, node)
@@ -932,6 +823,20 @@ def _methods() -> dict[str, Callable[[_Lowering, Node], Any]]:
         "aten.pow.Tensor_Scalar": _Lowering._power,
         "aten.gelu.default": _Lowering._gelu,
         "aten.clamp.default": _Lowering._clamp,
+        "aten.clamp.Tensor": _Lowering._clamp,
+        "aten.masked_fill.Scalar": _Lowering._selected_by,
+        "aten.where.self": _Lowering._where,
+        "aten.gt.Scalar": named(_Lowering._binary, "greater"),
+        "aten.gt.Tensor": named(_Lowering._binary, "greater"),
+        "aten.bitwise_not.default": _Lowering._inverted,
+        "aten.logical_not.default": _Lowering._inverted,
+        "aten.zeros_like.default": _Lowering._zeros,
+        "aten.new_empty.default": _Lowering._empty,
+        "aten.copy_.default": _Lowering._written,
+        "aten.scatter.value": _Lowering._scattered,
+        "aten.scatter_.value": _Lowering._scattered_in_place,
+        "aten.max.dim": _Lowering._largest_one,
+        "aten.concat.default": _Lowering._concatenated,
         "aten.clamp_min.default": lambda lowering, node: lowering._binary("maximum", node),
         "aten.clamp_max.default": lambda lowering, node: lowering._binary("minimum", node),
         "aten.mean.dim": named(_Lowering._reduced, "mean"),
@@ -959,7 +864,12 @@ def _methods() -> dict[str, Callable[[_Lowering, Node], Any]]:
         "specdec.paged_attention.default": _Lowering._paged_attention,
         "specdec.all_reduce.default": _Lowering._all_reduce,
     }
-    for name in ("neg", "abs", "sqrt", "rsqrt", "exp", "sin", "cos", "tanh", "sigmoid", "silu", "relu"):
+    for name in (
+        *("neg", "abs", "sqrt", "rsqrt", "exp", "log", "floor", "sin", "cos", "tanh"),
+        "sigmoid",
+        "silu",
+        "relu",
+    ):
         methods[f"aten.{name}.default"] = named(_Lowering._unary, name)
     for name in ("add", "sub", "mul", "div"):
         methods[f"aten.{name}.Tensor"] = named(_Lowering._binary, name)

@@ -14,21 +14,24 @@
 
 #include "kernel_calls.h"
 #include "tasks.h"
-#include "vector_functions.h"
+#include "vector_groups.h"
 
 namespace {
 
-// In the order of `runtime.compiler.token_program.OPERATIONS`.
+// In the order of `runtime.compiler.vector_code.OPERATIONS`.
 enum class VectorOp : int64_t {
   kLoad, kPick, kStore, kEmbed, kCopy, kAdd, kSub, kMul, kDiv, kMaximum, kMinimum, kNeg, kAbs, kSqrt, kRsqrt, kPow, kExp,
-  kSin, kCos, kTanh, kSigmoid, kSilu, kRelu, kGelu, kGeluTanh, kSum, kMean, kSoftmax, kTopk, kGather
+  kSin, kCos, kTanh, kSigmoid, kSilu, kRelu, kGelu, kGeluTanh, kSum, kMean, kSoftmax, kTopk, kGather, kFloor, kLog,
+  kGreater, kUnequal, kScatter, kSelect, kAddArrays, kRmsNorm, kLayerNorm, kRotary, kGateSilu, kGateGelu, kGateGeluTanh
 };
-enum class Rounding : int64_t { kNone, kBFloat16, kHalf };
+constexpr VectorOp kFirstOfThree = VectorOp::kSelect;  // operations that read three operands, and all behind it
 
-// Numbers of a token: in its scratch memory, or a constant's, which all tokens share. Strides are those of three loops.
+// Numbers of a token: in its scratch memory, in its row of an array, or a constant's, which all tokens share. Strides are
+// those of three loops.
 struct Operand {
   const float* constant = nullptr;
   int64_t offset = 0, strides[3] = {};
+  int64_t array = -1, row = 0;  // numbers in a row of the array
   const float* in(const float* scratch) const { return (constant ? constant : scratch) + offset; }
 };
 
@@ -36,8 +39,9 @@ struct VectorCall {
   VectorOp op;
   Rounding rounding;
   int64_t sizes[3];
-  int64_t number;  // an array's, a weight's, or a count
-  Operand out, a, b;
+  int64_t number;  // an array's, a weight's, a number's, or a count
+  Operand out, a, b, c;
+  bool rounds_within;  // of a group: what it has before the last operation
 };
 
 // Calls use(out, a, b) with pointers to the innermost rows.
@@ -49,17 +53,6 @@ inline void for_rows(const VectorCall& call, float* scratch, const Use& use) {
     for (int64_t j = 0; j < call.sizes[1]; ++j)
       use(out + i * call.out.strides[0] + j * call.out.strides[1], a + i * call.a.strides[0] + j * call.a.strides[1],
           b + i * call.b.strides[0] + j * call.b.strides[1]);
-}
-
-template <Rounding rounding>
-inline Lanes rounded(Lanes v) {
-  if constexpr (rounding == Rounding::kNone) {
-    return v;
-  } else {
-    std::conditional_t<rounding == Rounding::kHalf, at::Half, at::BFloat16> narrowed[kLanes];
-    narrow(v, narrowed);
-    return widen(narrowed);
-  }
 }
 
 inline Lanes lanes_at(const float* p, int64_t stride, int64_t count) {
@@ -169,9 +162,60 @@ inline void topk_row(float* values, float* places, const float* x, int64_t strid
   for (int64_t i = 0; i < k; ++i) values[i] = x[order[i] * stride], places[i] = static_cast<float>(order[i]);
 }
 
+// The memory of one token.
+struct Memory {
+  void* const* arrays;
+  float* scratch;
+  int64_t token;
+
+  template <typename T>
+  T* begin(const Operand& of) const {
+    if (of.array >= 0) return static_cast<T*>(arrays[of.array]) + token * of.row + of.offset;
+    return reinterpret_cast<T*>((of.constant ? const_cast<float*>(of.constant) : scratch) + of.offset);
+  }
+};
+
+// Calls use(rounding, out, row, of) for each row, where row(operand, of) is an operand's. What is read and what is written
+// are floats, or numbers of the rounding where an array has them.
+template <typename Use>
+inline void compute_group(const VectorCall& call, const Memory& memory, const Use& use) {
+  const auto for_types = [&](auto rounding, auto out_zero, auto of) {
+    using Out = decltype(out_zero);
+    for (int64_t i = 0; i < call.sizes[0]; ++i)
+      for (int64_t j = 0; j < call.sizes[1]; ++j) {
+        const auto row = [&](const Operand& operand, auto zero) {
+          return memory.begin<decltype(zero)>(operand) + i * operand.strides[0] + j * operand.strides[1];
+        };
+        use(rounding, row(call.out, Out{}), row, of);
+      }
+  };
+  const auto for_rounding = [&](auto rounding) {
+    using Narrow = Rounded<rounding.value>;
+    const bool reads = call.a.array >= 0, writes = call.out.array >= 0;
+    if constexpr (std::is_same_v<Narrow, float>) for_types(rounding, float{}, float{});
+    else if (reads && writes) for_types(rounding, Narrow{}, Narrow{});
+    else if (reads) for_types(rounding, float{}, Narrow{});
+    else if (writes) for_types(rounding, Narrow{}, float{});
+    else for_types(rounding, float{}, float{});
+  };
+  switch (call.rounding) {
+    case Rounding::kNone: return for_rounding(std::integral_constant<Rounding, Rounding::kNone>());
+    case Rounding::kBFloat16: return for_rounding(std::integral_constant<Rounding, Rounding::kBFloat16>());
+    case Rounding::kHalf: return for_rounding(std::integral_constant<Rounding, Rounding::kHalf>());
+  }
+}
+
+template <typename Function>
+[[gnu::noinline]] void gate(const VectorCall& call, const Memory& memory, Function function) {
+  compute_group(call, memory, [&](auto rounding, auto* to, const auto& row, auto of) {
+    gate_row<rounding>(to, row(call.a, of), row(call.b, of), call.sizes[2], function);
+  });
+}
+
 class TokenProgram {
  public:
-  // `code` is read by `next`, in the order in which `token_program.py` writes it. The weights' memory stays the caller's.
+  // `code` is read by `next`, in the order in which `token_program.py` and `vector_code.py` write it. The weights' memory
+  // stays the caller's.
   TokenProgram(std::vector<int64_t> code, std::vector<double> numbers, std::vector<at::Tensor> weights)
       : code_(std::move(code)), weights_(std::move(weights)) {
     for (const double number : numbers) numbers_.push_back(static_cast<float>(number));
@@ -187,14 +231,14 @@ class TokenProgram {
 
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) const {
     TORCH_CHECK(static_cast<int64_t>(inputs.size()) == num_inputs_, "a token program takes ", num_inputs_, " inputs");
-    std::vector<at::Tensor> arrays = inputs;
-    arrays.resize(num_arrays_);
+    Arrays arrays(num_arrays_);
+    for (size_t i = 0; i < inputs.size(); ++i) arrays.put(i, inputs[i]);
     for (const Stage& stage : stages_) {
       if (stage.kernel == kVectors) run_vectors(stage, arrays);
-      else arrays[stage.outputs[0]] = run_kernel(stage, arrays);
+      else arrays.put(stage.outputs[0], run_kernel(stage, arrays.tensors));
     }
     std::vector<at::Tensor> made;
-    for (const int64_t output : outputs_) made.push_back(arrays[output]);
+    for (const int64_t output : outputs_) made.push_back(arrays.tensors[output]);
     return made;
   }
 
@@ -214,6 +258,16 @@ class TokenProgram {
     int64_t rows_of, width_of_rows, picked_by, num_floats, cost;
     std::vector<Made> made;
     std::vector<VectorCall> calls;
+  };
+
+  struct Arrays {
+    std::vector<at::Tensor> tensors;
+    std::vector<void*> data;
+    explicit Arrays(int64_t count) : tensors(count), data(count) {}
+    void put(int64_t number, at::Tensor tensor) {
+      data[number] = tensor.mutable_data_ptr();
+      tensors[number] = std::move(tensor);
+    }
   };
 
   int64_t next() {
@@ -247,16 +301,18 @@ class TokenProgram {
       call.op = static_cast<VectorOp>(next()), call.rounding = static_cast<Rounding>(next()), call.number = next();
       for (int64_t& size : call.sizes) size = next();
       for (Operand* operand : {&call.out, &call.a, &call.b}) read_operand(*operand);
+      if (call.op >= kFirstOfThree) read_operand(call.c), call.rounds_within = next();
     }
   }
 
   void read_operand(Operand& operand) {
-    enum Place : int64_t { kScratch, kWeight, kNumber };
+    enum Place : int64_t { kScratch, kWeight, kNumber, kArray };
     const int64_t place = next(), number = next();
     operand.offset = next();
     for (int64_t& stride : operand.strides) stride = next();
     if (place == kWeight) operand.constant = widened(number);
     if (place == kNumber) operand.constant = &numbers_.at(number);
+    if (place == kArray) operand.array = number, operand.row = next();
   }
 
   // Constants of vector operations are kept as they are computed with.
@@ -265,20 +321,20 @@ class TokenProgram {
     return widened_[number].const_data_ptr<float>();
   }
 
-  void run_vectors(const Stage& stage, std::vector<at::Tensor>& arrays) const {
-    const int64_t* picks = stage.picked_by < 0 ? nullptr : arrays[stage.picked_by].const_data_ptr<int64_t>();
-    const int64_t num_tokens = arrays[stage.rows_of].numel() / stage.width_of_rows;
+  void run_vectors(const Stage& stage, Arrays& arrays) const {
+    const int64_t* picks = stage.picked_by < 0 ? nullptr : static_cast<const int64_t*>(arrays.data[stage.picked_by]);
+    const int64_t num_tokens = arrays.tensors[stage.rows_of].numel() / stage.width_of_rows;
     for (const Made& made : stage.made) {
       std::vector<int64_t> shape;
       for (const int64_t size : made.shape) shape.push_back(size < 0 ? -size * num_tokens : size);
-      arrays[made.array] = at::empty(shape, at::TensorOptions(made.dtype));
+      arrays.put(made.array, at::empty(shape, at::TensorOptions(made.dtype)));
     }
     const auto compute_tokens = [&](int64_t begin, int64_t end) {
-      thread_local std::vector<float> memory;
-      if (memory.size() < static_cast<size_t>(stage.num_floats)) memory.resize(stage.num_floats);
+      thread_local std::vector<float> scratch;
+      if (scratch.size() < static_cast<size_t>(stage.num_floats)) scratch.resize(stage.num_floats);
       for (int64_t token = begin; token < end; ++token)
         for (const VectorCall& call : stage.calls)
-          carry_out(call, arrays, memory.data(), token, picks ? picks[token] : token);
+          carry_out(call, arrays.tensors, {arrays.data.data(), scratch.data(), token}, picks ? picks[token] : token);
     };
     // What is done sooner than shared. More parts than threads: who is late, or has lost its core, does fewer.
     constexpr int64_t kCostOfSharing = 1 << 17, kPartsOfThread = 4;
@@ -290,23 +346,24 @@ class TokenProgram {
   }
 
   // An operation, for the token of that number; of its row in an array that is picked from, `picked` is the number.
-  void carry_out(const VectorCall& call, const std::vector<at::Tensor>& arrays, float* scratch, int64_t token,
+  void carry_out(const VectorCall& call, const std::vector<at::Tensor>& arrays, const Memory& memory,
                  int64_t picked) const {
-    const int64_t n = call.sizes[2], stride = call.a.strides[2];
-    float* const out = scratch + call.out.offset;
+    const int64_t n = call.sizes[2], stride = call.a.strides[2], token = memory.token;
+    float *const scratch = memory.scratch, *const out = scratch + call.out.offset;
+    constexpr Lanes one = Lanes{} + 1.0f;
     switch (call.op) {
       case VectorOp::kLoad:
       case VectorOp::kPick: {
         const at::Tensor& array = arrays[call.number];
         const int64_t row = call.op == VectorOp::kPick ? picked : token;
         return with_dtype(array.scalar_type(), [&](auto zero) {
-          widen_row(static_cast<const decltype(zero)*>(array.const_data_ptr()) + row * n, out, n);
+          widen_row(static_cast<const decltype(zero)*>(memory.arrays[call.number]) + row * n, out, n);
         });
       }
       case VectorOp::kStore: {
         const at::Tensor& array = arrays[call.number];
         return with_dtype(array.scalar_type(), [&](auto zero) {
-          narrow_row(call.a.in(scratch), static_cast<decltype(zero)*>(array.mutable_data_ptr()) + token * n, n);
+          narrow_row(call.a.in(scratch), static_cast<decltype(zero)*>(memory.arrays[call.number]) + token * n, n);
         });
       }
       case VectorOp::kEmbed: {
@@ -334,7 +391,7 @@ class TokenProgram {
       case VectorOp::kCos: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, cosine); });
       case VectorOp::kTanh: return compute(call, scratch, [](Lanes a, Lanes) { return tanh_lanes(a); });
       case VectorOp::kSigmoid: return compute(call, scratch, [](Lanes a, Lanes) { return 1.0f / (1.0f + exp_lanes(-a)); });
-      case VectorOp::kSilu: return compute(call, scratch, [](Lanes a, Lanes) { return a / (1.0f + exp_lanes(-a)); });
+      case VectorOp::kSilu: return compute(call, scratch, [](Lanes a, Lanes) { return silu_lanes(a); });
       case VectorOp::kRelu: return compute(call, scratch, [](Lanes a, Lanes) { return a < 0.0f ? Lanes{} : a; });
       case VectorOp::kGelu: return compute(call, scratch, [](Lanes a, Lanes) { return gelu_lanes(a); });
       case VectorOp::kGeluTanh: return compute(call, scratch, [](Lanes a, Lanes) { return gelu_tanh_lanes(a); });
@@ -354,6 +411,45 @@ class TokenProgram {
           topk_row(to, places + (to - out), a, stride, n, call.number);
         });
       }
+      case VectorOp::kFloor: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, floor_of); });
+      case VectorOp::kLog: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, logarithm); });
+      case VectorOp::kGreater: return compute(call, scratch, [](Lanes a, Lanes b) { return a > b ? one : Lanes{}; });
+      case VectorOp::kUnequal: return compute(call, scratch, [](Lanes a, Lanes b) { return a != b ? one : Lanes{}; });
+      case VectorOp::kScatter:  // into what is there
+        return for_rows(call, scratch, [&](float* to, const float* a, const float* b) {
+          const int64_t step = call.out.strides[2];
+          for (int64_t i = 0; i < n; ++i) to[static_cast<int64_t>(b[i * call.b.strides[2]]) * step] = a[i * stride];
+        });
+      case VectorOp::kSelect:
+        for (int64_t i = 0; i < call.sizes[0]; ++i)
+          for (int64_t j = 0; j < call.sizes[1]; ++j)
+            for (int64_t k = 0; k < n; ++k) {
+              const auto at = [&](const Operand& of) { return i * of.strides[0] + j * of.strides[1] + k * of.strides[2]; };
+              const Operand& chosen = call.a.in(scratch)[at(call.a)] != 0.0f ? call.b : call.c;
+              out[at(call.out)] = round_number(chosen.in(scratch)[at(chosen)], call.rounding);
+            }
+        return;
+      case VectorOp::kAddArrays:
+        return compute_group(call, memory, [&](auto rounding, auto* to, const auto& row, auto of) {
+          add_row<rounding>(to, row(call.a, of), row(call.b, of), n);
+        });
+      case VectorOp::kRmsNorm:
+        return compute_group(call, memory, [&](auto rounding, auto* to, const auto& row, auto of) {
+          rms_norm_row<rounding>(to, row(call.a, of), row(call.b, float{}), call.b.strides[2], n, numbers_[call.number],
+                                 call.rounds_within);
+        });
+      case VectorOp::kLayerNorm:
+        return compute_group(call, memory, [&](auto rounding, auto* to, const auto& row, auto of) {
+          const float* bias = call.c.constant ? row(call.c, float{}) : nullptr;
+          layer_norm_row<rounding>(to, row(call.a, of), row(call.b, float{}), bias, n, numbers_[call.number]);
+        });
+      case VectorOp::kRotary:
+        return compute_group(call, memory, [&](auto rounding, auto* to, const auto& row, auto of) {
+          rotate_row<rounding>(to, row(call.a, of), row(call.b, of), row(call.c, of), n);
+        });
+      case VectorOp::kGateSilu: return gate(call, memory, silu_lanes);
+      case VectorOp::kGateGelu: return gate(call, memory, gelu_lanes);
+      case VectorOp::kGateGeluTanh: return gate(call, memory, gelu_tanh_lanes);
       case VectorOp::kGather:
         return for_rows(call, scratch, [&](float* to, const float* a, const float* b) {
           for (int64_t i = 0; i < n; ++i) to[i] = a[static_cast<int64_t>(b[i * call.b.strides[2]]) * stride];

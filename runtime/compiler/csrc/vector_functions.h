@@ -80,6 +80,7 @@ inline Lanes erf_lanes(Lanes x) {
   return (Lanes)((Words)result | ((Words)x & 0x80000000u));
 }
 
+inline Lanes silu_lanes(Lanes x) { return x / (1.0f + exp_lanes(-x)); }
 inline Lanes gelu_lanes(Lanes x) { return 0.5f * x * (1.0f + erf_lanes(x * 0.70710678118654752f)); }
 inline Lanes gelu_tanh_lanes(Lanes x) {
   return 0.5f * x * (1.0f + tanh_lanes(0.79788456080286536f * (x + 0.044715f * x * x * x)));
@@ -89,5 +90,7 @@ inline Lanes gelu_tanh_lanes(Lanes x) {
 inline float power(float x, float y) { return std::pow(x, y); }
 inline float sine(float x, float) { return std::sin(x); }
 inline float cosine(float x, float) { return std::cos(x); }
+inline float floor_of(float x, float) { return std::floor(x); }
+inline float logarithm(float x, float) { return std::log(x); }
 
 }  // namespace

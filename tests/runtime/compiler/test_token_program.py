@@ -12,19 +12,25 @@ from by_torch import computed
 from tiny import FAMILIES, MIXTURES, make_model
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.fx import GraphModule
+from transformers import PreTrainedModel
 
 from runtime.batch import pack
 from runtime.compiler.attention import KERNEL
 from runtime.compiler.compilation import example_pool, example_rows, export_step
-from runtime.compiler.cutting import CutStep, cut_step
+from runtime.compiler.cutting import CutStep, Export, cut_step, whole_step
 from runtime.compiler.experts import experts_by_kernel
 from runtime.compiler.kernels import describe_kernels, load_kernels
 from runtime.compiler.model import Step, probe_config
-from runtime.compiler.token_program import CannotBeLowered, lower
+from runtime.compiler.token_program import lower
+from runtime.compiler.vectors import CannotBeLowered
+from runtime.config import LayerShape
 
 BLOCK_SIZE = 16
-# Its router writes into tensors that it reads later.
-COMPILED = {"deepseek-v3"}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+Cut = Callable[[PreTrainedModel, tuple[LayerShape, ...], Export], CutStep]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,10 +46,10 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def opened(step: CutStep) -> Any:
+def opened(step: CutStep, *, groups: bool = True) -> Any:
     """The step without a compiled program."""
     made: Any = torch.classes.specdec.CutStep()
-    programs = [lower(program) for program in step.programs]
+    programs = [lower(program, groups=groups) for program in step.programs]
     for call in step.calls:
         program = programs[call.program]
         weights = [call.weights[name] for name in program.weights]
@@ -51,9 +57,16 @@ def opened(step: CutStep) -> Any:
     return made
 
 
-@pytest.mark.parametrize("family", [one for one in (*FAMILIES, *MIXTURES) if one not in COMPILED])
-def test_a_familys_step_is_transformers(family: str) -> None:
-    model = make_model(family)
+def in_layers(model: PreTrainedModel, shapes: tuple[LayerShape, ...], export: Export) -> CutStep:
+    return cut_step(model, shapes, export, 0)
+
+
+def as_one(model: PreTrainedModel, shapes: tuple[LayerShape, ...], export: Export) -> CutStep:
+    return whole_step(export, 0)
+
+
+def check_step(model: PreTrainedModel, cut: Cut) -> None:
+    """Logits of two rows beside transformers' eager ones."""
     rows = [torch.arange(3, 10), torch.arange(20, 22)]
     shapes = probe_config(deepcopy(model.config))
     pool = example_pool(shapes, 40, BLOCK_SIZE, torch.float32, torch.device("cpu"))
@@ -64,12 +77,22 @@ def test_a_familys_step_is_transformers(family: str) -> None:
         expected = torch.cat([model(row[None]).logits[0, -2:] for row in rows])
         model.set_attn_implementation(KERNEL)
         with experts_by_kernel(model):
-            step = cut_step(model, shapes, lambda: export_step(Step(model), shapes, BLOCK_SIZE, torch.float32), 0)
+            step = cut(model, shapes, lambda: export_step(Step(model), shapes, BLOCK_SIZE, torch.float32))
     (logits,) = opened(step).run([*batch.tensors(), *(tensor for part in pool.tensors() for tensor in part)])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-neox", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+def test_a_familys_step_is_transformers(family: str) -> None:
+    check_step(make_model(family), in_layers)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_a_step_that_is_not_cut_is_transformers(num_layers: int) -> None:
+    check_step(make_model("qwen3", num_hidden_layers=num_layers), as_one)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-neox", "gpt2", "mixtral", "deepseek-v3"])
 def test_numbers_of_16_bits_are_rounded_where_torch_rounds_them(family: str) -> None:
     model = make_model(family).to(torch.bfloat16)
     shapes = probe_config(deepcopy(model.config))
@@ -94,18 +117,40 @@ class Function(nn.Module):
         return self.function(x)
 
 
-def tokenwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
-    """The function of rows `(1, T, ...)`, lowered."""
+def graph_of(function: Callable[[Tensor], Tensor], x: Tensor) -> GraphModule:
     exported = torch.export.export(Function(function), (x,), dynamic_shapes=({1: Dim.DYNAMIC},), strict=False)
-    program = lower(exported.module(check_guards=False))
+    return exported.module(check_guards=False)
+
+
+def tokenwise(function: Callable[[Tensor], Tensor], x: Tensor, *, groups: bool = True) -> Callable[[Tensor], Tensor]:
+    """The function of rows `(1, T, ...)`, lowered."""
+    graph = graph_of(function, x)
+    program = lower(graph, groups=groups)
     step: Any = torch.classes.specdec.CutStep()
-    step.add_tokenwise(program.code, program.numbers, [], [0], [1])
+    weights = [getattr(graph, name) for name in program.weights]
+    step.add_tokenwise(program.code, program.numbers, weights, [0], [1])
 
     def run(x: Tensor) -> Tensor:
         made: Tensor = step.run([x])[0]
         return made
 
     return run
+
+
+def left_groups(x: Tensor) -> Tensor:
+    """As DeepSeek's router leaves groups of experts, by tensors that are written after they were made."""
+    groups = x.view(1, -1, 4, x.shape[-1] // 4).topk(2)[0].sum(-1)
+    mask = torch.zeros_like(groups)
+    mask.scatter_(-1, groups.topk(2)[1], 1)
+    wide = mask.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1] // 4).reshape(x.shape)
+    return x.masked_fill(~wide.bool(), -1.0)
+
+
+def filled_in_parts(x: Tensor) -> Tensor:
+    whole = x.new_empty(x.shape)
+    whole[..., 12:] = x[..., :-12]
+    whole[..., :12] = x[..., -12:] * 2
+    return whole
 
 
 EDGES = [0.0, -0.0, 1e-30, 1e-6, -1e-6, 0.6249, 0.6251, 1.0, -1.0, 9.0, -9.0, 87.3, 88.7, -88.7, 200.0, -200.0, 3e38]
@@ -135,6 +180,15 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "other order": (lambda x: x.view(1, -1, 4, x.shape[-1] // 4).transpose(2, 3).reshape(1, -1, x.shape[-1]), 0),
     "same twice": (lambda x: torch.cat([y := x.clamp(-9, 9) + 1, y], -1), 2e-7),
     "largest": (lambda x: torch.topk(x.clamp(-9, 9), 4)[0], 0),
+    "largest one": (lambda x: torch.max(x, -1, keepdim=True)[0] + torch.max(x, -1)[1][..., None], 0),
+    "logarithm": (lambda x: torch.log(torch.abs(x) + 1e-6), 3e-7),
+    "whole part": (lambda x: torch.floor(x.clamp(-9, 9) / 2), 0),
+    "masked": (lambda x: x.masked_fill(~(x > 0.5), -2.0), 0),
+    "chosen": (lambda x: torch.where(torch.abs(x) > 1, x, x * 2), 0),
+    "between": (lambda x: torch.clamp(x, min=x.mean(-1, keepdim=True)), 1e-6),
+    "scattered": (lambda x: x.scatter(-1, torch.topk(x, 3)[1], -7.0), 0),
+    "groups that are left": (lambda x: left_groups(x), 0),
+    "filled in parts": (lambda x: filled_in_parts(x), 0),
     "picked": (lambda x: x.gather(-1, torch.topk(x, 4)[1]), 0),
 }
 
@@ -165,6 +219,74 @@ def test_each_operation_is_rounded(dtype: torch.dtype) -> None:
 
     made = tokenwise(chain, x)(x)
     assert made.dtype == dtype and torch.equal(made, chain(x))
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cosine + torch.cat([-x[..., half:], x[..., :half]], -1) * sine
+
+
+def heads_of(x: Tensor) -> Tensor:
+    return x.view(1, -1, 3, x.shape[-1] // 3).transpose(1, 2)
+
+
+WEIGHTS, BIASES, OF_HEADS = (
+    {dtype: torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype) for dtype in DTYPES}
+    for size in (60, 60, 20)
+)
+GROUPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda x: norm(x, WEIGHTS[x.dtype]),
+    "norm rounded once": lambda x: (norm(x.float(), WEIGHTS[torch.float32])).to(x.dtype),
+    "norm of heads": lambda x: norm(heads_of(x), OF_HEADS[x.dtype]).transpose(1, 2).flatten(2),
+    "norm of a sum": lambda x: torch.cat([y := x + x * 2, norm(y, WEIGHTS[x.dtype])], -1),
+    "layer norm": lambda x: F.layer_norm(x, (60,), WEIGHTS[x.dtype], BIASES[x.dtype]),
+    "layer norm without bias": lambda x: F.layer_norm(x, (60,), WEIGHTS[x.dtype]),
+    "rotary": lambda x: rotated(heads_of(x), x[:, None, :, :20], x[:, None, :, 20:40]).transpose(1, 2).flatten(2),
+    "rotary of a part": lambda x: torch.cat([rotated(x[..., :34], x[..., 1:35], x[..., 3:37]), x[..., 34:]], -1),
+    "gate": lambda x: F.silu(x[..., :31]) * x[..., 29:],
+    "gate of gelu": lambda x: x * F.gelu(x),
+    "gate of gelu tanh": lambda x: F.gelu(x, approximate="tanh") * x,
+    "sum": lambda x: (x + x[..., :1]) + x,
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_groups_have_the_bits_of_their_operations(name: str, dtype: torch.dtype) -> None:
+    """And what torch computes: in 16 bits the same bits, but for its layer norm, which sums in another order."""
+    function = GROUPS[name]
+    x = torch.randn(1, 7, 60, generator=torch.Generator().manual_seed(5)).to(dtype)
+    graph = graph_of(function, x)
+    assert len(lower(graph).code) < len(lower(graph, groups=False).code)
+    made = tokenwise(function, x)(x)
+    assert torch.equal(made, tokenwise(function, x, groups=False)(x))
+    if dtype == torch.float32 or name.startswith("layer norm"):
+        torch.testing.assert_close(made, function(x), rtol=2 * torch.finfo(dtype).eps, atol=2e-6)
+    else:
+        assert torch.equal(made, function(x))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-neox", "mixtral"])
+def test_groups_change_no_bit_in_float32(family: str) -> None:
+    """Where no rounding hides it that a product and a sum became one instruction."""
+    model = make_model(family)
+    shapes = probe_config(deepcopy(model.config))
+    batch = pack(example_rows([7, 2], 0, 40, BLOCK_SIZE, 2), BLOCK_SIZE, torch.device("cpu"))
+    batch.input_ids[:] = torch.arange(batch.input_ids.numel()).view_as(batch.input_ids)
+    model.set_attn_implementation(KERNEL)
+    with torch.no_grad(), experts_by_kernel(model):
+        step = in_layers(model, shapes, lambda: export_step(Step(model), shapes, BLOCK_SIZE, torch.float32))
+    logits = []
+    for groups in (True, False):
+        pool = example_pool(shapes, 40, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+        inputs = [*batch.tensors(), *(tensor for part in pool.tensors() for tensor in part)]
+        logits += opened(step, groups=groups).run(inputs)
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

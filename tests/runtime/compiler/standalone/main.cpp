@@ -5,6 +5,7 @@
 #include "paged_attention.cpp"
 #include "quantized.cpp"
 #include "sampling.cpp"
+#include "vector_groups.h"
 
 #include <numeric>
 #include <random>
@@ -327,6 +328,68 @@ void check_exp2() {
   check(right, "2 to the power", at::kFloat, 0, 0);
 }
 
+// A number as it is after an operation by itself: no other takes part in it.
+template <typename T>
+float alone(float x) {
+  volatile float number = static_cast<T>(x);
+  return number;
+}
+
+// Sums in parts, as a register has them.
+float sum_in_parts(const std::vector<float>& x) {
+  std::vector<float> parts(kLanes);
+  for (size_t i = 0; i < x.size(); ++i) parts[i % kLanes] = alone<float>(parts[i % kLanes] + x[i]);
+  float sum = 0;
+  for (const float part : parts) sum = alone<float>(sum + part);
+  return sum;
+}
+
+// Groups of operations have the bits of these one by one.
+template <typename T, Rounding rounding>
+void check_groups(at::ScalarType type, int64_t n) {
+  const at::Tensor x = random_tensor<T>({n}, type), y = random_tensor<T>({n}, type), z = random_tensor<T>({n}, type);
+  const at::Tensor weight = random_tensor<float>({n}, at::kFloat), bias = random_tensor<float>({n}, at::kFloat);
+  const T *a = x.const_data_ptr<T>(), *b = y.const_data_ptr<T>(), *c = z.const_data_ptr<T>();
+  const float *w = weight.const_data_ptr<float>(), *shift = bias.const_data_ptr<float>();
+  std::vector<T> out(n);
+  const auto compare = [&](const char* what, const auto& expected) {
+    bool right = true;
+    for (int64_t i = 0; i < n; ++i) right &= static_cast<float>(out[i]) == alone<T>(expected(i));
+    check(right, what, type, n, kLanes);
+  };
+  add_row<rounding>(out.data(), a, b, n);
+  compare("a sum", [&](int64_t i) { return float(a[i]) + float(b[i]); });
+  std::vector<float> squares(n), centered(n);
+  for (int64_t i = 0; i < n; ++i) squares[i] = alone<float>(float(a[i]) * float(a[i]));
+  const float factor = 1.0f / std::sqrt(alone<float>(sum_in_parts(squares) / float(n)) + 1e-5f);
+  for (const bool rounds_within : {false, true}) {
+    rms_norm_row<rounding>(out.data(), a, w, 1, n, 1e-5f, rounds_within);
+    compare("a norm", [&](int64_t i) {
+      const float scaled = alone<float>(float(a[i]) * factor);
+      return w[i] * (rounds_within ? alone<T>(scaled) : scaled);
+    });
+  }
+  for (int64_t i = 0; i < n; ++i) centered[i] = float(a[i]);
+  const float mean = alone<float>(sum_in_parts(centered) / float(n));
+  for (int64_t i = 0; i < n; ++i) {
+    centered[i] = alone<float>(float(a[i]) - mean);
+    squares[i] = alone<float>(centered[i] * centered[i]);
+  }
+  const float of_centered = 1.0f / std::sqrt(alone<float>(sum_in_parts(squares) / float(n)) + 1e-5f);
+  layer_norm_row<rounding>(out.data(), a, w, shift, n, 1e-5f);
+  compare("a norm of differences", [&](int64_t i) {
+    return alone<float>(alone<float>(centered[i] * of_centered) * w[i]) + shift[i];
+  });
+  gate_row<rounding>(out.data(), a, b, n, [](Lanes v) { return v < 0.0f ? Lanes{} : v; });
+  compare("a gate", [&](int64_t i) { return std::max(float(a[i]), 0.0f) * float(b[i]); });
+  if (n % 2) return;
+  rotate_row<rounding>(out.data(), a, b, c, n);
+  compare("a rotation", [&](int64_t i) {
+    const float other = i < n / 2 ? -float(a[i + n / 2]) : float(a[i - n / 2]);
+    return alone<T>(float(a[i]) * float(b[i])) + alone<T>(other * float(c[i]));
+  });
+}
+
 template <typename T>
 void check_all(at::ScalarType type, double tolerance) {
   for (int64_t M : {1, 2, 5, 13, 40}) check_linear<T>(type, tolerance, M, 64, 40);
@@ -365,6 +428,11 @@ int main() {
   check_noise();
   check_widening<at::BFloat16>(at::kBFloat16);
   check_widening<at::Half>(at::kHalf);
+  for (int64_t n : {1, 8, 36, 64, 130}) {
+    check_groups<float, Rounding::kNone>(at::kFloat, n);
+    check_groups<at::BFloat16, Rounding::kBFloat16>(at::kBFloat16, n);
+    check_groups<at::Half, Rounding::kHalf>(at::kHalf, n);
+  }
   for (int threads : {1, 3}) {
     at::num_threads = threads;
     check_all<float>(at::kFloat, 2e-5);

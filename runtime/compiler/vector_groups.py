@@ -1,0 +1,298 @@
+"""Groups of vector operations that are carried out as one (`csrc/vector_groups.h`), with the bits that they have alone.
+
+They are found by what they compute: norms, rotary embeddings, gates, and sums. A group reads a kernel's outputs where
+they lie, and writes its own where the next kernel reads them.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from runtime.compiler.vector_code import GROUPS, Rows, has_loops
+from runtime.compiler.vectors import FLOATS, NUMBER, WEIGHT, Call, Source, View
+
+_GATES = {"silu": "gate_silu", "gelu": "gate_gelu", "gelu_tanh": "gate_gelu_tanh"}
+_NUM_READ = {"add_arrays": 2, "rms_norm": 1, "layer_norm": 1, "rotary": 3, **dict.fromkeys(_GATES.values(), 2)}
+"""Operands that may lie in arrays; those behind them are weights."""
+
+
+def grouped(calls: Seq[Call]) -> tuple[list[Call], Rows]:
+    """The calls with groups in the place of those they consist of, and what needs no place in a token's memory."""
+    block = _Calls(calls)
+    for call in calls:
+        for match in (_rms_norm, _layer_norm, _rotary, _gate):
+            found = match(block, call)
+            if found is not None:
+                block.replace(call, *found)
+                break
+    block.replace_sums()
+    rows = block.in_arrays()
+    return [one for one in block.calls if not _is_in(one, rows)], rows
+
+
+class _Calls:
+    """A block's operations, by what they make and read. All of a source is made before any of it is read."""
+
+    def __init__(self, calls: Seq[Call]) -> None:
+        self.calls = list(calls)
+        self.makers: dict[Source, list[Call]] = {}
+        self.readers: dict[Source, list[Call]] = {}
+        for call in calls:
+            self._know(call)
+
+    def _know(self, call: Call) -> None:
+        if call.out is not None and call.out.source is not None:
+            self.makers.setdefault(call.out.source, []).append(call)
+        for source in dict.fromkeys(view.source for view in call.operands if view.source is not None):
+            self.readers.setdefault(source, []).append(call)
+
+    def replace(self, last: Call, group: Call, others: list[Call]) -> None:
+        """Put a group in the place of its last operation."""
+        gone = [last, *others]
+        self.calls = [group if one is last else one for one in self.calls if one not in others]
+        for known in (self.makers, self.readers):
+            for source, those in known.items():
+                known[source] = [one for one in those if one not in gone]
+        self._know(group)
+
+    def maker(self, view: View, name: str, *, num_readers: int = 1) -> Call | None:
+        """The operation of this name that makes all that the view shows, if so many read it."""
+        source = view.source
+        if source is None or len(self.readers.get(source, [])) != num_readers or not _each_once(view).is_whole():
+            return None
+        makers = self.makers.get(source, [])
+        is_all = len(makers) == 1 and makers[0].out is not None and _each_once(makers[0].out).is_whole()
+        return makers[0] if is_all and makers[0].name == name else None
+
+    def replace_sums(self) -> None:
+        """Call each sum that may read or write arrays another operation."""
+        for call in self.calls:
+            if call.name == "add" and _is_along_last([call.out, *call.operands]) and has_loops(call):
+                call.name = "add_arrays"
+
+    def in_arrays(self) -> dict[Source, tuple[int, int]]:
+        """Sources that only groups read, or make, in numbers of an array's dtype: the array, and its numbers in a row.
+
+        What else a group reads must be in arrays too, if these are not of float32.
+        """
+        found: dict[Source, tuple[int, int]] = {}
+        for call in self.calls:
+            if call.name == "load" and call.out is not None and call.out.source is not None:
+                found[call.out.source] = (call.number, call.out.source.count)
+            elif call.name == "store" and (source := call.operands[0].source) is not None and source not in found:
+                made = self.makers.get(source, [])
+                if len(made) == 1 and made[0].name in GROUPS and made[0].out is not None and made[0].out.is_whole():
+                    found[source] = (call.number, source.count)
+        while gone := [source for source in found if not self._fits(source, found)]:
+            for source in gone:
+                del found[source]
+        return found
+
+    def _fits(self, source: Source, found: Rows) -> bool:
+        makers = [one for one in self.makers.get(source, []) if one.name != "load"]
+        readers = [one for one in self.readers.get(source, []) if one.name != "store"]
+        stores = [one for one in self.readers.get(source, []) if one.name == "store"]
+        if any(one.dtype != source.dtype for one in (*makers, *readers)) or source.dtype not in FLOATS:
+            return False
+        if len(stores) > (1 if makers else 0):
+            return False
+        return all(_reads_arrays(one, source, found) for one in readers)
+
+
+def _is_in(call: Call, rows: Rows) -> bool:
+    """True for what moves numbers between an array and a place that they do not need."""
+    if call.name == "load":
+        return call.out is not None and call.out.source in rows
+    return call.name == "store" and call.operands[0].source in rows
+
+
+def _reads_arrays(call: Call, source: Source, found: Rows) -> bool:
+    if call.name not in GROUPS:
+        return False
+    read, rest = call.operands[: _NUM_READ[call.name]], call.operands[_NUM_READ[call.name] :]
+    if any(one.source is source for one in rest):
+        return False
+    return call.dtype == torch.float32 or all(one.source in found for one in read)
+
+
+def _each_once(view: View) -> View:
+    """The view without what is read again and again."""
+    dims = zip(view.shape, view.strides, strict=True)
+    kept = [(1, 0) if stride == 0 or size == 1 else (size, stride) for size, stride in dims]
+    return replace(view, shape=tuple(size for size, _ in kept), strides=tuple(stride for _, stride in kept))
+
+
+def _is_along_last(views: Seq[View | None]) -> bool:
+    """True if what lies side by side in memory is computed one after the other."""
+    return all(one is not None and one.source is not None and one.shape and one.strides[-1] == 1 for one in views)
+
+
+def _is_weight(view: View) -> bool:
+    return view.source is None and view.constant[0] == WEIGHT and bool(view.shape) and view.strides[-1] == 1
+
+
+def _are_equal(one: View, other: View) -> bool:
+    """True if they show the same numbers."""
+    return replace(one, dtype=other.dtype) == other
+
+
+def _orders(call: Call) -> tuple[tuple[View, View], tuple[View, View]]:
+    first, second = call.operands
+    return (first, second), (second, first)
+
+
+_Found = tuple[Call, list[Call]]
+"""A group, and the operations before the last of it."""
+
+
+def _group(name: str, last: Call, operands: list[View], others: list[Call], **settings: Any) -> _Found | None:
+    group = Call(name, last.dtype, last.out, operands, last.sizes, **settings)
+    reads = _NUM_READ[name]
+    return (group, others) if _is_along_last([last.out, *operands[:reads]]) and has_loops(group) else None
+
+
+def _rms_norm(block: _Calls, last: Call) -> _Found | None:
+    if last.name != "mul":
+        return None
+    for weight, scaled in _orders(last):
+        if not _is_weight(weight) or (product := block.maker(scaled, "mul")) is None:
+            continue
+        if product.sizes != last.sizes or product.dtype not in (torch.float32, last.dtype):
+            continue
+        for x, factor in _orders(product):
+            found = _inverse_root(block, factor)
+            if found is None or not all(_are_equal(one, x) for one in found.square.operands):
+                continue
+            rounds = product.dtype != torch.float32
+            operations = [product, *found.operations]
+            return _group("rms_norm", last, [x, weight], operations, number=found.epsilon, rounds_within=rounds)
+    return None
+
+
+@dataclass(frozen=True)
+class _InverseRoot:
+    """1 / root of (mean of a square + epsilon)."""
+
+    square: Call
+    epsilon: int
+    operations: list[Call]
+
+
+def _inverse_root(block: _Calls, view: View) -> _InverseRoot | None:
+    root = block.maker(view, "rsqrt")
+    shifted = root and block.maker(root.operands[0], "add")
+    if root is None or shifted is None:
+        return None
+    for mean_of, epsilon in _orders(shifted):
+        mean = block.maker(mean_of, "mean")
+        square = mean and block.maker(mean.operands[0], "mul")
+        if mean is None or square is None or epsilon.source is not None or epsilon.constant[0] != NUMBER:
+            continue
+        operations = [root, shifted, mean, square]
+        if all(one.dtype == torch.float32 for one in operations):
+            return _InverseRoot(square, epsilon.constant[1], operations)
+    return None
+
+
+def _layer_norm(block: _Calls, last: Call) -> _Found | None:
+    if last.name == "mul" and last.out is not None and last.out.source is not None:
+        readers = block.readers.get(last.out.source, [])
+        if len(readers) == 1 and readers[0].name == "add" and any(_is_weight(one) for one in readers[0].operands):
+            return None  # of which it is a part
+        return _scaled_difference(block, last, last, [], [])
+    if last.name != "add":
+        return None
+    for scaled, bias in _orders(last):
+        product = block.maker(scaled, "mul")
+        if _is_weight(bias) and product is not None and product.dtype == torch.float32 and product.sizes == last.sizes:
+            return _scaled_difference(block, last, product, [bias], [product])
+    return None
+
+
+def _scaled_difference(
+    block: _Calls, last: Call, product: Call, bias: list[View], operations: list[Call]
+) -> _Found | None:
+    """The product of a weight and (x - mean) / root of the mean square of that."""
+    for weight, scaled in _orders(product):
+        normed = block.maker(scaled, "mul") if _is_weight(weight) else None
+        if normed is None or normed.dtype != torch.float32 or normed.sizes != product.sizes:
+            continue
+        for centered, factor in _orders(normed):
+            found = _inverse_root(block, factor)
+            x, differences = _centered(block, centered, found.square) if found else (None, [])
+            if found is not None and x is not None:
+                parts = [*operations, normed, *found.operations, *differences]
+                return _group("layer_norm", last, [x, weight, *bias], parts, number=found.epsilon)
+    return None
+
+
+def _centered(block: _Calls, centered: View, square: Call) -> tuple[View | None, list[Call]]:
+    """The view of which that is the difference from its mean, which is squared too; and the operations."""
+    first, second = square.operands
+    own = block.maker(centered, "sub", num_readers=2) or block.maker(centered, "sub")
+    squared = block.maker(first, "sub", num_readers=2) or block.maker(first, "sub")
+    if own is None or squared is None or not _are_equal(first, second):
+        return None, []
+    differences = [own] if own is squared else [own, squared]
+    mean = block.maker(own.operands[1], "mean", num_readers=len(differences))
+    x = own.operands[0]
+    if mean is None or not all(
+        _are_equal(one, other) for one, other in zip(own.operands, squared.operands, strict=True)
+    ):
+        return None, []
+    is_same = _are_equal(mean.operands[0], x) and mean.dtype == torch.float32
+    return (x, [*differences, mean]) if is_same and own.dtype == squared.dtype == torch.float32 else (None, [])
+
+
+def _rotary(block: _Calls, last: Call) -> _Found | None:
+    if last.name != "add":
+        return None
+    for one, other in _orders(last):
+        along, across = block.maker(one, "mul"), block.maker(other, "mul")
+        if (
+            along is None
+            or across is None
+            or any((c.sizes, c.dtype) != (last.sizes, last.dtype) for c in (along, across))
+        ):
+            continue
+        for x, cosine in _orders(along):
+            for turned, sine in _orders(across):
+                parts = _halves_swapped(block, turned, x)
+                if parts:
+                    return _group("rotary", last, [x, cosine, sine], [along, across, *parts])
+    return None
+
+
+def _halves_swapped(block: _Calls, turned: View, x: View) -> list[Call]:
+    """The operations that make of x its second half, negated, and its first half behind that."""
+    source, size = turned.source, x.shape[-1]
+    if source is None or size % 2 or len(block.readers.get(source, [])) != 1 or not _each_once(turned).is_whole():
+        return []
+    parts = {one.name: one for one in block.makers.get(source, [])}
+    if parts.keys() != {"neg", "copy"} or len(block.makers[source]) != 2:
+        return []
+    for name, begin in (("neg", 0), ("copy", size // 2)):
+        made, read = parts[name].out, parts[name].operands[0]
+        if made is None or not _are_equal(_each_once(made), _each_once(_half(turned, begin))):
+            return []
+        if not _are_equal(_each_once(read), _each_once(_half(x, size // 2 - begin))):
+            return []
+    return list(parts.values())
+
+
+def _half(view: View, begin: int) -> View:
+    shape = (*view.shape[:-1], view.shape[-1] // 2)
+    return replace(view, shape=shape, offset=view.offset + begin * view.strides[-1])
+
+
+def _gate(block: _Calls, last: Call) -> _Found | None:
+    if last.name != "mul":
+        return None
+    for gate, x in _orders(last):
+        for name, group in _GATES.items():
+            function = block.maker(gate, name)
+            if function is not None and (function.sizes, function.dtype) == (last.sizes, last.dtype):
+                return _group(group, last, [function.operands[0], x], [function])
+    return None
