@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from runtime.compiler.vector_code import DTYPES, ELEMENTWISE, code_of_calls
-from runtime.compiler.vector_code import cost as cost_of
 from runtime.compiler.vector_groups import grouped
 from runtime.compiler.vectors import (
+    DTYPES,
+    ELEMENTWISE,
     FLOATS,
     NUMBER,
     WEIGHT,
@@ -29,6 +29,8 @@ from runtime.compiler.vectors import (
     Shape,
     Source,
     View,
+    code_of_calls,
+    cost_of,
     expanded,
     moved,
     strides_of,
@@ -815,65 +817,64 @@ def _own_dim(value: Tensor, dim: Any) -> int:
     return number
 
 
-def _methods() -> dict[str, Callable[[_Lowering, Node], Any]]:
-    def named(method: Callable[[_Lowering, str, Node], Any], name: str) -> Callable[[_Lowering, Node], Any]:
-        return lambda lowering, node: method(lowering, name, node)
+def _named(method: Callable[[_Lowering, str, Node], Any], name: str) -> Callable[[_Lowering, Node], Any]:
+    return lambda lowering, node: method(lowering, name, node)
 
-    methods: dict[str, Callable[[_Lowering, Node], Any]] = {
-        "aten.pow.Tensor_Scalar": _Lowering._power,
-        "aten.gelu.default": _Lowering._gelu,
-        "aten.clamp.default": _Lowering._clamp,
-        "aten.clamp.Tensor": _Lowering._clamp,
-        "aten.masked_fill.Scalar": _Lowering._selected_by,
-        "aten.where.self": _Lowering._where,
-        "aten.gt.Scalar": named(_Lowering._binary, "greater"),
-        "aten.gt.Tensor": named(_Lowering._binary, "greater"),
-        "aten.bitwise_not.default": _Lowering._inverted,
-        "aten.logical_not.default": _Lowering._inverted,
-        "aten.zeros_like.default": _Lowering._zeros,
-        "aten.new_empty.default": _Lowering._empty,
-        "aten.copy_.default": _Lowering._written,
-        "aten.scatter.value": _Lowering._scattered,
-        "aten.scatter_.value": _Lowering._scattered_in_place,
-        "aten.max.dim": _Lowering._largest_one,
-        "aten.concat.default": _Lowering._concatenated,
-        "aten.clamp_min.default": lambda lowering, node: lowering._binary("maximum", node),
-        "aten.clamp_max.default": lambda lowering, node: lowering._binary("minimum", node),
-        "aten.mean.dim": named(_Lowering._reduced, "mean"),
-        "aten.sum.dim_IntList": named(_Lowering._reduced, "sum"),
-        "aten.softmax.int": _Lowering._softmax,
-        "aten.topk.default": _Lowering._topk,
-        "aten.gather.default": _Lowering._gather,
-        "aten.layer_norm.default": _Lowering._layer_norm,
-        "aten.rms_norm.default": _Lowering._rms_norm,
-        "aten.embedding.default": _Lowering._embedding,
-        "aten.index.Tensor": _Lowering._picked,
-        "aten.transpose.int": _Lowering._swapped,
-        "aten.permute.default": _Lowering._permuted,
-        "aten.unsqueeze.default": _Lowering._unsqueezed,
-        "aten.squeeze.dim": _Lowering._squeezed,
-        "aten.slice.Tensor": _Lowering._sliced,
-        "aten.select.int": _Lowering._selected,
-        "aten.expand.default": _Lowering._expand,
-        "aten.repeat_interleave.self_int": _Lowering._repeated,
-        "aten.cat.default": _Lowering._concatenated,
-        "aten.stack.default": _Lowering._stacked,
-        "specdec.linear.default": _Lowering._linear,
-        "specdec.quantized_linear.default": _Lowering._quantized_linear,
-        "specdec.experts_linear.default": _Lowering._experts_linear,
-        "specdec.paged_attention.default": _Lowering._paged_attention,
-        "specdec.all_reduce.default": _Lowering._all_reduce,
-    }
-    for name in (
-        *("neg", "abs", "sqrt", "rsqrt", "exp", "log", "floor", "sin", "cos", "tanh"),
-        "sigmoid",
-        "silu",
-        "relu",
-    ):
-        methods[f"aten.{name}.default"] = named(_Lowering._unary, name)
+
+_NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
+    "aten.pow.Tensor_Scalar": _Lowering._power,
+    "aten.gelu.default": _Lowering._gelu,
+    "aten.clamp.default": _Lowering._clamp,
+    "aten.clamp.Tensor": _Lowering._clamp,
+    "aten.masked_fill.Scalar": _Lowering._selected_by,
+    "aten.where.self": _Lowering._where,
+    "aten.gt.Scalar": _named(_Lowering._binary, "greater"),
+    "aten.gt.Tensor": _named(_Lowering._binary, "greater"),
+    "aten.bitwise_not.default": _Lowering._inverted,
+    "aten.logical_not.default": _Lowering._inverted,
+    "aten.zeros_like.default": _Lowering._zeros,
+    "aten.new_empty.default": _Lowering._empty,
+    "aten.copy_.default": _Lowering._written,
+    "aten.scatter.value": _Lowering._scattered,
+    "aten.scatter_.value": _Lowering._scattered_in_place,
+    "aten.max.dim": _Lowering._largest_one,
+    "aten.concat.default": _Lowering._concatenated,
+    "aten.clamp_min.default": lambda lowering, node: lowering._binary("maximum", node),
+    "aten.clamp_max.default": lambda lowering, node: lowering._binary("minimum", node),
+    "aten.mean.dim": _named(_Lowering._reduced, "mean"),
+    "aten.sum.dim_IntList": _named(_Lowering._reduced, "sum"),
+    "aten.softmax.int": _Lowering._softmax,
+    "aten.topk.default": _Lowering._topk,
+    "aten.gather.default": _Lowering._gather,
+    "aten.layer_norm.default": _Lowering._layer_norm,
+    "aten.rms_norm.default": _Lowering._rms_norm,
+    "aten.embedding.default": _Lowering._embedding,
+    "aten.index.Tensor": _Lowering._picked,
+    "aten.transpose.int": _Lowering._swapped,
+    "aten.permute.default": _Lowering._permuted,
+    "aten.unsqueeze.default": _Lowering._unsqueezed,
+    "aten.squeeze.dim": _Lowering._squeezed,
+    "aten.slice.Tensor": _Lowering._sliced,
+    "aten.select.int": _Lowering._selected,
+    "aten.expand.default": _Lowering._expand,
+    "aten.repeat_interleave.self_int": _Lowering._repeated,
+    "aten.cat.default": _Lowering._concatenated,
+    "aten.stack.default": _Lowering._stacked,
+    "specdec.linear.default": _Lowering._linear,
+    "specdec.quantized_linear.default": _Lowering._quantized_linear,
+    "specdec.experts_linear.default": _Lowering._experts_linear,
+    "specdec.paged_attention.default": _Lowering._paged_attention,
+    "specdec.all_reduce.default": _Lowering._all_reduce,
+}
+
+
+def _methods() -> dict[str, Callable[[_Lowering, Node], Any]]:
+    methods = dict(_NAMED)
+    for name in ("neg", "abs", "sqrt", "rsqrt", "exp", "log", "floor", "sin", "cos", "tanh", "sigmoid", "silu", "relu"):
+        methods[f"aten.{name}.default"] = _named(_Lowering._unary, name)
     for name in ("add", "sub", "mul", "div"):
-        methods[f"aten.{name}.Tensor"] = named(_Lowering._binary, name)
-        methods[f"aten.{name}_.Tensor"] = named(_Lowering._in_place, name)
+        methods[f"aten.{name}.Tensor"] = _named(_Lowering._binary, name)
+        methods[f"aten.{name}_.Tensor"] = _named(_Lowering._in_place, name)
     for name in ("alias", "detach", "contiguous", "clone", "dropout"):
         methods[f"aten.{name}.default"] = _Lowering._alias
     for name in ("to.dtype", "to.dtype_layout", "type_as.default", "_to_copy.default"):

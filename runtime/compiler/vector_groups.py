@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from runtime.compiler.vector_code import GROUPS, Rows, has_loops
-from runtime.compiler.vectors import FLOATS, NUMBER, WEIGHT, Call, Source, View
+from runtime.compiler.vectors import FLOATS, GROUPS, NUMBER, WEIGHT, Call, Rows, Source, View, has_loops
 
 _GATES = {"silu": "gate_silu", "gelu": "gate_gelu", "gelu_tanh": "gate_gelu_tanh"}
 _NUM_READ = {"add_arrays": 2, "rms_norm": 1, "layer_norm": 1, "rotary": 3, **dict.fromkeys(_GATES.values(), 2)}

@@ -18,7 +18,7 @@
 
 namespace {
 
-// In the order of `runtime.compiler.vector_code.OPERATIONS`.
+// In the order of `runtime.compiler.vectors.OPERATIONS`.
 enum class VectorOp : int64_t {
   kLoad, kPick, kStore, kEmbed, kCopy, kAdd, kSub, kMul, kDiv, kMaximum, kMinimum, kNeg, kAbs, kSqrt, kRsqrt, kPow, kExp,
   kSin, kCos, kTanh, kSigmoid, kSilu, kRelu, kGelu, kGeluTanh, kSum, kMean, kSoftmax, kTopk, kGather, kFloor, kLog,
@@ -214,7 +214,7 @@ template <typename Function>
 
 class TokenProgram {
  public:
-  // `code` is read by `next`, in the order in which `token_program.py` and `vector_code.py` write it. The weights' memory
+  // `code` is read by `next`, in the order in which `token_program.py` and `vectors.py` write it. The weights' memory
   // stays the caller's.
   TokenProgram(std::vector<int64_t> code, std::vector<double> numbers, std::vector<at::Tensor> weights)
       : code_(std::move(code)), weights_(std::move(weights)) {
