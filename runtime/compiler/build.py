@@ -20,7 +20,7 @@ from runtime.checkpoint import check_side_files, copy_side_files
 from runtime.checkpoint_dir import check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
 from runtime.compiler.attention import KERNEL, PAGED
-from runtime.compiler.compare_logits import check_logits, check_products, is_batch_invariant
+from runtime.compiler.compare_logits import check_logits, is_batch_invariant
 from runtime.compiler.compilation import CACHE, PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
 from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernels import (
@@ -256,13 +256,12 @@ def _compiled_step(model: PreTrainedModel, cache_dir: Path) -> CompiledStep:
 def _check(
     step: StepFunction, model: PreTrainedModel, shape: StepShape, activations: Activations | None
 ) -> LogitsCheck:
-    tolerance = _TOLERANCE[shape.dtype]
-    check_products(model, tolerance)
-    tolerance = max(tolerance, _QUANTIZED_TOLERANCE.get(activations or "float", 0))
+    product_tolerance = _TOLERANCE[shape.dtype]
+    tolerance = max(product_tolerance, _QUANTIZED_TOLERANCE.get(activations or "float", 0))
     if shape.kv_cache is not None and isinstance(step, RankedStep):
         tolerance = _QUANTIZED_TOLERANCE["int8"]
     with _machine_errors():  # `torch-compile` compiles with the first step
-        return check_logits(step, model, shape, tolerance)
+        return check_logits(step, model, shape, tolerance, product_tolerance)
 
 
 def _checked(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from runtime.batch import Row, pack
 from runtime.compiler.compilation import StepFunction
-from runtime.compiler.quantized import quantized_layers, without_kernels
+from runtime.compiler.quantized import QuantizedLinear, quantized_layers, without_kernels
 from runtime.compiler.reference import QUANTIZED_KV, QuantizeKV, Stored
 from runtime.compiler.weights import layer_by_layer, present, tensors_of
 from runtime.config import LogitsCheck, StepShape
@@ -45,10 +45,13 @@ _JUDGE_16_BITS = _Judge(torch.float32, more_rounding=1.5, most_rounding=0.3)
 _JUDGE_32_BITS = _Judge(torch.float64, more_rounding=4, most_rounding=1e-2)
 
 
-def check_logits(step: StepFunction, model: PreTrainedModel, shape: StepShape, tolerance: float) -> LogitsCheck:
+def check_logits(
+    step: StepFunction, model: PreTrainedModel, shape: StepShape, tolerance: float, product_tolerance: float
+) -> LogitsCheck:
     """Compare a ragged batch's context step and draft-length step with eager attention over the whole sequences.
 
-    Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`. Because transformers
+    Raises SpecDecError if the largest relative difference of a row of logits exceeds `tolerance`, or that of a
+    quantized layer's product, by its kernels and by torch, exceeds `product_tolerance`. Because transformers
     rounds too, more bits of the same weights decide then, float32 where both compute in 16 and float64 where they
     compute in float32: the engine must not be much farther from what those give than transformers is.
     """
@@ -72,8 +75,8 @@ def check_logits(step: StepFunction, model: PreTrainedModel, shape: StepShape, t
         ]
         kv = [None if shape.kv_cache is None else Stored(pool, table, tolerance) for table in tables]
         sequences = list(zip(rows_tokens, lengths, kv, strict=True))
-        with _reference_attention(model, shape), without_kernels(model):
-            with layer_by_layer(model):
+        with _reference_attention(model, shape):
+            with layer_by_layer(model), _products_checked(model, product_tolerance):
                 theirs = _reference_logits(model, sequences)
             if not theirs.isfinite().all():
                 raise SpecDecError(
@@ -88,7 +91,8 @@ def check_logits(step: StepFunction, model: PreTrainedModel, shape: StepShape, t
                 f"{check.relative_difference:.2e} (largest difference {check.max_abs_difference:.2e})"
             )
             judge = _JUDGE_32_BITS if parameter.dtype == torch.float32 else _JUDGE_16_BITS
-            exact = _logits_in(judge.dtype, model, sequences)
+            with without_kernels(model):
+                exact = _logits_in(judge.dtype, model, sequences)
             both = [_compare(logits, exact, tolerance).relative_difference for logits in (torch.cat(ours), theirs)]
             if both[0] <= max(tolerance, min(judge.more_rounding * both[1], judge.most_rounding)):
                 return _with_distances(check, judge.dtype, both)
@@ -146,15 +150,25 @@ def _widen(value: Any) -> Any:
 
 def _reference_logits(model: PreTrainedModel, sequences: Seq[_Sequence]) -> Tensor:
     """(rows, vocab) float32 or wider, transformers': of each sequence's tokens the last of the context, then the
-    drafts'."""
+    drafts'.
+
+    Sequences are computed together, which dequantizes weights once; the shorter ones are longer than they are, as no
+    token sees what comes after it. Whose keys and values are quantized is computed alone.
+    """
+    longest = max(len(tokens) for tokens, _, _ in sequences)
     contexts, drafts = [], []
-    for tokens, (context, _), quantize_kv in sequences:
-        ids = torch.tensor([tokens], device=model.device)
-        logits = model(
-            input_ids=ids, use_cache=False, **({} if quantize_kv is None else {"quantize_kv": quantize_kv})
-        ).logits[0]
+    if all(quantize_kv is None for _, _, quantize_kv in sequences):
+        rows = [tokens + tokens[-1:] * (longest - len(tokens)) for tokens, _, _ in sequences]
+        all_logits = model(input_ids=torch.tensor(rows, device=model.device), use_cache=False).logits
+    else:
+        ids = [torch.tensor([tokens], device=model.device) for tokens, _, _ in sequences]
+        all_logits = [
+            model(input_ids=one, use_cache=False, quantize_kv=quantize_kv).logits[0]
+            for one, (_, _, quantize_kv) in zip(ids, sequences, strict=True)
+        ]
+    for logits, (tokens, (context, _), _) in zip(all_logits, sequences, strict=True):
         contexts.append(logits[context - 1 : context].float())
-        drafts.append(logits[context:].float())
+        drafts.append(logits[context : len(tokens)].float())
     return torch.cat(contexts + drafts)
 
 
@@ -164,27 +178,52 @@ def _compare(ours: Tensor, theirs: Tensor, tolerance: float) -> LogitsCheck:
     return LogitsCheck(difference.abs().max().item(), relative, tolerance)
 
 
-def check_products(model: PreTrainedModel, tolerance: float) -> None:
-    """Compare each quantized layer's product by the kernels with torch's, of tokens that are quantized in the same way.
+@contextmanager
+def _products_checked(model: PreTrainedModel, tolerance: float) -> Iterator[None]:
+    """Compute quantized layers by torch in the block, and compare each one's product with the kernels'.
 
-    Raises SpecDecError if the norm of a difference exceeds `tolerance` of the product's.
+    Once each, of a few tokens that are appended to those it is called with, because dequantizing its weight takes
+    longer than both. Raises SpecDecError if the norm of a difference exceeds `tolerance` of the product's.
     """
     generator = torch.Generator().manual_seed(2)
-    for layer in quantized_layers(model):
-        if not layer.with_kernels:
-            continue
-        x = torch.randn(_NUM_SINGLE, layer.in_features, generator=generator).to(next(model.parameters()).dtype)
-        with torch.inference_mode(), present(layer):
-            ours = layer(x).float()
-            with without_kernels(layer):
-                theirs = layer(x).float()
-        difference = ((ours - theirs).norm() / theirs.norm().clamp(min=torch.finfo(torch.float32).tiny)).item()
-        if not difference <= tolerance:
-            raise SpecDecError(
-                f"a quantized layer's product differs from torch's by more than {tolerance:g} of its norm: "
-                f"{difference:.2e}",
-                hint="the model is not computed correctly and no engine was written; please report it",
-            )
+    dtype = next(model.parameters()).dtype
+    layers = [layer for layer in quantized_layers(model) if layer.with_kernels]
+
+    def checked(layer: QuantizedLinear, x: Tensor) -> Tensor:
+        del layer.forward
+        more = torch.randn(_NUM_SINGLE, layer.in_features, generator=generator).to(dtype)
+        outputs: Tensor = layer(torch.cat([x.flatten(0, -2), more]))
+        _compare_products(layer, more, outputs[-_NUM_SINGLE:], tolerance)
+        return outputs[:-_NUM_SINGLE].view(*x.shape[:-1], layer.out_features)
+
+    for layer in layers:
+        layer.forward = partial(checked, layer)  # type: ignore[method-assign]
+    try:
+        with without_kernels(model):
+            yield
+            for layer in layers:
+                if "forward" in vars(layer):  # an expert that nothing was sent to
+                    with present(layer):
+                        layer(torch.empty(0, layer.in_features, dtype=dtype))
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+
+
+def _compare_products(layer: QuantizedLinear, x: Tensor, by_torch: Tensor, tolerance: float) -> None:
+    layer.with_kernels = True
+    try:
+        ours = layer(x).float()
+    finally:
+        layer.with_kernels = False
+    theirs = by_torch.float()
+    difference = ((ours - theirs).norm() / theirs.norm().clamp(min=torch.finfo(torch.float32).tiny)).item()
+    if not difference <= tolerance:
+        raise SpecDecError(
+            f"a quantized layer's product differs from torch's by more than {tolerance:g} of its norm: "
+            f"{difference:.2e}",
+            hint="the model is not computed correctly and no engine was written; please report it",
+        )
 
 
 def is_batch_invariant(step: StepFunction, model: PreTrainedModel, shape: StepShape) -> bool:

@@ -219,10 +219,10 @@ def export_step(
     pool = example_pool(layers, num_tokens, block_size, kv_dtype, next(step.parameters()).device)
     rows = example_rows([5, 3], 2 * block_size + 1, num_tokens, block_size, 2)
     batch = pack(rows, block_size, pool.keys[0].device)
-    free = torch.export.Dim.DYNAMIC
+    free, num_blocks = torch.export.Dim.DYNAMIC, torch.export.Dim("num_blocks")  # of which all layers have as many
     # Memory of their own: to trace views of other memory takes long.
     pools = [[torch.empty_like(one) for one in part] for part in pool.tensors()]
-    dynamic = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: free}] * len(part) for part in pools]
+    dynamic = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: num_blocks}] * len(part) for part in pools]
     return torch.export.export(step, (*batch.tensors(), *pools), strict=False, dynamic_shapes=tuple(dynamic))
 
 
@@ -350,14 +350,28 @@ def _compiler_cache(cache_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    import torch.fx.config as config  # of which torch imports no name
+
+    before = config.do_not_emit_stack_traces
+    config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
-    """The compiler's warnings concern its developers; what matters to users is raised."""
+    """The compiler's warnings concern its developers, as do the lines of code that a graph's nodes come of, which take
+    time to find; what matters to users is raised.
+    """
     loggers: list[Any] = [logging.getLogger(name) for name in ("torch._inductor", "torch.export", "torch._dynamo")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_stack_traces():
             warnings.simplefilter("ignore")
             yield
     finally:

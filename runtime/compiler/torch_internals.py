@@ -50,6 +50,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch._inductor.cpu_vec_isa.pick_vec_isa": (),
     "torch.export.pt2_archive._package.package_pt2": ("aoti_files", "extra_files"),
     "torch.export.pt2_archive._package_weights.Weights": (),
+    "torch.fx.config.do_not_emit_stack_traces": (),
     "torch.fx.experimental._config.patch": (),
     "torch.fx.experimental._config.use_duck_shape": (),
     "torch.fx.experimental.symbolic_shapes.statically_known_true": (),
@@ -62,6 +63,12 @@ PRIVATE: dict[str, tuple[str, ...]] = {
 
 
 def check_torch() -> None:
+    """`check_names`, of another torch than what was tested: looking imports all of Inductor."""
+    if not torch.__version__.startswith(f"{_TESTED}."):
+        check_names()
+
+
+def check_names() -> None:
     """SpecDecError, with torch's version, if one of them is missing or is not called as it was."""
     for name, parameters in PRIVATE.items():
         try:

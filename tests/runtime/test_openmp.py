@@ -1,5 +1,6 @@
 """Torch's OpenMP threads stay asleep while an engine generates: they would wait for work on the cores that it needs."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -58,6 +59,15 @@ def test_generating_begins_no_threads_but_the_kernels(imports: str, llama_engine
     of_engine, with_torchs = done.stdout.splitlines()
     assert of_engine.split() == ["specdec"] * 3
     assert int(with_torchs) > 3
+
+
+@pytest.mark.parametrize(("given", "spins"), [({}, "0"), ({"GOMP_SPINCOUNT": "77"}, "77")])
+def test_of_the_commands_torch_waiting_threads_sleep(given: dict[str, str], spins: str, llama_dir: Path) -> None:
+    """GNU's OpenMP shows its settings when it is loaded, by a command that fails later."""
+    unset = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    command = [sys.executable, "-m", "specdec_cli", "run", "--model-dir", llama_dir, "--max-seq-len", "999999", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, env=unset | given | {"OMP_DISPLAY_ENV": "VERBOSE"})
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 
 def test_importing_sets_no_environment_variable() -> None:

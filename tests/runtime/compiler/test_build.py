@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from sentences import Said
 from shared import once, record_anew
 from tiny import SLIDING_WINDOW, hf_greedy, make_build, make_model, repetitive_prompt
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
 
 from commands.options.hints import hint_of
@@ -30,6 +30,7 @@ from runtime.compiler.attention import PAGED, PagedInputs, paged_attention
 from runtime.compiler.build import _TOLERANCE, BuildEffort, build_engine
 from runtime.compiler.compare_logits import _logits_in
 from runtime.compiler.load import current_environment
+from runtime.compiler.quantized import QuantizedLinear, place_quantized
 from runtime.config import ENGINE_FORMAT_VERSION, EngineConfig, QuantConfig
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
@@ -266,6 +267,34 @@ def test_float64_decides_where_transformers_rounds_float32(precision: QuantConfi
     assert check.from_float64 is not None and check.transformers_from_float64 is not None
     assert check.tolerance < check.from_float64 < 4 * check.transformers_from_float64 < 1e-5
     assert read_engine_config(tmp_path / "engine").logits_check == check
+
+
+@pytest.mark.parametrize("name", ["layers.1.mlp.down_proj", "lm_head"])
+def test_layer_whose_kernels_compute_another_product_is_refused(
+    name: str, kernels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Said
+) -> None:
+    """Far less than tokens of 8 bits may differ by, which logits are compared with."""
+    precision = QuantConfig("int8", 32, activations="int8", quantize_lm_head=True)
+    checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, "float32", precision)
+    call = QuantizedLinear.forward
+
+    def forward(self: QuantizedLinear, x: Tensor) -> Tensor:
+        is_wrong = self.with_kernels and self is wrong[0] and not torch.compiler.is_compiling()
+        return call(self, x) * (1.001 if is_wrong else 1)
+
+    wrong: list[nn.Module] = []
+    place = place_quantized
+
+    def find(model: PreTrainedModel, *others: Any, **named: Any) -> None:
+        place(model, *others, **named)
+        wrong[:] = [one for found, one in model.named_modules() if found.endswith(name)]
+
+    monkeypatch.setattr("runtime.compiler.model.place_quantized", find)
+    monkeypatch.setattr(QuantizedLinear, "forward", forward)
+    with pytest.raises(SpecDecError) as raised:
+        build(checkpoint_dir, tmp_path / "engine", compiler="aot")
+    said(raised, "a quantized layer's product")
+    assert not (tmp_path / "engine").exists()
 
 
 @pytest.mark.parametrize("precision", [QuantConfig("int8", 32, activations="float"), QuantConfig("fp8")], ids=str)

@@ -11,7 +11,7 @@ from sentences import Said
 from tiny import make_build
 
 from runtime.compiler.build import build_engine
-from runtime.compiler.torch_internals import PRIVATE, check_torch
+from runtime.compiler.torch_internals import PRIVATE, check_names
 from runtime.errors import SpecDecError
 
 RUNTIME = Path(__file__).parents[3] / "runtime"
@@ -50,8 +50,9 @@ def test_torch_that_lacks_something_is_named_and_nothing_is_written(
     said: Said,
 ) -> None:
     """It was taken for a model that cannot be exported, and an engine of another kind was made."""
-    check_torch()
+    check_names()
     change(monkeypatch)
+    monkeypatch.setattr("torch.__version__", "2.14.0")
     output, build, cpu = tmp_path / "engine", make_build(compiler="aot"), torch.device("cpu")
     with pytest.raises(SpecDecError) as error:
         build_engine(llama_checkpoint_dir, output, build, cpu, replace=False, phase=lambda name: None)
