@@ -24,12 +24,12 @@ from runtime.compiler.compare_logits import check_logits, is_batch_invariant
 from runtime.compiler.compilation import CACHE, PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
 from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernels import (
-    compile_kernels,
     describe_kernels,
     fastest_arithmetic,
     flush_denormals,
     load_kernels,
     no_compiler,
+    write_kernels,
 )
 from runtime.compiler.load import current_environment, open_copy
 from runtime.compiler.memory import trim
@@ -215,7 +215,7 @@ def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
 
 
 def _make_kernels(library: Path) -> None:
-    compile_kernels(library)
+    write_kernels(library)
     load_kernels(library)
     describe_kernels()
 

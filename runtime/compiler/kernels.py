@@ -1,18 +1,20 @@
 """The CPU's kernels for attention and linear layers (`csrc`): compiled once per machine, loaded once per process.
 
-Their source is small and the compiler is there anyway when an engine is built; a bundle carries the compiled library,
-so that opening needs no compiler. Importing this module compiles and loads nothing.
+A wheel brings them compiled (`prebuilt.py`), and a bundle carries them, so that opening needs no compiler. Importing
+this module compiles and loads nothing; `python -m runtime.compiler.kernels` compiles them ahead of their first use.
 """
 
 import contextlib
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from math import prod
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from runtime.cache import cache_dir, digest, make_cache_dir, read_sealed, sealed
+from runtime.compiler.prebuilt import MARK, prebuilt_kernels, prebuilt_machines
 from runtime.config import ARITHMETICS, Arithmetic
 from runtime.errors import SpecDecError
 from runtime.files import write_file
@@ -34,7 +37,6 @@ _FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenm
 _X86 = "abm adx amx avx bmi f16c fma gfni movbe popcnt sse ssse vaes vpclmulqdq"
 _ARM = "asimd atomics bf16 crc32 fp i8mm sme sve"
 _MOST_COLUMNS = 128
-_MARK = "specdec-kernels-of:"  # in the library, before the digest of its sources
 _INSTRUCTIONS = tuple((_ARM if platform.machine() in ("aarch64", "arm64") else _X86).split())
 _MEASURED_SIZE = 2048  # of the layer that is measured, inputs and outputs
 _MANY_TOKENS = 256
@@ -44,6 +46,15 @@ _VECTOR_FUNCTIONS = (
     *(torch.acos, torch.asin, torch.atan, torch.cos, torch.erf, torch.erfc, torch.exp, torch.expm1, torch.log),
     *(torch.log10, torch.log1p, torch.log2, torch.sin, torch.sqrt, torch.tan, torch.tanh),
 )
+
+
+def write_kernels(path: Path) -> None:
+    """Write the library for this processor to `path`: the wheel's, or one that is compiled here."""
+    prebuilt = prebuilt_kernels(_processor_flags(), _sources())
+    if prebuilt is None:
+        compile_kernels(path)
+    else:
+        shutil.copyfile(prebuilt, path)
 
 
 def compile_kernels(path: Path, march: str = "native") -> None:
@@ -58,7 +69,10 @@ def compile_kernels(path: Path, march: str = "native") -> None:
     if library is not None:
         path.write_bytes(library)
         return
-    _run_compiler(compiler, path, f"-march={march}")
+    with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
+        objects = compile_objects(compiler, Path(directory), (f"-march={march}",))
+        libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu"]
+        run_at_once(compiler, [[*_FLAGS, "-shared", "-o", str(path), *objects, *libraries]])
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time, and nothing else
         make_cache_dir()
         write_file(cached, sealed(path.read_bytes()))
@@ -70,8 +84,11 @@ def cxx_compiler() -> str:
 
 
 def no_compiler() -> SpecDecError:
+    machines, here = prebuilt_machines(), platform.machine()
+    of_others = machines and here not in machines
+    why = f", and this installation's kernels are for {', '.join(machines)}, not for {here}" if of_others else ""
     return SpecDecError(
-        f"no working C++ compiler to build with: {cxx_compiler()}",
+        f"no working C++ compiler to build with: {cxx_compiler()}{why}",
         hint="install one (the package `g++`) or name it in the variable CXX",
         code="no_compiler",
     )
@@ -115,25 +132,23 @@ def _toolchain(compiler: str) -> str:
     return f"{said} {' '.join(platform.libc_ver())}"
 
 
-def _run_compiler(compiler: str, library: Path, march: str) -> None:
-    """Run the compiler on two parts of about equal size at once: parsing torch's headers dominates, so more would not
-    pay.
+def compile_objects(compiler: str, directory: Path, machine_flags: Seq[str]) -> list[str]:
+    """Object files of the kernels, in two parts of about equal size that are compiled at once: parsing torch's headers
+    dominates, so more would not pay. SpecDecError without a working compiler.
     """
-    torch_dir = Path(torch.__file__).parent
-    flags = [*_FLAGS, f'-DSPECDEC_SOURCES="{_sources()}"', march, f"-I{torch_dir / 'include'}"]
+    include = f"-I{Path(torch.__file__).parent / 'include'}"
+    flags = [*_FLAGS, f'-DSPECDEC_SOURCES="{_sources()}"', *machine_flags, include]
     pieces = [[source for source in _SOURCES if (source.stem == "paged_attention") == alone] for alone in (True, False)]
-    with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
-        objects = [f"{directory}/{number}.o" for number in range(len(pieces))]
-        compilations = []
-        for sources, to in zip(pieces, objects, strict=True):
-            included = [word for source in sources for word in ("-include", str(source))]
-            compilations.append([*flags, "-c", "-o", to, *included, "-x", "c++", os.devnull])
-        _run_at_once(compiler, compilations)
-        libraries = [f"-L{torch_dir / 'lib'}", "-lc10", "-ltorch_cpu"]
-        _run_at_once(compiler, [[*flags, "-shared", "-o", str(library), *objects, *libraries]])
+    objects = [f"{directory}/{number}.o" for number in range(len(pieces))]
+    compilations = []
+    for sources, to in zip(pieces, objects, strict=True):
+        included = [word for source in sources for word in ("-include", str(source))]
+        compilations.append([*flags, "-c", "-o", to, *included, "-x", "c++", os.devnull])
+    run_at_once(compiler, compilations)
+    return objects
 
 
-def _run_at_once(compiler: str, calls: list[list[str]]) -> None:
+def run_at_once(compiler: str, calls: list[list[str]]) -> None:
     """Calls of a compiler beside each other; SpecDecError with what the first that failed said."""
     with ExitStack() as stack:
         processes = []
@@ -160,7 +175,7 @@ def load_kernels(path: Path) -> None:
     SpecDecError if the library cannot be loaded, or is of other sources than the process's, whose layouts may differ.
     """
     if hasattr(torch.ops.specdec, "linear"):
-        if f"{_MARK}{torch.ops.specdec.sources()}".encode() not in path.read_bytes():
+        if f"{MARK}{torch.ops.specdec.sources()}".encode() not in path.read_bytes():
             raise SpecDecError(
                 f"this process has loaded other kernels than those of: {path}",
                 hint="build its engines with one version, or open them in processes of their own",
@@ -290,3 +305,8 @@ def choose_vector_math() -> None:
         number = torch.full((1,), 0.5, dtype=dtype, device="cpu")
         for function in _VECTOR_FUNCTIONS:
             function(number)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(dir=temporary_dir()) as _directory:
+        write_kernels(Path(_directory) / "kernels.so")
