@@ -5,8 +5,9 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,8 +17,8 @@ import runtime
 from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
 from runtime.cache import cache_dir, check_private_dir, digest, file_digest, locked_entry, remove_left_over, used_entry
 from runtime.checkpoint_dir import check_not_split
-from runtime.compiler.choosing import compiler_for
-from runtime.compiler.kernels import processor
+from runtime.compiler.choosing import compiler_for, warn_without_compiler
+from runtime.compiler.kernels import has_compiler, no_compiler, processor
 from runtime.compiler.load import current_environment
 from runtime.config import BuildConfig, Compiler, Dtype, SelfDraft
 from runtime.costs import MeasuredCosts, keep_costs
@@ -85,16 +86,37 @@ def engine_of_model(
     """
     model_dir = resolve_model(name)
     device = resolve_device("auto", 0)
-    settings = replace(settings, compiler=compiler_for(device, settings.compiler))
+    asked, settings = settings.compiler, replace(settings, compiler=compiler_for(device, settings.compiler))
     if settings.self_draft is not None:
         check_not_split(settings.tp_size)
-    if not use_cache:
-        with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
-            yield _make_engine(model_dir, Path(directory) / "engine", settings, device, phases)
-        return
-    identity = _identity(model_dir, settings, device)
-    with _entry(Path(name), identity, lambda entry: _make_engine(model_dir, entry, settings, device, phases)) as entry:
-        yield entry
+
+    slower = replace(settings, compiler="none")
+
+    def identity(settings: EngineSettings) -> str:
+        return _identity(model_dir, settings, device)
+
+    def is_made(settings: EngineSettings) -> bool:
+        return use_cache and _is_engine(_entry_path(Path(name), identity(settings)))
+
+    @contextmanager
+    def made(settings: EngineSettings) -> Iterator[Path]:
+        make = partial(_make_engine, model_dir, settings=settings, device=device, phases=phases)
+        if use_cache:
+            with _entry(Path(name), identity(settings), make) as entry:
+                yield entry
+        else:
+            with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
+                yield make(Path(directory) / "engine")
+
+    with ExitStack() as stack:
+        try:
+            if asked is None and not has_compiler() and is_made(slower) and not is_made(settings):
+                raise no_compiler()  # as was found when it was made
+            engine_dir = stack.enter_context(made(settings))
+        except SpecDecError as error:
+            warn_without_compiler(asked, error)
+            engine_dir = stack.enter_context(made(slower))
+        yield engine_dir
 
 
 @contextmanager
@@ -113,13 +135,16 @@ def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[P
         yield entry
 
 
+def _entry_path(name: Path, identity: str) -> Path:
+    readable = re.sub(r"[^\w.-]", "_", name.expanduser().resolve().name)
+    return cache_dir() / "engines" / f"{readable}-{identity[:16]}"
+
+
 @contextmanager
 def _entry(name: Path, identity: str, make: Callable[[Path], object]) -> Iterator[Path]:
     """The cache's entry, made if it is not there, and protected from removal in the block."""
-    readable = re.sub(r"[^\w.-]", "_", name.expanduser().resolve().name)
-    engines = cache_dir() / "engines"
-    entry = engines / f"{readable}-{identity[:16]}"
-    check_private_dir(entry, engines.parent, engines)
+    entry = _entry_path(name, identity)
+    check_private_dir(entry, cache_dir(), entry.parent)
     while True:
         if _is_engine(entry):
             remove_left_over(entry)

@@ -22,7 +22,7 @@ from runtime.cache import cache_dir, digest, make_cache_dir, read_sealed, sealed
 from runtime.compiler.kernels import cxx_compiler
 from runtime.compiler.load import current_environment
 from runtime.config import Compiler
-from runtime.errors import SpecDecWarning
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import write_file
 from runtime.temporary import temporary_dir
 
@@ -47,6 +47,17 @@ def compiler_for(device: torch.device, asked: Compiler | None) -> Compiler:
             stacklevel=2,
         )
     return compiler
+
+
+def warn_without_compiler(asked: Compiler | None, error: SpecDecError) -> None:
+    """A SpecDecWarning that `none` is taken, where the default lacks a C++ compiler; raises any other `error`."""
+    if asked is not None or error.code != "no_compiler":
+        raise error
+    warnings.warn(
+        f"{error.message}: the model is computed as it is, which is slower, until there is one",
+        SpecDecWarning,
+        stacklevel=2,
+    )
 
 
 def packages_run(device: torch.device) -> bool:

@@ -83,6 +83,14 @@ def cxx_compiler() -> str:
     return os.environ.get("CXX", "").strip() or "g++"
 
 
+def has_compiler() -> bool:
+    """True if the command of the C++ compiler is there, whatever it can do."""
+    try:
+        return shutil.which(shlex.split(cxx_compiler())[0]) is not None
+    except (ValueError, IndexError):  # a quote in CXX is not closed
+        return False
+
+
 def no_compiler() -> SpecDecError:
     machines, here = prebuilt_machines(), platform.machine()
     of_others = machines and here not in machines

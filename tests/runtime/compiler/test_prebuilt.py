@@ -1,0 +1,195 @@
+"""Kernels that a wheel brings: which one a processor gets, and that no compiler is called for them.
+
+What a processor has is GNU's compiler's to say: it knows each by its name.
+"""
+
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from sentences import Said
+
+from runtime.bundle import read_engine_config
+from runtime.compiler import prebuilt
+from runtime.compiler.kernels import no_compiler
+from runtime.compiler.prebuilt import (
+    INSTRUCTION_SETS,
+    MARK,
+    InstructionSet,
+    library_name,
+    prebuilt_kernels,
+    prebuilt_machines,
+)
+
+# Linux's names of what GNU's compiler says by macros: `__AVX512BW__` is avx512bw; these have other names.
+LINUX_NAMES = {
+    "__LZCNT__": "abm", "__BMI__": "bmi1", "__AVX512VNNI__": "avx512_vnni", "__AVX512BF16__": "avx512_bf16",
+    "__AVXVNNI__": "avx_vnni", "__AMX_TILE__": "amx_tile", "__AMX_BF16__": "amx_bf16", "__AMX_INT8__": "amx_int8",
+}  # fmt: skip
+PROCESSORS = {
+    "nehalem": "baseline",
+    "haswell": "avx2",
+    "znver3": "avx2",
+    "alderlake": "avx2-vnni",
+    "skylake-avx512": "avx512",
+    "cascadelake": "avx512-vnni",
+    "icelake-server": "avx512-vnni",
+    "cooperlake": "avx512-bf16",
+    "sapphirerapids": "amx",
+}
+is_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="g++ for x86-64 is not this machine's compiler")
+
+
+def macros(flags: Sequence[str]) -> set[str]:
+    """What the compiler may use beyond what every x86-64 has, by the macros that say so: `__AVX2__`, `__FMA__`."""
+    return _defined(flags) - _defined(["-march=x86-64"])
+
+
+def _defined(flags: Sequence[str]) -> set[str]:
+    command = ["g++", *flags, "-dM", "-E", "-x", "c++", "/dev/null"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {line.split()[1] for line in lines if line.endswith(" 1")}
+
+
+def as_linux_names(found: set[str]) -> set[str]:
+    return {LINUX_NAMES.get(macro, macro.strip("_").lower()) for macro in found}
+
+
+def all_kernels(directory: Path, sources: str = "these") -> Path:
+    for machine, sets in INSTRUCTION_SETS.items():
+        for one in sets:
+            (directory / library_name(machine, one)).write_text(f"{machine} {one.name} {MARK}{sources}")
+    return directory
+
+
+@is_x86
+@pytest.mark.parametrize(("processor", "expected"), PROCESSORS.items())
+def test_a_processor_gets_the_best_that_it_can_run(processor: str, expected: str, tmp_path: Path) -> None:
+    has = macros([f"-march={processor}"])
+    library = prebuilt_kernels(as_linux_names(has), "these", all_kernels(tmp_path))
+    assert library is not None
+    (taken,) = (one for one in INSTRUCTION_SETS["x86_64"] if library.name == library_name("x86_64", one))
+    assert taken.name == expected
+    assert macros(taken.flags) <= has
+
+
+@is_x86
+@pytest.mark.parametrize("one", INSTRUCTION_SETS["x86_64"], ids=lambda one: one.name)
+def test_all_that_the_compiler_may_use_is_asked_for(one: InstructionSet) -> None:
+    """A processor, or a virtual machine, with a part of it only would stop at an illegal instruction."""
+    used = {name for name in as_linux_names(macros(one.flags)) if not name.startswith(("fp_fast", "gcc_"))}
+    with_avx = {
+        "crc32",
+        "lahf_sahf",
+        "popcnt",
+        "sse3",
+        "sse4_1",
+        "sse4_2",
+        "ssse3",
+        "xsave",
+    }  # every processor with AVX2
+    assert used - with_avx <= one.needed
+
+
+def test_the_baseline_asks_for_nothing() -> None:
+    assert {machine: sets[-1].needed for machine, sets in INSTRUCTION_SETS.items()} == dict.fromkeys(
+        INSTRUCTION_SETS, frozenset()
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "has", "expected"),
+    [
+        ("aarch64", "fp asimd", "aarch64-baseline"),
+        ("aarch64", "fp asimd asimddp asimdhp", "aarch64-baseline"),  # Graviton 2
+        ("aarch64", "fp asimd asimddp asimdhp bf16 i8mm sve", "aarch64-bf16"),  # Graviton 3
+        ("riscv64", "", None),
+    ],
+)
+def test_other_machines(
+    machine: str, has: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    library = prebuilt_kernels(has.split(), "these", all_kernels(tmp_path))
+    assert (library and library.name.rpartition("-")[0]) == expected
+
+
+def test_kernels_of_other_sources_or_another_torch_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_kernels(tmp_path, sources="other")
+    assert prebuilt_kernels((), "these", tmp_path) is None
+    assert prebuilt_kernels((), "other", tmp_path) is not None
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert prebuilt_kernels((), "other", tmp_path) is None
+
+
+def test_a_wheel_of_another_machine_is_named_where_a_compiler_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    monkeypatch.setattr(prebuilt_machines, "__defaults__", (all_kernels(tmp_path),))
+    monkeypatch.setenv("CXX", "g++")
+    assert "kernels are for" not in no_compiler().message
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    said(no_compiler().message)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Path:
+    """The packages as a wheel installs them, with kernels for what every processor of this kind has."""
+    root = tmp_path_factory.mktemp("installed")
+    for package in ("specdec_cli", "commands", "runtime"):
+        source = Path(prebuilt.__file__).parents[2] / package
+        shutil.copytree(source, root / package, ignore=shutil.ignore_patterns("__pycache__", "demo", "prebuilt"))
+    directory = root / "runtime" / "compiler" / "prebuilt"
+    directory.mkdir()
+    shutil.copyfile(kernels, directory / library_name(platform.machine(), INSTRUCTION_SETS[platform.machine()][-1]))
+    return root
+
+
+def run_installed(installed: Path, *arguments: object, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run `specdec` where no compiler is on the PATH, with an empty cache."""
+    environment = {
+        "PATH": str(tmp_path / "empty"),
+        "HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(installed),
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    code = "import sys; from specdec_cli.app import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+
+
+def compilers(tmp_path: Path) -> list[str]:
+    """Those of the engines in the cache."""
+    engines = (tmp_path / "home" / ".cache" / "specdec" / "engines").glob("*/config.json")
+    return [read_engine_config(config.parent).build_config.compiler for config in engines]
+
+
+def test_an_installed_wheel_needs_no_compiler(installed: Path, llama_dir: Path, tmp_path: Path) -> None:
+    done = run_installed(
+        installed, "run", "--model-dir", llama_dir, "--input-text", "one two", "--max-output-len", 4, tmp_path=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "C++" not in done.stderr
+    assert compilers(tmp_path) == ["aot"]
+
+
+def test_without_kernels_or_a_compiler_the_model_is_computed_as_it_is(
+    installed: Path, llama_dir: Path, tmp_path: Path, said: Said
+) -> None:
+    """The second time it is not tried again."""
+    source = tmp_path / "source"
+    shutil.copytree(installed, source, ignore=shutil.ignore_patterns("prebuilt"))
+    arguments = ("run", "--model-dir", llama_dir, "--input-text", "one two", "--max-output-len", 4)
+    first, second = (run_installed(source, *arguments, tmp_path=tmp_path) for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert compilers(tmp_path) == ["none"]
+    assert "converting the model" not in second.stderr
+    said(*(line for line in second.stderr.splitlines() if "C++" in line))
