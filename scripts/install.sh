@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Creates .venv beside this repository and installs specdec into it: install.sh [EXTRAS], such as install.sh '[dev]'.
-# torch comes first and by its pin: a plain `torch` brings several GB of CUDA packages to a machine without a GPU.
+# Creates .venv beside this repository and installs specdec into it: install.sh [--cpu] [EXTRAS], such as
+# install.sh --cpu '[dev]'. The kernels are compiled meanwhile, so that the first engine need not wait for them.
+# On Linux PyPI's torch is the build for CUDA of several GB: --cpu takes the small one, from PyTorch's own index.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,11 +21,21 @@ step() {
     printf ' %d s\n' $((SECONDS - start)) >&2
 }
 
+index=()
+if [ "${1:-}" = --cpu ]; then
+    index=(--index-url https://download.pytorch.org/whl/cpu)
+    shift
+fi
 python=${PYTHON:-python3}
 torch=$(grep '^torch==' constraints.txt)
 if [ ! -x .venv/bin/python ]; then step "a Python environment in .venv" "$python" -m venv .venv; fi
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
-    step "$torch, about 200 MB to download and 750 MB on disk" .venv/bin/pip install --quiet "$torch"
+    step "$torch, 750 MB on disk; several GB where it is built for CUDA" .venv/bin/pip install --quiet "${index[@]}" "$torch"
 fi
+.venv/bin/python -m runtime.compiler.kernels 2> .venv/kernels.log & # needs torch alone
+kernels=$!
 step "specdec and what it needs${1:+, with $1}, about 100 MB to download" \
     .venv/bin/pip install --quiet --constraint constraints.txt --editable ".${1:-}"
+until_compiled() { while kill -0 "$kernels" 2>/dev/null; do sleep 0.2; done; }
+step "kernels for this processor" until_compiled
+wait "$kernels" || echo "not compiled, the first engine will say why: $(tail -n 1 .venv/kernels.log)" >&2

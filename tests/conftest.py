@@ -28,10 +28,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from commands.options.expand import CURRENT_COMMAND
+from runtime.cache import cache_dir, make_cache_dir
 from runtime.checkpoint import convert
 from runtime.compiler.kernels import compile_kernels
 from runtime.config import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
+from runtime.files import write_file
 
 torch.set_num_threads(1)
 torch.set_num_interop_threads(1)
@@ -111,7 +113,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_its_own(shared: Path) -> None:
     """One for this test run: what is compiled for one test is found by the others."""
+    before = cache_dir()
     os.environ["SPECDEC_CACHE_DIR"] = str(shared / "cache")
+    make_cache_dir()
+    for kernels in before.glob("kernels-*.so"):  # compiled by the installation
+        if not (to := cache_dir() / kernels.name).exists():
+            write_file(to, kernels.read_bytes())
 
 
 @pytest.fixture
