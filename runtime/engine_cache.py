@@ -17,8 +17,8 @@ import runtime
 from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
 from runtime.cache import cache_dir, check_private_dir, digest, file_digest, locked_entry, remove_left_over, used_entry
 from runtime.checkpoint_dir import check_not_split
-from runtime.compiler.choosing import compiler_for, warn_without_compiler
-from runtime.compiler.kernels import has_compiler, no_compiler, processor
+from runtime.compiler.choosing import as_can_be_made, compiler_for
+from runtime.compiler.kernel_library import has_compiler, no_compiler, processor
 from runtime.compiler.load import current_environment
 from runtime.config import BuildConfig, Compiler, Dtype, SelfDraft
 from runtime.costs import MeasuredCosts, keep_costs
@@ -109,13 +109,15 @@ def engine_of_model(
                 yield make(Path(directory) / "engine")
 
     with ExitStack() as stack:
-        try:
-            if asked is None and not has_compiler() and is_made(slower) and not is_made(settings):
-                raise no_compiler()  # as was found when it was made
-            engine_dir = stack.enter_context(made(settings))
-        except SpecDecError as error:
-            warn_without_compiler(asked, error)
-            engine_dir = stack.enter_context(made(slower))
+
+        def make_and_enter(compiler: Compiler) -> Path:
+            wanted = replace(settings, compiler=compiler)
+            if compiler != "none" and asked is None and not has_compiler() and is_made(slower) and not is_made(wanted):
+                raise no_compiler()  # as was found when the slower one was made
+            return stack.enter_context(made(wanted))
+
+        assert settings.compiler is not None
+        engine_dir = as_can_be_made(asked, settings.compiler, make_and_enter)
         yield engine_dir
 
 

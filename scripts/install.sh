@@ -32,7 +32,7 @@ if [ ! -x .venv/bin/python ]; then step "a Python environment in .venv" "$python
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     step "$torch, 750 MB on disk; several GB where it is built for CUDA" .venv/bin/pip install --quiet "${index[@]}" "$torch"
 fi
-.venv/bin/python -m runtime.compiler.kernels 2> .venv/kernels.log & # needs torch alone
+.venv/bin/python -m runtime.compiler.kernel_library 2> .venv/kernels.log & # needs torch alone
 kernels=$!
 step "specdec and what it needs${1:+, with $1}, about 100 MB to download" \
     .venv/bin/pip install --quiet --constraint constraints.txt --editable ".${1:-}"

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from commands.options.expand import CURRENT_COMMAND
 from runtime.cache import cache_dir, make_cache_dir
 from runtime.checkpoint import convert
-from runtime.compiler.kernels import compile_kernels
+from runtime.compiler.kernel_library import compile_kernels
 from runtime.config import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
 from runtime.files import write_file

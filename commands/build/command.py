@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,10 +18,11 @@ from runtime.config import (
     MAX_TOKENS_PER_BLOCK,
     BuildConfig,
     Compiler,
+    EngineConfig,
     SelfDraft,
     SpeculativeDecodingMode,
 )
-from runtime.errors import SpecDecError, UsageError
+from runtime.errors import UsageError
 from runtime.files import check_output_directory, check_output_is_not_input, directory_bytes
 
 DEFAULT_MAX_INPUT_LEN = 1024
@@ -207,7 +207,7 @@ def build(options: BuildOptions, output: Output) -> None:
 
     from commands.build.report import BuildDocument, built_table
     from runtime.compiler.build import BuildEffort, build_engine, default_max_seq_len
-    from runtime.compiler.choosing import compiler_for, warn_without_compiler
+    from runtime.compiler.choosing import as_can_be_made, compiler_for
     from runtime.compiler.quality import measure_quality, quality_text, record_quality
     from runtime.engine import resolve_device
 
@@ -228,14 +228,12 @@ def build(options: BuildOptions, output: Output) -> None:
             show(name)
 
         effort = BuildEffort(num_workers=options.workers)
-        make = partial(
-            build_engine, checkpoint_dir, output_dir, device=target, replace=options.force, phase=phase, effort=effort
-        )
-        try:
-            config = make(settings)
-        except SpecDecError as error:
-            warn_without_compiler(options.compiler, error)
-            config = make(replace(settings, compiler="none"))
+
+        def make(compiler: Compiler) -> EngineConfig:
+            build, force = replace(settings, compiler=compiler), options.force
+            return build_engine(checkpoint_dir, output_dir, build, target, replace=force, phase=phase, effort=effort)
+
+        config = as_can_be_made(options.compiler, settings.compiler, make)
         if text is not None:
             phase("comparing with the unquantized model")
             config = record_quality(output_dir, config, measure_quality(checkpoint_dir, *text))

@@ -23,14 +23,8 @@ from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.compare_logits import check_logits, is_batch_invariant
 from runtime.compiler.compilation import CACHE, PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
 from runtime.compiler.identity import weights_digest
-from runtime.compiler.kernels import (
-    describe_kernels,
-    fastest_arithmetic,
-    flush_denormals,
-    load_kernels,
-    no_compiler,
-    write_kernels,
-)
+from runtime.compiler.kernel_library import no_compiler, write_kernels
+from runtime.compiler.kernels import describe_kernels, fastest_arithmetic, flush_denormals, load_kernels
 from runtime.compiler.load import current_environment, open_copy
 from runtime.compiler.memory import trim
 from runtime.compiler.model import Step, load_absent, load_whole_model, probe_config, split_config

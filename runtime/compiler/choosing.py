@@ -13,19 +13,20 @@ import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from runtime.cache import cache_dir, digest, make_cache_dir, read_sealed, sealed
-from runtime.compiler.kernels import cxx_compiler
+from runtime.compiler.kernel_library import cxx_compiler
 from runtime.compiler.load import current_environment
 from runtime.config import Compiler
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import write_file
 from runtime.temporary import temporary_dir
 
+Made = TypeVar("Made")
 _MOST_S = 600.0
 _TRIAL = ("-c", "from runtime.compiler.choosing import try_package; try_package()")
 
@@ -49,15 +50,21 @@ def compiler_for(device: torch.device, asked: Compiler | None) -> Compiler:
     return compiler
 
 
-def warn_without_compiler(asked: Compiler | None, error: SpecDecError) -> None:
-    """A SpecDecWarning that `none` is taken, where the default lacks a C++ compiler; raises any other `error`."""
-    if asked is not None or error.code != "no_compiler":
-        raise error
-    warnings.warn(
-        f"{error.message}: the model is computed as it is, which is slower, until there is one",
-        SpecDecWarning,
-        stacklevel=2,
-    )
+def as_can_be_made(asked: Compiler | None, compiler: Compiler, make: Callable[[Compiler], Made]) -> Made:
+    """Make an engine with `compiler`, or, where it lacks a C++ compiler and was not asked for, a SpecDecWarning and one
+    with none.
+    """
+    try:
+        return make(compiler)
+    except SpecDecError as error:
+        if asked is not None or error.code != "no_compiler":
+            raise
+        warnings.warn(
+            f"{error.message}: the model is computed as it is, which is slower, until there is one",
+            SpecDecWarning,
+            stacklevel=3,
+        )
+        return make("none")
 
 
 def packages_run(device: torch.device) -> bool:

@@ -29,7 +29,8 @@ from runtime.compiler.compilation import (
     shape_of_package,
     wanted_layout,
 )
-from runtime.compiler.kernels import choose_vector_math, instructions, load_kernels
+from runtime.compiler.kernel_library import instructions
+from runtime.compiler.kernels import choose_vector_math, load_kernels
 from runtime.compiler.memory import keep_freed_memory
 from runtime.compiler.weights import open_weights
 from runtime.config import (

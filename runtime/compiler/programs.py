@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule
 
 from runtime.cache import cache_dir, digest, locked_entry, read_sealed, sealed
-from runtime.compiler.kernels import SOURCES_DIR, compiled_by, cxx_compiler
+from runtime.compiler.kernel_library import SOURCES_DIR, compiled_by, cxx_compiler
 from runtime.errors import SpecDecError
 from runtime.files import write_file
 

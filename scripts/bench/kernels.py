@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from runtime.compiler.kernels import compile_kernels, fastest_arithmetic, instructions, load_kernels
+from runtime.compiler.kernel_library import compile_kernels, instructions
+from runtime.compiler.kernels import fastest_arithmetic, load_kernels
 from runtime.config import ARITHMETICS
 from runtime.params import GREEDY
 from runtime.sampling import Positions, Sampler, kernel_arguments

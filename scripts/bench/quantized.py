@@ -19,7 +19,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from runtime.compiler.kernels import compile_kernels, fastest_arithmetic, load_kernels
+from runtime.compiler.kernel_library import compile_kernels
+from runtime.compiler.kernels import fastest_arithmetic, load_kernels
 from runtime.config import ARITHMETICS, QuantConfig
 from runtime.quantization.quantize import quantize_weight
 

@@ -21,7 +21,8 @@ import runtime  # before torch, as commands do: it tells OpenMP how long to wait
 import torch
 from torch import Tensor
 
-from runtime.compiler.kernels import compile_kernels, load_kernels
+from runtime.compiler.kernel_library import compile_kernels
+from runtime.compiler.kernels import load_kernels
 from runtime.engine import Engine
 from runtime.params import SamplingConfig
 from runtime.request import Draft, Request, Sequence

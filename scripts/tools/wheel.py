@@ -18,8 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.compiler.kernels import compile_objects
-from runtime.compiler.prebuilt import INSTRUCTION_SETS, InstructionSet, library_name
+from runtime.compiler.kernel_library import INSTRUCTION_SETS, InstructionSet, compile_objects, library_name
 
 ROOT = Path(__file__).parents[2]
 GLIBC = "2.28"

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from sentences import Said
 from torch import Tensor, nn
 
-from runtime.compiler.kernels import compile_kernels, describe_kernels, load_kernels
+from runtime.compiler.kernel_library import compile_kernels
+from runtime.compiler.kernels import describe_kernels, load_kernels
 from runtime.compiler.linears import use_kernels
 from runtime.compiler.quantized import QuantizedLinear
 from runtime.config import QuantConfig
@@ -612,7 +613,7 @@ def test_cached_kernels_of_another_processor_are_not_taken(
     """A home directory is shared by machines: each finds its own, and never what it may be unable to execute."""
     libraries = [compiled(tmp_path / "here.so"), compiled(tmp_path / "here.so")]
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("runtime.compiler.kernels._processor_flags", lambda: ["avx2", "fma"])
+        elsewhere.setattr("runtime.compiler.kernel_library._processor_flags", lambda: ["avx2", "fma"])
         libraries += [compiled(tmp_path / "there.so"), compiled(tmp_path / "there.so")]
     assert [*libraries, compiled(tmp_path / "here.so")] == [1, 1, 2, 2, 1]
 

@@ -97,7 +97,7 @@ def test_what_is_damaged_is_compiled_again(cache: Path, pretended: list[int]) ->
     assert pretended == [1] * 4
 
 
-@pytest.mark.parametrize("of", ["torch.__version__", "runtime.compiler.kernels._sources"])
+@pytest.mark.parametrize("of", ["torch.__version__", "runtime.compiler.kernel_library._sources"])
 def test_what_another_version_compiled_is_not_taken(
     of: str, cache: Path, pretended: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

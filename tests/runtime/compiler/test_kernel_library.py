@@ -15,13 +15,13 @@ import torch
 from sentences import Said
 
 from runtime.bundle import read_engine_config
-from runtime.compiler import prebuilt
-from runtime.compiler.kernels import no_compiler
-from runtime.compiler.prebuilt import (
+from runtime.compiler import kernel_library
+from runtime.compiler.kernel_library import (
     INSTRUCTION_SETS,
     MARK,
     InstructionSet,
     library_name,
+    no_compiler,
     prebuilt_kernels,
     prebuilt_machines,
 )
@@ -144,7 +144,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Path:
     """The packages as a wheel installs them, with kernels for what every processor of this kind has."""
     root = tmp_path_factory.mktemp("installed")
     for package in ("specdec_cli", "commands", "runtime"):
-        source = Path(prebuilt.__file__).parents[2] / package
+        source = Path(kernel_library.__file__).parents[2] / package
         shutil.copytree(source, root / package, ignore=shutil.ignore_patterns("__pycache__", "demo", "prebuilt"))
     directory = root / "runtime" / "compiler" / "prebuilt"
     directory.mkdir()
