@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from runtime.bundle import weights_files
 from runtime.checksums import CONFIG, config_digest, record_files
 from runtime.compiler.model import (
     fuse_experts,
+    has_experts,
     linear_layers,
     own_names,
     parameter_shapes,
@@ -81,15 +83,17 @@ def convert(
     source = _open_source(model_dir)
     if not is_gguf(model_dir):
         check_side_files(model_dir)
-    if tp_size > 1:
-        source = _with_own_names(source)
+    pretrained = parse_pretrained_config(source.config, source.name)
+    if tp_size > 1 or has_experts(pretrained):
+        source = _with_own_names(source, pretrained)
     _refuse_quantizing_again(source, precision)
     dtype = dtype or _saved_dtype(source)
     losses = Losses(getattr(torch, dtype))
     pieces, quantization = plan_pieces(source, getattr(torch, dtype), precision, losses)
     mapping = Mapping(tp_size, tp_size)
     checkpoint = CheckpointConfig(source.config, dtype, quantization, mapping)
-    splitting, pieces = _split_up(source, pieces, tp_size)
+    pieces = fuse_experts(pretrained, pieces)  # or a build would have them twice in memory
+    splitting = _split_up(source, pretrained, pieces, tp_size)
     with new_directory(output_dir, replace=replace) as directory:
         paths = [directory / name for name in weights_files(mapping)]
         if splitting is None:
@@ -118,23 +122,18 @@ def read_numbers(model_dir: Path, dtype: torch.dtype) -> tuple[dict[str, Any], d
     return source.config, numbers
 
 
-def _with_own_names(source: Source) -> Source:
+def _with_own_names(source: Source, pretrained: PreTrainedConfig) -> Source:
     """The weights called as in the model, whose layers the plan names: files call some otherwise (GPT-NeoX)."""
-    pretrained = parse_pretrained_config(source.config, source.name)
     names = own_names(pretrained, [tensor.name for tensor in source.tensors])
     tensors = [replace_fields(one, name=name) for one, name in zip(source.tensors, names, strict=True)]
     return replace_fields(source, tensors=tensors)
 
 
-def _split_up(source: Source, pieces: list[Piece], tp_size: int) -> tuple[Splitting | None, list[Piece]]:
-    """Split the weights over ranks, and return the split and its tensors; SpecDecError if their names do not match the
-    plan.
-    """
-    pretrained = parse_pretrained_config(source.config, source.name)
+def _split_up(source: Source, pretrained: PreTrainedConfig, pieces: list[Piece], tp_size: int) -> Splitting | None:
+    """Split the weights over ranks; SpecDecError if their names do not match the plan."""
     splitting = split_config(pretrained, tp_size)
     if splitting is None:
-        return None, pieces
-    pieces = fuse_experts(pretrained, pieces, splitting)
+        return None
     found = {name.rpartition(".")[0] for piece in pieces for name in piece.forms}
     shared = {source.head} if pretrained.tie_word_embeddings else set()  # with the embeddings
     missing = sorted(set(splitting.layers) - found - shared)
@@ -148,7 +147,7 @@ def _split_up(source: Source, pieces: list[Piece], tp_size: int) -> tuple[Splitt
         warnings.warn(
             f"each of {tp_size} devices has all of: {', '.join(splitting.whole)}", SpecDecWarning, stacklevel=3
         )
-    return splitting, pieces
+    return splitting
 
 
 def _open_source(model_dir: Path) -> Source:

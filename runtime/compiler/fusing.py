@@ -1,7 +1,7 @@
 """Weights that lie in a model's files in pieces and in the model as one, such as its experts': put together as
 transformers does when it loads them.
 
-The checkpoint of a split model has them as the model has: of that the plan speaks.
+A checkpoint has them as the model has: what is loaded need not be put together, and of that the plan of a split speaks.
 """
 
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ def _fused(
         forms = {}
     if target not in forms or forms[target][1] != shape:
         raise SpecDecError(
-            f"the model's files do not have all of a weight that is to be split: {target}",
+            f"the model's files do not have all of the weights of a layer's experts: {target}",
             hint="download or save the model again",
         )
     return Piece(tuple(source for part in parts for source in part.piece.sources), forms, make)

@@ -95,11 +95,19 @@ def own_names(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
     return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
 
 
-def fuse_experts(config: PreTrainedConfig, pieces: Seq[Piece], splitting: Splitting) -> list[Piece]:
+def has_experts(config: PreTrainedConfig) -> bool:
+    return bool(_experts(config))
+
+
+def fuse_experts(config: PreTrainedConfig, pieces: Seq[Piece]) -> list[Piece]:
     """The pieces, with the weights of experts as the model has them, which are those of all experts of a layer."""
-    experts = {name for name, split in splitting.layers.items() if split.kind == "experts"}
-    shapes = {name: shape for name, shape in parameter_shapes(config).items() if name.rpartition(".")[0] in experts}
-    return fuse(_model_without_memory(config), pieces, shapes) if experts else list(pieces)
+    experts = _experts(config)
+    return fuse(_model_without_memory(config), pieces, experts) if experts else list(pieces)
+
+
+def _experts(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of experts, by name: (experts, outputs, inputs) or (experts, inputs, outputs)."""
+    return {name: shape for name, shape in parameter_shapes(config).items() if len(shape) == 3}
 
 
 def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:

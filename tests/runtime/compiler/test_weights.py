@@ -9,9 +9,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import eager_logits, make_model
+from tiny import MIXTURES, eager_logits, make_model
 from torch import Tensor, nn
 
+from runtime.checkpoint import convert
 from runtime.compiler import weights as module
 from runtime.compiler.model import load_absent
 from runtime.compiler.weights import (
@@ -134,6 +135,20 @@ def test_a_model_computes_the_same_with_layers_that_are_there_while_they_are_cal
     of_layers = [{name for name in names if ".layers." in name} for names in there]
     assert [all(f".layers.{i}." in name for name in names) for i, names in enumerate(of_layers)] == [True, True]
     assert all(of_layers) and not any(parameter.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "gpt-neox", "mixtral", "qwen2-moe", *MIXTURES])
+def test_a_converted_model_has_no_weight_that_is_made_of_others(family: str, tmp_path: Path) -> None:
+    """Else it would have all of them in memory, and some twice."""
+    original = make_model(family)
+    original.save_pretrained(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "checkpoint", None, replace=False, progress=lambda done, total: None)
+    path = tmp_path / "checkpoint" / "rank0.safetensors"
+    model = load_absent(original.config, path, torch.float32, "eager")
+    assert all(is_absent(parameter) for parameter in model.parameters())
+    with present(model):
+        for name, parameter in original.named_parameters():
+            assert torch.equal(model.get_parameter(name), parameter), name
 
 
 def test_weights_stay_when_the_file_is_cut(path: Path) -> None:

@@ -107,14 +107,15 @@ def test_of_experts_each_rank_has_a_piece_of_every_one(family: str, tp_size: int
             assert torch.equal(tensors[f"{name}.down_proj"], experts.down_proj[:, :, own])
 
 
-def test_an_expert_that_is_missing_is_told(tmp_path: Path, said: Said) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_an_expert_that_is_missing_is_told(tp_size: int, tmp_path: Path, said: Said) -> None:
     make_model("mixtral").save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
     lost = next(name for name in tensors if ".experts.2.w1" in name)
     save_file({name: tensor for name, tensor in tensors.items() if name != lost}, path, {"format": "pt"})
     with pytest.raises(SpecDecError) as raised:
-        converted(tmp_path / "model", tmp_path / "split", 2)
+        converted(tmp_path / "model", tmp_path / "split", tp_size)
     said(raised, "experts.gate_up_proj")
     assert not (tmp_path / "split").exists()
 
