@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from runtime.checkpoint import convert
 from runtime.config import CheckpointConfig, QuantConfig, QuantFormat
 from runtime.errors import SpecDecError
+from runtime.quantization.planning import _are_finite
 from runtime.quantization.quantize import group_size_for, quantize_weight
 from runtime.quantization.weight import QuantizedWeight, from_integers, take_quantized
 
@@ -212,3 +214,15 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
 
 def make_meta(config: PreTrainedConfig) -> dict[str, Tensor]:
     return AutoModelForCausalLM.from_config(config).state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [0, 1, 7, 4097, 300_001])
+def test_a_number_that_is_none_is_found_wherever_it_is(dtype: torch.dtype, size: int) -> None:
+    weights = torch.linspace(-1, 1, size).to(dtype)
+    assert _are_finite(weights)
+    for position, bad in itertools.product({0, size // 2, size - 1}, (math.nan, math.inf, -math.inf)):
+        if size:
+            spoilt = weights.clone()
+            spoilt[position] = bad
+            assert not spoilt.isfinite().all() and not _are_finite(spoilt)
