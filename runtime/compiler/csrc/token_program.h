@@ -227,6 +227,7 @@ class TokenProgram {
     outputs_.resize(next());
     for (int64_t& output : outputs_) output = next();
     TORCH_CHECK(at_ == code_.size(), "a token program ends too early");
+    plan_releases();
   }
 
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) const {
@@ -236,6 +237,7 @@ class TokenProgram {
     for (const Stage& stage : stages_) {
       if (stage.kernel == kVectors) run_vectors(stage, arrays);
       else arrays.put(stage.outputs[0], run_kernel(stage, arrays.tensors));
+      for (const int64_t array : stage.released) arrays.tensors[array].reset();
     }
     std::vector<at::Tensor> made;
     for (const int64_t output : outputs_) made.push_back(arrays.tensors[output]);
@@ -254,6 +256,7 @@ class TokenProgram {
   struct Stage {
     int64_t kernel;
     std::vector<int64_t> inputs, outputs, settings;  // arrays; of a kernel what else it takes
+    std::vector<int64_t> released;                    // arrays that nothing behind it reads
     // Of a block of operations:
     int64_t rows_of, width_of_rows, picked_by, num_floats, cost;
     std::vector<Made> made;
@@ -278,6 +281,27 @@ class TokenProgram {
     std::vector<int64_t> list(next());
     for (int64_t& number : list) number = next();
     return list;
+  }
+
+  // Memory that is free early is still in the cache when the next array takes it.
+  void plan_releases() {
+    std::vector<Stage*> last(num_arrays_);
+    for (Stage& stage : stages_) {
+      for (const auto& arrays : {stage.inputs, stage.outputs})
+        for (const int64_t array : arrays) last.at(array) = &stage;
+      for (const Made& made : stage.made) last.at(made.array) = &stage;
+      for (const VectorCall& call : stage.calls) {
+        if (call.op <= VectorOp::kStore) last.at(call.number) = &stage;
+        for (const Operand* operand : {&call.out, &call.a, &call.b, &call.c})
+          if (operand->array >= 0) last.at(operand->array) = &stage;
+      }
+      if (stage.kernel != kVectors) continue;
+      last.at(stage.rows_of) = &stage;
+      if (stage.picked_by >= 0) last.at(stage.picked_by) = &stage;
+    }
+    for (const int64_t output : outputs_) last.at(output) = nullptr;
+    for (int64_t array = 0; array < num_arrays_; ++array)
+      if (last[array]) last[array]->released.push_back(array);
   }
 
   void read_stage(Stage& stage) {
