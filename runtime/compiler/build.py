@@ -90,6 +90,8 @@ class BuildEffort:
 
 
 _USUAL = BuildEffort()
+_LITTLE_BYTES = 256 << 20
+"""Weights of which what may be free is not worth to be looked for: it takes a quarter of a second."""
 _ONE_PACKAGE = "a step that is split is not compiled ahead of time for GPUs"
 
 
@@ -129,7 +131,8 @@ def build_engine(
         shape = dataclasses.replace(shape, build_config=compiled.build)
         if compiled.build.compiler != "aot":  # the step is the model
             stack.enter_context(present(model))
-        trim()
+        if sum(path.stat().st_size for path in weights.paths) > _LITTLE_BYTES:
+            trim()
         phase("checking the logits")
         step = _built_step(weights, model, shape, directory)
         if isinstance(step, RankedStep):
