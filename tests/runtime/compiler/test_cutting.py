@@ -71,6 +71,12 @@ def test_layers_of_one_kind_may_each_have_their_own_of_one_function() -> None:
     assert len(step.programs) == NUM_PROGRAMS["gemma3"] and len(step.calls) == 7
 
 
+def test_a_step_is_cut_in_the_same_way_each_time() -> None:
+    cuts = [cut(make_model("gemma3")) for _ in range(4)]
+    calls = [[(call.program, call.inputs, call.outputs, call.layout) for call in step.calls] for step in cuts]
+    assert len(calls[0]) == 4 and calls == [calls[0]] * 4
+
+
 def test_a_program_is_the_same_in_a_deeper_model_of_that_width() -> None:
     few, many = (cut(make_model("llama", num_hidden_layers=number)) for number in (2, 4))
     assert [describe(program) for program in few.programs] == [describe(program) for program in many.programs]
