@@ -1,8 +1,9 @@
 """The CPU's kernels by other compilers and for other processors, beside their formulas.
 
-Each compiler makes a program of the kernels and `tests/runtime/compiler/standalone/`, which stands in for torch; it
-runs here or, for another processor, under qemu. A set whose compiler or emulator is missing is named, and left out; one
-whose instructions this processor lacks is compiled and not run.
+Each compiler compiles the whole library beside torch's headers. Then it makes a program of the kernels and
+`tests/runtime/compiler/standalone/`, which stands in for torch; it runs here or, for another processor, under qemu. A
+set whose compiler or emulator is missing is named, and left out; one whose instructions this processor lacks is
+compiled and not run.
 With Debian's packages clang, g++-aarch64-linux-gnu and qemu-user and PyPI's ziglang none is.
 
     python -m scripts.tools.cross [name ...]
@@ -36,6 +37,7 @@ COMPILERS = {
     "zig": ("x86_64", [*ZIG, "x86_64-linux-musl"]),
     "gcc-arm": ("aarch64", ["aarch64-linux-gnu-g++"]),
     "zig-arm": ("aarch64", [*ZIG, "aarch64-linux-musl"]),
+    "zig-macos": ("arm64", [*ZIG, "aarch64-macos"]),
 }
 # The compiler's name, and what the processor must have where it is one of the machine's own kind.
 SETS = {
@@ -48,6 +50,7 @@ SETS = {
         "sapphirerapids": "amx_bf16",
     },
     "aarch64": {"armv8-a": "", "armv8.2-a+fp16+bf16": "bf16"},
+    "arm64": {"apple_m1": "macOS"},
 }
 
 
@@ -84,7 +87,9 @@ def _target(compiler: list[str], march: str, machine: str, needed: str) -> Targe
         march = f"-march={march}"
     runner: list[str] = []
     lacking = None
-    if machine != platform.machine():
+    if machine == "arm64":
+        lacking = needed
+    elif machine != platform.machine():
         runner = [f"qemu-{machine}"]
         missing = missing or (None if shutil.which(runner[0]) else runner[0])
     elif needed and needed not in instructions():
@@ -92,8 +97,20 @@ def _target(compiler: list[str], march: str, machine: str, needed: str) -> Targe
     return Target(compiler, march, runner, missing, lacking)
 
 
+def compile_library(target: Target) -> tuple[bool, str]:
+    """Whether all sources compile, as one file and the fastest way: what is made of them does not matter here."""
+    included = [word for source in sorted(SOURCES_DIR.glob("*.cpp")) for word in ("-include", str(source))]
+    flags = ["-std=c++20", "-O0", "-UNDEBUG", '-DSPECDEC_SOURCES=""', target.march, f"-I{INCLUDES[-1]}"]
+    with tempfile.TemporaryDirectory() as directory:
+        command = [*target.compiler, *flags, "-c", "-o", f"{directory}/library.o", *included, "-x", "c++", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode == 0, done.stderr or "the library compiles"
+
+
 def run(target: Target) -> tuple[bool, str]:
     """Whether it compiles and computes what it shall, and what was said."""
+    if target.lacking == "macOS":
+        return True, "not run: this machine lacks macOS"
     with tempfile.TemporaryDirectory() as directory:
         program = str(Path(directory) / "kernels")
         includes = [f"-I{path}" for path in INCLUDES]
@@ -118,7 +135,9 @@ def main() -> int:
         if target.missing:
             print(f"{name}: left out, {target.missing} is missing", flush=True)
             continue
-        passed, said = run(target)
+        passed, said = compile_library(target)
+        if passed:
+            passed, said = run(target)
         failed |= not passed
         print(f"{name}: {'passed' if passed else 'failed'}; {said}", flush=True)
     return 1 if failed else 0

@@ -74,8 +74,10 @@ template <Rounding rounding, typename Function>
     };
     if (is_plain) {
       const Lanes a0 = Lanes{} + *a, b0 = Lanes{} + *b;
-      const auto each_a = [&](int64_t k) { return load(a + k); }, each_b = [&](int64_t k) { return load(b + k); };
-      const auto same_a = [&](int64_t) { return a0; }, same_b = [&](int64_t) { return b0; };
+      const auto each_a = [&](int64_t k) { return load(a + k); };
+      const auto each_b = [&](int64_t k) { return load(b + k); };
+      const auto same_a = [&](int64_t) { return a0; };
+      const auto same_b = [&](int64_t) { return b0; };
       if (sa && sb) whole_lanes(each_a, each_b);
       else if (sa) whole_lanes(each_a, same_b);
       else if (sb) whole_lanes(same_a, each_b);

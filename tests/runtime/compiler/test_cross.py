@@ -5,7 +5,7 @@ The smallest registers are always tried: what is laid out by them is not what th
 
 import pytest
 
-from scripts.tools.cross import run, targets
+from scripts.tools.cross import compile_library, run, targets
 
 TARGETS = targets()
 
@@ -18,4 +18,14 @@ def test_kernels_are_their_formulas_by_every_compiler(name: str) -> None:
     if target.missing:
         pytest.skip(f"{target.missing} is missing")
     passed, said = run(target)
+    assert passed, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_library_is_cplusplus_for_every_compiler(name: str) -> None:
+    target = TARGETS[name]
+    if target.missing:
+        pytest.skip(f"{target.missing} is missing")
+    passed, said = compile_library(target)
     assert passed, said
