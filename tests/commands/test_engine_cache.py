@@ -1,7 +1,6 @@
 """`--model-dir`: an engine is built once for what went into it, by one process, and found again."""
 
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -64,12 +63,6 @@ def errors_beside(stdout: Path) -> Path:
     return stdout.with_suffix(".errors")
 
 
-def copy_kernels(cache: Path) -> None:
-    """The compiled kernels, so that they are not compiled again in another cache."""
-    for path in Path(os.environ["SPECDEC_CACHE_DIR"]).glob("kernels-*.so"):
-        shutil.copy(path, cache)
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, which is the one in use."""
@@ -93,15 +86,21 @@ def built_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineSettings, "build_config", uncompiled)
 
 
-def compiler_at_a_gate(directory: Path) -> dict[str, str]:
-    """The environment of a process whose compiler makes `reached` when it is called for a step, and then waits for
-    `opened`, both in the directory. It is the same compiler, by the same name."""
+def compiler_at_a_gate(directory: Path, kernels: Path) -> dict[str, str]:
+    """The environment of a process whose compiler makes `reached` when it is called for the kernels, and then waits for
+    `opened`, both in the directory. What it makes are kernels that were compiled before.
+    """
     compiler = directory / "bin" / "g++"
     compiler.parent.mkdir(parents=True)
-    wait = f"touch {directory}/reached; until [ -e {directory}/opened ]; do sleep 0.01; done"
     compiler.write_text(
-        f"#!/bin/sh\nfor word; do case $word in *.kernel.cpp) {wait};; esac; done\n"
-        f'PATH={shlex.quote(os.environ["PATH"])} exec g++ "$@"\n'
+        f"""#!/bin/sh
+[ "$1" = -v ] && exit
+for word; do [ "$last" = -o ] && output=$word; last=$word; done
+case "$*" in
+*" -c "*) touch {directory}/reached; until [ -e {directory}/opened ]; do sleep 0.01; done; : > "$output" ;;
+*) cp {kernels} "$output" ;;
+esac
+"""
     )
     compiler.chmod(0o755)
     return {"PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}", "CXX": "g++"}
@@ -112,9 +111,8 @@ def test_killed_build_leaves_a_cache_that_two_processes_can_use(
     kernels: Path, model_dir: Path, process_environment: dict[str, str], tmp_path: Path
 ) -> None:
     """The first was killed while it compiled; then two started together, and one of them built the entry."""
-    (cache := tmp_path / "cache").mkdir(mode=0o700)
-    copy_kernels(cache)
-    environment = process_environment | compiler_at_a_gate(tmp_path) | {"SPECDEC_CACHE_DIR": str(cache)}
+    cache = tmp_path / "cache"
+    environment = process_environment | compiler_at_a_gate(tmp_path, kernels) | {"SPECDEC_CACHE_DIR": str(cache)}
     killed = start(model_dir, environment, tmp_path / "killed")
     wait_until(lambda: (tmp_path / "reached").exists() or killed.poll() is not None)
     os.killpg(killed.pid, signal.SIGKILL)
