@@ -41,6 +41,7 @@ from runtime.compiler.vectors import (
 
 KERNELS = ("vectors", "linear", "quantized_linear", "experts_linear", "paged_attention", "all_reduce")
 """Names of a program's stages, by their numbers in the code."""
+_MOST_ADDED = 16
 _ATEN = torch.ops.aten
 
 
@@ -402,8 +403,20 @@ class _Lowering:
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
         dim = _own_dim(value, dims[0])
         keeps = len(node.args) > 2 and bool(node.args[2])
-        reduced = self._reduce(name, view, dim, node.meta["val"].dtype)
+        dtype = node.meta["val"].dtype
+        if name == "sum" and dim != len(view.shape) - 1 and 1 < view.shape[dim] <= _MOST_ADDED:
+            reduced = self._added(view, dim, dtype)
+        else:
+            reduced = self._reduce(name, view, dim, dtype)
         return reduced if keeps else without(reduced, dim)
+
+    def _added(self, view: View, dim: int, dtype: torch.dtype) -> View:
+        """The sum over a few rows, which are added one after the other, each of them side by side in memory."""
+        first, *others = (self._part(view, dim, range(i, i + 1)) for i in range(view.shape[dim]))
+        for i, row in enumerate(others):
+            is_last = i == len(others) - 1
+            first = self._compute("add", [first, row], dtype if is_last else torch.float32, row.shape)
+        return first
 
     def _reduce(self, name: str, view: View, dim: int, dtype: torch.dtype) -> View:
         """The dimension becomes one of size 1."""

@@ -173,6 +173,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "layer norm": (lambda x: F.layer_norm(x.clamp(-9, 9), (x.shape[-1],)), 2e-6),
     "root mean square": (lambda x: F.rms_norm(x.clamp(-9, 9), (x.shape[-1],), eps=1e-6), 1e-6),
     "sum": (lambda x: x.clamp(-9, 9).sum(-1, keepdim=True), 1e-5),
+    "sum of rows": (lambda x: x.clamp(-9, 9).view(1, -1, 4, x.shape[-1] // 4).sum(2), 2e-6),
     "bounds": (lambda x: x.clamp(-2, 3), 0),
     "alternating": (lambda x: torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2), 0),
     "halves": (lambda x: torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1), 0),
