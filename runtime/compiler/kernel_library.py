@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
@@ -20,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from runtime.cache import cache_dir, digest, make_cache_dir, read_sealed, sealed
-from runtime.errors import SpecDecError
+from runtime.cache import cache_dir, digest, locked_entry, read_sealed, sealed
+from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import write_file
 from runtime.temporary import temporary_dir
 
@@ -115,17 +116,23 @@ def compile_kernels(path: Path, march: str = "native") -> None:
     compiler = cxx_compiler()
     name = digest((*_FLAGS, march, *compiled_by()))
     cached = cache_dir() / f"kernels-{name[:16]}.so"
-    library = read_sealed(cached)
-    if library is not None:
-        path.write_bytes(library)
-        return
-    with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
-        objects = compile_objects(compiler, Path(directory), (f"-march={march}",))
-        libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu"]
-        run_at_once(compiler, [[*_FLAGS, "-shared", "-o", str(path), *objects, *libraries]])
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, and nothing else
-        make_cache_dir()
-        write_file(cached, sealed(path.read_bytes()))
+    with ExitStack() as stack:
+        with contextlib.suppress(SpecDecError):  # a cache that cannot be written costs time, and nothing else
+            stack.enter_context(locked_entry(cached, _say_that_it_waits))
+        library = read_sealed(cached)
+        if library is not None:
+            path.write_bytes(library)
+            return
+        with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
+            objects = compile_objects(compiler, Path(directory), (f"-march={march}",))
+            libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu"]
+            run_at_once(compiler, [[*_FLAGS, "-shared", "-o", str(path), *objects, *libraries]])
+        with contextlib.suppress(OSError):
+            write_file(cached, sealed(path.read_bytes()))
+
+
+def _say_that_it_waits() -> None:
+    warnings.warn("another process is compiling the kernels: waiting for it", SpecDecWarning, stacklevel=2)
 
 
 def cxx_compiler() -> str:

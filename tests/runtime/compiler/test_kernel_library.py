@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from sentences import Said
+from waiting import wait_until
 
 from runtime.bundle import read_engine_config
 from runtime.compiler import kernel_library
@@ -20,11 +22,13 @@ from runtime.compiler.kernel_library import (
     INSTRUCTION_SETS,
     MARK,
     InstructionSet,
+    compile_kernels,
     library_name,
     no_compiler,
     prebuilt_kernels,
     prebuilt_machines,
 )
+from runtime.errors import SpecDecWarning
 
 # Linux's names of what GNU's compiler says by macros: `__AVX512BW__` is avx512bw; these have other names.
 LINUX_NAMES = {
@@ -193,3 +197,35 @@ def test_without_kernels_or_a_compiler_the_model_is_computed_as_it_is(
     assert compilers(tmp_path) == ["none"]
     assert "converting the model" not in second.stderr
     said(*(line for line in second.stderr.splitlines() if "C++" in line))
+
+
+def test_two_that_want_the_kernels_at_once_compile_them_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    """A compiler that waits at a gate stands for g++."""
+    compiler, cache, opened, calls = (tmp_path / name for name in ("compiler", "cache", "opened", "calls"))
+    compiler.write_text(
+        f"""#!/bin/sh
+[ "$1" = -v ] && exit
+for word; do [ "$last" = -o ] && output=$word; last=$word; done
+case "$*" in *" -c "*) echo >> {calls}; until [ -e {opened} ]; do sleep 0.01; done ;; esac
+echo made > "$output"
+"""
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(cache))
+
+    def num_calls() -> int:
+        return len(calls.read_text().splitlines()) if calls.exists() else 0
+
+    with ThreadPoolExecutor(2) as pool, pytest.warns(SpecDecWarning) as warned:
+        first = pool.submit(compile_kernels, tmp_path / "first")
+        wait_until(lambda: num_calls() == 2 or first.done())  # its two parts
+        second = pool.submit(compile_kernels, tmp_path / "second")
+        wait_until(lambda: bool(warned.list) or num_calls() > 2 or second.done())
+        opened.touch()
+        first.result(), second.result()
+    said(warned)
+    assert num_calls() == 2
+    assert [(tmp_path / name).read_text() for name in ("first", "second")] == ["made\n"] * 2
