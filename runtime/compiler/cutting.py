@@ -286,6 +286,8 @@ def _structure(layer: nn.Module) -> str:
 def _setting(value: Any) -> Any:
     if isinstance(value, partial):  # each layer may have its own of one function
         return "partial", id(value.func), value.args, sorted(value.keywords.items())
+    if isinstance(value, tuple | list):
+        return [_setting(one) for one in value]
     return value if isinstance(value, _PLAIN) else id(value)
 
 

@@ -77,6 +77,13 @@ def test_a_step_is_cut_in_the_same_way_each_time() -> None:
     assert len(calls[0]) == 4 and calls == [calls[0]] * 4
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gpt-neox", "opt"])
+def test_layers_with_layer_norms_are_of_one_kind(family: str) -> None:
+    """The shape that is normalized is a tuple, and each layer has its own."""
+    step = cut(make_model(family, num_hidden_layers=6))
+    assert len(step.programs) == 3 and len(step.calls) == 7
+
+
 def test_a_program_is_the_same_in_a_deeper_model_of_that_width() -> None:
     few, many = (cut(make_model("llama", num_hidden_layers=number)) for number in (2, 4))
     assert [describe(program) for program in few.programs] == [describe(program) for program in many.programs]
