@@ -199,6 +199,13 @@ def test_without_kernels_or_a_compiler_the_model_is_computed_as_it_is(
     said(*(line for line in second.stderr.splitlines() if "C++" in line))
 
 
+def test_torch_compile_without_a_compiler_says_so(installed: Path, llama_dir: Path, tmp_path: Path, said: Said) -> None:
+    arguments = ("run", "--model-dir", llama_dir, "--input-text", "one two", "--compiler", "torch-compile")
+    done = run_installed(installed, *arguments, tmp_path=tmp_path)
+    assert done.returncode == 1
+    said(*(line for line in done.stderr.splitlines() if line.startswith("error")))
+
+
 def test_two_that_want_the_kernels_at_once_compile_them_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
