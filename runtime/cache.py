@@ -151,6 +151,7 @@ def is_used(path: Path) -> bool:
 @contextmanager
 def _flocked(path: Path, operation: int) -> Iterator[bool]:
     """Lock the directory; yields whether that succeeded and it still has that name."""
+    close = os.close  # `os` is gone from here when the interpreter ends with an `LLM` that nobody closed
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -166,7 +167,7 @@ def _flocked(path: Path, operation: int) -> Iterator[bool]:
             is_same = operation == fcntl.LOCK_SH
         yield is_same
     finally:
-        os.close(descriptor)
+        close(descriptor)
 
 
 def remove_left_over(path: Path) -> None:

@@ -257,3 +257,15 @@ def test_cache_that_cannot_be_written_is_one_error(
     result = specdec("run", "--model-dir", llama_dir, *RUN)
     assert result.exit_code == 1 and result.stdout == ""
     said(result, "`--no-cache`", varying=("Not a directory", "File exists"))
+
+
+def test_an_interpreter_ends_quietly_with_a_model_that_nobody_closed(
+    llama_dir: Path, process_environment: dict[str, str], tmp_path: Path
+) -> None:
+    answer = "llm = LLM(sys.argv[1], compiler='none'); print(len(llm.generate('a')))"
+    code = f"import sys; from specdec_cli import LLM; {answer}"
+    environment = process_environment | {"SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", code, str(llama_dir)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+    assert "Exception ignored" not in done.stderr
