@@ -23,7 +23,7 @@ from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.compare_logits import check_logits, is_batch_invariant
 from runtime.compiler.compilation import CACHE, PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
 from runtime.compiler.identity import weights_digest
-from runtime.compiler.kernel_library import has_compiler, no_compiler, write_kernels
+from runtime.compiler.kernel_library import no_compiler, says_no_compiler, write_kernels
 from runtime.compiler.kernels import describe_kernels, fastest_arithmetic, flush_denormals, load_kernels
 from runtime.compiler.load import current_environment, open_copy
 from runtime.compiler.memory import trim
@@ -427,7 +427,7 @@ def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: in
 def _raise_machine_error(error: Exception) -> None:
     """Raise what is the machine's fault and not the model's: a full disk, or no C++ compiler."""
     cause = getattr(error, "inner_exception", error)  # of Inductor's wrapper
-    if type(cause).__name__ == "InvalidCxxCompiler" or (isinstance(cause, FileNotFoundError) and not has_compiler()):
+    if says_no_compiler(cause):
         raise no_compiler() from error
     if isinstance(cause, OSError):
         raise cause

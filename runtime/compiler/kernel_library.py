@@ -148,6 +148,13 @@ def has_compiler() -> bool:
         return False
 
 
+def says_no_compiler(error: BaseException) -> bool:
+    """True if the error is that the command of the C++ compiler is not there, ours or Inductor's."""
+    if isinstance(error, FileNotFoundError):
+        return error.filename in cxx_compiler().split()[:1]
+    return type(error).__name__ == "InvalidCxxCompiler"
+
+
 def no_compiler() -> SpecDecError:
     machines, here = prebuilt_machines(), platform.machine()
     of_others = machines and here not in machines

@@ -3,29 +3,31 @@
 The smallest registers are always tried: what is laid out by them is not what this processor's tests see.
 """
 
+from collections.abc import Callable
+
 import pytest
 
-from scripts.tools.cross import compile_library, run, targets
+from scripts.tools.cross import Target, compile_library, run, targets
 
 TARGETS = targets()
 
 
+ALWAYS = (run, "gcc x86-64")
+CASES = [(check, name) for check in (run, compile_library) for name in TARGETS]
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "gcc x86-64" else pytest.mark.slow) for name in TARGETS]
+    ("check", "name"),
+    [
+        pytest.param(*case, marks=[] if case == ALWAYS else pytest.mark.slow, id=f"{case[0].__name__} {case[1]}")
+        for case in CASES
+    ],
 )
-def test_kernels_are_their_formulas_by_every_compiler(name: str) -> None:
+def test_kernels_compile_and_are_their_formulas_by_every_compiler(
+    check: Callable[[Target], tuple[bool, str]], name: str
+) -> None:
     target = TARGETS[name]
     if target.missing:
         pytest.skip(f"{target.missing} is missing")
-    passed, said = run(target)
-    assert passed, said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TARGETS)
-def test_the_library_is_cplusplus_for_every_compiler(name: str) -> None:
-    target = TARGETS[name]
-    if target.missing:
-        pytest.skip(f"{target.missing} is missing")
-    passed, said = compile_library(target)
+    passed, said = check(target)
     assert passed, said
