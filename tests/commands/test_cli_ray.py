@@ -172,9 +172,12 @@ def test_a_request_that_kills_its_workers_is_told(
 
 
 def test_killed_driver_goes_on_with_another_number_of_workers(
-    cluster: Any, alone: bytes, llama_uncompiled_dir: Path, process_environment: dict[str, str], tmp_path: Path
+    cluster: Any, llama_uncompiled_dir: Path, process_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """The workers stand still before they are done, each in a step by which it has answered some."""
+    """The workers stand still before they are done, each in a step by which it has answered some.
+
+    All runs have the same drafter: results may depend on one of a user's own, and their ids do.
+    """
     write(tmp_path / "requests.jsonl", requests(40))
     partial, gate = tmp_path / "results.jsonl.partial", Gate(tmp_path, num_steps=20)
     (tmp_path / "held.py").write_text(
@@ -182,9 +185,10 @@ def test_killed_driver_goes_on_with_another_number_of_workers(
         f"sys.path.append({str(ROOT / 'tests')!r})\nfrom gate import Waits\n"
     )
     command = ["batch", "-i", "requests.jsonl", "-o", "results.jsonl", "--engine-dir", str(llama_uncompiled_dir)]
-    fixed = ["--draft-len-mode", "fixed"]  # automatic lengths do not ask a drafter at every step
+    # Automatic lengths do not ask a drafter at every step.
+    flags = ["--drafter", "held:Waits", "--draft-len-mode", "fixed"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "specdec_cli", *command, "--ray", cluster.address, "--drafter", "held:Waits", *fixed],
+        [sys.executable, "-m", "specdec_cli", *command, *flags, "--ray", cluster.address],
         cwd=tmp_path,
         env=process_environment | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.DEVNULL,
@@ -194,9 +198,11 @@ def test_killed_driver_goes_on_with_another_number_of_workers(
     process.kill()
     assert process.wait() == -signal.SIGKILL
     gate.open()
-    result = run(tmp_path, llama_uncompiled_dir, process_environment, "--ray", cluster.address, "--num-workers", 1)
-    assert result.exit_code == 0, result.stderr
-    assert (tmp_path / "results.jsonl").read_bytes() == alone
+    workers = ["--ray", cluster.address, "--num-workers", 1]
+    for others in (workers, ["-o", "alone.jsonl"]):
+        result = run(tmp_path, llama_uncompiled_dir, process_environment, *flags, *others)
+        assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "results.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
 
 
 def test_a_machine_without_the_engine_builds_its_own_of_the_checkpoint(
@@ -228,10 +234,10 @@ COUNTS = ("num_generated_tokens", "num_steps", "num_draft_tokens", "num_accepted
 def test_summarize_counts_and_scores_as_one_process_does(
     mode: str, cluster: Any, specdec: Specdec, llama_uncompiled_dir: Path, draft_engine_dir: Path, articles: Path
 ) -> None:
-    """Stop words and sampling too, whose requests cannot be sent whole."""
+    """Stop words and sampling too, whose requests cannot be sent whole. Automatic lengths follow the clock of each."""
     flags: list[object] = {
         "orchestrator": [*draft_model(draft_engine_dir), "--stop-words", "as"],
-        "leader": ["--spec-decode-algo", "NGRAM", "--temperature", 0.8, "--top-p", 0.9],
+        "leader": ["--spec-decode-algo", "NGRAM", "--draft-len-mode", "fixed", "--temperature", 0.8, "--top-p", 0.9],
     }[mode]
     where = ["--engine-dir", llama_uncompiled_dir, "--dataset", articles, "--batch-size", 2, "--output-len", 16]
     checks = ["--check-lossless", "--check-accuracy", "--rouge1-threshold", 0, "--json"]
