@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from runtime.bundle import read_engine_config
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "real_model.sh"
 NO_INDEX = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
 
@@ -76,3 +78,21 @@ def test_the_first_minute_of_the_readme_goes_on_with_it(smollm2: Path, tmp_path:
         text=True,
     )
     assert drafted.returncode == 0 and "lossless check passed" in drafted.stdout + drafted.stderr, drafted.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
+def test_gemma_is_itself_with_a_cache_of_8_bits_without_a_compiler(kv_cache: str, tmp_path: Path) -> None:
+    """As its build checks, against transformers with the same cache."""
+    gemma = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser() / "gemma-3-270m.gguf"
+    if not gemma.is_file():
+        pytest.skip(f"Gemma 3 270M is absent: {gemma}")
+    run, checkpoint = [sys.executable, "-m", "specdec_cli"], str(tmp_path / "checkpoint")
+    for command in (
+        ["convert", "--model-dir", str(gemma), "--output-dir", checkpoint, "--kv-cache-dtype", kv_cache],
+        ["build", "--checkpoint-dir", checkpoint, "--output-dir", str(tmp_path / "engine"), "--compiler", "none"],
+    ):
+        done = subprocess.run([*run, *command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    check = read_engine_config(tmp_path / "engine").logits_check
+    assert check.relative_difference < check.tolerance == 0.05

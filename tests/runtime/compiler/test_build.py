@@ -99,6 +99,26 @@ def test_logits_were_checked_when_built(fixture: str, request: pytest.FixtureReq
     assert 0 < check.relative_difference < 1e-5 < check.tolerance == 1e-4
 
 
+@pytest.mark.parametrize("first", [7, None])
+def test_logits_are_checked_in_a_text_that_begins(
+    first: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the token that begins one, if the model has it: without it rounding may decide what is attended to."""
+    model = make_model("llama")
+    model.config.bos_token_id = first
+    seen, embed = list[list[int]](), nn.Embedding.forward
+
+    def forward(self: nn.Embedding, tokens: Tensor) -> Tensor:
+        if tokens.device == CPU:
+            seen.append(tokens[0].tolist())
+        return embed(self, tokens)
+
+    monkeypatch.setattr(nn.Embedding, "forward", forward)
+    build(make_checkpoint(model, tmp_path), tmp_path / "engine")
+    begins = [tokens[0] == 7 for tokens in seen[:1] + seen[2:3]]  # of the engine's context step, and of transformers
+    assert begins == [first == 7] * 2, seen
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_passes_its_own_tolerance(dtype: str, tmp_path: Path) -> None:
     checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, dtype)
