@@ -160,26 +160,27 @@ def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokeni
 def tokenizer_of_engine(bundle: Bundle) -> Tokenizer | None:
     """The engine's own tokenizer, or None; SpecDecError if it is another one than the engine was built with."""
     check_tokenizer_files(bundle)
-    return _readable_tokenizer(bundle.directory, bundle.config.pretrained_config)
+    return _readable_tokenizer(bundle.directory, bundle.config.pretrained_config, bundle.directory)
 
 
-def cache_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> None:
+def cache_tokenizer(directory: Path, pretrained_config: dict[str, Any], final_directory: Path) -> None:
     """Have `find_tokenizer` find the tokenizer of an engine's directory without transformers, if that gives the same.
 
-    One that cannot be loaded stays as it is.
+    One that cannot be loaded stays as it is, and the warning names where the directory will be.
     """
-    if tokenizer := _readable_tokenizer(directory, pretrained_config):
+    if tokenizer := _readable_tokenizer(directory, pretrained_config, final_directory):
         save_tokenizer(tokenizer, directory)
 
 
-def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokenizer | None:
+def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any], named: Path) -> Tokenizer | None:
     """`find_tokenizer`; None, with a warning, where what is there cannot be read: there are prompts that need none."""
     try:
         return find_tokenizer(directory, pretrained_config)
     except SpecDecError as error:
         if error.code == "engine":  # what was saved of it is damaged
             raise
-        warnings.warn(f"the engine takes token ids only: {error.message} ({error.hint})", SpecDecWarning, stacklevel=3)
+        why = f"{error.message} ({error.hint})".replace(str(directory), str(named))
+        warnings.warn(f"the engine takes token ids only: {why}", SpecDecWarning, stacklevel=3)
         return None
 
 

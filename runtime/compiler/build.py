@@ -149,7 +149,7 @@ def build_engine(
         if isinstance(step, RankedStep) and isinstance(step.own, CompiledStep):
             shutil.copytree(step.own.cache_dir, directory / CACHE, dirs_exist_ok=True)
         copy_side_files(checkpoint_dir, directory)
-        return _finish(config, directory)
+        return _finish(config, directory, output_dir)
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ def _open_fitting(checkpoint_dir: Path, build: BuildConfig) -> tuple[CheckpointC
     return checkpoint, pretrained
 
 
-def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
+def _finish(config: EngineConfig, directory: Path, output_dir: Path) -> EngineConfig:
     """Write `config.json`, with a record of all that is there."""
-    cache_tokenizer(directory, config.pretrained_config)
+    cache_tokenizer(directory, config.pretrained_config, output_dir)
     config = dataclasses.replace(config, files=record_files(directory))
     config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
     write_json(directory / "config.json", as_json(config))

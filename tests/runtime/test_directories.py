@@ -239,8 +239,9 @@ def test_an_engine_whose_tokenizer_cannot_be_read_takes_token_ids(
     model_dir = saved(tmp_path / "model")
     (model_dir / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     message = "takes token ids only: the tokenizer is a SentencePiece file alone"
-    with pytest.warns(SpecDecWarning, match=message):
+    with pytest.warns(SpecDecWarning, match=message) as warned:
         engine_dir = build_tiny(model_dir, tmp_path / "built", dtype="float32")
+    assert f"{engine_dir / 'tokenizer.model'} (" in str(warned[0].message)  # not where it was built
     with pytest.warns(SpecDecWarning, match=message):
         llm = LLM(engine_dir)
     with llm:
