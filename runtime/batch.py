@@ -25,13 +25,15 @@ class Row:
     start: int
     block_table: list[int]
     num_logits: int  # of the last tokens
+    state_slot: int = 0
 
 
 @dataclass(frozen=True)
 class Batch:
     """Inputs of the compiled step, and nothing else. B rows, padded to the longest: Q tokens, N blocks.
 
-    Several rows may be of one sequence, because all K/V are written before any is read.
+    Several rows may be of one sequence, because all K/V are written before any is read; layers with states take rows in
+    their order.
 
     Example, block_size 4: a row of tokens at positions 5, 6 with blocks [7, 2] in a batch with Q = 3:
     positions [5, 6, 0], slot_mapping [9, 10, 0] (block 2, offsets 1 and 2; padding goes to the null block).
@@ -50,13 +52,13 @@ class Batch:
 def generation_row(sequence: Sequence, draft_tokens: Seq[int]) -> Row:
     """The uncomputed tail and the draft; logits of the last committed token and of every draft token."""
     tokens = [*sequence.tokens[sequence.num_computed :], *draft_tokens]
-    return Row(tokens, sequence.num_computed, sequence.block_table, len(draft_tokens) + 1)
+    return Row(tokens, sequence.num_computed, sequence.block_table, len(draft_tokens) + 1, sequence.state_slot)
 
 
 def context_row(sequence: Sequence, num_tokens: int) -> Row:
     """The next `num_tokens` of a long uncomputed tail. One logit, because a step returns at least one."""
     start = sequence.num_computed
-    return Row(sequence.tokens[start : start + num_tokens], start, sequence.block_table, 1)
+    return Row(sequence.tokens[start : start + num_tokens], start, sequence.block_table, 1, sequence.state_slot)
 
 
 def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
@@ -114,7 +116,7 @@ def _pieces(row: Row, width: int) -> Iterator[Row]:
         tokens = row.tokens[i : i + width]
         num_after = num_tokens - i - len(tokens)
         num_logits = min(max(row.num_logits - num_after, 0), len(tokens))
-        yield Row(tokens, row.start + i, row.block_table, num_logits)
+        yield Row(tokens, row.start + i, row.block_table, num_logits, row.state_slot)
 
 
 def pad_to_min_2(batch: Batch) -> Batch:

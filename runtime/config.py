@@ -22,7 +22,7 @@ CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # it was compiled for; 7: layers said whether they quantize what they read, not to how many bits; 8: the
 # kernels did not sample; 9: the compiler's loops were OpenMP's; 10: a step was one program; 11: all of a step's
 # programs were compiled
-ENGINE_FORMAT_VERSION = 12
+ENGINE_FORMAT_VERSION = 13
 
 # Beyond these nothing useful can be built, and what is asked for is most likely a slip.
 MAX_BATCH_SIZE = 1024
@@ -149,6 +149,16 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class StateShape:
+    """State of one layer that has no attention: its inputs of the last tokens, `width` numbers of each."""
+
+    layer: Count
+    width: Size
+    num_before: Size
+    """Tokens before one that its output depends on."""
+
+
+@dataclass(frozen=True)
 class SelfDraft:
     """Quantization of the linear weights of a self-draft copy."""
 
@@ -190,6 +200,13 @@ class StepShape:
     build_config: BuildConfig
     kv_cache: KVCacheQuantAlgo | None = None
     """Quantization of keys and values; None: they are of the dtype."""
+    states: tuple[StateShape, ...] = ()
+
+    @property
+    def in_order(self) -> tuple[LayerShape | StateShape, ...]:
+        """Each layer's shape, by its number."""
+        states, attention = {state.layer: state for state in self.states}, iter(self.layers)
+        return tuple(states.get(i) or next(attention) for i in range(len(self.layers) + len(states)))
 
 
 @dataclass(frozen=True)
@@ -272,6 +289,8 @@ class EngineConfig:
     """Logits check of the self-draft copy, against the same quantized weights."""
     self_draft_costs: tuple[StepCost, ...] = ()
     """Step times of the self-draft copy."""
+    states: tuple[StateShape, ...] = ()
+    """Of layers without attention."""
     machine: MachineSpeed | None = None
     """Machine on which steps were measured."""
     quantization: Quantization | None = None
@@ -291,7 +310,7 @@ class EngineConfig:
     @property
     def step_shape(self) -> StepShape:
         kv_cache = None if self.quantization is None else self.quantization.kv_cache_quant_algo
-        return StepShape(self.dtype, self.vocab_size, self.layers, self.build_config, kv_cache)
+        return StepShape(self.dtype, self.vocab_size, self.layers, self.build_config, kv_cache, self.states)
 
 
 Config = TypeVar("Config")

@@ -30,6 +30,7 @@ from runtime.parallel.devices import check_device_ids
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.request import Draft, Request, Sequence, VerifyResult
 from runtime.sampling import NoValidToken
+from runtime.states import States, state_inputs
 from runtime.verify import verify_all
 
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
@@ -79,6 +80,7 @@ class Engine:
         block_size = config.build_config.tokens_per_block
         self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
         self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
+        self._states = States(config.states, config.build_config, getattr(torch, config.dtype), device, reuse=kv_cache.block_reuse) if config.states else None
 
     @classmethod
     def open(
@@ -132,6 +134,8 @@ class Engine:
     def clear_cache(self) -> None:
         """Forget all K/V of released sequences, so that what comes next starts cold."""
         self._blocks.clear()
+        if self._states is not None:
+            self._states.manager.clear()
 
     def close(self) -> None:
         """Give back the memory of the K/V cache and the compiled step. Closed, it can be closed again, and no more."""
@@ -139,7 +143,7 @@ class Engine:
             self._is_open = False
             if self.ranks is not None:
                 self.ranks.close()
-            del self._step, self._copy_step, self._pool
+            del self._step, self._copy_step, self._pool, self._states
 
     @property
     def failure(self) -> SpecDecError | None:
@@ -208,10 +212,17 @@ class Engine:
         """
         self.check_is_open()
         num_tokens = len(sequence.tokens) + self.max_draft_len_of(sequence)
-        copies = self._blocks.admit(sequence, num_tokens)
+        found = None
+        if self._states is not None:
+            found = self._states.manager.find(sequence.tokens, self._blocks.match_len(sequence))
+            if found is None:
+                return False
+        copies = self._blocks.admit(sequence, num_tokens, None if found is None else found.num_tokens)
         if copies is None:
             check_cache_size(sequence.request, num_tokens, self._blocks.num_cache_tokens)
             return False
+        if self._states is not None and found is not None:
+            self._states.admit(sequence, found)
         sequence.stats.num_reused_tokens += sequence.num_computed
         for copy in copies:
             self._pool.copy_block(copy)
@@ -252,6 +263,8 @@ class Engine:
                     f"{sequence.request.id} can take: {len(draft.tokens)}"
                 )
         for sequence in sequences:
+            if self._states is not None:
+                self._states.rewind(sequence)
             while sequence.num_unscored:
                 self.compute_context(sequence, min(sequence.num_unscored, self.max_num_tokens))
             while len(sequence.tokens) - sequence.num_computed > self.max_num_tokens:
@@ -279,6 +292,8 @@ class Engine:
 
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; with block reuse its K/V can be found until they are needed."""
+        if self._states is not None and sequence.state_slot:
+            self._states.manager.release(sequence)
         self._blocks.release(sequence)
 
     def max_draft_len_of(self, sequence: Sequence) -> int:
@@ -333,7 +348,10 @@ class Engine:
             flush_denormals()
         start = time.perf_counter()
         with torch.inference_mode():
-            logits = step(*batch.tensors(), *self._pool.tensors())
+            states = () if self._states is None else state_inputs(rows, self._states.pools)
+            logits = step(*batch.tensors(), *self._pool.tensors(), *states)
+        if self._states is not None:
+            self._states.advance(rows)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if by_copy:

@@ -70,18 +70,21 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def admit(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
-        """Give `sequence` blocks for `num_tokens` tokens, those whose K/V are known first.
+    def match_len(self, sequence: Sequence) -> int:
+        """How many of the sequence's first tokens have K/V that are known, of those it may reuse."""
+        shared, num_matched = self._match(sequence.tokens, sequence.max_reused)
+        return len(shared) * self.block_size + (num_matched[1] if num_matched else 0)
+
+    def admit(self, sequence: Sequence, num_tokens: int, max_reused: int | None = None) -> list[BlockCopy] | None:
+        """Give `sequence` blocks for `num_tokens` tokens, those whose K/V are known first, of at most `max_reused`
+        where that is fewer than the sequence may reuse.
 
         Sets its block table and `num_computed`, which stays below the number of its tokens, because the last one
         must be computed for its logits, and lower where others' logits are wanted. Returns the copies to make, or None
         (and changes nothing) if there are too few free blocks.
         """
-        max_reused = sequence.max_reused
-        shared, parent = self._match_prefix(sequence.tokens[: max_reused + 1])
+        shared, partial = self._match(sequence.tokens, sequence.max_reused if max_reused is None else max_reused)
         start = len(shared) * self.block_size
-        end = min(start + self.block_size, max_reused)
-        partial = self._find_partial_block(parent, sequence.tokens[start:end])
         num_new = self.num_blocks_for(num_tokens) - len(shared)
         num_revived = sum(self._ref_counts[block] == 0 for block in shared)
         if num_new + num_revived > len(self._free):
@@ -138,6 +141,12 @@ class BlockManager:
             assert self._children[node.parent][node.tokens] == block
             assert 0 < len(node.tokens) <= self.block_size
         assert all(self._children.values()), "an empty level of the trie was kept"
+
+    def _match(self, tokens: list[int], most: int) -> tuple[list[int], tuple[int, int] | None]:
+        """Published blocks that hold the first tokens, and one that begins with some of those that follow."""
+        shared, parent = self._match_prefix(tokens[: most + 1])
+        start = len(shared) * self.block_size
+        return shared, self._find_partial_block(parent, tokens[start : min(start + self.block_size, most)])
 
     def _match_prefix(self, tokens: list[int]) -> tuple[list[int], int]:
         """Published blocks that hold the sequence's first tokens, and the node of the last one."""

@@ -54,6 +54,17 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"logit_scale": 0.3, "use_qk_norm": False}),
     "gpt2": ("gpt2", {"n_inner": 48}),
     "gpt-neox": ("gpt_neox", {"rotary_pct": 0.5}),
+    "lfm2": (
+        "lfm2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "conv_L_cache": 3,
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+            "norm_eps": 1e-5,
+        },
+    ),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3}),
 }
 FAMILIES = tuple(_FAMILIES)

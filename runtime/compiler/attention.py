@@ -41,7 +41,17 @@ class PagedInputs:
     positions: Tensor  # (B, Q) int64
     slot_mapping: Tensor  # (B, Q) int64
     block_tables: Tensor  # (B, N) int64
+    state_layers: tuple[int, ...] = ()  # numbers of layers that have a state instead of keys and values
+    state_slots: Tensor | None = None  # (B,) int64
+    state_pools: list[Tensor] = field(default_factory=list)  # per such layer (num_slots, length, width)
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+
+    def kv_place(self, layer: int) -> int:
+        """Which of the pools of keys and values are the layer's."""
+        return layer - bisect_left(self.state_layers, layer)
+
+    def state_pool(self, layer: int) -> Tensor:
+        return self.state_pools[self.state_layers.index(layer)]
 
     def mask(self, sliding_window: int | None, num_groups: int) -> Tensor:
         """(B, 1, G x Q, N x block_size) bool, True where the query may see the key; made once per kind of layer.
@@ -80,7 +90,7 @@ def paged_attention(
     _refuse_unsupported(module, kwargs)
     B, Q = paged.slot_mapping.shape
     (H, D), (Hk, Dv) = (query.shape[1], query.shape[3]), (value.shape[1], value.shape[3])
-    layer = _layer_index(module)
+    layer = paged.kv_place(_layer_index(module))
     _write(paged, layer, key[0], value[0])
     keys, values = _read(paged, layer, query.dtype)
     broken = keys[..., 0].isnan()
@@ -144,7 +154,7 @@ def kernel_attention(
 ) -> tuple[Tensor, None]:
     """`paged_attention` by the CPU kernel, which must be loaded."""
     _refuse_unsupported(module, kwargs)
-    layer = _layer_index(module)
+    layer = paged.kv_place(_layer_index(module))
     output = torch.ops.specdec.paged_attention(
         query,
         key,

@@ -40,8 +40,10 @@ from runtime.config import (
     BuildConfig,
     CheckpointConfig,
     EngineConfig,
+    LayerShape,
     LogitsCheck,
     Quantization,
+    StateShape,
     StepShape,
     as_json,
 )
@@ -183,8 +185,10 @@ class _Weights:
         """Shape of a rank's step."""
         quantization = self.checkpoint.quantization
         kv_cache = None if quantization is None else quantization.kv_cache_quant_algo
-        layers = probe_config(self.pretrained, self.splitting)
-        return StepShape(self.checkpoint.dtype, self.pretrained.vocab_size, layers, build, kv_cache)
+        shapes = probe_config(self.pretrained, self.splitting)
+        layers = tuple(one for one in shapes if isinstance(one, LayerShape))
+        states = tuple(one for one in shapes if isinstance(one, StateShape))
+        return StepShape(self.checkpoint.dtype, self.pretrained.vocab_size, layers, build, kv_cache, states)
 
     @property
     def _kind(self) -> tuple[torch.dtype, str, Quantization | None]:
@@ -276,6 +280,7 @@ def _checked(
         dtype=checkpoint.dtype,
         build_config=compiled.build,
         layers=shape.layers,
+        states=shape.states,
         vocab_size=shape.vocab_size,
         environment=current_environment(next(model.parameters()).device),
         logits_check=logits_check,

@@ -22,6 +22,7 @@ from runtime.compiler.weights import layer_by_layer, present, tensors_of
 from runtime.config import LogitsCheck, StepShape
 from runtime.errors import SpecDecError
 from runtime.kv_cache import KVPool, kv_dtype
+from runtime.states import num_rolled_back, state_inputs, state_pools
 
 _NUM_SINGLE = 4  # tokens that are computed one at a time too
 _Sequence = tuple[list[int], tuple[int, int], QuantizeKV | None]
@@ -264,11 +265,15 @@ def _stepping(
     num_blocks = [-(-length // block_size) for length in lengths]
     ends = list(accumulate(num_blocks, initial=1))
     pool = KVPool(shape.layers, ends[-1], block_size, kv_dtype(shape.dtype, shape.kv_cache), device)
+    tables = [list(range(start, end)) for start, end in pairwise(ends)]
+    num_back = num_rolled_back(shape.build_config.max_draft_len)
+    states = state_pools(shape.states, 1 + len(tables), num_back, getattr(torch, shape.dtype), device)
 
     def run(rows: list[Row]) -> Tensor:
-        return step(*pack(rows, block_size, device).tensors(), *pool.tensors())
+        rows = [replace(row, state_slot=1 + tables.index(row.block_table)) for row in rows]
+        return step(*pack(rows, block_size, device).tensors(), *pool.tensors(), *state_inputs(rows, states))
 
-    return run, [list(range(start, end)) for start, end in pairwise(ends)], pool
+    return run, tables, pool
 
 
 def _check_context_len(shape: StepShape) -> int:

@@ -15,12 +15,14 @@ import warnings
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -39,8 +41,9 @@ from runtime.compiler.programs import (
     run_inductor,
 )
 from runtime.compiler.weights import Layout, layout_of, present, save_weights, write_weights
-from runtime.config import ARITHMETICS, Arithmetic, LayerShape, StepShape, as_json, parse
+from runtime.config import ARITHMETICS, Arithmetic, LayerShape, StateShape, StepShape, as_json, parse
 from runtime.kv_cache import KVPool, kv_dtype
+from runtime.states import state_inputs
 from runtime.temporary import own_temporary_files
 
 if TYPE_CHECKING:
@@ -106,7 +109,7 @@ def compile_aot(
 
     def export() -> "ExportedProgram":
         return export_step(
-            step, shape.layers, shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
+            step, shape.in_order, shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
         )
 
     with _quiet(), torch.no_grad(), experts_by_kernel(step.model) if arithmetic is not None else nullcontext():
@@ -115,7 +118,7 @@ def compile_aot(
                 return _write_whole(export(), shape, directory, None, known, rank)
         number = ARITHMETICS.index(arithmetic)
         try:
-            cut = cut_step(step.model, shape.layers, export, number)
+            cut = cut_step(step.model, shape.in_order, export, number)
         except Exception as error:  # whatever it is about the model, the whole may do
             why_whole = why_not_cut(error)
         else:
@@ -212,18 +215,27 @@ def _write_whole(
 
 
 def export_step(
-    step: "Step", layers: tuple[LayerShape, ...], block_size: int, kv_dtype: torch.dtype
+    step: "Step", shapes: Seq[LayerShape | StateShape], block_size: int, kv_dtype: torch.dtype
 ) -> "ExportedProgram":
-    """The step's graph, for any number of rows, tokens, blocks and logits."""
+    """The step's graph, for any number of rows, tokens, blocks, slots and logits."""
     num_tokens = 2 * block_size + 1 + 5
-    pool = example_pool(layers, num_tokens, block_size, kv_dtype, next(step.parameters()).device)
+    parameter = next(step.parameters())
+    layers = tuple(one for one in shapes if isinstance(one, LayerShape))
+    pool = example_pool(layers, num_tokens, block_size, kv_dtype, parameter.device)
     rows = example_rows([5, 3], 2 * block_size + 1, num_tokens, block_size, 2)
     batch = pack(rows, block_size, pool.keys[0].device)
     free, num_blocks = torch.export.Dim.DYNAMIC, torch.export.Dim("num_blocks")  # of which all layers have as many
     # Memory of their own: to trace views of other memory takes long.
     pools = [[torch.empty_like(one) for one in part] for part in pool.tensors()]
-    dynamic = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: num_blocks}] * len(part) for part in pools]
-    return torch.export.export(step, (*batch.tensors(), *pools), strict=False, dynamic_shapes=tuple(dynamic))
+    dynamic: list[Any] = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: num_blocks}] * len(part) for part in pools]
+    states = [one for one in shapes if isinstance(one, StateShape)]
+    if states:
+        num_slots = torch.export.Dim("num_slots")  # and slots of one kind of layer are of one length
+        lengths = {one.num_before: torch.export.Dim(f"length_{one.num_before}") for one in states}
+        dynamic += [{0: free}, [{0: num_slots, 1: lengths[one.num_before]} for one in states]]
+    rings = [torch.empty(3, one.num_before + 4, one.width, dtype=parameter.dtype) for one in states]
+    inputs = (*batch.tensors(), *pools, *state_inputs(rows, rings))
+    return torch.export.export(step, inputs, strict=False, dynamic_shapes=tuple(dynamic))
 
 
 @dataclass(frozen=True)
@@ -320,13 +332,15 @@ class CompiledStep:
         self.cache_dir = cache_dir
 
     def __call__(self, *inputs: Any) -> Tensor:
-        batch, pools = Batch(*inputs[:5]), inputs[5:]
+        batch, pools, states = Batch(*inputs[:5]), inputs[5:7], list(inputs[7:])
+        if states:
+            states[0] = F.pad(states[0], (0, max(2 - len(states[0]), 0)))
         if uses_kernels("torch-compile", batch.input_ids.device.type):
             flush_denormals_of_openmp()
         # Or sizes that are equal in the first call would have to be equal in all.
         equal_by_chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         with _compiler_cache(self.cache_dir), equal_by_chance, instructions_looked_up(), named_compiler():
-            logits: Tensor = self._compiled(*pad_to_min_2(batch).tensors(), *pools)
+            logits: Tensor = self._compiled(*pad_to_min_2(batch).tensors(), *pools, *states)
         return logits[: len(batch.logit_indices)]
 
 

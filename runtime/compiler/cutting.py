@@ -10,6 +10,7 @@ Weights are packed here, by the operations of the graph that look at nothing els
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,8 +26,9 @@ from torch.utils import _pytree as pytree
 from runtime.compiler.attention import PagedInputs
 from runtime.compiler.linears import use_kernels
 from runtime.compiler.selection import select_early
+from runtime.compiler.short_conv import state_layers
 from runtime.compiler.weights import Layout, layout_of, present
-from runtime.config import LayerShape
+from runtime.config import LayerShape, StateShape
 
 torch.library.define("specdec_cut::layer", "(Tensor hidden, Tensor[] others, int layer) -> Tensor")
 torch.library.register_fake("specdec_cut::layer", lambda hidden, others, layer: torch.empty_like(hidden))
@@ -84,7 +86,7 @@ class CutStep:
                 yield {f"{i}.{name}": weight for name, weight in call.weights.items()}
 
 
-def cut_step(model: nn.Module, shapes: tuple[LayerShape, ...], export: Export, arithmetic: int) -> CutStep:
+def cut_step(model: nn.Module, shapes: Seq[LayerShape | StateShape], export: Export, arithmetic: int) -> CutStep:
     """The step that `export` gives of the model, with linear layers in `arithmetic`. Raises CannotBeCut."""
     layers = _layers_of(model, len(shapes))
     calls: dict[int, _LayerCall] = {}
@@ -97,7 +99,7 @@ def cut_step(model: nn.Module, shapes: tuple[LayerShape, ...], export: Export, a
     kinds: dict[str, list[int]] = {}
     for i, node in nodes.items():
         kinds.setdefault(
-            f"{_structure(layers[i])} {shapes[i]} {calls[i].kind} {[_form(one) for one in _inputs(node)]}", []
+            f"{_structure(layers[i])} {_without_number(shapes[i])} {calls[i].kind} {[_form(one) for one in _inputs(node)]}", []
         ).append(i)
     if len(kinds) > len(nodes) // 2 + 1:
         raise CannotBeCut(f"its {len(layers)} layers are of {len(kinds)} kinds")
@@ -190,16 +192,26 @@ def _stand_in(i: int, calls: dict[int, _LayerCall]) -> Callable[..., Tensor]:
     return forward
 
 
+def _without_number(shape: LayerShape | StateShape) -> LayerShape | StateShape:
+    return replace(shape, layer=0) if isinstance(shape, StateShape) else shape
+
+
 def _tensors_of(paged: PagedInputs, layer: int) -> list[Tensor]:
+    if layer in paged.state_layers:
+        assert paged.state_slots is not None
+        return [paged.positions, paged.slot_mapping, paged.state_slots, paged.state_pool(layer)]
     pools = [paged.key_pools, paged.value_pools, *([paged.scale_pools] if paged.scale_pools else [])]
-    return [paged.positions, paged.slot_mapping, paged.block_tables, *(pool[layer] for pool in pools)]
+    place = paged.kv_place(layer)
+    return [paged.positions, paged.slot_mapping, paged.block_tables, *(pool[place] for pool in pools)]
 
 
-def _of_tensors(tensors: list[Tensor], layer: int) -> PagedInputs:
+def _of_tensors(tensors: list[Tensor], layer: int, *, has_state: bool) -> PagedInputs:
     """Inverse of `_tensors_of`."""
-    positions, slot_mapping, block_tables, *pools = tensors
+    positions, slot_mapping, of_rows, *pools = tensors
+    if has_state:
+        return PagedInputs([], [], [], positions, slot_mapping, of_rows, (layer,), of_rows, pools)
     keys, values, *scales = ([pool] * (layer + 1) for pool in pools)
-    return PagedInputs(keys, values, scales[0] if scales else [], positions, slot_mapping, block_tables)
+    return PagedInputs(keys, values, scales[0] if scales else [], positions, slot_mapping, of_rows)
 
 
 class _Layer(nn.Module):
@@ -215,7 +227,8 @@ class _Layer(nn.Module):
                 torch._check(tensors[other].shape[other_dim] == tensors[first].shape[dim])  # type: ignore[no-untyped-call]
         hidden, *rest = tensors
         num_own = sum(self.call.is_tensor)
-        own, paged = iter(rest[:num_own]), _of_tensors(rest[num_own:], self.call.layer)
+        own = iter(rest[:num_own])
+        paged = _of_tensors(rest[num_own:], self.call.layer, has_state=bool(state_layers(self.layer)))
         arguments = [
             next(own) if is_tensor else paged if isinstance(value, PagedInputs) else value
             for value, is_tensor in zip(self.call.arguments, self.call.is_tensor, strict=True)

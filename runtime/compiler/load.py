@@ -42,6 +42,7 @@ from runtime.config import (
     LayerShape,
     Mapping,
     Quantization,
+    StateShape,
     StepShape,
     as_json,
 )
@@ -216,13 +217,15 @@ def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
             hint=_BUILD_AGAIN,
             code="engine",
         )
-    layers = _layers_by_model(json.dumps(config.pretrained_config), config.mapping.tp_size)
+    shapes = _layers_by_model(json.dumps(config.pretrained_config), config.mapping.tp_size)
+    layers = tuple(one for one in shapes if isinstance(one, LayerShape))
+    states = tuple(one for one in shapes if isinstance(one, StateShape))
     shape = config.step_shape  # of what the model has no say in
-    return dataclasses.replace(shape, vocab_size=pretrained.vocab_size, layers=layers)
+    return dataclasses.replace(shape, vocab_size=pretrained.vocab_size, layers=layers, states=states)
 
 
 @lru_cache(maxsize=16)
-def _layers_by_model(pretrained_config: str, tp_size: int) -> tuple[LayerShape, ...]:
+def _layers_by_model(pretrained_config: str, tp_size: int) -> tuple[LayerShape | StateShape, ...]:
     """Kept, as finding them takes longer than all else of opening a small engine."""
     from runtime.compiler.model import probe_config, split_config
     from runtime.compiler.pretrained import parse_pretrained_config

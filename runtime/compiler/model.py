@@ -33,9 +33,10 @@ from runtime.compiler.fusing import fuse
 from runtime.compiler.kernels import choose_vector_math
 from runtime.compiler.pretrained import last_words, model_class
 from runtime.compiler.quantized import place_quantized, placeholders
+from runtime.compiler.short_conv import place_states, state_layers
 from runtime.compiler.split import compute_together, place_pieces, placeholders_of_pieces
 from runtime.compiler.weights import absent_weights, is_absent, present, read_weights
-from runtime.config import LayerShape, Quantization
+from runtime.config import LayerShape, Quantization, StateShape
 from runtime.errors import SpecDecError
 from runtime.locks import MODEL_INIT_LOCK, lock_transformers, quiet_transformers
 from runtime.parallel.tp_layers import Splitting, split_model
@@ -116,17 +117,22 @@ def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
         return None
     with MODEL_INIT_LOCK, torch.device("meta"):
         model = _model_without_weights(config)
-    splitting = split_model(model, probe_config(config), tp_size)
+    shapes = probe_config(config)
+    if any(isinstance(one, StateShape) for one in shapes):
+        raise SpecDecError(f"a model whose layers have states is not split: {config.model_type}", hint=SEE_MODELS)
+    splitting = split_model(model, shapes, tp_size)
     probe_config(config, splitting)
     return splitting
 
 
-def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -> tuple[LayerShape, ...]:
-    """The K/V shape of every layer, found by a forward without weights or memory (`meta` device).
+def probe_config(
+    config: PreTrainedConfig, splitting: Splitting | None = None
+) -> tuple[LayerShape | StateShape, ...]:
+    """The K/V shape or the state's of every layer, found by a forward without weights or memory (`meta` device).
 
     Of a model that is split it is a rank's.
     """
-    recorded: dict[int, LayerShape] = {}
+    recorded: dict[int, LayerShape | StateShape] = {}
     with MODEL_INIT_LOCK, torch.device("meta"), torch.no_grad(), _distributions_unchecked():
         model = _model_without_weights(config)
         if splitting is not None:
@@ -134,7 +140,7 @@ def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -
             compute_together(model, splitting, shares_memory=False)
         tokens = torch.zeros(1, 2, dtype=torch.long)
         # With a mask, or transformers looks for several sequences in one row, at values that meta has none of.
-        everything = torch.ones(1, 2, dtype=torch.long)
+        everything = torch.ones(1, 2, dtype=torch.long, device="cpu")  # layers with states look at its values
         try:
             model(input_ids=tokens, position_ids=tokens, attention_mask=everything, use_cache=False, paged=recorded)
         except SpecDecError:
@@ -154,16 +160,17 @@ def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -
     return tuple(recorded[i] for i in range(num_layers))
 
 
-def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerShape]) -> None:
+def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerShape | StateShape]) -> None:
     """SpecDecError where transformers' own cache drops keys that attention would see: its outputs then depend on which
     tokens were computed in one step (Moshi). One that keeps as many as the model has positions drops none."""
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     for i, layer in enumerate(DynamicCache(config=config).layers):
         kept = getattr(layer, "sliding_window", None)
-        if i in layers and kept not in (None, layers[i].sliding_window) and kept < positions:
+        window = getattr(layers.get(i), "sliding_window", None)
+        if i in layers and kept not in (None, window) and kept < positions:
             raise SpecDecError(
                 f"transformers keeps {kept} keys of layer {i}, and its attention asks for "
-                f"{layers[i].sliding_window or 'all'}: {config.model_type}",
+                f"{window or 'all'}: {config.model_type}",
                 hint=SEE_MODELS,
             )
 
@@ -185,6 +192,7 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
         model.set_experts_implementation("batched_mm")
     _declare_no_padding(model)
     _fix_rotary_factors(model)
+    place_states(model)
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise SpecDecError(
             f"the model counts positions from its padding token's id, not from 0: {config.model_type}", hint=SEE_MODELS
@@ -336,6 +344,7 @@ def _model_of_weights(
             )
     _declare_no_padding(model)
     _fix_rotary_factors(model)
+    place_states(model)
     if splitting is not None:
         place_pieces(model, splitting, pieces)
     activations = "float" if quantization is None else quantization.activations
@@ -357,6 +366,7 @@ class Step(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.state_layers = state_layers(model)
 
     def forward(
         self,
@@ -367,11 +377,17 @@ class Step(nn.Module):
         logit_indices: Tensor,  # (T,) int64 into the flattened (B x Q)
         key_pools: list[Tensor],  # per layer (num_blocks, Hk, D, block_size)
         value_pools: list[Tensor],  # per layer (num_blocks, Hk, block_size, Dv); then, in 8 bits, per layer scales
+        state_slots: Tensor | None = None,  # (B,) int64, of a model with states
+        state_pools: Seq[Tensor] = (),  # per layer with a state (num_slots, length, width)
     ) -> Tensor:  # (T, vocab)
         value_pools, scale_pools = value_pools[: len(key_pools)], value_pools[len(key_pools) :]
-        paged = PagedInputs(key_pools, value_pools, scale_pools, positions, slot_mapping, block_tables)
+        states = (self.state_layers, state_slots, list(state_pools))
+        paged = PagedInputs(key_pools, value_pools, scale_pools, positions, slot_mapping, block_tables, *states)
         (B, Q), num_blocks, block_size = input_ids.shape, key_pools[0].shape[0], key_pools[0].shape[3]
         _declare_equal(B, positions.shape[0], slot_mapping.shape[0], block_tables.shape[0])
+        if state_slots is not None:
+            _declare_equal(B, state_slots.shape[0])
+            _declare_equal(state_pools[0].shape[0], *(pool.shape[0] for pool in state_pools))
         _declare_equal(Q, positions.shape[1], slot_mapping.shape[1])
         _declare_equal(num_blocks, *(pool.shape[0] for pool in (*key_pools, *value_pools, *scale_pools)))
         _declare_equal(block_size, *(pool.shape[3] for pool in key_pools), *(pool.shape[2] for pool in value_pools))

@@ -16,6 +16,7 @@ from runtime.errors import SpecDecError
 # What transformers once called a type of rope, and kept beside the name that it has now.
 _ALSO_CALLED = {"longrope": ("su",), "default": ("mrope",)}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_CONVOLUTIONS = {"lfm2", "lfm2_moe", "lfm3"}  # with layers of type `conv`: `runtime.compiler.short_conv`
 # Language models inside others that have no class of their own. Of text alone, where positions in time, height and
 # width are one, they compute what a model of such a config does.
 _SAME_ON_TEXT: dict[str, dict[str, Any]] = {
@@ -115,7 +116,8 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
         raise SpecDecError(f"chunked attention is not supported: {kind}", hint=SEE_MODELS)
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
         raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_MODELS)
-    foreign = sorted(set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES)
+    known = _LAYER_TYPES | ({"conv"} if kind in _CONVOLUTIONS else set())
+    foreign = sorted(set(getattr(config, "layer_types", None) or []) - known)
     if foreign:
         raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}", hint=SEE_MODELS)
     own_class = model_class(config)

@@ -39,7 +39,7 @@ from runtime.compiler.vectors import (
     without,
 )
 
-KERNELS = ("vectors", "linear", "quantized_linear", "experts_linear", "paged_attention", "all_reduce")
+KERNELS = ("vectors", "linear", "quantized_linear", "experts_linear", "paged_attention", "all_reduce", "short_conv")
 """Names of a program's stages, by their numbers in the code."""
 _MOST_ADDED = 16
 _ATEN = torch.ops.aten
@@ -721,6 +721,12 @@ class _Lowering:
         is_there = source is not None and source.array is not None and source.dtype == view.dtype and view.is_dense()
         return view if is_there else self._contiguous(view)
 
+    def _short_conv(self, node: Node) -> View:
+        inputs, weight, bias, *others = node.args
+        weights = [self._weight_number(weight), self._weight_number(bias)]
+        read = [self._input_number(one) for one in others]
+        return self._kernel("short_conv", node, [self._view(inputs)], read, weights)
+
     def _all_reduce(self, node: Node) -> View:
         return self._kernel("all_reduce", node, [self._view(node.args[0])], [], [])
 
@@ -878,6 +884,7 @@ _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
     "specdec.experts_linear.default": _Lowering._experts_linear,
     "specdec.paged_attention.default": _Lowering._paged_attention,
     "specdec.all_reduce.default": _Lowering._all_reduce,
+    "specdec.short_conv.default": _Lowering._short_conv,
 }
 
 

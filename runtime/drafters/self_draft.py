@@ -98,6 +98,6 @@ class SelfDraft:
         """
         is_ready = sequence.num_computed == len(sequence.tokens) - 1
         draft_sequence = Sequence(sequence.request, list(sequence.tokens), sequence.num_computed, sequence.block_table)
-        draft_sequence.sampler = sequence.sampler
+        draft_sequence.sampler, draft_sequence.state_slot = sequence.sampler, sequence.state_slot
         max_len = min(max_draft_len, sequence.max_draft_len) if is_ready else 0
         return DraftState(draft_sequence, max_len, self.use_logits)

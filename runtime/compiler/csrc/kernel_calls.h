@@ -50,6 +50,15 @@ inline at::Tensor call_paged_attention(const at::Tensor& query, const at::Tensor
                         arithmetic, scales);
 }
 
+inline at::Tensor call_short_conv(const at::Tensor& inputs, const at::Tensor& weight, const MaybeTensor& bias,
+                                  const at::Tensor& pool, const at::Tensor& positions, const at::Tensor& slots,
+                                  const at::Tensor& state_slots) {
+  static const auto conv =
+      operation<const at::Tensor&, const at::Tensor&, const MaybeTensor&, at::Tensor, const at::Tensor&,
+                const at::Tensor&, const at::Tensor&>("specdec::short_conv");
+  return conv.call(inputs, weight, bias, pool, positions, slots, state_slots);
+}
+
 inline at::Tensor call_all_reduce(const at::Tensor& x) {
   static const auto all_reduce = operation<const at::Tensor&>("specdec::all_reduce");
   return all_reduce.call(x);

@@ -247,7 +247,7 @@ class TokenProgram {
   }
 
  private:
-  enum Kernel : int64_t { kVectors, kLinear, kQuantizedLinear, kExpertsLinear, kPagedAttention, kAllReduce };
+  enum Kernel : int64_t { kVectors, kLinear, kQuantizedLinear, kExpertsLinear, kPagedAttention, kAllReduce, kShortConv };
 
   // An array that a block of operations writes: for each dimension its size, or -c for c of each token.
   struct Made {
@@ -506,6 +506,8 @@ class TokenProgram {
         return output;
       }
       case kAllReduce: return call_all_reduce(in(0));
+      case kShortConv:
+        return call_short_conv(in(0), weights_.at(s.at(0)), weight(s.at(1)), in(1), in(2), in(3), in(4));
       default: TORCH_CHECK(false, "a token program names a kernel that is not there: ", stage.kernel);
     }
   }

@@ -1,0 +1,198 @@
+"""States of sequences: what layers without attention read of the tokens before the next one.
+
+Such a layer keeps its inputs of a sequence's last tokens in the sequence's slot, that of position p in place p modulo
+the slot's length. What a rejected draft left there is overwritten when its positions are computed again, so rolling back
+moves a number and copies nothing (replay of inputs, as TensorRT-LLM has it since pull request 13453). A step may begin
+at any position that the slot still has the tokens before.
+
+Slots of released sequences are kept, the oldest until its slot is needed, and found again by the tokens that they are
+the state of. `StateManager` does the bookkeeping and never touches a tensor; `States` has the memory too.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.batch import Row
+from runtime.compiler.memory import huge_pages
+from runtime.config import BuildConfig, StateShape
+from runtime.request import Sequence
+
+NULL_SLOT = 0
+_MORE_SLOTS = 9  # one of them is the null slot
+_LEAST_ROLLED_BACK = 32  # a draft model rolls back by the drafts of its target
+
+
+@dataclass
+class _Span:
+    """Positions at which a step may begin with a slot: from `first` to `end`, before which all tokens are computed."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A released sequence's slot: its computed tokens, and the first position at which another may go on."""
+
+    tokens: list[int]
+    first: int
+    is_over: bool
+
+    def match_len(self, tokens: Seq[int], most: int) -> int:
+        """Length of the longest common prefix, of at most `most` tokens, that a sequence can go on from; or 0."""
+        first, most = self.first, min(most, len(self.tokens))
+        if first > most or (first and tokens[first - 1] != self.tokens[first - 1]) or tokens[:first] != self.tokens[:first]:
+            return 0
+        while first < most and tokens[first] == self.tokens[first]:
+            first += 1
+        return first
+
+
+@dataclass(frozen=True)
+class Found:
+    """Kept state of a sequence's first `num_tokens` tokens; none of 0."""
+
+    slot: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """Copy this slot before the step that follows an admission."""
+
+    source: int
+    destination: int
+
+
+class StateManager:
+    """Hands out, keeps and finds slots. Slot 0, the null slot, is never handed out.
+
+    A step may begin `num_back` positions before the last one that was computed.
+    """
+
+    def __init__(self, num_slots: int, num_back: int, *, reuse: bool) -> None:
+        self.num_slots = num_slots
+        self._num_back = num_back
+        self._reuse = reuse
+        self._free = list(range(num_slots - 1, NULL_SLOT, -1))
+        self._held: dict[int, _Span] = {}
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()  # oldest first
+
+    def find(self, tokens: Seq[int], most: int) -> Found | None:
+        """The kept state with which fewest tokens must be computed, of the first `most`; None if no slot is left."""
+        if not self._free and not self._kept:
+            return None
+        best = Found(NULL_SLOT, 0)
+        for slot, kept in reversed(self._kept.items()):
+            num_tokens = kept.match_len(tokens, most)
+            if num_tokens > best.num_tokens:
+                best = Found(slot, num_tokens)
+        return best
+
+    def admit(self, sequence: Sequence, found: Found) -> StateCopy | None:
+        """Give the sequence a slot, with the state that was just found. Returns the copy to make.
+
+        A sequence that was released before it was over gets its own back; others' stay as they are, if there is room.
+        """
+        kept = self._kept.get(found.slot, _Kept([], 0, is_over=True))
+        goes_on = not kept.is_over and found.num_tokens == len(kept.tokens)
+        slot = found.slot if goes_on else self._allocate(found.slot)
+        self._kept.pop(slot, None)
+        self._held[slot] = _Span(kept.first, found.num_tokens)
+        sequence.state_slot = slot
+        return None if found.slot in (slot, NULL_SLOT) else StateCopy(found.slot, slot)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take the slot back, and keep its state for sequences that begin with the same computed tokens."""
+        slot, num_tokens = sequence.state_slot, sequence.num_computed
+        span = self._held.pop(slot)
+        sequence.state_slot = NULL_SLOT
+        if not self._reuse or not num_tokens or not span.first <= num_tokens <= span.end:
+            self._free.append(slot)
+            return
+        kept = _Kept(sequence.tokens[:num_tokens], span.first, sequence.is_over)
+        for other in [one for one, its in self._kept.items() if its.tokens == kept.tokens]:
+            del self._kept[other]
+            self._free.append(other)
+        self._kept[slot] = kept
+
+    def advance(self, slot: int, start: int, num_tokens: int) -> None:
+        """Note that a step computed tokens from position `start` on; those before `num_back` of them are gone."""
+        if slot != NULL_SLOT:
+            span = self._held[slot]
+            span.end = start + num_tokens
+            span.first = max(span.first, span.end - self._num_back) if start else max(0, span.end - self._num_back)
+
+    def can_begin(self, sequence: Sequence) -> bool:
+        """True if the sequence's next step may begin behind its computed tokens."""
+        span = self._held[sequence.state_slot]
+        return span.first <= sequence.num_computed <= span.end
+
+    def clear(self) -> None:
+        """Forget all that is kept."""
+        self._free += self._kept
+        self._kept.clear()
+
+    def check_integrity(self) -> None:
+        """Assert what must always hold; for tests and debugging."""
+        slots = [*self._free, *self._held, *self._kept]
+        assert sorted(slots) == list(range(1, self.num_slots)), "a slot is lost, or in two places"
+        assert all(span.first <= span.end for span in self._held.values())
+        assert all(0 <= kept.first <= len(kept.tokens) for kept in self._kept.values())
+
+    def _allocate(self, source: int) -> int:
+        """A free slot, or the oldest that is kept, the source of a copy last."""
+        return self._free.pop() if self._free else next((slot for slot in self._kept if slot != source), source)
+
+
+def state_pools(
+    states: Seq[StateShape], num_slots: int, num_back: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """The memory of states: per layer (num_slots, num_before + num_back, width)."""
+    return [_zeros((num_slots, state.num_before + num_back, state.width), dtype, device) for state in states]
+
+
+def state_inputs(rows: Seq[Row], pools: list[Tensor]) -> tuple[()] | tuple[Tensor, list[Tensor]]:
+    """Inputs of a step beside its batch and K/V: (B,) each row's slot, and the pools. None of a model without states."""
+    return (torch.tensor([row.state_slot for row in rows], device=pools[0].device), pools) if pools else ()
+
+
+class States:
+    """The slots of an engine: one for each sequence that runs at once, and as many and some more to keep."""
+
+    def __init__(
+        self, states: Seq[StateShape], build: BuildConfig, dtype: torch.dtype, device: torch.device, *, reuse: bool
+    ) -> None:
+        num_slots, num_back = 2 * build.max_batch_size + _MORE_SLOTS, num_rolled_back(build.max_draft_len)
+        self.manager = StateManager(num_slots, num_back, reuse=reuse)
+        self.pools = state_pools(states, num_slots, num_back, dtype, device)
+
+    def admit(self, sequence: Sequence, found: Found) -> None:
+        copy = self.manager.admit(sequence, found)
+        for pool in self.pools if copy is not None else ():
+            pool[copy.destination] = pool[copy.source]  # type: ignore[union-attr]
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Have a sequence that went back by more than its slot holds be computed anew."""
+        if not self.manager.can_begin(sequence):
+            sequence.num_computed = 0
+
+    def advance(self, rows: Seq[Row]) -> None:
+        for row in rows:
+            self.manager.advance(row.state_slot, row.start, len(row.tokens))
+
+
+def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
+    return huge_pages(num_bytes).view(dtype).view(shape)
+
+
+def num_rolled_back(max_draft_len: int) -> int:
+    """Positions that steps go back at most: the copy that drafts computes a draft, and then the target the same."""
+    return max(2 * (max_draft_len + 1), _LEAST_ROLLED_BACK)
