@@ -290,7 +290,7 @@ class EngineConfig:
     self_draft_costs: tuple[StepCost, ...] = ()
     """Step times of the self-draft copy."""
     states: tuple[StateShape, ...] = ()
-    """Of layers without attention."""
+    """States of layers without attention."""
     machine: MachineSpeed | None = None
     """Machine on which steps were measured."""
     quantization: Quantization | None = None

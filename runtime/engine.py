@@ -80,7 +80,11 @@ class Engine:
         block_size = config.build_config.tokens_per_block
         self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
         self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
-        self._states = States(config.states, config.build_config, getattr(torch, config.dtype), device, reuse=kv_cache.block_reuse) if config.states else None
+        self._states = (
+            States(config.states, config.build_config, getattr(torch, config.dtype), device, reuse=kv_cache.block_reuse)
+            if config.states
+            else None
+        )
 
     @classmethod
     def open(
@@ -143,7 +147,9 @@ class Engine:
             self._is_open = False
             if self.ranks is not None:
                 self.ranks.close()
-            del self._step, self._copy_step, self._pool, self._states
+            del self._step, self._copy_step, self._pool
+            if self._states is not None:
+                self._states.pools.clear()
 
     @property
     def failure(self) -> SpecDecError | None:

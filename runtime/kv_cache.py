@@ -71,7 +71,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def match_len(self, sequence: Sequence) -> int:
-        """How many of the sequence's first tokens have K/V that are known, of those it may reuse."""
+        """Number of the sequence's first tokens whose K/V are known, of those it may reuse."""
         shared, num_matched = self._match(sequence.tokens, sequence.max_reused)
         return len(shared) * self.block_size + (num_matched[1] if num_matched else 0)
 

@@ -127,7 +127,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities per prompt token after the first, if requested."""
     state_slot: int = 0
-    """Of layers without attention; 0: none."""
+    """Slot of the states of layers without attention; 0: none."""
 
     @classmethod
     def start(cls, request: Request) -> "Sequence":

@@ -1,9 +1,9 @@
 """States of sequences: what layers without attention read of the tokens before the next one.
 
 Such a layer keeps its inputs of a sequence's last tokens in the sequence's slot, that of position p in place p modulo
-the slot's length. What a rejected draft left there is overwritten when its positions are computed again, so rolling back
-moves a number and copies nothing (replay of inputs, as TensorRT-LLM has it since pull request 13453). A step may begin
-at any position that the slot still has the tokens before.
+the slot's length. What a rejected draft left there is overwritten when its positions are computed again, so rolling
+back moves a number and copies nothing (replay of inputs, as TensorRT-LLM has it since pull request 13453). A step may
+begin at any position that the slot still has the tokens before.
 
 Slots of released sequences are kept, the oldest until its slot is needed, and found again by the tokens that they are
 the state of. `StateManager` does the bookkeeping and never touches a tensor; `States` has the memory too.
@@ -45,7 +45,11 @@ class _Kept:
     def match_len(self, tokens: Seq[int], most: int) -> int:
         """Length of the longest common prefix, of at most `most` tokens, that a sequence can go on from; or 0."""
         first, most = self.first, min(most, len(self.tokens))
-        if first > most or (first and tokens[first - 1] != self.tokens[first - 1]) or tokens[:first] != self.tokens[:first]:
+        if (
+            first > most
+            or (first and tokens[first - 1] != self.tokens[first - 1])
+            or tokens[:first] != self.tokens[:first]
+        ):
             return 0
         while first < most and tokens[first] == self.tokens[first]:
             first += 1
@@ -157,7 +161,7 @@ def state_pools(
 
 
 def state_inputs(rows: Seq[Row], pools: list[Tensor]) -> tuple[()] | tuple[Tensor, list[Tensor]]:
-    """Inputs of a step beside its batch and K/V: (B,) each row's slot, and the pools. None of a model without states."""
+    """Inputs of a step beside its batch and K/V, of a model with states: (B,) each row's slot, and the pools."""
     return (torch.tensor([row.state_slot for row in rows], device=pools[0].device), pools) if pools else ()
 
 

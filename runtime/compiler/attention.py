@@ -47,8 +47,8 @@ class PagedInputs:
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def kv_place(self, layer: int) -> int:
-        """Which of the pools of keys and values are the layer's."""
-        return layer - bisect_left(self.state_layers, layer)
+        """Index of the layer's pools among those of keys and of values."""
+        return layer - sum(other < layer for other in self.state_layers)
 
     def state_pool(self, layer: int) -> Tensor:
         return self.state_pools[self.state_layers.index(layer)]

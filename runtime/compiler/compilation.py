@@ -57,11 +57,20 @@ StepFunction = Callable[..., Tensor]
 
 
 def example_pool(
-    layers: tuple[LayerShape, ...], num_tokens: int, block_size: int, dtype: torch.dtype, device: torch.device
+    shapes: Seq[LayerShape | StateShape], num_tokens: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> KVPool:
     """A pool that just holds two rows of `num_tokens`."""
     num_blocks = 2 * math.ceil(num_tokens / block_size) + 1
+    layers = [one for one in shapes if isinstance(one, LayerShape)]
     return KVPool(layers, num_blocks, block_size, dtype, device)
+
+
+def example_states(
+    shapes: Seq[LayerShape | StateShape], rows: Seq[Row], dtype: torch.dtype
+) -> tuple[()] | tuple[Tensor, list[Tensor]]:
+    """Inputs beside a batch of rows and its pool, where layers have states: of few slots."""
+    states = [one for one in shapes if isinstance(one, StateShape)]
+    return state_inputs(rows, [torch.zeros(3, one.num_before + 4, one.width, dtype=dtype) for one in states])
 
 
 def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size: int, num_logits: int) -> list[Row]:
@@ -220,8 +229,7 @@ def export_step(
     """The step's graph, for any number of rows, tokens, blocks, slots and logits."""
     num_tokens = 2 * block_size + 1 + 5
     parameter = next(step.parameters())
-    layers = tuple(one for one in shapes if isinstance(one, LayerShape))
-    pool = example_pool(layers, num_tokens, block_size, kv_dtype, parameter.device)
+    pool = example_pool(shapes, num_tokens, block_size, kv_dtype, parameter.device)
     rows = example_rows([5, 3], 2 * block_size + 1, num_tokens, block_size, 2)
     batch = pack(rows, block_size, pool.keys[0].device)
     free, num_blocks = torch.export.Dim.DYNAMIC, torch.export.Dim("num_blocks")  # of which all layers have as many
@@ -233,8 +241,7 @@ def export_step(
         num_slots = torch.export.Dim("num_slots")  # and slots of one kind of layer are of one length
         lengths = {one.num_before: torch.export.Dim(f"length_{one.num_before}") for one in states}
         dynamic += [{0: free}, [{0: num_slots, 1: lengths[one.num_before]} for one in states]]
-    rings = [torch.empty(3, one.num_before + 4, one.width, dtype=parameter.dtype) for one in states]
-    inputs = (*batch.tensors(), *pools, *state_inputs(rows, rings))
+    inputs = (*batch.tensors(), *pools, *example_states(shapes, rows, parameter.dtype))
     return torch.export.export(step, inputs, strict=False, dynamic_shapes=tuple(dynamic))
 
 

@@ -98,9 +98,9 @@ def cut_step(model: nn.Module, shapes: Seq[LayerShape | StateShape], export: Exp
     nodes = {node.args[2]: node for node in graph.graph.nodes if node.target is _LAYER}
     kinds: dict[str, list[int]] = {}
     for i, node in nodes.items():
-        kinds.setdefault(
-            f"{_structure(layers[i])} {_without_number(shapes[i])} {calls[i].kind} {[_form(one) for one in _inputs(node)]}", []
-        ).append(i)
+        shape = _without_number(shapes[i])
+        kind = f"{_structure(layers[i])} {shape} {calls[i].kind} {[_form(one) for one in _inputs(node)]}"
+        kinds.setdefault(kind, []).append(i)
     if len(kinds) > len(nodes) // 2 + 1:
         raise CannotBeCut(f"its {len(layers)} layers are of {len(kinds)} kinds")
     programs, made = _Programs(), {}

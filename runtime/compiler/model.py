@@ -118,16 +118,15 @@ def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
     with MODEL_INIT_LOCK, torch.device("meta"):
         model = _model_without_weights(config)
     shapes = probe_config(config)
-    if any(isinstance(one, StateShape) for one in shapes):
+    layers = [one for one in shapes if isinstance(one, LayerShape)]
+    if len(layers) < len(shapes):
         raise SpecDecError(f"a model whose layers have states is not split: {config.model_type}", hint=SEE_MODELS)
-    splitting = split_model(model, shapes, tp_size)
+    splitting = split_model(model, layers, tp_size)
     probe_config(config, splitting)
     return splitting
 
 
-def probe_config(
-    config: PreTrainedConfig, splitting: Splitting | None = None
-) -> tuple[LayerShape | StateShape, ...]:
+def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -> tuple[LayerShape | StateShape, ...]:
     """The K/V shape or the state's of every layer, found by a forward without weights or memory (`meta` device).
 
     Of a model that is split it is a rank's.
@@ -344,7 +343,6 @@ def _model_of_weights(
             )
     _declare_no_padding(model)
     _fix_rotary_factors(model)
-    place_states(model)
     if splitting is not None:
         place_pieces(model, splitting, pieces)
     activations = "float" if quantization is None else quantization.activations
@@ -365,6 +363,7 @@ class Step(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
+        place_states(model)
         self.model = model
         self.state_layers = state_layers(model)
 

@@ -38,6 +38,8 @@ def select_early(program: ExportedProgram, indices: str) -> None:
         users = {user for user in node.users if user.target is not _ATEN._assert_tensor_metadata.default}
         if users and users <= late and _is_token_wise(node, num_tokens):
             late.add(node)
+    # A part of what was divided for others too is picked itself.
+    late -= {node for node in late if node.target is getitem and node.args[0] not in late}
     picked: dict[Node, Node] = {}
     for node in [n for n in graph.nodes if n in late and n is not pick]:
         for source in _token_inputs(node, num_tokens):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from runtime.compiler.attention import KERNEL, PagedInputs
 from runtime.config import LayerShape, StateShape
@@ -22,8 +23,8 @@ def place_states(model: nn.Module) -> None:
     Without paged inputs they stay transformers'.
     """
     for module in model.modules():
-        if type(module).__name__ in _NAMES:
-            module.__class__ = _paged(type(module))
+        if type(module).__name__ in _NAMES and not isinstance(module, ShortConv):
+            module.__class__ = _paged(type(module))  # type: ignore[arg-type]
 
 
 def state_layers(model: nn.Module) -> tuple[int, ...]:
@@ -38,15 +39,21 @@ class ShortConv(nn.Module):
     out_proj: nn.Linear
     conv: nn.Conv1d
     layer_idx: int
+    config: PreTrainedConfig
 
     def forward(
-        self, hidden_states: Tensor, *, paged: PagedInputs | dict[int, LayerShape | StateShape] | None = None, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        *,
+        paged: PagedInputs | dict[int, LayerShape | StateShape] | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         if paged is None:
-            output: Tensor = super().forward(hidden_states, **kwargs)  # type: ignore[misc]
+            output: Tensor = super().forward(hidden_states, **kwargs)
             return output
         before, after, x = self.in_proj(hidden_states).chunk(3, dim=-1)
-        return self.out_proj(after * self._mix(before * x, paged))  # type: ignore[no-any-return]
+        mixed: Tensor = self.out_proj(after * self._mix(before * x, paged))
+        return mixed
 
     def _mix(self, inputs: Tensor, paged: PagedInputs | dict[int, LayerShape | StateShape]) -> Tensor:
         weight, bias = self.conv.weight.squeeze(1), self.conv.bias

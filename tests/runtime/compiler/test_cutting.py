@@ -9,12 +9,13 @@ import torch
 from by_torch import computed
 from tiny import FAMILIES, MIXTURES, make_model
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from runtime.batch import pack
 from runtime.compiler.attention import KERNEL
-from runtime.compiler.compilation import example_pool, example_rows, export_step
+from runtime.compiler.compilation import example_pool, example_rows, example_states, export_step
 from runtime.compiler.cutting import CannotBeCut, CutStep, cut_step, describe
 from runtime.compiler.experts import experts_by_kernel
 from runtime.compiler.kernels import describe_kernels, load_kernels
@@ -22,7 +23,7 @@ from runtime.compiler.model import Step, probe_config
 
 BLOCK_SIZE = 16
 # A program for each kind of layer that is not the last, and the beginning and the end.
-NUM_PROGRAMS = {"gemma3": 4, "smollm3": 4}
+NUM_PROGRAMS = {"lfm2": 4, "gemma3": 4, "smollm3": 4}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,11 +47,13 @@ def test_cut_step_computes_what_transformers_does(family: str) -> None:
         expected = torch.cat([model(row[None]).logits[0, -2:] for row in rows])
         step = cut(model)
         assert len(step.programs) == NUM_PROGRAMS.get(family, 3)
-        pool = example_pool(probe_config(deepcopy(model.config)), 40, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-        batch = pack(example_rows([7, 2], 0, 40, BLOCK_SIZE, 2), BLOCK_SIZE, torch.device("cpu"))
+        shapes, row_inputs = probe_config(deepcopy(model.config)), example_rows([7, 2], 0, 40, BLOCK_SIZE, 2)
+        pool = example_pool(shapes, 40, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+        batch = pack(row_inputs, BLOCK_SIZE, torch.device("cpu"))
         for i, row in enumerate(rows):
             batch.input_ids[i, : len(row)] = row
-        logits = computed(step, [*batch.tensors(), *(tensor for part in pool.tensors() for tensor in part)])
+        states = example_states(shapes, row_inputs, torch.float32)
+        logits = computed(step, tree_leaves([*batch.tensors(), *pool.tensors(), *states]))
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 

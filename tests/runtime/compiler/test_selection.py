@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 
 from runtime.batch import pack
 from runtime.compiler.attention import PAGED
-from runtime.compiler.compilation import example_pool, example_rows, export_step
+from runtime.compiler.compilation import example_pool, example_rows, example_states, export_step
 from runtime.compiler.model import Step, probe_config
 from runtime.compiler.selection import select_early
 
@@ -30,6 +30,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"]},
 }
 
 
@@ -42,9 +43,10 @@ def test_unwanted_tokens_are_not_computed_and_logits_stay(family: str, layers: s
     shapes = probe_config(copy.deepcopy(model.config))
     step = Step(model)
     pool = example_pool(shapes, 40, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-    batch = pack(example_rows([7, 2], 0, 40, BLOCK_SIZE, 2), BLOCK_SIZE, torch.device("cpu"))
+    rows = example_rows([7, 2], 0, 40, BLOCK_SIZE, 2)
+    batch, states = pack(rows, BLOCK_SIZE, torch.device("cpu")), example_states(shapes, rows, torch.float32)
     with torch.no_grad():
-        expected = step(*batch.tensors(), pool.keys, pool.values)
+        expected = step(*batch.tensors(), *pool.tensors(), *states)
         program = export_step(step, shapes, BLOCK_SIZE, torch.float32)
         indices = next(n for n in program.graph.nodes if n.name == "logit_indices").meta["val"]
         num_wanted = str(indices.shape[0])
@@ -52,7 +54,7 @@ def test_unwanted_tokens_are_not_computed_and_logits_stay(family: str, layers: s
         select_early(program, "logit_indices")
         assert num_linears(program, num_wanted) == 1 + NUM_LATE.get(family, 4)
         program.graph.lint()
-        logits = program.module(check_guards=False)(*batch.tensors(), pool.keys, pool.values)
+        logits = program.module(check_guards=False)(*batch.tensors(), *pool.tensors(), *states)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -13,11 +13,12 @@ from tiny import FAMILIES, MIXTURES, make_model
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from runtime.batch import pack
 from runtime.compiler.attention import KERNEL
-from runtime.compiler.compilation import example_pool, example_rows, export_step
+from runtime.compiler.compilation import example_pool, example_rows, example_states, export_step
 from runtime.compiler.cutting import CutStep, Export, cut_step, whole_step
 from runtime.compiler.experts import experts_by_kernel
 from runtime.compiler.kernels import describe_kernels, load_kernels
@@ -70,7 +71,8 @@ def check_step(model: PreTrainedModel, cut: Cut) -> None:
     rows = [torch.arange(3, 10), torch.arange(20, 22)]
     shapes = probe_config(deepcopy(model.config))
     pool = example_pool(shapes, 40, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-    batch = pack(example_rows([7, 2], 0, 40, BLOCK_SIZE, 2), BLOCK_SIZE, torch.device("cpu"))
+    in_step = example_rows([7, 2], 0, 40, BLOCK_SIZE, 2)
+    batch = pack(in_step, BLOCK_SIZE, torch.device("cpu"))
     for i, row in enumerate(rows):
         batch.input_ids[i, : len(row)] = row
     with torch.no_grad():
@@ -78,7 +80,8 @@ def check_step(model: PreTrainedModel, cut: Cut) -> None:
         model.set_attn_implementation(KERNEL)
         with experts_by_kernel(model):
             step = cut(model, shapes, lambda: export_step(Step(model), shapes, BLOCK_SIZE, torch.float32))
-    (logits,) = opened(step).run([*batch.tensors(), *(tensor for part in pool.tensors() for tensor in part)])
+    states = example_states(shapes, in_step, torch.float32)
+    (logits,) = opened(step).run(tree_leaves([*batch.tensors(), *pool.tensors(), *states]))
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -92,17 +95,21 @@ def test_a_step_that_is_not_cut_is_transformers(num_layers: int) -> None:
     check_step(make_model("qwen3", num_hidden_layers=num_layers), as_one)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-neox", "gpt2", "mixtral", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-neox", "gpt2", "mixtral", "deepseek-v3", "lfm2"])
 def test_numbers_of_16_bits_are_rounded_where_torch_rounds_them(family: str) -> None:
     model = make_model(family).to(torch.bfloat16)
     shapes = probe_config(deepcopy(model.config))
-    batch = pack(example_rows([7, 2], 0, 40, BLOCK_SIZE, 2), BLOCK_SIZE, torch.device("cpu"))
+    rows = example_rows([7, 2], 0, 40, BLOCK_SIZE, 2)
+    batch = pack(rows, BLOCK_SIZE, torch.device("cpu"))
     batch.input_ids[:] = torch.arange(batch.input_ids.numel()).view_as(batch.input_ids)
     model.set_attn_implementation(KERNEL)
     with torch.no_grad(), experts_by_kernel(model):
         step = cut_step(model, shapes, lambda: export_step(Step(model), shapes, BLOCK_SIZE, torch.bfloat16), 0)
         pools = [example_pool(shapes, 40, BLOCK_SIZE, torch.bfloat16, torch.device("cpu")) for _ in range(2)]
-        inputs = [[*batch.tensors(), *(tensor for part in pool.tensors() for tensor in part)] for pool in pools]
+        states = [example_states(shapes, rows, torch.bfloat16) for _ in pools]
+        inputs = [
+            tree_leaves([*batch.tensors(), *pool.tensors(), *own]) for pool, own in zip(pools, states, strict=True)
+        ]
         expected = computed(step, inputs[0])
     (logits,) = opened(step).run(inputs[1])
     assert torch.equal(logits, expected)

@@ -1,0 +1,90 @@
+"""Engines of models whose layers have states: one text and the same bits, however it is computed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import hf_greedy, make_model, repetitive_prompt
+from transformers import PreTrainedModel
+
+from runtime import orchestrator, scheduler
+from runtime.config import SelfDraft as SelfDraftConfig
+from runtime.drafters.draft_target import DraftModel
+from runtime.drafters.ngram import NgramLookup
+from runtime.drafters.self_draft import SelfDraft
+from runtime.engine import Engine, KVCacheConfig
+from runtime.request import Request, Sequence
+
+PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((0, 90), (1, 34), (2, 5), (3, 60), (0, 80), (0, 70))]
+NUM_NEW_TOKENS = 40
+DRAFTERS: dict[str, Callable[[Engine], Any]] = {
+    "plain": lambda engine: None,
+    "ngram": lambda engine: NgramLookup(2),
+    "self-draft": lambda engine: SelfDraft(engine, use_logits=False),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model("lfm2")
+
+
+def answers(engine: Engine, loop: str, drafter: Any) -> list[Sequence]:
+    generate = orchestrator.generate if loop == "orchestrator" else scheduler.generate
+    requests = [Request(i, tuple(prompt), NUM_NEW_TOKENS, keep_logits=True) for i, prompt in enumerate(PROMPTS)]
+    done = {s.request.id: s for s, _ in generate(engine, requests, drafter, 10 if drafter else None) if s.is_over}
+    assert engine._states is not None
+    engine._states.manager.check_integrity()
+    return [done[i] for i in range(len(PROMPTS))]
+
+
+def test_bits_are_the_same_whatever_drafts_are_beside_and_fits(model: PreTrainedModel, make_engine: Any) -> None:
+    """In both loops, cold and found again, with room for all and with blocks for one and a half sequences."""
+    expected = [hf_greedy(model, prompt, NUM_NEW_TOKENS) for prompt in PROMPTS]
+    logits: dict[int, torch.Tensor] = {}
+    num_reused = num_accepted = 0
+    for max_tokens in (None, 200):
+        engine = make_engine(
+            model, KVCacheConfig(max_tokens=max_tokens), compiler="aot", self_draft=SelfDraftConfig("int8")
+        )
+        assert engine.config.batch_invariant and engine.config.why_whole is None
+        for loop in ("orchestrator", "leader"):
+            for drafter in DRAFTERS.values():
+                for sequence in answers(engine, loop, drafter(engine)):
+                    number = sequence.request.id
+                    assert sequence.output_tokens == expected[number]
+                    made = torch.stack(sequence.logits)
+                    assert torch.equal(made, logits.setdefault(number, made))
+                    num_reused += sequence.stats.num_reused_tokens
+                    num_accepted += sequence.stats.num_accepted_draft_tokens
+    assert num_reused > 1000 and num_accepted > 500
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_uncompiled_tokens_are_transformers(drafter: str, model: PreTrainedModel, make_engine: Any) -> None:
+    engine = make_engine(model, self_draft=SelfDraftConfig("int8"))
+    for loop in ("orchestrator", "leader"):
+        outputs = [sequence.output_tokens for sequence in answers(engine, loop, DRAFTERS[drafter](engine))]
+        assert outputs == [hf_greedy(model, prompt, NUM_NEW_TOKENS) for prompt in PROMPTS]
+
+
+def test_a_draft_model_with_states_goes_back_by_its_targets_drafts(model: PreTrainedModel, make_engine: Any) -> None:
+    """Its own engine was built for no drafts, and its slots would hold fewer positions than are taken back."""
+    target, own = make_engine(make_model("llama")), make_engine(model, max_draft_len=0)
+    expected = [hf_greedy(make_model("llama"), prompt, NUM_NEW_TOKENS) for prompt in PROMPTS]
+    requests = [Request(i, tuple(prompt), NUM_NEW_TOKENS) for i, prompt in enumerate(PROMPTS)]
+    drafter = DraftModel(own, target.config.vocab_size, use_logits=False)
+    done = {s.request.id: s for s, _ in scheduler.generate(target, requests, drafter, 10) if s.is_over}
+    assert [done[i].output_tokens for i in range(len(PROMPTS))] == expected
+
+
+def test_the_next_turn_computes_what_is_new(model: PreTrainedModel, make_engine: Any) -> None:
+    engine = make_engine(model)
+    prompt = repetitive_prompt(5, 60)
+    (first,) = [s for s, _ in scheduler.generate(engine, [Request(0, tuple(prompt), 10)]) if s.is_over]
+    turn = [*first.tokens, 7, 8, 9]
+    for _ in range(2):  # asked again it goes on from there again
+        (second,) = [s for s, _ in scheduler.generate(engine, [Request(1, tuple(turn), 5)]) if s.is_over]
+        assert second.stats.num_reused_tokens >= len(first.tokens) - 1
+        assert second.output_tokens == hf_greedy(model, turn, 5)

@@ -1,0 +1,153 @@
+"""Slots of states against what they must hold: rings of positions that are written as a step writes them."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from runtime.request import Request, Sequence
+from runtime.states import NULL_SLOT, StateManager, num_rolled_back
+
+NUM_BEFORE, NUM_BACK, NUM_SLOTS, MAX_RUNNING = 3, 8, 7, 3
+LENGTH = NUM_BEFORE + NUM_BACK
+Ring = list[tuple[int, int] | None]
+
+
+class Rings:
+    """The memory of slots: the position and the token that each place was last written for."""
+
+    def __init__(self) -> None:
+        self.manager = StateManager(NUM_SLOTS, NUM_BACK, reuse=True)
+        self.rings: list[Ring] = [[None] * LENGTH for _ in range(NUM_SLOTS)]
+
+    def admit(self, sequence: Sequence, num_known: int) -> int:
+        """Returns how many tokens need not be computed."""
+        found = self.manager.find(sequence.tokens, num_known)
+        assert found is not None
+        copy = self.manager.admit(sequence, found)
+        if copy is not None:
+            self.rings[copy.destination] = list(self.rings[copy.source])
+        assert sequence.state_slot != NULL_SLOT
+        sequence.num_computed = found.num_tokens
+        return found.num_tokens
+
+    def step(self, sequence: Sequence, draft: list[int], num_tokens: int) -> None:
+        """Compute tokens behind the computed ones, and look whether those before them are there."""
+        start, ring = sequence.num_computed, self.rings[sequence.state_slot]
+        assert self.manager.can_begin(sequence)
+        for position in range(max(0, start - NUM_BEFORE), start):
+            assert ring[position % LENGTH] == (position, sequence.tokens[position])
+        tokens = [*sequence.tokens, *draft][start : start + num_tokens]
+        for position, token in enumerate(tokens, start):
+            ring[position % LENGTH] = (position, token)
+        self.manager.advance(sequence.state_slot, start, len(tokens))
+
+
+def sequence_of(tokens: list[int]) -> Sequence:
+    return Sequence.start(Request(0, tuple(tokens), 100))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_step_reads_is_of_its_own_tokens(seed: int) -> None:
+    """Random texts with common beginnings, drafts that are rejected, releases in the middle and at the end."""
+    draw, rings, running = random.Random(seed), Rings(), []
+    texts = [[draw.randrange(2) for _ in range(draw.randrange(1, 40))] for _ in range(4)]
+    num_found = num_resumed = 0
+    for _ in range(600):
+        if len(running) < MAX_RUNNING and draw.random() < 0.4:
+            text = draw.choice(texts)
+            sequence = sequence_of([*text[: draw.randrange(1, len(text) + 1)], draw.randrange(2)])
+            most = len(sequence.tokens) - 1
+            found = rings.admit(sequence, min(most, draw.choice([0, 5, most, most])))
+            num_found += found > 0
+            running.append(sequence)
+        elif running:
+            sequence = draw.choice(running)
+            missing = len(sequence.tokens) - sequence.num_computed
+            if missing > 12:
+                rings.step(sequence, [], 7)
+                sequence.num_computed += 7
+                continue
+            draft = [draw.randrange(2) for _ in range(draw.randrange(4))]
+            rings.step(sequence, draft, missing + len(draft))
+            num_accepted = draw.randrange(len(draft) + 1)
+            sequence.num_computed = len(sequence.tokens) + num_accepted
+            sequence.tokens += [*draft[:num_accepted], draw.randrange(2)]
+            if draw.random() < 0.3:
+                is_over = draw.random() < 0.5
+                sequence.finish_reason = "length" if is_over else None
+                computed = sequence.num_computed
+                rings.manager.release(sequence)
+                running.remove(sequence)
+                if is_over:
+                    texts[draw.randrange(len(texts))] = sequence.tokens[:60]
+                elif not running:  # as in orchestrator mode
+                    assert rings.admit(sequence, len(sequence.tokens) - 1) == computed
+                    num_resumed += 1
+                    running.append(sequence)
+        rings.manager.check_integrity()
+    assert num_found > 20 and num_resumed > 0
+
+
+def test_a_sequence_that_goes_on_takes_its_slot_back_without_a_copy() -> None:
+    rings, sequence = Rings(), sequence_of([1, 2, 3, 4])
+    rings.admit(sequence, 3)
+    rings.step(sequence, [], 4)
+    slot, sequence.num_computed = sequence.state_slot, 4
+    rings.manager.release(sequence)
+    sequence.tokens.append(5)
+    found = rings.manager.find(sequence.tokens, 4)
+    assert found is not None and rings.manager.admit(sequence, found) is None
+    assert sequence.state_slot == slot and found.num_tokens == 4
+
+
+def test_the_state_of_a_finished_sequence_serves_several() -> None:
+    rings, first = Rings(), sequence_of([1, 2, 3, 4])
+    rings.admit(first, 3)
+    rings.step(first, [], 4)
+    first.num_computed, first.finish_reason = 4, "length"
+    rings.manager.release(first)
+    others = [sequence_of([1, 2, 3, 4, own]) for own in (5, 6)]
+    assert [rings.admit(other, 4) for other in others] == [4, 4]
+    assert others[0].state_slot != others[1].state_slot
+
+
+@pytest.mark.parametrize(
+    "make_unusable", [lambda s: s.tokens.__setitem__(0, 9), lambda s: None], ids=["other text", "too far back"]
+)
+def test_a_state_of_other_tokens_or_of_later_ones_is_not_found(make_unusable: Callable[[Sequence], None]) -> None:
+    rings, first = Rings(), sequence_of(list(range(1, 41)))
+    rings.admit(first, 39)
+    rings.step(first, [], 40)
+    first.num_computed = 40
+    rings.manager.release(first)
+    second = sequence_of([*range(1, 21), 99])  # which parts from the first 20 tokens before its end
+    make_unusable(second)
+    assert rings.admit(second, 20) == 0
+
+
+def test_without_reuse_nothing_is_kept() -> None:
+    manager, sequence = StateManager(3, 8, reuse=False), sequence_of([1, 2])
+    for _ in range(5):
+        found = manager.find(sequence.tokens, 1)
+        assert found is not None and found.num_tokens == 0
+        manager.admit(sequence, found)
+        manager.advance(sequence.state_slot, 0, 2)
+        sequence.num_computed = 2
+        manager.release(sequence)
+    manager.check_integrity()
+
+
+def test_no_slot_is_left_where_all_are_held() -> None:
+    manager, sequences = StateManager(3, 8, reuse=True), [sequence_of([1]), sequence_of([2])]
+    for sequence in sequences:
+        found = manager.find(sequence.tokens, 0)
+        assert found is not None
+        manager.admit(sequence, found)
+    assert manager.find([3], 0) is None
+
+
+def test_a_slot_holds_a_draft_and_its_copys() -> None:
+    """The copy computes a token and its draft, goes back, and the target computes the same with one more."""
+    for max_draft_len in (0, 10, 256):
+        assert num_rolled_back(max_draft_len) >= 2 * max_draft_len + 2
