@@ -4,6 +4,9 @@ A token's keys are its id and its position, and its value is a hash of everythin
 slots and read back through the real block tables. The logits after it are a hash of those keys and values. So a wrong
 slot, a stale block, a block under the wrong parent, a token lost or computed twice changes logits, and what they should
 have been is computed from the list of tokens alone.
+
+With a layer that has a state each token also leaves the hash of everything before it in its sequence's slot, and reads
+those of the tokens before it there. One that is not what the cache's tokens give changes its logits.
 """
 
 from collections import Counter
@@ -18,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.config import BuildConfig, EngineConfig, Environment, LayerShape, LogitsCheck
+from runtime.config import BuildConfig, EngineConfig, Environment, LayerShape, LogitsCheck, StateShape
 from runtime.engine import Engine, KVCacheConfig
 from runtime.request import Draft, Request, Sequence
 from runtime.sampling import Sampler, draw
@@ -49,6 +52,8 @@ class ExactModel:
     seed: int
     vocab_size: int
     sharpness: float = 3.0
+    num_before: int = 0
+    """Tokens before one whose hashes it reads in its slot; 0: it has no states."""
 
     def __call__(
         self,
@@ -59,6 +64,7 @@ class ExactModel:
         logit_indices: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
+        *states_and_slots: Any,
     ) -> Tensor:
         """An engine's step (`runtime.compiler.model.Step`): write the new keys, then the values, then read all."""
         pool_keys, pool_values, at = keys[0].numpy(), values[0].numpy(), positions.numpy()
@@ -75,9 +81,25 @@ class ExactModel:
         pool_values[blocks, 0, offsets, 0] = _short(prefixes)[rows, at]
         read_values = pool_values[read_blocks, 0, read_offsets, 0].astype(np.uint64)
         states = self._states(prefixes, read_values)[rows, at]
+        if self.num_before:
+            state_slots, (pool,) = states_and_slots
+            is_token, ring_of = slot_mapping.numpy() > 0, state_slots.numpy()
+            wrong = self._wrong_states(_short(prefixes), at, is_token, ring_of, pool.numpy())
+            states ^= mixed(wrong) ^ mixed(np.zeros_like(wrong))
         before = np.where(at > 0, ids[rows, np.maximum(at - 1, 0)], 0)
         chosen = logit_indices.numpy()
         return self._logits(*(part.reshape(-1)[chosen] for part in (states, before, ids[rows, at])))
+
+    def _wrong_states(self, hashes: Array, at: Array, is_token: Array, state_slots: Array, pool: Array) -> Array:
+        """(B, Q) 0 where the slots hold the hashes of the tokens before; writes the tokens' own."""
+        wrong, length = np.zeros(at.shape, dtype=np.uint64), pool.shape[1]
+        for row, column in np.argwhere(is_token):
+            position, ring = at[row, column], pool[state_slots[row], :, 0]
+            for ago in range(1, min(self.num_before, position) + 1):
+                read = np.uint64(np.nan_to_num(ring[(position - ago) % length]))
+                wrong[row, column] ^= (read ^ hashes[row, position - ago]) << np.uint64(8 * ago)
+            ring[position % length] = hashes[row, position]
+        return wrong
 
     def cached(self, tokens: Seq[int]) -> tuple[Array, Array]:
         """What the cache must hold of a text: (2, n) keys and (n,) values."""
@@ -125,9 +147,9 @@ def _short(hashes: Array) -> Array:
 
 def engine_config(model: ExactModel, build: BuildConfig) -> EngineConfig:
     environment = Environment("", "", "cpu", "")
-    return EngineConfig(
-        {}, "float32", build, (_LAYER,), model.vocab_size, environment, LogitsCheck(0, 0, 0), weights_digest=""
-    )
+    states = (StateShape(layer=1, width=1, num_before=model.num_before),) if model.num_before else ()
+    check = LogitsCheck(0, 0, 0)
+    return EngineConfig({}, "float32", build, (_LAYER,), model.vocab_size, environment, check, "", states=states)
 
 
 class Injected(Exception):
@@ -236,13 +258,21 @@ class CheckedEngine(Engine):
             if node := self._blocks._nodes.get(block):
                 own = tuple(sequence.tokens[i * size : i * size + len(node.tokens)])
                 assert own == node.tokens[: len(own)], f"{self.name}a block is still published as what it was"
-        self._check_blocks(sequence.block_table, sequence.tokens[: sequence.num_computed])
+        computed = sequence.tokens[: sequence.num_computed]
+        self._check_blocks(sequence.block_table, computed)
+        if self._states is not None and self._states.manager.can_begin(sequence):
+            self._check_slot(sequence.state_slot, computed, sequence.num_computed)
 
     def check_books(self) -> None:
         """Nobody holds a block, no block is lost, and what is published holds the texts it is published as."""
         assert not any(s.block_table for s in self.held.values()), f"{self.name}blocks are held"
         assert self._blocks.num_free_blocks == self._blocks.num_blocks - 1, f"{self.name}blocks are lost"
         self._blocks.check_integrity()
+        if self._states is not None:
+            self._states.manager.check_integrity()
+            assert not self._states.manager._held, f"{self.name}slots are held"
+            for slot, kept in self._states.manager._kept.items():
+                self._check_slot(slot, kept.tokens, kept.first)
         block_of = {node.id: block for block, node in self._blocks._nodes.items()}
         for block in self._blocks._nodes:
             path = [block]
@@ -251,6 +281,16 @@ class CheckedEngine(Engine):
             if self._blocks._nodes[path[0]].parent == 0:  # or its parent was forgotten, and nobody finds it
                 tokens = [token for one in path for token in self._blocks._nodes[one].tokens]
                 self._check_blocks(path, tokens)
+
+    def _check_slot(self, slot: int, tokens: list[int], first: int) -> None:
+        """The slot holds what is read behind `first` and more of a sequence's first tokens."""
+        if not tokens:
+            return
+        assert self._states is not None
+        ring = self._states.pools[0].numpy()[slot, :, 0]
+        needed = np.arange(max(0, first - self.model.num_before), len(tokens))
+        _, hashes = self.model.cached(tokens)
+        assert (ring[needed % len(ring)] == hashes[needed]).all(), f"{self.name}a state is of other tokens"
 
     def _check_blocks(self, blocks: list[int], tokens: list[int]) -> None:
         if not tokens:

@@ -16,6 +16,8 @@ QUICKLY_FOUND = (
     "kv_cache:BlockManager._publish without 0",
     "scheduler:Scheduler._make_room drop 0",
     "request:Sequence.commit drop 2",
+    "states:StateManager.admit without 4",
+    "states:_Kept.match_len without 14",
     "verify:_verify_probs exchange 0",
     "verify:verify_tokens without 1",
 )
