@@ -27,7 +27,7 @@ from runtime.compiler.kernel_library import no_compiler, says_no_compiler, write
 from runtime.compiler.kernels import describe_kernels, fastest_arithmetic, flush_denormals, load_kernels
 from runtime.compiler.load import current_environment, open_copy
 from runtime.compiler.memory import trim
-from runtime.compiler.model import Step, load_absent, load_whole_model, probe_config, split_config
+from runtime.compiler.model import ModelKind, Step, load_absent, load_whole_model, probe_config, split_config
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config, why_positions_end
 from runtime.compiler.profile_steps import cache_for_measuring, costs_at_build
 from runtime.compiler.quantized import pack_layers
@@ -42,7 +42,6 @@ from runtime.config import (
     EngineConfig,
     LayerShape,
     LogitsCheck,
-    Quantization,
     StateShape,
     StepShape,
     as_json,
@@ -175,11 +174,11 @@ class _Weights:
     def whole_model(self, build: BuildConfig) -> PreTrainedModel:
         """The model that the step is compared with, of all ranks' weights."""
         if self.splitting is None and build.compiler == "aot" and self.device.type == "cpu":
-            return load_absent(self.pretrained, self.paths[0], *self._kind)
-        return load_whole_model(self.pretrained, self.paths, *self._kind, self.splitting)
+            return load_absent(self._kind, self.paths[0])
+        return load_whole_model(self._kind, self.paths)
 
     def model_of(self, rank: int) -> PreTrainedModel:
-        return load_absent(self.pretrained, self.paths[rank], *self._kind, self.splitting)
+        return load_absent(self._kind, self.paths[rank])
 
     def shape(self, build: BuildConfig) -> StepShape:
         """Shape of a rank's step."""
@@ -191,9 +190,9 @@ class _Weights:
         return StepShape(self.checkpoint.dtype, self.pretrained.vocab_size, layers, build, kv_cache, states)
 
     @property
-    def _kind(self) -> tuple[torch.dtype, str, Quantization | None]:
-        dtype: torch.dtype = getattr(torch, self.checkpoint.dtype)
-        return dtype, KERNEL if self.with_kernels else PAGED, self.checkpoint.quantization
+    def _kind(self) -> ModelKind:
+        dtype, attention = getattr(torch, self.checkpoint.dtype), KERNEL if self.with_kernels else PAGED
+        return ModelKind(self.pretrained, dtype, attention, self.checkpoint.quantization, self.splitting)
 
 
 def _open_fitting(checkpoint_dir: Path, build: BuildConfig) -> tuple[CheckpointConfig, PreTrainedConfig]:

@@ -116,7 +116,7 @@ def open_step(
     # Only here does an engine need model code.
     from runtime.compiler.attention import KERNEL, PAGED
     from runtime.compiler.kernels import describe_kernels
-    from runtime.compiler.model import Step, load_model, split_config
+    from runtime.compiler.model import ModelKind, Step, load_model, split_config
     from runtime.compiler.pretrained import parse_pretrained_config
     from runtime.compiler.quantized import pack_layers
 
@@ -125,7 +125,7 @@ def open_step(
         describe_kernels()
     splitting = split_config(pretrained, mapping.tp_size)
     attention = KERNEL if with_kernels else PAGED
-    model = load_model(pretrained, weights, getattr(torch, dtype), attention, quantization, splitting)
+    model = load_model(ModelKind(pretrained, getattr(torch, dtype), attention, quantization, splitting), weights)
     step = Step(model).to(device)
     if compiler == "none":
         return step

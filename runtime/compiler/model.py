@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -240,39 +241,32 @@ def _fix_rotary_scale(module: Any) -> None:
         module.rope_init_fn = lambda config: (module.inv_freq, ropes["short_mscale"])
 
 
-def load_model(
-    config: PreTrainedConfig,
-    weights: Path,
-    dtype: torch.dtype,
-    attention: str,
-    quantization: Quantization | None = None,
-    splitting: Splitting | None = None,
-) -> PreTrainedModel:
-    """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights, fills buffers.
+@dataclass(frozen=True)
+class ModelKind:
+    """A model but for the numbers of its weights: its config, and how it computes."""
 
-    With `splitting` they are one rank's.
-    """
-    state_dict = _read_weights(weights, read_weights)
-    return _model_of_weights(config, state_dict, dtype, attention, quantization, splitting, str(weights))
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    attention: str
+    quantization: Quantization | None = None
+    splitting: Splitting | None = None
+    """If there is one, weights are those of one rank."""
 
 
-def load_absent(
-    config: PreTrainedConfig,
-    weights: Path,
-    dtype: torch.dtype,
-    attention: str,
-    quantization: Quantization | None = None,
-    splitting: Splitting | None = None,
-) -> PreTrainedModel:
+def load_model(kind: ModelKind, weights: Path) -> PreTrainedModel:
+    """The model with a checkpoint's weights, on the CPU; transformers maps names, ties weights, fills buffers."""
+    return _model_of_weights(kind, _read_weights(weights, read_weights), str(weights))
+
+
+def load_absent(kind: ModelKind, weights: Path) -> PreTrainedModel:
     """`load_model`, with weights that are in memory while they are `present`.
 
     Those of a model that makes others of them, when it is loaded, are there all the time.
     """
-    state_dict = _read_weights(weights, absent_weights)
-    model = _model_of_weights(config, state_dict, dtype, attention, quantization, splitting, str(weights))
+    model = _model_of_weights(kind, _read_weights(weights, absent_weights), str(weights))
     if all(is_absent(tensor) for tensor in model.state_dict(keep_vars=True).values()):
         return model
-    return load_model(config, weights, dtype, attention, quantization, splitting)
+    return load_model(kind, weights)
 
 
 def _read_weights(weights: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -284,47 +278,36 @@ def _read_weights(weights: Path, read: Callable[[Path], dict[str, Tensor]]) -> d
         raise SpecDecError(f"`{weights}` is damaged: {error}", hint=_CONVERT_AGAIN, code="checkpoint") from None
 
 
-def load_whole_model(
-    config: PreTrainedConfig,
-    ranks: Seq[Path],
-    dtype: torch.dtype,
-    attention: str,
-    quantization: Quantization | None,
-    splitting: Splitting | None,
-) -> PreTrainedModel:
+def load_whole_model(kind: ModelKind, ranks: Seq[Path]) -> PreTrainedModel:
     """The model of all ranks' weights."""
+    splitting = kind.splitting
     if splitting is None:
-        return load_model(config, ranks[0], dtype, attention, quantization)
+        return load_model(kind, ranks[0])
     pieces = [_read_weights(path, read_weights) for path in ranks]
     whole = {name: splitting.join(name, [piece[name] for piece in pieces]) for name in pieces[0]}
-    return _model_of_weights(config, whole, dtype, attention, quantization, None, str(ranks[0].parent))
+    return _model_of_weights(replace(kind, splitting=None), whole, str(ranks[0].parent))
 
 
-def _model_of_weights(
-    config: PreTrainedConfig,
-    state_dict: dict[str, Tensor],
-    dtype: torch.dtype,
-    attention: str,
-    quantization: Quantization | None,
-    splitting: Splitting | None,
-    where: str,
-) -> PreTrainedModel:
+def _model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str) -> PreTrainedModel:
     """`load_model`, of tensors that have been read."""
     choose_vector_math()
+    config, splitting = kind.config, kind.splitting
     own_class = model_class(config)
     quantized = take_quantized(state_dict, present)
     transposed = transposed_layers(config) if quantized else frozenset()
-    state_dict |= placeholders(quantized, dtype, transposed)
+    state_dict |= placeholders(quantized, kind.dtype, transposed)
     pieces = (
-        placeholders_of_pieces(state_dict, splitting, parameter_shapes(config), dtype) if splitting is not None else {}
+        placeholders_of_pieces(state_dict, splitting, parameter_shapes(config), kind.dtype)
+        if splitting is not None
+        else {}
     )
     with MODEL_INIT_LOCK, quiet_transformers():
         model, report = own_class.from_pretrained(
             None,
             config=config,
             state_dict=state_dict,
-            dtype=dtype,
-            attn_implementation=attention,
+            dtype=kind.dtype,
+            attn_implementation=kind.attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
@@ -345,10 +328,10 @@ def _model_of_weights(
     _fix_rotary_factors(model)
     if splitting is not None:
         place_pieces(model, splitting, pieces)
-    activations = "float" if quantization is None else quantization.activations
-    place_quantized(model, quantized, activations, with_kernels=attention == KERNEL)
+    activations = "float" if kind.quantization is None else kind.quantization.activations
+    place_quantized(model, quantized, activations, with_kernels=kind.attention == KERNEL)
     if splitting is not None:
-        compute_together(model, splitting, shares_memory=attention == KERNEL)
+        compute_together(model, splitting, shares_memory=kind.attention == KERNEL)
     loaded: PreTrainedModel = model.eval()
     return loaded
 

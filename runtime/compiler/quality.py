@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from runtime.bundle import weights_files
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.checksums import CONFIG, config_digest
-from runtime.compiler.model import load_whole_model, split_config
+from runtime.compiler.model import ModelKind, load_whole_model, split_config
 from runtime.compiler.pretrained import num_positions, parse_pretrained_config
 from runtime.compiler.reference import QUANTIZED_KV, Quantized, QuantizeKV, load_original
 from runtime.config import CheckpointConfig, EngineConfig, Quality, as_json
@@ -74,7 +74,8 @@ def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
     attention = "eager" if algorithm is None else QUANTIZED_KV
     ranks = [checkpoint_dir / name for name in weights_files(checkpoint.mapping)]
     splitting = split_config(pretrained, checkpoint.mapping.tp_size)
-    quantized = load_whole_model(pretrained, ranks, torch.float32, attention, checkpoint.quantization, splitting)
+    kind = ModelKind(pretrained, torch.float32, attention, checkpoint.quantization, splitting)
+    quantized = load_whole_model(kind, ranks)
     quantization = {} if algorithm is None else {"quantize_kv": Quantized(kv_dtype(checkpoint.dtype, algorithm))}
     unquantized = load_original(unquantized_dir, torch.float32, "eager")
     window = min(_WINDOW, num_positions(pretrained) or _WINDOW)

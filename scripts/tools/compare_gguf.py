@@ -31,7 +31,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from runtime.checkpoint import convert
 from runtime.checkpoint_dir import open_checkpoint
 from runtime.compiler.build import BuildEffort, build_engine
-from runtime.compiler.model import load_model
+from runtime.compiler.model import ModelKind, load_model
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.compiler.reference import load_original
 from runtime.config import Activations, BuildConfig, Compiler, QuantConfig
@@ -124,9 +124,8 @@ def compare_activations(file: Path, work_dir: Path, num_tokens: int) -> None:
     checkpoint = open_checkpoint(checkpoint_dir)
     unquantized = load_original(file, torch.float32)
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir))
-    quantized = load_model(
-        pretrained, checkpoint_dir / "rank0.safetensors", torch.float32, "sdpa", checkpoint.quantization
-    )
+    kind = ModelKind(pretrained, torch.float32, "sdpa", checkpoint.quantization)
+    quantized = load_model(kind, checkpoint_dir / "rank0.safetensors")
     _compare("activations", file, num_tokens, partial(log_probs_of, quantized), partial(log_probs_of, unquantized))
 
 

@@ -11,7 +11,7 @@ import torch
 from sentences import Said
 
 from runtime.checkpoint import convert
-from runtime.compiler.model import load_model
+from runtime.compiler.model import ModelKind, load_model
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.errors import SpecDecError
 from runtime.evaluation.systems import HuggingFace, Question
@@ -62,7 +62,7 @@ def test_tokenizers_code_is_refused_in_our_words(
 def test_models_code_is_not_run_where_transformers_has_its_own(model_dir: Path, tmp_path: Path) -> None:
     checkpoint = convert(model_dir, tmp_path / "checkpoint", None, replace=False, progress=lambda done, total: None)
     config = parse_pretrained_config(checkpoint.pretrained_config, "config.json")
-    model = load_model(config, tmp_path / "checkpoint" / "rank0.safetensors", torch.float32, "eager")
+    model = load_model(ModelKind(config, torch.float32, "eager"), tmp_path / "checkpoint" / "rank0.safetensors")
     assert type(model).__name__ == "LlamaForCausalLM"
     assert not (tmp_path / "ran").exists()
 

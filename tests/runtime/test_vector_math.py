@@ -30,12 +30,12 @@ with Sizes():
     else:
         from runtime.checkpoint_dir import open_checkpoint
         from runtime.bundle import weights_files
-        from runtime.compiler.model import load_model
+        from runtime.compiler.model import ModelKind, load_model
         from runtime.config import ALONE
         from runtime.compiler.pretrained import parse_pretrained_config
         directory = Path(sys.argv[2])
         config = parse_pretrained_config(open_checkpoint(directory).pretrained_config, "config.json")
-        model = load_model(config, directory / weights_files(ALONE)[0], torch.float32, "eager")
+        model = load_model(ModelKind(config, torch.float32, "eager"), directory / weights_files(ALONE)[0])
         with torch.inference_mode():
             model(input_ids=torch.arange(80).remainder(config.vocab_size)[None], use_cache=False)
 print(json.dumps(first))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from runtime.checkpoint import convert
 from runtime.compiler import weights as module
-from runtime.compiler.model import load_absent
+from runtime.compiler.model import ModelKind, load_absent
 from runtime.compiler.weights import (
     Layout,
     absent_weights,
@@ -120,7 +120,7 @@ def test_a_model_computes_the_same_with_layers_that_are_there_while_they_are_cal
     monkeypatch.setattr(module, "_KEPT_BYTES", 0)
     original = make_model("llama")
     save_weights(tmp_path / "rank0.safetensors", original.state_dict())
-    model = load_absent(original.config, tmp_path / "rank0.safetensors", torch.float32, "eager")
+    model = load_absent(ModelKind(original.config, torch.float32, "eager"), tmp_path / "rank0.safetensors")
     assert all(is_absent(parameter) for parameter in model.parameters())
     there: list[set[str]] = []
 
@@ -144,7 +144,7 @@ def test_a_converted_model_has_no_weight_that_is_made_of_others(family: str, tmp
     original.save_pretrained(tmp_path / "model")
     convert(tmp_path / "model", tmp_path / "checkpoint", None, replace=False, progress=lambda done, total: None)
     path = tmp_path / "checkpoint" / "rank0.safetensors"
-    model = load_absent(original.config, path, torch.float32, "eager")
+    model = load_absent(ModelKind(original.config, torch.float32, "eager"), path)
     assert all(is_absent(parameter) for parameter in model.parameters())
     with present(model):
         for name, parameter in original.named_parameters():

@@ -13,7 +13,7 @@ from torch import Tensor
 from runtime.checkpoint import convert
 from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.load import current_environment
-from runtime.compiler.model import Step, load_model, probe_config, split_config
+from runtime.compiler.model import ModelKind, Step, load_model, probe_config, split_config
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.config import EngineConfig, LogitsCheck
 from runtime.engine import Engine, KVCacheConfig
@@ -64,11 +64,8 @@ def split_engine(model_dir: Path, work_dir: Path, tp_size: int, way: Way = "gloo
     pretrained = parse_pretrained_config(config.pretrained_config, "config.json")
     splitting = split_config(pretrained, tp_size)
     layers = probe_config(pretrained, splitting)
-    attention = KERNEL if way == "shared" else PAGED
-    steps = [
-        Step(load_model(pretrained, checkpoint / f"rank{rank}.safetensors", torch.float32, attention, None, splitting))
-        for rank in range(tp_size)
-    ]
+    kind = ModelKind(pretrained, torch.float32, KERNEL if way == "shared" else PAGED, splitting=splitting)
+    steps = [Step(load_model(kind, checkpoint / f"rank{rank}.safetensors")) for rank in range(tp_size)]
     threads = Threads(way, tp_size)
     pools: dict[int, KVPool] = {}
 

@@ -24,7 +24,7 @@ from runtime.batch import Batch, Row, pack
 from runtime.checkpoint import convert
 from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.kernels import load_kernels
-from runtime.compiler.model import Step, load_model, probe_config, split_config
+from runtime.compiler.model import ModelKind, Step, load_model, probe_config, split_config
 from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.drafters.specs import DraftTargetDrafter, NgramDrafter
 from runtime.engine import Engine
@@ -97,7 +97,8 @@ def logits_of_ranks(model: PreTrainedModel, work_dir: Path, tp_size: int, way: W
     splitting, attention = split_config(model.config, tp_size), KERNEL if way == "shared" else PAGED
     pretrained = parse_pretrained_config(config.pretrained_config, "config.json")
     weights = [checkpoint / f"rank{rank}.safetensors" for rank in range(tp_size)]
-    steps = [Step(load_model(pretrained, path, torch.float32, attention, None, splitting)) for path in weights]
+    kind = ModelKind(pretrained, torch.float32, attention, splitting=splitting)
+    steps = [Step(load_model(kind, path)) for path in weights]
 
     @torch.inference_mode()
     def compute(rank: int) -> Tensor:
