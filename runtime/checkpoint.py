@@ -7,6 +7,7 @@ time, so memory does not grow with the model.
 import shutil
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from runtime.bundle import weights_files
+from runtime.checkpoint_dir import OpenedCheckpoint
 from runtime.checksums import CONFIG, config_digest, record_files
 from runtime.compiler.model import (
     fuse_experts,
@@ -63,6 +65,32 @@ _SIDE_FILES = (
 _AS_IT_IS = QuantConfig()
 
 
+@dataclass(frozen=True)
+class _Conversion:
+    """A checkpoint before it is written."""
+
+    model_dir: Path
+    config: CheckpointConfig
+    """Without a record of files."""
+    pieces: list[Piece]
+    splitting: Splitting | None
+    losses: Losses
+
+    def write(self, directory: Path, progress: Progress) -> None:
+        """Write weights and tokenizer, not the configuration; warn of weights that the dtype is too small for."""
+        paths = [directory / name for name in weights_files(self.config.mapping)]
+        if self.splitting is None:
+            write_pieces(paths[0], self.pieces, progress)
+        else:
+            shares = {path: partial(self.splitting.piece, rank=rank) for rank, path in enumerate(paths)}
+            write_shares(shares, self.pieces, progress)
+        _keep_tokenizer(self.model_dir, directory)
+
+    def warn_of_losses(self) -> None:
+        for message in self.losses.messages():
+            warnings.warn(message, SpecDecWarning, stacklevel=3)
+
+
 def convert(
     model_dir: Path,
     output_dir: Path,
@@ -80,6 +108,29 @@ def convert(
     Raises SpecDecError for a model that is unsupported, incomplete or damaged; then nothing is written.
     """
     check_output_is_not_input(output_dir, model_dir)
+    conversion = _plan(model_dir, dtype, precision, tp_size)
+    with new_directory(output_dir, replace=replace) as directory:
+        conversion.write(directory, progress)
+        checkpoint = replace_fields(conversion.config, files=record_files(directory))
+        checkpoint = replace_fields(checkpoint, config_digest=config_digest(as_json(checkpoint)))
+        write_json(directory / CONFIG, as_json(checkpoint))
+    conversion.warn_of_losses()
+    return checkpoint
+
+
+def convert_for_build(model_dir: Path, directory: Path, dtype: Dtype | None, tp_size: int) -> OpenedCheckpoint:
+    """Write into an empty directory what a build by this process reads of a model's checkpoint.
+
+    Nobody opens it later: its files are not recorded, which would read them again, nor given to the disk.
+    """
+    conversion = _plan(model_dir, dtype, _AS_IT_IS, tp_size)
+    conversion.write(directory, lambda done, total: None)
+    conversion.warn_of_losses()
+    return OpenedCheckpoint(directory, conversion.config)
+
+
+def _plan(model_dir: Path, dtype: Dtype | None, precision: QuantConfig, tp_size: int) -> _Conversion:
+    """SpecDecError for a model that is unsupported, incomplete or damaged, as far as its headers tell."""
     source = _open_source(model_dir)
     if not is_gguf(model_dir):
         check_side_files(model_dir)
@@ -93,21 +144,7 @@ def convert(
     mapping = Mapping(tp_size, tp_size)
     checkpoint = CheckpointConfig(source.config, dtype, quantization, mapping)
     pieces = fuse_experts(pretrained, pieces)  # or a build would have them twice in memory
-    splitting = _split_up(source, pretrained, pieces, tp_size)
-    with new_directory(output_dir, replace=replace) as directory:
-        paths = [directory / name for name in weights_files(mapping)]
-        if splitting is None:
-            write_pieces(paths[0], pieces, progress)
-        else:
-            shares = {path: partial(splitting.piece, rank=rank) for rank, path in enumerate(paths)}
-            write_shares(shares, pieces, progress)
-        _keep_tokenizer(model_dir, directory)
-        checkpoint = replace_fields(checkpoint, files=record_files(directory))
-        checkpoint = replace_fields(checkpoint, config_digest=config_digest(as_json(checkpoint)))
-        write_json(directory / CONFIG, as_json(checkpoint))
-    for message in losses.messages():
-        warnings.warn(message, SpecDecWarning, stacklevel=2)
-    return checkpoint
+    return _Conversion(model_dir, checkpoint, pieces, _split_up(source, pretrained, pieces, tp_size), losses)
 
 
 def read_numbers(model_dir: Path, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -1,5 +1,6 @@
 """Checkpoint directories as `build` finds them; `runtime.checkpoint` writes them. Imports no torch."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,14 @@ from runtime.files import read_json_and_text, recover_directory
 
 _CONVERT_AGAIN = "convert the model again"
 CHECKPOINT = Artefact("the model was converted", _CONVERT_AGAIN, code="checkpoint")
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """A checkpoint whose files were checked, or written by this process for what it does next."""
+
+    directory: Path
+    config: CheckpointConfig
 
 
 def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:

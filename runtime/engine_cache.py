@@ -207,27 +207,19 @@ def _make_engine(
 ) -> Path:
     """Convert and build; the checkpoint between them is not kept."""
     with own_temporary_files():
-        from runtime.checkpoint import convert  # not to open an engine: it takes seconds
+        from runtime.checkpoint import convert_for_build  # not to open an engine: it takes seconds
         from runtime.compiler.build import BuildEffort, build_engine, default_max_seq_len
 
     with (
         tempfile.TemporaryDirectory(prefix=f".{engine_dir.name}.", dir=engine_dir.parent) as directory,
         phases() as phase,
     ):
-        checkpoint_dir = Path(directory) / "checkpoint"
         phase("converting the model")
-        convert(
-            model_dir,
-            checkpoint_dir,
-            settings.dtype,
-            replace=False,
-            progress=lambda *_: None,
-            tp_size=settings.tp_size,
-        )
-        build = settings.build_config(default_max_seq_len(checkpoint_dir))
+        checkpoint = convert_for_build(model_dir, Path(directory), settings.dtype, settings.tp_size)
+        build = settings.build_config(default_max_seq_len(checkpoint))
         # A GPU's memory is given away when an engine is opened, and ranks measure together.
         at_once = BuildEffort(measure_costs=settings.tp_size > 1 or device.type != "cpu")
-        config = build_engine(checkpoint_dir, engine_dir, build, device, replace=False, phase=phase, effort=at_once)
+        config = build_engine(checkpoint, engine_dir, build, device, replace=False, phase=phase, effort=at_once)
     if not at_once.measure_costs:
         keep_costs(engine_dir, MeasuredCosts())
     if config.compiler_note:

@@ -10,7 +10,7 @@ import typer
 from commands.options.expand import expand_groups
 from commands.options.shared import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, Force
 from commands.output import Output, check_new_directory, check_readable
-from runtime.checkpoint_dir import check_self_draft, open_checkpoint
+from runtime.checkpoint_dir import OpenedCheckpoint, check_self_draft, open_checkpoint
 from runtime.config import (
     MAX_BATCH_SIZE,
     MAX_DRAFT_LEN,
@@ -214,7 +214,7 @@ def build(options: BuildOptions, output: Output) -> None:
     checkpoint_dir, output_dir = options.checkpoint_dir, options.output_dir
     text = quality_text(checkpoint, options.quality_text)
     target = resolve_device(options.device, 0)
-    max_seq_len = default_max_seq_len(checkpoint_dir) if options.max_seq_len is None else options.max_seq_len
+    max_seq_len = options.max_seq_len or default_max_seq_len(OpenedCheckpoint(checkpoint_dir, checkpoint))
     settings = options.config(max_seq_len, compiler_for(target, options.compiler))
     if options.max_input_len is None and settings.max_input_len < DEFAULT_MAX_INPUT_LEN:
         output.warning(

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from runtime.bundle import COPY_DIR, LIBRARY, uses_kernels, weights_files
 from runtime.checkpoint import check_side_files, copy_side_files
-from runtime.checkpoint_dir import check_self_draft, open_checkpoint
+from runtime.checkpoint_dir import OpenedCheckpoint, check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
 from runtime.compiler.attention import KERNEL, PAGED
 from runtime.compiler.compare_logits import check_logits, is_batch_invariant
@@ -97,7 +97,7 @@ _ONE_PACKAGE = "a step that is split is not compiled ahead of time for GPUs"
 
 
 def build_engine(
-    checkpoint_dir: Path,
+    source: Path | OpenedCheckpoint,
     output_dir: Path,
     build: BuildConfig,
     device: torch.device,
@@ -112,9 +112,11 @@ def build_engine(
     then nothing is written. A model that cannot be exported is compiled with `torch-compile` instead, and
     `compiler_note` says why.
     """
+    checkpoint_dir = source.directory if isinstance(source, OpenedCheckpoint) else source
     check_output_is_not_input(output_dir, checkpoint_dir)
     check_output_directory(output_dir, replace=replace)
-    checkpoint, pretrained = _open_fitting(checkpoint_dir, build)
+    checkpoint = source.config if isinstance(source, OpenedCheckpoint) else open_checkpoint(source)
+    pretrained = _parse_fitting(checkpoint, checkpoint_dir, build)
     weights = _Weights(checkpoint_dir, checkpoint, pretrained, device, uses_kernels(build.compiler, device.type))
     shape = weights.shape(build)
     phase("loading the checkpoint")
@@ -195,14 +197,13 @@ class _Weights:
         return ModelKind(self.pretrained, dtype, attention, self.checkpoint.quantization, self.splitting)
 
 
-def _open_fitting(checkpoint_dir: Path, build: BuildConfig) -> tuple[CheckpointConfig, PreTrainedConfig]:
-    """The checkpoint and its model's config; SpecDecError where no such engine can be built of it."""
-    checkpoint = open_checkpoint(checkpoint_dir)
+def _parse_fitting(checkpoint: CheckpointConfig, checkpoint_dir: Path, build: BuildConfig) -> PreTrainedConfig:
+    """The config of the checkpoint's model; SpecDecError where no such engine can be built of it."""
     check_self_draft(checkpoint, build.self_draft)
     check_side_files(checkpoint_dir)
     pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
     _check_settings(build, pretrained)
-    return checkpoint, pretrained
+    return pretrained
 
 
 def _finish(config: EngineConfig, directory: Path, output_dir: Path) -> EngineConfig:
@@ -331,10 +332,10 @@ def _with_costs(
         return config
 
 
-def default_max_seq_len(checkpoint_dir: Path) -> int:
+def default_max_seq_len(checkpoint: OpenedCheckpoint) -> int:
     """The number of positions the checkpoint's model has."""
-    checkpoint = open_checkpoint(checkpoint_dir)
-    pretrained = parse_pretrained_config(checkpoint.pretrained_config, str(checkpoint_dir / "config.json"))
+    where = str(checkpoint.directory / "config.json")
+    pretrained = parse_pretrained_config(checkpoint.config.pretrained_config, where)
     positions = num_positions(pretrained)
     if positions is None:
         raise SpecDecError(
