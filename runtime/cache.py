@@ -99,17 +99,21 @@ def locked_entry(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
             on_wait()
             lock.acquire()
     except OSError as error:
-        raise SpecDecError(
-            f"the cache directory cannot be written ({error.strerror or error}): {cache_dir()}",
-            hint="SPECDEC_CACHE_DIR names another",
-            code="cache_unwritable",
-        ) from error
+        raise unwritable(error) from error
     try:
         for left_over in path.parent.glob(f".{path.name}.*"):
             shutil.rmtree(left_over, ignore_errors=True)
         yield
     finally:
         lock.release()
+
+
+def unwritable(error: OSError) -> SpecDecError:
+    return SpecDecError(
+        f"the cache directory cannot be written ({error.strerror or error}): {cache_dir()}",
+        hint="SPECDEC_CACHE_DIR names another",
+        code="cache_unwritable",
+    )
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Engines of models: converted and built once, then found in the cache by all that went into them."""
 
+import errno
 import re
 import shutil
 import tempfile
@@ -15,8 +16,18 @@ import torch
 
 import runtime
 from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
-from runtime.cache import cache_dir, check_private_dir, digest, file_digest, locked_entry, remove_left_over, used_entry
+from runtime.cache import (
+    cache_dir,
+    check_private_dir,
+    digest,
+    file_digest,
+    locked_entry,
+    remove_left_over,
+    unwritable,
+    used_entry,
+)
 from runtime.checkpoint_dir import check_not_split
+from runtime.checksums import CONFIG, NOT_RECORDED
 from runtime.compiler.choosing import as_can_be_made, compiler_for
 from runtime.compiler.kernel_library import has_compiler, no_compiler, processor
 from runtime.compiler.load import current_environment
@@ -25,6 +36,7 @@ from runtime.costs import MeasuredCosts, keep_costs
 from runtime.engine import resolve_device
 from runtime.errors import SpecDecError, SpecDecWarning
 from runtime.files import read_json
+from runtime.generation_config import GENERATION_CONFIG
 from runtime.gguf import is_gguf
 from runtime.locks import MODEL_INIT_LOCK
 from runtime.models import MODEL_FILES, resolve_model
@@ -96,13 +108,13 @@ def engine_of_model(
         return _identity(model_dir, settings, device)
 
     def is_made(settings: EngineSettings) -> bool:
-        return use_cache and _is_engine(_entry_path(Path(name), identity(settings)))
+        return use_cache and _is_engine(_entry_path(Path(name), identity(settings)), model_dir)
 
     @contextmanager
     def made(settings: EngineSettings) -> Iterator[Path]:
         make = partial(_make_engine, model_dir, settings=settings, device=device, phases=phases)
         if use_cache:
-            with _entry(Path(name), identity(settings), make) as entry:
+            with _entry(_entry_path(Path(name), identity(settings)), model_dir, make) as entry:
                 yield entry
         else:
             with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
@@ -133,7 +145,7 @@ def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[P
     def make(entry: Path) -> None:
         build_engine(checkpoint_dir, entry, build, device, replace=False, phase=lambda name: None)
 
-    with _entry(checkpoint_dir, identity, make) as entry:
+    with _entry(_entry_path(checkpoint_dir, identity), checkpoint_dir, make) as entry:
         yield entry
 
 
@@ -143,18 +155,20 @@ def _entry_path(name: Path, identity: str) -> Path:
 
 
 @contextmanager
-def _entry(name: Path, identity: str, make: Callable[[Path], object]) -> Iterator[Path]:
-    """The cache's entry, made if it is not there, and protected from removal in the block."""
-    entry = _entry_path(name, identity)
+def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterator[Path]:
+    """The cache's entry, made of `source` if it is not there whole, and protected from removal in the block."""
     check_private_dir(entry, cache_dir(), entry.parent)
     while True:
-        if _is_engine(entry):
+        if _is_engine(entry, source):
             remove_left_over(entry)
         else:
             with MODEL_INIT_LOCK, locked_entry(entry, _say_that_it_waits):
-                if not _is_engine(entry):  # another process may have built it in the meantime
+                if damage := _damage(entry, source):  # another process may have built it in the meantime
+                    if entry.exists():
+                        warnings.warn(f"the engine in the cache is built again: {damage}", SpecDecWarning, stacklevel=3)
                     shutil.rmtree(entry, ignore_errors=True)
-                    make(entry)
+                    with _room_in_cache():
+                        make(entry)
         with used_entry(entry) as is_there:
             if is_there:  # and was not removed between the two
                 yield entry
@@ -191,15 +205,44 @@ def build_code() -> list[Path]:
     return sorted(path for path in found if path.suffix in (".py", ".cpp", ".h"))
 
 
-def _is_engine(directory: Path) -> bool:
-    """True if the entry exists and is an engine."""
+def _is_engine(entry: Path, source: Path) -> bool:
+    return _damage(entry, source) is None
+
+
+def _damage(entry: Path, source: Path) -> str | None:
+    """The reason why the entry is not the engine that was built of `source`; None if it is.
+
+    Files that people change are not recorded: one is damaged if it is cut, which is to say the beginning of the
+    source's, or no JSON.
+    """
     try:
-        bundle = read_bundle(directory)
+        bundle = read_bundle(entry)
         check_step_files(bundle)
         check_tokenizer_files(bundle)
-    except SpecDecError:
+        if (entry / GENERATION_CONFIG).is_file():
+            read_json(entry / GENERATION_CONFIG)
+    except SpecDecError as error:
+        return error.message
+    cut = (entry / name for name in sorted(NOT_RECORDED - {CONFIG}) if _is_cut(entry / name, source / name))
+    return next((f"`{path}` is cut" for path in cut), None)
+
+
+def _is_cut(path: Path, original: Path) -> bool:
+    if not path.is_file() or not original.is_file() or path.stat().st_size >= original.stat().st_size:
         return False
-    return True
+    return original.read_bytes().startswith(path.read_bytes())
+
+
+@contextmanager
+def _room_in_cache() -> Iterator[None]:
+    """A full disk is told as one of the cache, unless a file elsewhere is named."""
+    try:
+        yield
+    except OSError as error:
+        is_elsewhere = error.filename and not Path(str(error.filename)).is_relative_to(cache_dir())
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or is_elsewhere:
+            raise
+        raise unwritable(error) from error
 
 
 def _make_engine(

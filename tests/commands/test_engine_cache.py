@@ -1,6 +1,7 @@
 """`--model-dir`: an engine is built once for what went into it, by one process, and found again."""
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -44,7 +45,9 @@ def save_small_model(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("small") / "model", tokenizer, 0)
+    directory = save_small_model(tmp_path_factory.mktemp("small") / "model", tokenizer, 0)
+    (directory / "chat_template.jinja").write_text("{% for one in messages %}{{ one['content'] }}{% endfor %}")
+    return directory
 
 
 def engines(cache: Path) -> list[Path]:
@@ -202,8 +205,12 @@ def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir:
 
 
 @pytest.mark.parametrize(
-    "damage", ["config.json is missing", "tokenizer.json is cut short", "rank0.safetensors is cut short"]
-)
+    "damage",
+    [
+        "config.json is missing", "tokenizer.json is cut short", "rank0.safetensors is cut short",
+        "generation_config.json is cut short", "chat_template.jinja is cut short",
+    ],
+)  # fmt: skip
 @pytest.mark.usefixtures("built_uncompiled")
 def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> None:
     """In the entry's place, and of nothing that was there."""
@@ -216,6 +223,7 @@ def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> Non
     else:
         os.truncate(engine / name, (engine / name).stat().st_size // 2)
     result = run("--json")
+    assert "the engine in the cache is built again: " in result.stderr and name in result.stderr
     assert result.document["engine"]["engine_dir"] == str(engine) and ids_of(result.document) == before
     assert engines(cache) == [engine] and tree(engine) == whole
     again = run()
@@ -257,6 +265,19 @@ def test_cache_that_cannot_be_written_is_one_error(
     result = specdec("run", "--model-dir", llama_dir, *RUN)
     assert result.exit_code == 1 and result.stdout == ""
     said(result, "`--no-cache`", varying=("Not a directory", "File exists"))
+
+
+@pytest.mark.usefixtures("built_uncompiled")
+def test_a_disk_that_is_full_is_told_as_the_caches(run: Run, cache: Path, said: Said) -> None:
+    """A file that may not grow beyond so many bytes fails like a full disk; the weights are more."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        result = run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_code == 1 and result.stdout == "" and engines(cache) == []
+    said(result, "File too large", "SPECDEC_CACHE_DIR", "`--no-cache`")
 
 
 def test_an_interpreter_ends_quietly_with_a_model_that_nobody_closed(
