@@ -1,6 +1,7 @@
 // Truncation of a position's logits by a request: scores after biases, penalties, bans and temperature, and those that
 // top-k, top-p and min-p keep. Nothing is sorted: the score at a cut is found by bisection, with passes over the scores in
-// the remaining range, which soon is short.
+// the remaining range, which soon is short. Of many scores a sample says where it likely is, and one pass finds whether it
+// is there and leaves those few (Floyd and Rivest, 1975).
 //
 // Scores are processed in pieces, which threads share. Sums are taken piece by piece, so that they do not depend on the
 // number of threads or their other work.
@@ -8,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -185,6 +187,26 @@ class Sum {
   uint32_t number_ = 0;
 };
 
+// Puts those numbers at `to`, which has room for all, and returns how many.
+inline int64_t compress(Lanes v, Ints is_kept, float* to) {
+#if defined(__AVX512F__)
+  const __mmask16 mask = _mm512_test_epi32_mask((__m512i)is_kept, (__m512i)is_kept);
+  store(to, (Lanes)_mm512_maskz_compress_ps(mask, (__m512)v));
+  return __builtin_popcount(mask);
+#else
+  int64_t kept = 0;
+  for (int lane = 0; lane < kLanes; ++lane) to[kept] = v[lane], kept += is_kept[lane] & 1;
+  return kept;
+#endif
+}
+
+// By the largest score, whose weight is 1; or each counts 1, if it is one.
+template <bool has_weights>
+inline Lanes weight_of(Lanes v, float largest) {
+  if constexpr (has_weights) return exp_negative_lanes(v - largest);
+  else return v >= -kLargestFloat ? Lanes{} + 1.0f : Lanes{};
+}
+
 // Scores that a cut is looked for among: in each piece so many, up to a whole number of registers, of which the last may
 // be filled up with -inf. They have weights, or each counts 1.
 class Candidates {
@@ -195,6 +217,13 @@ class Candidates {
   }
 
   int64_t size() const { return size_; }
+  int64_t num_scores() const {
+    return static_cast<int64_t>(sum([&](int64_t i) {
+      Sum number;
+      for_each(i, [&](int64_t k) { number.add(weight_of<false>(load(scores_ + k), 0)); });
+      return number.total();
+    }));
+  }
 
   // Weighs them by the largest score, whose weight is 1; returns the sum.
   double weigh(float largest) {
@@ -228,6 +257,35 @@ class Candidates {
       if (num_left * 3 < size_ && size_ > 8 * kLanes) keep(smallest, largest);
     }
     return {smallest, above};
+  }
+
+  // What all of them weigh, and those above `last`; leaves those of first <= score <= last, without weights.
+  struct Weights {
+    double all = 0, above = 0;
+  };
+  template <bool has_weights>
+  Weights weigh_and_keep(float first, float last, float largest) {
+    std::vector<Weights> of_pieces(sizes_.size());
+    share([&](int64_t i) {
+      Sum all, above;
+      float* to = room_.candidates.data() + i * kPiece;
+      int64_t kept = 0;
+      for_each(i, [&](int64_t k) {
+        const Lanes v = load(scores_ + k);
+        const Ints is_kept = (v >= first) & (v <= last);
+        if constexpr (has_weights) all.add(exp_negative_lanes(v - largest));
+        above.add(v > last ? weight_of<has_weights>(v, largest) : Lanes{});
+        if (is_any(is_kept)) kept += compress(v, is_kept, to + kept);
+      });
+      std::fill(to + kept, to + registers(kept), kNever);
+      sizes_[i] = registers(kept);
+      of_pieces[i] = {all.total(), above.total()};
+    });
+    scores_ = room_.candidates.data();
+    count();
+    Weights sum;
+    for (const Weights& one : of_pieces) sum.all += one.all, sum.above += one.above;
+    return sum;
   }
 
   // Leaves those of first <= score <= last.
@@ -282,18 +340,8 @@ class Candidates {
       const Lanes v = load(scores_ + k), weights = weights_ ? load(weights_ + k) : Lanes{};
       const Ints is_kept = (v >= first) & (v <= last);
       if (!is_any(is_kept)) return;
-#if defined(__AVX512F__)
-      const __mmask16 mask = _mm512_test_epi32_mask((__m512i)is_kept, (__m512i)is_kept);
-      store(to + kept, (Lanes)_mm512_maskz_compress_ps(mask, (__m512)v));
-      if (weights_) store(to_weights + kept, (Lanes)_mm512_maskz_compress_ps(mask, (__m512)weights));
-      kept += __builtin_popcount(mask);
-#else
-      for (int lane = 0; lane < kLanes; ++lane) {
-        to[kept] = v[lane];
-        if (weights_) to_weights[kept] = weights[lane];
-        kept += is_kept[lane] & 1;
-      }
-#endif
+      if (weights_) compress(weights, is_kept, to_weights + kept);
+      kept += compress(v, is_kept, to + kept);
     });
     std::fill(to + kept, to + registers(kept), kNever);
     if (weights_) std::fill(to_weights + kept, to_weights + registers(kept), 0.0f);
@@ -328,6 +376,57 @@ class Candidates {
   int64_t size_;
 };
 
+constexpr int64_t kOneIn = 16, kManyScores = 2 * kPiece;
+
+// Between which scores a cut likely is: three standard deviations of what a sample weighs to both sides.
+struct Between {
+  bool is_known = false;
+  float low, high;
+};
+
+template <typename Use>
+void for_sample(const Scores& scores, const Use& use) {
+  for (int64_t k = 0; k < scores.size; k += kOneIn * kLanes) use(load(scores.scores + k));
+}
+
+// `wanted` is a number of scores, or with weights a share of what all weigh. Not where a few decide, which a sample may miss
+// and bisection soon has alone.
+template <bool has_weights>
+Between guess(const Scores& scores, double wanted) {
+  constexpr int kBuckets = 1024;
+  constexpr float kSpan = 30;  // whatever weighs less than e to the power of -30 is in the last one
+  const auto [is_wrong, smallest, largest] = scores.extent;
+  if (scores.size < kManyScores || smallest == largest) return {};
+  double middle = wanted / kOneIn, deviation = std::sqrt(middle);
+  if constexpr (has_weights) {
+    Sum sum, squares;
+    for_sample(scores, [&, top = largest](Lanes v) {
+      const Lanes weight = exp_negative_lanes(v - top);
+      sum.add(weight), squares.add(weight * weight);
+    });
+    middle = wanted * sum.total(), deviation = std::sqrt(squares.total());
+    if (!(deviation <= 0.03 * sum.total())) return {};
+  } else if (wanted * 256 < scores.size) {
+    return {};
+  }
+  const float width = std::min(largest - smallest, kSpan) / kBuckets;
+  std::array<double, kBuckets> buckets{};  // from the largest score down
+  for_sample(scores, [&, top = largest](Lanes v) {
+    const Lanes weight = weight_of<has_weights>(v, top);
+    const Lanes place = smaller((top - v) / width, Lanes{} + static_cast<float>(kBuckets - 1));
+    const Ints bucket = __builtin_convertvector(place, Ints);
+    for (int lane = 0; lane < kLanes; ++lane) buckets[bucket[lane]] += weight[lane];
+  });
+  Between found{true, smallest, largest};
+  double above = 0;
+  for (int i = 0; i + 2 < kBuckets && above <= middle + 3 * deviation; ++i) {
+    if (above + buckets[i] < middle - 3 * deviation) found.high = largest - static_cast<float>(i) * width;
+    above += buckets[i];
+    if (above > middle + 3 * deviation) found.low = largest - static_cast<float>(i + 2) * width;  // 1 more, for rounding
+  }
+  return found;
+}
+
 // Scores that remain: those above `least`, and among those equal to it the ones from `first_equal` on.
 struct Cut {
   float least;
@@ -354,25 +453,50 @@ inline int64_t place_from_end(const Scores& scores, float score, double wanted) 
 
 // top-p keeps the fewest of the largest that have the share together; of equal ones at its end the last, as if scores were
 // sorted by a stable sort, the smallest first.
+inline Cut cut_at(const Scores& scores, Candidates::Boundary boundary, double wanted) {
+  const double weight = exp_negative_lanes(Lanes{} + (boundary.score - scores.extent.largest))[0];
+  const double num_kept = std::max(std::ceil((wanted - boundary.above) / weight), 1.0);
+  return {boundary.score, place_from_end(scores, boundary.score, num_kept)};
+}
+
 inline Cut cut_by_share(const Scores& scores, float least, double share, Room& room) {
   const float largest = scores.extent.largest;
+  if (least == -kLargestFloat) {
+    if (const Between cut = guess<true>(scores, share); cut.is_known) {
+      Candidates between(scores, room);
+      const auto [all, above] = between.weigh_and_keep<true>(cut.low, cut.high, largest);
+      const double wanted = share * all, rounding = 1e-6 * all;
+      if (above + rounding < wanted && wanted + rounding < above + between.weigh(largest)) {
+        const auto boundary = between.find(wanted - above, cut.low, cut.high);
+        return cut_at(scores, {boundary.score, boundary.above + above}, wanted);
+      }
+    }
+  }
   Candidates candidates(scores, room);
   if (least > -kLargestFloat) candidates.keep(least, largest);
   const double sum = candidates.weigh(largest);
   // All that weigh less have less than what is cut, together.
   const double negligible = largest + std::log((1 - share) * sum / static_cast<double>(scores.size)) - 1e-3;
   const float floor = std::max({least, scores.extent.smallest, static_cast<float>(negligible)});
-  const auto boundary = candidates.find(share * sum, floor, largest);
-  const double weight = exp_negative_lanes(Lanes{} + (boundary.score - largest))[0];
-  const double num_kept = std::max(std::ceil((share * sum - boundary.above) / weight), 1.0);
-  return {boundary.score, place_from_end(scores, boundary.score, num_kept)};
+  return cut_at(scores, candidates.find(share * sum, floor, largest), share * sum);
+}
+
+// The score of a rank, of equal ones counted each.
+inline float score_of_rank(const Scores& scores, double rank, Room& room) {
+  const auto [is_wrong, smallest, largest] = scores.extent;
+  if (const Between cut = guess<false>(scores, rank); cut.is_known) {
+    Candidates between(scores, room);
+    const double above = between.weigh_and_keep<false>(cut.low, cut.high, largest).above;
+    if (above < rank && rank <= above + between.num_scores()) return between.find(rank - above, cut.low, cut.high).score;
+  }
+  return Candidates(scores, room).find(rank, smallest, largest).score;
 }
 
 inline Cut find_cut(const Scores& scores, const Rules& rules, Room& room) {
   Cut cut{-kLargestFloat, 0};
-  const auto [is_wrong, smallest, largest] = scores.extent;
+  const float largest = scores.extent.largest;
   if (rules.top_k > 0 && rules.top_k < scores.size)
-    cut.least = Candidates(scores, room).find(rules.top_k, smallest, largest).score;
+    cut.least = score_of_rank(scores, rules.top_k, room);
   if (rules.top_p > 0 && rules.top_p < 1) cut = cut_by_share(scores, cut.least, rules.top_p, room);
   if (rules.min_p > 0) {
     const double least = largest + std::log(rules.min_p);
