@@ -220,9 +220,11 @@ class Engine:
         num_tokens = len(sequence.tokens) + self.max_draft_len_of(sequence)
         found = None
         if self._states is not None:
-            found = self._states.manager.find(sequence.tokens, self._blocks.match_len(sequence))
+            num_known = self._blocks.match_len(sequence)
+            found = self._states.manager.find(sequence.tokens, num_known)
             if found is None:
                 return False
+            sequence.shared_len = num_known if num_known > found.num_tokens else 0
         copies = self._blocks.admit(sequence, num_tokens, None if found is None else found.num_tokens)
         if copies is None:
             check_cache_size(sequence.request, num_tokens, self._blocks.num_cache_tokens)
@@ -275,6 +277,8 @@ class Engine:
                 self.compute_context(sequence, min(sequence.num_unscored, self.max_num_tokens))
             while len(sequence.tokens) - sequence.num_computed > self.max_num_tokens:
                 self.compute_context(sequence, self.max_num_tokens)
+            if sequence.shared_len > sequence.num_computed:
+                self.compute_context(sequence, sequence.shared_len - sequence.num_computed)
         return self._forward_apart([generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)])
 
     def forward_draft(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
@@ -323,6 +327,8 @@ class Engine:
             num_known = len(sequence.prompt_logprobs) - sequence.num_computed
             is_scored = sequence.num_unscored > 0 and num_known <= 0
             most = max(_MAX_LOGITS // self.config.vocab_size, 1) if is_scored else max(num_known, 0) or num_tokens
+            if sequence.shared_len > sequence.num_computed:
+                most = min(most, sequence.shared_len - sequence.num_computed)
             row = context_row(sequence, min(num_tokens, most))
             if is_scored:
                 sequence.score(self._forward([dataclasses.replace(row, num_logits=len(row.tokens))]))
@@ -330,6 +336,8 @@ class Engine:
                 self._forward([row])
             sequence.num_computed += len(row.tokens)
             num_tokens -= len(row.tokens)
+            if self._states is not None and sequence.num_computed == sequence.shared_len:
+                self._states.keep(sequence)
 
     def occupy_cache(self, blocks: range) -> None:
         """Have these blocks of the K/V cache in memory, as if they were in use: for measuring."""

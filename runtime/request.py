@@ -128,6 +128,8 @@ class Sequence:
     """Log-probabilities per prompt token after the first, if requested."""
     state_slot: int = 0
     """Slot of the states of layers without attention; 0: none."""
+    shared_len: int = 0
+    """Tokens that begin another sequence too, whose state is to be kept once they are computed; 0: none."""
 
     @classmethod
     def start(cls, request: Request) -> "Sequence":

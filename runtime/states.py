@@ -6,7 +6,8 @@ back moves a number and copies nothing (replay of inputs, as TensorRT-LLM has it
 begin at any position that the slot still has the tokens before.
 
 Slots of released sequences are kept, the oldest until its slot is needed, and found again by the tokens that they are
-the state of. `StateManager` does the bookkeeping and never touches a tensor; `States` has the memory too.
+the state of. So is a copy of the state after tokens that two sequences begin with, such as a system prompt.
+`StateManager` does the bookkeeping and never touches a tensor; `States` has the memory too.
 """
 
 from collections import OrderedDict
@@ -124,6 +125,16 @@ class StateManager:
             self._free.append(other)
         self._kept[slot] = kept
 
+    def keep(self, sequence: Sequence) -> StateCopy | None:
+        """Keep the state of a running sequence's computed tokens. Returns the copy to make; None if no slot is left."""
+        if not self._reuse or not (self._free or self._kept):
+            return None
+        slot = self._allocate(NULL_SLOT)
+        self._kept.pop(slot, None)
+        first = self._held[sequence.state_slot].first
+        self._kept[slot] = _Kept(sequence.tokens[: sequence.num_computed], first, is_over=True)
+        return StateCopy(sequence.state_slot, slot)
+
     def advance(self, slot: int, start: int, num_tokens: int) -> None:
         """Note that a step computed tokens from position `start` on; those before `num_back` of them are gone."""
         if slot != NULL_SLOT:
@@ -176,7 +187,12 @@ class States:
         self.pools = state_pools(states, num_slots, num_back, dtype, device)
 
     def admit(self, sequence: Sequence, found: Found) -> None:
-        copy = self.manager.admit(sequence, found)
+        self._copy(self.manager.admit(sequence, found))
+
+    def keep(self, sequence: Sequence) -> None:
+        self._copy(self.manager.keep(sequence))
+
+    def _copy(self, copy: StateCopy | None) -> None:
         for pool in self.pools if copy is not None else ():
             pool[copy.destination] = pool[copy.source]  # type: ignore[union-attr]
 

@@ -79,6 +79,24 @@ def test_a_draft_model_with_states_goes_back_by_its_targets_drafts(model: PreTra
     assert [done[i].output_tokens for i in range(len(PROMPTS))] == expected
 
 
+@pytest.mark.parametrize("max_num_tokens", [7, 512])
+def test_a_common_beginning_is_computed_twice_and_then_found(
+    max_num_tokens: int, model: PreTrainedModel, make_engine_dir: Any
+) -> None:
+    """By the second request that begins so its state is kept, for others; the first's slot has gone too far by then."""
+    shared = repetitive_prompt(6, 61)
+    engine = Engine.open(make_engine_dir(model), max_num_tokens=max_num_tokens)
+    reused = []
+    for own in ([4, 5, 6], [7, 8], [9, 10, 11], [12]):
+        prompt = [*shared, *own]
+        (answer,) = [
+            s for s, _ in scheduler.generate(engine, [Request(own[0], tuple(prompt), NUM_NEW_TOKENS)]) if s.is_over
+        ]
+        assert answer.output_tokens == hf_greedy(model, prompt, NUM_NEW_TOKENS)
+        reused.append(answer.stats.num_reused_tokens)
+    assert reused == [0, 0, len(shared), len(shared)]
+
+
 def test_the_next_turn_computes_what_is_new(model: PreTrainedModel, make_engine: Any) -> None:
     engine = make_engine(model)
     prompt = repetitive_prompt(5, 60)
