@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 import runtime
-from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle
+from runtime.bundle import check_step_files, check_tokenizer_files, read_bundle, uses_kernels
 from runtime.cache import (
     cache_dir,
     check_private_dir,
@@ -29,7 +29,7 @@ from runtime.cache import (
 from runtime.checkpoint_dir import check_not_split
 from runtime.checksums import CONFIG, NOT_RECORDED
 from runtime.compiler.choosing import as_can_be_made, compiler_for
-from runtime.compiler.kernel_library import has_compiler, no_compiler, processor
+from runtime.compiler.kernel_library import check_kernels_can_be_made, has_compiler, no_compiler, processor
 from runtime.compiler.load import current_environment
 from runtime.config import BuildConfig, Compiler, Dtype, SelfDraft
 from runtime.costs import MeasuredCosts, keep_costs
@@ -253,6 +253,9 @@ def _make_engine(
         from runtime.checkpoint import convert_for_build  # not to open an engine: it takes seconds
         from runtime.compiler.build import BuildEffort, build_engine, default_max_seq_len
 
+    assert settings.compiler is not None
+    if uses_kernels(settings.compiler, device.type):
+        check_kernels_can_be_made()  # not found out after the model was converted
     with (
         tempfile.TemporaryDirectory(prefix=f".{engine_dir.name}.", dir=engine_dir.parent) as directory,
         phases() as phase,

@@ -99,6 +99,12 @@ def prebuilt_machines(directory: Path = PREBUILT_DIR) -> list[str]:
     return [machine for machine in INSTRUCTION_SETS if any(directory.glob(f"{machine}-*.so"))]
 
 
+def check_kernels_can_be_made() -> None:
+    """SpecDecError on a machine without a compiler, unless this installation has kernels for its processor."""
+    if not has_compiler() and prebuilt_kernels(_processor_flags(), _sources()) is None:
+        raise no_compiler()
+
+
 def write_kernels(path: Path) -> None:
     """Write the library for this processor to `path`: the wheel's, or one that is compiled here."""
     prebuilt = prebuilt_kernels(_processor_flags(), _sources())

@@ -257,3 +257,13 @@ def test_machine_without_a_compiler_runs_what_was_built_elsewhere(
     there = specdec_process("run", "--engine-dir", tmp_path / "engine", *arguments, environment=without_compiler)
     assert there.exit_code == 0, there.stderr
     assert there.document["requests"][0]["output_ids"] == here.document["requests"][0]["output_ids"]
+
+
+def test_machine_without_a_compiler_converts_a_model_once(
+    without_compiler: dict[str, str], llama_dir: Path, specdec_process: Specdec
+) -> None:
+    arguments = ["--input-text", PROMPT, "--max-output-len", 2, "--max-seq-len", 64]
+    result = specdec_process("run", "--model-dir", llama_dir, *arguments, environment=without_compiler)
+    assert result.exit_code == 0, result.stderr
+    assert "the model is computed as it is" in result.stderr
+    assert result.stderr.count("converting the model") == 1
