@@ -213,6 +213,11 @@ def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     return huge_pages(num_bytes).view(dtype).view(shape)
 
 
+def bytes_per_slot(states: Seq[StateShape], max_draft_len: int, dtype: torch.dtype) -> int:
+    num_back = num_rolled_back(max_draft_len)
+    return sum((state.num_before + num_back) * state.width for state in states) * dtype.itemsize
+
+
 def num_rolled_back(max_draft_len: int) -> int:
     """Positions that steps go back at most: the copy that drafts computes a draft, and then the target the same."""
     return max(2 * (max_draft_len + 1), _LEAST_ROLLED_BACK)

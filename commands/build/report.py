@@ -73,10 +73,21 @@ def _kv_cache(config: EngineConfig) -> str:
     return f"blocks of {block_size} tokens, {shape.kv_cache or config.dtype}, {num_bytes:,} bytes a token"
 
 
+def _states(config: EngineConfig) -> str:
+    import torch
+
+    from runtime.states import bytes_per_slot
+
+    dtype = getattr(torch, config.dtype)
+    num_bytes = bytes_per_slot(config.states, config.build_config.max_draft_len, dtype)
+    return f"{len(config.states)} layers, {num_bytes / 1e3:,.1f} KB a sequence"
+
+
 def built_table(config: EngineConfig, output_dir: Path, size: int, elapsed: float, phases: dict[str, float]) -> Table:
     build, check = config.build_config, config.logits_check
     table = Table(title=f"Engine {output_dir}", title_justify="left", show_header=False)
-    table.add_row("model", f"{config.pretrained_config['model_type']}, {config.dtype}, {len(config.layers)} layers")
+    num_layers = len(config.layers) + len(config.states)
+    table.add_row("model", f"{config.pretrained_config['model_type']}, {config.dtype}, {num_layers} layers")
     if config.quantization is not None:
         table.add_row("weights", described(config.quantization))
     if config.quality is not None:
@@ -95,6 +106,8 @@ def built_table(config: EngineConfig, output_dir: Path, size: int, elapsed: floa
     if build.self_draft is not None:
         table.add_row("copy that drafts", _described_copy(build.self_draft))
     table.add_row("K/V cache", _kv_cache(config))
+    if config.states:
+        table.add_row("states", _states(config))
     table.add_row("logits check", _described_check(check))
     table.add_row("size", megabytes(size))
     table.add_row("time", f"{elapsed:.1f} s (" + ", ".join(f"{name} {s:.1f} s" for name, s in phases.items()) + ")")

@@ -22,6 +22,7 @@ from runtime.compiler.weights import layer_by_layer, present, tensors_of
 from runtime.config import LogitsCheck, StepShape
 from runtime.errors import SpecDecError
 from runtime.kv_cache import KVPool, kv_dtype
+from runtime.locks import quiet_transformers
 from runtime.states import num_rolled_back, state_inputs, state_pools
 
 _NUM_SINGLE = 4  # tokens that are computed one at a time too
@@ -73,7 +74,7 @@ def check_logits(
         ]
         kv = [None if shape.kv_cache is None else Stored(pool, table, tolerance) for table in tables]
         sequences = list(zip(rows_tokens, lengths, kv, strict=True))
-        with _reference_attention(model, shape):
+        with _reference_attention(model, shape), quiet_transformers():
             with layer_by_layer(model), _products_checked(model, product_tolerance):
                 theirs = _reference_logits(model, sequences)
             if not theirs.isfinite().all():
