@@ -21,6 +21,7 @@ from tiny import make_model
 from transformers import PreTrainedTokenizerFast
 from typer.main import get_command
 
+from runtime.config import ENGINE_FORMAT_VERSION
 from runtime.errors import SpecDecError
 from runtime.tokenizer import SAVED
 from specdec_cli.app import app
@@ -976,7 +977,7 @@ HAND_EDITED = [
             ({"mapping": {"world_size": 2, "tp_size": 2, "rank": 0}}, "rank1.safetensors"),
             ({"build_config": []}, "build_config", "list"),
             ({"vocab_size": -5}, "vocab_size", "1", "-5"),
-            ({"format_version": 4}, "12", "4"),
+            ({"format_version": 4}, str(ENGINE_FORMAT_VERSION), "4"),
             ({"environment": None}, "environment"),
             ({"environment__device": "tpu"}, "device", "'tpu'"),
             ({"logits_check__tolerance": -1}, "tolerance", "0", "-1"),
