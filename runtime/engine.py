@@ -76,15 +76,15 @@ class Engine:
         self.ranks = step if isinstance(step, RankedStep) else None
         # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
         self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
-        num_blocks = _num_blocks(config, kv_cache, device)
-        block_size = config.build_config.tokens_per_block
-        self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
-        self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
         self._states = (
             States(config.states, config.build_config, getattr(torch, config.dtype), device, reuse=kv_cache.block_reuse)
             if config.states
             else None
         )
+        num_blocks = _num_blocks(config, kv_cache, device)
+        block_size = config.build_config.tokens_per_block
+        self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
+        self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
 
     @classmethod
     def open(
@@ -224,7 +224,8 @@ class Engine:
             found = self._states.manager.find(sequence.tokens, num_known)
             if found is None:
                 return False
-            sequence.shared_len = num_known if num_known > found.num_tokens else 0
+            is_worth_keeping = num_known - found.num_tokens >= self._blocks.block_size
+            sequence.shared_len = num_known if is_worth_keeping else 0
         copies = self._blocks.admit(sequence, num_tokens, None if found is None else found.num_tokens)
         if copies is None:
             check_cache_size(sequence.request, num_tokens, self._blocks.num_cache_tokens)
@@ -360,12 +361,12 @@ class Engine:
         batch = pack(rows, self._blocks.block_size, self.device)
         if self.device.type == "cpu":
             flush_denormals()
+        if self._states is not None:
+            self._states.advance(rows)  # before they are written, or a step that fails leaves slots that say otherwise
         start = time.perf_counter()
         with torch.inference_mode():
             states = () if self._states is None else state_inputs(rows, self._states.pools)
             logits = step(*batch.tensors(), *self._pool.tensors(), *states)
-        if self._states is not None:
-            self._states.advance(rows)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if by_copy:

@@ -107,6 +107,8 @@ class StateManager:
         goes_on = not kept.is_over and found.num_tokens == len(kept.tokens)
         slot = found.slot if goes_on else self._allocate(found.slot)
         self._kept.pop(slot, None)
+        if found.slot in self._kept:
+            self._kept.move_to_end(found.slot)  # as the last one that was used
         self._held[slot] = _Span(kept.first, found.num_tokens)
         sequence.state_slot = slot
         return None if found.slot in (slot, NULL_SLOT) else StateCopy(found.slot, slot)
@@ -120,10 +122,7 @@ class StateManager:
             self._free.append(slot)
             return
         kept = _Kept(sequence.tokens[:num_tokens], span.first, sequence.is_over)
-        for other in [one for one, its in self._kept.items() if its.tokens == kept.tokens]:
-            del self._kept[other]
-            self._free.append(other)
-        self._kept[slot] = kept
+        self._put(slot, kept)
 
     def keep(self, sequence: Sequence) -> StateCopy | None:
         """Keep the state of a running sequence's computed tokens. Returns the copy to make; None if no slot is left."""
@@ -132,11 +131,18 @@ class StateManager:
         slot = self._allocate(NULL_SLOT)
         self._kept.pop(slot, None)
         first = self._held[sequence.state_slot].first
-        self._kept[slot] = _Kept(sequence.tokens[: sequence.num_computed], first, is_over=True)
+        self._put(slot, _Kept(sequence.tokens[: sequence.num_computed], first, is_over=True))
         return StateCopy(sequence.state_slot, slot)
 
+    def _put(self, slot: int, kept: _Kept) -> None:
+        """Keep a slot, and no other of the same tokens."""
+        for other in [one for one, its in self._kept.items() if its.tokens == kept.tokens]:
+            del self._kept[other]
+            self._free.append(other)
+        self._kept[slot] = kept
+
     def advance(self, slot: int, start: int, num_tokens: int) -> None:
-        """Note that a step computed tokens from position `start` on; those before `num_back` of them are gone."""
+        """Note that a step computes tokens from position `start` on; those before `num_back` of them are gone."""
         if slot != NULL_SLOT:
             span = self._held[slot]
             span.end = start + num_tokens

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import hf_greedy, make_model, repetitive_prompt
+from tiny import eager_logits, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
 from runtime import orchestrator, scheduler
@@ -77,6 +77,41 @@ def test_a_draft_model_with_states_goes_back_by_its_targets_drafts(model: PreTra
     drafter = DraftModel(own, target.config.vocab_size, use_logits=False)
     done = {s.request.id: s for s, _ in scheduler.generate(target, requests, drafter, 10) if s.is_over}
     assert [done[i].output_tokens for i in range(len(PROMPTS))] == expected
+
+
+def test_a_step_that_fails_leaves_no_state_of_other_tokens(model: PreTrainedModel, make_engine_dir: Any) -> None:
+    """The second piece of a prompt has been written when Ctrl-C interrupts it; the first one is published."""
+    prompt = repetitive_prompt(7, 90)
+    engine = Engine.open(make_engine_dir(model), max_num_tokens=45)
+    assert engine._step is not None
+    step, num_steps = engine._step, 0
+
+    def interrupted(*inputs: Any) -> torch.Tensor:
+        nonlocal num_steps
+        logits, num_steps = step(*inputs), num_steps + 1
+        if num_steps == 2:
+            raise KeyboardInterrupt
+        return logits
+
+    engine._step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        list(scheduler.generate(engine, [Request(0, tuple(prompt), 5)]))
+    request = Request(1, tuple(prompt), 1, keep_logits=True)
+    (answer,) = [s for s, _ in scheduler.generate(engine, [request]) if s.is_over]
+    torch.testing.assert_close(answer.logits[0], eager_logits(model, prompt)[-1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_state_that_is_asked_for_again_and_again_stays(model: PreTrainedModel, make_engine: Any) -> None:
+    """Beside others that nobody asks for again: the one that was used longest ago goes first."""
+    engine, shared = make_engine(model, max_batch_size=1), repetitive_prompt(6, 61)
+    reused = []
+    for own in range(3, 28):
+        for prompt in ([*shared, own, own + 1], repetitive_prompt(100 + own, 40)):
+            request = Request(own, tuple(prompt), NUM_NEW_TOKENS)
+            (answer,) = [s for s, _ in scheduler.generate(engine, [request]) if s.is_over]
+            if prompt[:61] == shared:
+                reused.append(answer.stats.num_reused_tokens)
+    assert min(reused[2:]) >= len(shared)
 
 
 @pytest.mark.parametrize("max_num_tokens", [7, 512])
