@@ -8,6 +8,7 @@ import dataclasses
 import sys
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -156,6 +157,15 @@ class StateShape:
     width: Size
     num_before: Size
     """Tokens before one that its output depends on."""
+
+
+def parted(shapes: Iterable[LayerShape | StateShape]) -> tuple[tuple[LayerShape, ...], tuple[StateShape, ...]]:
+    """Shapes of layers with attention, and of those with a state."""
+    of_layers = tuple(shapes)
+    return (
+        tuple(one for one in of_layers if isinstance(one, LayerShape)),
+        tuple(one for one in of_layers if isinstance(one, StateShape)),
+    )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ that the format has. What is stored is the nearest to a number over its scale, o
 kernel rounds in the same way.
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.compiler.memory import huge_pages
+from runtime.compiler.memory import zeros
 from runtime.config import KVCacheQuantAlgo, LayerShape
 from runtime.request import Sequence
 
@@ -252,11 +251,7 @@ class KVPool:
         self, layers: Seq[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         def pool(num_kv_heads: int, rows: int, columns: int, dtype: torch.dtype = dtype) -> Tensor:
-            shape = (num_blocks, num_kv_heads, rows, columns)
-            if device.type != "cpu":
-                return torch.zeros(shape, dtype=dtype, device=device)
-            # What is never used takes no memory, and zeroing it no time.
-            return huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            return zeros((num_blocks, num_kv_heads, rows, columns), dtype, device)
 
         self.keys = [pool(layer.num_kv_heads, layer.key_head_dim, block_size) for layer in layers]
         self.values = [pool(layer.num_kv_heads, block_size, layer.value_head_dim) for layer in layers]

@@ -2,8 +2,7 @@
 
 Such a layer keeps its inputs of a sequence's last tokens in the sequence's slot, that of position p in place p modulo
 the slot's length. What a rejected draft left there is overwritten when its positions are computed again, so rolling
-back moves a number and copies nothing (replay of inputs, as TensorRT-LLM has it since pull request 13453). A step may
-begin at any position that the slot still has the tokens before.
+back moves a number and copies nothing. A step may begin at any position that the slot still has the tokens before.
 
 Slots of released sequences are kept, the oldest until its slot is needed, and found again by the tokens that they are
 the state of. So is a copy of the state after tokens that two sequences begin with, such as a system prompt.
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from runtime.batch import Row
-from runtime.compiler.memory import huge_pages
+from runtime.compiler.memory import zeros
 from runtime.config import BuildConfig, StateShape
 from runtime.request import Sequence
 
@@ -121,8 +120,7 @@ class StateManager:
         if not self._reuse or not num_tokens or not span.first <= num_tokens <= span.end:
             self._free.append(slot)
             return
-        kept = _Kept(sequence.tokens[:num_tokens], span.first, sequence.is_over)
-        self._put(slot, kept)
+        self._put(slot, _Kept(sequence.tokens[:num_tokens], span.first, sequence.is_over))
 
     def keep(self, sequence: Sequence) -> StateCopy | None:
         """Keep the state of a running sequence's computed tokens. Returns the copy to make; None if no slot is left."""
@@ -174,7 +172,7 @@ def state_pools(
     states: Seq[StateShape], num_slots: int, num_back: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
     """The memory of states: per layer (num_slots, num_before + num_back, width)."""
-    return [_zeros((num_slots, state.num_before + num_back, state.width), dtype, device) for state in states]
+    return [zeros((num_slots, state.num_before + num_back, state.width), dtype, device) for state in states]
 
 
 def state_inputs(rows: Seq[Row], pools: list[Tensor]) -> tuple[()] | tuple[Tensor, list[Tensor]]:
@@ -212,14 +210,8 @@ class States:
             self.manager.advance(row.state_slot, row.start, len(row.tokens))
 
 
-def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
-    return huge_pages(num_bytes).view(dtype).view(shape)
-
-
 def bytes_per_slot(states: Seq[StateShape], max_draft_len: int, dtype: torch.dtype) -> int:
+    """Memory of one sequence's states."""
     num_back = num_rolled_back(max_draft_len)
     return sum((state.num_before + num_back) * state.width for state in states) * dtype.itemsize
 

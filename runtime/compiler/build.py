@@ -40,11 +40,10 @@ from runtime.config import (
     BuildConfig,
     CheckpointConfig,
     EngineConfig,
-    LayerShape,
     LogitsCheck,
-    StateShape,
     StepShape,
     as_json,
+    parted,
 )
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
@@ -186,9 +185,7 @@ class _Weights:
         """Shape of a rank's step."""
         quantization = self.checkpoint.quantization
         kv_cache = None if quantization is None else quantization.kv_cache_quant_algo
-        shapes = probe_config(self.pretrained, self.splitting)
-        layers = tuple(one for one in shapes if isinstance(one, LayerShape))
-        states = tuple(one for one in shapes if isinstance(one, StateShape))
+        layers, states = parted(probe_config(self.pretrained, self.splitting))
         return StepShape(self.checkpoint.dtype, self.pretrained.vocab_size, layers, build, kv_cache, states)
 
     @property

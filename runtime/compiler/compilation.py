@@ -41,7 +41,7 @@ from runtime.compiler.programs import (
     run_inductor,
 )
 from runtime.compiler.weights import Layout, layout_of, present, save_weights, write_weights
-from runtime.config import ARITHMETICS, Arithmetic, LayerShape, StateShape, StepShape, as_json, parse
+from runtime.config import ARITHMETICS, Arithmetic, LayerShape, StateShape, StepShape, as_json, parse, parted
 from runtime.kv_cache import KVPool, kv_dtype
 from runtime.states import state_inputs
 from runtime.temporary import own_temporary_files
@@ -61,7 +61,7 @@ def example_pool(
 ) -> KVPool:
     """A pool that just holds two rows of `num_tokens`."""
     num_blocks = 2 * math.ceil(num_tokens / block_size) + 1
-    layers = [one for one in shapes if isinstance(one, LayerShape)]
+    layers, _ = parted(shapes)
     return KVPool(layers, num_blocks, block_size, dtype, device)
 
 
@@ -69,7 +69,7 @@ def example_states(
     shapes: Seq[LayerShape | StateShape], rows: Seq[Row], dtype: torch.dtype
 ) -> tuple[()] | tuple[Tensor, list[Tensor]]:
     """Inputs beside a batch of rows and its pool, where layers have states: of few slots."""
-    states = [one for one in shapes if isinstance(one, StateShape)]
+    _, states = parted(shapes)
     return state_inputs(rows, [torch.zeros(3, one.num_before + 4, one.width, dtype=dtype) for one in states])
 
 
@@ -236,7 +236,7 @@ def export_step(
     # Memory of their own: to trace views of other memory takes long.
     pools = [[torch.empty_like(one) for one in part] for part in pool.tensors()]
     dynamic: list[Any] = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: num_blocks}] * len(part) for part in pools]
-    states = [one for one in shapes if isinstance(one, StateShape)]
+    _, states = parted(shapes)
     if states:
         num_slots = torch.export.Dim("num_slots")  # and slots of one kind of layer are of one length
         lengths = {one.num_before: torch.export.Dim(f"length_{one.num_before}") for one in states}

@@ -45,6 +45,7 @@ from runtime.config import (
     StateShape,
     StepShape,
     as_json,
+    parted,
 )
 from runtime.errors import SpecDecError
 from runtime.temporary import temporary_dir
@@ -217,9 +218,7 @@ def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
             hint=_BUILD_AGAIN,
             code="engine",
         )
-    shapes = _layers_by_model(json.dumps(config.pretrained_config), config.mapping.tp_size)
-    layers = tuple(one for one in shapes if isinstance(one, LayerShape))
-    states = tuple(one for one in shapes if isinstance(one, StateShape))
+    layers, states = parted(_layers_by_model(json.dumps(config.pretrained_config), config.mapping.tp_size))
     shape = config.step_shape  # of what the model has no say in
     return dataclasses.replace(shape, vocab_size=pretrained.vocab_size, layers=layers, states=states)
 

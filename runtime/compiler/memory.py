@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import math
 import mmap
 import os
 import sys
@@ -37,6 +38,13 @@ def huge_pages(num_bytes: int) -> Tensor:
     where it may be asked for them (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or `always`).
     """
     return torch.frombuffer(_map(mmap.mmap, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on a device; on the CPU what is never used takes no memory, and zeroing it no time."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def reserve(kind: type[mmap.mmap], num_bytes: int) -> mmap.mmap:

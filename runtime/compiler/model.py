@@ -37,7 +37,7 @@ from runtime.compiler.quantized import place_quantized, placeholders
 from runtime.compiler.short_conv import place_states, state_layers
 from runtime.compiler.split import compute_together, place_pieces, placeholders_of_pieces
 from runtime.compiler.weights import absent_weights, is_absent, present, read_weights
-from runtime.config import LayerShape, Quantization, StateShape
+from runtime.config import LayerShape, Quantization, StateShape, parted
 from runtime.errors import SpecDecError
 from runtime.locks import MODEL_INIT_LOCK, lock_transformers, quiet_transformers
 from runtime.parallel.tp_layers import Splitting, split_model
@@ -118,9 +118,8 @@ def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
         return None
     with MODEL_INIT_LOCK, torch.device("meta"):
         model = _model_without_weights(config)
-    shapes = probe_config(config)
-    layers = [one for one in shapes if isinstance(one, LayerShape)]
-    if len(layers) < len(shapes):
+    layers, states = parted(probe_config(config))
+    if states:
         raise SpecDecError(f"a model whose layers have states is not split: {config.model_type}", hint=SEE_MODELS)
     splitting = split_model(model, layers, tp_size)
     probe_config(config, splitting)
