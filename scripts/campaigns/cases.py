@@ -44,6 +44,7 @@ DRAFTERS = (
     *("draft model", "draft model by logits", "chain with draft model", "custom", "custom function", "custom by probs"),
     *("self", "self by logits", "chain with self"),
 )
+PHRASES = [random.Random(i).choices(range(VOCAB_SIZE), k=1 + 3 * i) for i in range(6)]
 ENDINGS = ("finished", "closed early", "failure")
 
 
@@ -79,22 +80,25 @@ class Guesser:
 
 
 class Recorder:
-    """A drafter, and for each request what it proposed, as it was sent."""
+    """A drafter, what it proposed for each request, as it was sent, and the requests it was not yet told to forget."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.drafts: dict[int, list[Draft]] = {}
+        self.remembered: set[int] = set()
 
     def check_request(self, request: Request) -> None:
         check_request(self.drafter, request)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
+        self.remembered.update(sequence.request.id for sequence in sequences)
         drafts = self.drafter.propose(sequences, max_draft_len)
         for sequence, draft in zip(sequences, drafts, strict=True):
             self.drafts.setdefault(sequence.request.id, []).append(draft.cut(sequence.max_draft_len))
         return drafts
 
     def forget(self, request_id: int) -> None:
+        self.remembered.discard(request_id)
         self.drafter.forget(request_id)
 
 
@@ -119,6 +123,8 @@ class Case:
         self.corpus = corpus
         self.loop = self.random.choice(["orchestrator", "leader"])
         self.drafter_name = self.random.choice(DRAFTERS)
+        # Few, so that prompts share beginnings, and repeat themselves.
+        self.phrases = self.random.choice([PHRASES, self.random.sample(PHRASES, 2)])
         self.requests = [self._request(i) for i in range(self.random.randint(1, 7))]
         self.draft_engine: CheckedEngine | None = None
         self.engine = self._engine(TARGET, max_draft_len=self.random.randint(1, 8))
@@ -135,9 +141,7 @@ class Case:
 
     def _request(self, number: int) -> Request:
         choose = self.random.choice
-        # Few phrases, so that prompts share beginnings, and repeat themselves.
-        phrases = [random.Random(i).choices(range(VOCAB_SIZE), k=1 + 3 * i) for i in range(6)]
-        prompt = [token for _ in range(self.random.randint(1, 4)) for token in choose(phrases)]
+        prompt = [token for _ in range(self.random.randint(1, 4)) for token in choose(self.phrases)]
         word = [self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(1, 3))]
         return Request(
             number,
@@ -298,7 +302,7 @@ def _random_failure(case: Case) -> Failure:
 
 def _disturb(case: Case, failure: Failure | None) -> None:
     """Leave early, or have a call fail: blocks and the drafter's state are given back, and tokens so far are right."""
-    num_steps = case.random.randint(0, 12)
+    num_steps = case.random.randint(0, 40)
     streamed: dict[int, tuple[Request, list[int]]] = {}
     case.engine.calls.failure = failure
     steps = case.steps()
@@ -342,6 +346,7 @@ def _finish(case: Case, outcome: Outcome) -> None:
 def _check_given_back(case: Case) -> None:
     for engine in case.engines:
         engine.check_books()
+    assert case.recorder is None or not case.recorder.remembered, "the drafter was not told to forget a request"
 
 
 def _finish_reason(request: Request, tokens: list[int]) -> str:

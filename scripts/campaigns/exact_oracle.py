@@ -21,7 +21,7 @@ from scripts.campaigns import cases
 from scripts.campaigns.faults import FAULTS, planted
 from scripts.campaigns.oracle import Failure
 
-PLANTED_CASES = 400
+PLANTED_CASES = 1_000
 
 
 def count_cases(first: int, number: int, corpus: Corpus) -> tuple[Counter[str], list[int]]:
