@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sentences import Said
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
+from waiting import HANG_S
 
 from runtime import orchestrator, scheduler
 from runtime.drafters.draft_target import DraftModel
@@ -241,7 +242,7 @@ def no_spinning() -> Iterator[None]:
         raise AssertionError("it goes round and round")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(30)
+    signal.alarm(int(HANG_S))
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
