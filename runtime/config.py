@@ -68,6 +68,8 @@ QuantAlgo = Literal[
 """TensorRT-LLM's names of how weights are quantized."""
 KVCacheQuantAlgo = Literal["INT8", "FP8"]
 Activations = Literal["float", "int8", "int16"]
+LayersActivations = Literal[Activations, "mixed"]
+"""`mixed`: int8 for weights of 4 bits, int16 for those of 8."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ class Quantization:
     pre_quant_scale: bool = False
     exclude_modules: tuple[str, ...] = ()
     """Linear layers that are not quantized."""
-    activations: Activations = "float"
-    """Activation format for quantized layers."""
+    activations: LayersActivations = "float"
+    """Activation format for quantized layers; `mixed`: int8 for weights of 4 bits, int16 for those of 8."""
     source: str = "rounded"
     """Origin of the quantized weights: quantized by the conversion, or read from a format of this name."""
     unrounded: str | None = None

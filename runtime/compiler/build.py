@@ -35,11 +35,11 @@ from runtime.compiler.quantized_copy import COPY_ACTIVATIONS, copy_of, quantize_
 from runtime.compiler.torch_internals import check_torch
 from runtime.compiler.weights import present
 from runtime.config import (
-    Activations,
     Arithmetic,
     BuildConfig,
     CheckpointConfig,
     EngineConfig,
+    LayersActivations,
     LogitsCheck,
     StepShape,
     as_json,
@@ -62,7 +62,7 @@ _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 # norm, and that quantized layers compute as tightly as any is checked one by one. Of 16 bits it is little, and more
 # than other differences in float32. Keys and values that are quantized are compared as an engine has stored them;
 # those of ranks other than 0 are in other processes.
-_QUANTIZED_TOLERANCE = {"int8": 0.2, "int16": 5e-2}
+_QUANTIZED_TOLERANCE = {"int8": 0.2, "int16": 5e-2, "mixed": 0.2}
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _compiled_step(model: PreTrainedModel, cache_dir: Path) -> CompiledStep:
 
 
 def _check(
-    step: StepFunction, model: PreTrainedModel, shape: StepShape, activations: Activations | None
+    step: StepFunction, model: PreTrainedModel, shape: StepShape, activations: LayersActivations | None
 ) -> LogitsCheck:
     product_tolerance = _TOLERANCE[shape.dtype]
     tolerance = max(product_tolerance, _QUANTIZED_TOLERANCE.get(activations or "float", 0))

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from runtime.compiler.kernels import kernel_group_size
-from runtime.config import Activations
+from runtime.config import Activations, LayersActivations
 from runtime.errors import SpecDecError
-from runtime.quantization.weight import QuantizedWeight
+from runtime.quantization.weight import ACTIVATIONS, QuantizedWeight
 
 _TOKEN_BITS: dict[Activations, int] = {"float": 0, "int8": 8, "int16": 16}
 _LARGEST = {8: 127, 16: 127 * 256 + 127}
@@ -44,7 +44,7 @@ class QuantizedLinear(nn.Module):
     """The weight in the kernels' layout, if it is not packed for a compiled step."""
 
     def __init__(
-        self, weight: QuantizedWeight, bias: nn.Parameter | None, activations: Activations, *, with_kernels: bool
+        self, weight: QuantizedWeight, bias: nn.Parameter | None, activations: LayersActivations, *, with_kernels: bool
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
@@ -53,7 +53,8 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("packed", None, persistent=False)
         self.bias = bias
         self.with_kernels = with_kernels
-        self.token_bits = 0 if weight.kind == "fp8" else _TOKEN_BITS[activations]
+        own = ACTIVATIONS[weight.kind] if activations == "mixed" else activations
+        self.token_bits = 0 if weight.kind == "fp8" else _TOKEN_BITS[own]
 
     @property
     def quantized(self) -> QuantizedWeight:
@@ -81,7 +82,7 @@ class QuantizedLinear(nn.Module):
 
 
 def place_quantized(
-    model: PreTrainedModel, weights: dict[str, QuantizedWeight], activations: Activations, *, with_kernels: bool
+    model: PreTrainedModel, weights: dict[str, QuantizedWeight], activations: LayersActivations, *, with_kernels: bool
 ) -> None:
     """Put quantized weights in the place of the layers' own."""
     for name, weight in weights.items():

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.config import Activations, QuantAlgo, QuantConfig, Quantization
+from runtime.config import LayersActivations, QuantAlgo, QuantConfig, Quantization
 from runtime.errors import SpecDecError
 from runtime.quantization.quantize import group_size_for, quantize_weight
-from runtime.quantization.weight import QuantizedWeight
+from runtime.quantization.weight import ACTIVATIONS, Kind, QuantizedWeight
 from runtime.source import SourceTensor
 from runtime.tensor_writer import Piece, forms_of
 
@@ -245,7 +245,7 @@ def _quantized_as(source: Source, precision: QuantConfig, sizes: dict[str, int])
         precision.kv_cache,
         precision.group_size,
         exclude_modules=_left_out(source, sizes),
-        activations=precision.activations or _default_activations([precision.qformat]),
+        activations=precision.activations or _default_activations({precision.qformat}),
         unrounded=source.name,
     )
 
@@ -255,13 +255,15 @@ def _read_as(
 ) -> Quantization:
     algorithms = {layers[name].quant_algo for name in kept}
     sizes = {weight.group_size for weight in kept.values() if weight.group_size != weight.shape[1]}
+    layers_kinds = {weight.kind for name, weight in kept.items() if name != source.head}
+    head_kind = kept[source.head].kind if source.head in kept else None
     return Quantization(
         algorithms.pop() if len(algorithms) == 1 else "MIXED_PRECISION",
         precision.kv_cache,
         sizes.pop() if len(sizes) == 1 else None,
         has_zero_point=any(weight.zeros is not None or weight.offsets is not None for weight in kept.values()),
         exclude_modules=_left_out(source, kept),
-        activations=precision.activations or _default_activations({weight.kind for weight in kept.values()}),
+        activations=precision.activations or _default_activations(layers_kinds, head_kind),
         source=str(source.format),
     )
 
@@ -275,9 +277,12 @@ def _check_activations(precision: QuantConfig, kinds: Collection[str | None]) ->
         )
 
 
-def _default_activations(kinds: Collection[str]) -> Activations:
-    """Integers are faster; what quantizing to 8 bits changes is little beside weights of 4 bits, much beside 8."""
-    return "int16" if "int8" in kinds else "int8" if "int4" in kinds else "float"
+def _default_activations(layers: Collection[Kind], head: Kind | None = None) -> LayersActivations:
+    """One format for all layers, unless that of an output layer of 8 bits would slow down all those of 4 before it."""
+    if head == "int8" and "int4" in layers and "int8" not in layers:
+        return "mixed"
+    kinds = {*layers, head}
+    return ACTIVATIONS["int8" if "int8" in kinds else "int4" if "int4" in kinds else "fp8"]
 
 
 def _left_out(source: Source, quantized: Mapping[str, object]) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from runtime.checkpoint import convert
 from runtime.compiler.build import BuildEffort, build_engine
 from runtime.compiler.kernels import load_kernels
+from runtime.compiler.model import ModelKind, load_model
+from runtime.compiler.pretrained import parse_pretrained_config
 from runtime.compiler.quality import measure_quality, quality_text
 from runtime.config import Activations, CheckpointConfig, EngineConfig, QuantConfig
 from runtime.drafters.ngram import NgramLookup
@@ -189,6 +191,23 @@ def test_engine_quantizes_what_layers_read(source: str, tmp_path: Path) -> None:
     config = build(tmp_path)
     assert config.quantization == checkpoint.quantization
     check_quantization_engine(tmp_path, checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+def test_each_layer_reads_as_many_bits_as_its_own_weight_asks_for(tmp_path: Path) -> None:
+    """Of layers in 4 bits 8, whatever the output layer has: with 16 a step of 11 tokens took a third longer."""
+    save_gguf(tmp_path / "model.gguf", Q.Q4_1, is_tied=True)
+    checkpoint = convert(tmp_path / "model.gguf", tmp_path / "out", "float32", replace=False, progress=lambda *_: None)
+    weights = take_quantized(load_file(tmp_path / "out" / "rank0.safetensors"))
+    assert [name for name, weight in weights.items() if weight.kind == "int8"] == ["lm_head"]
+    config = parse_pretrained_config(checkpoint.pretrained_config, "")
+    kind = ModelKind(config, torch.float32, "sdpa", checkpoint.quantization)
+    model = load_model(kind, tmp_path / "out" / "rank0.safetensors")
+    for name, weight in weights.items():
+        x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0))
+        tokens = quantized_by_definition(x, weight.group_size, 16 if name == "lm_head" else 8)
+        torch.testing.assert_close(model.get_submodule(name)(x), tokens @ weight.dequantize().T, rtol=1e-5, atol=1e-5)
+    assert checkpoint.quantization is not None and checkpoint.quantization.activations == "mixed"
 
 
 @pytest.mark.slow
