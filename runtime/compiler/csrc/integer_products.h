@@ -34,15 +34,18 @@ struct RoundedTokens {
   int64_t M, padded;
   int digits;
   AlignedBuffer<int8_t> numbers;
+  int32_t half;
   std::unique_ptr<float[]> steps;     // (groups, M)
-  std::unique_ptr<int32_t[]> totals;  // (groups, M): a group's numbers, added
+  std::unique_ptr<int32_t[]> starts;  // (groups, M): -half x a group's numbers, added, from where its products are summed up
+  std::unique_ptr<float[]> totals;    // (groups, M): step x a group's numbers, added
 
   template <typename T>
   RoundedTokens(const T* tokens, int64_t M, int digits, const PackedWeight& weight)
       : M(M), padded(weight.padded), digits(digits),
         numbers(make_aligned<int8_t>((M * weight.groups * digits + kBeyond) * padded)),
-        steps(std::make_unique_for_overwrite<float[]>(M * weight.groups)),
-        totals(std::make_unique_for_overwrite<int32_t[]>(M * weight.groups)) {
+        half(weight.half()), steps(std::make_unique_for_overwrite<float[]>(M * weight.groups)),
+        starts(std::make_unique_for_overwrite<int32_t[]>(M * weight.groups)),
+        totals(std::make_unique_for_overwrite<float[]>(M * weight.groups)) {
     share_range(M, 16, [&](int64_t begin, int64_t end) {
       for (int64_t m = begin; m < end; ++m)
         for (int64_t g = 0; g < weight.groups; ++g)
@@ -81,7 +84,8 @@ struct RoundedTokens {
         store_digits(integers - first * 256, rounded[1] + i);
       }
     for (int d = 0; d < digits; ++d) std::memcpy(&numbers[(place * digits + d) * padded], rounded[d], padded);
-    steps[place] = step, totals[place] = reduce(total, [](auto a, auto b) { return a + b; });
+    const int32_t added = reduce(total, [](auto a, auto b) { return a + b; });
+    steps[place] = step, starts[place] = -half * added, totals[place] = static_cast<float>(added) * step;
   }
 
   static void store_digits(Ints integers, int8_t* to) {
@@ -235,7 +239,7 @@ struct IntegerProducts {
   void add_groups(int64_t panel, int64_t g, int64_t row, int64_t rows, const Integers& integers, float* sums) const {
     Lanes scales[count][2], offsets[count][2];
     const float* steps[count];  // the compiler must not read them again after each number that is stored
-    const int32_t* totals[count];
+    const float* totals[count];
     for (int j = 0; j < count; ++j) {
       const int64_t place = (g + j) * x.M + row;
       steps[j] = x.steps.get() + place, totals[j] = x.totals.get() + place;
@@ -248,7 +252,7 @@ struct IntegerProducts {
         Lanes sum = load(place);
         for (int j = 0; j < count; ++j) {
           sum += __builtin_convertvector(integers(j, r, i), Lanes) * (scales[j][i] * steps[j][r]);
-          if (has_offsets) sum += offsets[j][i] * (static_cast<float>(totals[j][r]) * steps[j][r]);
+          if (has_offsets) sum += offsets[j][i] * totals[j][r];
         }
         store(place, sum);
       }
@@ -256,28 +260,48 @@ struct IntegerProducts {
 
   template <int R>
   void add_rows(int64_t panel, int64_t g, int64_t row, bool fetches, float* to) const {
+    if (weight.has_offsets) add_rows<R, true>(panel, g, row, fetches, to);
+    else add_rows<R, false>(panel, g, row, fetches, to);
+  }
+  template <int R, bool has_offsets>
+  void add_rows(int64_t panel, int64_t g, int64_t row, bool fetches, float* to) const {
     const uint8_t* group = weight.group(panel, g);
-    const int8_t* tokens = x.at(g * x.M + row);
-    const int64_t padded = x.padded;
-    constexpr int32_t half = kind == PackedWeight::kInt8 ? 128 : 8;
+    const int64_t padded = x.padded, place = g * x.M + row;
+    const int8_t* tokens = x.at(place);
     constexpr int last = digits - 1;
-    Ints sums[R][digits][2] = {};
-    for (int r = 0; r < R; ++r) sums[r][last][0] = sums[r][last][1] = Ints{} - half * x.totals[g * x.M + row + r];
+    Ints sums[R][digits][2];  // in registers: places are constants, and nothing refers to it but what is inlined
+    unrolled<R>([&](auto r) {
+      unrolled<2>([&](auto i) {
+        if constexpr (digits == 2) sums[r][0][i] = Ints{};
+        sums[r][last][i] = Ints{} + x.starts[place + r];
+      });
+    });
     for (int64_t k = 0; k < padded; k += 4) {
       Words numbers[2];
       load_numbers<kind>(group, k, numbers);
       if (fetches) prefetch_l2(group + k * kPanel / kPerByte<kind>, 4 * kPanel / kPerByte<kind>);
-      for (int r = 0; r < R; ++r)
-        for (int d = 0; d < digits; ++d) {
+      unrolled<R>([&](auto r) {
+        unrolled<digits>([&](auto d) {
           const int32_t four = load<int32_t>(tokens + (r * digits + d) * padded + k);
-          for (int i = 0; i < 2; ++i)
+          unrolled<2>([&](auto i) {
             sums[r][d][i] = add_products<kind == PackedWeight::kInt4>(sums[r][d][i], numbers[i], four);
-        }
+          });
+        });
+      });
     }
-    const auto joined = [&](int, int64_t r, int i) {
-      return digits == 1 ? sums[r][0][i] : sums[r][0][i] * 256 + sums[r][last][i];
-    };
-    add_groups<1>(panel, g, row, R, joined, to);
+    Lanes scales[2], offsets[2];
+    weight.scales(group, scales);
+    weight.offsets(group, offsets);
+    const float *steps = x.steps.get() + place, *totals = x.totals.get() + place;
+    unrolled<R>([&](auto r) {
+      unrolled<2>([&](auto i) {
+        const Ints joined = digits == 1 ? sums[r][0][i] : sums[r][0][i] * 256 + sums[r][last][i];
+        float* place = to + r * kPanel + i * kLanes;
+        Lanes sum = load(place) + __builtin_convertvector(joined, Lanes) * (scales[i] * steps[r]);
+        if constexpr (has_offsets) sum += offsets[i] * totals[r];
+        store(place, sum);
+      });
+    });
   }
 
 #if defined(__AMX_INT8__)

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -152,4 +153,11 @@ template <int most, typename Use>
 inline void dispatch_rows(int64_t rows, const Use& use) {
   if (rows == most) use(std::integral_constant<int, most>());
   else if constexpr (most > 1) dispatch_rows<most - 1>(rows, use);
+}
+
+// Calls use(std::integral_constant<int, r>()) for 0 <= r < count.
+template <int count, typename Use>
+inline void unrolled(const Use& use) {
+  [&]<int... r>(std::integer_sequence<int, r...>) { (use(std::integral_constant<int, r>()), ...); }
+  (std::make_integer_sequence<int, count>());
 }
