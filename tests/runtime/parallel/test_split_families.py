@@ -15,12 +15,12 @@ from scripts.tools import families
 SPLIT = [
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "cohere", "cohere2", "cohere2_moe",
     "cohere_compass_text", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
-    "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "gemma4_text", "glm",
-    "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "granite", "granitemoe", "granitemoeshared", "helium",
-    "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "laguna", "llama",
-    "mellum", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral",
-    "nanochat", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe",
-    "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "youtu",
+    "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "gpt_neox", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_moe",
+    "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "laguna", "llama", "mellum", "minicpm3",
+    "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "olmo", "olmo2",
+    "olmo3", "olmoe", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "solar_open", "starcoder2", "youtu",
 ]  # fmt: skip
 
 

@@ -160,7 +160,8 @@ def test_every_family_that_runs_is_split_or_refused_by_name() -> None:
     """Of transformers' registry, each as small as scripts/tools/families.py has it; docs/devices.md has the numbers."""
     outcomes = {family: outcome for family in families.FAMILIES if (outcome := splitting_of(family)) is not None}
     assert [family for family, outcome in outcomes.items() if outcome == "split"] == SPLIT
-    assert Counter(outcomes.values()) == {"split": 66, "no plan": 19, "not supported": 1}
+    refused = Counter(outcome for outcome in outcomes.values() if outcome not in ("split", "have states"))
+    assert refused == {"no plan": 19, "not supported": 1}
 
 
 def splitting_of(family: str) -> str | None:
@@ -175,7 +176,7 @@ def splitting_of(family: str) -> str | None:
         assert split_config(config, 2) is not None
     except SpecDecError as error:
         assert f": {config.model_type}" in error.message  # or that of the model inside
-        return next(words for words in ("no plan", "not supported") if words in error.message)
+        return next(words for words in ("no plan", "have states", "not supported") if words in error.message)
     return "split"
 
 
