@@ -242,6 +242,29 @@ def test_positions_of_a_draft_are_chosen_as_one_after_the_other(penalties: dict[
             assert token == fresh.choose(prefix, one.logits[i]) == int(fresh.ranking(prefix, one.logits[i]).argmax())
 
 
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"min_p": 0.3}, {"top_k": 5}, {"top_p": 1e-6}], ids=str)
+@pytest.mark.parametrize("size", [33, 40_000])
+def test_cuts_are_of_the_scores_that_penalties_leave(size: int, cut: dict[str, Any]) -> None:
+    """Wherever the largest and the smallest are by then: changed, banned, outdone, or one of two."""
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    order = logits.argsort(descending=True).tolist()
+    logits[order[1]] = logits[order[0]]
+    logits[order[-2]] = logits[order[-1]]
+    for penalties in (
+        {"bad_words": ((order[0],),)},
+        {"bad_words": ((order[0],), (order[1],))},
+        {"logit_bias": ((order[0], -3.0),)},
+        {"logit_bias": ((order[5], 9.0), (order[6], 5.0))},
+        {"logit_bias": ((order[0], 2.0), (order[-1], 9.0))},
+        {"logit_bias": ((order[0], -90.0), (order[-1], -9.0))},
+        {"repetition_penalty": 1.7, "bad_words": ((order[2],),)},
+    ):
+        prefix = [order[0], order[-1], order[7]]
+        expected = processed(prefix, logits, penalties)
+        left = Sampler(config(**cut, **penalties), prefix).scores(prefix, logits).isfinite()
+        assert is_rounding(expected, (left != warped(expected, cut).isfinite()).nonzero()[:, 0], cut), penalties
+
+
 def test_tokens_before_that_a_smaller_vocabulary_lacks_change_nothing() -> None:
     """As of a draft model with fewer tokens than its target."""
     logits = torch.randn(20, generator=torch.Generator().manual_seed(0))

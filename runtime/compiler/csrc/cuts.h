@@ -36,6 +36,15 @@ inline bool is_any(Ints mask) {
   return any != 0;
 #endif
 }
+inline int64_t num_of(Ints mask) {
+#if defined(__AVX512F__)
+  return __builtin_popcount(_mm512_test_epi32_mask((__m512i)mask, (__m512i)mask));
+#else
+  int64_t number = 0;
+  for (int lane = 0; lane < kLanes; ++lane) number -= mask[lane];
+  return number;
+#endif
+}
 inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 inline Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
 inline float smallest_of(Lanes v) { return -largest_of(-v); }
@@ -143,13 +152,21 @@ void scale(const T* logits, float temperature, Scores& to) {
 template <typename T>
 void penalize(const T* logits, const Rules& rules, Range<Entry> entries, Range<Entry> later, Range<int32_t> bans,
               float temperature, Scores& to) {
-  if (entries.empty() && later.empty() && bans.empty()) return;
+  bool was_extreme = false;  // then there may be others at this end
+  const auto change = [&](int32_t token, float score) {
+    float& place = to.scores[token];
+    was_extreme |= place == to.extent.smallest || place == to.extent.largest;
+    place = score;
+    to.extent.largest = std::max(to.extent.largest, score);
+    if (score >= -kLargestFloat) to.extent.smallest = std::min(to.extent.smallest, score);
+  };
   for (const auto& some : {entries, later})  // of a token that is in both, the later one counts
     for (const Entry& entry : some)
       if (entry.token < to.size)  // a draft model may have fewer tokens than the text before
-        to.scores[entry.token] = penalized(static_cast<float>(logits[entry.token]), entry, rules) / temperature;
+        change(entry.token, penalized(static_cast<float>(logits[entry.token]), entry, rules) / temperature);
   for (const int32_t token : bans)
-    if (token < to.size) to.scores[token] = kNever;
+    if (token < to.size) change(token, kNever);
+  if (!was_extreme) return;
   to.compute([&](int64_t begin, int64_t end) {
     Extremes found;
     for (int64_t i = begin; i < end; i += kLanes) found.look_at(load(to.scores + i));
@@ -237,6 +254,30 @@ class Candidates {
       });
       return sum.total();
     });
+  }
+
+  // Weighs all, and leaves those of at least `least`.
+  double weigh_and_keep(float least, float largest) {
+    const double all = sum([&](int64_t i) {
+      float *to = room_.candidates.data() + i * kPiece, *to_weights = room_.weights.data() + i * kPiece;
+      Sum sum;
+      int64_t kept = 0;
+      for_each(i, [&](int64_t k) {
+        const Lanes v = load(scores_ + k), weight = exp_negative_lanes(v - largest);
+        const Ints is_kept = v >= least;
+        sum.add(weight);
+        if (!is_any(is_kept)) return;
+        compress(weight, is_kept, to_weights + kept);
+        kept += compress(v, is_kept, to + kept);
+      });
+      std::fill(to + kept, to + registers(kept), kNever);
+      std::fill(to_weights + kept, to_weights + registers(kept), 0.0f);
+      sizes_[i] = registers(kept);
+      return sum.total();
+    });
+    scores_ = room_.candidates.data(), weights_ = room_.weights.data();
+    count();
+    return all;
   }
 
   // The largest score that, with all above it, weighs at least what is wanted, and what those above it weigh. No candidate
@@ -439,8 +480,7 @@ inline int64_t place_from_end(const Scores& scores, float score, double wanted) 
   for (int64_t i = registers(scores.size) - kLanes; i >= 0; i -= kLanes) {
     const Ints is_equal = load(scores.scores + i) == score;
     if (!is_any(is_equal)) continue;
-    int64_t number = 0;
-    for (int lane = 0; lane < kLanes; ++lane) number -= is_equal[lane];
+    const int64_t number = num_of(is_equal);
     if (found + number < wanted) {
       found += number;
       continue;
@@ -473,12 +513,15 @@ inline Cut cut_by_share(const Scores& scores, float least, double share, Room& r
     }
   }
   Candidates candidates(scores, room);
+  if (scores.extent.smallest == largest) return cut_at(scores, {largest, 0}, share * candidates.num_scores());
+  // All that weigh less have less than what is cut, together. `sum` is of all weights: at least 1, the largest's.
+  const auto floor = [&](double sum) {
+    const double negligible = largest + std::log((1 - share) * sum / static_cast<double>(scores.size)) - 1e-3;
+    return std::max({least, scores.extent.smallest, static_cast<float>(negligible)});
+  };
   if (least > -kLargestFloat) candidates.keep(least, largest);
-  const double sum = candidates.weigh(largest);
-  // All that weigh less have less than what is cut, together.
-  const double negligible = largest + std::log((1 - share) * sum / static_cast<double>(scores.size)) - 1e-3;
-  const float floor = std::max({least, scores.extent.smallest, static_cast<float>(negligible)});
-  return cut_at(scores, candidates.find(share * sum, floor, largest), share * sum);
+  const double sum = candidates.weigh_and_keep(floor(1), largest);
+  return cut_at(scores, candidates.find(share * sum, floor(sum), largest), share * sum);
 }
 
 // The score of a rank, of equal ones counted each.

@@ -51,12 +51,13 @@ struct Best {
 
 // An upper bound on the noise is cheaper than the noise; a token that cannot win with it is skipped.
 Best draw(const Scores& scores, const Cut& cut, const Noise& noise, int64_t begin, int64_t end) {
+  const float above_equal = std::nextafter(cut.least, kLargestFloat);
   Best best;
   Words tokens;
   for (int lane = 0; lane < kLanes; ++lane) tokens[lane] = static_cast<uint32_t>(begin + lane);
   for (int64_t i = begin; i < end; i += kLanes, tokens += kLanes) {
     const Lanes v = load(scores.scores + i);
-    const Ints is_left = v >= cut.least;
+    const Ints is_left = v >= (i + kLanes <= cut.first_equal ? above_equal : cut.least);
     if (!is_any(is_left)) continue;
     const Ints may_win = is_left & ((v - scores.extent.largest) + noise.at_most(tokens) >= static_cast<float>(best.score));
     if (!is_any(may_win)) continue;
