@@ -152,13 +152,24 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class RecurrentShape:
+    """Recurrent state of one layer: of each head a matrix from keys to values."""
+
+    num_heads: Size
+    key_dim: Size
+    value_dim: Size
+
+
+@dataclass(frozen=True)
 class StateShape:
-    """State of one layer that has no attention: its inputs of the last tokens, `width` numbers of each."""
+    """State of one layer that has no attention: the last tokens' inputs of its convolution, `width` numbers of each."""
 
     layer: Count
     width: Size
     num_before: Size
-    """Tokens before one that its output depends on."""
+    """Tokens before one that its convolution depends on."""
+    recurrent: RecurrentShape | None = None
+    """None: its output depends on these tokens alone."""
 
 
 def parted(shapes: Iterable[LayerShape | StateShape]) -> tuple[tuple[LayerShape, ...], tuple[StateShape, ...]]:

@@ -4,11 +4,16 @@ Such a layer keeps its inputs of a sequence's last tokens in the sequence's slot
 the slot's length. What a rejected draft left there is overwritten when its positions are computed again, so rolling
 back moves a number and copies nothing. A step may begin at any position that the slot still has the tokens before.
 
+A recurrent state is kept as of the first positions of the last few chunks of `CHUNK_SIZE`, and beside it what each token
+of these chunks adds to it, by position too (`runtime.compiler.linear_attention`). It is read once in a step, and written
+where a chunk begins.
+
 Slots of released sequences are kept, the oldest until its slot is needed, and found again by the tokens that they are
 the state of. So is a copy of the state after tokens that two sequences begin with, such as a system prompt.
 `StateManager` does the bookkeeping and never touches a tensor; `States` has the memory too.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -18,11 +23,13 @@ from torch import Tensor
 
 from runtime.batch import Row
 from runtime.compiler.memory import zeros
-from runtime.config import BuildConfig, StateShape
+from runtime.config import BuildConfig, RecurrentShape, StateShape
 from runtime.request import Sequence
 
 NULL_SLOT = 0
-_MORE_SLOTS = 9  # one of them is the null slot
+CHUNK_SIZE = 32
+"""Positions of which the first ones have a recurrent state."""
+_MORE_KEPT, _LEAST_KEPT, _KEPT_BYTES = 8, 2, 1 << 29  # half a gigabyte, which no more than the least exceed
 _LEAST_ROLLED_BACK = 32  # a draft model rolls back by the drafts of its target
 
 
@@ -171,8 +178,22 @@ class StateManager:
 def state_pools(
     states: Seq[StateShape], num_slots: int, num_back: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """The memory of states: per layer (num_slots, num_before + num_back, width)."""
-    return [zeros((num_slots, state.num_before + num_back, state.width), dtype, device) for state in states]
+    """The memory of states: per layer (num_slots, num_before + num_back, width), and then, of layers with a recurrent
+    one, (num_slots, num_heads, numbers of a head) in float32."""
+    sizes = [(num_slots, state.num_before + num_back, state.width) for state in states]
+    matrices = [(num_slots, one.num_heads, _numbers_of_head(one, num_back)) for one in _recurrent(states)]
+    return [zeros(size, dtype, device) for size in sizes] + [zeros(size, torch.float32, device) for size in matrices]
+
+
+def _recurrent(states: Seq[StateShape]) -> list[RecurrentShape]:
+    return [state.recurrent for state in states if state.recurrent is not None]
+
+
+def _numbers_of_head(shape: RecurrentShape, num_back: int) -> int:
+    """As many chunks as `num_back` positions touch, and the one before: of each its state, and of each of its tokens a
+    key, a value and a decay."""
+    of_tokens = CHUNK_SIZE * (shape.key_dim + shape.value_dim + 1)
+    return (1 + math.ceil(num_back / CHUNK_SIZE)) * (shape.key_dim * shape.value_dim + of_tokens)
 
 
 def state_inputs(rows: Seq[Row], pools: list[Tensor]) -> tuple[()] | tuple[Tensor, list[Tensor]]:
@@ -181,12 +202,14 @@ def state_inputs(rows: Seq[Row], pools: list[Tensor]) -> tuple[()] | tuple[Tenso
 
 
 class States:
-    """The slots of an engine: one for each sequence that runs at once, and as many and some more to keep."""
+    """The slots of an engine: one for each sequence that runs at once, and others to keep, as far as memory goes."""
 
     def __init__(
         self, states: Seq[StateShape], build: BuildConfig, dtype: torch.dtype, device: torch.device, *, reuse: bool
     ) -> None:
-        num_slots, num_back = 2 * build.max_batch_size + _MORE_SLOTS, num_rolled_back(build.max_draft_len)
+        num_back = num_rolled_back(build.max_draft_len)
+        num_kept = min(build.max_batch_size + _MORE_KEPT, _KEPT_BYTES // bytes_per_slot(states, num_back, dtype))
+        num_slots = 1 + build.max_batch_size + max(num_kept, _LEAST_KEPT)
         self.manager = StateManager(num_slots, num_back, reuse=reuse)
         self.pools = state_pools(states, num_slots, num_back, dtype, device)
 
@@ -210,10 +233,10 @@ class States:
             self.manager.advance(row.state_slot, row.start, len(row.tokens))
 
 
-def bytes_per_slot(states: Seq[StateShape], max_draft_len: int, dtype: torch.dtype) -> int:
+def bytes_per_slot(states: Seq[StateShape], num_back: int, dtype: torch.dtype) -> int:
     """Memory of one sequence's states."""
-    num_back = num_rolled_back(max_draft_len)
-    return sum((state.num_before + num_back) * state.width for state in states) * dtype.itemsize
+    inputs = sum((state.num_before + num_back) * state.width for state in states) * dtype.itemsize
+    return inputs + 4 * sum(one.num_heads * _numbers_of_head(one, num_back) for one in _recurrent(states))
 
 
 def num_rolled_back(max_draft_len: int) -> int:

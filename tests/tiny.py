@@ -21,6 +21,12 @@ from runtime.config import BuildConfig, Dtype, KVCacheQuantAlgo, QuantConfig
 VOCAB_SIZE = 32
 SLIDING_WINDOW = 8
 
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 # Family -> (model_type, what differs from `_COMMON`).
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -65,6 +71,15 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_eps": 1e-5,
         },
     ),
+    "qwen3.5": (
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "head_dim": 12,
+            **_DELTA_NET,
+        },
+    ),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3}),
 }
 FAMILIES = tuple(_FAMILIES)
@@ -73,6 +88,19 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": (
         "qwen3_moe",
         {"head_dim": 12, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+    ),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "head_dim": 12,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 20,
+            **_DELTA_NET,
+        },
     ),
     # Its router computes in float32; its first layer is none of a mixture.
     "deepseek-v3": (

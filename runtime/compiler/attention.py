@@ -43,15 +43,16 @@ class PagedInputs:
     block_tables: Tensor  # (B, N) int64
     state_layers: tuple[int, ...] = ()  # numbers of layers that have a state instead of keys and values
     state_slots: Tensor | None = None  # (B,) int64
-    state_pools: list[Tensor] = field(default_factory=list)  # per such layer (num_slots, length, width)
+    state_pools: list[Tensor] = field(default_factory=list)  # see `runtime.states.state_pools`
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def kv_place(self, layer: int) -> int:
         """Index of the layer's pools among those of keys and of values."""
         return layer - sum(other < layer for other in self.state_layers)
 
-    def state_pool(self, layer: int) -> Tensor:
-        return self.state_pools[self.state_layers.index(layer)]
+    def pools_of_state(self, layer: int) -> list[Tensor]:
+        """The layer's last inputs, and its recurrent state if it has one, as all such layers of a model have."""
+        return self.state_pools[self.state_layers.index(layer) :: len(self.state_layers)]
 
     def mask(self, sliding_window: int | None, num_groups: int) -> Tensor:
         """(B, 1, G x Q, N x block_size) bool, True where the query may see the key; made once per kind of layer.

@@ -43,7 +43,7 @@ from runtime.compiler.programs import (
 from runtime.compiler.weights import Layout, layout_of, present, save_weights, write_weights
 from runtime.config import ARITHMETICS, Arithmetic, LayerShape, StateShape, StepShape, as_json, parse, parted
 from runtime.kv_cache import KVPool, kv_dtype
-from runtime.states import state_inputs
+from runtime.states import state_inputs, state_pools
 from runtime.temporary import own_temporary_files
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def example_states(
 ) -> tuple[()] | tuple[Tensor, list[Tensor]]:
     """Inputs beside a batch of rows and its pool, where layers have states: of few slots."""
     _, states = parted(shapes)
-    return state_inputs(rows, [torch.zeros(3, one.num_before + 4, one.width, dtype=dtype) for one in states])
+    return state_inputs(rows, state_pools(states, 3, 4, dtype, torch.device("cpu")))
 
 
 def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size: int, num_logits: int) -> list[Row]:
@@ -240,7 +240,9 @@ def export_step(
     if states:
         num_slots = torch.export.Dim("num_slots")  # and slots of one kind of layer are of one length
         lengths = {one.num_before: torch.export.Dim(f"length_{one.num_before}") for one in states}
-        dynamic += [{0: free}, [{0: num_slots, 1: lengths[one.num_before]} for one in states]]
+        sizes = {one.recurrent: torch.export.Dim(f"numbers_{i}") for i, one in enumerate(states) if one.recurrent}
+        inputs_of = [{0: num_slots, 1: lengths[one.num_before]} for one in states]
+        dynamic += [{0: free}, inputs_of + [{0: num_slots, 2: sizes[one.recurrent]} for one in states if one.recurrent]]
     inputs = (*batch.tensors(), *pools, *example_states(shapes, rows, parameter.dtype))
     return torch.export.export(step, inputs, strict=False, dynamic_shapes=tuple(dynamic))
 

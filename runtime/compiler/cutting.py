@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from runtime.compiler.attention import PagedInputs
 from runtime.compiler.linears import use_kernels
 from runtime.compiler.selection import select_early
-from runtime.compiler.short_conv import state_layers
+from runtime.compiler.mixers import state_layers
 from runtime.compiler.weights import Layout, layout_of, present
 from runtime.config import LayerShape, StateShape
 
@@ -199,7 +199,7 @@ def _without_number(shape: LayerShape | StateShape) -> LayerShape | StateShape:
 def _tensors_of(paged: PagedInputs, layer: int) -> list[Tensor]:
     if layer in paged.state_layers:
         assert paged.state_slots is not None
-        return [paged.positions, paged.slot_mapping, paged.state_slots, paged.state_pool(layer)]
+        return [paged.positions, paged.slot_mapping, paged.state_slots, *paged.pools_of_state(layer)]
     pools = [paged.key_pools, paged.value_pools, *([paged.scale_pools] if paged.scale_pools else [])]
     place = paged.kv_place(layer)
     return [paged.positions, paged.slot_mapping, paged.block_tables, *(pool[place] for pool in pools)]

@@ -106,6 +106,10 @@ def describe_kernels() -> None:
     def short_conv(inputs: Tensor, *others: object) -> Tensor:
         return torch.empty_like(inputs)
 
+    def linear_attention(query: Tensor, key: Tensor, value: Tensor, *others: object) -> Tensor:
+        return value.new_empty(value.shape)
+
+    torch.library.register_fake("specdec::linear_attention", linear_attention, allow_override=True)
     torch.library.register_fake("specdec::short_conv", short_conv, allow_override=True)
     torch.library.register_fake("specdec::experts_linear", experts_linear, allow_override=True)
     torch.library.register_fake("specdec::paged_attention", attention, allow_override=True)

@@ -34,7 +34,7 @@ from runtime.compiler.fusing import fuse
 from runtime.compiler.kernels import choose_vector_math
 from runtime.compiler.pretrained import last_words, model_class
 from runtime.compiler.quantized import place_quantized, placeholders
-from runtime.compiler.short_conv import place_states, state_layers
+from runtime.compiler.mixers import place_states, state_layers
 from runtime.compiler.split import compute_together, place_pieces, placeholders_of_pieces
 from runtime.compiler.weights import absent_weights, is_absent, present, read_weights
 from runtime.config import LayerShape, Quantization, StateShape, parted
@@ -340,12 +340,25 @@ def _declare_no_padding(model: PreTrainedModel) -> None:
     object.__setattr__(model.config, "pad_token_id", None)  # some configs let only a number through
 
 
+def _take_equal_positions(model: nn.Module) -> None:
+    """Have Qwen 3.5 mix no frequencies of positions in time, height and width: of text alone they are one."""
+    for module in model.modules():
+        if type(module).__name__ in ("Qwen3_5TextRotaryEmbedding", "Qwen3_5MoeTextRotaryEmbedding"):
+            module.recomposition_frequencies = _of_time  # type: ignore[assignment]
+
+
+def _of_time(frequencies: Tensor) -> Tensor:
+    """(B, T, 2 D) of (3, B, T, D)."""
+    return torch.cat((frequencies[0], frequencies[0]), dim=-1)
+
+
 class Step(nn.Module):
     """The function that is compiled: one step's tokens in, the logits that are needed out; K/V pools in place."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         place_states(model)
+        _take_equal_positions(model)
         self.model = model
         self.state_layers = state_layers(model)
 

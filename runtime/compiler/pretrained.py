@@ -16,7 +16,11 @@ from runtime.errors import SpecDecError
 # What transformers once called a type of rope, and kept beside the name that it has now.
 _ALSO_CALLED = {"longrope": ("su",), "default": ("mrope",)}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_CONVOLUTIONS = {"lfm2", "lfm2_moe", "lfm3"}  # with layers of type `conv`: `runtime.compiler.short_conv`
+# Models whose layers of such a type keep a state: `runtime.compiler.mixers`.
+_STATES = {
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "conv"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), "linear_attention"),
+}
 # Language models inside others that have no class of their own. Of text alone, where positions in time, height and
 # width are one, they compute what a model of such a config does.
 _SAME_ON_TEXT: dict[str, dict[str, Any]] = {
@@ -116,14 +120,15 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
         raise SpecDecError(f"chunked attention is not supported: {kind}", hint=SEE_MODELS)
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
         raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_MODELS)
-    known = _LAYER_TYPES | ({"conv"} if kind in _CONVOLUTIONS else set())
+    known = _LAYER_TYPES | {_STATES.get(kind)}
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - known)
     if foreign:
         raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}", hint=SEE_MODELS)
     own_class = model_class(config)
-    if own_class._is_stateful:
+    if own_class._is_stateful and kind not in _STATES:
         raise SpecDecError(f"state-space models are not supported: {kind}", hint=SEE_MODELS)
-    if not own_class._supports_attention_backend:
+    # A model with states does not say that it does; its layers are counted, as everybody's.
+    if not own_class._supports_attention_backend and kind not in _STATES:
         refuse_own_attention(kind)
     if "logits_to_keep" not in inspect.signature(own_class.forward).parameters:
         raise SpecDecError(

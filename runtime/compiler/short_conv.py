@@ -1,77 +1,11 @@
-"""Gated short convolutions of the LFM2 families over states of sequences, in the place of transformers' modules.
+"""Depthwise causal convolutions over states of sequences, in torch.
 
 A token's output depends on the inputs of the `kernel_size - 1` tokens before it. Those of its own row are there; others
 are in the sequence's slot (`runtime.states`). Every output is a sum in one order, whatever is computed beside it.
 """
 
-from functools import cache
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig
-
-from runtime.compiler.attention import KERNEL, PagedInputs
-from runtime.config import LayerShape, StateShape
-
-_NAMES = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
-
-
-def place_states(model: nn.Module) -> None:
-    """Have the model's short convolutions, if it has any, keep their states in the paged inputs of a step.
-
-    Without paged inputs they stay transformers'.
-    """
-    for module in model.modules():
-        if type(module).__name__ in _NAMES and not isinstance(module, ShortConv):
-            module.__class__ = _paged(type(module))  # type: ignore[arg-type]
-
-
-def state_layers(model: nn.Module) -> tuple[int, ...]:
-    """Numbers of the layers whose states are in paged inputs."""
-    return tuple(int(one.layer_idx) for one in model.modules() if isinstance(one, ShortConv))
-
-
-class ShortConv(nn.Module):
-    """The forward of `Lfm2ShortConv` and its like, of one row of B x Q tokens."""
-
-    in_proj: nn.Linear
-    out_proj: nn.Linear
-    conv: nn.Conv1d
-    layer_idx: int
-    config: PreTrainedConfig
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        paged: PagedInputs | dict[int, LayerShape | StateShape] | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        if paged is None:
-            output: Tensor = super().forward(hidden_states, **kwargs)
-            return output
-        before, after, x = self.in_proj(hidden_states).chunk(3, dim=-1)
-        mixed: Tensor = self.out_proj(after * self._mix(before * x, paged))
-        return mixed
-
-    def _mix(self, inputs: Tensor, paged: PagedInputs | dict[int, LayerShape | StateShape]) -> Tensor:
-        weight, bias = self.conv.weight.squeeze(1), self.conv.bias
-        if isinstance(paged, dict):
-            paged[self.layer_idx] = StateShape(self.layer_idx, inputs.shape[-1], weight.shape[1] - 1)
-            return torch.empty_like(inputs)
-        pool = paged.state_pool(self.layer_idx)
-        assert paged.state_slots is not None
-        places = (paged.positions, paged.slot_mapping, paged.state_slots)
-        if self.config._attn_implementation == KERNEL:
-            mixed: Tensor = torch.ops.specdec.short_conv(inputs, weight, bias, pool, *places)
-            return mixed
-        return short_conv(inputs, weight, bias, pool, *places)
-
-
-@cache
-def _paged(module_class: type[nn.Module]) -> type[nn.Module]:
-    return type(module_class.__name__, (ShortConv, module_class), {})
+from torch import Tensor
 
 
 def short_conv(

@@ -39,7 +39,10 @@ from runtime.compiler.vectors import (
     without,
 )
 
-KERNELS = ("vectors", "linear", "quantized_linear", "experts_linear", "paged_attention", "all_reduce", "short_conv")
+KERNELS = (
+    *("vectors", "linear", "quantized_linear", "experts_linear", "paged_attention", "all_reduce", "short_conv"),
+    "linear_attention",
+)
 """Names of a program's stages, by their numbers in the code."""
 _MOST_ADDED = 16
 _ATEN = torch.ops.aten
@@ -294,6 +297,11 @@ class _Lowering:
 
     def _unary(self, name: str, node: Node) -> View:
         return self._compute(name, [self._view(node.args[0])], *_form(node))
+
+    def _softplus(self, node: Node) -> View:
+        if tuple(node.args[1:]) not in ((), (1.0, 20.0)):
+            raise CannotBeLowered(f"{node} has another slope or threshold than torch's own")
+        return self._unary("softplus", node)
 
     def _binary(self, name: str, node: Node) -> View:
         if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
@@ -727,6 +735,13 @@ class _Lowering:
         read = [self._input_number(one) for one in others]
         return self._kernel("short_conv", node, [self._view(inputs)], read, weights)
 
+    def _linear_attention(self, node: Node) -> View:
+        *own, chunk_size, scale, normalizes = node.args
+        _, number = self._number(float(scale), torch.float32).constant  # type: ignore[arg-type]
+        read = [self._view(one) for one in own[:5] if one is not None]
+        others = [self._input_number(one) for one in own[5:]]
+        return self._kernel("linear_attention", node, read, others, [number, int(chunk_size), int(bool(normalizes))])  # type: ignore[arg-type]
+
     def _all_reduce(self, node: Node) -> View:
         return self._kernel("all_reduce", node, [self._view(node.args[0])], [], [])
 
@@ -843,6 +858,7 @@ def _named(method: Callable[[_Lowering, str, Node], Any], name: str) -> Callable
 _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
     "aten.pow.Tensor_Scalar": _Lowering._power,
     "aten.gelu.default": _Lowering._gelu,
+    "aten.softplus.default": _Lowering._softplus,
     "aten.clamp.default": _Lowering._clamp,
     "aten.clamp.Tensor": _Lowering._clamp,
     "aten.masked_fill.Scalar": _Lowering._selected_by,
@@ -885,6 +901,7 @@ _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
     "specdec.paged_attention.default": _Lowering._paged_attention,
     "specdec.all_reduce.default": _Lowering._all_reduce,
     "specdec.short_conv.default": _Lowering._short_conv,
+    "specdec.linear_attention.default": _Lowering._linear_attention,
 }
 
 

@@ -15,7 +15,7 @@ import torch
 
 OPERATIONS = (
     *("load", "pick", "store", "embed", "copy", "add", "sub", "mul", "div", "maximum", "minimum", "neg", "abs", "sqrt"),
-    *("rsqrt", "pow", "exp", "sin", "cos", "tanh", "sigmoid", "silu", "relu", "gelu", "gelu_tanh", "sum", "mean"),
+    *("rsqrt", "pow", "exp", "sin", "cos", "tanh", "sigmoid", "silu", "relu", "softplus", "gelu", "gelu_tanh", "sum", "mean"),
     *("softmax", "topk", "gather", "floor", "log", "greater", "unequal", "scatter", "select", "add_arrays", "rms_norm"),
     *("layer_norm", "rotary", "gate_silu", "gate_gelu", "gate_gelu_tanh"),
 )
@@ -158,6 +158,7 @@ def cost_of(call: Call) -> int:
         "gelu_tanh",
         "tanh",
         "sigmoid",
+        "softplus",
         "exp",
         "softmax",
         "topk",

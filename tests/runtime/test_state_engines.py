@@ -25,9 +25,9 @@ DRAFTERS: dict[str, Callable[[Engine], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return make_model("lfm2")
+@pytest.fixture(scope="module", params=["lfm2", "qwen3.5"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return make_model(request.param)
 
 
 def answers(engine: Engine, loop: str, drafter: Any) -> list[Sequence]:

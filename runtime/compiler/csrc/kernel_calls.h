@@ -59,6 +59,19 @@ inline at::Tensor call_short_conv(const at::Tensor& inputs, const at::Tensor& we
   return conv.call(inputs, weight, bias, pool, positions, slots, state_slots);
 }
 
+inline at::Tensor call_linear_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                        const at::Tensor& decay, const MaybeTensor& beta, const at::Tensor& pool,
+                                        const at::Tensor& positions, const at::Tensor& slots,
+                                        const at::Tensor& state_slots, int64_t chunk_size, double scale,
+                                        bool normalizes) {
+  static const auto attention =
+      operation<const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const MaybeTensor&,
+                at::Tensor, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, double, bool>(
+          "specdec::linear_attention");
+  return attention.call(query, key, value, decay, beta, pool, positions, slots, state_slots, chunk_size, scale,
+                        normalizes);
+}
+
 inline at::Tensor call_all_reduce(const at::Tensor& x) {
   static const auto all_reduce = operation<const at::Tensor&>("specdec::all_reduce");
   return all_reduce.call(x);

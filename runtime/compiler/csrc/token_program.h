@@ -21,7 +21,7 @@ namespace {
 // In the order of `runtime.compiler.vectors.OPERATIONS`.
 enum class VectorOp : int64_t {
   kLoad, kPick, kStore, kEmbed, kCopy, kAdd, kSub, kMul, kDiv, kMaximum, kMinimum, kNeg, kAbs, kSqrt, kRsqrt, kPow, kExp,
-  kSin, kCos, kTanh, kSigmoid, kSilu, kRelu, kGelu, kGeluTanh, kSum, kMean, kSoftmax, kTopk, kGather, kFloor, kLog,
+  kSin, kCos, kTanh, kSigmoid, kSilu, kRelu, kSoftplus, kGelu, kGeluTanh, kSum, kMean, kSoftmax, kTopk, kGather, kFloor, kLog,
   kGreater, kUnequal, kScatter, kSelect, kAddArrays, kRmsNorm, kLayerNorm, kRotary, kGateSilu, kGateGelu, kGateGeluTanh
 };
 constexpr VectorOp kFirstOfThree = VectorOp::kSelect;  // operations that read three operands, and all behind it
@@ -247,7 +247,8 @@ class TokenProgram {
   }
 
  private:
-  enum Kernel : int64_t { kVectors, kLinear, kQuantizedLinear, kExpertsLinear, kPagedAttention, kAllReduce, kShortConv };
+  enum Kernel : int64_t { kVectors, kLinear, kQuantizedLinear, kExpertsLinear, kPagedAttention, kAllReduce, kShortConv,
+                        kLinearAttention };
 
   // An array that a block of operations writes: for each dimension its size, or -c for c of each token.
   struct Made {
@@ -419,6 +420,7 @@ class TokenProgram {
       case VectorOp::kSigmoid: return compute(call, scratch, [](Lanes a, Lanes) { return 1.0f / (1.0f + exp_lanes(-a)); });
       case VectorOp::kSilu: return compute(call, scratch, [](Lanes a, Lanes) { return silu_lanes(a); });
       case VectorOp::kRelu: return compute(call, scratch, [](Lanes a, Lanes) { return a < 0.0f ? Lanes{} : a; });
+      case VectorOp::kSoftplus: return compute(call, scratch, [](Lanes a, Lanes) { return softplus_lanes(a); });
       case VectorOp::kGelu: return compute(call, scratch, [](Lanes a, Lanes) { return gelu_lanes(a); });
       case VectorOp::kGeluTanh: return compute(call, scratch, [](Lanes a, Lanes) { return gelu_tanh_lanes(a); });
       case VectorOp::kSum:
@@ -508,6 +510,14 @@ class TokenProgram {
       case kAllReduce: return call_all_reduce(in(0));
       case kShortConv:
         return call_short_conv(in(0), weights_.at(s.at(0)), weight(s.at(1)), in(1), in(2), in(3), in(4));
+      case kLinearAttention: {
+        const size_t n = stage.inputs.size();  // with or without the fifth
+        at::Tensor output =
+            call_linear_attention(in(0), in(1), in(2), in(3), n > 8 ? MaybeTensor(in(4)) : std::nullopt, in(n - 4),
+                                  in(n - 3), in(n - 2), in(n - 1), s.at(1), scales_.at(s.at(0)), s.at(2));
+        output.unsafeGetTensorImpl()->set_sizes_contiguous({in(n - 3).numel(), output.numel() / in(n - 3).numel()});
+        return output;
+      }
       default: TORCH_CHECK(false, "a token program names a kernel that is not there: ", stage.kernel);
     }
   }

@@ -81,6 +81,18 @@ inline Lanes erf_lanes(Lanes x) {
 }
 
 inline Lanes silu_lanes(Lanes x) { return x / (1.0f + exp_lanes(-x)); }
+// log(1 + e^x) = max(x, 0) + 2 artanh(z), z = y / (2 + y), y = e^-|x|: z is at most 1/3, so that its series ends soon.
+inline Lanes softplus_lanes(Lanes x) {
+  const Lanes y = exp_lanes((Lanes)((Words)x | 0x80000000u)), z = y / (2.0f + y), square = z * z;
+  Lanes series = square * (1.0f / 15.0f) + 1.0f / 13.0f;
+  series = series * square + 1.0f / 11.0f;
+  series = series * square + 1.0f / 9.0f;
+  series = series * square + 1.0f / 7.0f;
+  series = series * square + 1.0f / 5.0f;
+  series = series * square + 1.0f / 3.0f;
+  series = series * square + 1.0f;
+  return (x < 0.0f ? Lanes{} : x) + 2.0f * z * series;
+}
 inline Lanes gelu_lanes(Lanes x) { return 0.5f * x * (1.0f + erf_lanes(x * 0.70710678118654752f)); }
 inline Lanes gelu_tanh_lanes(Lanes x) {
   return 0.5f * x * (1.0f + tanh_lanes(0.79788456080286536f * (x + 0.044715f * x * x * x)));

@@ -95,7 +95,7 @@ def test_a_step_that_is_not_cut_is_transformers(num_layers: int) -> None:
     check_step(make_model("qwen3", num_hidden_layers=num_layers), as_one)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-neox", "gpt2", "mixtral", "deepseek-v3", "lfm2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-neox", "gpt2", "mixtral", "deepseek-v3", "lfm2", "qwen3.5"])
 def test_numbers_of_16_bits_are_rounded_where_torch_rounds_them(family: str) -> None:
     model = make_model(family).to(torch.bfloat16)
     shapes = probe_config(deepcopy(model.config))
@@ -168,6 +168,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "sigmoid": (torch.sigmoid, 3e-7),
     "silu": (F.silu, 3e-7),
     "relu": (F.relu, 0),
+    "softplus": (F.softplus, 3e-7),
     "gelu": (F.gelu, 4e-7),
     "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), 4e-7),
     "sin": (torch.sin, 2e-7),
@@ -211,7 +212,7 @@ def test_functions_are_torchs(name: str) -> None:
     torch.testing.assert_close(made, function(x.double()).float(), rtol=off, atol=off)
 
 
-@pytest.mark.parametrize("name", ["exp", "silu", "gelu", "tanh", "softmax"])
+@pytest.mark.parametrize("name", ["exp", "silu", "softplus", "gelu", "tanh", "softmax"])
 def test_what_is_no_number_stays_none(name: str) -> None:
     function, _ = FUNCTIONS[name]
     x = torch.full((1, 2, 32), float("nan"))

@@ -1,0 +1,102 @@
+"""Linear attention with decay over states of sequences, in torch.
+
+The gated delta rule (Yang, Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464) and, without `beta`, Mamba-2's
+recurrence (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). A head's state S maps keys to values. It is kept as of
+the beginnings of chunks of positions, and of each token of the last few chunks its key, the sum of decays from its
+chunk's beginning on, and what it adds to the state: `csrc/linear_attention.cpp` has the equations. So what a token gives
+depends on its position and on the tokens before it, not on what was computed in one step with it, and going back to an
+earlier position undoes nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def linear_attention(
+    query: Tensor,  # (1, B x Q, Hk, D)
+    key: Tensor,  # (1, B x Q, Hk, D)
+    value: Tensor,  # (1, B x Q, H, Dv)
+    decay: Tensor,  # (1, B x Q, H) float32, logarithms
+    beta: Tensor | None,  # (1, B x Q, H) float32
+    pool: Tensor,  # (num_slots, H, num_chunks x numbers) float32, which is written
+    positions: Tensor,  # (B, Q) int64
+    slot_mapping: Tensor,  # (B, Q) int64, 0 of padding
+    state_slots: Tensor,  # (B,) int64
+    chunk_size: int,
+    scale: float,
+    normalizes: bool,
+) -> Tensor:  # (1, B x Q, H, Dv)
+    """The tokens' outputs, of rows one after the other. Queries and keys are made of length 1 if `normalizes` is true."""
+    (B, Q), (H, Dv) = positions.shape, value.shape[2:]
+    queries, keys = (_of_heads(one, H, normalizes=normalizes) for one in (query, key))
+    values, output = value[0].float(), torch.zeros_like(value)
+    rates = torch.ones_like(decay[0]) if beta is None else beta[0]
+    for b, slot in enumerate(state_slots.tolist()):
+        begin, num_tokens = b * Q, int((slot_mapping[b] != 0).sum())
+        chunks = _Chunks(pool[slot], chunk_size, key.shape[3], Dv)
+        while num_tokens:
+            position = int(positions.flatten()[begin])
+            count = min(num_tokens, chunk_size - position % chunk_size)
+            tokens = slice(begin, begin + count)
+            parts = (queries[tokens] * scale, keys[tokens], values[tokens], decay[0, tokens], rates[tokens])
+            of_heads = [one.transpose(0, 1) for one in parts]
+            output[0, tokens] = chunks.attend(position, of_heads, corrects=beta is not None).transpose(0, 1).to(value.dtype)
+            begin, num_tokens = begin + count, num_tokens - count
+    return output
+
+
+def _of_heads(x: Tensor, num_heads: int, *, normalizes: bool) -> Tensor:
+    """(B x Q, H, D) float32 of (1, B x Q, Hk, D)."""
+    x = x[0].float().repeat_interleave(num_heads // x.shape[2], dim=1)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) if normalizes else x
+
+
+@dataclass
+class _Chunks:
+    """One slot: of each chunk (H, D, Dv) its state, and of its tokens (H, C, D) keys, (H, C, Dv) added, (H, C) decays."""
+
+    slot: Tensor  # (H, num_chunks x numbers)
+    size: int
+    key_dim: int
+    value_dim: int
+
+    def parts(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Views of the chunk's state, keys, what is added, and decays."""
+        D, Dv, C = self.key_dim, self.value_dim, self.size
+        sizes = [D * Dv, C * D, C * Dv, C]
+        num_chunks = self.slot.shape[1] // sum(sizes)
+        state, keys, added, decays = self.slot.unflatten(1, (num_chunks, -1))[:, number % num_chunks].split(sizes, 1)
+        return state.unflatten(1, (D, Dv)), keys.unflatten(1, (C, D)), added.unflatten(1, (C, Dv)), decays
+
+    def attend(self, position: int, tokens: list[Tensor], *, corrects: bool) -> Tensor:
+        """Outputs (H, n, Dv) of n tokens of one chunk: query, key, value, decay and beta of each head."""
+        query, key, value, decay, rates = tokens
+        number, first = divmod(position, self.size)
+        state, keys, added, decays = self.parts(number)
+        if first == 0:
+            state.copy_(self._state_after(number - 1))
+        end = first + key.shape[1]
+        keys[:, first:end] = key
+        decays[:, first:end] = decay.cumsum(1) + (decays[:, first - 1 : first] if first else 0)
+        own, among = decays[:, first:end, None], decays[:, None, :end]
+        sees = torch.ones(end - first, end, dtype=torch.bool, device=key.device).tril(first)
+        factors = (own - among).exp()
+        of_queries = (query @ keys[:, :end].transpose(1, 2) * factors).where(sees, 0)
+        if corrects:
+            of_keys = (key @ keys[:, :end].transpose(1, 2) * factors).where(sees, 0) * rates.unsqueeze(-1)
+            value = rates.unsqueeze(-1) * (value - own.exp() * (key @ state)) - of_keys[:, :, :first] @ added[:, :first]
+            value = torch.linalg.solve_triangular(of_keys[:, :, first:], value, upper=False, unitriangular=True)
+        added[:, first:end] = value
+        # What is not finite stays so where it is seen, and passes through no product with 0.
+        broken = ~added[:, :end].isfinite().all(-1)
+        output = own.exp() * (query @ state) + of_queries @ added[:, :end].where(~broken.unsqueeze(-1), 0)
+        return output.masked_fill((sees & broken.unsqueeze(1)).any(-1, keepdim=True), torch.nan)
+
+    def _state_after(self, number: int) -> Tensor:
+        if number < 0:
+            return self.slot.new_zeros(())
+        state, keys, added, decays = self.parts(number)
+        last = decays[:, -1:]
+        return last.exp().unsqueeze(-1) * state + (keys * (last - decays).exp().unsqueeze(-1)).transpose(1, 2) @ added

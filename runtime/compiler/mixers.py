@@ -1,0 +1,184 @@
+"""Layers that keep a state of the tokens before, instead of keys and values: transformers' modules, over slots.
+
+Their forward stays transformers' own. What it calls for a convolution along the tokens, and for the recurrence, is ours
+where the step hands over `paged`, as attention is by its interface (`runtime.compiler.attention`). LFM2's module has no
+such functions, and gets a forward.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, wraps
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+
+from runtime.compiler.attention import KERNEL, PagedInputs
+from runtime.compiler.linear_attention import linear_attention
+from runtime.compiler.short_conv import short_conv
+from runtime.config import LayerShape, RecurrentShape, StateShape
+from runtime.states import CHUNK_SIZE
+
+Recorded = dict[int, LayerShape | StateShape]
+"""Shapes by layer, of a forward that computes nothing."""
+_SHORT_CONVS = {"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"}
+
+
+def place_states(model: PreTrainedModel) -> None:
+    """Have the model's layers with a state, if it has any, keep it in the paged inputs of a step.
+
+    Without paged inputs they stay transformers'.
+    """
+    for module in model.modules():
+        name = type(module).__name__
+        if isinstance(module, _Mixer) or name not in _SHORT_CONVS | _RECURRENT.keys():
+            continue
+        if name in _RECURRENT:
+            _place_functions(type(module).__module__, _RECURRENT[name])
+        module.model_config = model.config  # type: ignore[assignment]
+        module.__class__ = _placed(type(module), ShortConv if name in _SHORT_CONVS else RecurrentMixer)  # type: ignore[assignment]
+
+
+def state_layers(model: nn.Module) -> tuple[int, ...]:
+    """Numbers of the layers whose states are in paged inputs."""
+    return tuple(one.layer_idx for one in model.modules() if isinstance(one, _Mixer))
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """One layer's states in a step. Where they are recorded, nothing is computed."""
+
+    paged: PagedInputs | Recorded
+    layer: int
+    by_kernel: bool
+
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Causal convolution of each channel, of (1, B x Q, C) inputs by (C, kernel_size) weights."""
+        if isinstance(self.paged, dict):
+            self.paged[self.layer] = StateShape(self.layer, inputs.shape[-1], weight.shape[1] - 1)
+            return torch.empty_like(inputs)
+        function = torch.ops.specdec.short_conv if self.by_kernel else short_conv
+        convolved: Tensor = function(inputs, weight, bias, self.paged.pools_of_state(self.layer)[0], *self._places())
+        return convolved
+
+    def attend(self, parts: tuple[Tensor, ...], scale: float, *, normalizes: bool) -> Tensor:
+        """Linear attention of `parts`: query, key, value, decay, and beta of the delta rule. Returns value's shape."""
+        query, key, value, decay, *beta = parts
+        if isinstance(self.paged, dict):
+            shape = RecurrentShape(value.shape[2], key.shape[3], value.shape[3])
+            self.paged[self.layer] = replace(cast(StateShape, self.paged[self.layer]), recurrent=shape)
+            return torch.empty_like(value)
+        function = torch.ops.specdec.linear_attention if self.by_kernel else linear_attention
+        pool = self.paged.pools_of_state(self.layer)[1]
+        rates = beta[0].float() if beta else None
+        settings = (*self._places(), CHUNK_SIZE, scale, normalizes)
+        output: Tensor = function(query, key, value, decay.float(), rates, pool, *settings)
+        return output
+
+    def _places(self) -> tuple[Tensor, Tensor, Tensor]:
+        paged = cast(PagedInputs, self.paged)
+        assert paged.state_slots is not None
+        return paged.positions, paged.slot_mapping, paged.state_slots
+
+
+class _Mixer(nn.Module):
+    """One of transformers' modules, with a state in the step's paged inputs."""
+
+    layer_idx: int
+    model_config: PreTrainedConfig
+
+    def states(self, paged: PagedInputs | Recorded) -> LayerStates:
+        return LayerStates(paged, self.layer_idx, self.model_config._attn_implementation == KERNEL)
+
+
+class ShortConv(_Mixer):
+    """The forward of `Lfm2ShortConv` and its like, of one row of B x Q tokens."""
+
+    in_proj: nn.Linear
+    out_proj: nn.Linear
+    conv: nn.Conv1d
+
+    def forward(
+        self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any
+    ) -> Tensor:
+        if paged is None:
+            output: Tensor = super().forward(hidden_states, **kwargs)
+            return output
+        before, after, x = self.in_proj(hidden_states).chunk(3, dim=-1)
+        convolved = self.states(paged).convolve(before * x, self.conv.weight.squeeze(1), self.conv.bias)
+        mixed: Tensor = self.out_proj(after * convolved)
+        return mixed
+
+
+class RecurrentMixer(_Mixer):
+    """A module whose forward hands its keywords on to the functions of `_RECURRENT`."""
+
+    def forward(
+        self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any
+    ) -> Tensor:
+        if paged is not None:
+            kwargs["paged"] = self.states(paged)
+        output: Tensor = super().forward(hidden_states, **kwargs)
+        return output
+
+
+@cache
+def _placed(module_class: type[nn.Module], mixer: type[_Mixer]) -> type[nn.Module]:
+    return type(module_class.__name__, (mixer, module_class), {})
+
+
+def _convolved(
+    paged: LayerStates,
+    hidden_states: Tensor,  # (1, C, B x Q)
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' `causal_conv1d_fn`."""
+    convolved = paged.convolve(hidden_states.transpose(1, 2), weight, bias)
+    return (convolved if activation is None else ACT2FN[activation](convolved)).transpose(1, 2)
+
+
+def _delta_rule(
+    paged: LayerStates,
+    query: Tensor,  # (1, B x Q, Hk, D)
+    key: Tensor,
+    value: Tensor,  # (1, B x Q, H, Dv)
+    g: Tensor,  # (1, B x Q, H)
+    beta: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' `torch_chunk_gated_delta_rule`."""
+    parts = query, key, value, g, beta
+    return paged.attend(parts, key.shape[-1] ** -0.5, normalizes=use_qk_l2norm_in_kernel), None
+
+
+def _place_functions(module_name: str, functions: dict[str, Callable[..., Any]]) -> None:
+    """Have functions of transformers' module, by name, be ours where they get `paged`."""
+    module = sys.modules[module_name]
+    for name, ours in functions.items():
+        theirs = getattr(module, name)
+        if not hasattr(theirs, "of_paged"):
+            setattr(module, name, _with_paged(theirs, ours))
+
+
+def _with_paged(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(theirs)
+    def function(*args: Any, paged: LayerStates | None = None, **kwargs: Any) -> Any:
+        return theirs(*args, **kwargs) if paged is None else ours(paged, *args, **kwargs)
+
+    function.of_paged = ours  # type: ignore[attr-defined]
+    return function
+
+
+_DELTA_NET = {"causal_conv1d_fn": _convolved, "torch_chunk_gated_delta_rule": _delta_rule}
+_RECURRENT = dict.fromkeys(
+    ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"), _DELTA_NET
+)

@@ -1,0 +1,179 @@
+"""Linear attention over slots, by the kernel and by torch, against float64's recurrence, one token after the other."""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.compiler.kernels import load_kernels
+from runtime.compiler.linear_attention import linear_attention
+from runtime.config import RecurrentShape, StateShape
+from runtime.states import CHUNK_SIZE, state_pools
+
+NUM_SLOTS, NUM_BACK = 4, 32
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+class Shape(NamedTuple):
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+
+SHAPES = [Shape(2, 4, 16, 32), Shape(1, 3, 20, 72), Shape(2, 2, 128, 128)]  # registers filled and not
+
+
+class Text(NamedTuple):
+    """What a layer computes of tokens: (T, heads, numbers) each, and (T, heads)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+def text_of(num_tokens: int, shape: Shape, dtype: torch.dtype, seed: int) -> Text:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(num_tokens, *size, generator=generator)
+
+    query, key = (draw(shape.num_key_heads, shape.key_dim).to(dtype) for _ in range(2))
+    value = draw(shape.num_heads, shape.value_dim).to(dtype)
+    return Text(query, key, value, -F.softplus(draw(shape.num_heads)), torch.sigmoid(draw(shape.num_heads)))
+
+
+def expected_of(text: Text, *, corrects: bool) -> Tensor:
+    """The definition: S decays, is corrected by beta (v - k S) where k is, and is read with q."""
+    query, key, value, decay, beta = (one.double() for one in text)
+    num_heads = value.shape[1]
+    query, key = (one.repeat_interleave(num_heads // one.shape[1], 1) for one in (query, key))
+    if corrects:
+        query, key = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (query, key))
+    state, outputs = torch.zeros(num_heads, key.shape[2], value.shape[2], dtype=torch.float64), []
+    for q, k, v, g, b in zip(query / math.sqrt(query.shape[2]), key, value, decay, beta, strict=True):
+        state = state * g.exp()[:, None, None]
+        added = b[:, None] * (v - (k[:, None] @ state)[:, 0]) if corrects else v
+        state = state + k[:, :, None] * added[:, None]
+        outputs.append((q[:, None] @ state)[:, 0])
+    return torch.stack(outputs)
+
+
+def by_kernel(*inputs: Any) -> Tensor:
+    output: Tensor = torch.ops.specdec.linear_attention(*inputs)
+    return output
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def attend(request: pytest.FixtureRequest, kernels: Path) -> Any:
+    load_kernels(kernels)
+    return by_kernel if request.param == "kernel" else linear_attention
+
+
+def pool_of(shape: Shape, fill: float = math.nan) -> Tensor:
+    states = [StateShape(0, 1, 1, RecurrentShape(shape.num_heads, shape.key_dim, shape.value_dim))]
+    return state_pools(states, NUM_SLOTS, NUM_BACK, torch.float32, torch.device("cpu"))[1].fill_(fill)
+
+
+def step(attend: Any, texts: list[Text], rows: list[tuple[int, int, int]], pool: Tensor, *, corrects: bool) -> list[Tensor]:
+    """The outputs of (text, start, number) tokens; text i has slot i + 1."""
+    longest = max(number for _, _, number in rows)
+    positions, slots = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
+    for b, (_, start, number) in enumerate(rows):
+        positions[b, :number] = torch.arange(start, start + number)
+        slots[b, :number] = 1
+
+    def padded(part: int) -> Tensor:
+        whole = texts[0][part].new_zeros(len(rows), longest, *texts[0][part].shape[1:])
+        for b, (text, start, number) in enumerate(rows):
+            whole[b, :number] = texts[text][part][start : start + number]
+        return whole.flatten(0, 1)[None]
+
+    query, key, value, decay, beta = (padded(part) for part in range(5))
+    state_slots = torch.tensor([text + 1 for text, _, _ in rows])
+    places, scale = (positions, slots, state_slots), query.shape[3] ** -0.5
+    rates = beta if corrects else None
+    output = attend(query, key, value, decay, rates, pool, *places, CHUNK_SIZE, scale, corrects)
+    assert output.dtype == value.dtype and output.shape == value.shape
+    rows_of = output[0].unflatten(0, (len(rows), longest))
+    return [rows_of[b, :number] for b, (_, _, number) in enumerate(rows)]
+
+
+STEPS = [
+    [(0, 0, 50)],
+    [(1, 0, 2), (0, 50, 1)],
+    [(0, 51, 30), (1, 2, 5)],  # over the beginning of a chunk, which is rejected
+    [(1, 4, 1), (0, 53, 1)],
+    [(0, 54, 11), (1, 5, 64)],
+    [(0, 65, 100)],
+    [(0, 134, 1), (1, 60, 9)],
+    [(0, 135, 5)],
+]
+
+
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "decay alone"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pieces_rejected_drafts_and_batches_give_the_recurrence_of_the_text(
+    shape: Shape, dtype: torch.dtype, corrects: bool, attend: Any
+) -> None:
+    texts = [text_of(length, shape, dtype, seed) for seed, length in enumerate((170, 70))]
+    pool, outputs = pool_of(shape), [torch.zeros_like(text.value) for text in texts]
+    for rows in STEPS:
+        for (text, start, number), made in zip(rows, step(attend, texts, rows, pool, corrects=corrects), strict=True):
+            outputs[text][start : start + number] = made
+    for text, output in zip(texts, outputs, strict=True):
+        expected = expected_of(text, corrects=corrects)
+        end = 140 if len(output) == 170 else 69
+        error = (output.double() - expected)[:end].abs().max() / expected[:end].abs().max()
+        assert error < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "decay alone"])
+def test_a_tokens_bits_are_its_own(corrects: bool, kernels: Path) -> None:
+    """By the kernel: in one piece, token by token, in pieces and with drafts that are rejected, on one thread and two."""
+    load_kernels(kernels)
+    shape = SHAPES[1]
+    text, other = text_of(100, shape, torch.float32, 0), text_of(100, shape, torch.float32, 1)
+    (expected,) = step(by_kernel, [text], [(0, 0, 100)], pool_of(shape), corrects=corrects)
+    for sizes in ([1] * 100, [64, 36], [7, 25, 33, 31, 4]):
+        pool, start = pool_of(shape), 0
+        for size in sizes:
+            end = start + size
+            drafted = Text(*(torch.cat([own[:end], drafts[end:]]) for own, drafts in zip(text, other, strict=True)))
+            num_tokens = min(size + NUM_BACK, 100 - start)
+            (made,) = step(by_kernel, [drafted], [(0, start, num_tokens)], pool, corrects=corrects)
+            assert torch.equal(made[:size], expected[start:end])
+            start = end
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    try:
+        (made,) = step(by_kernel, [text], [(0, 0, 100)], pool_of(shape), corrects=corrects)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(made, expected)
+
+
+def test_rows_of_one_sequence_go_on_from_each_other(kernels: Path) -> None:
+    load_kernels(kernels)
+    text, whole, split = text_of(80, SHAPES[0], torch.float32, 0), pool_of(SHAPES[0], 0.0), pool_of(SHAPES[0], 0.0)
+    (expected,) = step(by_kernel, [text], [(0, 0, 80)], whole, corrects=True)
+    made = step(by_kernel, [text], [(0, start, 1) for start in range(80)], split, corrects=True)
+    assert torch.equal(torch.cat(made), expected) and torch.equal(whole[1], split[1])
+
+
+def test_what_is_not_finite_stays_in_its_sequence(attend: Any) -> None:
+    shape = SHAPES[0]
+    texts, pool = [text_of(70, shape, torch.float32, seed) for seed in range(2)], pool_of(shape)
+    texts[0].value[40] = torch.inf
+    first, second = step(attend, texts, [(0, 0, 70), (1, 0, 70)], pool, corrects=True)
+    assert first[:40].isfinite().all() and not first[41:].isfinite().any() and second.isfinite().all()
+    pool[2] = pool[1]  # a slot that another had
+    (again,) = step(attend, [texts[1]] * 2, [(1, 0, 70)], pool, corrects=True)
+    assert torch.equal(again, second)
