@@ -23,7 +23,7 @@ CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # it was compiled for; 7: layers said whether they quantize what they read, not to how many bits; 8: the
 # kernels did not sample; 9: the compiler's loops were OpenMP's; 10: a step was one program; 11: all of a step's
 # programs were compiled
-ENGINE_FORMAT_VERSION = 13
+ENGINE_FORMAT_VERSION = 14
 
 # Beyond these nothing useful can be built, and what is asked for is most likely a slip.
 MAX_BATCH_SIZE = 1024

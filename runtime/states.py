@@ -4,9 +4,9 @@ Such a layer keeps its inputs of a sequence's last tokens in the sequence's slot
 the slot's length. What a rejected draft left there is overwritten when its positions are computed again, so rolling
 back moves a number and copies nothing. A step may begin at any position that the slot still has the tokens before.
 
-A recurrent state is kept as of the first positions of the last few chunks of `CHUNK_SIZE`, and beside it what each token
-of these chunks adds to it, by position too (`runtime.compiler.linear_attention`). It is read once in a step, and written
-where a chunk begins.
+A recurrent state is kept as of the first positions of the last few chunks of `CHUNK_SIZE`, and beside it what each
+token of these chunks adds to it, by position too (`runtime.compiler.linear_attention`). It is read once in a step, and
+written where a chunk begins.
 
 Slots of released sequences are kept, the oldest until its slot is needed, and found again by the tokens that they are
 the state of. So is a copy of the state after tokens that two sequences begin with, such as a system prompt.

@@ -107,7 +107,8 @@ def _shrink_text(text: dict[str, Any]) -> None:
     if "rotary_dim" in text:
         text["rotary_dim"] = _HEAD_DIM // 2
     num_layers = text.get("num_hidden_layers", 1)
-    text["num_hidden_layers"] = 7 if text["model_type"].startswith("gemma") else 4 if "layer_types" in text else 2
+    of_kinds = {"layer_types", "full_attention_interval"} & text.keys()
+    text["num_hidden_layers"] = 7 if text["model_type"].startswith("gemma") else 4 if of_kinds else 2
     if text.get("num_kv_shared_layers"):
         text["num_hidden_layers"], text["num_kv_shared_layers"] = 10, 4
     for name, value in text.items():

@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 
 from runtime.compiler.attention import PagedInputs
 from runtime.compiler.linears import use_kernels
-from runtime.compiler.selection import select_early
 from runtime.compiler.mixers import state_layers
+from runtime.compiler.selection import select_early
 from runtime.compiler.weights import Layout, layout_of, present
 from runtime.config import LayerShape, StateShape
 

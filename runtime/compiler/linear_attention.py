@@ -1,14 +1,15 @@
 """Linear attention with decay over states of sequences, in torch.
 
-The gated delta rule (Yang, Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464) and, without `beta`, Mamba-2's
-recurrence (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). A head's state S maps keys to values. It is kept as of
-the beginnings of chunks of positions, and of each token of the last few chunks its key, the sum of decays from its
-chunk's beginning on, and what it adds to the state: `csrc/linear_attention.cpp` has the equations. So what a token gives
-depends on its position and on the tokens before it, not on what was computed in one step with it, and going back to an
-earlier position undoes nothing.
+The gated delta rule (Yang, Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464) and, without `beta`, the
+recurrence of Mamba-2 (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). A head's state S maps keys to values. It is
+kept as of the beginnings of chunks of positions, and of each token of the last few chunks its key, the sum of decays
+from its chunk's beginning on, and what it adds to the state: `csrc/linear_attention.cpp` has the equations. So what a
+token gives depends on its position and on the tokens before it, not on what was computed in one step with it, and going
+back to an earlier position undoes nothing.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ def linear_attention(
     scale: float,
     normalizes: bool,
 ) -> Tensor:  # (1, B x Q, H, Dv)
-    """The tokens' outputs, of rows one after the other. Queries and keys are made of length 1 if `normalizes` is true."""
-    (B, Q), (H, Dv) = positions.shape, value.shape[2:]
+    """The tokens' outputs, of rows one after the other. Queries and keys get length 1 if `normalizes` is true."""
+    Q, (H, Dv) = positions.shape[1], value.shape[2:]
     queries, keys = (_of_heads(one, H, normalizes=normalizes) for one in (query, key))
     values, output = value[0].float(), torch.zeros_like(value)
     rates = torch.ones_like(decay[0]) if beta is None else beta[0]
@@ -42,7 +43,8 @@ def linear_attention(
             tokens = slice(begin, begin + count)
             parts = (queries[tokens] * scale, keys[tokens], values[tokens], decay[0, tokens], rates[tokens])
             of_heads = [one.transpose(0, 1) for one in parts]
-            output[0, tokens] = chunks.attend(position, of_heads, corrects=beta is not None).transpose(0, 1).to(value.dtype)
+            made = chunks.attend(position, of_heads, corrects=beta is not None)
+            output[0, tokens] = made.transpose(0, 1).to(value.dtype)
             begin, num_tokens = begin + count, num_tokens - count
     return output
 
@@ -55,7 +57,7 @@ def _of_heads(x: Tensor, num_heads: int, *, normalizes: bool) -> Tensor:
 
 @dataclass
 class _Chunks:
-    """One slot: of each chunk (H, D, Dv) its state, and of its tokens (H, C, D) keys, (H, C, Dv) added, (H, C) decays."""
+    """One slot: of each chunk its state, (H, D, Dv), and its tokens' keys, what they add, and decays."""
 
     slot: Tensor  # (H, num_chunks x numbers)
     size: int
@@ -63,12 +65,14 @@ class _Chunks:
     value_dim: int
 
     def parts(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Views of the chunk's state, keys, what is added, and decays."""
+        """Views: the chunk's state, (H, C, D) keys, (H, C, Dv) added by tokens, (H, C) sums of decays."""
         D, Dv, C = self.key_dim, self.value_dim, self.size
         sizes = [D * Dv, C * D, C * Dv, C]
         num_chunks = self.slot.shape[1] // sum(sizes)
-        state, keys, added, decays = self.slot.unflatten(1, (num_chunks, -1))[:, number % num_chunks].split(sizes, 1)
-        return state.unflatten(1, (D, Dv)), keys.unflatten(1, (C, D)), added.unflatten(1, (C, Dv)), decays
+        chunk = self.slot.view(-1, num_chunks, sum(sizes))[:, number % num_chunks]
+        ends = [0, *accumulate(sizes)]
+        state, keys, added, decays = (chunk[:, begin:end] for begin, end in pairwise(ends))
+        return state.view(-1, D, Dv), keys.view(-1, C, D), added.view(-1, C, Dv), decays
 
     def attend(self, position: int, tokens: list[Tensor], *, corrects: bool) -> Tensor:
         """Outputs (H, n, Dv) of n tokens of one chunk: query, key, value, decay and beta of each head."""

@@ -12,7 +12,6 @@ from functools import cache, wraps
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
@@ -25,7 +24,6 @@ from runtime.states import CHUNK_SIZE
 
 Recorded = dict[int, LayerShape | StateShape]
 """Shapes by layer, of a forward that computes nothing."""
-_SHORT_CONVS = {"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"}
 
 
 def place_states(model: PreTrainedModel) -> None:
@@ -34,13 +32,12 @@ def place_states(model: PreTrainedModel) -> None:
     Without paged inputs they stay transformers'.
     """
     for module in model.modules():
-        name = type(module).__name__
-        if isinstance(module, _Mixer) or name not in _SHORT_CONVS | _RECURRENT.keys():
+        mixer, functions = _MIXERS.get(type(module).__name__, (None, {}))
+        if mixer is None or isinstance(module, _Mixer):
             continue
-        if name in _RECURRENT:
-            _place_functions(type(module).__module__, _RECURRENT[name])
+        _place_functions(type(module).__module__, functions)
         module.model_config = model.config  # type: ignore[assignment]
-        module.__class__ = _placed(type(module), ShortConv if name in _SHORT_CONVS else RecurrentMixer)  # type: ignore[assignment]
+        module.__class__ = _placed(type(module), mixer)  # type: ignore[arg-type]
 
 
 def state_layers(model: nn.Module) -> tuple[int, ...]:
@@ -102,9 +99,7 @@ class ShortConv(_Mixer):
     out_proj: nn.Linear
     conv: nn.Conv1d
 
-    def forward(
-        self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Tensor:
         if paged is None:
             output: Tensor = super().forward(hidden_states, **kwargs)
             return output
@@ -115,11 +110,9 @@ class ShortConv(_Mixer):
 
 
 class RecurrentMixer(_Mixer):
-    """A module whose forward hands its keywords on to the functions of `_RECURRENT`."""
+    """A module whose forward hands its keywords on to the functions of `_MIXERS`."""
 
-    def forward(
-        self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Tensor:
         if paged is not None:
             kwargs["paged"] = self.states(paged)
         output: Tensor = super().forward(hidden_states, **kwargs)
@@ -178,7 +171,13 @@ def _with_paged(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callabl
     return function
 
 
-_DELTA_NET = {"causal_conv1d_fn": _convolved, "torch_chunk_gated_delta_rule": _delta_rule}
-_RECURRENT = dict.fromkeys(
-    ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"), _DELTA_NET
-)
+_Functions = dict[str, Callable[..., Any]]
+_DELTA_NET: _Functions = {"causal_conv1d_fn": _convolved, "torch_chunk_gated_delta_rule": _delta_rule}
+_MIXERS: dict[str, tuple[type[_Mixer], _Functions]] = {
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), (ShortConv, {})),
+    **dict.fromkeys(
+        ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
+        (RecurrentMixer, _DELTA_NET),
+    ),
+}
+"""transformers' classes of mixers, and the functions of their modules that ours stand for."""

@@ -32,9 +32,9 @@ from transformers.pytorch_utils import Conv1D
 from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs
 from runtime.compiler.fusing import fuse
 from runtime.compiler.kernels import choose_vector_math
+from runtime.compiler.mixers import place_states, state_layers
 from runtime.compiler.pretrained import last_words, model_class
 from runtime.compiler.quantized import place_quantized, placeholders
-from runtime.compiler.mixers import place_states, state_layers
 from runtime.compiler.split import compute_together, place_pieces, placeholders_of_pieces
 from runtime.compiler.weights import absent_weights, is_absent, present, read_weights
 from runtime.config import LayerShape, Quantization, StateShape, parted

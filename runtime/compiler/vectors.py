@@ -15,9 +15,9 @@ import torch
 
 OPERATIONS = (
     *("load", "pick", "store", "embed", "copy", "add", "sub", "mul", "div", "maximum", "minimum", "neg", "abs", "sqrt"),
-    *("rsqrt", "pow", "exp", "sin", "cos", "tanh", "sigmoid", "silu", "relu", "softplus", "gelu", "gelu_tanh", "sum", "mean"),
-    *("softmax", "topk", "gather", "floor", "log", "greater", "unequal", "scatter", "select", "add_arrays", "rms_norm"),
-    *("layer_norm", "rotary", "gate_silu", "gate_gelu", "gate_gelu_tanh"),
+    *("rsqrt", "pow", "exp", "sin", "cos", "tanh", "sigmoid", "silu", "relu", "softplus", "gelu", "gelu_tanh", "sum"),
+    *("mean", "softmax", "topk", "gather", "floor", "log", "greater", "unequal", "scatter", "select", "add_arrays"),
+    *("rms_norm", "layer_norm", "rotary", "gate_silu", "gate_gelu", "gate_gelu_tanh"),
 )
 """Names of operations on vectors, by their numbers in the code."""
 DTYPES = {torch.float32: 6, torch.bfloat16: 15, torch.float16: 5, torch.int64: 4}

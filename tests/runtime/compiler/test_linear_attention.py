@@ -81,7 +81,9 @@ def pool_of(shape: Shape, fill: float = math.nan) -> Tensor:
     return state_pools(states, NUM_SLOTS, NUM_BACK, torch.float32, torch.device("cpu"))[1].fill_(fill)
 
 
-def step(attend: Any, texts: list[Text], rows: list[tuple[int, int, int]], pool: Tensor, *, corrects: bool) -> list[Tensor]:
+def step(
+    attend: Any, texts: list[Text], rows: list[tuple[int, int, int]], pool: Tensor, *, corrects: bool
+) -> list[Tensor]:
     """The outputs of (text, start, number) tokens; text i has slot i + 1."""
     longest = max(number for _, _, number in rows)
     positions, slots = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
@@ -137,7 +139,7 @@ def test_pieces_rejected_drafts_and_batches_give_the_recurrence_of_the_text(
 
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "decay alone"])
 def test_a_tokens_bits_are_its_own(corrects: bool, kernels: Path) -> None:
-    """By the kernel: in one piece, token by token, in pieces and with drafts that are rejected, on one thread and two."""
+    """By the kernel: in one piece, token by token, in pieces with drafts that are rejected, on one thread and two."""
     load_kernels(kernels)
     shape = SHAPES[1]
     text, other = text_of(100, shape, torch.float32, 0), text_of(100, shape, torch.float32, 1)
