@@ -8,7 +8,6 @@ import dataclasses
 import sys
 import types
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -145,6 +144,7 @@ class CheckpointConfig:
 class LayerShape:
     """K/V shape of one attention layer, and how far back it sees (None: everything)."""
 
+    layer: Count
     num_kv_heads: Size
     key_head_dim: Size
     value_head_dim: Size
@@ -162,7 +162,7 @@ class RecurrentShape:
 
 @dataclass(frozen=True)
 class StateShape:
-    """State of one layer that has no attention: the last tokens' inputs of its convolution, `width` numbers of each."""
+    """State of one layer: the last tokens' inputs of its convolution, `width` numbers of each."""
 
     layer: Count
     width: Size
@@ -172,13 +172,15 @@ class StateShape:
     """None: its output depends on these tokens alone."""
 
 
-def parted(shapes: Iterable[LayerShape | StateShape]) -> tuple[tuple[LayerShape, ...], tuple[StateShape, ...]]:
-    """Shapes of layers with attention, and of those with a state."""
-    of_layers = tuple(shapes)
-    return (
-        tuple(one for one in of_layers if isinstance(one, LayerShape)),
-        tuple(one for one in of_layers if isinstance(one, StateShape)),
-    )
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of what a model's layers keep of the tokens before: keys and values, a state, both or nothing."""
+
+    layers: tuple[LayerShape, ...]
+    states: tuple[StateShape, ...] = ()
+
+    def of(self, layer: int) -> tuple[LayerShape | StateShape, ...]:
+        return tuple(one for one in self.layers + self.states if one.layer == layer)
 
 
 @dataclass(frozen=True)
@@ -226,10 +228,8 @@ class StepShape:
     states: tuple[StateShape, ...] = ()
 
     @property
-    def in_order(self) -> tuple[LayerShape | StateShape, ...]:
-        """Each layer's shape, by its number."""
-        states, attention = {state.layer: state for state in self.states}, iter(self.layers)
-        return tuple(states.get(i) or next(attention) for i in range(len(self.layers) + len(states)))
+    def shapes(self) -> Shapes:
+        return Shapes(self.layers, self.states)
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,6 @@ class EngineConfig:
     self_draft_costs: tuple[StepCost, ...] = ()
     """Step times of the self-draft copy."""
     states: tuple[StateShape, ...] = ()
-    """States of layers without attention."""
     machine: MachineSpeed | None = None
     """Machine on which steps were measured."""
     quantization: Quantization | None = None

@@ -102,6 +102,24 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_DELTA_NET,
         },
     ),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2,
+            "head_dim": 12,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 12,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "time_step_min": 1e-9,  # transformers has a least time step for prompts, and none for one token
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "moe_shared_expert_intermediate_size": 24,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
     # Its router computes in float32; its first layer is none of a mixture.
     "deepseek-v3": (
         "deepseek_v3",
@@ -138,6 +156,21 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MIXTURES = tuple(_MIXTURES)
+# Whose layers are not compiled one by one, because they return tuples.
+_UNCUT: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            "head_dim": 12,
+            "mamba_d_ssm": 48,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 12,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 2,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 1.3],
+        },
+    ),
+}
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -155,7 +188,7 @@ _COMMON: dict[str, Any] = {
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    model_type, own = (_FAMILIES | _MIXTURES)[family]
+    model_type, own = (_FAMILIES | _MIXTURES | _UNCUT)[family]
     settings = _COMMON | own | overrides
     if model_type in ("gpt2", "gpt_neox", "opt"):
         del settings["num_key_value_heads"]  # every head has its own

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from runtime.config import LayerShape
+from runtime.config import LayerShape, StateShape
 from runtime.errors import SpecDecError
 from runtime.kv_cache import are_quantizable, dequantize_kv, quantize_kv
 
@@ -41,14 +41,15 @@ class PagedInputs:
     positions: Tensor  # (B, Q) int64
     slot_mapping: Tensor  # (B, Q) int64
     block_tables: Tensor  # (B, N) int64
-    state_layers: tuple[int, ...] = ()  # numbers of layers that have a state instead of keys and values
+    layers: tuple[int, ...]  # numbers of layers that have keys and values
+    state_layers: tuple[int, ...] = ()  # and of those that have a state
     state_slots: Tensor | None = None  # (B,) int64
     state_pools: list[Tensor] = field(default_factory=list)  # see `runtime.states.state_pools`
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def kv_place(self, layer: int) -> int:
         """Index of the layer's pools among those of keys and of values."""
-        return layer - sum(other < layer for other in self.state_layers)
+        return self.layers.index(layer)
 
     def pools_of_state(self, layer: int) -> list[Tensor]:
         """The layer's last inputs, and its recurrent state if it has one, as all such layers of a model have."""
@@ -73,6 +74,14 @@ class PagedInputs:
         """(B, N x block_size) bool, False beyond a row's last token, where its blocks hold what others left there."""
         num_slots = self.block_tables.shape[1] * self.key_pools[0].shape[3]
         return torch.arange(num_slots, device=self.positions.device) <= self.positions.amax(1, keepdim=True)
+
+
+@dataclass
+class Recorded:
+    """Shapes by layer, as a forward that computes nothing records them."""
+
+    layers: dict[int, LayerShape] = field(default_factory=dict)
+    states: dict[int, StateShape] = field(default_factory=dict)
 
 
 def paged_attention(
@@ -205,7 +214,7 @@ def probe_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    paged: dict[int, LayerShape] | None = None,
+    paged: Recorded | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -213,16 +222,16 @@ def probe_attention(
     if paged is None:  # not handed over to attention, as little as it would be when it counts
         refuse_own_attention(getattr(getattr(module, "config", None), "model_type", type(module).__name__))
     _refuse_unsupported(module, kwargs)
-    shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
     layer = _layer_index(module)
+    shape = LayerShape(layer, key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
     if attention_mask is not None and attention_mask.device.type == "cpu":  # of `probe_mask`
         positions = getattr(module.config, "max_position_embeddings", None) or _FAR
         _refuse_other_window(layer, int(attention_mask), sliding_window or 0, positions)
-    if layer in paged:
+    if layer in paged.layers:
         raise SpecDecError(
             f"a layer computes attention twice, which its K/V cache cannot serve: layer {layer}", hint=SEE_MODELS
         )
-    paged[layer] = shape
+    paged.layers[layer] = shape
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 

@@ -43,7 +43,6 @@ from runtime.config import (
     LogitsCheck,
     StepShape,
     as_json,
-    parted,
 )
 from runtime.engine import Engine
 from runtime.errors import SpecDecError
@@ -185,8 +184,9 @@ class _Weights:
         """Shape of a rank's step."""
         quantization = self.checkpoint.quantization
         kv_cache = None if quantization is None else quantization.kv_cache_quant_algo
-        layers, states = parted(probe_config(self.pretrained, self.splitting))
-        return StepShape(self.checkpoint.dtype, self.pretrained.vocab_size, layers, build, kv_cache, states)
+        shapes = probe_config(self.pretrained, self.splitting)
+        vocab_size = self.pretrained.vocab_size
+        return StepShape(self.checkpoint.dtype, vocab_size, shapes.layers, build, kv_cache, shapes.states)
 
     @property
     def _kind(self) -> ModelKind:

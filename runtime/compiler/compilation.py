@@ -41,7 +41,7 @@ from runtime.compiler.programs import (
     run_inductor,
 )
 from runtime.compiler.weights import Layout, layout_of, present, save_weights, write_weights
-from runtime.config import ARITHMETICS, Arithmetic, LayerShape, StateShape, StepShape, as_json, parse, parted
+from runtime.config import ARITHMETICS, Arithmetic, Shapes, StepShape, as_json, parse
 from runtime.kv_cache import KVPool, kv_dtype
 from runtime.states import state_inputs, state_pools
 from runtime.temporary import own_temporary_files
@@ -56,21 +56,15 @@ StepFunction = Callable[..., Tensor]
 """Signature of `Step.forward`."""
 
 
-def example_pool(
-    shapes: Seq[LayerShape | StateShape], num_tokens: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> KVPool:
+def example_pool(shapes: Shapes, num_tokens: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVPool:
     """A pool that just holds two rows of `num_tokens`."""
     num_blocks = 2 * math.ceil(num_tokens / block_size) + 1
-    layers, _ = parted(shapes)
-    return KVPool(layers, num_blocks, block_size, dtype, device)
+    return KVPool(shapes.layers, num_blocks, block_size, dtype, device)
 
 
-def example_states(
-    shapes: Seq[LayerShape | StateShape], rows: Seq[Row], dtype: torch.dtype
-) -> tuple[()] | tuple[Tensor, list[Tensor]]:
+def example_states(shapes: Shapes, rows: Seq[Row], dtype: torch.dtype) -> tuple[()] | tuple[Tensor, list[Tensor]]:
     """Inputs beside a batch of rows and its pool, where layers have states: of few slots."""
-    _, states = parted(shapes)
-    return state_inputs(rows, state_pools(states, 3, 4, dtype, torch.device("cpu")))
+    return state_inputs(rows, state_pools(shapes.states, 3, 4, dtype, torch.device("cpu")))
 
 
 def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size: int, num_logits: int) -> list[Row]:
@@ -118,7 +112,7 @@ def compile_aot(
 
     def export() -> "ExportedProgram":
         return export_step(
-            step, shape.in_order, shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
+            step, shape.shapes, shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache)
         )
 
     with _quiet(), torch.no_grad(), experts_by_kernel(step.model) if arithmetic is not None else nullcontext():
@@ -127,7 +121,7 @@ def compile_aot(
                 return _write_whole(export(), shape, directory, None, known, rank)
         number = ARITHMETICS.index(arithmetic)
         try:
-            cut = cut_step(step.model, shape.in_order, export, number)
+            cut = cut_step(step.model, shape.shapes, export, number)
         except Exception as error:  # whatever it is about the model, the whole may do
             why_whole = why_not_cut(error)
         else:
@@ -223,9 +217,7 @@ def _write_whole(
     return Made(hands_over)
 
 
-def export_step(
-    step: "Step", shapes: Seq[LayerShape | StateShape], block_size: int, kv_dtype: torch.dtype
-) -> "ExportedProgram":
+def export_step(step: "Step", shapes: Shapes, block_size: int, kv_dtype: torch.dtype) -> "ExportedProgram":
     """The step's graph, for any number of rows, tokens, blocks, slots and logits."""
     num_tokens = 2 * block_size + 1 + 5
     parameter = next(step.parameters())
@@ -236,8 +228,7 @@ def export_step(
     # Memory of their own: to trace views of other memory takes long.
     pools = [[torch.empty_like(one) for one in part] for part in pool.tensors()]
     dynamic: list[Any] = [{0: free, 1: free}] * 4 + [{0: free}] + [[{0: num_blocks}] * len(part) for part in pools]
-    _, states = parted(shapes)
-    if states:
+    if states := shapes.states:
         num_slots = torch.export.Dim("num_slots")  # and slots of one kind of layer are of one length
         lengths = {one.num_before: torch.export.Dim(f"length_{one.num_before}") for one in states}
         sizes = {one.recurrent: torch.export.Dim(f"numbers_{i}") for i, one in enumerate(states) if one.recurrent}

@@ -10,7 +10,6 @@ Weights are packed here, by the operations of the graph that look at nothing els
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,10 +24,9 @@ from torch.utils import _pytree as pytree
 
 from runtime.compiler.attention import PagedInputs
 from runtime.compiler.linears import use_kernels
-from runtime.compiler.mixers import state_layers
 from runtime.compiler.selection import select_early
 from runtime.compiler.weights import Layout, layout_of, present
-from runtime.config import LayerShape, StateShape
+from runtime.config import Shapes
 
 torch.library.define("specdec_cut::layer", "(Tensor hidden, Tensor[] others, int layer) -> Tensor")
 torch.library.register_fake("specdec_cut::layer", lambda hidden, others, layer: torch.empty_like(hidden))
@@ -86,9 +84,9 @@ class CutStep:
                 yield {f"{i}.{name}": weight for name, weight in call.weights.items()}
 
 
-def cut_step(model: nn.Module, shapes: Seq[LayerShape | StateShape], export: Export, arithmetic: int) -> CutStep:
+def cut_step(model: nn.Module, shapes: Shapes, export: Export, arithmetic: int) -> CutStep:
     """The step that `export` gives of the model, with linear layers in `arithmetic`. Raises CannotBeCut."""
-    layers = _layers_of(model, len(shapes))
+    layers = _layers_of(model, shapes)
     calls: dict[int, _LayerCall] = {}
     with _layers_as_calls(layers[:-1], calls):
         step = export()
@@ -98,8 +96,8 @@ def cut_step(model: nn.Module, shapes: Seq[LayerShape | StateShape], export: Exp
     nodes = {node.args[2]: node for node in graph.graph.nodes if node.target is _LAYER}
     kinds: dict[str, list[int]] = {}
     for i, node in nodes.items():
-        shape = _without_number(shapes[i])
-        kind = f"{_structure(layers[i])} {shape} {calls[i].kind} {[_form(one) for one in _inputs(node)]}"
+        kept = [replace(one, layer=0) for one in shapes.of(i)]
+        kind = f"{_structure(layers[i])} {kept} {calls[i].kind} {[_form(one) for one in _inputs(node)]}"
         kinds.setdefault(kind, []).append(i)
     if len(kinds) > len(nodes) // 2 + 1:
         raise CannotBeCut(f"its {len(layers)} layers are of {len(kinds)} kinds")
@@ -137,6 +135,8 @@ class _LayerCall:
     structure: pytree.TreeSpec
     arguments: list[Any]  # None in the place of tensors
     is_tensor: list[bool]
+    num_of_state: int
+    """Tensors of the layer's state; others are of its keys and values."""
 
     @property
     def kind(self) -> str:
@@ -144,17 +144,17 @@ class _LayerCall:
         return f"{self.structure} {arguments} {self.is_tensor}"
 
 
-def _layers_of(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The list of modules of which each has the attention of one layer."""
+def _layers_of(model: nn.Module, shapes: Shapes) -> nn.ModuleList:
+    """The list of modules of which each is one layer."""
 
     def numbers(layer: nn.Module) -> set[Any]:
         return {module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")}
 
-    if num_layers > 1:
-        lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == num_layers]
-        for layers in lists:
-            if all(numbers(layer) == {i} for i, layer in enumerate(layers)):
-                return layers
+    least = max(2, *(1 + one.layer for one in shapes.layers + shapes.states))
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) >= least]
+    for layers in lists:
+        if all(numbers(layer) == {i} for i, layer in enumerate(layers)):
+            return layers
     raise CannotBeCut("it has no list of several layers")
 
 
@@ -183,35 +183,36 @@ def _stand_in(i: int, calls: dict[int, _LayerCall]) -> Callable[..., Tensor]:
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         arguments, structure = pytree.tree_flatten((args, kwargs))
         is_tensor = [isinstance(value, Tensor) for value in arguments]
-        calls[i] = _LayerCall(i, structure, [None if isinstance(v, Tensor) else v for v in arguments], is_tensor)
         tensors = [value for value in arguments if isinstance(value, Tensor)]
         (paged,) = (value for value in arguments if isinstance(value, PagedInputs))
-        output: Tensor = torch.ops.specdec_cut.layer(hidden, [*tensors, *_tensors_of(paged, i)], i)
+        of_state, of_kv = _tensors_of(paged, i)
+        others = [None if isinstance(value, Tensor) else value for value in arguments]
+        calls[i] = _LayerCall(i, structure, others, is_tensor, len(of_state))
+        tensors += [paged.positions, paged.slot_mapping, *of_state, *of_kv]
+        output: Tensor = torch.ops.specdec_cut.layer(hidden, tensors, i)
         return output
 
     return forward
 
 
-def _without_number(shape: LayerShape | StateShape) -> LayerShape | StateShape:
-    return replace(shape, layer=0) if isinstance(shape, StateShape) else shape
-
-
-def _tensors_of(paged: PagedInputs, layer: int) -> list[Tensor]:
-    if layer in paged.state_layers:
-        assert paged.state_slots is not None
-        return [paged.positions, paged.slot_mapping, paged.state_slots, *paged.pools_of_state(layer)]
+def _tensors_of(paged: PagedInputs, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+    """What the layer reads and writes of its state, and of keys and values."""
+    of_state = [paged.state_slots, *paged.pools_of_state(layer)] if layer in paged.state_layers else []
+    if layer not in paged.layers:
+        return of_state, []  # type: ignore[return-value]  # where there are states there are slots
     pools = [paged.key_pools, paged.value_pools, *([paged.scale_pools] if paged.scale_pools else [])]
     place = paged.kv_place(layer)
-    return [paged.positions, paged.slot_mapping, paged.block_tables, *(pool[place] for pool in pools)]
+    return of_state, [paged.block_tables, *(pool[place] for pool in pools)]  # type: ignore[return-value]
 
 
-def _of_tensors(tensors: list[Tensor], layer: int, *, has_state: bool) -> PagedInputs:
+def _of_tensors(call: _LayerCall, positions: Tensor, slot_mapping: Tensor, *kept: Tensor) -> PagedInputs:
     """Inverse of `_tensors_of`."""
-    positions, slot_mapping, of_rows, *pools = tensors
-    if has_state:
-        return PagedInputs([], [], [], positions, slot_mapping, of_rows, (layer,), of_rows, pools)
-    keys, values, *scales = ([pool] * (layer + 1) for pool in pools)
-    return PagedInputs(keys, values, scales[0] if scales else [], positions, slot_mapping, of_rows)
+    of_state, of_kv = kept[: call.num_of_state], kept[call.num_of_state :]
+    tables, *pools = of_kv or (positions,)
+    keys, values, scales = [[pool] for pool in pools] + [[]] * (3 - len(pools))
+    slots, *states = of_state or (None,)
+    layers = (call.layer,) if of_kv else (), (call.layer,) if of_state else ()
+    return PagedInputs(keys, values, scales, positions, slot_mapping, tables, *layers, slots, states)
 
 
 class _Layer(nn.Module):
@@ -228,7 +229,7 @@ class _Layer(nn.Module):
         hidden, *rest = tensors
         num_own = sum(self.call.is_tensor)
         own = iter(rest[:num_own])
-        paged = _of_tensors(rest[num_own:], self.call.layer, has_state=bool(state_layers(self.layer)))
+        paged = _of_tensors(self.call, *rest[num_own:])
         arguments = [
             next(own) if is_tensor else paged if isinstance(value, PagedInputs) else value
             for value, is_tensor in zip(self.call.arguments, self.call.is_tensor, strict=True)

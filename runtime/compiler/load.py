@@ -39,13 +39,11 @@ from runtime.config import (
     Dtype,
     EngineConfig,
     Environment,
-    LayerShape,
     Mapping,
     Quantization,
-    StateShape,
+    Shapes,
     StepShape,
     as_json,
-    parted,
 )
 from runtime.errors import SpecDecError
 from runtime.temporary import temporary_dir
@@ -218,13 +216,13 @@ def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
             hint=_BUILD_AGAIN,
             code="engine",
         )
-    layers, states = parted(_layers_by_model(json.dumps(config.pretrained_config), config.mapping.tp_size))
+    shapes = _shapes_by_model(json.dumps(config.pretrained_config), config.mapping.tp_size)
     shape = config.step_shape  # of what the model has no say in
-    return dataclasses.replace(shape, vocab_size=pretrained.vocab_size, layers=layers, states=states)
+    return dataclasses.replace(shape, vocab_size=pretrained.vocab_size, layers=shapes.layers, states=shapes.states)
 
 
 @lru_cache(maxsize=16)
-def _layers_by_model(pretrained_config: str, tp_size: int) -> tuple[LayerShape | StateShape, ...]:
+def _shapes_by_model(pretrained_config: str, tp_size: int) -> Shapes:
     """Kept, as finding them takes longer than all else of opening a small engine."""
     from runtime.compiler.model import probe_config, split_config
     from runtime.compiler.pretrained import parse_pretrained_config

@@ -5,6 +5,7 @@ where the step hands over `paged`, as attention is by its interface (`runtime.co
 such functions, and gets a forward.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,18 +13,16 @@ from functools import cache, wraps
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from runtime.compiler.attention import KERNEL, PagedInputs
+from runtime.compiler.attention import KERNEL, PagedInputs, Recorded
 from runtime.compiler.linear_attention import linear_attention
 from runtime.compiler.short_conv import short_conv
-from runtime.config import LayerShape, RecurrentShape, StateShape
+from runtime.config import RecurrentShape, StateShape
 from runtime.states import CHUNK_SIZE
-
-Recorded = dict[int, LayerShape | StateShape]
-"""Shapes by layer, of a forward that computes nothing."""
 
 
 def place_states(model: PreTrainedModel) -> None:
@@ -40,11 +39,6 @@ def place_states(model: PreTrainedModel) -> None:
         module.__class__ = _placed(type(module), mixer)  # type: ignore[arg-type]
 
 
-def state_layers(model: nn.Module) -> tuple[int, ...]:
-    """Numbers of the layers whose states are in paged inputs."""
-    return tuple(one.layer_idx for one in model.modules() if isinstance(one, _Mixer))
-
-
 @dataclass(frozen=True)
 class LayerStates:
     """One layer's states in a step. Where they are recorded, nothing is computed."""
@@ -55,8 +49,8 @@ class LayerStates:
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Causal convolution of each channel, of (1, B x Q, C) inputs by (C, kernel_size) weights."""
-        if isinstance(self.paged, dict):
-            self.paged[self.layer] = StateShape(self.layer, inputs.shape[-1], weight.shape[1] - 1)
+        if isinstance(self.paged, Recorded):
+            self.paged.states[self.layer] = StateShape(self.layer, inputs.shape[-1], weight.shape[1] - 1)
             return torch.empty_like(inputs)
         function = torch.ops.specdec.short_conv if self.by_kernel else short_conv
         convolved: Tensor = function(inputs, weight, bias, self.paged.pools_of_state(self.layer)[0], *self._places())
@@ -65,9 +59,9 @@ class LayerStates:
     def attend(self, parts: tuple[Tensor, ...], scale: float, *, normalizes: bool) -> Tensor:
         """Linear attention of `parts`: query, key, value, decay, and beta of the delta rule. Returns value's shape."""
         query, key, value, decay, *beta = parts
-        if isinstance(self.paged, dict):
+        if isinstance(self.paged, Recorded):
             shape = RecurrentShape(value.shape[2], key.shape[3], value.shape[3])
-            self.paged[self.layer] = replace(cast(StateShape, self.paged[self.layer]), recurrent=shape)
+            self.paged.states[self.layer] = replace(self.paged.states[self.layer], recurrent=shape)
             return torch.empty_like(value)
         function = torch.ops.specdec.linear_attention if self.by_kernel else linear_attention
         pool = self.paged.pools_of_state(self.layer)[1]
@@ -153,6 +147,31 @@ def _delta_rule(
     return paged.attend(parts, key.shape[-1] ** -0.5, normalizes=use_qk_l2norm_in_kernel), None
 
 
+def _chunk_scan(
+    paged: LayerStates,
+    hidden_states: Tensor,  # (1, B x Q, H, Dv)
+    dt: Tensor,  # (1, B x Q, H)
+    A: Tensor,  # (H,), by transformers' names
+    B: Tensor,  # (1, B x Q, groups, D)
+    C: Tensor,
+    chunk_size: int,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' `mamba2_chunk_scan`: (1, B x Q, H, Dv) in float32."""
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = F.softplus(dt) if dt_softplus else dt
+    low, high = dt_limit
+    dt = dt.clamp(min=low or None, max=None if math.isinf(high) else high) if low or not math.isinf(high) else dt
+    x, rates = hidden_states.float(), dt.float()
+    output = paged.attend((C.float(), B.float(), x * rates.unsqueeze(-1), A.float() * rates), 1.0, normalizes=False)
+    return output if D is None else output + D.unsqueeze(-1) * x
+
+
 def _place_functions(module_name: str, functions: dict[str, Callable[..., Any]]) -> None:
     """Have functions of transformers' module, by name, be ours where they get `paged`."""
     module = sys.modules[module_name]
@@ -173,11 +192,16 @@ def _with_paged(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callabl
 
 _Functions = dict[str, Callable[..., Any]]
 _DELTA_NET: _Functions = {"causal_conv1d_fn": _convolved, "torch_chunk_gated_delta_rule": _delta_rule}
+_MAMBA_2: _Functions = {"causal_conv1d_fn": _convolved, "mamba2_chunk_scan": _chunk_scan}
 _MIXERS: dict[str, tuple[type[_Mixer], _Functions]] = {
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), (ShortConv, {})),
     **dict.fromkeys(
         ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
         (RecurrentMixer, _DELTA_NET),
+    ),
+    **dict.fromkeys(
+        ("NemotronHMamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"),
+        (RecurrentMixer, _MAMBA_2),
     ),
 }
 """transformers' classes of mixers, and the functions of their modules that ours stand for."""

@@ -29,15 +29,15 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, g
 from transformers.core_model_loading import WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
-from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs
+from runtime.compiler.attention import KERNEL, PROBE, SEE_MODELS, PagedInputs, Recorded
 from runtime.compiler.fusing import fuse
 from runtime.compiler.kernels import choose_vector_math
-from runtime.compiler.mixers import place_states, state_layers
-from runtime.compiler.pretrained import last_words, model_class
+from runtime.compiler.mixers import place_states
+from runtime.compiler.pretrained import last_words, layers_that_keep, model_class
 from runtime.compiler.quantized import place_quantized, placeholders
 from runtime.compiler.split import compute_together, place_pieces, placeholders_of_pieces
 from runtime.compiler.weights import absent_weights, is_absent, present, read_weights
-from runtime.config import LayerShape, Quantization, StateShape, parted
+from runtime.config import LayerShape, Quantization, Shapes
 from runtime.errors import SpecDecError
 from runtime.locks import MODEL_INIT_LOCK, lock_transformers, quiet_transformers
 from runtime.parallel.tp_layers import Splitting, split_model
@@ -118,20 +118,20 @@ def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
         return None
     with MODEL_INIT_LOCK, torch.device("meta"):
         model = _model_without_weights(config)
-    layers, states = parted(probe_config(config))
-    if states:
+    shapes = probe_config(config)
+    if shapes.states:
         raise SpecDecError(f"a model whose layers have states is not split: {config.model_type}", hint=SEE_MODELS)
-    splitting = split_model(model, layers, tp_size)
+    splitting = split_model(model, shapes.layers, tp_size)
     probe_config(config, splitting)
     return splitting
 
 
-def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -> tuple[LayerShape | StateShape, ...]:
+def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -> Shapes:
     """The K/V shape or the state's of every layer, found by a forward without weights or memory (`meta` device).
 
     Of a model that is split it is a rank's.
     """
-    recorded: dict[int, LayerShape | StateShape] = {}
+    recorded = Recorded()
     with MODEL_INIT_LOCK, torch.device("meta"), torch.no_grad(), _distributions_unchecked():
         model = _model_without_weights(config)
         if splitting is not None:
@@ -146,26 +146,27 @@ def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -
             raise
         except Exception as error:  # any failure means the same to the user: not a model that can be served
             raise SpecDecError(_why_not(error, config.model_type), hint=SEE_MODELS) from error
-    num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    if not num_layers:
+    with_kv, with_state = layers_that_keep(config)
+    if not with_kv and not with_state:
         raise SpecDecError(f"the model has no layers: {config.model_type}", hint="its config.json is damaged")
-    if sorted(recorded) != list(range(num_layers)):
+    if (*sorted(recorded.layers), *sorted(recorded.states)) != (*with_kv, *with_state):
         raise SpecDecError(
-            f"only {len(recorded)} of {num_layers} layers hand their attention over, so the output would be wrong: "
-            f"{config.model_type}",
+            f"only {len(recorded.layers) + len(recorded.states)} of {len(with_kv) + len(with_state)} layers hand their "
+            f"attention over, so the output would be wrong: {config.model_type}",
             hint="its attention does not go through transformers' AttentionInterface",
         )
-    _refuse_forgetful_cache(config, recorded)
-    return tuple(recorded[i] for i in range(num_layers))
+    _refuse_forgetful_cache(config, recorded.layers)
+    layers, states = (tuple(one[i] for i in sorted(one)) for one in (recorded.layers, recorded.states))
+    return Shapes(layers, states)  # type: ignore[arg-type]
 
 
-def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerShape | StateShape]) -> None:
+def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerShape]) -> None:
     """SpecDecError where transformers' own cache drops keys that attention would see: its outputs then depend on which
     tokens were computed in one step (Moshi). One that keeps as many as the model has positions drops none."""
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     for i, layer in enumerate(DynamicCache(config=config).layers):
         kept = getattr(layer, "sliding_window", None)
-        window = getattr(layers.get(i), "sliding_window", None)
+        window = layers[i].sliding_window if i in layers else None
         if i in layers and kept not in (None, window) and kept < positions:
             raise SpecDecError(
                 f"transformers keeps {kept} keys of layer {i}, and its attention asks for "
@@ -360,7 +361,7 @@ class Step(nn.Module):
         place_states(model)
         _take_equal_positions(model)
         self.model = model
-        self.state_layers = state_layers(model)
+        self.layers = layers_that_keep(model.config)
 
     def forward(
         self,
@@ -375,8 +376,8 @@ class Step(nn.Module):
         state_pools: Seq[Tensor] = (),  # per layer with a state (num_slots, length, width)
     ) -> Tensor:  # (T, vocab)
         value_pools, scale_pools = value_pools[: len(key_pools)], value_pools[len(key_pools) :]
-        states = (self.state_layers, state_slots, list(state_pools))
-        paged = PagedInputs(key_pools, value_pools, scale_pools, positions, slot_mapping, block_tables, *states)
+        pools, rows = (key_pools, value_pools, scale_pools), (positions, slot_mapping, block_tables)
+        paged = PagedInputs(*pools, *rows, *self.layers, state_slots, list(state_pools))
         (B, Q), num_blocks, block_size = input_ids.shape, key_pools[0].shape[0], key_pools[0].shape[3]
         _declare_equal(B, positions.shape[0], slot_mapping.shape[0], block_tables.shape[0])
         if state_slots is not None:

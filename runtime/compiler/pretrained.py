@@ -15,12 +15,16 @@ from runtime.errors import SpecDecError
 
 # What transformers once called a type of rope, and kept beside the name that it has now.
 _ALSO_CALLED = {"longrope": ("su",), "default": ("mrope",)}
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Models whose layers of such a type keep a state: `runtime.compiler.mixers`.
-_STATES = {
-    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "conv"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), "linear_attention"),
+_WITH_KV, _WITH_STATE = {"full_attention", "sliding_attention", "hybrid"}, {"conv", "linear_attention", "hybrid"}
+# Models some of whose layers have a state, by `runtime.compiler.mixers`: their types of such layers, and of layers that
+# keep nothing.
+_OF_STATES = {
+    "lfm2 lfm2_moe lfm3": {"conv"},
+    "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid bamba granitemoehybrid": {"linear_attention"},
+    "nemotron_h": {"linear_attention", "mlp", "moe"},
+    "falcon_h1": {"linear_attention", "hybrid"},
 }
+_TYPES_OF = {kind: types for kinds, types in _OF_STATES.items() for kind in kinds.split()}
 # Language models inside others that have no class of their own. Of text alone, where positions in time, height and
 # width are one, they compute what a model of such a config does.
 _SAME_ON_TEXT: dict[str, dict[str, Any]] = {
@@ -120,20 +124,30 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
         raise SpecDecError(f"chunked attention is not supported: {kind}", hint=SEE_MODELS)
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
         raise SpecDecError(f"bidirectional attention is not supported: {kind}", hint=SEE_MODELS)
-    known = _LAYER_TYPES | {_STATES.get(kind)}
+    known = {"full_attention", "sliding_attention"} | _TYPES_OF.get(kind, set())
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - known)
     if foreign:
         raise SpecDecError(f"layers of this type are not supported in {kind}: {foreign[0]}", hint=SEE_MODELS)
     own_class = model_class(config)
-    if own_class._is_stateful and kind not in _STATES:
+    if own_class._is_stateful and kind not in _TYPES_OF:
         raise SpecDecError(f"state-space models are not supported: {kind}", hint=SEE_MODELS)
     # A model with states does not say that it does; its layers are counted, as everybody's.
-    if not own_class._supports_attention_backend and kind not in _STATES:
+    if not own_class._supports_attention_backend and kind not in _TYPES_OF:
         refuse_own_attention(kind)
     if "logits_to_keep" not in inspect.signature(own_class.forward).parameters:
         raise SpecDecError(
             f"the model cannot compute logits of chosen positions (`logits_to_keep`): {kind}", hint=SEE_MODELS
         )
+
+
+def layers_that_keep(config: PreTrainedConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers of the layers that have keys and values, and of those that have a state."""
+    config = config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) if config.model_type in _TYPES_OF else None
+    if types is None:
+        return tuple(range(getattr(config, "num_hidden_layers", 0))), ()
+    with_kv, with_state = (tuple(i for i, one in enumerate(types) if one in known) for known in (_WITH_KV, _WITH_STATE))
+    return with_kv, with_state
 
 
 def model_class(config: PreTrainedConfig) -> Any:

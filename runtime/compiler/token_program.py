@@ -298,6 +298,10 @@ class _Lowering:
     def _unary(self, name: str, node: Node) -> View:
         return self._compute(name, [self._view(node.args[0])], *_form(node))
 
+    def _square(self, node: Node) -> View:
+        view = self._view(node.args[0])
+        return self._compute("mul", [view, view], *_form(node))
+
     def _softplus(self, node: Node) -> View:
         if tuple(node.args[1:]) not in ((), (1.0, 20.0)):
             raise CannotBeLowered(f"{node} has another slope or threshold than torch's own")
@@ -858,6 +862,7 @@ def _named(method: Callable[[_Lowering, str, Node], Any], name: str) -> Callable
 _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
     "aten.pow.Tensor_Scalar": _Lowering._power,
     "aten.gelu.default": _Lowering._gelu,
+    "aten.square.default": _Lowering._square,
     "aten.softplus.default": _Lowering._softplus,
     "aten.clamp.default": _Lowering._clamp,
     "aten.clamp.Tensor": _Lowering._clamp,

@@ -27,7 +27,7 @@ from runtime.request import Draft, Request, Sequence
 from runtime.sampling import Sampler, draw
 
 Array = NDArray[Any]
-_LAYER = LayerShape(num_kv_heads=1, key_head_dim=2, value_head_dim=1, sliding_window=None)
+_LAYER = LayerShape(layer=0, num_kv_heads=1, key_head_dim=2, value_head_dim=1, sliding_window=None)
 _HASH_BITS = 24  # that float32 holds exactly
 
 

@@ -86,6 +86,7 @@ SMALL = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE = {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}}
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
@@ -96,6 +97,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 32, "intermediate_size": 8}},
     "emu3": {"vocabulary_map": {"<image>": 40}},
     "falcon_h1": {"mamba_d_ssm": 64},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
@@ -103,6 +105,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 4},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
+    "nemotron_h": {"time_step_min": 1e-9},  # transformers has a least time step for prompts, and none for one token
     "qwen2_vl_text": _MROPE,
     "qwen2_5_vl_text": _MROPE,
     "xmod": {"default_language": "en_XX"},

@@ -407,7 +407,7 @@ def test_config_of_another_size_than_the_weights_is_named(model_dir: Path, tmp_p
 def test_windows_are_those_of_transformers_masks(window: int | None, tmp_path: Path) -> None:
     MistralConfig(**SMALL, num_key_value_heads=2, intermediate_size=48, sliding_window=window).save_pretrained(tmp_path)
     config = parse_pretrained_config(json.loads((tmp_path / "config.json").read_text()), "config.json")
-    assert [layer.sliding_window for layer in probe_config(config)] == [window, window]
+    assert [layer.sliding_window for layer in probe_config(config).layers] == [window, window]
 
 
 def test_output_that_is_not_empty_is_refused(model_dir: Path, tmp_path: Path, said: Said) -> None:

@@ -344,7 +344,7 @@ def test_integrity_check_finds_what_it_is_for(said: Said) -> None:
 
 
 def test_pool_is_zero_and_copies_every_layer() -> None:
-    layers = [LayerShape(2, 8, 8, None), LayerShape(1, 4, 6, 16)]
+    layers = [LayerShape(0, 2, 8, 8, None), LayerShape(1, 1, 4, 6, 16)]
     pool = KVPool(layers, 3, 4, torch.float32, torch.device("cpu"))
     shapes = [tuple(tensor.shape) for tensor in (*pool.keys, *pool.values)]
     assert shapes == [(3, 2, 8, 4), (3, 1, 4, 4), (3, 2, 4, 8), (3, 1, 4, 6)]
@@ -360,7 +360,7 @@ def test_pool_is_zero_and_copies_every_layer() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_pool_of_8_bits_has_scales_and_copies_them(dtype: torch.dtype) -> None:
-    pool = KVPool([LayerShape(2, 8, 8, None), LayerShape(1, 4, 6, 16)], 3, 4, dtype, torch.device("cpu"))
+    pool = KVPool([LayerShape(0, 2, 8, 8, None), LayerShape(1, 1, 4, 6, 16)], 3, 4, dtype, torch.device("cpu"))
     assert {tensor.dtype for tensor in (*pool.keys, *pool.values)} == {dtype}
     assert [tuple(scales.shape) for scales in pool.scales] == [(3, 2, 2, 4), (3, 1, 2, 4)]
     every = [tensor for tensors in pool.tensors() for tensor in tensors]
@@ -377,6 +377,6 @@ def test_pool_of_8_bits_has_scales_and_copies_them(dtype: torch.dtype) -> None:
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn], ids=str
 )
 def test_bytes_per_block_are_those_of_the_pool(dtype: torch.dtype) -> None:
-    layers = [LayerShape(2, 8, 8, None), LayerShape(1, 4, 6, 16)]
+    layers = [LayerShape(0, 2, 8, 8, None), LayerShape(1, 1, 4, 6, 16)]
     pool = KVPool(layers, 3, 4, dtype, torch.device("cpu"))
     assert bytes_per_block(layers, 4, dtype) * 3 == sum(t.nbytes for t in (*pool.keys, *pool.values, *pool.scales))

@@ -23,7 +23,7 @@ from runtime.compiler.model import Step, probe_config
 
 BLOCK_SIZE = 16
 # A program for each kind of layer that is not the last, and the beginning and the end.
-NUM_PROGRAMS = {"lfm2": 4, "qwen3.5": 4, "qwen3-next": 4, "gemma3": 4, "smollm3": 4}
+NUM_PROGRAMS = {"lfm2": 4, "qwen3.5": 4, "qwen3-next": 4, "nemotron-h": 6, "gemma3": 4, "smollm3": 4}
 
 
 @pytest.fixture(scope="module", autouse=True)
