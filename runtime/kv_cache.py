@@ -256,6 +256,7 @@ class KVPool:
         self.keys = [pool(layer.num_kv_heads, layer.key_head_dim, block_size) for layer in layers]
         self.values = [pool(layer.num_kv_heads, block_size, layer.value_head_dim) for layer in layers]
         self.scales: list[Tensor] = []
+        self.places = {layer.layer: place for place, layer in enumerate(layers)}
         if is_quantized(dtype):
             self.scales = [pool(layer.num_kv_heads, 2, block_size, torch.float32) for layer in layers]
 

@@ -5,7 +5,7 @@ the slot's length. What a rejected draft left there is overwritten when its posi
 back moves a number and copies nothing. A step may begin at any position that the slot still has the tokens before.
 
 A recurrent state is kept as of the first positions of the last few chunks of `CHUNK_SIZE`, and beside it what each
-token of these chunks adds to it, by position too (`runtime.compiler.linear_attention`). It is read once in a step, and
+token of these chunks adds to it, by position too (`runtime.compiler.recurrences`). It is read once in a step, and
 written where a chunk begins.
 
 Slots of released sequences are kept, the oldest until its slot is needed, and found again by the tokens that they are
@@ -190,8 +190,8 @@ def _recurrent(states: Seq[StateShape]) -> list[RecurrentShape]:
 
 
 def _numbers_of_head(shape: RecurrentShape, num_back: int) -> int:
-    """As many chunks as `num_back` positions touch, and the one before: of each its state, and of each of its tokens a
-    key, a value and a decay."""
+    """Numbers of as many chunks as `num_back` positions touch, and of the one before: of each its state, and of each of
+    its tokens a key, a value and a decay."""
     of_tokens = CHUNK_SIZE * (shape.key_dim + shape.value_dim + 1)
     return (1 + math.ceil(num_back / CHUNK_SIZE)) * (shape.key_dim * shape.value_dim + of_tokens)
 

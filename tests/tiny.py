@@ -115,7 +115,7 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_routed_experts": 8,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 20,
-            "moe_shared_expert_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 32,
             "n_group": 2,
             "topk_group": 1,
         },

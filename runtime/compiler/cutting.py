@@ -196,7 +196,7 @@ def _stand_in(i: int, calls: dict[int, _LayerCall]) -> Callable[..., Tensor]:
 
 
 def _tensors_of(paged: PagedInputs, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-    """What the layer reads and writes of its state, and of keys and values."""
+    """Tensors that the layer reads and writes: of its state, and of keys and values."""
     of_state = [paged.state_slots, *paged.pools_of_state(layer)] if layer in paged.state_layers else []
     if layer not in paged.layers:
         return of_state, []  # type: ignore[return-value]  # where there are states there are slots

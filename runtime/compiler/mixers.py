@@ -19,8 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from runtime.compiler.attention import KERNEL, PagedInputs, Recorded
-from runtime.compiler.linear_attention import linear_attention
-from runtime.compiler.short_conv import short_conv
+from runtime.compiler.recurrences import linear_attention, short_conv
 from runtime.config import RecurrentShape, StateShape
 from runtime.states import CHUNK_SIZE
 
@@ -63,11 +62,11 @@ class LayerStates:
             shape = RecurrentShape(value.shape[2], key.shape[3], value.shape[3])
             self.paged.states[self.layer] = replace(self.paged.states[self.layer], recurrent=shape)
             return torch.empty_like(value)
-        function = torch.ops.specdec.linear_attention if self.by_kernel else linear_attention
-        pool = self.paged.pools_of_state(self.layer)[1]
-        rates = beta[0].float() if beta else None
-        settings = (*self._places(), CHUNK_SIZE, scale, normalizes)
-        output: Tensor = function(query, key, value, decay.float(), rates, pool, *settings)
+        pool, places = self.paged.pools_of_state(self.layer)[1], self._places()
+        inputs = (query, key, value, decay.float(), beta[0].float() if beta else None)
+        if not self.by_kernel:
+            return linear_attention(inputs, pool, places, CHUNK_SIZE, scale, normalizes=normalizes)
+        output: Tensor = torch.ops.specdec.linear_attention(*inputs, pool, *places, CHUNK_SIZE, scale, normalizes)
         return output
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,38 +137,31 @@ def _delta_rule(
     value: Tensor,  # (1, B x Q, H, Dv)
     g: Tensor,  # (1, B x Q, H)
     beta: Tensor,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
+    **settings: Any,
 ) -> tuple[Tensor, None]:
     """transformers' `torch_chunk_gated_delta_rule`."""
-    parts = query, key, value, g, beta
-    return paged.attend(parts, key.shape[-1] ** -0.5, normalizes=use_qk_l2norm_in_kernel), None
+    normalizes = settings.get("use_qk_l2norm_in_kernel", False)
+    return paged.attend((query, key, value, g, beta), key.shape[-1] ** -0.5, normalizes=normalizes), None
 
 
-def _chunk_scan(
-    paged: LayerStates,
-    hidden_states: Tensor,  # (1, B x Q, H, Dv)
-    dt: Tensor,  # (1, B x Q, H)
-    A: Tensor,  # (H,), by transformers' names
-    B: Tensor,  # (1, B x Q, groups, D)
-    C: Tensor,
-    chunk_size: int,
-    *,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    **kwargs: Any,
-) -> Tensor:
-    """transformers' `mamba2_chunk_scan`: (1, B x Q, H, Dv) in float32."""
-    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = F.softplus(dt) if dt_softplus else dt
-    low, high = dt_limit
-    dt = dt.clamp(min=low or None, max=None if math.isinf(high) else high) if low or not math.isinf(high) else dt
+def _chunk_scan(paged: LayerStates, *inputs: Tensor, **settings: Any) -> Tensor:
+    """transformers' `mamba2_chunk_scan`: (1, B x Q, H, Dv) in float32.
+
+    Inputs: (1, B x Q, H, Dv) hidden states, (1, B x Q, H) dt, (H,) A, (1, B x Q, groups, D) B and C.
+    """
+    hidden_states, dt, decay, keys, queries = inputs
+    if (bias := settings.get("dt_bias")) is not None:
+        dt = dt + bias.to(dt.dtype)
+    dt = F.softplus(dt) if settings.get("dt_softplus") else dt
+    low, high = settings.get("dt_limit", (0.0, math.inf))
+    if low > 0:
+        dt = dt.clamp(min=low)
+    if not math.isinf(high):
+        dt = dt.clamp(max=high)
     x, rates = hidden_states.float(), dt.float()
-    output = paged.attend((C.float(), B.float(), x * rates.unsqueeze(-1), A.float() * rates), 1.0, normalizes=False)
-    return output if D is None else output + D.unsqueeze(-1) * x
+    parts = queries.float(), keys.float(), x * rates.unsqueeze(-1), decay.float() * rates
+    output, skipped = paged.attend(parts, 1.0, normalizes=False), settings.get("D")
+    return output if skipped is None else output + skipped.unsqueeze(-1) * x
 
 
 def _place_functions(module_name: str, functions: dict[str, Callable[..., Any]]) -> None:

@@ -72,9 +72,10 @@ class Stored:
     """Tolerance of quantized values, relative to the largest number of their token and head."""
 
     def __call__(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        keys = self.pool.keys[layer][self.block_table].permute(1, 0, 3, 2)
-        values = self.pool.values[layer][self.block_table].transpose(0, 1)
-        scales = self.pool.scales[layer][self.block_table].permute(2, 1, 0, 3).flatten(2)
+        place = self.pool.places[layer]
+        keys = self.pool.keys[place][self.block_table].permute(1, 0, 3, 2)
+        values = self.pool.values[place][self.block_table].transpose(0, 1)
+        scales = self.pool.scales[place][self.block_table].permute(2, 1, 0, 3).flatten(2)
         return self._where_near(key, keys, scales[0]), self._where_near(value, values, scales[1])
 
     def _where_near(self, ours: Tensor, stored: Tensor, scales: Tensor) -> Tensor:

@@ -25,16 +25,19 @@ from runtime.request import Draft, Request, Sequence
 
 MAX_LEN = 900
 WINDOWED = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 100}
-# By dtype, and how K/V are quantized.
+# By dtype, and how K/V are quantized or which states there are.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "float32": ("llama", {}),
     "bfloat16": ("mistral", WINDOWED),
     "float16": ("qwen2", {}),
     "float32 FP8": ("llama", {}),
     "bfloat16 INT8": ("mistral", WINDOWED | {"num_hidden_layers": 1}),  # compiled without `--slow` too, with its copy
+    "bfloat16 delta rule": ("qwen3.5", {}),
+    "float32 delta rule": ("qwen3.5", {}),
+    "float32 Mamba-2": ("nemotron-h", {}),
 }
 _MARKS = dict.fromkeys(
-    ("bfloat16", "float16", "float32", "float32 FP8"), pytest.mark.slow
+    ("bfloat16", "float16", "float32", "float32 FP8", "float32 delta rule", "float32 Mamba-2"), pytest.mark.slow
 )  # compiling an engine takes half a minute
 COMPILED = [pytest.param(name, marks=_MARKS.get(name, ())) for name in MODELS]
 
@@ -42,12 +45,13 @@ COMPILED = [pytest.param(name, marks=_MARKS.get(name, ())) for name in MODELS]
 def build_model(name: str, compiler: str, make_engine_dir: MakeEngineDir) -> Path:
     """The engine directory of one of `MODELS`."""
     family, overrides = MODELS[name]
-    dtype, _, kv_cache = name.partition(" ")
+    dtype, _, kind = name.partition(" ")
+    kv_cache = kind if kind in ("INT8", "FP8") else None
     model = make_model(family, max_position_embeddings=MAX_LEN, **overrides)
     tokens_per_block = 32 if dtype == "bfloat16" else 16  # of 32 few rows are multiplied in another way than many
     limits = {"max_input_len": MAX_LEN - 1, "max_seq_len": MAX_LEN + 10, "tokens_per_block": tokens_per_block}
     copy = SelfDraft("int4") if compiler == "aot" else None
-    return make_engine_dir(model, compiler=compiler, dtype=dtype, kv_cache=kv_cache or None, self_draft=copy, **limits)
+    return make_engine_dir(model, compiler=compiler, dtype=dtype, kv_cache=kv_cache, self_draft=copy, **limits)
 
 
 @pytest.fixture(scope="module", params=COMPILED)

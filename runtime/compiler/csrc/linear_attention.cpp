@@ -1,4 +1,4 @@
-// Linear attention with decay over states in sequences' slots (`runtime.compiler.linear_attention`): the gated delta rule
+// Linear attention with decay over states in sequences' slots (`runtime.compiler.recurrences`): the gated delta rule
 // (Yang, Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464) and, without `beta`, Mamba-2's recurrence (Dao and
 // Gu, 2024, https://arxiv.org/abs/2405.21060).
 //

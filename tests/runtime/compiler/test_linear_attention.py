@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.compiler.kernels import load_kernels
-from runtime.compiler.linear_attention import linear_attention
+from runtime.compiler.recurrences import linear_attention
 from runtime.config import RecurrentShape, StateShape
 from runtime.states import CHUNK_SIZE, state_pools
 
@@ -65,8 +65,8 @@ def expected_of(text: Text, *, corrects: bool) -> Tensor:
     return torch.stack(outputs)
 
 
-def by_kernel(*inputs: Any) -> Tensor:
-    output: Tensor = torch.ops.specdec.linear_attention(*inputs)
+def by_kernel(parts: Any, pool: Tensor, places: Any, chunk_size: int, scale: float, *, normalizes: bool) -> Tensor:
+    output: Tensor = torch.ops.specdec.linear_attention(*parts, pool, *places, chunk_size, scale, normalizes)
     return output
 
 
@@ -101,7 +101,7 @@ def step(
     state_slots = torch.tensor([text + 1 for text, _, _ in rows])
     places, scale = (positions, slots, state_slots), query.shape[3] ** -0.5
     rates = beta if corrects else None
-    output = attend(query, key, value, decay, rates, pool, *places, CHUNK_SIZE, scale, corrects)
+    output = attend((query, key, value, decay, rates), pool, places, CHUNK_SIZE, scale, normalizes=corrects)
     assert output.dtype == value.dtype and output.shape == value.shape
     rows_of = output[0].unflatten(0, (len(rows), longest))
     return [rows_of[b, :number] for b, (_, _, number) in enumerate(rows)]

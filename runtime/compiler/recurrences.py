@@ -1,11 +1,14 @@
-"""Linear attention with decay over states of sequences, in torch.
+"""Short convolutions and linear attention with decay over states of sequences, in torch.
 
-The gated delta rule (Yang, Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464) and, without `beta`, the
-recurrence of Mamba-2 (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). A head's state S maps keys to values. It is
-kept as of the beginnings of chunks of positions, and of each token of the last few chunks its key, the sum of decays
-from its chunk's beginning on, and what it adds to the state: `csrc/linear_attention.cpp` has the equations. So what a
-token gives depends on its position and on the tokens before it, not on what was computed in one step with it, and going
-back to an earlier position undoes nothing.
+A token's output of a convolution depends on the inputs of the `kernel_size - 1` tokens before it. Those of its own row
+are there; others are in the sequence's slot (`runtime.states`).
+
+Linear attention is the gated delta rule (Yang, Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464) and,
+without `beta`, the recurrence of Mamba-2 (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). A head's state S maps
+keys to values. It is kept as of the beginnings of chunks of positions, and of each token of the last few chunks its
+key, the sum of decays from its chunk's beginning on, and what it adds to the state: `csrc/linear_attention.cpp` has the
+equations. So what a token gives depends on its position and on the tokens before it, not on what was computed in one
+step with it, and going back to an earlier position undoes nothing.
 """
 
 from dataclasses import dataclass
@@ -15,21 +18,45 @@ import torch
 from torch import Tensor
 
 
-def linear_attention(
-    query: Tensor,  # (1, B x Q, Hk, D)
-    key: Tensor,  # (1, B x Q, Hk, D)
-    value: Tensor,  # (1, B x Q, H, Dv)
-    decay: Tensor,  # (1, B x Q, H) float32, logarithms
-    beta: Tensor | None,  # (1, B x Q, H) float32
-    pool: Tensor,  # (num_slots, H, num_chunks x numbers) float32, which is written
+def short_conv(
+    inputs: Tensor,  # (1, B x Q, C)
+    weight: Tensor,  # (C, kernel_size)
+    bias: Tensor | None,
+    pool: Tensor,  # (num_slots, length, C), which is written
     positions: Tensor,  # (B, Q) int64
     slot_mapping: Tensor,  # (B, Q) int64, 0 of padding
-    state_slots: Tensor,  # (B,) int64
+    state_slots: Tensor,  # (B,) int64, each once, but for the null slot
+) -> Tensor:  # (1, B x Q, C)
+    """Depthwise causal convolution of each row's tokens and those before them, by torch's own operations."""
+    (B, Q), kernel_size, length = positions.shape, weight.shape[1], pool.shape[1]
+    rows = inputs.reshape(B, Q, -1)
+    ago = torch.arange(kernel_size - 1, 0, -1, device=positions.device)
+    earlier = positions[:, :1] - ago
+    history = pool[state_slots[:, None], earlier % length].where((earlier >= 0).unsqueeze(-1), 0)
+    all_inputs = torch.cat([history, rows], 1).float()
+    sums = torch.zeros_like(rows, dtype=torch.float32) if bias is None else bias.float().expand(B, Q, -1)
+    for i in range(kernel_size):
+        sums = sums + weight[:, i].float() * all_inputs[:, i : i + Q]
+    is_kept = (slot_mapping != 0) & (positions > positions.amax(1, keepdim=True) - length)
+    pool.index_put_((state_slots[:, None].where(is_kept, 0), positions % length), rows)
+    return sums.to(inputs.dtype).view_as(inputs)
+
+
+def linear_attention(
+    parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    pool: Tensor,  # (num_slots, H, num_chunks x numbers) float32, which is written
+    places: tuple[Tensor, Tensor, Tensor],
     chunk_size: int,
     scale: float,
+    *,
     normalizes: bool,
 ) -> Tensor:  # (1, B x Q, H, Dv)
-    """The tokens' outputs, of rows one after the other. Queries and keys get length 1 if `normalizes` is true."""
+    """The tokens' outputs, of rows one after the other. Queries and keys get length 1 if `normalizes` is true.
+
+    Parts: (1, B x Q, Hk, D) query and key, (1, B x Q, H, Dv) value, and in float32 (1, B x Q, H) logarithms of decay,
+    and beta or None. Places: (B, Q) positions and slot mapping, 0 of padding, and (B,) slots of states.
+    """
+    (query, key, value, decay, beta), (positions, slot_mapping, state_slots) = parts, places
     Q, (H, Dv) = positions.shape[1], value.shape[2:]
     queries, keys = (_of_heads(one, H, normalizes=normalizes) for one in (query, key))
     values, output = value[0].float(), torch.zeros_like(value)
@@ -41,8 +68,8 @@ def linear_attention(
             position = int(positions.flatten()[begin])
             count = min(num_tokens, chunk_size - position % chunk_size)
             tokens = slice(begin, begin + count)
-            parts = (queries[tokens] * scale, keys[tokens], values[tokens], decay[0, tokens], rates[tokens])
-            of_heads = [one.transpose(0, 1) for one in parts]
+            of_tokens = (queries[tokens] * scale, keys[tokens], values[tokens], decay[0, tokens], rates[tokens])
+            of_heads = [one.transpose(0, 1) for one in of_tokens]
             made = chunks.attend(position, of_heads, corrects=beta is not None)
             output[0, tokens] = made.transpose(0, 1).to(value.dtype)
             begin, num_tokens = begin + count, num_tokens - count
