@@ -32,7 +32,8 @@ _SIZES = {
     "qk_rope_head_dim": 8, "v_head_dim": 16, "hidden_size_per_layer_input": 8, "num_experts_per_tok": 2,
     "top_k_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "block_dim": 32,
-    "conv_dim": 32, "conv_dim_out": 32, "block_ff_dim": 48, "dim_model_base": 8,
+    "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
+    "moe_shared_expert_intermediate_size": 16, "conv_dim": 32, "conv_dim_out": 32, "block_ff_dim": 48, "dim_model_base": 8,
 }  # fmt: skip
 _TOWER = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "depth": 1, "num_heads": 2, "head_dim": 16,
@@ -109,6 +110,9 @@ def _shrink_text(text: dict[str, Any]) -> None:
     num_layers = text.get("num_hidden_layers", 1)
     of_kinds = {"layer_types", "full_attention_interval"} & text.keys()
     text["num_hidden_layers"] = 7 if text["model_type"].startswith("gemma") else 4 if of_kinds else 2
+    if "hybrid_override_pattern" in text:  # Mamba-2, experts and, sixth, attention
+        text["hybrid_override_pattern"] = text["hybrid_override_pattern"][:7]
+        text["num_hidden_layers"] = 7
     if text.get("num_kv_shared_layers"):
         text["num_hidden_layers"], text["num_kv_shared_layers"] = 10, 4
     for name, value in text.items():

@@ -24,6 +24,7 @@ REFUSED = {
     "gpt2": "no plan",
     "opt": "no plan",
     "lfm2": "states",
+    "qwen3.5": "states",
 }
 KEPT_WHOLE = {"gemma3", "qwen2-moe"}  # its embeddings; its shared expert, of which the plan says nothing
 WEIGHTS = "rank0.safetensors"
