@@ -44,12 +44,14 @@ class KVCacheConfig:
     """Size of the K/V cache, and whether released blocks are reused.
 
     `max_tokens` bounds it on any device. Without it a CPU gets what max_batch_size sequences of max_seq_len tokens
-    need, and a GPU `free_gpu_memory_fraction` of the memory that is free once the engine is open.
+    need, and a GPU `free_gpu_memory_fraction` of the memory that is free once the engine is open. A model's states,
+    if it has any, are kept after each `state_checkpoint_interval` tokens of a prompt, for others that begin alike.
     """
 
     block_reuse: bool = True
     max_tokens: int | None = None
     free_gpu_memory_fraction: float = 0.9
+    state_checkpoint_interval: int = 8192
 
 
 class Engine:
@@ -66,6 +68,12 @@ class Engine:
     ) -> None:
         if max_num_tokens < 1:
             raise UsageError(f"at least one token is computed at a time: {max_num_tokens}", hint="raise it")
+        interval = kv_cache.state_checkpoint_interval if kv_cache.block_reuse else None
+        if interval is not None and interval < 1:
+            raise UsageError(
+                f"states are kept at intervals of at least one token: {interval}",
+                hint="raise `state_checkpoint_interval`",
+            )
         self.config = config
         self.max_num_tokens = max_num_tokens
         self.device = device
@@ -77,7 +85,7 @@ class Engine:
         # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
         self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
         self._states = (
-            States(config.states, config.build_config, getattr(torch, config.dtype), device, reuse=kv_cache.block_reuse)
+            States(config.states, config.build_config, getattr(torch, config.dtype), device, interval)
             if config.states
             else None
         )
@@ -278,8 +286,8 @@ class Engine:
                 self.compute_context(sequence, min(sequence.num_unscored, self.max_num_tokens))
             while len(sequence.tokens) - sequence.num_computed > self.max_num_tokens:
                 self.compute_context(sequence, self.max_num_tokens)
-            if sequence.shared_len > sequence.num_computed:
-                self.compute_context(sequence, sequence.shared_len - sequence.num_computed)
+            while self._states is not None and (end := self._states.next_kept(sequence)):
+                self.compute_context(sequence, end - sequence.num_computed)
         return self._forward_apart([generation_row(s, d.tokens) for s, d in zip(sequences, drafts, strict=True)])
 
     def forward_draft(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
@@ -328,8 +336,8 @@ class Engine:
             num_known = len(sequence.prompt_logprobs) - sequence.num_computed
             is_scored = sequence.num_unscored > 0 and num_known <= 0
             most = max(_MAX_LOGITS // self.config.vocab_size, 1) if is_scored else max(num_known, 0) or num_tokens
-            if sequence.shared_len > sequence.num_computed:
-                most = min(most, sequence.shared_len - sequence.num_computed)
+            kept = 0 if self._states is None else self._states.next_kept(sequence)
+            most = min(most, kept - sequence.num_computed) if kept else most
             row = context_row(sequence, min(num_tokens, most))
             if is_scored:
                 sequence.score(self._forward([dataclasses.replace(row, num_logits=len(row.tokens))]))
@@ -337,7 +345,7 @@ class Engine:
                 self._forward([row])
             sequence.num_computed += len(row.tokens)
             num_tokens -= len(row.tokens)
-            if self._states is not None and sequence.num_computed == sequence.shared_len:
+            if self._states is not None and sequence.num_computed == kept:
                 self._states.keep(sequence)
 
     def occupy_cache(self, blocks: range) -> None:

@@ -202,19 +202,36 @@ def state_inputs(rows: Seq[Row], pools: list[Tensor]) -> tuple[()] | tuple[Tenso
 
 
 class States:
-    """The slots of an engine: one for each sequence that runs at once, and others to keep, as far as memory goes."""
+    """The slots of an engine: one for each sequence that runs at once, and others to keep, as far as memory goes.
+
+    Of prompts states are kept after each `interval` tokens. None: nothing is kept.
+    """
 
     def __init__(
-        self, states: Seq[StateShape], build: BuildConfig, dtype: torch.dtype, device: torch.device, *, reuse: bool
+        self,
+        states: Seq[StateShape],
+        build: BuildConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        interval: int | None,
     ) -> None:
+        self._interval = interval
         num_back = num_rolled_back(build.max_draft_len)
         num_kept = min(build.max_batch_size + _MORE_KEPT, _KEPT_BYTES // bytes_per_slot(states, num_back, dtype))
         num_slots = 1 + build.max_batch_size + max(num_kept, _LEAST_KEPT)
-        self.manager = StateManager(num_slots, num_back, reuse=reuse)
+        self.manager = StateManager(num_slots, num_back, reuse=interval is not None)
         self.pools = state_pools(states, num_slots, num_back, dtype, device)
 
     def admit(self, sequence: Sequence, found: Found) -> None:
         self._copy(self.manager.admit(sequence, found))
+
+    def next_kept(self, sequence: Sequence) -> int:
+        """Position in the uncomputed part of a prompt at which its state is kept next, or 0."""
+        computed = sequence.num_computed
+        ends = [sequence.shared_len]
+        if self._interval is not None:
+            ends.append((computed // self._interval + 1) * self._interval)
+        return min((end for end in ends if computed < end < len(sequence.tokens)), default=0)
 
     def keep(self, sequence: Sequence) -> None:
         self._copy(self.manager.keep(sequence))

@@ -33,7 +33,8 @@ _SIZES = {
     "top_k_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "block_dim": 32,
     "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
-    "moe_shared_expert_intermediate_size": 16, "conv_dim": 32, "conv_dim_out": 32, "block_ff_dim": 48, "dim_model_base": 8,
+    "moe_shared_expert_intermediate_size": 16, "conv_dim": 32, "conv_dim_out": 32, "block_ff_dim": 48,
+    "dim_model_base": 8,
 }  # fmt: skip
 _TOWER = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "depth": 1, "num_heads": 2, "head_dim": 16,

@@ -60,6 +60,14 @@ class KVCacheOptions:
             show_default="CPU: max_batch_size x max_seq_len",
         ),
     ] = None
+    state_checkpoint_interval: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Tokens of a prompt after which a model's states, if it has any, are kept for others.",
+            rich_help_panel=KV_CACHE,
+        ),
+    ] = 8192
 
     def config(self) -> "KVCacheConfig":
         from runtime.engine import KVCacheConfig
@@ -68,6 +76,7 @@ class KVCacheOptions:
             not self.no_kv_cache_enable_block_reuse,
             self.max_tokens_in_paged_kv_cache,
             self.kv_cache_free_gpu_memory_fraction,
+            self.state_checkpoint_interval,
         )
 
     def fitting(self, *, is_leader: bool, disable_reuse: bool = False) -> "KVCacheOptions":

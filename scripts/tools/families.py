@@ -310,7 +310,8 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def described(outcome: Outcome) -> str:
-    return f"{outcome.verdict}: {outcome.why.replace('|', '/')}" if outcome.why else outcome.verdict
+    why = outcome.why.replace("|", "/").replace("`", "")  # what stands in backquotes is the project's own
+    return f"{outcome.verdict}: {why}" if why else outcome.verdict
 
 
 def main() -> None:

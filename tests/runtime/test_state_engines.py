@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentences import Said
 from tiny import eager_logits, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
@@ -15,6 +16,7 @@ from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.self_draft import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
+from runtime.errors import UsageError
 from runtime.request import Request, Sequence
 
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((0, 90), (1, 34), (2, 5), (3, 60), (0, 80), (0, 70))]
@@ -156,3 +158,23 @@ def test_quantized_keys_and_values_beside_states(
     """The build's check finds each layer's by the layer's number, which is not its place among those that have any."""
     config = read_engine_config(make_engine_dir(of_each_kind, compiler=compiler, kv_cache="INT8"))
     assert config.logits_check.relative_difference < 0.01
+
+
+def test_states_are_kept_along_prompts_that_begin_alike(model: PreTrainedModel, make_engine_dir: Any) -> None:
+    """The end of the first is too far on; a checkpoint serves from 32 tokens before it on."""
+    first, common = repetitive_prompt(5, 90), 45
+    second = [*first[:common], *repetitive_prompt(9, 20)]
+    expected = hf_greedy(model, second, 8)
+    for interval, num_reused in ((1000, 0), (24, 45), (40, 40), (80, 0)):
+        engine = Engine.open(make_engine_dir(model), kv_cache=KVCacheConfig(state_checkpoint_interval=interval))
+        for number, prompt in enumerate((first, second)):
+            request = Request(number, tuple(prompt), 8)
+            (answer,) = [s for s, _ in scheduler.generate(engine, [request]) if s.is_over]
+        assert (answer.stats.num_reused_tokens, answer.output_tokens) == (num_reused, expected)
+        engine.close()
+
+
+def test_an_interval_of_0_is_refused(model: PreTrainedModel, make_engine_dir: Any, said: Said) -> None:
+    with pytest.raises(UsageError) as raised:
+        Engine.open(make_engine_dir(model), kv_cache=KVCacheConfig(state_checkpoint_interval=0))
+    said(raised, "0")

@@ -63,7 +63,7 @@ def split_engine(model_dir: Path, work_dir: Path, tp_size: int, way: Way = "gloo
     config = convert(model_dir, checkpoint, "float32", replace=True, progress=lambda *_: None, tp_size=tp_size)
     pretrained = parse_pretrained_config(config.pretrained_config, "config.json")
     splitting = split_config(pretrained, tp_size)
-    layers = probe_config(pretrained, splitting)
+    shapes = probe_config(pretrained, splitting)
     kind = ModelKind(pretrained, torch.float32, KERNEL if way == "shared" else PAGED, splitting=splitting)
     steps = [Step(load_model(kind, checkpoint / f"rank{rank}.safetensors")) for rank in range(tp_size)]
     threads = Threads(way, tp_size)
@@ -75,7 +75,7 @@ def split_engine(model_dir: Path, work_dir: Path, tp_size: int, way: Way = "gloo
         @torch.inference_mode()
         def compute(rank: int) -> Tensor:
             if rank not in pools:
-                pools[rank] = KVPool(layers, num_blocks, block_size, torch.float32, CPU)
+                pools[rank] = KVPool(shapes.layers, num_blocks, block_size, torch.float32, CPU)
             return steps[rank](*inputs[:5], *pools[rank].tensors())
 
         logits = threads.do(compute)
@@ -86,7 +86,7 @@ def split_engine(model_dir: Path, work_dir: Path, tp_size: int, way: Way = "gloo
         pretrained_config=config.pretrained_config,
         dtype="float32",
         build_config=make_build(max_draft_len=6),
-        layers=layers,
+        layers=shapes.layers,
         vocab_size=pretrained.vocab_size,
         environment=current_environment(CPU),
         logits_check=LogitsCheck(0, 0, 0),
