@@ -38,7 +38,8 @@ def compile_programs(programs: Seq[GraphModule]) -> list[Files]:
     were compiled here before. The kernels must be loaded."""
     from runtime.compiler.cutting import describe  # not to open an engine
 
-    options = cpu_options()
+    # The numbers of short weights too: else they are written into a program that others, of other numbers, find.
+    options = cpu_options() | {"always_keep_tensor_constants": True}
     names = [digest([describe(program), repr(options), *compiled_by()]) for program in programs]
     entries = [cache_dir() / "programs" / name[:16] for name in names]
     with ExitStack() as locks:  # of several processes that want a program one makes it

@@ -19,6 +19,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch._ops.OpOverload": (),
     "torch._inductor.aot_compile": ("options",),
     "torch._inductor.aoti_compile_and_package": ("package_path", "inductor_configs"),
+    "torch._inductor.config.always_keep_tensor_constants": (),
     "torch._inductor.config.patch": (),
     "torch._inductor.config.freezing": (),
     "torch._inductor.config.cpp.cxx": (),

@@ -81,6 +81,21 @@ def test_a_second_model_of_a_width_compiles_nothing(
     assert compiled == []
 
 
+def test_numbers_of_short_weights_are_not_in_a_program(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a rotary embedding's frequencies. Another model's program of that form would be computed with them."""
+    scaled, sources, run = torch.nn.LayerNorm(2), list[str](), programs.run_inductor
+    torch.nn.init.constant_(scaled.weight, 3.140625)
+
+    def watched(*arguments: Any) -> list[Any]:
+        made: list[Any] = run(*arguments)
+        sources.extend(Path(name).read_text() for name in made if str(name).endswith(".cpp"))
+        return made
+
+    monkeypatch.setattr(programs, "run_inductor", watched)
+    compile_programs([torch.export.export(scaled, (torch.zeros(3, 2),)).module(check_guards=False)])
+    assert sources and not any("3.140625" in source for source in sources)
+
+
 def test_each_graph_is_compiled_once(cache: Path, pretended: list[int]) -> None:
     first, second = compile_programs([graph(8), graph(16)]), compile_programs([graph(16), graph(24), graph(8)])
     assert pretended == [2, 1]
