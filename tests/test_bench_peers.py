@@ -150,6 +150,6 @@ def test_busy_machines_table_has_a_row_for_each_load(output_dir: Path) -> None:
     done = subprocess.run([*busy, *arguments.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert [row[0] for row in rows] == ["| beside", "| 0 foreign", "| 1 foreign", "| another specdec"]
+    assert [row[0] for row in rows] == ["| load", "| 0 foreign", "| 1 foreign", "| another specdec"]
     assert rows[0][1:4] == ["hugging-face, TPOT", "specdec, TPOT", "hugging-face ÷ specdec"]
     assert rows[1][1].endswith(" ms (1.00x)") and float(rows[2][3]) > 0
