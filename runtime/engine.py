@@ -30,7 +30,7 @@ from runtime.parallel.devices import check_device_ids
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.request import Draft, Request, Sequence, VerifyResult
 from runtime.sampling import NoValidToken
-from runtime.states import States, state_inputs
+from runtime.states import States, bytes_per_slot, num_rolled_back, num_slots_of, state_inputs
 from runtime.verify import verify_all
 
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
@@ -84,12 +84,12 @@ class Engine:
         self.ranks = step if isinstance(step, RankedStep) else None
         # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
         self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
+        num_blocks = _num_blocks(config, kv_cache, device)
         self._states = (
             States(config.states, config.build_config, getattr(torch, config.dtype), device, interval)
             if config.states
             else None
         )
-        num_blocks = _num_blocks(config, kv_cache, device)
         block_size = config.build_config.tokens_per_block
         self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
         self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
@@ -238,13 +238,17 @@ class Engine:
         if copies is None:
             check_cache_size(sequence.request, num_tokens, self._blocks.num_cache_tokens)
             return False
-        if self._states is not None and found is not None:
-            self._states.admit(sequence, found)
+        try:
+            if self._states is not None and found is not None:
+                self._states.admit(sequence, found)
+            for copy in copies:
+                self._pool.copy_block(copy)
+                if self.ranks is not None:
+                    self.ranks.copy_block(copy)
+        except BaseException:  # Ctrl-C between two layers: what was found is there in part
+            sequence.num_computed = 0
+            raise
         sequence.stats.num_reused_tokens += sequence.num_computed
-        for copy in copies:
-            self._pool.copy_block(copy)
-            if self.ranks is not None:
-                self.ranks.copy_block(copy)
         return True
 
     def extend(self, sequence: Sequence) -> bool:
@@ -432,7 +436,7 @@ def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.dev
         if kv_cache.max_tokens < 1:
             raise UsageError(f"a K/V cache holds at least one token: {kv_cache.max_tokens}", hint="raise `max_tokens`")
         num_blocks = -(-kv_cache.max_tokens // build.tokens_per_block)
-    free_bytes = _free_memory(device)
+    free_bytes = _free_memory(device) - _bytes_of_states(config, device)
     usable_bytes, hint, code = free_bytes, "lower max_tokens of the K/V cache, or free memory", "cache_too_large"
     if device.type == "cuda":
         usable_bytes = int(free_bytes * kv_cache.free_gpu_memory_fraction)
@@ -449,6 +453,22 @@ def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.dev
             code=code,
         )
     return num_blocks + 1
+
+
+def _bytes_of_states(config: EngineConfig, device: torch.device) -> int:
+    """Memory of all slots of states; SpecDecError, with the numbers, if there is less."""
+    if not config.states:
+        return 0
+    build, dtype = config.build_config, getattr(torch, config.dtype)
+    num_slots = num_slots_of(config.states, build, dtype)
+    needed = num_slots * bytes_per_slot(config.states, num_rolled_back(build.max_draft_len), dtype)
+    if needed > (free_bytes := _free_memory(device)):
+        raise SpecDecError(
+            f"the states of {build.max_batch_size} sequences, and those kept for others, need {needed / 1e6:,.1f} MB, "
+            f"and {device} has free: {free_bytes / 1e6:,.1f} MB",
+            hint="build with a lower --max-batch-size or --max-draft-len, or free memory",
+        )
+    return needed
 
 
 def _free_memory(device: torch.device) -> int:

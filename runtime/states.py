@@ -139,11 +139,15 @@ class StateManager:
         self._put(slot, _Kept(sequence.tokens[: sequence.num_computed], first, is_over=True))
         return StateCopy(sequence.state_slot, slot)
 
+    def drop(self, slot: int) -> None:
+        """Forget what a kept slot holds."""
+        del self._kept[slot]
+        self._free.append(slot)
+
     def _put(self, slot: int, kept: _Kept) -> None:
         """Keep a slot, and no other of the same tokens."""
         for other in [one for one, its in self._kept.items() if its.tokens == kept.tokens]:
-            del self._kept[other]
-            self._free.append(other)
+            self.drop(other)
         self._kept[slot] = kept
 
     def advance(self, slot: int, start: int, num_tokens: int) -> None:
@@ -216,9 +220,7 @@ class States:
         interval: int | None,
     ) -> None:
         self._interval = interval
-        num_back = num_rolled_back(build.max_draft_len)
-        num_kept = min(build.max_batch_size + _MORE_KEPT, _KEPT_BYTES // bytes_per_slot(states, num_back, dtype))
-        num_slots = 1 + build.max_batch_size + max(num_kept, _LEAST_KEPT)
+        num_slots, num_back = num_slots_of(states, build, dtype), num_rolled_back(build.max_draft_len)
         self.manager = StateManager(num_slots, num_back, reuse=interval is not None)
         self.pools = state_pools(states, num_slots, num_back, dtype, device)
 
@@ -234,7 +236,13 @@ class States:
         return min((end for end in ends if computed < end < len(sequence.tokens)), default=0)
 
     def keep(self, sequence: Sequence) -> None:
-        self._copy(self.manager.keep(sequence))
+        copy = self.manager.keep(sequence)
+        try:
+            self._copy(copy)
+        except BaseException:  # Ctrl-C between two layers
+            if copy is not None:
+                self.manager.drop(copy.destination)
+            raise
 
     def _copy(self, copy: StateCopy | None) -> None:
         for pool in self.pools if copy is not None else ():
@@ -248,6 +256,13 @@ class States:
     def advance(self, rows: Seq[Row]) -> None:
         for row in rows:
             self.manager.advance(row.state_slot, row.start, len(row.tokens))
+
+
+def num_slots_of(states: Seq[StateShape], build: BuildConfig, dtype: torch.dtype) -> int:
+    """Slots of an engine, the null slot included."""
+    num_bytes = bytes_per_slot(states, num_rolled_back(build.max_draft_len), dtype)
+    num_kept = min(build.max_batch_size + _MORE_KEPT, _KEPT_BYTES // num_bytes)
+    return 1 + build.max_batch_size + max(num_kept, _LEAST_KEPT)
 
 
 def bytes_per_slot(states: Seq[StateShape], num_back: int, dtype: torch.dtype) -> int:

@@ -23,7 +23,7 @@ from runtime.config import LogitsCheck, StepShape
 from runtime.errors import SpecDecError
 from runtime.kv_cache import KVPool, kv_dtype
 from runtime.locks import quiet_transformers
-from runtime.states import num_rolled_back, state_inputs, state_pools
+from runtime.states import CHUNK_SIZE, num_rolled_back, state_inputs, state_pools
 
 _NUM_SINGLE = 4  # tokens that are computed one at a time too
 _Sequence = tuple[list[int], tuple[int, int], QuantizeKV | None]
@@ -278,10 +278,12 @@ def _stepping(
 
 
 def _check_context_len(shape: StepShape) -> int:
-    """Long enough for several blocks, and to pass a sliding window where that is affordable; a draft fits after it."""
+    """Long enough for several blocks and chunks of states, and to pass a sliding window where that is affordable; a
+    draft fits after it."""
     build = shape.build_config
     windows = [layer.sliding_window for layer in shape.layers if layer.sliding_window is not None]
-    wanted = max([2 * build.tokens_per_block + 7] + [window + 9 for window in windows if window <= 1024])
+    least = max(build.tokens_per_block, CHUNK_SIZE if shape.states else 0)
+    wanted = max([2 * least + 7] + [window + 9 for window in windows if window <= 1024])
     return max(1, min(wanted, build.max_input_len, build.max_request_len - 1 - build.max_draft_len))
 
 

@@ -5,6 +5,7 @@ where the step hands over `paged`, as attention is by its interface (`runtime.co
 such functions, and gets a forward.
 """
 
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -174,9 +175,13 @@ def _place_functions(module_name: str, functions: dict[str, Callable[..., Any]])
 
 
 def _with_paged(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    by_torch = inspect.unwrap(theirs)  # where a library for GPUs stands for it
+
     @wraps(theirs)
     def function(*args: Any, paged: LayerStates | None = None, **kwargs: Any) -> Any:
-        return theirs(*args, **kwargs) if paged is None else ours(paged, *args, **kwargs)
+        if paged is not None:
+            return ours(paged, *args, **kwargs)
+        return (by_torch if args[0].device.type == "cpu" else theirs)(*args, **kwargs)
 
     function.of_paged = ours  # type: ignore[attr-defined]
     return function

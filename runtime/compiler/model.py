@@ -149,6 +149,8 @@ def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -
     with_kv, with_state = layers_that_keep(config)
     if not with_kv and not with_state:
         raise SpecDecError(f"the model has no layers: {config.model_type}", hint="its config.json is damaged")
+    if not with_kv:
+        raise SpecDecError(f"a model without any attention is not supported: {config.model_type}", hint=SEE_MODELS)
     if (*sorted(recorded.layers), *sorted(recorded.states)) != (*with_kv, *with_state):
         raise SpecDecError(
             f"only {len(recorded.layers) + len(recorded.states)} of {len(with_kv) + len(with_state)} layers hand their "
@@ -197,6 +199,7 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
         raise SpecDecError(
             f"the model counts positions from its padding token's id, not from 0: {config.model_type}", hint=SEE_MODELS
         )
+    model.train(False)  # or Mamba-2's modules call a function of another library, where that is there
     return model
 
 

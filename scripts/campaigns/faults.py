@@ -21,7 +21,7 @@ _BY_FUNCTION = {
     "drafters.draft_target:DraftModel._draft_tokens": "one-more 2",
     "drafting:release_all": "drop 0, drop 1",
     "drafting:propose": "unwrap 5",
-    "engine:Engine.admit": "drop 5",
+    "engine:Engine.admit": "drop 4",
     "engine:Engine.compute_context": "one-more 7",
     "engine:Engine.extend": "without 0",
     "engine:Engine.max_draft_len_of": "without 0",

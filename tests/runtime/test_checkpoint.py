@@ -314,6 +314,9 @@ UNSUPPORTED = [
         "its attention is not told of: layer 0 sees 8 keys, and its attention asks for all",
         id="Phi-MoE with windows",
     ),
+    pytest.param(
+        AutoConfig.for_model("bamba", num_hidden_layers=2), "a model without any attention", id="no attention"
+    ),
     pytest.param(AutoConfig.for_model("bert"), "attention that is not causal", id="BERT"),
     pytest.param(AutoConfig.for_model("vit"), "no causal language model for this model type: vit", id="no text"),
 ]

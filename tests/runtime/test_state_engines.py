@@ -16,7 +16,7 @@ from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.self_draft import SelfDraft
 from runtime.engine import Engine, KVCacheConfig
-from runtime.errors import UsageError
+from runtime.errors import SpecDecError, UsageError
 from runtime.request import Request, Sequence
 
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((0, 90), (1, 34), (2, 5), (3, 60), (0, 80), (0, 70))]
@@ -178,3 +178,43 @@ def test_an_interval_of_0_is_refused(model: PreTrainedModel, make_engine_dir: An
     with pytest.raises(UsageError) as raised:
         Engine.open(make_engine_dir(model), kv_cache=KVCacheConfig(state_checkpoint_interval=0))
     said(raised, "0")
+
+
+class InterruptedPool:
+    """A layer's pool that is not written any more once Ctrl-C has come."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        self.pool = pool
+
+    def __getitem__(self, slot: int) -> torch.Tensor:
+        return self.pool[slot]
+
+    def __setitem__(self, slot: int, state: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_state_that_is_copied_in_part_is_not_found(model: PreTrainedModel, make_engine: Any) -> None:
+    """The next turn copies the last one's state, and Ctrl-C comes between two layers."""
+    engine = make_engine(model)
+    assert engine._states is not None
+    turn = repetitive_prompt(4, 70)
+    (first,) = [s for s, _ in scheduler.generate(engine, [Request(0, tuple(turn), 5)]) if s.is_over]
+    turn = [*first.tokens, 7, 8, 9]
+    pool, engine._states.pools[1] = engine._states.pools[1], InterruptedPool(engine._states.pools[1])  # type: ignore[call-overload]
+    with pytest.raises(KeyboardInterrupt):
+        list(scheduler.generate(engine, [Request(1, tuple(turn), 5)]))
+    engine._states.pools[1] = pool
+    engine._states.manager.check_integrity()
+    for number in (2, 3):
+        (second,) = [s for s, _ in scheduler.generate(engine, [Request(number, tuple(turn), 5)]) if s.is_over]
+        assert second.output_tokens == hf_greedy(model, turn, 5)
+
+
+def test_states_that_do_not_fit_are_refused(
+    model: PreTrainedModel, make_engine_dir: Any, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine_dir = make_engine_dir(model)
+    monkeypatch.setattr("runtime.engine.free_memory", lambda: 100_000)
+    with pytest.raises(SpecDecError) as raised:
+        Engine.open(engine_dir)
+    said(raised, "states", "0.1 MB")
