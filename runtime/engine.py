@@ -466,7 +466,7 @@ def _bytes_of_states(config: EngineConfig, device: torch.device) -> int:
         raise SpecDecError(
             f"the states of {build.max_batch_size} sequences, and those kept for others, need {needed / 1e6:,.1f} MB, "
             f"and {device} has free: {free_bytes / 1e6:,.1f} MB",
-            hint="build with a lower --max-batch-size or --max-draft-len, or free memory",
+            hint="build with a lower max_batch_size or max_draft_len, or free memory",
         )
     return needed
 

@@ -25,7 +25,7 @@ _DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
+    "linear_value_head_dim": 16,
 }
 # Family -> (model_type, what differs from `_COMMON`).
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -954,12 +954,13 @@ TOGETHER = [
     case("corpus create --output c --text notes.txt", 2, "`--tokenizer-dir`"),
 ]
 
+OF_7_HEADS = {"layer": 0, "num_kv_heads": 7, "key_head_dim": 8, "value_head_dim": 8, "sliding_window": None}
 HAND_EDITED = [
     *[
         case(RUN, 1, "engine/config.json", "`specdec build`", damage=by_hand("engine/config.json", **change))
         for change in (
             {"build_config__tokens_per_block": 24}, {"build_config__max_input_len": 100000}, {"layers": []},
-            {"layers": [{"num_kv_heads": 7, "key_head_dim": 8, "value_head_dim": 8, "sliding_window": None}]},
+            {"layers": [OF_7_HEADS]},
             {"vocab_size": 301}, {"dtype": "float16"},
             {"pretrained_config__num_hidden_layers": 1}, {"pretrained_config__vocab_size": 5},
         )

@@ -47,8 +47,8 @@ def embeddings(engine: Engine) -> Tensor:
     """(vocab, hidden) what the opened engine reads."""
     weights: dict[str, Tensor] = getattr(engine._step, "weights", None) or dict(engine._step.named_parameters())
     named = [weight for name, weight in weights.items() if "embed_tokens" in name]
-    (table,) = named or [weight for weight in weights.values() if weight.ndim == 2]  # a program's have other names
-    return table
+    # A program's have other names; of two dimensions are the taps of convolutions too, which are few.
+    return max(named or [weight for weight in weights.values() if weight.ndim == 2], key=torch.numel)
 
 
 def worst(dtype: torch.dtype, bad: float) -> float:
