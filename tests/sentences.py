@@ -30,7 +30,7 @@ _VARYING = (
     (r"\b[\d.]+ s\b", "N s"),
     (r"^(N s [a-z ]+? )*(?=(error|warning): )", ""),  # progress, of what was not made before
     (r"^warning: .*?(?=error: )", ""),  # of a file that was not converted before
-    (r"(is not valid JSON): [^:]+(?=: line)", r"\1: WHY"),  # by where it is cut off
+    (r"(is not valid JSON): .+?(?=: line)", r"\1: WHY"),  # by where it is cut off
     (r"\(\[Errno -\d\] [^)]*\)", "(WHY)"),  # a name that is not found, in the resolver's words
     (r"\bp = [\d.e-]+", "p = P"),
     (r"\b\d(\.\d+)?e[+-]\d+\b", "FLOAT"),
