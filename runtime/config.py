@@ -21,7 +21,7 @@ CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # files nor weights were recorded; 5: a token's bits depended on the size of its step; 6: the package did not say what
 # it was compiled for; 7: layers said whether they quantize what they read, not to how many bits; 8: the
 # kernels did not sample; 9: the compiler's loops were OpenMP's; 10: a step was one program; 11: all of a step's
-# programs were compiled
+# programs were compiled; 12: layers had no states; 13: layers with keys and values had no numbers
 ENGINE_FORMAT_VERSION = 14
 
 # Beyond these nothing useful can be built, and what is asked for is most likely a slip.

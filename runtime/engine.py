@@ -30,7 +30,7 @@ from runtime.parallel.devices import check_device_ids
 from runtime.parallel.ranks import RankedModel, RankedStep, open_ranks
 from runtime.request import Draft, Request, Sequence, VerifyResult
 from runtime.sampling import NoValidToken
-from runtime.states import States, bytes_per_slot, num_rolled_back, num_slots_of, state_inputs
+from runtime.states import States, bytes_per_slot, num_slots_of, state_inputs
 from runtime.verify import verify_all
 
 # A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
@@ -461,7 +461,7 @@ def _bytes_of_states(config: EngineConfig, device: torch.device) -> int:
         return 0
     build, dtype = config.build_config, getattr(torch, config.dtype)
     num_slots = num_slots_of(config.states, build, dtype)
-    needed = num_slots * bytes_per_slot(config.states, num_rolled_back(build.max_draft_len), dtype)
+    needed = num_slots * bytes_per_slot(config.states, build.max_draft_len, dtype)
     if needed > (free_bytes := _free_memory(device)):
         raise SpecDecError(
             f"the states of {build.max_batch_size} sequences, and those kept for others, need {needed / 1e6:,.1f} MB, "

@@ -260,13 +260,13 @@ class States:
 
 def num_slots_of(states: Seq[StateShape], build: BuildConfig, dtype: torch.dtype) -> int:
     """Slots of an engine, the null slot included."""
-    num_bytes = bytes_per_slot(states, num_rolled_back(build.max_draft_len), dtype)
-    num_kept = min(build.max_batch_size + _MORE_KEPT, _KEPT_BYTES // num_bytes)
+    num_kept = min(build.max_batch_size + _MORE_KEPT, _KEPT_BYTES // bytes_per_slot(states, build.max_draft_len, dtype))
     return 1 + build.max_batch_size + max(num_kept, _LEAST_KEPT)
 
 
-def bytes_per_slot(states: Seq[StateShape], num_back: int, dtype: torch.dtype) -> int:
+def bytes_per_slot(states: Seq[StateShape], max_draft_len: int, dtype: torch.dtype) -> int:
     """Memory of one sequence's states."""
+    num_back = num_rolled_back(max_draft_len)
     inputs = sum((state.num_before + num_back) * state.width for state in states) * dtype.itemsize
     return inputs + 4 * sum(one.num_heads * _numbers_of_head(one, num_back) for one in _recurrent(states))
 

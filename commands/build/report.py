@@ -76,10 +76,10 @@ def _kv_cache(config: EngineConfig) -> str:
 def _states(config: EngineConfig) -> str:
     import torch
 
-    from runtime.states import bytes_per_slot, num_rolled_back
+    from runtime.states import bytes_per_slot
 
     dtype = getattr(torch, config.dtype)
-    num_bytes = bytes_per_slot(config.states, num_rolled_back(config.build_config.max_draft_len), dtype)
+    num_bytes = bytes_per_slot(config.states, config.build_config.max_draft_len, dtype)
     return f"{len(config.states)} layers, {num_bytes / 1e3:,.1f} KB a sequence"
 
 
