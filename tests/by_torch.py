@@ -7,7 +7,7 @@ from runtime.compiler.cutting import CutStep
 
 
 def computed(step: CutStep, inputs: list[Tensor]) -> Tensor:
-    """What the calls give, one after the other, by torch's operations and the kernels."""
+    """Results of the calls, one after the other, by torch's operations and the kernels."""
     tensors = dict(enumerate(inputs))
     for call in step.calls:
         read = tuple(tensors[place] for place in call.inputs)

@@ -1,4 +1,4 @@
-"""How many functions are called, Python's and C's: what a step costs, on any machine."""
+"""Number of functions that are called, Python's and C's: what a step costs, on any machine."""
 
 import sys
 from collections.abc import Callable

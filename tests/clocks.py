@@ -26,7 +26,7 @@ class WorkClock:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> WorkClock:
-    """For all engines of this process."""
+    """Sets the clock for all engines of this process."""
     clock, forward = WorkClock(), Engine._forward
 
     def timed(engine: Engine, rows: list[Row], *, by_copy: bool = False) -> object:

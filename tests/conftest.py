@@ -73,20 +73,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now, such as torch's modules, stays: the collector need not look through it again."""
+    """Freeze what is there by now, such as torch's modules: the collector need not look through it again."""
     gc.collect()
     gc.freeze()
 
 
 def is_slow(item: pytest.Item) -> bool:
-    """Of many variations the same ones are not, whatever the order: a digest of their names decides."""
+    """True for the same variations, whatever the order: a digest of their names decides."""
     one_in = item.get_closest_marker("one_in")
     left_out = one_in is not None and crc32(item.nodeid.encode()) % one_in.args[0] != 0
     return left_out or item.get_closest_marker("slow") is not None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What is not quick need not be imported to be left out."""
+    """Skip the import of what is not quick where that is left out."""
     is_test = collection_path.suffix == ".py"
     return True if config.option.markexpr == "quick" and is_test and _place(collection_path) not in QUICK else None
 
@@ -123,7 +123,7 @@ def cache_of_its_own(shared: Path) -> None:
 
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """At which engines of this process stand still that have the drafter `gate:Waits`."""
+    """Gate at which engines of this process stand still that have the drafter `gate:Waits`."""
     made = Gate(tmp_path)
     for name, value in made.environment.items():
         monkeypatch.setenv(name, value)
@@ -132,19 +132,19 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.fixture
 def work_clock(monkeypatch: pytest.MonkeyPatch) -> WorkClock:
-    """By which time is taken in this process until the end of the test."""
+    """Clock by which time is taken in this process until the end of the test."""
     return install(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
 def same_numbers_each_time() -> None:
-    """What a test draws without a generator does not depend on the tests before it, which chance deals to workers."""
+    """Seed torch: numbers without a generator do not depend on the tests before, which chance deals to workers."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def no_command_yet() -> Iterator[None]:
-    """What one test calls in this process is not what hints speak of in the next."""
+    """Reset the command: a hint in one test does not speak of what another called in this process."""
     token = CURRENT_COMMAND.set(None)
     yield
     CURRENT_COMMAND.reset(token)

@@ -4,7 +4,7 @@ from typing import Any
 
 
 class Reads:
-    """How many items were read, of all the containers that it was given to."""
+    """Number of items that were read, of all the containers that it was given to."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -26,7 +26,7 @@ class Gate:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the engine's process is to have."""
+        """Variables for the engine's process."""
         paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             _DIRECTORY: str(self.directory),

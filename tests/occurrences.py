@@ -1,4 +1,4 @@
-"""Where patterns occur in a text, by brute force."""
+"""Places of patterns in a text, by brute force."""
 
 
 def ends_of(text: list[int], pattern: list[int]) -> list[int]:

@@ -75,7 +75,7 @@ def models(*names: str) -> Reply:
 
 
 def failure(status: int, message: str) -> Reply:
-    """In OpenAI's form."""
+    """Error in OpenAI's form."""
     return as_json(
         {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}, status
     )

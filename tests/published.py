@@ -43,7 +43,7 @@ _TOWER = {
     "projector_output_dim": 32, "vocab_size": 64,
 }  # fmt: skip
 STDS = ((0.3, 1.0), (0.6, 0.6), (0.3, 0.3), (1.0, 1.0), (0.1, 0.01), (0.3, 0.01), (0.3, 0.03), (0.15, 0.15))
-"""Of weights and embeddings: the first pair with which answers tell anything is taken."""
+"""Standard deviations of weights and embeddings: the first pair with which answers tell anything is taken."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Published:
     path: str
     commit: str
     tokenizer: str
-    """Of `specdec-real`, or `bytes`: a small one of bytes."""
+    """Tokenizer of `specdec-real`, or `bytes`: a small one of bytes."""
     refused: str | None
     config: dict[str, Any]
 

@@ -63,7 +63,7 @@ def random_scales(generator: torch.Generator, *shape: int, dtype: torch.dtype = 
 
 
 def save_compressed(directory: Path, layout: str, weights: dict[str, Any], dtype: torch.dtype) -> Meant:
-    """By the library's own compressor, and what its decompressor makes of it."""
+    """Tensors by the library's own compressor, and what its decompressor makes of them."""
     model = small_model().to(dtype)
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
     compressor = BaseCompressor.get_value_from_registry(layout)
@@ -85,7 +85,7 @@ def save_compressed(directory: Path, layout: str, weights: dict[str, Any], dtype
 
 
 def _scales_and_zeros(weight: Tensor, args: Any) -> dict[str, Tensor]:
-    """Those that just hold the weight's numbers."""
+    """Scales that just hold the weight's numbers."""
     outputs, inputs = weight.shape
     if args.strategy == "block":
         rows, columns = args.block_structure
@@ -108,7 +108,7 @@ def _scales_and_zeros(weight: Tensor, args: Any) -> dict[str, Tensor]:
 
 
 def save_awq(directory: Path, group_size: int) -> Meant:
-    """Of random bits; what they mean is what compressed-tensors' converter makes of AutoAWQ's files."""
+    """Tensors of random bits; their meaning is what compressed-tensors' converter makes of AutoAWQ's files."""
     model, generator = small_model().half(), torch.Generator().manual_seed(1)
     said = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm"}
     tensors: dict[str, Tensor] = {}
@@ -133,7 +133,7 @@ def _parts(tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
 
 
 def save_gptq(directory: Path, bits: int, group_size: int, *, desc_act: bool, layout: str = "gptq") -> Meant:
-    """Of random bits; what they mean is computed number by number, as GPTQ's paper and AutoGPTQ define them."""
+    """Tensors of random bits; their meaning is computed number by number, as GPTQ's paper and AutoGPTQ define it."""
     model, generator = small_model().half(), torch.Generator().manual_seed(2)
     said = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": desc_act, "sym": False}
     tensors, meant = {}, {}
@@ -170,7 +170,7 @@ def _by_definition(words: Tensor, zero_words: Tensor, scales: Tensor, g_idx: Ten
 
 
 def save_fp8(directory: Path, block: tuple[int, int] | None) -> Meant:
-    """By blocks or a scale for each weight, read by transformers' own code."""
+    """Tensors by blocks or with a scale for each weight, read by transformers' own code."""
     model = small_model().bfloat16()
     tensors, meant = {}, {}
     for name, weight in layers_of(model).items():
@@ -189,7 +189,7 @@ def save_fp8(directory: Path, block: tuple[int, int] | None) -> Meant:
 
 Q = gguf.GGMLQuantizationType
 _RANDOM_ONLY = {Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,)}
-"""Those that the package does not make: where in a block its float16 numbers are, which random bits might make NaN."""
+"""Types that the package does not make: where in a block its float16 numbers are, which random bits may make NaN."""
 
 
 GGUF_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}

@@ -1,4 +1,4 @@
-"""What commands and errors say, word by word, in `tests/sentences/*.json`.
+"""Sentences of commands and errors, word by word, in `tests/sentences/*.json`.
 
 Tests assert exit codes, error codes and the values that a message quotes. The sentence around them stands in a file: to
 edit an error is to run `pytest --update-sentences` and to read the difference. A sentence that its test no longer has
@@ -36,10 +36,10 @@ _VARYING = (
     (r"\b\d(\.\d+)?e[+-]\d+\b", "FLOAT"),
     (r"line \d+ column \d+ \(char \d+\)", "line N column N (char N)"),
 )
-"""What depends on the machine or the run."""
+"""Parts that depend on the machine or the run."""
 
 Sentences = dict[str, dict[str, str]]
-"""By file, and in it by test."""
+"""Sentences by file, and in it by test."""
 
 
 class Said:
@@ -154,7 +154,7 @@ def load() -> Sentences:
 
 
 def replace(old: Sentences, new: Sentences) -> None:
-    """In the files; workers do it one after another."""
+    """Write it in the files; workers do it one after another."""
     with FileLock(DIRECTORY / ".lock"):
         held = load()
         for file in old.keys() | new.keys():

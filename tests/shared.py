@@ -1,4 +1,4 @@
-"""What is made once in a test run, for all of its workers: by whichever asks first, while the others wait."""
+"""Files that are made once in a test run, for all of its workers: by whichever asks first, while the others wait."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MakeEngineDir = Callable[..., Path]
-"""What the fixture `make_engine_dir` is."""
+"""Type of the fixture `make_engine_dir`."""
 
 
 def record_anew(engine_dir: Path) -> None:

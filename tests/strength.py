@@ -1,4 +1,4 @@
-"""How hard property tests try: 100 examples at most by default, and as many as they ask for with `--slow`."""
+"""Strength of property tests: 100 examples at most by default, and as many as they ask for with `--slow`."""
 
 from hypothesis import HealthCheck, settings
 

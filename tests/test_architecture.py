@@ -75,7 +75,7 @@ def modules(package: str) -> dict[str, Path]:
 
 
 def test_every_file_is_installed() -> None:
-    """Of an installation that is not from a checkout, too: setuptools takes what `pyproject.toml` names."""
+    """An installation that is not from a checkout has them, too: setuptools takes what `pyproject.toml` names."""
     names = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     packages = set(find_namespace_packages(str(ROOT), include=names["packages"]["find"]["include"]))
     assert {module.rpartition(".")[0] for package in PACKAGES for module in modules(package)} <= packages
@@ -131,7 +131,7 @@ SPECS = ("runtime.drafters.spec", "runtime.drafters.specs", "runtime.drafters.sp
 
 @pytest.mark.parametrize("module", SPECS)
 def test_drafters_are_described_without_their_algorithms(module: str) -> None:
-    """What opens one is imported when it is opened: flags and documents are made of specs without torch."""
+    """Modules that open one are imported when it is opened: flags and documents are made of specs without torch."""
     ours = {name for name in imports(modules("runtime")[module], at_import_only=True) if name.startswith("runtime")}
     assert ours <= {"runtime.errors", *SPECS[:2]}
 
@@ -207,7 +207,7 @@ def test_every_code_of_an_error_has_its_hint() -> None:
 
 
 def test_functions_are_short_and_narrow() -> None:
-    """At most 60 lines and 7 parameters; what a method is called on is none. Attention's are transformers'
+    """Limits: 60 lines and 7 parameters; `self` and `cls` are none. Attention's are transformers'
     own, and a step's are its inputs."""
     for package in PACKAGES:
         for module, path in modules(package).items():
@@ -251,7 +251,7 @@ def bound_names(path: Path) -> set[str]:
 
 
 def test_what_scripts_and_tests_import_is_there() -> None:
-    """Of ours, also inside functions, and where a test or a benchmark is seldom run."""
+    """Names of ours, also inside functions, and where a test or a benchmark is seldom run."""
     ours, wrong = everywhere(), []
     names = {module: bound_names(path) for module, path in ours.items()}
     for path in (path for folder in ("scripts", "tests", "examples") for path in (ROOT / folder).rglob("*.py")):
@@ -285,7 +285,7 @@ def test_no_import_cycle() -> None:
 
 @pytest.mark.parametrize("command", [name for name in modules("commands") if name.endswith(".command")])
 def test_a_command_is_there_before_torch(command: str) -> None:
-    """What `--help` may not import is in other files of the command's folder, such as `work.py`."""
+    """Modules that `--help` may not import are other files of the command's folder, such as `work.py`."""
     graph = {module: imports(path, at_import_only=True) for module, path in everywhere().items()}
     found, left = set[str](), [command]
     while left:
@@ -325,12 +325,12 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     yield statement.lineno, value
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_docstrings_begin_with_a_verb_or_a_noun(package: str) -> None:
+@pytest.mark.parametrize("folder", [*PACKAGES, "scripts", "tests", "examples"])
+def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
     """A relative clause without a head ("What the step takes") leaves the reader to guess the subject."""
     found = {
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
-        for path in modules(package).values()
+        for path in modules(folder).values()
         for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
         if HEADLESS.match(text)
     }

@@ -29,7 +29,7 @@ PROMPTS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_engines_have_hugging_faces_tokens(name: str, kernels: Path, tmp_path: Path) -> None:
-    """In float32 with activations as they are. The last prompt is longer than Gemma's windows."""
+    """Compared in float32 with activations as they are. The last prompt is longer than Gemma's windows."""
     file = REAL_DIR / MODELS[name].file
     if not file.is_file():
         pytest.skip(f"no {MODELS[name].title}: {file}")

@@ -241,7 +241,7 @@ def test_links_within_the_documentation_hold(page: str) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings whose anchor is the same on a code host and on the site: the two make them differently."""
+    """Anchors that are the same on a code host and on the site: the two make them differently."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     headings = [heading.replace("`", "") for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)]
     on_host = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]

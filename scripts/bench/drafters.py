@@ -32,7 +32,7 @@ from runtime.tuning.replay import Trace, replay
 
 
 def iteration_s(batch_size: int, context_len: int, draft_len: int) -> float:
-    """What `auto` reckons with: a draft token for 4 % of a step, about the 101 M model's price in float32."""
+    """Costs that `auto` expects: a draft token for 4 % of a step, about the 101 M model's price in float32."""
     return 1 + 0.04 * draft_len
 
 

@@ -61,7 +61,7 @@ def torch_held_to(march: str) -> dict[str, str]:
 
 
 def is_intels() -> bool:
-    """As Linux says; where nobody says, MKL heeds its variable."""
+    """True on an Intel processor, as Linux says; where nobody says, MKL heeds its variable."""
     cpuinfo = Path("/proc/cpuinfo")
     return not cpuinfo.exists() or "GenuineIntel" in cpuinfo.read_text()
 
@@ -158,7 +158,7 @@ def measure(march: str, sizes: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def kernels_of(dtype: torch.dtype, sizes: argparse.Namespace) -> dict[str, Callable[[int], tuple[Call, list[Call]]]]:
-    """For a number of rows, by the table's names: calls of ours and of torch's."""
+    """Calls of ours and of torch's for a number of rows, by the table's names."""
     choices = torch.ops.specdec.arithmetics() if dtype == torch.bfloat16 else [0]
     chosen = ARITHMETICS.index(fastest_arithmetic(dtype, 11))
     kernels: dict[str, Callable[[int], tuple[Call, list[Call]]]] = {}
@@ -171,7 +171,7 @@ def kernels_of(dtype: torch.dtype, sizes: argparse.Namespace) -> dict[str, Calla
 
 
 def run_held(march: str, arguments: list[str]) -> tuple[str, list[dict[str, Any]]]:
-    """What torch says its instructions are, and the rows of the table."""
+    """The instructions that torch names as its own, and the rows of the table."""
     command = [sys.executable, "-m", "scripts.bench.kernels", *arguments, "--measure", march]
     done = subprocess.run(command, env=torch_held_to(march), stdout=subprocess.PIPE, check=True)
     capability, *rows = (json.loads(line) for line in done.stdout.splitlines())

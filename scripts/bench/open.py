@@ -1,4 +1,4 @@
-"""What checks of files take of opening an engine and its tokenizer again: with the checks and without, in turns.
+"""Time of file checks when an engine and its tokenizer are opened again: with the checks and without, in turns.
 
 python -m scripts.bench.open ENGINE_DIR [--num-openings 40]
 

@@ -95,7 +95,7 @@ PAIRS = [
 
 @dataclass(frozen=True)
 class Format:
-    """What a model's numbers are: its dtype, and how each system quantizes its weights and, where it can, K/V."""
+    """Number formats of a model: its dtype, and how each system quantizes its weights and, where it can, K/V."""
 
     dtype: str
     precision: QuantConfig = field(default_factory=QuantConfig)
@@ -276,7 +276,7 @@ def export_to_openvino(python: Path, model_dir: Path, work_dir: Path, format_nam
 
 
 def stem(model_dir: Path) -> str:
-    """Of `hf-101m-bfloat16` 101m."""
+    """Name of a model without its dtype: 101m of `hf-101m-bfloat16`."""
     return model_dir.name.removeprefix("hf-").rpartition("-")[0]
 
 
@@ -418,7 +418,7 @@ def compare_outputs(records: list[dict[str, Any]]) -> None:
 
 
 def key_of(record: dict[str, Any]) -> tuple[str, int, int]:
-    """What two records of one turn share."""
+    """Settings that two records of one turn share."""
     return record["set"], record["prompt"], record["run"]
 
 
@@ -521,7 +521,7 @@ def drafting_of(settings: dict[str, Any]) -> dict[str, tuple[str, list[Any] | No
 
 
 def prepare(name: str, format_name: str, work_dir: Path, max_request_tokens: int, num_threads: int) -> dict[str, Any]:
-    """What workers are told of a model in a format, which is made unless it is there."""
+    """Settings for workers of a model in a format, which is made unless it is there."""
     model, dtype = MODELS[name], FORMATS[format_name].dtype
     model_dir = make_model(name, dtype, work_dir)
     engine_dir = make_engine(f"{name}-{format_name}", model, NGRAM_DRAFT_LEN, model_dir, work_dir)

@@ -1,4 +1,4 @@
-"""What bench/peers.py has measured, as Markdown tables on stdout and as a bar chart.
+"""Report of bench/peers.py's measurements: Markdown tables on stdout and a bar chart.
 
     python -m scripts.bench.peers_report FILE...
 

@@ -38,7 +38,7 @@ Call = Callable[[Tensor, int], object]
 
 
 def kernels_of(inputs: int, outputs: int, num_bytes: int, arithmetic: int) -> dict[str, tuple[Call, int]]:
-    """By name, how a layer is computed with one of the copies of its weight, and the bytes of one."""
+    """Computation of a layer by each of the copies of its weight, by name, and the bytes of one."""
     ops, weight = torch.ops.specdec, torch.randn(outputs, inputs)
     kernels: dict[str, tuple[Call, int]] = {}
 

@@ -133,7 +133,7 @@ class Plan:
         self._stack, self._workers = ExitStack(), dict[str, Worker]()
 
     def settings(self, system: str) -> dict[str, Any]:
-        """Of a system's worker; what it needs is made unless it is there."""
+        """Settings of a system's worker; its files are made unless they are there."""
         common: dict[str, Any] = {
             "num_threads": self._num_threads,
             "max_request_tokens": MAX_REQUEST_LEN,
@@ -175,7 +175,7 @@ class Plan:
         return any((cache_dir() / "engines").glob(f"{self.file.name}-*"))
 
     def _engine(self, system: str) -> Path:
-        """In the cache of engines, where `run` finds it too."""
+        """Engine directory in the cache of engines, where `run` finds it too."""
         if system == "specdec":
             source, settings = self.file, EngineSettings()
         else:
@@ -190,7 +190,7 @@ class Plan:
         return once(self._work_dir / f"hf-{self.name}-float32", make)
 
     def seconds_to_first_token(self, system: str) -> float:
-        """From the start of a command to its first token, everything that is made once being there.
+        """Time from the start of a command to its first token, everything that is made once being there.
 
         Ours is `specdec run --model-dir`, theirs a Python process that loads the model.
         """
@@ -220,7 +220,7 @@ def measure_kind(
     plan: Plan, kind: str, prompts: list[list[int]], end_ids: list[int], document: dict[str, Any], systems: list[str],
     output_len: int,
 ) -> None:  # fmt: skip
-    """Whatever of a kind is not yet in the document, in turns."""
+    """Measure all of a kind that is not yet in the document, in turns."""
     known = {key_of(record) for record in document["records"]}
     rng = random.Random(kind)
     for i, prompt in enumerate(prompts):
@@ -248,7 +248,7 @@ def measure_kind(
 
 
 def package_of(system: str) -> str:
-    """Of `openvino-int8` openvino."""
+    """Package of a system: openvino of `openvino-int8`."""
     return next(name for name in ("specdec", *PACKAGES) if system.startswith(name))
 
 
@@ -257,7 +257,7 @@ def key_of(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def place_of(record: dict[str, Any]) -> tuple[int, ...]:
-    """In the tables: systems and variants as they are named here, in whatever turn they were measured."""
+    """Order of the tables: systems and variants as they are named here, in whatever turn they were measured."""
     variants = list(DRAFTING.get(record["system"], {"": None}))
     return (
         list(MODELS).index(record["model"]),
@@ -270,7 +270,7 @@ def place_of(record: dict[str, Any]) -> tuple[int, ...]:
 
 
 def measure_starts(plan: Plan, systems: list[str], document: dict[str, Any]) -> list[str]:
-    """Of each system once, ours also where its engine has yet to be built; the systems that can be had."""
+    """Time each system's start once, ours also with its engine to build; returns the systems that can be had."""
     starts = document["seconds_to_first_token"].setdefault(plan.name, {})
     there = []
     for system in systems:
@@ -289,7 +289,7 @@ def measure_starts(plan: Plan, systems: list[str], document: dict[str, Any]) -> 
 
 
 def find_systems(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Path], dict[str, str], dict[str, str]]:
-    """Those asked for that are there, the Python of each package, its version, and why others are left out."""
+    """Requested systems that are there, the Python of each package, its version, and why others are left out."""
     pythons, versions, skipped = {"specdec": Path(sys.executable)}, {"specdec-cli": specdec_version()}, {}
     given = {
         "openvino": arguments.openvino_python,

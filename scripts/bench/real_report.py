@@ -1,4 +1,4 @@
-"""What bench/real.py has measured, as Markdown: of each model a row for each system, and what others take of our time.
+"""Report of bench/real.py as Markdown: of each model a row for each system, and what others take of our time.
 
 TPOT of a kind is the time after the first token of all its prompts by their tokens after the first; that of all kinds
 is the mean of theirs, and a ratio that of two such means.
@@ -51,7 +51,7 @@ def label(system: str, variant: str) -> str:
 
 
 def tables(document: dict[str, Any], titles: dict[str, str]) -> dict[str, str]:
-    """By model, of those that were measured, and a `summary` of all."""
+    """Ratios by model, of those that were measured, and a `summary` of all."""
     found = {"summary": summary(document, titles)}
     for model, title in titles.items():
         records = [record for record in document["records"] if record["model"] == model]
@@ -152,7 +152,7 @@ def times(records: Records, starts: dict[str, float]) -> list[str]:
 
 
 def ratios(records: Records) -> list[str]:
-    """Of others, their time by ours without a drafter; of drafters, how many times as fast the engine is with them."""
+    """Ratio of others' time to ours without a drafter; for drafters, how many times as fast the engine is with them."""
     kinds = list(dict.fromkeys(record["kind"] for record in records))
     lines = [f"| | {' | '.join(kinds)} | all |", "|---" * (len(kinds) + 2) + "|"]
     grouped = by_system(records)

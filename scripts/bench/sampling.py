@@ -1,4 +1,4 @@
-"""What choosing a token costs: positions by themselves, and steps that sample beside greedy ones.
+"""Cost of choosing a token: positions by themselves, and steps that sample beside greedy ones.
 
 A position has logits as a model's are, a few likely tokens and many that are not (`likely`), or as they are at their
 worst (`even`: normal numbers; `equal`: all the same), in bfloat16; beside ours the time of transformers' warpers and

@@ -1,4 +1,4 @@
-"""What drafting for itself would bring to a large model: the demo's drafts, at what another engine's steps cost.
+"""Gain of self-drafting for a large model: the demo's drafts, at what another engine's steps cost.
 
 Random weights say nothing of acceptance, and the demo's steps are so cheap that drafts by its copy do not pay. So the
 demo answers its articles, and each step that it takes after a prompt, its copy's too, is priced at what a step of as
@@ -63,7 +63,7 @@ class PricedEngine(Engine):
 
 @dataclasses.dataclass
 class Answers:
-    """To one kind of question, by one drafter."""
+    """Answers to one kind of question, by one drafter."""
 
     outputs: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""What serving costs and saves on a random Llama of 101 M parameters: HTTP beside the leader loop, and a second turn.
+"""Cost and gain of serving a random Llama of 101 M parameters: HTTP beside the leader loop, and a second turn.
 
     python -m scripts.bench.serve [--dtype float16] [--rounds 3] [--work-dir DIR]
 

@@ -104,7 +104,7 @@ class Recorder:
 
 @dataclass
 class Outcome:
-    """What a case was, for the counts."""
+    """Features of a case, for the counts."""
 
     drafter: str
     loop: str
@@ -171,7 +171,7 @@ class Case:
         )
 
     def _engine(self, model: ExactModel, max_draft_len: int) -> CheckedEngine:
-        """With a K/V cache from just enough to plenty."""
+        """Draw a K/V cache from just enough to plenty."""
         choose = self.random.choice
         enough = max(len(r.prompt_tokens) + r.max_new_tokens - 1 for r in self.requests)
         build = BuildConfig(
@@ -241,7 +241,7 @@ class Case:
         return SelfDraft(self.engine, use_logits=use_logits, confidence_stop=confidence_stop)
 
     def _choosing(self, lookup: Drafter, drafter: Drafter, copy: SelfDraft | None) -> Drafter:
-        """For a model's drafts of which the lookups are now and then better, and now and then worse."""
+        """Choose between a lookup and a model's drafts, which are now and then better, and now and then worse."""
         share = self.random.random()
         model = DraftingModel(drafter, self.random.randint(1, 8), lambda batch, context: share, copy)
         return BestOf([lookup], [model], lambda batch, context, draft_len: 1 + 0.1 * draft_len, VOCAB_SIZE)
@@ -293,7 +293,7 @@ def run(number: int, corpus: Corpus, ending: str | None = None, failure: Failure
 
 
 def _random_failure(case: Case) -> Failure:
-    """Of a call that comes in a run without one: the same case, made anew, is asked."""
+    """Draw a call to fail, from those that a run without failures makes: the same case, made anew, is asked."""
     names = ["admit", "step", "commit", "release"]
     names += ["copy's step"] if "self" in case.drafter_name else []
     names += [f"draft engine: {name}" for name in ("admit", "step", "release")] if case.draft_engine else []
@@ -357,7 +357,7 @@ def _finish_reason(request: Request, tokens: list[int]) -> str:
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """What runs for ever is found too. Of the processor's time, which a busy machine does not change."""
+    """Stop what runs for ever, by the processor's time, which a busy machine does not change."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"no end in {TIME_LIMIT_S} s")

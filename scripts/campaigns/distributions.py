@@ -66,7 +66,7 @@ Text = tuple[int, ...]
 
 
 class Fit(NamedTuple):
-    """How texts fit their distribution."""
+    """Fit of texts to their distribution."""
 
     p_value: float
     detectable: float | None
@@ -150,7 +150,7 @@ def adapted(drafter: Drafter) -> Drafter:
 
 
 def next_token_distribution(tokens: Text, sampling: dict[str, Any]) -> list[float]:
-    """By brute force: penalties, temperature, then the cuts, as docs/cli.md has them."""
+    """Compute it by brute force: penalties, temperature, then the cuts, as docs/cli.md has them."""
     scores = TARGET.logits(tokens)[0].tolist()
     for token in set(tokens):
         penalty = sampling.get("repetition_penalty", 1.0)

@@ -54,7 +54,7 @@ def _add(counts: Counter[str], outcome: cases.Outcome) -> None:
 
 
 def fail_everywhere(first: int, number: int, corpus: Corpus) -> tuple[Counter[str], list[int]]:
-    """Of each case every call fails once, before its work and after it."""
+    """Fail every call of each case once, before its work and after it."""
     counts: Counter[str] = Counter()
     failed = []
     for case in range(first, first + number):

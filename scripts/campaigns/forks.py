@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def import_all() -> None:
-    """What commands import, once for all forks. They must have one thread: others do not come along."""
+    """Import for all forks, once, what commands import. They must have one thread: others do not come along."""
     import torch
     from transformers import AutoTokenizer  # noqa: F401
 
@@ -65,6 +65,6 @@ def _become(arguments: Sequence[object], directory: Path, stderr: int, prepare: 
 
 
 def use_directories(cache: Path, temporary: Path) -> None:
-    """For a fork: where its cache and its temporary files are."""
+    """Set a fork's cache and directory of temporary files."""
     os.environ["SPECDEC_CACHE_DIR"] = str(cache)
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)

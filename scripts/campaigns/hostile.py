@@ -45,7 +45,7 @@ OPENED_BY: dict[str, tuple[str, ...]] = {
     "traces": ("tune", "--traces", "traces.jsonl", "--ngram-config", "4,2"),
     "cache": RUN,  # with the cache that keeps the digests of the engine's files
 }
-"""How each artefact is opened, in a directory with one of each; the engine's tokenizer is also opened by itself."""
+"""Commands that open each artefact, in a directory with one of each; the engine's tokenizer also alone."""
 
 Damage = Callable[[bytes, bytes, random.Random], bytes]
 DAMAGES: dict[str, Damage] = {
@@ -79,7 +79,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended: `signal` is 0 for none."""
+    """End of a command: `signal` is 0 for none."""
 
     exit_code: int
     signal: int
@@ -107,7 +107,7 @@ def make_case(home: Path, number: int) -> Case:
 
 
 def run_case(home: Path, case: Case) -> tuple[Outcome, str | None]:
-    """How it ended, and what is wrong with that. `home` is as it was afterwards."""
+    """Return how it ended, and what is wrong with that. `home` is as it was afterwards."""
     path = home / case.file
     data, stat = path.read_bytes(), path.stat()
     rng = random.Random(case.number)
@@ -148,7 +148,7 @@ def what_is_wrong(case: Case, outcome: Outcome, is_changed: bool | None) -> str 
 
 
 def says_the_same(data: bytes, other: bytes) -> bool:
-    """Whether JSON has another layout only, such as other white space or `\\u00E9` for `\\u00e9`."""
+    """True if JSON has another layout only, such as other white space or `\\u00E9` for `\\u00e9`."""
     try:
         return data != other and _json_of(data) == _json_of(other)
     except (ValueError, RecursionError):
@@ -164,7 +164,7 @@ def _json_of(data: bytes) -> object:
 
 
 def is_made_again(case: Case) -> bool:
-    """What is kept of digests is read by engines that open, and read anew where it is not what was kept."""
+    """True if engines keep it and make it again where it is damaged: the digests in the cache."""
     return case.artefact == "cache" and case.command[0] != "verify"
 
 

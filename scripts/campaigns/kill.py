@@ -46,7 +46,7 @@ LIMIT_S = 120.0
 
 @dataclass(frozen=True)
 class Command:
-    """What is killed. `arguments` are those that write `outputs` in the directory that it is called in."""
+    """Command to kill. `arguments` are those that write `outputs` in the directory that it is called in."""
 
     name: str
     arguments: list[object]
@@ -58,7 +58,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Moments:
-    """How long a command takes, and after how much of it something is written."""
+    """Time that a command takes, and after how much of it something is written."""
 
     duration_s: float
     writing_s: float
@@ -115,7 +115,7 @@ class Campaign:
             return os.WIFSIGNALED(os.waitpid(process_id, 0)[1])
 
     def _look(self, command: Command, place: Path, *, must_be_there: bool) -> list[str]:
-        """What is wrong with the outputs; those that a killed process was about to replace are found by reading."""
+        """Find what is wrong with the outputs; reading finds those that a killed process was about to replace."""
         problems = []
         for name, check in command.outputs.items():
             try:
@@ -146,7 +146,7 @@ class Campaign:
             yield forks.start(command.arguments, place, errors.fileno(), prepare=prepare), Path(errors.name)
 
     def _time(self, command: Command) -> Moments:
-        """By a call that makes what others are to replace."""
+        """Time a call, which makes what others are to replace."""
         place = self._made(command)
         place.mkdir(parents=True)
         start = time.monotonic()
@@ -164,7 +164,7 @@ class Campaign:
         return self.work_dir / "made" / command.name
 
     def try_disk(self, command: Command, kind: str) -> list[str]:
-        """What is wrong after a call on a disk of this kind (an option of mount)."""
+        """Find what is wrong after a call on a disk of this kind (an option of mount)."""
         with mounted(self.work_dir / "disk", kind) as disk, self._started(command, disk) as (process_id, errors):
             code = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
             said = errors.read_text()

@@ -102,7 +102,7 @@ class ExactModel:
         return wrong
 
     def cached(self, tokens: Seq[int]) -> tuple[Array, Array]:
-        """What the cache must hold of a text: (2, n) keys and (n,) values."""
+        """Numbers that the cache must hold of a text: (2, n) keys and (n,) values."""
         ids, places = _as_stored(tokens)
         return np.stack([ids, places]), _short(self._prefixes(ids[None], places[None]))[0]
 
@@ -245,7 +245,7 @@ class CheckedEngine(Engine):
         return logits
 
     def forward_draft(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Seq[Tensor]:
-        """What the copy computes is nobody's: its logits are not looked at."""
+        """Count the copy's step as a call. Its logits are nobody's, and not looked at."""
         logits: Seq[Tensor] = self.calls.make(
             f"{self.name}copy's step", lambda: super(CheckedEngine, self).forward_draft(sequences, drafts)
         )
@@ -264,7 +264,7 @@ class CheckedEngine(Engine):
             self._check_slot(sequence.state_slot, computed, sequence.num_computed)
 
     def check_books(self) -> None:
-        """Nobody holds a block, no block is lost, and what is published holds the texts it is published as."""
+        """Check that nobody holds a block, none is lost, and published ones hold the texts they are published as."""
         assert not any(s.block_table for s in self.held.values()), f"{self.name}blocks are held"
         assert self._blocks.num_free_blocks == self._blocks.num_blocks - 1, f"{self.name}blocks are lost"
         self._blocks.check_integrity()

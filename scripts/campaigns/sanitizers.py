@@ -24,7 +24,7 @@ _FLAGS = ["-std=c++20", "-O1", "-g1", "-pthread", "-Wno-psabi"]
 
 
 def find(program: str, sanitizer: str, march: str = "native", includes: Sequence[Path] = ()) -> str | None:
-    """What is said of a program; None if it ends well. `includes` come before the kernels' own."""
+    """Report of a program; None if it ends well. `includes` come before the kernels' own."""
     with tempfile.TemporaryDirectory() as directory:
         binary = str(Path(directory) / program)
         command = ["g++", *_FLAGS, *SANITIZERS[sanitizer], f"-march={march}"]

@@ -36,7 +36,7 @@ MALFORMED += [b'{"prompt": "a", "max_tokens": 99999999}', b'{"prompt": "a", "spe
 
 @dataclass
 class Outcome:
-    """What came of a storm."""
+    """Result of a storm."""
 
     num_by_status: dict[int, int] = field(default_factory=dict)
     num_cancelled: int = 0
@@ -116,7 +116,7 @@ def texts_of(body: bytes) -> list[str]:
 
 
 async def expected_of(port: int, bodies: list[dict[str, Any]]) -> list[list[str]]:
-    """What each is answered with alone."""
+    """Answer of each when asked alone."""
     return [texts_of((await exchange(port, json.dumps(body).encode()))[1]) for body in bodies]
 
 
@@ -171,7 +171,7 @@ async def _asked(
 
 @contextlib.contextmanager
 def _health_watched(port: int, outcome: Outcome) -> Iterator[None]:
-    """From another process: in this one `/health` would wait while the answers of the other clients are read."""
+    """Watch `/health` from another process: in this one it would wait while answers of other clients are read."""
     context = multiprocessing.get_context("spawn")
     is_over, answers = context.Event(), context.Queue()
     watcher = context.Process(target=_watch_health, args=(port, is_over, answers))

@@ -58,7 +58,7 @@ def read_texts() -> dict[str, list[str]]:
 
 
 def read_by_transformers(path: Path) -> PreTrainedModel:
-    """What `from_pretrained(..., gguf_file=...)` loads, without the package that it asks for first (`accelerate`)."""
+    """Load as `from_pretrained(..., gguf_file=...)` does, without the package that it asks for first (`accelerate`)."""
     config = AutoConfig.for_model(**load_gguf_checkpoint(str(path), return_tensors=False)["config"])
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
@@ -119,7 +119,7 @@ def greedy_tokens(
 
 
 def compare_activations(file: Path, work_dir: Path, num_tokens: int) -> None:
-    """Of what `--activations int8` quantizes, in float32 otherwise."""
+    """Compare what `--activations int8` quantizes with float32."""
     checkpoint_dir = make_checkpoint(file, work_dir / "int8", "int8")
     checkpoint = open_checkpoint(checkpoint_dir)
     unquantized = load_original(file, torch.float32)
@@ -130,7 +130,7 @@ def compare_activations(file: Path, work_dir: Path, num_tokens: int) -> None:
 
 
 def compare_llamacpp(file: Path, work_dir: Path, num_tokens: int, python: Path) -> None:
-    """Of llama.cpp's own quantization, which its products need: activations in 8 bits; and K/V in float16."""
+    """Compare llama.cpp's own quantization, which its products need: activations in 8 bits; and K/V in float16."""
     unquantized = read_by_transformers(file)
     with llamacpp(file, work_dir / "logits.npy", python) as log_probs:
         _compare("llama.cpp", file, num_tokens, log_probs, partial(log_probs_of, unquantized))

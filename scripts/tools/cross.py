@@ -28,7 +28,7 @@ from runtime.compiler.kernel_library import SOURCES_DIR, instructions
 
 STANDALONE = Path(__file__).parents[2] / "tests" / "runtime" / "compiler" / "standalone"
 FLAGS = ("-std=c++20", "-O2", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-static", "-pthread", "-UNDEBUG")
-"""With NDEBUG, which Zig defines, torch's headers declare a function otherwise than its C library."""
+"""Options of all compilers. With NDEBUG, which Zig defines, torch's headers declare a function unlike its C library."""
 INCLUDES = (STANDALONE, SOURCES_DIR, Path(torch.__file__).parent / "include")
 ZIG = [sys.executable, "-m", "ziglang", "c++", "-target"]
 COMPILERS = {
@@ -63,11 +63,11 @@ class Target:
     runner: list[str]
     missing: str | None
     lacking: str | None = None
-    """What this processor would have to have for it to run."""
+    """Instructions that this processor would have to have for it to run."""
 
 
 def targets() -> dict[str, Target]:
-    """By name, such as `gcc-arm armv8-a`."""
+    """Targets by name, such as `gcc-arm armv8-a`."""
     return {
         f"{name} {march}": _target(compiler, march, machine, needed)
         for name, (machine, compiler) in COMPILERS.items()
@@ -98,7 +98,7 @@ def _target(compiler: list[str], march: str, machine: str, needed: str) -> Targe
 
 
 def compile_library(target: Target) -> tuple[bool, str]:
-    """Whether all sources compile, as one file and the fastest way: what is made of them does not matter here."""
+    """Compile all sources, as one file and the fastest way: what is made of them does not matter here."""
     included = [word for source in sorted(SOURCES_DIR.glob("*.cpp")) for word in ("-include", str(source))]
     flags = ["-std=c++20", "-O0", "-UNDEBUG", '-DSPECDEC_SOURCES=""', target.march, f"-I{INCLUDES[-1]}"]
     with tempfile.TemporaryDirectory() as directory:
@@ -108,7 +108,7 @@ def compile_library(target: Target) -> tuple[bool, str]:
 
 
 def run(target: Target) -> tuple[bool, str]:
-    """Whether it compiles and computes what it shall, and what was said."""
+    """Compile and run it; returns whether it computes what it shall, and what was said."""
     if target.lacking == "macOS":
         return True, "not run: this machine lacks macOS"
     with tempfile.TemporaryDirectory() as directory:

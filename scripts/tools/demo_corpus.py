@@ -151,7 +151,7 @@ def code_of(node: Definition) -> str:
 
 
 def item_keys(item: Item) -> list[str]:
-    """What makes two items the same: name with first sentence, docstring, or code, each normalised."""
+    """Keys by which two items are the same: name with first sentence, docstring, or code, each normalised."""
     texts = [f"name {item.name} {item.sentence}", f"doc {item.docstring}"]
     texts += [f"code {item.code}"] if item.code else []
     return [" ".join(re.findall(r"\w+", text.lower())) for text in texts]
@@ -200,7 +200,7 @@ def cut(text: str, max_characters: int) -> str:
 
 
 def draw_cut(rng: random.Random) -> int:
-    """How many characters of each docstring an article shows."""
+    """Number of characters of each docstring that an article shows."""
     return LONG_CUT if rng.random() < LONG_SHARE else SHORT_CUT
 
 
@@ -215,7 +215,7 @@ def make_digest(items: list[Item], rng: random.Random, min_items: int) -> Pair:
 
 
 def describable(item: Item) -> bool:
-    """Whether the first sentence is plain English and there is something to write it from."""
+    """True if the first sentence is plain English and there is something to write it from."""
     words = item.sentence.split()
     plain = re.fullmatch(r"[A-Z][A-Za-z0-9 ,.()'/=-]+\.", item.sentence) is not None
     letters = sum(character.isalpha() or character == " " for character in item.sentence)

@@ -1,4 +1,4 @@
-"""What the demo's models achieve on the held-out articles, and the files that say so.
+"""Scores of the demo's models on the held-out articles, and the files that say so.
 
 Independent of the toolkit: greedy generation is transformers' own in float32, ROUGE is the rouge_score
 package, and tokens per step come from replaying prompt lookup over the greedy output.

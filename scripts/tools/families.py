@@ -217,7 +217,7 @@ def engine_outputs(engine: Engine, *, ngram: bool) -> list[list[int]]:
 
 
 def refusal(config: PreTrainedConfig, work_dir: Path) -> str | None:
-    """What `convert` has against a config, before it looks for weights."""
+    """Refusal of a config by `convert`, before it looks for weights; None if it takes it."""
     (work_dir / "config").mkdir(exist_ok=True)
     write_json(work_dir / "config" / "config.json", PreTrainedConfig._encode_special_floats(config.to_dict()))
     try:

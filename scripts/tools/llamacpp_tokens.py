@@ -118,7 +118,7 @@ def sentencepiece() -> dict[str, Any]:
 
 
 def _pairs_of_texts() -> list[str]:
-    """Whole, and beside one another, so that pieces of texts occur more than once."""
+    """Texts, whole and beside one another, so that pieces of texts occur more than once."""
     return [*TEXTS, *(first + second for first, second in pairwise(TEXTS))]
 
 

@@ -48,7 +48,7 @@ class Fault(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What came of the tests: the first that failed, None if all passed."""
+    """Outcome of the tests: the first that failed, None if all passed."""
 
     failed: str | None
     seconds: float

@@ -109,7 +109,7 @@ def _without(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _unwrap(node: ast.AST) -> Iterator[ast.AST]:
-    """Of a call is left what it is about: its object, or its first argument."""
+    """Replace a call by what it is about: its object, or its first argument."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         yield node.func.value
     elif isinstance(node, ast.Call) and node.args and not isinstance(node.args[0], ast.Starred):

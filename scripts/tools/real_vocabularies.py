@@ -65,7 +65,7 @@ def copy_vocabulary(source: Path, destination: Path) -> None:
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """Where a file is written until it is whole."""
+    """Path to which a file is written until it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}")
     try:

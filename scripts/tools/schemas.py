@@ -37,7 +37,7 @@ DOCUMENTS: dict[str, type[Record]] = {
     "tune": TuneDocument,
     "verify": VerifyDocument,
 }
-"""Of each command; `corpus` prints one kind of document."""
+"""Records of each command's document; `corpus` prints one kind."""
 
 
 class _Schema(GenerateJsonSchema):
@@ -50,7 +50,7 @@ class _Schema(GenerateJsonSchema):
         return self.generate_inner(schema["schema"])
 
     def dataclass_schema(self, schema: Any) -> JsonSchemaValue:
-        """With what the strings after its fields say."""
+        """Add the descriptions: the strings after its fields."""
         made = super().dataclass_schema(schema)
         kind = schema["cls"]
         described = TypeAdapter(list[kind], config=ConfigDict(use_attribute_docstrings=True)).json_schema()

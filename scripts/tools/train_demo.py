@@ -104,7 +104,7 @@ def device() -> torch.device:
 
 
 def device_name() -> str:
-    """What the training runs on, in words."""
+    """Description of what the training runs on, in words."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
@@ -190,7 +190,7 @@ def choose_articles(split: Split, tokenizer: Tokenizer, seed: int) -> list[dict[
 
 
 def fits(pair: Pair, tokenizer: Tokenizer) -> bool:
-    """Whether prompt and reference (with its end token) stay within the evaluation's lengths."""
+    """True if prompt and reference (with its end token) stay within the evaluation's lengths."""
     row = encode_pair(pair, tokenizer)
     return row.prompt_len <= MAX_PROMPT_TOKENS and len(row.tokens) - row.prompt_len <= MAX_REFERENCE_TOKENS
 
@@ -274,7 +274,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 @dataclass
 class Progress:
-    """How far a model's training is; written with each checkpoint."""
+    """Progress of a model's training; written with each checkpoint."""
 
     step: int = 0
     num_tokens: int = 0

@@ -82,7 +82,7 @@ def test_wrong_probabilities_are_found() -> None:
 
 @pytest.mark.parametrize("fault", ["verify:_verify_probs without 0", "verify:_verify_probs drop 0"])
 def test_planted_fault_is_found(fault: str, corpus: Corpus) -> None:
-    """By penalties, which the draft's own tokens change."""
+    """Penalties apply, which the draft's own tokens change."""
     with planted(fault):
         fit = measure(
             make_drafter("custom by probs", corpus, make_target()), "leader", SAMPLINGS["penalties"], NUM_TEXTS

@@ -26,7 +26,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
 
 
 def test_what_is_left_of_killed_commands_is_whole_or_absent(campaign: Campaign) -> None:
-    """Of some the end may come first."""
+    """Some may end before they are killed."""
     campaign.found.clear()
     assert [problem for number in range(10) for problem in campaign.kill(number)] == []
     assert campaign.found["killed"] + campaign.found["done before it could be killed"] == 10
@@ -55,7 +55,7 @@ class InTheMiddle:
         files.remove_if_abandoned = lambda directory: None
 
     def wait(self, seconds: float) -> None:
-        """In place of the campaign's sleep until it kills."""
+        """Stands in place of the campaign's sleep until it kills."""
         wait_until(self._reached.exists)
 
 

@@ -76,7 +76,7 @@ def test_engines_in_threads_have_the_outputs_of_one(loop: Any) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_runs_that_take_turns_on_one_engine_have_their_own_outputs(loop: Any) -> None:
-    """With room for both."""
+    """There is room for both."""
     engine = make_engine()
     first, second = make_requests(0), make_requests(100)
     runs = [loop.generate(engine, requests, NgramLookup(2), 4) for requests in (first, second)]
@@ -120,7 +120,7 @@ def test_engine_that_drafts_for_itself_ends_in_an_error_or_in_its_own_output(loo
 
 
 def test_engines_of_one_directory_in_threads_have_the_outputs_of_one(llama_uncompiled_dir: Path) -> None:
-    """Of real weights."""
+    """Engines that read the same files of weights."""
     requests = [Request(i, (5 + i, 9, 5 + i, 9, 5 + i), 12) for i in range(4)]
     with Engine.open(llama_uncompiled_dir) as engine:
         alone = outputs(scheduler.generate(engine, requests))

@@ -1,4 +1,4 @@
-"""What the tests of the command line share: a command's result, its JSON, what it left on disk, and a few prompts."""
+"""Result of a command, its JSON, what it left on disk, and a few prompts: what tests of the command line share."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ PROMPTS = [PROMPT, "One day", "Then a little girl found the red ball and", "the 
 
 @dataclass(frozen=True)
 class Result:
-    """What a command left behind."""
+    """Exit code and texts that a command left behind."""
 
     exit_code: int
     stdout: str
@@ -65,7 +65,7 @@ def texts_of(document: dict[str, Any]) -> list[str]:
 
 
 def assert_valid(command: str, document: dict[str, Any]) -> None:
-    """Whether the document is as its record says, which is what its schema says."""
+    """Check that the document is as its record says, which is what its schema says."""
     DOCUMENTS[command].model_validate_json(json.dumps(document))
 
 

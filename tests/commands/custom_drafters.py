@@ -25,7 +25,7 @@ class _Drafter:
 
 
 class LastOccurrence(_Drafter):
-    """What followed the last token when it came last."""
+    """Draft the token that followed the last token when it came last."""
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         return [Draft(self.continuation(sequence.tokens)[:max_draft_len]) for sequence in sequences]

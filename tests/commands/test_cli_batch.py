@@ -274,7 +274,7 @@ def test_ten_kills_at_random_moments_leave_no_trace(
 def test_a_torn_line_is_done_again(
     torn: bytes, num_whole: int, batch: Batch, undisturbed: bytes, tmp_path: Path
 ) -> None:
-    """As after a power failure; a line that follows a torn one is not believed either."""
+    """Tear a line as a power failure does; a line that follows a torn one is not believed either."""
     lines = undisturbed.splitlines(keepends=True)
     after = lines[20] if torn.startswith(b"\0") else b""
     partial = tmp_path / "results.jsonl.partial"
@@ -491,7 +491,7 @@ class FailsForOne:
 
 
 def test_a_request_that_breaks_its_step_fails_alone(batch: Batch, current_directory: Path, tmp_path: Path) -> None:
-    """Those that were in the step with it are asked again."""
+    """Requests that were in the step with it are asked again."""
     (current_directory / "failing.py").write_text(_FAILS)
     rows = [openai(f"{i}", prompt=f"dog {i}", max_tokens=13 if i == 5 else 6) for i in range(12)]
     assert batch(rows, "--drafter", "failing:FailsForOne").exit_code == 0

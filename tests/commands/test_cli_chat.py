@@ -148,7 +148,7 @@ def test_template_is_looked_for_before_an_engine_is_built(
 
 
 def test_shipped_model_can_be_talked_with() -> None:
-    """As it was trained: what there is to summarize, and `TL;DR:`."""
+    """Prompt as it was trained on: what there is to summarize, and `TL;DR:`."""
     template = ChatTemplate(resolve_model("demo"), {"model_type": "llama"})
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("demo"))
     messages: list[Message] = [{"role": "user", "content": "def f(): pass"}]

@@ -40,7 +40,7 @@ def module(directory: Path, name: str, source: str) -> None:
 def test_drafts_do_not_change_greedy_output(
     run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, factory: str, num_prompts: int
 ) -> None:
-    """Not even those with probabilities, which are for sampling."""
+    """Probabilities do not count either: they are for sampling."""
     arguments = [*each("--input-text", PROMPTS[:num_prompts]), "--drafter", f"custom_drafters:{factory}"]
     document = run(*arguments, "--max-output-len", 24, "--json").document
     assert_valid("run", document)

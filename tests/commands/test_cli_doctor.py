@@ -31,12 +31,12 @@ from runtime.tuning.profile import Figures, Profile, ProfileEngine, engine_diges
 NGRAM = ["--ngram-config", "[4,2,[0]]"]
 WITH_COSTS = WITH_DRAFTS | {"measure_costs": True}
 NOISY = {"steps_slower_than_built", "memory_slower_than_built", "busy_machine"}
-"""What another process of the machine that tests run on may do for a while."""
+"""Diagnoses that another process of the machine that tests run on may cause for a while."""
 
 
 @dataclass(frozen=True)
 class Ward:
-    """Where faults are planted."""
+    """Engine and directory in which faults are planted."""
 
     engine_dir: Path
     directory: Path
@@ -57,7 +57,7 @@ class Ward:
         return make_model("llama", vocab_size=self.vocab_size, **config)
 
     def write_profile(self, acceptance: float) -> Path:
-        """Of the engine, for `NgramDrafter(4, 2)`."""
+        """Profile of the engine, for `NgramDrafter(4, 2)`."""
         path = self.directory / "profile.json"
         config = read_bundle(self.engine_dir).config
         figures = Figures(4, 1, 2.0, acceptance, 1.0, 1.2, 1.0, 1.2)
@@ -84,7 +84,7 @@ def ward(
 
 @contextmanager
 def busy(number: int, core: int | None = None) -> Iterator[None]:
-    """So many processes that compute and do nothing else, on one core or on any."""
+    """Run processes that compute and do nothing else, on one core or on any."""
     pin = "" if core is None else f"import os; os.sched_setaffinity(0, {{{core}}})\n"
     end = f"end = time.monotonic() + {10 * HANG_S}"  # of whoever is forgotten
     code = f"{pin}import time; {end}\nprint(flush=True)\nwhile time.monotonic() < end: pass"
@@ -280,7 +280,7 @@ def test_planted_faults_are_diagnosed_by_name(
 
 
 def test_weights_that_do_not_stay_what_they_were_are_diagnosed(ward: Ward, specdec_process: Specdec) -> None:
-    """In a process of its own: no model of it is what it was."""
+    """Runs in a process of its own: no model of it is what it was."""
     arguments = ["--engine-dir", ward.engine_dir, "--drafter", "custom_drafters:DamagesWeights", "--json"]
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     result = specdec_process("doctor", *arguments, environment={"PYTHONPATH": paths})

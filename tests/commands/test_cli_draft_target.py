@@ -138,7 +138,7 @@ def padded_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreT
 def test_padded_target_is_followed_to_its_first_id_of_padding(
     specdec: Specdec, padded_engine_dir: Path, equal_draft_engine_dir: Path, config: str
 ) -> None:
-    """From there on the draft model, which cannot read that id, proposes nothing."""
+    """The draft model, which cannot read that id, proposes nothing from there on."""
     arguments = ["--engine-dir", padded_engine_dir, *each("--input-text", PROMPTS), "--end-id", 0]
     arguments += ["--max-output-len", 40, "--json"]
     document = specdec("run", *arguments, *draft_model(equal_draft_engine_dir, config)).document
@@ -266,7 +266,7 @@ def test_streamed_text_is_the_text(
 def test_end_id_and_stop_words_end_the_text_where_they_do_without_a_drafter(
     run: Run, equal_draft_engine_dir: Path, config: str
 ) -> None:
-    """At every place inside a run of accepted tokens."""
+    """Ids end at every place inside a run of accepted tokens."""
     flags = draft_model(equal_draft_engine_dir, config)
     free = run("--max-output-len", 12, "--end-id", 0, "--json").document
     (ids,), (text,) = ids_of(free), texts_of(free)

@@ -109,7 +109,7 @@ def test_greedy_output_is_hugging_faces(
     name: str, mode: str, run: Callable[..., Result], with_paths: Callable[[list[str]], list[str]],
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast,
 ) -> None:  # fmt: skip
-    """By the mode's own flags, or for every other drafter by those of the other mode and `--mode`."""
+    """Flags of the mode, or for every other drafter those of the other mode and `--mode`."""
     orchestrator, leader, drafters = FLAGS[name]
     if list(FLAGS).index(name) % 2:
         flags = [*with_paths(leader if mode == "orchestrator" else orchestrator), "--mode", mode]

@@ -1,4 +1,4 @@
-"""What a user can get wrong, and what each mistake says: one error, its value, a hint, and nothing written."""
+"""Mistakes of a user, and what each of them says: one error, its value, a hint, and nothing written."""
 
 import functools
 import json
@@ -37,8 +37,8 @@ DRAFTS = "--speculative-decoding-mode draft_tokens_external --max-draft-len 4 "
 
 @dataclass(frozen=True)
 class Case:
-    """In a directory with `model`, `ckpt`, `engine`, `engine-plain` (no drafts), `articles.jsonl`, `traces.jsonl`,
-    `notes.txt` and the empty directory `nothing`.
+    """Command line in a directory with `model`, `ckpt`, `engine`, `engine-plain` (no drafts), `articles.jsonl`,
+    `traces.jsonl`, `notes.txt` and the empty directory `nothing`.
 
     Of `draft_engines` those are there too that the arguments name.
     """
@@ -46,7 +46,7 @@ class Case:
     arguments: str
     exit_code: int
     values: tuple[str, ...]
-    """What the error quotes; the whole of it is held in tests/sentences."""
+    """Values that the error quotes; the whole of it is held in tests/sentences."""
     damage: Damage | None = None
 
 
@@ -57,7 +57,7 @@ def case(arguments: str, exit_code: int, *values: str, damage: Damage | None = N
 
 
 def named(make: Callable[..., Damage]) -> Callable[..., Damage]:
-    """What it makes is named after the call, in the names of the cases."""
+    """Name the damage after the call that makes it, in the names of the cases."""
 
     def call(*given: Any, **changes: Any) -> Damage:
         made = make(*given, **changes)
@@ -117,7 +117,7 @@ def moved(source: str, target: str) -> Damage:
 
 @named
 def index(content: str) -> Damage:
-    """In the place of the one file of weights, beside which an index does not count."""
+    """Write an index, without the one file of weights, beside which it does not count."""
 
     def replace(directory: Path) -> None:
         (directory / "model/model.safetensors").rename(directory / "model/model-00001-of-00001.safetensors")
@@ -156,7 +156,7 @@ def no_tokenizer(directory: Path) -> None:
 
 
 def swap_two_ids(tokenizer_file: Path) -> None:
-    """As many tokens of the same names, two of which have changed places."""
+    """Make a tokenizer with as many tokens of the same names, two of which have changed places."""
     data = json.loads(tokenizer_file.read_text())
     vocabulary = data["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
@@ -202,7 +202,7 @@ def two_ggufs(directory: Path) -> None:
 
 
 def none_of(value: object) -> None:
-    """For a lambda that has nothing to return."""
+    """Return nothing, for a lambda."""
 
 
 def array(directory: Path) -> None:
@@ -1134,7 +1134,7 @@ def flags_of_others(hint: str, arguments: list[str]) -> set[str]:
 
 @functools.cache
 def flags_of_commands() -> dict[str, set[str]]:
-    """By Typer's own account."""
+    """Commands by Typer's own account."""
     top: Any = get_command(app)
     commands = top.commands | top.commands["corpus"].commands
     return {

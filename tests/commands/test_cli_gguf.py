@@ -1,4 +1,4 @@
-"""Whatever takes a model takes a GGUF file, or a directory that holds one."""
+"""GGUF files, or directories that hold one, go wherever a model goes."""
 
 import io
 import json
@@ -168,7 +168,7 @@ def test_tokenizer_is_taken_of_a_file(
     ask: Callable[..., str], place: str, specdec: Specdec, made: tuple[Path, list[int]], bare: Path, tmp_path: Path,
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:  # fmt: skip
-    """By an engine that has none, and would take no text."""
+    """An engine that has none would take no text."""
     path, expected = made
     models = ["--model-dir", bare, "--tokenizer-dir", path if place == "file" else path.parent, *SIZES]
     assert tokenizer.decode(expected, skip_special_tokens=True) in ask(specdec, tmp_path, *models)
@@ -245,7 +245,7 @@ def test_server_says_the_special_tokens_of_a_file(
 def test_results_are_of_the_file_that_their_texts_were_read_by(
     made: tuple[Path, list[int]], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """What `batch` resumes by: a file with another tokenizer is another one."""
+    """Digests that `batch` resumes by: a file with another tokenizer is another one."""
     other = tmp_path / "other.gguf"
     save_gguf(other, Q.F32, vocab_size=len(tokenizer), edit=partial(write_tokenizer, tokenizer=tokenizer))
     with LLM(made[0], max_seq_len=96, dtype="float32") as llm:

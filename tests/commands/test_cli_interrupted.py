@@ -157,7 +157,7 @@ def full_disks(
     shared: Path, kernels: Path, llama_dir: Path, llama_checkpoint_dir: Path, llama_engine_dir: Path,
     process_environment: dict[str, str],
 ) -> Path:  # fmt: skip
-    """What each of `FULL_DISKS` left in a directory of its name, and in `results.json` its exit code and stderr.
+    """Directory of each of `FULL_DISKS`, by its name, with its exit code and stderr in `results.json`.
 
     The kernels are in the cache: it is to be our file that does not fit, and not one of the compiler's.
     """

@@ -32,7 +32,7 @@ def test_logits_are_hugging_faces_and_nan_after_the_end(
     run: Run, llama: PreTrainedModel, drafters: dict[str, list[object]], drafter: str, sampling: list[object],
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Those of the model, before penalties and temperature."""
+    """Logits are the model's, before penalties and temperature."""
     arguments = [*each("--input-text", PROMPTS[:3]), *sampling, *drafters[drafter], "--max-output-len", 20, "--json"]
     free = run(*arguments).document["requests"]
     end_id = free[1]["output_ids"][6]  # or all outputs would be of one length

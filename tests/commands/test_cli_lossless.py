@@ -133,7 +133,7 @@ def test_rejection_sampling_is_compared_by_distribution(
 
 
 def test_accepted_tokens_are_checked_too(run_wide: Run, drafters: dict[str, list[object]]) -> None:
-    """Those after a draft token, not the first of a step only."""
+    """Positions after a draft token count, not the first of a step only."""
     check = lossless_of(run_wide(*drafters["logits"], "--top-k", 3, "--check-lossless", "--json").document)
     assert check["passed"]
     assert check["num_tokens"] > 2500
@@ -328,7 +328,7 @@ def test_too_little_to_tell_is_neither_passed_nor_failed(
 def test_draws_begin_where_there_is_something_to_choose(
     run_wide: Run, drafters: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the target is sure at some places, others are taken."""
+    """Places where the target is not sure are taken."""
     monkeypatch.setattr("runtime.evaluation.lossless.NUM_DRAWS_PER_PREFIX", (100,))
     arguments = [*drafters["logits"], "--temperature", 0.1, "--check-lossless", "--json"]
     chosen = lossless_of(json.loads(run_wide(*arguments).stdout))

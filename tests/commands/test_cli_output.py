@@ -1,4 +1,4 @@
-"""Where messages go and what they look like: brackets stay, colour and progress only where someone looks."""
+"""Places and looks of messages: brackets stay, colour and progress only where someone looks."""
 
 import io
 import subprocess

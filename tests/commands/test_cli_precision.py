@@ -102,7 +102,7 @@ def test_models_that_others_quantized_are_recognised(kind: str, specdec: Specdec
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "algorithm"), [("int8", "INT8"), ("fp8", "FP8")])
 def test_kv_cache_in_8_bits(name: str, algorithm: str, specdec: Specdec, llama_dir: Path, tmp_path: Path) -> None:
-    """Of weights as they are; `build` says what quantization K/V changed."""
+    """Weights are as they are; `build` says what quantization K/V changed."""
     ckpt, engine, text = tmp_path / "ckpt", tmp_path / "engine", tmp_path / "text"
     flags = ["--kv-cache-dtype", name, "--json"]
     found = specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, *flags).document

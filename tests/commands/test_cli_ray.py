@@ -53,7 +53,7 @@ def job_of(engine_dir: Path) -> Job:
 
 
 def run(directory: Path, engine_dir: Path, environment: dict[str, str], *others: object) -> Result:
-    """In a process of its own: Ray has one driver in a process."""
+    """Run it in a process of its own: Ray has one driver in a process."""
     command = ["batch", "-i", "requests.jsonl", "-o", "results.jsonl", "--engine-dir", engine_dir, *others]
     done = subprocess.run(
         [sys.executable, "-m", "specdec_cli", *map(str, command)],
@@ -110,7 +110,7 @@ def test_lost_machines_cost_nothing_but_time(
 
 @pytest.fixture(scope="module")
 def split_engine_dir(llama_dir: Path, shared: Path, kernels: Path) -> Path:
-    """Of two ranks."""
+    """Engine of two ranks."""
     return shared_engine(shared / "engines", llama_dir, tp_size=2)
 
 
@@ -208,7 +208,7 @@ def test_killed_driver_goes_on_with_another_number_of_workers(
 def test_a_machine_without_the_engine_builds_its_own_of_the_checkpoint(
     llama_uncompiled_dir: Path, llama_checkpoint_dir: Path, tmp_path: Path
 ) -> None:
-    """In its cache, for the same settings; another model's checkpoint is refused."""
+    """The node's cache has it, for the same settings; another model's checkpoint is refused."""
     job = job_of(llama_uncompiled_dir)
     wanted = model_digest(llama_uncompiled_dir, None)
     build = read_bundle(llama_uncompiled_dir).config.build_config

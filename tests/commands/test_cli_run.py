@@ -266,7 +266,7 @@ def test_results_go_to_stdout_in_a_process_of_its_own(
 
 @pytest.fixture
 def overflowing_engine_dir(tokenizer: PreTrainedTokenizerFast, shared: Path, tmp_path: Path) -> Path:
-    """Of a model that has finite weights, and makes NaN where it reads "#"."""
+    """Engine of a model that has finite weights, and makes NaN where it reads "#"."""
     model = make_model("gpt2", vocab_size=len(tokenizer), tie_word_embeddings=False)
     with torch.no_grad():
         model.get_input_embeddings().weight[tokenizer("#")["input_ids"]] = torch.finfo(torch.float32).max

@@ -1,4 +1,4 @@
-"""What is wrong with a command line of `serve` is told in two lines, before anything is opened."""
+"""Mistakes in a command line of `serve` are told in two lines, before anything is opened."""
 
 import socket
 import sys

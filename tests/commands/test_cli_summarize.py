@@ -175,7 +175,7 @@ def test_another_model_of_the_same_vocabulary_is_named_and_not_compared(
 def test_the_same_model_saved_again_is_no_other(
     summarize: Summarize, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """By its content, not by its files: transformers writes its version, and what was left to defaults."""
+    """Compared by content, not by files: transformers writes its version, and what was left to defaults."""
     llama.save_pretrained(tmp_path / "again")
     tokenizer.save_pretrained(tmp_path / "again")
     arguments = ["--test-engine", "--test-hf", "--hf-model-dir", tmp_path / "again", "--max-ite", 1]
@@ -530,7 +530,7 @@ def test_hf_has_the_same_penalties(summarize: Summarize, draft_engine_dir: Path,
 
 @pytest.mark.parametrize("penalty", PENALTIES[:3], ids=lambda flags: " ".join(map(str, flags)))
 def test_hf_penalizes_no_padding(summarize: Summarize, penalty: list[object]) -> None:
-    """In a batch Hugging Face's shorter prompts are padded with the end id, which has not occurred by that."""
+    """Hugging Face pads shorter prompts of a batch with the end id, which has not occurred by that."""
     arguments = ["--test-engine", *penalty, "--output-len", 16, "--json"]
     requests = summarize(*arguments).document["requests"]
     ((common, _),) = Counter(token for request in requests for token in request["output_ids"]).most_common(1)
@@ -580,7 +580,7 @@ def test_questions_are_asked_as_they_are_and_scored_where_there_is_a_reference(
 
 
 def test_references_of_which_rouge_sees_no_letter_are_told(summarize: Summarize, tmp_path: Path, said: Said) -> None:
-    """Of a text that is its own reference `rouge_score` says 0, and of two that share a digit 100."""
+    """A text that is its own reference has 0 by `rouge_score`, and two that share a digit 100."""
     texts = ["Кошка 1", "猫", "A cat"]
     assert rouge_scores(["猫"], ["猫"])["rouge1"] == 0 and rouge_scores(["Собака 1"], ["Кошка 1"])["rouge1"] == 100
     path = tmp_path / "dataset.jsonl"

@@ -279,7 +279,7 @@ def test_draft_engine_without_costs_is_refused_before_anything_is_run(
 
 
 def test_an_engines_copy_is_tried_beside_the_lookups(specdec: Specdec, self_draft_engine_dir: Path) -> None:
-    """By itself, and with the best of them."""
+    """The copy is tried by itself, and with the best of the lookups."""
     arguments = ["--engine-dir", self_draft_engine_dir, "--input-text", "The dog lost the ball. The dog"]
     arguments += ["--max-output-len", 4, "--num-live-prompts", 1]
     shown = specdec("tune", *arguments, "--self-draft-config", 1).stdout

@@ -23,7 +23,7 @@ def run_document(specdec: Specdec, llama_engine_dir: Path) -> Callable[..., Docu
 
 @pytest.fixture
 def summary_document(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, shared: Path) -> Document:
-    """Of 20 samples in two categories."""
+    """Report of 20 samples in two categories."""
 
     def make(path: Path) -> None:
         rows = [

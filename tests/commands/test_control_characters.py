@@ -1,4 +1,4 @@
-"""What would move a terminal's cursor or colour it is shown and not obeyed; elsewhere text is as it is."""
+"""Control characters, which would move a terminal's cursor or colour it, are shown and not obeyed."""
 
 import json
 import os
@@ -21,7 +21,7 @@ OnTerminal = Callable[[Callable[[], object]], str]
 
 @pytest.fixture
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnTerminal]:
-    """What an action writes to standard output where that is a terminal."""
+    """Text that an action writes to standard output where that is a terminal."""
     master, slave = pty.openpty()
     monkeypatch.setenv("NO_COLOR", "1")
     with open(slave, "w", encoding="utf-8") as terminal:

@@ -102,7 +102,7 @@ def test_default_of_batch(specdec: Specdec, dear_dir: Path, tmp_path: Path, flag
 def test_default_of_chat_and_serve(
     command: str, specdec: Specdec, dear_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they do with the session is nobody's matter here: they are given it and end."""
+    """Uses of the session do not matter here: the work is given it and ends."""
     modes: list[str] = []
     monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
     monkeypatch.setattr(
@@ -127,7 +127,7 @@ LOST = re.compile(
 def test_a_fixed_length_that_lost_says_what_automatic_ones_would_have_given(
     command: str, specdec: Specdec, dear_dir: Path, with_costs: EDIT, articles: Path
 ) -> None:
-    """Where nothing pays they send nothing, which is as fast as no drafter; where tokens are free nothing is said."""
+    """Nothing is sent where nothing pays, which is as fast as no drafter; where tokens are free nothing is said."""
     asked = {
         "run": ["--max-output-len", 12, "--end-id", 299, "--input-text", PROMPT],
         "summarize": ["--test-engine", "--dataset", articles, "--max-ite", 2, "--output-len", 12],

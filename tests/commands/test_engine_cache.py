@@ -56,7 +56,7 @@ def engines(cache: Path) -> list[Path]:
 
 
 def start(model_dir: Path, environment: dict[str, str], stdout: Path) -> subprocess.Popen[bytes]:
-    """In a process group of its own; stderr is in a file beside the one of stdout."""
+    """Start it in a process group of its own; stderr is in a file beside the one of stdout."""
     with stdout.open("wb") as out, errors_beside(stdout).open("wb") as errors:
         command = [sys.executable, "-m", "specdec_cli", "run", "--model-dir", model_dir, *map(str, RUN)]
         return subprocess.Popen(command, env=environment, stdout=out, stderr=errors, start_new_session=True)
@@ -80,7 +80,7 @@ def run(specdec: Specdec, model_dir: Path) -> Run:
 
 @pytest.fixture
 def built_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is built from now on is built in earnest, but for the compiler, which is `none`."""
+    """Build in earnest from now on, but for the compiler, which is `none`."""
     build_config = EngineSettings.build_config
 
     def uncompiled(self: EngineSettings, num_positions: int) -> BuildConfig:
@@ -213,7 +213,7 @@ def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir:
 )  # fmt: skip
 @pytest.mark.usefixtures("built_uncompiled")
 def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> None:
-    """In the entry's place, and of nothing that was there."""
+    """A damaged file is replaced; nothing of what was there is taken."""
     before = ids_of(run("--json").document)
     (engine,) = engines(cache)
     whole = tree(engine)
@@ -234,7 +234,7 @@ def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> Non
 def test_what_a_build_has_left_that_was_killed_at_its_very_end_is_removed(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the engine was there, and its checkpoint not removed yet."""
+    """Killed when the engine was there, and its checkpoint not removed yet."""
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     assert run().exit_code == 0
     (engine,) = engines(tmp_path / "cache")

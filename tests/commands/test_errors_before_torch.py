@@ -1,4 +1,4 @@
-"""What can be checked without torch is checked before it is imported: a wrong path does not cost seconds.
+"""Checks that need no torch come before it is imported: a wrong path does not cost seconds.
 
 All command lines are given to one process, one after the other, which says what it had imported by each error.
 """
@@ -115,7 +115,7 @@ def outcomes(
     tmp_path_factory: pytest.TempPathFactory, process_environment: dict[str, str], shared: Path, llama_dir: Path,
     llama_checkpoint_dir: Path, llama_uncompiled_dir: Path, articles: Path,
 ) -> dict[str, Outcome]:  # fmt: skip
-    """Of each command line the exit code, what was on stderr, and which heavy modules were there."""
+    """Exit code of each command line, what was on stderr, and which heavy modules were there."""
 
     def run_all() -> list[Outcome]:
         directory = tmp_path_factory.mktemp("wrong")

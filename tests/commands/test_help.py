@@ -88,7 +88,7 @@ def test_common_flags_are_flags() -> None:
 
 
 def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specdec) -> None:
-    """As the script of `--show-completion bash` asks."""
+    """Completions as the script of `--show-completion bash` asks for them."""
 
     def completed(line: str) -> list[str]:
         asked = {"_SPECDEC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
@@ -119,7 +119,7 @@ def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specde
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_script_is_shown(shell: str, specdec_process: Specdec) -> None:
-    """As `--show-completion` shows it to the shell that it is called from."""
+    """Script as `--show-completion` shows it to the shell that it is called from."""
     shown = specdec_process(environment={"_SPECDEC_COMPLETE": f"source_{shell}"})
     assert shown.exit_code == 0
     assert f"_SPECDEC_COMPLETE=complete_{shell}" in shown.stdout

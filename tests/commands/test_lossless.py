@@ -72,7 +72,7 @@ def generated(session: Session, num_sequences: int = 1, sampling: SamplingConfig
 
 
 def with_token(sequence: Sequence, position: int, token: int) -> Sequence:
-    """As if the output had another token there, and went on from it in another way."""
+    """Change a token of the output, and go on from it in another way."""
     tokens = list(sequence.tokens)
     tokens[len(sequence.request.prompt_tokens) + position :] = [token, 3, 4]
     return Sequence(sequence.request, tokens)
@@ -100,7 +100,7 @@ def worst_at(session: Session, sequence: Sequence, position: int) -> int:
 def test_near_tie_is_counted_apart_and_fails_where_bits_are_promised(
     dtype: str, batch_invariant: bool, twin_engine_dirs: dict[str, Path]
 ) -> None:
-    """In float32 too, promised or not: there they are too rare to be one."""
+    """Differences in float32 count too, promised or not: there they are too rare to be one."""
     with session_of(twin_engine_dirs[dtype]) as session:
         session.engine.config = replace(session.engine.config, batch_invariant=batch_invariant)
         first, second = generated(session, 2)
@@ -151,7 +151,7 @@ def test_one_difference_among_near_ties_fails(dtype: str, twin_engine_dirs: dict
 
 @pytest.mark.parametrize("dtype", OF_16_BITS)
 def test_only_the_first_difference_of_an_output_is_looked_at(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
-    """What follows it follows another text."""
+    """Tokens after it follow another text."""
     with session_of(twin_engine_dirs[dtype]) as session:
         (sequence,) = generated(session)
         near = with_token(sequence, 2, twin(sequence.output_tokens[2]))
@@ -296,7 +296,7 @@ def test_statistic_is_the_sum_over_tokens() -> None:
 
 
 def test_rare_tokens_share_cells() -> None:
-    """Of 100 draws each of the twelve rare ones is expected once, and six of them, 6 %, make a cell."""
+    """Twelve rare ones are each expected once in 100 draws, and six of them, 6 %, make a cell."""
     distribution = law_of(50, 38, *[1] * 12)
     counter = Counter({0: 45, 1: 38, 5: 9, 11: 8})
     statistic, degrees_of_freedom = chi_squared_of(counter, distribution)
@@ -322,7 +322,7 @@ def test_token_that_cannot_come_is_infinitely_wrong() -> None:
 
 
 def p_values(draws_of: Tensor, distribution: Tensor, num_samples: int) -> np.ndarray:
-    """Of many samples of 250 draws."""
+    """p-values of many samples of 250 draws."""
     rng = np.random.default_rng(0)
     counts = rng.multinomial(250, draws_of.numpy(), size=num_samples)
     return np.array(
@@ -377,7 +377,7 @@ def statistics_of(
 
 
 def share_found(draws_of: list[Tensor], distributions: list[Tensor], num_draws: int) -> float:
-    """Of 1,000 checks, each of so many draws from every one."""
+    """Share of 1,000 checks that find the fault, each of so many draws from every distribution."""
     rng = np.random.default_rng(1)
     results = [statistics_of(d, p, num_draws, rng) for d, p in zip(draws_of, distributions, strict=True)]
     freedom = sum(freedom for _, freedom in results)
@@ -402,7 +402,7 @@ POWER_CASES = {  # distributions, and a half of equal probability
 
 @pytest.mark.parametrize(("distributions", "half"), POWER_CASES.values(), ids=POWER_CASES)
 def test_fault_of_the_detectable_size_is_found_99_times_of_100(distributions: list[Tensor], half: list[int]) -> None:
-    """Of 1,000 checks, whose share has a standard deviation of 0.3 %; a check without a fault fails hardly ever."""
+    """Shares of 1,000 checks have a standard deviation of 0.3 %; a check without a fault fails hardly ever."""
     size = detectable_by(distributions, 250)
     wrong = [fault_of(distribution, size, half) for distribution in distributions]
     assert all(float((w - d).abs().sum()) == pytest.approx(2 * size) for w, d in zip(wrong, distributions, strict=True))
@@ -443,7 +443,7 @@ def test_four_times_the_tokens_find_faults_of_half_the_size() -> None:
 def test_powers_are_those_of_the_tables(
     degrees_of_freedom: int, critical: float, power: float, noncentrality: float
 ) -> None:
-    """Of the noncentral chi-squared distribution, at 5 %."""
+    """Powers of the noncentral chi-squared distribution, at 5 %."""
     assert power_of(noncentrality, degrees_of_freedom, critical) == pytest.approx(power, abs=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""How tokens are chosen where nobody says: as the model's generation_config.json has it, in every command alike."""
+"""Defaults of sampling: as the model's generation_config.json has it, in every command alike."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def chatty_dir(llama_uncompiled_dir: Path, tmp_path_factory: pytest.TempPathFact
 def expected(
     llama_dir: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
 ) -> list[int]:
-    """What Hugging Face's greedy `generate` makes of the prompt with such a generation_config.json."""
+    """Tokens of Hugging Face's greedy `generate` for the prompt with such a generation_config.json."""
     directory = tmp_path_factory.mktemp("model") / "model"
     shutil.copytree(llama_dir, directory)
     edit_json(directory / "generation_config.json", **PENALTIES)

@@ -23,7 +23,7 @@ class Screen(io.StringIO):
 
     @property
     def words(self) -> str:
-        """What was written, without the control sequences."""
+        """Text that was written, without the control sequences."""
         return Text.from_ansi(self.getvalue()).plain
 
 

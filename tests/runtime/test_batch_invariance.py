@@ -61,7 +61,7 @@ def engine_dir(request: pytest.FixtureRequest, make_engine_dir: MakeEngineDir) -
 
 @pytest.fixture(scope="module")
 def engines(engine_dir: Path) -> Iterator[list[Engine]]:
-    """With room for everything; with room for one request, so that others wait or are preempted; without reuse."""
+    """Room for everything; room for one request, so that others wait or are preempted; and no reuse."""
     caches = [KVCacheConfig(), KVCacheConfig(max_tokens=MAX_LEN + 48), KVCacheConfig(block_reuse=False)]
     opened = [Engine.open(engine_dir, kv_cache=cache) for cache in caches]
     yield opened
@@ -86,7 +86,7 @@ class Guessing:
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
-    """Those of one seed begin alike, so that their K/V are found."""
+    """Draw a prompt; those of one seed begin alike, so that their K/V are found."""
     rng = random.Random(seed)
     return tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length))
 

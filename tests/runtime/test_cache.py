@@ -1,4 +1,4 @@
-"""What is in the cache was put there by its user, and stands for the files as they are now."""
+"""Entries of the cache were put there by its user, and stand for the files as they are now."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def be_another_process() -> None:
-    """Which has seen no file yet."""
+    """Forget the files that this process has seen."""
     cache_module._seen.clear()
 
 
@@ -146,7 +146,7 @@ def test_what_a_killed_process_has_left_among_kept_digests_is_removed_with_the_n
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 64, b"0123", b"\xff" * 64, b"A" * 64])
 def test_kept_digest_that_is_none_is_made_again(content: bytes, cache: Path, tmp_path: Path) -> None:
-    """As a power failure leaves it: two models whose digests are empty would have one name."""
+    """Left so by a power failure: two models whose digests are empty would have one name."""
     path = tmp_path / "file"
     write_settled(path, os.urandom(LARGE))
     file_digest(path)

@@ -121,7 +121,7 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
 
 
 def test_mixed_and_unusual_tensors_survive(model_dir: Path, tmp_path: Path) -> None:
-    """Whole numbers keep their dtype; scalars, empty tensors and float64 are written; auto follows the majority."""
+    """Integers keep their dtype; scalars, empty tensors and float64 are written; auto follows the majority."""
     tensors = saved_tensors(model_dir)
     tensors |= {
         "counts": torch.arange(5),

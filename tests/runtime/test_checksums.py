@@ -67,7 +67,7 @@ def test_a_file_of_this_moment_has_no_kept_digest(
 def test_engine_that_is_replaced_while_it_is_opened_is_an_error(
     llama_uncompiled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
-    """As `build --force` does: the directory is renamed away, and another of the same files takes its place."""
+    """Replaced as by `build --force`: the directory is renamed away, and another of the same files takes its place."""
     engine_dir = shutil.copytree(llama_uncompiled_dir, tmp_path / "engine")
     shutil.copytree(engine_dir, tmp_path / "new")
 

@@ -37,7 +37,7 @@ def make(path: Path, documents: Documents, *, tokenizer: str = "t", vocab_size: 
 
 
 def followers(documents: Documents, ngram: list[int]) -> Counter[int]:
-    """What comes after each occurrence."""
+    """Tokens after each occurrence."""
     n = len(ngram)
     return Counter(d[i + n] for d in documents for i in range(len(d) - n) if d[i : i + n] == ngram)
 
@@ -287,7 +287,7 @@ def written_over(path: Path) -> None:
 def test_writing_over_a_corpus_in_the_middle_of_a_lookup_is_no_matter(
     damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a fork: reading what is mapped and no longer there ends a process."""
+    """Runs in a fork: reading what is mapped and no longer there ends a process."""
     corpus, encode = make(tmp_path / "c", [[1, 2, 3] * 5000]), corpus_module._encode
 
     def damage_and_encode(tokens: list[int]) -> bytes:
@@ -318,7 +318,7 @@ def test_large_corpus_finds_what_is_there(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("damage", [cut_to_nothing, written_over])
 def test_writing_over_a_large_corpus_is_an_error(damage: Callable[[Path], None], tmp_path: Path, said: Said) -> None:
-    """What is mapped and no longer there would end the process with a signal."""
+    """A mapped file that is no longer there would end the process with a signal."""
     corpus = make(tmp_path / "c", [[1, 2, 3] * 5000])
     assert corpus.longest_match([1, 2], 2)
     damage(tmp_path / "c")
@@ -333,7 +333,7 @@ def test_writing_over_a_large_corpus_is_an_error(damage: Callable[[Path], None],
 def test_writing_over_a_large_corpus_in_the_middle_of_a_lookup_is_an_error(
     step: str, damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the match, or of what follows. In a fork: no signal may end the process."""
+    """Bytes of the match, or of what follows, are gone. Runs in a fork: no signal may end the process."""
     corpus, do = make(tmp_path / "c", [[1, 2, 3] * 5000, [1, 2, 4] * 5000]), getattr(corpus_module, step)
 
     def damage_and_do(*given: Any, **named: Any) -> Any:
@@ -359,7 +359,7 @@ def test_writing_over_a_large_corpus_in_the_middle_of_a_lookup_is_an_error(
 def test_writing_over_a_corpus_that_is_being_opened_is_an_error(
     step: str, damage: Callable[[Path], None], max_bytes_copied: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever step of it has just been done."""
+    """Each of its steps may just have been done."""
     monkeypatch.setattr(corpus_module, "_MAX_BYTES_COPIED", max_bytes_copied)
     path = make(tmp_path / "c", [[1, 2, 3] * 5000]).path
     done = getattr(corpus_module, step)
@@ -382,7 +382,7 @@ def test_corpus_in_the_place_of_an_open_one_is_no_matter(tmp_path: Path) -> None
 
 
 def counting_reads(corpus: Corpus) -> tuple[Reads, Reads]:
-    """How many rows of the suffix array are read from now on, and how many bytes of the text."""
+    """Number of rows of the suffix array that are read from now on, and of bytes of the text."""
     rows, text = Reads(), Reads()
     corpus._rows = CountingBuffer(corpus._rows, rows)  # type: ignore[assignment]
     corpus._bytes = CountingBuffer(corpus._bytes, text)  # type: ignore[assignment]

@@ -283,7 +283,7 @@ def test_a_rope_that_is_said_twice_and_differently_is_refused(message: str, tmp_
 
 
 def test_a_rope_that_is_said_twice_and_the_same_is_one(tmp_path: Path) -> None:
-    """As a config that transformers read and wrote, and someone completed by hand."""
+    """Config that transformers read and wrote, and someone completed by hand."""
     own = {"rope_theta": 500000.0, "rope_scaling": LLAMA3 | {"type": "llama3"}}
     own |= {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}
     data = shrunk(PUBLISHED["ALLaM-7B-Instruct"].config) | own

@@ -164,7 +164,7 @@ def test_json_that_python_cannot_hold_is_one_error(text: str, tmp_path: Path, sa
 
 
 def replace_until(event: str, output: Path) -> None:
-    """In a process of its own: replace a directory, and be killed at `event`."""
+    """Replace a directory in a process of its own, which is killed at `event`."""
     script = f"""
 import os, signal, sys
 from pathlib import Path
@@ -192,7 +192,7 @@ with new_directory(output, replace=True) as directory:
 
 @pytest.mark.parametrize(("event", "found"), [("writing", "old"), ("rename 1", "old"), ("rename 2", "new")])
 def test_killed_replacement_is_mended_by_the_next_call(event: str, found: str, tmp_path: Path) -> None:
-    """Whether the next call reads what was there or replaces it. Nothing is left of the killed one."""
+    """The next call reads what was there or replaces it. Nothing is left of the killed one."""
     output = tmp_path / "output"
     write_ours(output)
     replace_until(event, output)
@@ -238,7 +238,7 @@ with new_file(Path({str(tmp_path / "a")!r}), replace=False) as temporary:
 
 @pytest.fixture
 def durable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was given to the disk, and what took its place under a name, in order."""
+    """Calls that gave something to the disk, and that gave a file its name, in order."""
     events: list[str] = []
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 

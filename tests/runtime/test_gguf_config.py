@@ -83,6 +83,6 @@ def test_keys_that_change_nothing_are_passed(tmp_path: Path) -> None:
     ids=["the older key", "a factor without a type", "linear"],
 )
 def test_linear_scaling_is_read_however_it_is_said(edit: Edit, tmp_path: Path) -> None:
-    """As llama.cpp does (`load_hparams`): linear is the default, and `rope.scale_linear` what the factor was called."""
+    """Scaling as llama.cpp reads it (`load_hparams`): linear is the default, and `rope.scale_linear` an older name."""
     found = config_of(write_file(tmp_path / "model.gguf", 4, edit))["rope_parameters"]
     assert found == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}

@@ -45,7 +45,7 @@ def write(writer: gguf.GGUFWriter, *, tokenizer: PreTrainedTokenizerFast, is_sca
 
 
 def test_linear_scaling_is_llamacpps(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """As near as without scaling, and far from the model whose positions are not scaled. llama.cpp rounds activations
+    """Likelihoods as near as without scaling, and far from the model without it. llama.cpp rounds activations
     of the last layer to 8 bits. (Its server leaves out tokens of half a character: here none is most probable.)"""
     tokens, ours, theirs = [5 + i * 13 % 250 for i in range(120)], {}, {}
     for is_scaled in (True, False):

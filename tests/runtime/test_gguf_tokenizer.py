@@ -79,7 +79,7 @@ def test_llama_3_without_a_word_about_bos_begins_with_it() -> None:
 
 @pytest.mark.parametrize("pre", ["deepseek-coder", "deepseek-llm", "deepseek-r1-qwen", "deepseek-v3"])
 def test_bos_outside_the_byte_alphabet_keeps_its_id(pre: str, tmp_path: Path) -> None:
-    """As of DeepSeek's models: it is in front of every text, is found in texts, and the vocabulary grows by nothing."""
+    """DeepSeek's begin token: it is in front of every text, is found in texts, and the vocabulary grows by nothing."""
     path = write_byte_level(tmp_path / "model.gguf", pre, lambda writer: writer.add_add_bos_token(True))
     tokenizer, bos = make_gguf_tokenizer(path), data()["byte_level"]["tokens"][0]
     assert tokenizer.bos_token == bos and not set(bos) <= set(pre_tokenizers.ByteLevel.alphabet())

@@ -81,7 +81,7 @@ class SimulatedPool:
             self.held[self.slot(sequence, position)] = tuple(tokens[: position + 1])
 
     def step(self, sequence: Sequence, draft: list[int], num_accepted: int, next_token: int) -> None:
-        """What an engine's step and the commit after it do."""
+        """Do what an engine's step and the commit after it do."""
         self.write(sequence, sequence.tokens + draft, sequence.num_computed)
         sequence.num_computed = len(sequence.tokens) + num_accepted
         sequence.commit(Draft(draft), VerifyResult(num_accepted, next_token))
@@ -142,7 +142,7 @@ class Simulation:
         self.admit(start((tokens or [1])[:16]))
 
     def admit_again(self) -> None:
-        """What orchestrator mode does every step: the same tokens come back, longer by what was accepted."""
+        """Do what orchestrator mode does every step: the same tokens come back, longer by what was accepted."""
         if self.waiting:
             sequence = self.waiting.pop(self.random.randrange(len(self.waiting)))
             if len(sequence.tokens) < 24:
@@ -158,7 +158,7 @@ class Simulation:
                 self.pool.step(sequence, draft, num_accepted, self.random.choice([1, 2]))
 
     def extend(self) -> None:
-        """What a loop that keeps a sequence's blocks does after every step."""
+        """Do what a loop that keeps a sequence's blocks does after every step."""
         if self.running:
             sequence = self.random.choice(self.running)
             extended = self.pool.extend(sequence, len(sequence.tokens) + self.random.randint(0, 5))
@@ -194,7 +194,7 @@ def computed(pool: SimulatedPool, tokens: list[int]) -> None:
 
 
 def num_found(pool: SimulatedPool, tokens: list[int]) -> int:
-    """How many of `tokens` an admission would find, on a copy: admitting changes what is found later."""
+    """Number of `tokens` that an admission would find, on a copy: admitting changes what is found later."""
     pool, sequence = copy.deepcopy(pool), start(tokens)
     assert pool.admit(sequence, len(tokens))
     pool.check([sequence])
@@ -204,7 +204,7 @@ def num_found(pool: SimulatedPool, tokens: list[int]) -> int:
 @given(a=tokens_of_a_small_alphabet, b=tokens_of_a_small_alphabet, block_size=st.sampled_from([2, 4]))
 @settings(deadline=None, derandomize=True)
 def test_longest_computed_prefix_is_found(a: list[int], b: list[int], block_size: int) -> None:
-    """With room for everything, exactly the common prefix is reused, but never the last token."""
+    """Reuse finds exactly the common prefix where there is room for everything, but never the last token."""
     pool = SimulatedPool(BlockManager(40, block_size, reuse=True))
     computed(pool, a)
     sequence = start(b)
@@ -299,7 +299,7 @@ def test_rejected_tokens_are_not_published() -> None:
 
 
 def test_extension_without_room_changes_nothing() -> None:
-    """Of 6 blocks of 4 the first sequence has 2 and the second 3."""
+    """The first sequence has 2 of 6 blocks of 4, and the second 3."""
     manager = BlockManager(7, 4, reuse=True)
     first, second = start([1, 2, 3]), start([4, 5, 6, 7, 8])
     assert manager.admit(first, 8) == [] and manager.admit(second, 10) == []

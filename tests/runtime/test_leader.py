@@ -193,7 +193,7 @@ def test_any_requests_end_with_the_right_tokens(
 
 @pytest.mark.parametrize("loop", [orchestrator, scheduler], ids=["orchestrator", "leader"])
 def test_times_are_those_of_all_steps(loop: Any, open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock on which drafting takes a second, a step of the target ten, and all else no time."""
+    """Time is taken by a clock on which drafting takes a second, a step of the target ten, and all else no time."""
     now = 0.0
 
     def spend(seconds: float, result: Any) -> Any:

@@ -117,7 +117,7 @@ def test_sampling_with_a_seed_is_the_same_with_any_drafter(llm: LLM) -> None:
 
 
 def test_without_a_seed_every_call_draws_anew(llm: LLM) -> None:
-    """By chance alone two outputs of 24 tokens of a nearly flat distribution would be the same once in 10^20 runs."""
+    """Chance alone would make two outputs of 24 tokens of a nearly flat distribution the same once in 10^20 runs."""
     params = SamplingParams(temperature=5.0, max_tokens=24, ignore_eos=True)
     first, second = (llm.generate(PROMPT, params)[0].token_ids for _ in range(2))
     assert first != second

@@ -69,7 +69,7 @@ def test_pool_too_small_for_the_whole_batch_serves_it(ngram: bool, open_engine: 
 
 
 def test_who_does_not_fit_is_first_in_the_next_step(open_engine: Any) -> None:
-    """With room for one at a time three requests take turns."""
+    """Three requests take turns where there is room for one at a time."""
     requests = [Request(i, (5, 6, 7 + i), 4) for i in range(3)]
     order = [sequence.request.id for sequence, _ in generate(open_engine(max_tokens=8), requests, None, 0)]
     assert order == [0, 1, 2] * 4

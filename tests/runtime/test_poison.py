@@ -52,7 +52,7 @@ def embeddings(engine: Engine) -> Tensor:
 
 
 def worst(dtype: torch.dtype, bad: float) -> float:
-    """What a pool of this dtype can hold that is nearest to `bad`."""
+    """Number nearest to `bad` that a pool of this dtype can hold."""
     if dtype == torch.int8:
         return 127
     if dtype == torch.float8_e4m3fn:  # it knows no infinity
@@ -95,7 +95,7 @@ class Tempting:
 def answer(
     engine: Engine, requests: list[Request], drafter: Tempting | None, loop: object
 ) -> tuple[dict[int, Sequence], str]:
-    """Those that were answered, and what was said of one that was not."""
+    """Sequences that were answered, and what was said of one that was not."""
     generate = scheduler.generate if loop == "leader" else orchestrator.generate
     done: dict[int, Sequence] = {}
     try:

@@ -68,7 +68,7 @@ def test_greedy_tokens_are_hugging_faces(name: str, tmp_path: Path) -> None:
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", RUN)
 def test_compiled_steps_have_hugging_faces_tokens(name: str, tmp_path: Path) -> None:
-    """By the compiler that is taken where nobody names one, past the same thresholds; nothing is left to a C++ one."""
+    """The compiler is the one taken where nobody names one, past the same thresholds; nothing is left to a C++ one."""
     config = shrunk(PUBLISHED[name].config, limit=limit_of(name))
     compiler = compiler_for(torch.device("cpu"), None)
     check_equal(config, repetitive_prompt(1, PROMPT_LEN, 400), name, tmp_path, compiler)

@@ -51,7 +51,7 @@ class Real:
         return (whole.removeprefix(b" ") if self.drops_space else whole).decode("utf-8", "replace")
 
     def text_after(self, prompt: list[int], output: list[int]) -> str:
-        """What the output adds; a character of both is the output's, if that completes it."""
+        """Text that the output adds; a character of both is the output's, if that completes it."""
         shown, whole = self.text(prompt), self.text([*prompt, *output])
         return whole[len(shown) :] if whole.startswith(shown) else whole[len(shown) - 1 :]
 
@@ -99,7 +99,7 @@ def ids_of(real: Real, text: str) -> list[int]:
 @settings(deadline=None, max_examples=examples(60), derandomize=True)
 @given(text=texts, prompt=texts, cut=st.integers(0, 40))
 def test_no_text_is_lost_after_any_prompt(real: Real, text: str, prompt: str, cut: int) -> None:
-    """As whole characters, as `tokenizers` decodes them, and where prompt or output end within one."""
+    """Texts come as whole characters, as `tokenizers` decodes them, and where prompt or output end within one."""
     before, output = ids_of(real, prompt), real.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert decode(real.tokenizer, before) == real.tokenizer.decode(before, skip_special_tokens=True)
     for first, then in ((before, output), ([*before, *output[:cut]], output[cut:]), (before, output[: max(cut, 1)])):

@@ -1,4 +1,4 @@
-"""Whatever model transformers knows, `convert` takes its config or says in a sentence why not."""
+"""Every model that transformers knows is converted by its config, or refused in a sentence."""
 
 import json
 import re
@@ -17,7 +17,7 @@ INNER_ERROR = re.compile(r"\w(Error|Exception)\b|object has no attribute|unexpec
 
 
 def default_config(model_type: str) -> dict[str, Any]:
-    """As transformers writes it: the family's own, small where it has a language model, or its name alone."""
+    """Config as transformers writes it: the family's own, small where it has a language model, or its name alone."""
     config_class = CONFIG_MAPPING[model_type]
     has_text = model_type in families.FAMILIES or hasattr(config_class, "text_config")
     for make in (lambda: families.small_config(model_type), config_class)[0 if has_text else 1 :]:

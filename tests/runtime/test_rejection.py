@@ -1,4 +1,4 @@
-"""What is generated follows the target's distribution, whatever the drafts follow: statistics of many seeds.
+"""Generated tokens follow the target's distribution, whatever the drafts follow: statistics of many seeds.
 
 The distributions are computed here by brute force, and draft tokens are really drawn from what the draft claims. The
 seeds are fixed, so a test passes or fails for good; a p-value says how far the code is from failing by chance.
@@ -67,14 +67,14 @@ def distributions(logits: Tensor, sampling: dict[str, Any]) -> Tensor:
 
 
 class Fit(NamedTuple):
-    """How observed counts fit a distribution: Pearson's chi-squared over the cells, and how many were observed."""
+    """Fit of observed counts to a distribution: Pearson's chi-squared over the cells, and how many were observed."""
 
     p_value: float
     num_observed: int
 
 
 def fit(counts: Tensor, probs: Tensor) -> Fit:
-    """Of (groups, cells) counts, each group with a number of its own, to the distribution of one group, (cells,).
+    """Fit of (groups, cells) counts, each group with a number of its own, to the distribution of one group, (cells,).
 
     Cells of probability zero must be empty. Groups in which a cell has less than 5 expected counts are left out.
     """

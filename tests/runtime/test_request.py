@@ -114,7 +114,7 @@ def test_sequence_does_not_change_the_prompt() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_logits_end_where_the_tokens_end(dtype: torch.dtype) -> None:
-    """On the CPU and float32 whatever the target gave; a copy, not a view that keeps a whole step's logits alive."""
+    """Logits are kept on the CPU in float32; a copy, not a view that keeps a whole step's logits alive."""
     logits = torch.randn(4, 7, dtype=dtype)
     for max_new_tokens in (1, 2, 3, 4, 10):
         sequence = Sequence.start(Request(0, PROMPT, max_new_tokens, keep_logits=True))
@@ -178,7 +178,7 @@ def check_logits(model: PreTrainedModel, sequence: Sequence) -> None:
 
 
 def check_kv(engine: Engine, model: PreTrainedModel, tokens: list[int], num_computed: int) -> None:
-    """What a finished sequence left behind is found by one that goes on from it, up to `num_computed`, and is true."""
+    """A finished sequence's K/V are found by one that goes on from it, up to `num_computed`, and are true."""
     again = Sequence.start(Request(99, (*tokens, 7), 5))
     assert engine.admit(again)
     assert again.num_computed == num_computed

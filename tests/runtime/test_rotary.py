@@ -63,7 +63,7 @@ def test_positions_at_which_the_factors_change_are_refused_by_number(make_engine
 
 
 def test_hugging_faces_factors_do_change_there(tmp_path: Path) -> None:
-    """What is refused is worth refusing: past the limit the first tokens of a text have other logits."""
+    """A refused length is worth refusing: past the limit the first tokens of a text have other logits."""
     from tiny import eager_logits
 
     for kind in ("longrope", "dynamic"):

@@ -120,7 +120,7 @@ LAWS = [
 
 @pytest.mark.parametrize("sampling", LAWS, ids=str)
 def test_distribution_is_hugging_faces(sampling: dict[str, Any], target: PreTrainedModel) -> None:
-    """Of the same prefix and logits, step by step; nothing of the sampler is used to make them."""
+    """Probabilities for the same prefix and logits, step by step; nothing of the sampler is used to make them."""
     params = SamplingConfig(**sampling)
     for seed, prompt in enumerate(PROMPTS):
         torch.manual_seed(seed)
@@ -158,7 +158,7 @@ def test_distribution_of_a_greedy_request_is_its_argmax(
 )
 @settings(deadline=None, derandomize=True)
 def test_occurrence_penalty_equals_a_count(tokens: list[int], presence: float, frequency: float, seed: int) -> None:
-    """Of all tokens, the prompt's included, as in TensorRT-LLM."""
+    """Counts are of all tokens, the prompt's included, as in TensorRT-LLM."""
     scores = torch.randn(1, 8, generator=torch.Generator().manual_seed(seed))
     ids = torch.tensor([tokens])
     expected = CountedPenalty(presence, frequency)(ids, scores)
@@ -174,7 +174,7 @@ def test_occurrence_penalty_equals_a_count(tokens: list[int], presence: float, f
 )
 @settings(max_examples=examples(500), deadline=None, derandomize=True)
 def test_draw_is_the_inverse_of_the_cumulated_weights(weights: list[int], numerator: int) -> None:
-    """Whole numbers, so that brute force and floats agree to the last bit: on a border the next token is drawn."""
+    """Integers, so that brute force and floats agree to the last bit: on a border the next token is drawn."""
     repeated = [token for token, weight in enumerate(weights) for _ in range(weight)]
     expected = repeated[numerator * len(repeated) // 1024]
     assert draw(torch.tensor(weights, dtype=torch.float64), numerator / 1024) == expected
@@ -200,7 +200,7 @@ def test_nothing_to_draw_from_is_an_error(weights: list[float], said: Said) -> N
 
 
 def p_value(counts: Tensor) -> float:
-    """Of the chi-squared statistic that all cells are equally likely."""
+    """p-value of the chi-squared statistic that all cells are equally likely."""
     expected = counts.sum() / counts.numel()
     statistic = ((counts - expected) ** 2 / expected).sum().double()
     return float(torch.special.gammaincc(torch.tensor((counts.numel() - 1) / 2, dtype=torch.float64), statistic / 2))
@@ -247,7 +247,7 @@ def test_numbers_are_uniform_and_independent(what: str) -> None:
 
 
 def test_choices_of_neighbouring_positions_are_uniform_and_independent() -> None:
-    """Of 8 tokens that are equally likely, by 100 requests at 52 positions each."""
+    """Draws from 8 tokens that are equally likely, by 100 requests at 52 positions each."""
     counts = torch.zeros(8, 8)
     for seed in range(100):
         sampler = Sampler(SamplingConfig(top_k=0, random_seed=seed), (5, 6))
@@ -259,7 +259,7 @@ def test_choices_of_neighbouring_positions_are_uniform_and_independent() -> None
 
 @pytest.mark.parametrize("bit", range(64))
 def test_noise_depends_on_every_bit_of_its_number(bit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 32 of them two of 100,000 positions would choose alike."""
+    """Two of 100,000 positions would choose alike with 32 bits."""
     rankings = []
     for number in (12345, 12345 ^ 1 << bit):
         monkeypatch.setattr(Sampler, "_number", lambda self, position, purpose, number=number: number)
@@ -310,7 +310,7 @@ def make_requests(sampling: dict[str, Any], random_seed: int = 3) -> list[Reques
 
 
 def finish(engine: Engine, requests: list[Request], drafter: Drafter | None, max_draft_len: int) -> list[Sequence]:
-    """In the order of their ids."""
+    """Generate; sequences come in the order of their ids."""
     finished = [s for s, _ in generate(engine, requests, drafter, max_draft_len) if s.finish_reason is not None]
     return sorted(finished, key=lambda sequence: sequence.request.id)
 

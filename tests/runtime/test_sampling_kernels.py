@@ -87,7 +87,7 @@ def kinds_of_logits(size: int) -> Tensor:
 
 
 def warped(scores: Tensor, cut: dict[str, Any]) -> Tensor:
-    """By transformers, in the order of its `generate`."""
+    """Scores by transformers, in the order of its `generate`."""
     warpers = LogitsProcessorList()
     if "temperature" in cut:
         warpers.append(TemperatureLogitsWarper(cut["temperature"]))
@@ -101,7 +101,7 @@ def warped(scores: Tensor, cut: dict[str, Any]) -> Tensor:
 
 
 def is_rounding(scores: Tensor, differing: Tensor, cut: dict[str, Any]) -> bool:
-    """Whether the share of what is below each token that only one of both keeps is what is cut, up to rounding."""
+    """True if the share of what is below each token that only one of both keeps is what is cut, up to rounding."""
     before = warped(scores, {name: value for name, value in cut.items() if name in ("temperature", "top_k")}).double()
     probs = before.softmax(0)
     for score in before[differing].unique():
@@ -124,7 +124,7 @@ def test_what_is_left_is_what_transformers_leaves(size: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("kind", [0, 1, 3, 6, 7])
 def test_where_a_cut_is_guessed_what_is_left_is_transformers(kind: int) -> None:
-    """By a sample of many even scores, which is not like the others in the last two kinds: there the guess is wrong."""
+    """Guess by a sample of many even scores, which is not like the others in the last two kinds: there it is wrong."""
     logits = kinds_of_logits(150_000)[kind]
     for cut in ({"top_p": 0.1}, {"top_p": 0.5}, {"top_p": 0.9}, {"top_p": 0.999}, {"top_k": 1000}, {"top_k": 40_000}):
         check_left(logits, cut)
@@ -144,7 +144,7 @@ def check_left(logits: Tensor, cut: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_of_equal_scores_at_the_cut_of_top_p_the_last_are_left(size: int) -> None:
-    """By both forms; shares are computed here with fractions."""
+    """Shares are computed here with fractions."""
     logits = torch.zeros(size)
     for top_p in (0.3, 0.5, 0.75):
         num_left = next(n for n in range(1, size + 1) if n / size >= top_p)
@@ -181,7 +181,7 @@ PENALTIES: list[dict[str, Any]] = [
 
 
 def processed(prefix: list[int], scores: Tensor, penalties: dict[str, Any]) -> Tensor:
-    """By transformers; it has no occurrence penalty, which is counted by brute force."""
+    """Scores by transformers; it has no occurrence penalty, which is counted by brute force."""
     processors = LogitsProcessorList()
     if "logit_bias" in penalties:
         processors.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in penalties["logit_bias"]}))
@@ -200,7 +200,7 @@ def processed(prefix: list[int], scores: Tensor, penalties: dict[str, Any]) -> T
 @pytest.mark.parametrize("penalties", PENALTIES, ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_scores_after_penalties_are_transformers(penalties: dict[str, Any], temperature: float) -> None:
-    """Of prefixes that go on, go back and are others, as after drafts and preemption, by one sampler."""
+    """Prefixes go on, go back and are others, as after drafts and preemption, by one sampler."""
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(0, 9, (4, 40), generator=generator).tolist()
     sampler = Sampler(config(temperature=temperature, **penalties), texts[0][:5])
@@ -245,7 +245,7 @@ def test_positions_of_a_draft_are_chosen_as_one_after_the_other(penalties: dict[
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"min_p": 0.3}, {"top_k": 5}, {"top_p": 1e-6}], ids=str)
 @pytest.mark.parametrize("size", [33, 40_000])
 def test_cuts_are_of_the_scores_that_penalties_leave(size: int, cut: dict[str, Any]) -> None:
-    """Wherever the largest and the smallest are by then: changed, banned, outdone, or one of two."""
+    """Largest and smallest may have changed, be banned, outdone, or one of two by then."""
     logits = torch.randn(size, generator=torch.Generator().manual_seed(0))
     order = logits.argsort(descending=True).tolist()
     logits[order[1]] = logits[order[0]]
@@ -266,7 +266,7 @@ def test_cuts_are_of_the_scores_that_penalties_leave(size: int, cut: dict[str, A
 
 
 def test_tokens_before_that_a_smaller_vocabulary_lacks_change_nothing() -> None:
-    """As of a draft model with fewer tokens than its target."""
+    """Scores as of a draft model with fewer tokens than its target."""
     logits = torch.randn(20, generator=torch.Generator().manual_seed(0))
     fields = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 1}
     scores = Sampler(config(**fields), (5,)).scores([5, 25, 20], logits)
@@ -364,7 +364,7 @@ def test_noise_of_neighbouring_tokens_is_independent() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_logprobs_are_those_of_torch(size: int, dtype: torch.dtype) -> None:
-    """Of the best, and of any token; float32 has 6 digits of numbers like these."""
+    """Probabilities of the best, and of any token; float32 has 6 digits of numbers like these."""
     rows = kinds_of_logits(size).to(dtype)
     tokens, num_top = [(7 * i) % size for i in range(len(rows))], min(size, 20)
     expected = rows.double().log_softmax(dim=-1)

@@ -48,7 +48,7 @@ def answers(engine: Engine, loop: str, drafter: Any) -> list[Sequence]:
 
 
 def test_bits_are_the_same_whatever_drafts_are_beside_and_fits(of_each_kind: PreTrainedModel, make_engine: Any) -> None:
-    """In both loops, cold and found again, with room for all and with blocks for one and a half sequences."""
+    """Both loops are run, cold and found again, with room for all and with blocks for one and a half sequences."""
     expected = [hf_greedy(of_each_kind, prompt, NUM_NEW_TOKENS) for prompt in PROMPTS]
     logits: dict[int, torch.Tensor] = {}
     num_reused = num_accepted = 0
@@ -126,7 +126,7 @@ def test_a_state_that_is_asked_for_again_and_again_stays(model: PreTrainedModel,
 def test_a_common_beginning_is_computed_twice_and_then_found(
     max_num_tokens: int, model: PreTrainedModel, make_engine_dir: Any
 ) -> None:
-    """By the second request that begins so its state is kept, for others; the first's slot has gone too far by then."""
+    """A state is kept for others once a second request begins so; the first's slot has gone too far by then."""
     shared = repetitive_prompt(6, 61)
     engine = Engine.open(make_engine_dir(model), max_num_tokens=max_num_tokens)
     reused = []

@@ -1,4 +1,4 @@
-"""What compilers make and loaders unpack lies where nobody else can write, and goes when its process does."""
+"""Files that compilers make and loaders unpack lie where nobody else can write, and go when their process does."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def test_directory_is_its_owners_alone(parent: Path) -> None:
 
 
 def test_directory_goes_with_its_process(parent: Path) -> None:
-    """Of what is forked it stays: that does not own it."""
+    """A fork leaves it: it does not own it."""
     code = "print(temporary_dir(), flush=True)\npid = os.fork()\nif not pid: sys.exit()\n"
     code += "os.waitpid(pid, 0)\nprint(temporary_dir().is_dir())"
     done = in_process(code, parent)
@@ -92,7 +92,7 @@ def test_inductor_keeps_everything_in_it(parent: Path) -> None:
 def test_package_is_unpacked_in_it_and_a_kill_leaves_nothing_to_the_next(
     llama_engine_dir: Path, tmp_path: Path
 ) -> None:
-    """Whatever TMPDIR says: an unusable one is no damaged package."""
+    """TMPDIR does not matter: an unusable one is no damaged package."""
     open_it = f"""
 import zipfile
 from pathlib import Path

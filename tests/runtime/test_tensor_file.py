@@ -17,7 +17,7 @@ Forms = dict[str, tuple[str, list[int]]]
 
 
 def theirs(path: Path) -> tuple[Forms, dict[str, str]] | None:
-    """What safetensors says of a file; None if it refuses it."""
+    """Tensors of a file as safetensors reads them; None if it refuses it."""
     try:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
@@ -60,7 +60,7 @@ def test_tensors_lie_where_it_says(path: Path) -> None:
 
 
 def check_same(path: Path, contents: Iterator[bytes]) -> int:
-    """How many of them both refuse."""
+    """Compare both readings of all contents; returns how many of them both refuse."""
     num_refused = 0
     for content in contents:
         path.write_bytes(content)

@@ -131,7 +131,7 @@ def sentence_piece() -> PreTrainedTokenizerFast:
 
 
 def word_pieces() -> PreTrainedTokenizerFast:
-    """What continues a word begins with `##`, and has no space in front."""
+    """Tokenizer whose tokens begin with `##` where they continue a word, and have no space in front."""
     words = ["dog", "##s", "max", ".", "a"]
     vocab = {token: i for i, token in enumerate(["[UNK]", "[CLS]", "[SEP]", *words])}
     backend = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
@@ -145,7 +145,7 @@ def word_pieces() -> PreTrainedTokenizerFast:
 def test_prompt_and_output_read_as_decoded_together(
     make_tokenizer: Callable[[], PreTrainedTokenizerFast], data: st.DataObject, cuts: list[int]
 ) -> None:
-    """At once, in pieces wherever they are cut, and token by token; a prompt may end within a character."""
+    """Read at once, in pieces wherever they are cut, and token by token; a prompt may end within a character."""
     tokenizer = make_tokenizer()
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=40))
     num_prompt = data.draw(st.integers(0, len(ids)))

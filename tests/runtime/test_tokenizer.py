@@ -44,7 +44,7 @@ def word_pieces() -> PreTrainedTokenizerFast:
 
 
 def stored(tokenizer: Any, directory: Path) -> tuple[SavedTokenizer | None, Any]:
-    """What was saved of it, and what transformers reads from its own files."""
+    """Tokenizer that was saved, and the one that transformers reads from its own files."""
     tokenizer.save_pretrained(directory)
     own = AutoTokenizer.from_pretrained(directory, truncation_side="left")
     save_tokenizer(own, directory)

@@ -1,4 +1,4 @@
-"""By tokens: accepted while the draft is the target's choice. By probabilities: what can be said without statistics.
+"""Verification by tokens: accepted while the draft is the target's choice. By probabilities: without statistics.
 
 That rejection sampling follows the target's distribution is in test_rejection.py.
 """
@@ -75,7 +75,7 @@ def distribution(*rows: list[float]) -> Tensor:
     ],
 )
 def test_by_tokens_a_draft_changes_nothing_but_the_number_of_steps(sampling: dict[str, Any]) -> None:
-    """What plain steps say, one token each, is followed as far as the draft does, at every length of the draft."""
+    """Choices of plain steps, one token each, are followed as far as the draft does, at every length of the draft."""
     generator = torch.Generator().manual_seed(0)
     num_accepted = set()
     for seed in range(30):

@@ -42,7 +42,7 @@ def make_served(llama_engine_dir: Path, chat_tokenizer_dir: Path) -> Iterator[Ma
 
 @pytest.fixture(scope="session")
 def served(make_served: MakeServed) -> Served:
-    """With n-gram lookup, for all tests that leave it as it is."""
+    """Server with n-gram lookup, for all tests that leave it as it is."""
     return make_served(NgramDrafter(4, 2))
 
 

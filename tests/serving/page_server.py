@@ -37,7 +37,7 @@ def without_drafts(steps: list[Step]) -> list[Step]:
 
 
 def policy() -> str:
-    """What the server allows the page: its own script and style, and requests to itself."""
+    """Policy that the server sets for the page: its own script and style, and requests to itself."""
 
     def digest(tag: str) -> str:
         (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)

@@ -21,7 +21,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 WAITS = CustomDrafter("gate", "Waits")
-"""For a server with the fixture `gate`."""
+"""Drafter for a server with the fixture `gate`."""
 PROMPT = "The little dog had a red ball. The"
 
 

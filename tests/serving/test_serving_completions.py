@@ -91,7 +91,7 @@ def test_n_samples_differ_and_come_again_with_the_seed(served: Served) -> None:
 
 
 FLAT: dict[str, Any] = {"temperature": 100.0, "max_tokens": 24, "ignore_eos": True}
-"""Of 300 tokens each is about as likely as any other: two samples are the same once in 10^50 runs."""
+"""Settings with which each of 300 tokens is about as likely: two samples are the same once in 10^50 runs."""
 
 
 def test_samples_without_a_seed_are_not_the_same(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""What a client does wrong is told it in OpenAI's form, by a status of its own; nothing of it is a 500."""
+"""Clients' mistakes are told in OpenAI's form, by a status of their own; nothing of them is a 500."""
 
 import shutil
 from pathlib import Path

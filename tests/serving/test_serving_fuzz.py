@@ -1,4 +1,4 @@
-"""Whatever comes as a body is answered, or refused by a status of the user's: never 5xx, never a hang."""
+"""Bodies of any kind are answered, or refused by a status of the user's: never 5xx, never a hang."""
 
 import json
 from typing import Any
@@ -102,7 +102,7 @@ def test_any_body_is_answered_or_refused(served: Served, body: tuple[str, bytes]
 
 
 def test_the_server_is_whole_afterwards(served: Served, make_served: MakeServed) -> None:
-    """Of the same session: what the bodies left is looked for in what it says now, and in its cache."""
+    """Server of the same session: what the bodies left is looked for in what it says now, and in its cache."""
     assert not served.model.loop.unfinished() and served.model.loop.takes_requests
     fresh = make_served(None)
     for prompt in (PROMPT, "the ball the ball"):

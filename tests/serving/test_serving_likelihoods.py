@@ -1,4 +1,4 @@
-"""What `echo` and `logprobs` say of a prompt is what Hugging Face says, however it is computed."""
+"""`echo` and `logprobs` of a prompt are Hugging Face's, however they are computed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the server tells of itself: metrics by vLLM's names, its model, its tokens, its requests."""
+"""Facts that the server tells of itself: metrics by vLLM's names, its model, its tokens, its requests."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where tokens are in a text, which bytes they are, and which of them a stop word cut off: whole and streamed alike."""
+"""Places of tokens in a text, their bytes, and which of them a stop word cut off: whole and streamed alike."""
 
 import shutil
 from pathlib import Path
@@ -43,7 +43,7 @@ def streamed(served: Served, **body: Any) -> tuple[str, dict[str, list[Any]]]:
 
 @pytest.mark.parametrize("text", ["the dog a", "a🙂é\n€b", "é"])
 def test_offsets_are_where_the_text_of_a_token_begins(in_bytes: Served, text: str) -> None:
-    """In the text that is answered, prompt and output; a token within a character is where the character is."""
+    """Offsets are in the text that is answered, prompt and output; a token within a character is where that is."""
     body = GREEDY | {"prompt": text, "logprobs": 1, "echo": True}
     choice = in_bytes.complete(**body)["choices"][0]
     tokenizer, tokens = in_bytes.llm.tokenizer, in_bytes.llm.encode(text)[0]
@@ -57,7 +57,7 @@ def test_offsets_are_where_the_text_of_a_token_begins(in_bytes: Served, text: st
 
 
 def test_bytes_of_tokens_make_the_text(make_served: MakeServed, in_bytes_dir: Path) -> None:
-    """Of a chat, where a byte token's text by itself is U+FFFD."""
+    """Tokens of a chat, where a byte token's text by itself is U+FFFD."""
     shutil.copytree(in_bytes_dir, chat_dir := in_bytes_dir.with_name("chat"))
     (chat_dir / "chat_template.jinja").write_text(TEMPLATE)
     served = make_served(None, tokenizer_dir=chat_dir)

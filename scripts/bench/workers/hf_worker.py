@@ -32,7 +32,7 @@ class StepStreamer(BaseStreamer):
 
 
 def load_model(model: str, dtype: str) -> Any:
-    """Of a directory, or a GGUF file, whose weights are then of the dtype."""
+    """Load a directory, or a GGUF file, whose weights are then of the dtype."""
     path = Path(model)
     source, file = (path.parent, path.name) if path.is_file() else (path, None)
     loaded = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), gguf_file=file)

@@ -37,7 +37,7 @@ def has_amx() -> bool:
 
 
 def flush_denormals() -> None:
-    """In this thread and those it starts, by the C library: its x86-64 fenv_t ends with MXCSR."""
+    """Set it in this thread and those it starts, by the C library: its x86-64 fenv_t ends with MXCSR."""
     if platform.machine() == "x86_64":
         environment = (ctypes.c_uint32 * 8)()
         libm = ctypes.CDLL("libm.so.6")
@@ -50,7 +50,7 @@ class Model:
     """One sequence: tokens in, chosen tokens out."""
 
     def __init__(self, settings: dict[str, Any], dtype: str) -> None:
-        """With a K/V cache of that dtype."""
+        """Open the model with a K/V cache of that dtype."""
         file, num_threads, max_tokens = (settings[f] for f in ("gguf_file", "num_threads", "max_request_tokens"))
         loading = llama_cpp.llama_model_default_params()
         loading.use_extra_bufts = not (settings["is_quantized"] and has_amx())

@@ -1,4 +1,4 @@
-"""What only specdec is measured for: steps at two contexts, the memory bound, the host's part, and batches.
+"""Measurements of specdec alone: steps at two contexts, the memory bound, the host's part, and batches.
 
 Reads settings from argv[1] and prints one JSON document. Its process is none of the workers', whose memory counts.
 """

@@ -43,7 +43,7 @@ def random_texts(count: int, seed: int) -> list[str]:
 
 
 def reference_scores(predictions: list[str], references: list[str]) -> dict[str, float]:
-    """What evaluate's rouge.py does, in plain calls, seeded as TensorRT-LLM's summarize.py seeds it."""
+    """Compute as evaluate's rouge.py does, in plain calls, seeded as TensorRT-LLM's summarize.py seeds it."""
     from rouge_score import rouge_scorer, scoring
 
     scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"])

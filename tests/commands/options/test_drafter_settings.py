@@ -1,4 +1,4 @@
-"""What the speculation flags say, and which part of them is wrong."""
+"""Values of the speculation flags, and which part of them is wrong."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -235,7 +235,7 @@ SETTINGS: dict[str, DrafterSpec] = {
 
 
 def parse(drafters: str | None = None, **flags: Any) -> tuple[DrafterSpec, ...]:
-    """By the flags of orchestrator mode."""
+    """Read them by the flags of orchestrator mode."""
     return SpeculationOptions(DrafterFlags(**flags), drafters=drafters).resolve()[0].drafters
 
 
@@ -250,7 +250,7 @@ def leader(
 
 
 def choose(options: LeaderOptions, drafters: str | None = None, **flags: Any) -> tuple[DrafterSpec, ...]:
-    """By the flags of leader mode, and those of both modes."""
+    """Read them by the flags of leader mode, and those of both modes."""
     speculation = SpeculationOptions(DrafterFlags(**flags), drafters=drafters)
     return speculation.resolve(options.flags(None, speculation))[0].drafters
 

@@ -21,13 +21,13 @@ for _group in _GROUPS:
 
 
 def flags_of(command: Any) -> frozenset[str]:
-    """By Typer's own account."""
+    """Flags by Typer's own account."""
     names = [name for parameter in command.params for name in parameter.opts]
     return frozenset(name.removeprefix("--") for name in names if not (len(name) == 2 and name.startswith("-")))
 
 
 def error_with(code: str) -> SpecDecError:
-    """With a value for whatever the hint speaks of."""
+    """Error of a code, with a value for whatever its hint speaks of."""
     pieces = HINTS[code]
     text = pieces if isinstance(pieces, str) else " ".join(pieces)
     values: dict[str, object] = {name: "x" for _, name, _, _ in Formatter().parse(text) if name}

@@ -1,4 +1,4 @@
-"""What the command line's own parts make of names and flags."""
+"""Names and flags as the command line's own parts read them."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -25,7 +25,7 @@ def usage(num_prompt: int | None, num_output: int | None) -> Chunk:
 
 
 def ask(*chunks: Chunk) -> Answer:
-    """What comes of a stream of these: it is asked for at 0, and chunk i is read at i + 1."""
+    """Result of a stream of these: it is asked for at 0, and chunk i is read at i + 1."""
     pieces = [(0.0, event(chunk)) for chunk in chunks]
 
     async def read(url: str) -> Answer:

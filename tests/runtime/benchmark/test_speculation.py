@@ -1,4 +1,4 @@
-"""What servers tell of speculation: vLLM's counters and records of responses, as those servers write them."""
+"""Accounts of speculation by servers: vLLM's counters and records of responses, as those servers write them."""
 
 from runtime.benchmark.speculation_counts import (
     SpeculationCounts,

@@ -1,4 +1,4 @@
-"""What `build` writes was compared with transformers, opens where it was built, and nowhere else by mistake."""
+"""Engines that `build` writes were compared with transformers, and open nowhere but where they were built."""
 
 import dataclasses
 import functools
@@ -103,7 +103,7 @@ def test_logits_were_checked_when_built(fixture: str, request: pytest.FixtureReq
 def test_logits_are_checked_in_a_text_that_begins(
     first: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By the token that begins one, if the model has it: without it rounding may decide what is attended to."""
+    """Prompts begin with the token that begins one, if any: without it rounding may decide what is attended to."""
     model = make_model("llama")
     model.config.bos_token_id = first
     seen, embed = list[list[int]](), nn.Embedding.forward
@@ -200,7 +200,7 @@ def test_wrong_scaling_fails_the_build(tmp_path: Path, said: Said) -> None:
 def make_steep_checkpoint(
     work_dir: Path, family: str, num_layers: int, deviation: float, precision: QuantConfig = UNQUANTIZED
 ) -> Path:
-    """Of large weights, whose logits transformers' own bfloat16 rounds to something else than float32's."""
+    """Model of large weights, whose logits transformers' own bfloat16 rounds to something else than float32's."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     model = make_model(
         family,
@@ -238,7 +238,7 @@ def make_steep_checkpoint(
 def test_right_step_is_not_refused_for_what_transformers_rounds(
     model: tuple[str, int, float], precision: QuantConfig, tmp_path: Path
 ) -> None:
-    """As it is of Gemma 3 270M, whether K/V are in 8 bits or not."""
+    """Gemma 3 270M's is large too, whether K/V are in 8 bits or not."""
     checkpoint_dir = make_steep_checkpoint(tmp_path, *model, precision)
     check = build(checkpoint_dir, tmp_path / "engine").logits_check
     assert check.relative_difference > check.tolerance == 5e-2
@@ -576,7 +576,7 @@ def test_damaged_engine_is_named(damage: Callable[[Path], Any], message: str, en
 
 
 def flip_a_byte(path: Path) -> None:
-    """In the middle, where weights and code are; the size stays."""
+    """Change a byte in the middle, where weights and code are; the size stays."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -605,7 +605,7 @@ def test_damaged_compiled_step_is_named(
 
 
 def test_every_file_is_recorded_but_those_that_people_change(llama_engine_dir: Path) -> None:
-    """By an independent reading: names, sizes and SHA-256 as `sha256sum` has them."""
+    """Records by an independent reading: names, sizes and SHA-256 as `sha256sum` has them."""
     recorded = {record.name: (record.num_bytes, record.sha256) for record in read_engine_config(llama_engine_dir).files}
     files = [path for path in llama_engine_dir.iterdir() if path.name not in ("config.json", "generation_config.json")]
     assert {"rank0.pt2", "rank0.safetensors", "kernels.so", "tokenizer.json", SAVED} <= recorded.keys()
@@ -624,7 +624,7 @@ def test_file_without_a_record_is_named(engine_dir: Path, said: Said) -> None:
 def test_files_are_read_once_however_often_an_engine_is_opened(
     engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they were is kept; under another name they are still the same files."""
+    """Digests are kept; under another name they are still those of the same files."""
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     record = read_engine_config(engine_dir).files
     time.sleep(0.15)  # what was written just now may change in the same step of the clock
@@ -781,7 +781,7 @@ def run_python(code: str, *arguments: str, work_dir: Path) -> str:
 
 @pytest.fixture(scope="module")
 def fallback_engine_dir(shared: Path, kernels: Path) -> Path:
-    """What a build with compiler aot makes of a model that cannot be exported."""
+    """Engine that a build with compiler aot makes of a model that cannot be exported."""
 
     def make(work_dir: Path) -> None:
         make_model("llama", num_hidden_layers=1).save_pretrained(work_dir / "model")
@@ -850,5 +850,5 @@ def test_second_process_finds_everything_compiled(fallback_engine_dir: Path) -> 
 
 
 def test_instructions_are_those_that_compiled_code_may_use() -> None:
-    """What the system alone uses, such as x86-64's `smep`, is nothing that an engine needs."""
+    """Sets that the system alone uses, such as x86-64's `smep`, are nothing that an engine needs."""
     assert not {"fpu", "smep", "smap", "smx"} & set(current_environment(CPU).instructions)

@@ -65,7 +65,7 @@ def test_a_package_is_compiled_opened_and_run_in_a_child_process() -> None:
 
 
 def test_what_came_of_a_child_process_is_known_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the compiler that it was asked of: of another nothing is known."""
+    """Results are those of the compiler that was asked for: of another nothing is known."""
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     children = tmp_path / "children"
     program = f"import os; print('x', file=open({str(children)!r}, 'a')); exit(os.environ.get('CXX') == '/bin/false')"

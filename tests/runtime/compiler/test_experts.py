@@ -29,7 +29,7 @@ def loaded_kernels(kernels: Path) -> None:
 @pytest.mark.parametrize("num_outputs", [7, 32, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, num_outputs: int) -> None:
-    """Of tokens that all experts share, and that come with a row for each expert. Some experts are not asked."""
+    """Tokens come that all experts share, and with a row for each expert. Some experts are not asked."""
     generator = torch.Generator().manual_seed(num_outputs)
     kernels = torch.ops.specdec
     weight = torch.randn(NUM_EXPERTS, num_outputs, INPUTS, generator=generator).to(dtype)

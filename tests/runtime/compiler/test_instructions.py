@@ -1,4 +1,4 @@
-"""Which compiler Inductor calls, and which instructions it may use for the loops between the kernels."""
+"""Compiler that Inductor calls, and the instructions it may use for the loops between the kernels."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def test_nothing_is_compiled_to_know_them(tmp_path: Path) -> None:
 
 
 def test_what_the_compiler_does_not_know_is_not_used(tmp_path: Path) -> None:
-    """As before version 13 with -mamx-fp16."""
+    """Compilers before version 13 do not know -mamx-fp16."""
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\ncase "$*" in *-mavx512f*) exit 1;; esac\nexec g++ "$@"\n')
     compiler.chmod(0o755)

@@ -50,7 +50,7 @@ is_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="g++ for x86-
 
 
 def macros(flags: Sequence[str]) -> set[str]:
-    """What the compiler may use beyond what every x86-64 has, by the macros that say so: `__AVX2__`, `__FMA__`."""
+    """Instructions beyond what every x86-64 has, by the macros that say so: `__AVX2__`, `__FMA__`."""
     return _defined(flags) - _defined(["-march=x86-64"])
 
 
@@ -171,7 +171,7 @@ def run_installed(installed: Path, *arguments: object, tmp_path: Path) -> subpro
 
 
 def compilers(tmp_path: Path) -> list[str]:
-    """Those of the engines in the cache."""
+    """Compilers of the engines in the cache."""
     engines = (tmp_path / "home" / ".cache" / "specdec" / "engines").glob("*/config.json")
     return [read_engine_config(config.parent).build_config.compiler for config in engines]
 

@@ -33,7 +33,7 @@ def loaded_kernels(kernels: Path) -> None:
 
 @pytest.fixture(params=[1, 8], ids=["1 thread", "8 threads"])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """With more threads than rows of heads the keys are divided too."""
+    """Numbers of threads; with more of them than rows of heads the keys are divided too."""
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(1)
@@ -195,7 +195,7 @@ def test_kernel_is_a_linear_layer(
     with_bias: bool,
     threads: int,
 ) -> None:
-    """In an arithmetic that the processor or the dtype does not have too: then in float32."""
+    """An arithmetic that the processor or the dtype does not have is float32's."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, num_tokens, num_inputs, generator=generator).to(dtype)[1:]
     weight = (torch.randn(num_outputs, num_inputs, generator=generator) / num_inputs**0.5).to(dtype)
@@ -257,7 +257,7 @@ def test_a_token_of_tiny_numbers_has_the_same_bits_in_any_company(dtype: torch.d
 
 @pytest.mark.parametrize("flushes", [False, True], ids=["as is", "flushing"])
 def test_every_float16_is_read_as_it_is(flushes: bool) -> None:
-    """Those less than normal too, where the processor takes such floats for 0."""
+    """Subnormal numbers count too, where the processor takes such floats for 0."""
     weight = torch.zeros(1 << 16, 2, dtype=torch.float16)
     weight[:, 0] = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.float16)
     packed, one = torch.ops.specdec.pack_linear(weight), torch.tensor([[1.0, 0.0]], dtype=torch.float16)
@@ -334,7 +334,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1400), st.integers(1
 def test_attention_of_a_token_has_the_same_bits_in_any_company(
     dtype: torch.dtype, arithmetic: int, stored: torch.dtype | None, shape: str, block_size: int, window: int
 ) -> None:
-    """Whatever the batch, the row that it is in, and the threads; against one token at a time, by one thread."""
+    """Batch, row and threads do not matter; compared with one token at a time, by one thread."""
     sequences = Sequences(SHAPES[shape], block_size, window, dtype, arithmetic, stored)
 
     @settings(max_examples=10 if settings.get_current_profile_name() == "default" else 1000, deadline=None)
@@ -367,7 +367,7 @@ def test_numbers_that_are_not_finite_reach_only_who_sees_them(
     poison: float,
     threads: int,
 ) -> None:
-    """In the key or the value of a token in the middle, and in all that lies in blocks behind the last."""
+    """Poison is in the key or the value of a token in the middle, and in all that lies in blocks behind the last."""
     sequences, start, num_tokens = Sequences(SHAPES[shape], block_size, window, dtype, arithmetic, stored), 290, 41
     rows = [(0, start, num_tokens), (1, 7, 4), (2, 600, 1)]  # odd numbers of keys, and even ones
     clean = sequences.attend(rows)
@@ -521,7 +521,7 @@ def test_corrupt_cached_library_is_compiled_again(tmp_path: Path, monkeypatch: p
 
 
 def argmaxes(rows: Tensor) -> Tensor:
-    """What greedy requests without penalties choose."""
+    """Tokens that greedy requests without penalties choose."""
     greedy = torch.tensor([[1.0, 1, 1, 0, 0, 1, 0, 0]], dtype=torch.float64).repeat(len(rows), 1)
     none, keys = torch.zeros(0, 4, dtype=torch.int32), torch.zeros(len(rows), dtype=torch.int64)
     bounds = torch.zeros(len(rows), 6, dtype=torch.int64)
@@ -531,7 +531,7 @@ def argmaxes(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1, 15, 64, 65, 1000, 16_000])
 def test_argmax_is_numpys(dtype: torch.dtype, size: int, threads: int) -> None:
-    """Of equal numbers the first; -1 where the largest is not finite, or one is no number."""
+    """Index of the first of equal numbers; -1 where the largest is not finite, or one is no number."""
     generator = torch.Generator().manual_seed(size)
     rows = torch.randn(12, size + 3, generator=generator).to(dtype)[:, :size]
     rows[1] = -torch.inf
@@ -557,7 +557,7 @@ def test_argmax_is_the_first_largest() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_argmax_finds_the_only_nan(dtype: torch.dtype) -> None:
-    """Wherever it is, and though no number after the first is larger: there is none then."""
+    """A NaN is found wherever it is, and though no number after the first is larger: there is none then."""
     rows = torch.full((200, 200), -1.0, dtype=dtype)
     rows[:, 0] = 1.0
     rows.fill_diagonal_(torch.nan)
@@ -602,7 +602,7 @@ def pretended_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compiled(path: Path) -> int:
-    """Which of the compiler's works the library is."""
+    """Number of the compilation that made the library."""
     compile_kernels(path)
     return int(path.read_text())
 

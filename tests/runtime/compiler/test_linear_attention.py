@@ -29,7 +29,7 @@ SHAPES = [Shape(2, 4, 16, 32), Shape(1, 3, 20, 72), Shape(2, 2, 128, 128)]  # re
 
 
 class Text(NamedTuple):
-    """What a layer computes of tokens: (T, heads, numbers) each, and (T, heads)."""
+    """Inputs of a layer's tokens: (T, heads, numbers) each, and (T, heads)."""
 
     query: Tensor
     key: Tensor
@@ -139,7 +139,7 @@ def test_pieces_rejected_drafts_and_batches_give_the_recurrence_of_the_text(
 
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "decay alone"])
 def test_a_tokens_bits_are_its_own(corrects: bool, kernels: Path) -> None:
-    """By the kernel: in one piece, token by token, in pieces with drafts that are rejected, on one thread and two."""
+    """Outputs by the kernel: in one piece, token by token, in pieces with rejected drafts, on one thread and two."""
     load_kernels(kernels)
     shape = SHAPES[1]
     text, other = text_of(100, shape, torch.float32, 0), text_of(100, shape, torch.float32, 1)

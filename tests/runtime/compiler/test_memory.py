@@ -1,5 +1,4 @@
-"""What a step frees is there for the next one: the system does not take it back. A build takes little more than its
-engine."""
+"""Memory that a step frees is there for the next one. A build takes little more than its engine."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What is used of torch that it promises to nobody is looked for first, and missing is named."""
+"""Parts of torch that it promises to nobody are looked for first, and missing ones are named."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ RUNTIME = Path(__file__).parents[3] / "runtime"
 
 
 def package_files(f: str, *, aoti_files: list[str]) -> None:
-    """As `package_pt2` might be in another torch."""
+    """Return it as `package_pt2` might be in another torch."""
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_torch_that_lacks_something_is_named_and_nothing_is_written(
 
 
 def private_names(source: str) -> Iterator[str]:
-    """Of torch, as they are imported or written out."""
+    """Names of torch, as they are imported or written out."""
     for node in ast.walk(ast.parse(source)):
         names = []
         if isinstance(node, ast.Attribute):
@@ -74,7 +74,7 @@ def private_names(source: str) -> Iterator[str]:
 
 
 def test_nothing_else_of_torch_is_private() -> None:
-    """Where more is used it belongs into the list."""
+    """A new use belongs into the list."""
     used = {name for path in RUNTIME.rglob("*.py") for name in private_names(path.read_text())}
     assert len(used) >= 6
     assert not [name for name in used if not any(f"{one}.".startswith(f"{name}.") for one in PRIVATE)]

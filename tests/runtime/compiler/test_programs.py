@@ -1,4 +1,4 @@
-"""What is compiled of a graph is kept by what the graph is: whoever wants the same finds it, and nobody finds half."""
+"""Programs are kept by the graph they are compiled of: whoever wants the same finds it, and nobody finds half."""
 
 import errno
 import os
@@ -46,14 +46,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where programs are kept; what is compiled is taken from the machine's compiler no more than once for each."""
+    """Directory of programs; what is compiled is taken from the machine's compiler no more than once for each."""
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache" / "programs"
 
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many graphs each call of a compiler has compiled, which takes no time."""
+    """Number of graphs that each call of a compiler has compiled, which takes no time."""
     numbers: list[int] = []
 
     def compile_(graphs: list[GraphModule], options: dict[str, Any]) -> list[programs.Files]:

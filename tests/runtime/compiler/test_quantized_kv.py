@@ -18,7 +18,7 @@ def rows() -> Tensor:
 
 
 def nearest(over_scale: np.ndarray, stored: torch.dtype) -> np.ndarray:
-    """By trying all numbers that the format has; of two as near the one of the even code."""
+    """Round by trying all numbers that the format has; of two as near the one of the even code."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(stored)
     numbers = codes.double().numpy()
     usable = np.isfinite(numbers) & (np.abs(numbers) <= (127 if stored == torch.int8 else 448))

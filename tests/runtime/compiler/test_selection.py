@@ -70,7 +70,7 @@ def test_step_that_picks_nothing_is_left_alone() -> None:
 
 
 def test_operation_that_looks_at_other_tokens_is_not_passed() -> None:
-    """What adds tokens up must see them all; what comes after it need not."""
+    """Layers that add tokens up must see them all; those after them need not."""
 
     class Sums(torch.nn.Module):
         def forward(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ def test_callers_do_not_know_of_each_other(layers: list[Layer]) -> None:
 
 
 def run_program(kernels: Path, program: str) -> str:
-    """What a process of its own prints that has the kernels and a linear layer, `work()`. It must end well."""
+    """Output of a process of its own that has the kernels and a linear layer, `work()`. It must end well."""
     beginning = f"""
 import os, sys, threading, time, torch
 torch.ops.load_library({str(kernels)!r})

@@ -145,7 +145,7 @@ def tokenwise(function: Callable[[Tensor], Tensor], x: Tensor, *, groups: bool =
 
 
 def left_groups(x: Tensor) -> Tensor:
-    """As DeepSeek's router leaves groups of experts, by tensors that are written after they were made."""
+    """DeepSeek's router leaves groups of experts by tensors that are written after they were made."""
     groups = x.view(1, -1, 4, x.shape[-1] // 4).topk(2)[0].sum(-1)
     mask = torch.zeros_like(groups)
     mask.scatter_(-1, groups.topk(2)[1], 1)
@@ -205,7 +205,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_torchs(name: str) -> None:
-    """In float64, of edges and of random numbers, in widths that fill no register."""
+    """Compared in float64, of edges and of random numbers, in widths that fill no register."""
     function, off = FUNCTIONS[name]
     values = torch.cat([torch.tensor(EDGES), torch.randn(199, generator=torch.Generator().manual_seed(0)) * 10])
     x = values.view(1, 6, 36)
@@ -283,7 +283,7 @@ def test_groups_have_the_bits_of_their_operations(name: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-neox", "mixtral"])
 def test_groups_change_no_bit_in_float32(family: str) -> None:
-    """Where no rounding hides it that a product and a sum became one instruction."""
+    """Values with which no rounding hides it that a product and a sum became one instruction."""
     model = make_model(family)
     shapes = probe_config(deepcopy(model.config))
     batch = pack(example_rows([7, 2], 0, 40, BLOCK_SIZE, 2), BLOCK_SIZE, torch.device("cpu"))
@@ -301,7 +301,7 @@ def test_groups_change_no_bit_in_float32(family: str) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_a_tokens_bits_do_not_depend_on_others(num_threads: int, threads: Callable[[int], None]) -> None:
-    """So many that threads share them, too."""
+    """Rows are so many that threads share them, too."""
     threads(num_threads)
     x = torch.randn(1, 300, 200, generator=torch.Generator().manual_seed(2))
     run = tokenwise(lambda x: torch.softmax(F.gelu(x), -1) * F.layer_norm(x, (200,)), x[:, :3])

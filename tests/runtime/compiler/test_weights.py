@@ -152,7 +152,7 @@ def test_a_converted_model_has_no_weight_that_is_made_of_others(family: str, tmp
 
 
 def test_weights_stay_when_the_file_is_cut(path: Path) -> None:
-    """What is mapped would end the process with a signal."""
+    """A mapped file would end the process with a signal."""
     ours, theirs = read_weights(path), {name: weight.clone() for name, weight in load_file(path).items()}
     os.truncate(path, 0)
     assert set(ours) == set(theirs) and len(ours) == 7

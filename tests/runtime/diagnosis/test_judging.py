@@ -132,7 +132,7 @@ def test_acceptance_is_held_against_the_profiles(accepted: int, is_found: bool) 
 
 
 def falling(early: int, late: int, drafts: int = 40) -> Drafting:
-    """Of so many drafts in either half so many begin right."""
+    """Counts of drafts in either half, and of those that begin right."""
     halves = [(i, early if i < drafts else late) for i in range(2 * drafts)]
     return drafting([DraftedStep(i, 1, int(i % drafts < right)) for i, right in halves])
 
@@ -178,7 +178,7 @@ def test_a_slow_lookup_costs_its_time_with_drafts_of_any_length() -> None:
 
 
 def test_the_best_length_is_where_the_last_tokens_cease_to_be_right(said: Said) -> None:
-    """By hand: 4 of 10 right; 20 / 5 ms a token, and with drafts of 4 14 / 5."""
+    """Computed by hand: 4 of 10 right; 20 / 5 ms a token, and with drafts of 4 14 / 5."""
     steps = drafting([DraftedStep(i, 10, 4) for i in range(30)])
     judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=steps))
     assert judgement is not None and judgement.is_fault

@@ -1,4 +1,4 @@
-"""What Linux's files say, in the forms that they have."""
+"""Facts about the machine in Linux's files, in the forms that they have."""
 
 import os
 from pathlib import Path

@@ -88,7 +88,7 @@ def test_steps_without_a_proposal_are_no_reason_to_look_less() -> None:
 
 
 def test_being_off_is_left_again_when_drafts_are_right() -> None:
-    """What is not sent is learned from: drafts were wrong for 200 tokens, and are right from then on."""
+    """Drafts that are not sent are learned from: they were wrong for 200 tokens, and are right from then on."""
     lengths = drafted(OUTPUT, AdaptiveDrafter(Sayer(OUTPUT, [i >= 200 for i in range(400)]), price(0.1)))
     assert sum(lengths[60:200]) == 0
     assert max(lengths[200:230]) == 10
@@ -128,7 +128,7 @@ def test_draft_model_that_is_right_is_used_again() -> None:
 
 @pytest.mark.parametrize("draft_s", [0.05, 0.3, 0.5])
 def test_draft_model_that_is_always_right_is_soon_asked_for_all(draft_s: float) -> None:
-    """What it would have drafted beyond what it was asked for is not known, and worth finding out."""
+    """Tokens beyond what was asked for are not known, and worth finding out."""
     sayer = Sayer(OUTPUT, [True] * 400)
     lengths = drafted(OUTPUT, AdaptiveDrafter(sayer, price(0.02), lambda batch_size, context_len: draft_s))
     assert set(lengths[25:-2]) == {10}

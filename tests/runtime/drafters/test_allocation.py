@@ -1,4 +1,4 @@
-"""What is sent of a step's drafts is the best of all that could be sent of them."""
+"""Drafts that are sent in a step are the best of all that could be sent."""
 
 from itertools import accumulate, product
 from operator import mul

@@ -83,7 +83,7 @@ class Counted:
 
 
 def choosing(lookup: Drafter, drafter: SelfDraft, own_s: float, counted: Drafter | None = None) -> BestOf:
-    """With the copy: a step of the target takes a second, and one of the copy's `own_s`."""
+    """Choose between a lookup and the copy: a step of the target takes a second, and one of the copy's `own_s`."""
     model = DraftingModel(counted or drafter, DRAFT_LEN, lambda batch, context: own_s, drafter)
     return BestOf([lookup], [model], lambda batch, context, draft_len: 1 + 0.05 * draft_len, VOCAB_SIZE)
 
@@ -140,7 +140,7 @@ def test_sampled_text_is_that_without_drafts(loop: str, engine: Engine) -> None:
 def test_suggestions_change_no_draft_and_save_steps(
     num_right: int, use_logits: bool, engine: Engine, model: PreTrainedModel, count_copy: list[int]
 ) -> None:
-    """What is right of a suggestion the copy computes in one step; its draft is what it is without."""
+    """A suggestion's right tokens are computed by the copy in one step; its draft is what it is without."""
     drafter = SelfDraft(engine, use_logits=use_logits)
     (sequence,) = [Sequence.start(make_requests(SAMPLED if use_logits else SamplingConfig())[2])]
     assert engine.admit(sequence)
@@ -159,7 +159,7 @@ def test_suggestions_change_no_draft_and_save_steps(
 
 
 def test_the_copy_asks_again_before_each_of_its_steps(engine: Engine, count_copy: list[int]) -> None:
-    """What is suggested goes wrong after two tokens, and is right again from where the copy then is."""
+    """Suggestions go wrong after two tokens, and are right again from where the copy then is."""
     drafter = SelfDraft(engine, use_logits=False)
     (sequence,) = [Sequence.start(make_requests()[2])]
     assert engine.admit(sequence)
@@ -258,7 +258,7 @@ def test_a_lookup_that_is_always_wrong_is_soon_left_to_the_copy(
 
 
 def test_the_better_of_two_lookups_is_soon_sent(engine: Engine, model: PreTrainedModel) -> None:
-    """Whoever is named first, and though both have as long a match."""
+    """Order does not matter, though both have as long a match."""
     texts = texts_of(model)
     for order in (1, -1):
         lookups = [Guesser(texts, 0, match_len=3), Guesser(texts, 9, match_len=3)][::order]
@@ -279,7 +279,7 @@ def test_the_longer_match_is_trusted_first() -> None:
 
 
 def test_what_was_drawn_is_sent_whatever_it_is_worth() -> None:
-    """How long it is may depend on its tokens, and to weigh that would change what is generated."""
+    """Lengths may depend on a draft's tokens, and to weigh that would change what is generated."""
 
     class Drawing(Guesser):
         def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
@@ -330,7 +330,7 @@ def test_what_is_kept_of_a_request_goes_with_it(engine: Engine) -> None:
 
 
 def test_tokens_of_others_do_not_make_a_sure_copy_look_fast() -> None:
-    """Of its two tokens the second was wrong, so that its step yielded two; lookups then yielded nine."""
+    """The second of its two tokens was wrong, so that its step yielded two; lookups then yielded nine."""
     confidence_stop = ConfidenceStop(lambda b, c, n: 1.0, lambda b, c: 0.5)
     sequence = Sequence.start(Request(0, (5, 6), 99))
     confidence_stop.begin([sequence], 4)
@@ -363,7 +363,7 @@ def test_drafts_end_where_the_copy_is_not_sure_enough(
 
 
 def test_of_a_step_that_failed_nothing_is_kept(engine: Engine) -> None:
-    """Not of a request that was forgotten since: what was looked up for it would stay until the next step."""
+    """A forgotten request is not suggested for: what was looked up for it would stay until the next step."""
 
     class Failing(Guesser):
         def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:

@@ -120,7 +120,7 @@ class Recorded:
 
 
 def finish(target: Engine, requests: list[Request], drafter: Drafter | None) -> list[Sequence]:
-    """In the order of the requests; both engines end with nothing held."""
+    """Generate; sequences come in the order of the requests, and both engines end with nothing held."""
     finished = [s for s, _ in generate(target, requests, drafter, DRAFT_LEN) if s.finish_reason is not None]
     check_idle(target)
     inner = drafter.drafter if isinstance(drafter, Recorded) else drafter
@@ -193,7 +193,7 @@ def test_same_weights_accept_everything(sampling: SamplingConfig, use_logits: bo
 
 @dataclass
 class Forward:
-    """What an engine was asked for one sequence: its tokens, how many were computed already, and the next logits."""
+    """Question to an engine about one sequence: its tokens, how many were computed already, and the next logits."""
 
     request_id: int
     tokens: list[int]
@@ -304,7 +304,7 @@ def test_every_number_of_accepted_tokens_is_rolled_back(
 def test_draft_engine_computes_each_token_once(
     sampling: SamplingConfig, use_logits: bool, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
 ) -> None:
-    """In the real loop, of three requests at once."""
+    """The real loop asks, of three requests at once."""
     drafter = DraftModel(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)
     rows = record_forwards(drafter.engine)
     sequences = finish(open_engine("target"), make_requests(3, sampling), drafter)
@@ -467,7 +467,7 @@ def test_draft_model_with_no_token_left_drafts_no_further(
 def test_request_the_target_can_serve_needs_no_token_of_the_draft_model(
     prompt: tuple[int, ...], sampling: dict[str, Any], open_engine: OpenEngine
 ) -> None:
-    """What the smaller vocabulary lacks matters as little in a request as in what the target says."""
+    """Tokens that the smaller vocabulary lacks matter as little in a request as in the target's answer."""
     request = Request(0, prompt, NUM_NEW_TOKENS, sampling=SamplingConfig(**sampling))
     drafter = DraftModel(open_engine("smaller"), VOCAB_SIZE, use_logits=False)
     sequences = finish(open_engine("target"), [request], drafter)

@@ -10,7 +10,7 @@ ALL = {1, 2, PROBE}
 ALWAYS, NEVER, EVEN, ODD = (
     {0: even, 1: odd} for even, odd in ((True, True), (False, False), (True, False), (False, True))
 )
-"""At which positions a draft is right."""
+"""Drafts that are right at even and odd positions."""
 
 
 class Says:
@@ -40,7 +40,7 @@ class Rows:
         self.sequences = [Sequence(Request(i, (0,), 10**6), [0]) for i in sorted(ALL)]
 
     def step(self, num_steps: int) -> list[set[int]]:
-        """For which requests each was asked in the last two steps."""
+        """Requests for which each was asked in the last two steps."""
         for step in range(num_steps):
             if step == num_steps - 2:
                 for lookup in self.lookups:

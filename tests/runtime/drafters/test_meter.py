@@ -1,4 +1,4 @@
-"""What drafts cost now is learned from the times of steps, and looking costs little where it does not pay."""
+"""Costs of drafts are learned from the times of steps, and looking costs little where it does not pay."""
 
 import random
 from math import ceil

@@ -1,4 +1,4 @@
-"""In the currency of prices that `build` measured, automatic draft lengths never lose more than two hundredths.
+"""Automatic draft lengths never lose more than two hundredths, in the currency of prices that `build` measured.
 
 Steps are replayed and priced: no clock is looked at. `step_prices.json` holds [batch size, context, tokens of a row,
 microseconds] as measured on 2 cores of an AMD EPYC (Zen 4); steps of more than 64 tokens are suddenly dearer there.
@@ -45,7 +45,7 @@ def recorded(category: str) -> list[Trace]:
 
 
 def drawn(num_words: int) -> list[Trace]:
-    """Of so many words each as likely: the fewer, the more often the last few occurred before, and mean nothing."""
+    """Traces of so many words, each as likely: the fewer, the more often the last few occurred before by chance."""
     words = random.Random(num_words)
     texts = [tuple(words.randrange(num_words) for _ in range(200)) for _ in range(16)]
     return [Trace(text[: 200 - NUM_TOKENS], text[200 - NUM_TOKENS :]) for text in texts]

@@ -33,7 +33,7 @@ def propose(drafter: NgramLookup, sequence: Sequence, max_draft_len: int = 10) -
 
 
 def choose(tokens: list[int], ends: list[int], ranking: NgramRanking) -> int:
-    """Of the places where a pattern ended before a follower, in order, the one that `ranking` means."""
+    """Place that `ranking` means, of those where a pattern ended before a follower, in order."""
     if ranking == "frequent":
         ends = ends[-MAX_OCCURRENCES:]
         found = [tokens[end] for end in ends]

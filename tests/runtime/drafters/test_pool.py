@@ -110,7 +110,7 @@ def test_thousands_of_requests_leave_the_pool_within_its_bound(num_requests: int
 
 
 def test_prompts_are_no_ones_draft() -> None:
-    """Only a pattern before the output's first token reaches into the prompt."""
+    """Patterns reach into the prompt only before the output's first token."""
     pool = NgramPool()
     pool.add(sequence_of(([1, 2, 3], [4])))
     assert pool.find([1]) is None and pool.find([2]) is None

@@ -106,7 +106,7 @@ def test_an_end_id_is_not_drafted() -> None:
 
 
 def test_the_pairs_of_a_prediction_are_what_it_is_found_by() -> None:
-    """Of several places the one nearest to where the output left is taken."""
+    """Pairs lead to the place, of several, that is nearest to where the output left."""
     predicted = [20, 21, 30, 31, 20, 21, 40, 41, 20, 21, 50, 51]
     drafter = PredictionLookup(predicted)
     assert all(pair in drafter._ends for pair in pairwise(predicted))

@@ -142,7 +142,7 @@ def test_end_ids_and_stop_words(loop: str, engine: Engine, model: PreTrainedMode
 
 
 def test_preempted_sequences_go_on(engine_dir: Path, model: PreTrainedModel) -> None:
-    """In a cache in which two of five fit."""
+    """The cache has room for two of five."""
     with Engine.open(engine_dir, kv_cache=KVCacheConfig(max_tokens=100)) as engine:
         released = _count(engine, "release")
         sequences = answer(engine, "leader", make_requests(), SelfDraft(engine, use_logits=False))

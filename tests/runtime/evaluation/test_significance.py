@@ -81,7 +81,7 @@ def test_too_few_values_have_no_interval() -> None:
 
 @pytest.mark.parametrize("n", [6, 12, 30])
 def test_intervals_hold_the_truth_as_often_as_they_say(n: int) -> None:
-    """Of heavy-tailed values too; 400 trials, allowed to miss by three standard deviations."""
+    """Heavy-tailed values count too; 400 trials, allowed to miss by three standard deviations."""
     rng = np.random.default_rng(n)
     for kind in ("paired", "unpaired"):
         held = 0

@@ -35,7 +35,7 @@ class Threads:
         self.do(lambda rank: self._groups[rank].use())
 
     def do(self, work: Callable[[int], Done]) -> list[Done]:
-        """What each rank's thread makes of its number."""
+        """Results that each rank's thread makes of its number."""
         begun = [thread.submit(work, rank) for rank, thread in enumerate(self._threads)]
         return [one.result() for one in begun]
 
@@ -58,7 +58,7 @@ def together(way: Way, tp_size: int, work: Callable[[int], Done]) -> list[Done]:
 
 @contextmanager
 def split_engine(model_dir: Path, work_dir: Path, tp_size: int, way: Way = "gloo") -> Iterator[Engine]:
-    """Of a model's files; K/V are not found again, as only rank 0 would copy them."""
+    """Engine of a model's files; K/V are not found again, as only rank 0 would copy them."""
     checkpoint = work_dir / "checkpoint"
     config = convert(model_dir, checkpoint, "float32", replace=True, progress=lambda *_: None, tp_size=tp_size)
     pretrained = parse_pretrained_config(config.pretrained_config, "config.json")

@@ -1,4 +1,4 @@
-"""What ranks do together gives the same bits whichever way they reach each other."""
+"""Operations of ranks together give the same bits whichever way they reach each other."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_each_gpu_has_a_rank() -> None:
 
 
 def test_a_compiler_leaves_sums_whole() -> None:
-    """In one graph, for any number of tokens, whatever a rank's number is: what a GPU's step is compiled to."""
+    """Compiled as one graph, for any number of tokens, whatever a rank's number is: as a GPU's step is."""
     torch.manual_seed(1)
     layer, tokens = torch.nn.Linear(8, 6, bias=False).requires_grad_(False), torch.randn(5, 16)
 
@@ -98,7 +98,7 @@ def test_columns_and_embeddings(way: Way, kernels: Path) -> None:
 
 
 def test_a_rank_that_never_comes_is_no_reason_to_wait_for_it() -> None:
-    """Who opens an engine watches its processes while the group is joined."""
+    """The process that opens an engine watches the others while the group is joined."""
 
     def come_and_go() -> None:
         rendezvous = Rendezvous("gloo", 2)

@@ -78,7 +78,7 @@ def llm(split_llama: Path) -> Iterator[LLM]:
 
 
 def test_tokens_are_hugging_faces(llm: LLM) -> None:
-    """With drafts, in one batch, and with K/V that are found again and copied on every rank."""
+    """Compared with drafts, in one batch, and with K/V that are found again and copied on every rank."""
     model = make_model("llama")
     wanted = [hf_greedy(model, prompt, 30, eos_token_id=2) for prompt in PROMPTS]
     for drafter in (None, NgramDrafter(6, 2)):
@@ -90,7 +90,7 @@ def test_tokens_are_hugging_faces(llm: LLM) -> None:
 
 
 def logits_of_ranks(model: PreTrainedModel, work_dir: Path, tp_size: int, way: Way, batch: Batch) -> list[Tensor]:
-    """Of each rank, all of them threads of this process."""
+    """Logits of each rank, all of them threads of this process."""
     model.save_pretrained(work_dir / "model")
     checkpoint, shapes = work_dir / "checkpoint", probe_config(model.config, split_config(model.config, tp_size))
     config = convert(work_dir / "model", checkpoint, None, replace=False, progress=lambda *_: None, tp_size=tp_size)
@@ -113,7 +113,7 @@ def logits_of_ranks(model: PreTrainedModel, work_dir: Path, tp_size: int, way: W
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize("family", SPLIT)
 def test_logits_are_hugging_faces(family: str, tp_size: int, way: Way, tmp_path: Path, kernels: Path) -> None:
-    """On 4 ranks those that have 2 K/V heads repeat them."""
+    """Ranks repeat K/V heads where there are 2 for 4 of them."""
     load_kernels(kernels)
     model = make_model(family)
     prompts = [repetitive_prompt(1, 30), repetitive_prompt(2, 19)]
@@ -147,7 +147,7 @@ def test_experts_of_a_compiled_step(family: str, make_engine_dir: MakeEngineDir)
 
 @pytest.mark.slow
 def test_a_split_step_is_compiled_when_it_is_called(make_engine_dir: MakeEngineDir) -> None:
-    """By `torch-compile`, for models that cannot be exported: what rank 0 has compiled all ranks find."""
+    """Compiled by `torch-compile`, for models that cannot be exported: what rank 0 has compiled all ranks find."""
     model = make_model("llama")
     engine_dir = make_engine_dir(model, tp_size=2, compiler="torch-compile")
     assert any((engine_dir / "rank0.cache").rglob("*.so"))

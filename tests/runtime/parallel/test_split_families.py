@@ -1,4 +1,4 @@
-"""Of transformers' families those that are split answer with Hugging Face's tokens, each as small as
+"""Families of transformers' that are split answer with Hugging Face's tokens, each as small as
 scripts/tools/families.py makes it."""
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What ranks hold of a model is all of it, bit for bit, and what cannot be split is refused by name."""
+"""Ranks hold all of a model, bit for bit, and a model that cannot be split is refused by name."""
 
 from collections import Counter
 from pathlib import Path
@@ -29,7 +29,7 @@ REFUSED = {
 KEPT_WHOLE = {"gemma3", "qwen2-moe"}  # its embeddings; its shared expert, of which the plan says nothing
 WEIGHTS = "rank0.safetensors"
 RENAMED = {"embed_out.weight": "lm_head.weight", ".block_sparse_moe.": ".mlp."}
-"""What GPT-NeoX's and Mixtral's files call otherwise than their models."""
+"""Names that GPT-NeoX's and Mixtral's files have for what their models call otherwise."""
 AS_IT_IS = QuantConfig()
 
 
@@ -48,7 +48,7 @@ def own_name(name: str) -> str:
 
 
 def put_together(name: str, whole: Tensor, pieces: list[Tensor]) -> bool:
-    """Whether the pieces are the tensor: all of them the same, or its parts in order, some of them more than once."""
+    """True if the pieces are the tensor: all of them the same, or its parts in order, some of them more than once."""
     if whole.dtype == torch.float8_e4m3fn:  # torch compares none
         whole, pieces = whole.view(torch.int8), [piece.view(torch.int8) for piece in pieces]
     if all(torch.equal(piece, whole) for piece in pieces):
@@ -94,7 +94,7 @@ def test_fewer_kv_heads_than_ranks_are_repeated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_of_experts_each_rank_has_a_piece_of_every_one(family: str, tp_size: int, tmp_path: Path) -> None:
-    """Of what lies packed, gate before up, a piece of both; files have every expert by itself, the model all in one."""
+    """Packed tensors, gate before up, are split in both; files have every expert by itself, the model all in one."""
     model = make_model(family)
     model.save_pretrained(tmp_path / "model")
     assert "model.layers.0.mlp.experts.gate_up_proj" not in load_file(tmp_path / "model" / "model.safetensors")
@@ -158,7 +158,7 @@ def test_a_plan_of_another_kind_is_refused_by_name(
 
 @pytest.mark.slow
 def test_every_family_that_runs_is_split_or_refused_by_name() -> None:
-    """Of transformers' registry, each as small as scripts/tools/families.py has it; docs/devices.md has the numbers."""
+    """Configs of transformers' registry, each as small as scripts/tools/families.py has it; see docs/devices.md."""
     outcomes = {family: outcome for family in families.FAMILIES if (outcome := splitting_of(family)) is not None}
     assert [family for family, outcome in outcomes.items() if outcome == "split"] == SPLIT
     refused = Counter(outcome for outcome in outcomes.values() if outcome not in ("split", "have states"))

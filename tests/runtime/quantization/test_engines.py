@@ -195,7 +195,7 @@ def test_engine_quantizes_what_layers_read(source: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 def test_each_layer_reads_as_many_bits_as_its_own_weight_asks_for(tmp_path: Path) -> None:
-    """Of layers in 4 bits 8, whatever the output layer has: with 16 a step of 11 tokens took a third longer."""
+    """Layers in 4 bits read 8, whatever the output layer has: with 16 a step of 11 tokens took a third longer."""
     save_gguf(tmp_path / "model.gguf", Q.Q4_1, is_tied=True)
     checkpoint = convert(tmp_path / "model.gguf", tmp_path / "out", "float32", replace=False, progress=lambda *_: None)
     weights = take_quantized(load_file(tmp_path / "out" / "rank0.safetensors"))
@@ -235,7 +235,7 @@ def test_compiled_engine_holds_few_bits_and_is_batch_invariant(tmp_path: Path, k
 
 @pytest.mark.slow
 def test_deep_model_in_float32_with_activations_in_16_bits_is_right(tmp_path: Path, kernels: Path) -> None:
-    """Where kernels and torch round one of a layer's inputs to another integer, those behind it do so too."""
+    """Layers after one whose input kernels and torch round to another integer do so too."""
     deep = small_model(hidden_size=256, intermediate_size=512, num_hidden_layers=8, initializer_range=0.1)
     deep.save_pretrained(tmp_path / "model")
     precision = QuantConfig("int8", 64, activations="int16")
@@ -311,7 +311,7 @@ WEIGHTS = [
 def test_kernel_computes_the_product(
     kind: str, extra: str, outputs: int, inputs: int, group_size: int, bits: int, dtype: torch.dtype, kernels: Path
 ) -> None:
-    """As near float64's product as its own dtype lets it; each token the same bits, whatever others there are."""
+    """Error at most its own dtype's beside float64's product; each token the same bits, whatever others there are."""
     load_kernels(kernels)
     weight = random_weight(kind, extra, outputs, inputs, group_size)
     generator = torch.Generator().manual_seed(1)

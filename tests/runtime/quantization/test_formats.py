@@ -1,4 +1,4 @@
-"""What others have quantized is read to the last bit: compared with what their own libraries make of the same files."""
+"""Weights that others have quantized are read to the last bit: compared with their own libraries' tensors."""
 
 import json
 from collections.abc import Callable
@@ -148,7 +148,7 @@ def test_output_layer_of_a_tied_gguf_keeps_the_embeddings_bits(kind: Q, tmp_path
 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
 def test_config_in_a_file_of_its_own_is_read(kind: str, tmp_path: Path) -> None:
-    """As AutoGPTQ and AutoAWQ wrote it before config.json had a place for it."""
+    """Config as AutoGPTQ and AutoAWQ wrote it before config.json had a place for it."""
     model = tmp_path / "model"
     meant = save_awq(model, 32) if kind == "awq" else save_gptq(model, 4, 32, desc_act=False)
     config = json.loads((model / "config.json").read_text())
@@ -176,7 +176,7 @@ def test_bias_of_a_layer_that_has_none_is_of_zeros(tmp_path: Path, said: Said) -
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 @pytest.mark.parametrize(("factor", "theta"), [(8.0, 10000.0), (32.0, 10000.0)])
 def test_rotary_factors_of_gguf_are_those_of_llama_3(factor: float, theta: float, tmp_path: Path, said: Said) -> None:
-    """As transformers computes frequencies, which llama.cpp writes as what they are divided by."""
+    """Computed as transformers does, which llama.cpp writes as what frequencies are divided by."""
     rope = {
         "rope_type": "llama3",
         "rope_theta": theta,

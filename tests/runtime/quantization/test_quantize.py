@@ -92,7 +92,7 @@ def test_quantized_weights_are_the_nearest(qformat: QuantFormat, group_size: int
 
 
 def test_clipping_is_worth_something() -> None:
-    """For int4 the best of a few scales has less error than the one that just holds the largest number."""
+    """The best of a few int4 scales has less error than the one that just holds the largest number."""
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(2))
     best = quantize_weight(weight, QuantConfig("int4", 64), 64).dequantize()
     groups = weight.view(64, -1, 64)

@@ -86,7 +86,7 @@ def test_batches_count_as_one_by_one(batch_size: int) -> None:
 
 
 def test_public_text_comes_from_groups_before() -> None:
-    """In one group nobody has finished before the others start."""
+    """All of one group are asked before anybody has finished."""
     together = replay_batches(TRACES, NgramLookup(3, pool=NgramPool()), 4, len(TRACES))
     private = replay_batches(TRACES, NgramLookup(3), 4)
     assert sum_stats(together.stats).counts(4) == sum_stats(private.stats).counts(4)

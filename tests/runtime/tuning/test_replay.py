@@ -189,7 +189,7 @@ def test_prompt_lookup_on_spec_bench_gives_the_published_figure(spec_bench: list
 
 @pytest.mark.slow
 def test_prompt_lookup_on_spec_bench_with_its_budget(spec_bench: list[Trace]) -> None:
-    """As many tokens per step, and acceptance 0.119, where the budget is 1,024 tokens as it was there."""
+    """Tokens per step are as many, and acceptance is 0.119, with a budget of 1,024 tokens as it was there."""
     total = sum_stats(replay(spec_bench, NgramLookup(3, ranking="leftmost"), 10, max_new_tokens=1024)).counts(10)
     assert total["tokens_per_step"] == pytest.approx(1.755, abs=0.001)
     assert total["draft_acceptance_rate"] == pytest.approx(0.119, abs=0.0005)
@@ -202,7 +202,7 @@ def test_prompt_lookup_on_spec_bench_with_its_budget(spec_bench: list[Trace]) ->
 def test_what_the_drafters_are_worth_on_a_quarter_of_spec_bench(
     drafter: str, figure: float, spec_bench: list[Trace]
 ) -> None:
-    """What they were worth when this was written: a change of a draft is a change of the figure."""
+    """Figures as they were when this was written: a change of a draft is a change of the figure."""
     stats = replay(spec_bench[::4], MAKE_DRAFTER[drafter](), 10)
     assert tokens_per_step(stats) == pytest.approx(figure, abs=0.0002)
 

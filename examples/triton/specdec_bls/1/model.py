@@ -16,7 +16,7 @@ SAMPLING = {
     "top_p": "runtime_top_p",
     "random_seed": "random_seed",
 }
-"""What clients send -> what the engines take."""
+"""Names of clients' inputs -> names of the engines'."""
 
 
 class TritonPythonModel:
@@ -57,7 +57,7 @@ class TritonPythonModel:
         return answer(text, ids[len(prompt) :], counts)
 
     def _draft_of(self, ids, num_tokens, common):
-        """What the draft model says comes next; nothing where the target alone may add a token."""
+        """Draft tokens of the draft model; none where the target alone may add a token."""
         if num_tokens < 1:
             return []
         inputs = [int32("input_ids", ids), int32("request_output_len", [num_tokens]), *common]
@@ -107,7 +107,7 @@ def until_stop_word(text, stop_words):
 
 
 def common_len(draft, output_ids):
-    """How many tokens of the draft were kept."""
+    """Number of the draft's tokens that were kept."""
     pairs = zip(draft, output_ids, strict=False)
     return next((i for i, (drafted, kept) in enumerate(pairs) if drafted != kept), min(len(draft), len(output_ids)))
 
