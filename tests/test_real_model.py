@@ -61,17 +61,21 @@ def test_another_file_than_expected_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_first_minute_of_the_readme_goes_on_with_it(smollm2: Path, tmp_path: Path) -> None:
-    """A chat by the file's own template, and drafts that change no token."""
+    """A chat by the file's own template, and drafts that change no token.
+
+    Hugging Face's logits of this answer are at least 1.0 apart. France is no question for this model: behind its own
+    system message "The" and "L'Étoile" are 0.08 apart, and llama.cpp answers with the latter.
+    """
     run = [sys.executable, "-m", "specdec_cli"]
     common = ["--model-dir", str(smollm2), "--max-output-len", "24"]
     chat = subprocess.run(
         [*run, "chat", *common, "--temperature", "0"],
-        input="What is the capital of France?\n",
+        input="What is the capital of Japan?\n",
         capture_output=True,
         text=True,
     )
-    assert chat.returncode == 0 and "Paris" in chat.stdout, chat.stderr
-    text = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.returncode == 0 and "The capital of Japan is Tokyo." in chat.stdout, chat.stderr
+    text = "<|im_start|>user\nWhat is the capital of Japan?<|im_end|>\n<|im_start|>assistant\n"
     drafted = subprocess.run(
         [*run, "run", *common, "--input-text", text, "--ngram-config", "10,2", "--check-lossless"],
         capture_output=True,

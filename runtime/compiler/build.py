@@ -20,7 +20,7 @@ from runtime.checkpoint import check_side_files, copy_side_files
 from runtime.checkpoint_dir import OpenedCheckpoint, check_self_draft, open_checkpoint
 from runtime.checksums import config_digest, record_files
 from runtime.compiler.attention import KERNEL, PAGED
-from runtime.compiler.compare_logits import check_logits, is_batch_invariant
+from runtime.compiler.compare_logits import TOLERANCE_OF_8_BITS, check_logits, is_batch_invariant
 from runtime.compiler.compilation import CACHE, PACKAGE, CompiledStep, PackagedStep, StepFunction, compile_aot
 from runtime.compiler.identity import weights_digest
 from runtime.compiler.kernel_library import no_compiler, says_no_compiler, write_kernels
@@ -61,7 +61,7 @@ _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 # norm, and that quantized layers compute as tightly as any is checked one by one. Of 16 bits it is little, and more
 # than other differences in float32. Keys and values that are quantized are compared as an engine has stored them;
 # those of ranks other than 0 are in other processes.
-_QUANTIZED_TOLERANCE = {"int8": 0.2, "int16": 5e-2, "mixed": 0.2}
+_QUANTIZED_TOLERANCE = {"int8": TOLERANCE_OF_8_BITS, "int16": 5e-2, "mixed": TOLERANCE_OF_8_BITS}
 
 
 @dataclass(frozen=True)

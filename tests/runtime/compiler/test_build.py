@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -247,7 +247,31 @@ def test_right_step_is_not_refused_for_what_transformers_rounds(
     assert read_engine_config(tmp_path / "engine").logits_check == check
 
 
-@pytest.mark.parametrize("precision", [UNQUANTIZED, QuantConfig("int8", 64), QuantConfig(kv_cache="INT8")], ids=str)
+@pytest.mark.parametrize("qformat", ["int4", "int8"])
+def test_right_step_is_not_refused_for_the_tokens_that_8_bits_move_most(
+    qformat: Literal["int4", "int8"], tmp_path: Path
+) -> None:
+    """Gemma 3 270M's copy in int4 was, for one row of 18."""
+    precision = QuantConfig(qformat, 64, activations="int8")
+    check = build(make_steep_checkpoint(tmp_path, "llama", 6, 0.2, precision), tmp_path / "engine").logits_check
+    assert check.relative_difference > check.tolerance == 0.2
+    assert check.from_float32 is not None and check.transformers_from_float32 is not None
+    assert 0.3 < check.from_float32 < check.transformers_from_float32
+
+
+_TOKENS_OF_8_BITS = QuantConfig("int8", 64, activations="int8")
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [
+        (UNQUANTIZED, "0.05"),
+        (QuantConfig("int8", 64), "0.05"),
+        (_TOKENS_OF_8_BITS, "0.2"),
+        (QuantConfig(kv_cache="INT8"), "0.05"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("family", "broken"),
     [
@@ -260,6 +284,7 @@ def test_wrong_step_is_refused_by_float32_too(
     family: str,
     broken: Callable[..., Tensor],
     precision: QuantConfig,
+    tolerance: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     said: Said,
@@ -268,7 +293,7 @@ def test_wrong_step_is_refused_by_float32_too(
     monkeypatch.setattr(PagedInputs, "mask", functools.partialmethod(functools.partial(broken, PagedInputs.mask)))
     with pytest.raises(SpecDecError) as raised:
         build(checkpoint_dir, tmp_path / "engine")
-    said(raised, "0.05")
+    said(raised, tolerance)
     assert not (tmp_path / "engine").exists()
 
 
