@@ -359,6 +359,9 @@ HEALTHY: dict[str, list[object]] = {
 }
 
 
+LONG = {"n-gram, long drafts", "suffix matching", "a drafter of one's own"}
+"""Up to 10 tokens whatever they cost: a model whose step takes a third of a millisecond may be faster without them,
+and then that is said rightly."""
 ALWAYS = ("no drafter", "n-gram", "leader mode, n-gram", "two drafters", "a profile", "a draft model")
 
 
@@ -367,7 +370,8 @@ ALWAYS = ("no drafter", "n-gram", "leader mode, n-gram", "two drafters", "a prof
     "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in HEALTHY]
 )
 def test_healthy_settings_raise_no_alarm(name: str, ward: Ward, deep_pair: tuple[Path, Path], specdec: Specdec) -> None:
-    assert found_in(healthy(name, ward, deep_pair, specdec)) <= OF_THE_MACHINE
+    allowed = OF_THE_MACHINE | (COSTLY if name in LONG else set())
+    assert found_in(healthy(name, ward, deep_pair, specdec)) <= allowed
 
 
 def healthy(name: str, ward: Ward, deep_pair: tuple[Path, Path], specdec: Specdec) -> Result:
