@@ -27,7 +27,7 @@ from runtime.locks import quiet_transformers
 from runtime.states import CHUNK_SIZE, num_rolled_back, state_inputs, state_pools
 
 TOLERANCE_OF_8_BITS = 0.2
-"""Of logits where tokens are quantized to 8 bits: relative, as all tolerances here."""
+"""Tolerance of logits where tokens are quantized to 8 bits; relative, as all tolerances here."""
 _NUM_SINGLE = 4  # tokens that are computed one at a time too
 _Sequence = tuple[list[int], tuple[int, int], QuantizeKV | None]
 
