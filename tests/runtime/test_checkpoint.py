@@ -283,65 +283,62 @@ def test_hints_say_how_to_go_on(sharded_dir: Path, tmp_path: Path, said: Said) -
 
 SMALL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 UNSUPPORTED = [
-    pytest.param(T5Config(vocab_size=32), "encoder-decoder models are not supported: t5", id="encoder-decoder"),
-    pytest.param(MambaConfig(**SMALL), "not supported in mamba", id="state space"),
-    pytest.param(FalconConfig(**SMALL), "this model computes its attention itself, .*: falcon", id="Falcon"),
-    pytest.param(
-        BloomConfig(**SMALL, n_head=4, n_layer=2), "this model computes its attention itself, .*: bloom", id="BLOOM"
-    ),
+    pytest.param(T5Config(vocab_size=32), "t5", id="encoder-decoder"),
+    pytest.param(MambaConfig(**SMALL), "mamba", id="state space"),
+    pytest.param(FalconConfig(**SMALL), "falcon", id="Falcon"),
+    pytest.param(BloomConfig(**SMALL, n_head=4, n_layer=2), "bloom", id="BLOOM"),
     pytest.param(
         NemotronConfig(**SMALL, num_key_value_heads=2, intermediate_size=48),
-        "this model computes its attention itself, .*: nemotron",
+        "nemotron",
         id="Nemotron",
     ),
     pytest.param(
         Gemma2Config(**SMALL, head_dim=8, num_key_value_heads=2, intermediate_size=48, pad_token_id=0),
-        "soft-capped attention is not supported",
+        "gemma2",
         id="Gemma-2",
     ),
     pytest.param(
         GptOssConfig(**SMALL, head_dim=8, num_key_value_heads=2, intermediate_size=48, num_local_experts=4),
-        "attention sinks are not supported",
+        "GptOssAttention",
         id="gpt-oss",
     ),
     pytest.param(
         Qwen2MoeConfig(**SMALL, use_sliding_window=True, sliding_window=5000, max_window_layers=1),
-        "its attention is not told of: layer 0 sees 5000 keys, and its attention asks for all",
+        "5000",
         id="Qwen2-MoE with windows",
     ),
     pytest.param(
         PhimoeConfig(**SMALL, num_key_value_heads=2, sliding_window=8),
-        "its attention is not told of: layer 0 sees 8 keys, and its attention asks for all",
+        "8",
         id="Phi-MoE with windows",
     ),
-    pytest.param(
-        AutoConfig.for_model("bamba", num_hidden_layers=2), "a model without any attention", id="no attention"
-    ),
-    pytest.param(AutoConfig.for_model("bert"), "attention that is not causal", id="BERT"),
-    pytest.param(AutoConfig.for_model("vit"), "no causal language model for this model type: vit", id="no text"),
+    pytest.param(AutoConfig.for_model("bamba", num_hidden_layers=2), "bamba", id="no attention"),
+    pytest.param(AutoConfig.for_model("bert"), "BertSelfAttention", id="BERT"),
+    pytest.param(AutoConfig.for_model("vit"), "vit", id="no text"),
 ]
 
 
-@pytest.mark.parametrize(("config", "message"), UNSUPPORTED)
+@pytest.mark.parametrize(("config", "quoted"), UNSUPPORTED)
 def test_unsupported_model_is_refused_by_its_config_alone(
-    config: PreTrainedConfig, message: str, tmp_path: Path
+    config: PreTrainedConfig, quoted: str, tmp_path: Path, said: Said
 ) -> None:
     config.save_pretrained(tmp_path / "model")
-    with pytest.raises(SpecDecError, match=message):
+    with pytest.raises(SpecDecError) as raised:
         run_convert(tmp_path / "model", tmp_path / "out")
+    said(raised, quoted)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_refused_by_name_and_number(
-    value: float, model_dir: Path, tmp_path: Path
+    value: float, model_dir: Path, tmp_path: Path, said: Said
 ) -> None:
     tensors = load_file(model_dir / "model.safetensors")
     tensors["model.norm.weight"][:8] = value  # of 32
     save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
-    said = "8 of 32 numbers of `model.norm.weight` are NaN or infinite: .*model.safetensors"
-    with pytest.raises(SpecDecError, match=said):
+    with pytest.raises(SpecDecError) as raised:
         run_convert(model_dir, tmp_path / "out")
+    said(raised, 8, 32, "`model.norm.weight`", model_dir / "model.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -455,13 +452,10 @@ def test_interruption_leaves_nothing_new(replace: bool, sharded_dir: Path, tmp_p
 def test_directory_that_is_no_checkpoint_is_named(
     model_dir: Path, llama_engine_dir: Path, tmp_path: Path, said: Said
 ) -> None:
-    for directory, message in (
-        (tmp_path / "nowhere", "checkpoint directory does not exist"),
-        (model_dir, "this is a Hugging Face model, not a checkpoint"),
-        (llama_engine_dir, "this is an engine directory, not a checkpoint"),
-    ):
-        with pytest.raises(SpecDecError, match=message):
+    for directory in (tmp_path / "nowhere", model_dir, llama_engine_dir):
+        with pytest.raises(SpecDecError) as raised:
             open_checkpoint(directory)
+        said(raised, directory)
     run_convert(model_dir, tmp_path / "out")
     (tmp_path / "out" / "rank0.safetensors").unlink()
     with pytest.raises(SpecDecError) as raised:

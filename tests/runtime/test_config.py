@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import re
 import typing
 from typing import Any
 
@@ -67,31 +66,31 @@ DAMAGES = [
     pytest.param(
         ("format_version",),
         ENGINE_FORMAT_VERSION + 1,
-        rf"format .* \(it reads {ENGINE_FORMAT_VERSION}\): {ENGINE_FORMAT_VERSION + 1}",
+        (ENGINE_FORMAT_VERSION, ENGINE_FORMAT_VERSION + 1),
         id="newer",
     ),
-    pytest.param(("format_version",), 1, rf"format .* \(it reads {ENGINE_FORMAT_VERSION}\): 1", id="older"),
-    pytest.param(("format_version",), None, r"format this version cannot read .*: None", id="no version"),
-    pytest.param(("surprise",), 1, "unknown key: surprise", id="unknown key"),
-    pytest.param(("build_config", "surprise"), 1, "build_config` has an unknown key: surprise", id="nested unknown"),
-    pytest.param(("vocab_size",), "32", "vocab_size` has a value it cannot have: '32'", id="text for a number"),
-    pytest.param(("vocab_size",), True, "vocab_size` has a value it cannot have: True", id="truth for a number"),
-    pytest.param(("vocab_size",), 3.5, "vocab_size` has a value it cannot have: 3.5", id="fraction for a count"),
-    pytest.param(("dtype",), "int8", "dtype` has a value it cannot have: 'int8'", id="not one of the choices"),
-    pytest.param(("dtype",), ["float32"], "dtype` has a value it cannot have", id="list for a choice"),
-    pytest.param(("layers",), 3, "layers` has a value it cannot have: 3", id="number for a list"),
-    pytest.param(("layers",), [5], "layers` is not a JSON object: int", id="number for an object in a list"),
-    pytest.param(("layers", 0, "sliding_window"), "8", "sliding_window` has a value", id="text for an optional number"),
-    pytest.param(("build_config",), [], "build_config` is not a JSON object: list", id="list for an object"),
-    pytest.param(("environment", "device"), "tpu", "device` has a value it cannot have: 'tpu'", id="unknown device"),
-    pytest.param(("compiler_note",), 5, "compiler_note` has a value it cannot have: 5", id="number for optional text"),
-    pytest.param(("pretrained_config",), "llama", "pretrained_config` has a value", id="text for an object"),
-    pytest.param(("logits_check", "tolerance"), "1e-4", "tolerance` has a value", id="text for a fraction"),
+    pytest.param(("format_version",), 1, (ENGINE_FORMAT_VERSION, 1), id="older"),
+    pytest.param(("format_version",), None, (ENGINE_FORMAT_VERSION, None), id="no version"),
+    pytest.param(("surprise",), 1, ("surprise",), id="unknown key"),
+    pytest.param(("build_config", "surprise"), 1, ("build_config`", "surprise"), id="nested unknown"),
+    pytest.param(("vocab_size",), "32", ("vocab_size`", "'32'"), id="text for a number"),
+    pytest.param(("vocab_size",), True, ("vocab_size`", True), id="truth for a number"),
+    pytest.param(("vocab_size",), 3.5, ("vocab_size`", 3.5), id="fraction for a count"),
+    pytest.param(("dtype",), "int8", ("dtype`", "'int8'"), id="not one of the choices"),
+    pytest.param(("dtype",), ["float32"], ("dtype`", "['float32']"), id="list for a choice"),
+    pytest.param(("layers",), 3, ("layers`", 3), id="number for a list"),
+    pytest.param(("layers",), [5], ("layers`", "int"), id="number for an object in a list"),
+    pytest.param(("layers", 0, "sliding_window"), "8", ("sliding_window`", "'8'"), id="text for an optional number"),
+    pytest.param(("build_config",), [], ("build_config`", "list"), id="list for an object"),
+    pytest.param(("environment", "device"), "tpu", ("device`", "'tpu'"), id="unknown device"),
+    pytest.param(("compiler_note",), 5, ("compiler_note`", 5), id="number for optional text"),
+    pytest.param(("pretrained_config",), "llama", ("pretrained_config`", "'llama'"), id="text for an object"),
+    pytest.param(("logits_check", "tolerance"), "1e-4", ("tolerance`", "'1e-4'"), id="text for a fraction"),
     *(
         pytest.param(
             path,
             value,
-            rf"{path[-1]}` is {bounds}, and not: {re.escape(str(value)[:20])}",
+            (f"{path[-1]}`", *bounds.split(" to "), *([value] if len(str(value)) < 20 else [])),
             id=f"{path[-1]} {str(value)[:20]}",
         )
         for path, value, bounds in (
@@ -101,33 +100,33 @@ DAMAGES = [
             (("build_config", "tokens_per_block"), 2**20, "1 to 1,024"),
             (("build_config", "tokens_per_block"), 0, "1 to 1,024"),
             (("build_config", "max_input_len"), 0, "1 to 16,777,216"),
-            (("vocab_size",), 0, "1 or more"),
-            (("layers", 0, "num_kv_heads"), -2, "1 or more"),
-            (("layers", 1, "sliding_window"), 0, "1 or more"),
+            (("vocab_size",), 0, "1"),
+            (("layers", 0, "num_kv_heads"), -2, "1"),
+            (("layers", 1, "sliding_window"), 0, "1"),
             (("host_s",), -0.5, "0 to 1,000,000"),
             (("host_s",), float("nan"), "0 to 1,000,000"),
             (("host_s",), float("inf"), "0 to 1,000,000"),
             (("host_s",), 1e308, "0 to 1,000,000"),
             (("step_costs", 0, "seconds"), 10**400, "0 to 1,000,000"),
-            (("quality", "mean_kl"), float("nan"), "-1 or more"),
-            (("quality", "mean_kl"), float("inf"), "-1 or more"),
-            (("quality", "mean_kl"), 10**400, "-1 or more"),
-            (("mapping", "world_size"), 0, "1 or more"),
+            (("quality", "mean_kl"), float("nan"), "-1"),
+            (("quality", "mean_kl"), float("inf"), "-1"),
+            (("quality", "mean_kl"), 10**400, "-1"),
+            (("mapping", "world_size"), 0, "1"),
         )
     ),
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "message"), DAMAGES)
-def test_damaged_config_is_an_error(path: tuple[Any, ...], value: Any, message: str) -> None:
+@pytest.mark.parametrize(("path", "value", "quoted"), DAMAGES)
+def test_damaged_config_is_an_error(path: tuple[Any, ...], value: Any, quoted: tuple[object, ...], said: Said) -> None:
     data = json.loads(json.dumps(as_json(ENGINE)))
     target = data
     for key in path[:-1]:
         target = target[key]
     target[path[-1]] = value
-    with pytest.raises(SpecDecError, match=message) as error:
+    with pytest.raises(SpecDecError) as error:
         parse(EngineConfig, data, "dir/config.json")
-    assert "dir/config.json" in error.value.message
+    said(error, "dir/config.json", *quoted, varying=(ENGINE_FORMAT_VERSION + 1, ENGINE_FORMAT_VERSION))
 
 
 @pytest.mark.parametrize("key", ["pretrained_config", "dtype", "build_config", "layers", "vocab_size", "environment"])

@@ -204,20 +204,20 @@ def ragged_fp8(directory: Path) -> None:
 
 
 FORMATS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "gptq-dynamic": (gptq_with_exceptions, "GPTQ weights with per-layer settings"),
-    "awq-activations": (awq_with_scaled_activations, "AWQ weights whose activations are scaled"),
-    "quanto": (quanto, "weights quantized by quanto are not read"),
-    "mlx": (mlx, "weights quantized by MLX in 4 bits are not read"),
-    "modelopt": (modelopt, "weights quantized by ModelOpt (NVFP4) are not read"),
-    "fp8-ragged": (ragged_fp8, " inputs in blocks of 20, of which the last is not whole: such weights are not read"),
+    "gptq-dynamic": (gptq_with_exceptions, "GPTQ"),
+    "awq-activations": (awq_with_scaled_activations, "AWQ"),
+    "quanto": (quanto, "quanto"),
+    "mlx": (mlx, "MLX"),
+    "modelopt": (modelopt, "ModelOpt"),
+    "fp8-ragged": (ragged_fp8, "20"),
 }
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_formats_that_are_not_read_are_refused_by_their_names(kind: str, tmp_path: Path) -> None:
-    make, message = FORMATS[kind]
+def test_formats_that_are_not_read_are_refused_by_their_names(kind: str, tmp_path: Path, said: Said) -> None:
+    make, name = FORMATS[kind]
     make(tmp_path / "model")
-    assert message in refusal(tmp_path / "model", tmp_path / "out").message
+    said(refusal(tmp_path / "model", tmp_path / "out"), name)
 
 
 def test_a_sentencepiece_file_alone_names_the_package_that_is_missing(
@@ -228,8 +228,7 @@ def test_a_sentencepiece_file_alone_names_the_package_that_is_missing(
     monkeypatch.setattr("runtime.text.find_spec", lambda name: None)
     with pytest.raises(SpecDecError) as error:
         load_tokenizer(tmp_path, {"model_type": "llama"})
-    said(error, tmp_path / "tokenizer.model")
-    assert "pip install sentencepiece" in str(error.value.hint)
+    said(error, tmp_path / "tokenizer.model", "pip install sentencepiece")
 
 
 def test_an_engine_whose_tokenizer_cannot_be_read_takes_token_ids(
@@ -238,12 +237,12 @@ def test_an_engine_whose_tokenizer_cannot_be_read_takes_token_ids(
     monkeypatch.setattr("runtime.text.find_spec", lambda name: None)
     model_dir = saved(tmp_path / "model")
     (model_dir / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
-    message = "takes token ids only: the tokenizer is a SentencePiece file alone"
-    with pytest.warns(SpecDecWarning, match=message) as warned:
+    with pytest.warns(SpecDecWarning) as warned:
         engine_dir = build_tiny(model_dir, tmp_path / "built", dtype="float32")
-    assert f"{engine_dir / 'tokenizer.model'} (" in str(warned[0].message)  # not where it was built
-    with pytest.warns(SpecDecWarning, match=message):
+    said(warned, engine_dir / "tokenizer.model")  # not where it was built
+    with pytest.warns(SpecDecWarning) as warned:
         llm = LLM(engine_dir)
+    said(warned, engine_dir / "tokenizer.model")
     with llm:
         output = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0]
         assert output.token_ids == hugging_face(model_dir) and output.text is None

@@ -315,23 +315,24 @@ def test_devices_that_do_not_exist_are_wrong_usage(monkeypatch: pytest.MonkeyPat
 
 
 REQUEST_ERRORS = [
-    pytest.param([], 5, "prompt is empty: request 3", id="empty prompt"),
-    pytest.param([5] * 97, 5, r"longer than the engine's max_input_len 96: 97 tokens", id="prompt too long"),
-    pytest.param([5] * 96, 65, r"exceed the engine's 160 tokens: 96 \+ 65", id="prompt and output too long"),
-    pytest.param([5] * 4, 0, "number of tokens to generate must be at least 1: 0", id="nothing to generate"),
-    pytest.param([5, 10_000], 5, r"outside the vocabulary of \d+: 10000", id="token id too large"),
-    pytest.param([5, -1], 5, r"outside the vocabulary of \d+: -1", id="token id negative"),
+    pytest.param([], 5, (3,), id="empty prompt"),
+    pytest.param([5] * 97, 5, (96, 97), id="prompt too long"),
+    pytest.param([5] * 96, 65, (160, 96, 65), id="prompt and output too long"),
+    pytest.param([5] * 4, 0, (1, 0), id="nothing to generate"),
+    pytest.param([5, 10_000], 5, (10000,), id="token id too large"),
+    pytest.param([5, -1], 5, (-1,), id="token id negative"),
 ]
 
 
-@pytest.mark.parametrize(("prompt", "max_new_tokens", "message"), REQUEST_ERRORS)
+@pytest.mark.parametrize(("prompt", "max_new_tokens", "quoted"), REQUEST_ERRORS)
 def test_request_the_engine_cannot_serve_is_an_error(
-    prompt: list[int], max_new_tokens: int, message: str, llama_uncompiled_dir: Any
+    prompt: list[int], max_new_tokens: int, quoted: tuple[int, ...], llama_uncompiled_dir: Any, said: Said
 ) -> None:
     engine = Engine.open(llama_uncompiled_dir)
     engine.check_request(Request(3, (5,) * 96, 64))  # just fits
-    with pytest.raises(SpecDecError, match=message):
+    with pytest.raises(SpecDecError) as raised:
         engine.check_request(Request(3, tuple(prompt), max_new_tokens))
+    said(raised, *quoted)
 
 
 @pytest.mark.parametrize("loop", [orchestrator, scheduler])

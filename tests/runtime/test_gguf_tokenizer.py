@@ -102,20 +102,21 @@ def test_tokens_become_the_texts_again(name: str, tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, Edit, str]] = [
-    ("smollm9", lambda w: None, "this pre-tokenizer of llama.cpp's is not known, `smollm9`"),
+    ("smollm9", lambda w: None, "`smollm9`"),
     ("gpt-2", lambda w: w.add_array("tokenizer.ggml.suppress_tokens", [1, 2]), "`tokenizer.ggml.suppress_tokens`"),
     (
         "gpt-2",
         lambda w: w.add_string("tokenizer.ggml.add_bos_token", "yes"),
-        "`tokenizer.ggml.add_bos_token` is neither",
+        "`tokenizer.ggml.add_bos_token`",
     ),
 ]
 
 
-@pytest.mark.parametrize(("pre", "edit", "message"), REFUSED, ids=[case[2] for case in REFUSED])
-def test_what_is_not_known_is_refused_by_name(pre: str, edit: Edit, message: str, tmp_path: Path) -> None:
-    with pytest.raises(SpecDecError, match=message):
+@pytest.mark.parametrize(("pre", "edit", "name"), REFUSED, ids=[case[2] for case in REFUSED])
+def test_what_is_not_known_is_refused_by_name(pre: str, edit: Edit, name: str, tmp_path: Path, said: Said) -> None:
+    with pytest.raises(SpecDecError) as raised:
         make_gguf_tokenizer(write_byte_level(tmp_path / "model.gguf", pre, edit))
+    said(raised, name)
 
 
 def test_other_kinds_of_tokenizers_are_refused_by_name(tmp_path: Path, said: Said) -> None:

@@ -228,9 +228,10 @@ def test_bench_prints_a_row_for_each_drafter(
     assert f"| {leftmost['tokens_per_step']:.3f} |" in rows[0]
 
 
-def test_file_without_traces_is_refused(tmp_path: Path) -> None:
+def test_file_without_traces_is_refused(tmp_path: Path, said: Said) -> None:
     path = tmp_path / "traces.jsonl"
-    for text, message in (("", "no traces in the file"), ("{}", "cannot read traces"), ("[1]", "cannot read traces")):
+    for text in ("", "{}", "[1]"):
         path.write_text(text)
-        with pytest.raises(SpecDecError, match=message):
+        with pytest.raises(SpecDecError) as raised:
             read_traces(path)
+        said(raised, path)
