@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command_line import PROMPT, Specdec, tree
+from command_line import PROMPT, Result, Specdec, tree
 from sentences import Said
 from shared import once
 from waiting import HANG_S
@@ -28,9 +28,11 @@ import json, os, resource, signal, sys
 import runtime.checkpoint, runtime.compiler.build
 from specdec_cli.app import main
 
-def run(limit, arguments, errors):
+def run(limit, environment, arguments, errors):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    os.environ |= environment
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(errors, 2)
     sys.argv = ["specdec", *arguments]
@@ -44,11 +46,11 @@ def run(limit, arguments, errors):
     os._exit(code)
 
 results = {}
-for name, (limit, arguments) in json.loads(sys.argv[1]).items():
+for name, command in json.loads(sys.argv[1]).items():
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        run(limit, arguments, writing)
+        run(*command, writing)
     os.close(writing)
     with open(reading, encoding="utf-8") as file:
         errors = file.read()
@@ -150,20 +152,22 @@ FULL_DISKS = [
     "convert", "build", "build --compiler aot", "run --output-csv", "run --output-npy", "run --output-logits-npy",
     "run --report",
 ]  # fmt: skip
+NO_COMPILERS = {"unset": "", "named": "/none/g++", "directory": "/tmp", "quote": "g++ '"}
+"""Values of the variable for a compiler on a machine that has none."""
 
 
 @pytest.fixture(scope="module")
-def full_disks(
+def failures(
     shared: Path, kernels: Path, llama_dir: Path, llama_checkpoint_dir: Path, llama_engine_dir: Path,
     process_environment: dict[str, str],
 ) -> Path:  # fmt: skip
-    """Directory of each of `FULL_DISKS`, by its name, with its exit code and stderr in `results.json`.
+    """Directory of each of `FULL_DISKS` and `NO_COMPILERS`; `results.json` has exit codes and what was on stderr.
 
-    The kernels are in the cache: it is to be our file that does not fit, and not one of the compiler's.
+    On a full disk the kernels are in the cache: it is to be our file that does not fit, and not one of the compiler's.
     """
 
     def make(directory: Path) -> None:
-        def command(name: str) -> tuple[int, list[str]]:
+        def on_full_disk(name: str) -> tuple[int, dict[str, str], list[str]]:
             (directory / name).mkdir(parents=True)
             output = directory / name / "output"
             build = ["build", "--checkpoint-dir", llama_checkpoint_dir, "--output-dir", output, "--max-input-len", 64]
@@ -178,9 +182,17 @@ def full_disks(
                 "run --output-logits-npy": (100_000, [*run, "--output-logits-npy", output]),
                 "run --report": (1_000, [*run, "--report", output]),
             }[name]
-            return limit, [str(word) for word in words]
+            return limit, {}, [str(word) for word in words]
 
-        commands = json.dumps({name: command(name) for name in FULL_DISKS})
+        def without_compiler(name: str) -> tuple[int, dict[str, str], list[str]]:
+            (directory / name).mkdir()
+            environment = machine_without_compiler(directory / f"{name} machine") | {"CXX": NO_COMPILERS[name]}
+            words = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", directory / name / "engine"]
+            return 0, environment, ["build", *map(str, words), "--compiler", "aot", "--max-input-len", "64"]
+
+        commands = json.dumps(
+            {name: on_full_disk(name) for name in FULL_DISKS} | {name: without_compiler(name) for name in NO_COMPILERS}
+        )
         done = subprocess.run(
             [sys.executable, "-c", WITH_LIMITS, commands],
             env=process_environment,
@@ -191,25 +203,29 @@ def full_disks(
         assert done.returncode == 0, done.stderr
         (directory / "results.json").write_text(done.stdout)
 
-    return once(shared / "full-disks", make)
+    return once(shared / "failures", make)
 
 
 @pytest.mark.parametrize("command", FULL_DISKS)
-def test_full_disk_is_one_error_and_leaves_nothing(command: str, full_disks: Path) -> None:
-    exit_code, errors = json.loads((full_disks / "results.json").read_text())[command]
+def test_full_disk_is_one_error_and_leaves_nothing(command: str, failures: Path) -> None:
+    exit_code, errors = json.loads((failures / "results.json").read_text())[command]
     assert exit_code == 1, errors
     assert "Traceback" not in errors
     assert errors.count("error: ") == 1, errors
     assert "File too large" in errors and "hint: free space" in errors
-    assert tree(full_disks / command) == []
+    assert tree(failures / command) == []
+
+
+def machine_without_compiler(directory: Path) -> dict[str, str]:
+    """The environment of a machine that has no compiler by any name, nor a cache from when it had one."""
+    (directory / "bin").mkdir(parents=True)
+    caches = {name: str(directory / "cache") for name in ("TORCHINDUCTOR_CACHE_DIR", "SPECDEC_CACHE_DIR")}
+    return {"PATH": str(directory / "bin"), "CXX": "", **caches}
 
 
 @pytest.fixture
 def without_compiler(tmp_path: Path) -> dict[str, str]:
-    """The environment of a machine that has no compiler by any name, nor a cache from when it had one."""
-    (tmp_path / "bin").mkdir()
-    caches = {name: str(tmp_path / "cache") for name in ("TORCHINDUCTOR_CACHE_DIR", "SPECDEC_CACHE_DIR")}
-    return {"PATH": str(tmp_path / "bin"), "CXX": "", **caches}
+    return machine_without_compiler(tmp_path)
 
 
 @pytest.mark.slow
@@ -224,28 +240,14 @@ def test_an_engine_is_built_where_the_variable_for_a_compiler_is_empty(
     assert read_engine_config(tmp_path / "engine").build_config.compiler == compiler
 
 
-@pytest.mark.parametrize(
-    "named",
-    [pytest.param("", marks=pytest.mark.slow), "/none/g++", "/tmp", "g++ '"],
-    ids=["unset", "named", "directory", "quote"],
-)
-def test_machine_without_a_compiler_is_one_error(
-    named: str,
-    without_compiler: dict[str, str],
-    llama_checkpoint_dir: Path,
-    tmp_path: Path,
-    specdec_process: Specdec,
-    said: Said,
-) -> None:
+@pytest.mark.parametrize("named", NO_COMPILERS)
+def test_machine_without_a_compiler_is_one_error(named: str, failures: Path, said: Said) -> None:
     """A model that is compiled already would be found in the compiler's cache."""
-    arguments = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", "--compiler", "aot"]
-    environment = without_compiler | {"CXX": named}
-    result = specdec_process("build", *arguments, "--max-input-len", 64, environment=environment)
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    said(result, named or "g++")
-    assert [name for name in tree(tmp_path) if not name.startswith(("bin", "cache"))] == []
+    exit_code, errors = json.loads((failures / "results.json").read_text())[named]
+    assert exit_code == 1
+    assert "Traceback" not in errors
+    said(Result(exit_code, "", errors, "build"), NO_COMPILERS[named] or "g++")
+    assert tree(failures / named) == []
 
 
 def test_machine_without_a_compiler_runs_what_was_built_elsewhere(
